@@ -1,0 +1,40 @@
+"""FP8 (W8A8) linear layers for any PyTorch model: convert, run, save and load.
+
+The data flow, which is also the order of the modules::
+
+    formats     GroupShape, Scheme, QTensor: what a quantized tensor is
+    quantizers  high precision -> codes and scales
+    matmul      codes x codes -> high precision, by the best backend that fits
+    ops         the registered operators that torch.compile sees
+    functional  quantize, dequantize, scaled_mm, linear: checked entry points
+    modules     Fp8Linear: its state_dict is the checkpoint
+    conversion  plan and convert: dense layers become FP8 layers
+    checkpoint  dialects of files on disk
+"""
+
+from fp8kit.conversion import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
+from fp8kit.conversion import Plan as Plan
+from fp8kit.conversion import convert as convert
+from fp8kit.conversion import plan as plan
+from fp8kit.errors import CheckpointError as CheckpointError
+from fp8kit.errors import ConversionError as ConversionError
+from fp8kit.errors import UnsupportedError as UnsupportedError
+from fp8kit.explanation import explain as explain
+from fp8kit.formats import BLOCK as BLOCK
+from fp8kit.formats import GROUP128 as GROUP128
+from fp8kit.formats import MX as MX
+from fp8kit.formats import ROW as ROW
+from fp8kit.formats import SCHEMES as SCHEMES
+from fp8kit.formats import TENSOR as TENSOR
+from fp8kit.formats import GroupShape as GroupShape
+from fp8kit.formats import QTensor as QTensor
+from fp8kit.formats import Scheme as Scheme
+from fp8kit.formats import scale_shape as scale_shape
+from fp8kit.functional import dequantize as dequantize
+from fp8kit.functional import linear as linear
+from fp8kit.functional import quantize as quantize
+from fp8kit.functional import scaled_mm as scaled_mm
+from fp8kit.modules.linear import Fp8Linear as Fp8Linear
+from fp8kit.report import Report as Report
+
+__version__ = "0.1.0"

@@ -1,0 +1,76 @@
+"""Observe the inputs of layers on real data, for schemes with static input scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.errors import ConversionError, teach
+from fp8kit.formats import TENSOR, fp8_format, min_scale
+
+
+def observe_amax(
+    model: nn.Module, names: Iterable[str], run: Callable[[nn.Module], object]
+) -> dict[str, Tensor]:
+    """Run a model and record the largest input magnitude of each named layer.
+
+    Args:
+        model: the model, still in high precision.
+        names: qualified names of the layers to watch.
+        run: calls the model on representative data, e.g. ``lambda m: [m(b) for b in batches]``.
+
+    Returns:
+        Layer name to fp32 scalar.
+
+    Raises:
+        ConversionError: if a layer never ran, or saw NaN or an infinity.
+
+    Example:
+        >>> observe_amax(model, ["fc1"], lambda m: m(torch.randn(8, 256)))
+        {'fc1': tensor(3.1)}
+    """
+    amax: dict[str, Tensor] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if args[0].numel():
+                seen = args[0].detach().abs().amax().float()
+                amax[name] = torch.maximum(amax.get(name, seen), seen)
+
+        return hook
+
+    names = list(names)
+    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n)) for n in names]
+    try:
+        with torch.no_grad():
+            run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    silent = [n for n in names if n not in amax]
+    broken = [n for n, a in amax.items() if not a.isfinite()]
+    if silent or broken:
+        raise ConversionError(
+            teach(
+                f"Calibration never reached {silent} and saw NaN or infinities in {broken}.",
+                "A static scheme needs finite inputs of every converted layer.",
+                "Feed data that exercises these layers, or exclude them.",
+            )
+        )
+    return amax
+
+
+def input_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Turn an observed amax into a static input scale.
+
+    Args:
+        amax: fp32 scalar.
+        dtype: dtype of the codes.
+
+    Returns:
+        fp32 ``[1, 1]``.
+    """
+    floor = min_scale(TENSOR, dtype, "activation")
+    return (amax / fp8_format(dtype).max).clamp(min=floor).reshape(1, 1)

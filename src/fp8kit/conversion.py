@@ -1,0 +1,394 @@
+"""Decide which layers of a model become FP8, then replace them: ``convert`` is ``plan`` applied."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fp8kit import calibration
+from fp8kit.dispatch import choose
+from fp8kit.errors import ConversionError, teach
+from fp8kit.formats import Scheme, scale_dtype, scale_shape
+from fp8kit.matmul.problem import BACKENDS, DECODING
+from fp8kit.modules.linear import Fp8Linear, linear_problem
+from fp8kit.report import Record, Report
+
+DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
+    ("re:.*(^|\\.)(lm_head|output_head|score|classifier|embed_out)", "output head"),
+    (
+        "re:.*(embed_tokens|word_embeddings|patch_embed|pos_embed|x_embedder|img_in|txt_in)",
+        "embedding",
+    ),
+    ("re:.*(patch_embedding|context_embedder|caption_projection|cap_embedder)", "embedding"),
+    ("re:.*(^|\\.)(gate|router|wg|shared_expert_gate)(\\.|$)", "MoE router"),
+    ("re:.*(time_embed|timestep|time_proj|time_text_embed|t_embedder|t_block)", "time embedding"),
+    ("re:.*(adaln|ada_norm|adanorm|modulation|scale_shift|norm\\w*\\.linear)", "modulation"),
+    ("re:.*(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)", "vision tower"),
+    ("re:.*(audio_tower|audio_proj|img_emb|image_embedder)", "conditioning projection"),
+    ("re:(proj_out|final_layer.*|head)$", "final projection"),
+    ("re:.*(lora_A|lora_B|lora_embedding)", "adapter"),
+)
+SMALLEST_SIDE = 64
+SMALLEST_WEIGHT = 128 * 128
+STORAGES = ("discard", "cpu_offload", "keep")
+
+
+@dataclass(slots=True)
+class Plan:
+    """Decisions about a model that have not been carried out.
+
+    Args:
+        model: the model they are about.
+        scheme: what its layers would become.
+        report: one record per layer; ``print(plan)`` shows it as a table.
+
+    Example:
+        >>> plan = fp8kit.plan(model, "FP8_BLOCK", exclude=["*.head"])
+        >>> print(plan)
+        >>> report = plan.apply()
+    """
+
+    model: nn.Module
+    scheme: Scheme
+    report: Report
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def apply(
+        self,
+        *,
+        calibrate: Callable[[nn.Module], object] | None = None,
+        weight_storage: str = "discard",
+    ) -> Report:
+        """Replace the planned layers in place.
+
+        Args:
+            calibrate: runs the model on representative data; needed by static schemes.
+            weight_storage: what happens to the dense weights: ``"discard"``, ``"cpu_offload"``
+                (kept in host memory) or ``"keep"``; kept ones are ``layer.original_weight``.
+
+        Returns:
+            The report of what was done.
+
+        Raises:
+            ConversionError: if calibration is missing or misses a layer, or a weight is on meta.
+            ValueError: for an unknown ``weight_storage``.
+        """
+        if weight_storage not in STORAGES:
+            raise ValueError(
+                teach(
+                    f"Got weight_storage={weight_storage!r}.",
+                    f"It is one of {', '.join(STORAGES)}.",
+                    "Pass one of these; 'discard' frees the dense weights.",
+                )
+            )
+        names = [r.name for r in self.report.converted]
+        on_meta = [n for n in names if _linear(self.model, n).weight.is_meta]
+        if on_meta:
+            raise ConversionError(
+                teach(
+                    f"The weights of {_some(on_meta)} are on the meta device.",
+                    "Quantization needs their values.",
+                    "Load the weights first, or use fp8kit.load(dir, scheme=...).",
+                )
+            )
+        scales: dict[str, Tensor] = {}
+        if self.scheme.static:
+            if calibrate is None:
+                raise ConversionError(
+                    teach(
+                        f"Scheme {self.scheme} got no calibration data.",
+                        "Its activations use one static scale per layer.",
+                        "Pass calibrate=lambda model: model(batch), or use FP8_DYNAMIC.",
+                    )
+                )
+            found = calibration.observe_amax(self.model, names, calibrate)
+            scales = {n: calibration.input_scale(a, self.scheme.dtype) for n, a in found.items()}
+        for record in self.report.converted:
+            dense = _linear(self.model, record.name)
+            layer = _converted(dense, self.scheme, scales.get(record.name), weight_storage)
+            for name in (record.name, *record.aliases):
+                self.model.set_submodule(name, layer)
+        return self.report
+
+
+def plan(
+    model: nn.Module,
+    scheme: Scheme | str = "FP8_DYNAMIC",
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = False,
+) -> Plan:
+    """Decide which layers become FP8, without changing anything.
+
+    Every ``nn.Linear`` is considered, except what the safe defaults protect: output heads,
+    embeddings, MoE routers, time and modulation projections, vision towers, layers too small to
+    gain, tied weights, and subclasses of ``nn.Linear`` whose behaviour is unknown.
+
+    Args:
+        model: any module; weights may be on the meta device.
+        scheme: a preset name or a ``Scheme``.
+        include: patterns; only layers that match one are considered. A pattern that names a layer
+            in full lifts the default exclusions for it.
+        exclude: patterns, added to the safe defaults; an empty list switches the defaults off.
+        strict: raise if a considered layer cannot be converted, instead of reporting it.
+
+    A pattern is a glob on the qualified name or on any dotted suffix of it (``"*.mlp.*"``,
+    ``"o_proj"``), or ``"re:"`` and a regular expression matched from the start.
+
+    Returns:
+        A ``Plan``: ``print`` it, or ``apply`` it.
+
+    Raises:
+        ValueError: if the scheme is unknown.
+        ConversionError: if a pattern matches no layer, or ``strict`` finds a layer that cannot be
+            converted.
+
+    Example:
+        >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
+    """
+    scheme = Scheme.of(scheme)
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    layers = {module: found for module, found in names.items() if isinstance(module, nn.Linear)}
+    every = [name for found in layers.values() for name in found]
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        _check_patterns(argument, patterns or (), every)
+    report = Report(str(scheme), model_bytes_before=_model_bytes(model))
+    tied = _tied_weights(model)
+    for module, found in names.items():
+        if isinstance(module, nn.Linear):
+            record = _record(module, found)
+            record.reason = _excluded(found, include, exclude)
+            if not record.reason:
+                record.reason = _obstacle(module, tied)
+                record.warning = bool(record.reason)
+            record.action = "skip" if record.reason else "convert"
+            record.bytes_after = (
+                record.bytes_before if record.reason else _converted_bytes(module, scheme)
+            )
+            report.records.append(record)
+        else:
+            report.records.extend(_bypassed(module, found[0]))
+    _add_notes(report, model, scheme)
+    blocked = [r for r in report.skipped if r.warning]
+    if strict and blocked:
+        lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
+        raise ConversionError(
+            teach(
+                f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
+                "Every considered layer must be convertible.",
+                "Exclude these layers by name, or drop strict.",
+            )
+        )
+    return Plan(model, scheme, report)
+
+
+def convert(
+    model: nn.Module,
+    scheme: Scheme | str = "FP8_DYNAMIC",
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = False,
+    calibrate: Callable[[nn.Module], object] | None = None,
+    weight_storage: str = "discard",
+) -> Report:
+    """Replace the linear layers of a model by FP8 ones, in place.
+
+    Args:
+        model: any module with weights in memory.
+        scheme: a preset name or a ``Scheme``.
+        include: as in ``plan``.
+        exclude: as in ``plan``.
+        strict: as in ``plan``.
+        calibrate: as in ``Plan.apply``; needed by the static scheme ``FP8``.
+        weight_storage: as in ``Plan.apply``.
+
+    Returns:
+        What was converted, what was skipped and why, and the bytes before and after.
+
+    Raises:
+        ValueError: if scheme or storage is unknown.
+        ConversionError: as ``plan`` and ``Plan.apply`` raise it; the model is then unchanged.
+
+    Example:
+        >>> report = fp8kit.convert(model, "FP8_DYNAMIC")
+        >>> print(report)
+    """
+    decided = plan(model, scheme, include=include, exclude=exclude, strict=strict)
+    return decided.apply(calibrate=calibrate, weight_storage=weight_storage)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Say whether a pattern selects a qualified name (see ``plan`` for the rules)."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
+def _check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> None:
+    if isinstance(patterns, str):
+        raise TypeError(
+            teach(
+                f"Got {argument}={patterns!r}.",
+                "It is a list of patterns; a string would be read letter by letter.",
+                f"Pass {argument}=[{patterns!r}].",
+            )
+        )
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            raise ConversionError(
+                teach(
+                    f"The {argument} pattern {pattern!r} matches no linear layer.",
+                    f"The model's linear layers are {_some(names)}.",
+                    "Correct the pattern or remove it; patterns match whole names or suffixes.",
+                )
+            )
+
+
+def _excluded(
+    names: list[str], include: Sequence[str] | None, exclude: Sequence[str] | None
+) -> str:
+    if include is not None and not any(matches(p, n) for p in include for n in names):
+        return "not in include"
+    for pattern in exclude or ():
+        if any(matches(pattern, n) for n in names):
+            return f"excluded by {pattern!r}"
+    defaults_apply = exclude is None or len(exclude) > 0
+    if defaults_apply and not set(include or ()) & set(names):
+        for pattern, role in DEFAULT_EXCLUDE:
+            if any(matches(pattern, n) for n in names):
+                return f"{role}: kept in high precision by default"
+    return ""
+
+
+def _obstacle(linear: nn.Linear, tied: set[int]) -> str:
+    if isinstance(linear, Fp8Linear):
+        return "already FP8"
+    if parametrize.is_parametrized(linear):
+        return "its weight is parametrized; remove the parametrization first"
+    if type(linear) is not nn.Linear:
+        return f"{type(linear).__name__} is a subclass of nn.Linear with behaviour of its own"
+    weight = linear.weight
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
+    if "forward" in linear.__dict__:
+        return "its forward was replaced on the instance, e.g. by an offload hook"
+    if id(weight) in tied or (not weight.is_meta and weight.data_ptr() in tied):
+        return "its weight is tied to another parameter"
+    if min(weight.shape) < SMALLEST_SIDE or weight.numel() < SMALLEST_WEIGHT:
+        return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
+    if not weight.is_meta and not weight.isfinite().all():
+        return "its weight holds NaN or infinities"
+    return ""
+
+
+def _tied_weights(model: nn.Module) -> set[int]:
+    owners: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[id(p)].add((id(module), name))
+            if not p.is_meta and p.numel():
+                owners[p.data_ptr()].add((id(module), name))
+    return {key for key, users in owners.items() if len(users) > 1}
+
+
+def _bypassed(module: nn.Module, name: str) -> list[Record]:
+    """Report big matrices that are not in a linear layer, so that no skip can hide."""
+    if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
+        return []
+    return [
+        Record(
+            f"{name}.{p_name}" if name else p_name,
+            type(module).__name__,
+            tuple(p.shape),
+            "skip",
+            f"a parameter of {type(module).__name__}, which is not an nn.Linear",
+            p.numel() * p.element_size(),
+            p.numel() * p.element_size(),
+        )
+        for p_name, p in module.named_parameters(recurse=False)
+        if p.dim() >= 2 and p.numel() >= SMALLEST_WEIGHT
+    ]
+
+
+def _converted(
+    dense: nn.Linear, scheme: Scheme, input_scale: Tensor | None, weight_storage: str
+) -> Fp8Linear:
+    layer = Fp8Linear.from_linear(dense, scheme, input_scale)
+    layer.train(dense.training)
+    if layer.bias is not None:
+        layer.bias.requires_grad_(False)
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        setattr(layer, hooks, getattr(dense, hooks))
+    if weight_storage != "discard":
+        kept = dense.weight.detach()
+        layer.original_weight = kept.to("cpu") if weight_storage == "cpu_offload" else kept
+    return layer
+
+
+def _record(linear: nn.Linear, names: list[str]) -> Record:
+    size = sum(p.numel() * p.element_size() for p in linear.parameters(recurse=False))
+    weight = linear.weight
+    return Record(
+        names[0],
+        type(linear).__name__,
+        tuple(weight.shape),
+        "skip",
+        bytes_before=size,
+        bytes_after=size,
+        aliases=tuple(names[1:]),
+    )
+
+
+def _converted_bytes(linear: nn.Linear, scheme: Scheme) -> int:
+    shape = tuple(linear.weight.shape)
+    scales = torch.Size(scale_shape(shape, scheme.weight)).numel()
+    bias = 0 if linear.bias is None else linear.bias.numel() * linear.bias.element_size()
+    static = 4 if scheme.static else 0
+    return linear.weight.numel() + scales * scale_dtype(scheme.weight).itemsize + bias + static
+
+
+def _model_bytes(model: nn.Module) -> int:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _add_notes(report: Report, model: nn.Module, scheme: Scheme) -> None:
+    slow: dict[str, list[str]] = defaultdict(list)
+    for record in report.converted:
+        dense = _linear(model, record.name)
+        if dense.weight.device.type == "meta":
+            continue
+        shape = (dense.out_features, dense.in_features)
+        bias = dense.bias is not None
+        problem = linear_problem(shape, scheme, dense.weight.dtype, dense.weight.device, bias, 16)
+        if choose(BACKENDS, problem).backend in DECODING:
+            slow[dense.weight.device.type].append(record.name)
+    for device_type, names in slow.items():
+        report.notes.append(
+            f"On {device_type} FP8 saves memory, not time, for {_some(names)}: "
+            "their weights are decoded for every matmul (fp8kit.explain says why)."
+        )
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    module = model.get_submodule(name)
+    assert isinstance(module, nn.Linear)
+    return module
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

@@ -1,0 +1,320 @@
+"""What a quantized tensor is: codes, scales, and two integers that say how they belong together.
+
+Everything here is frozen data. Nothing else in the package may guess a granularity from the shape
+of a scale or from a dtype: it is carried by ``GroupShape``, ``QTensor`` and ``Scheme``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import teach
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """How many rows and columns of a matrix share one scale; ``-1`` means the whole extent.
+
+    Args:
+        rows: rows per scale; ``-1`` only together with ``cols == -1`` (one scale for the tensor).
+        cols: columns (along K) per scale; ``-1`` for the whole row.
+
+    Raises:
+        ValueError: for any other combination.
+
+    Example:
+        >>> scale_shape((300, 512), GroupShape(128, 128))
+        (3, 4)
+    """
+
+    rows: int
+    cols: int
+
+    def __post_init__(self) -> None:
+        whole = self.rows == -1 and self.cols == -1
+        if not whole and (self.rows < 1 or (self.cols < 1 and self.cols != -1)):
+            raise ValueError(
+                teach(
+                    f"Got GroupShape(rows={self.rows}, cols={self.cols}).",
+                    "Groups have rows >= 1 and cols >= 1, or -1 cols; (-1, -1) is the tensor.",
+                    "Use fp8kit.TENSOR, ROW, GROUP128, BLOCK or MX, or positive integers.",
+                )
+            )
+
+    def __str__(self) -> str:
+        return _GROUP_NAMES.get(self, f"{self.rows}x{self.cols}")
+
+
+TENSOR = GroupShape(-1, -1)
+ROW = GroupShape(1, -1)
+GROUP128 = GroupShape(1, 128)
+BLOCK = GroupShape(128, 128)
+MX = GroupShape(1, 32)
+_GROUP_NAMES = {TENSOR: "tensor", ROW: "row", GROUP128: "1x128", BLOCK: "128x128", MX: "mx"}
+
+
+def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
+    """Give the shape of the scales that belong to a tensor.
+
+    Per tensor it is always ``(1, 1)``. Otherwise the last dimension is K and ragged edges get a
+    scale of their own. With ``group.rows > 1`` the last two dimensions form the matrix and all
+    before them are a stack; with one row per group every leading dimension is kept.
+
+    Args:
+        shape: shape of the codes, K last; at least 1-D.
+        group: elements per scale.
+
+    Returns:
+        The shape every scale tensor of this package has, never squeezed.
+
+    Raises:
+        ValueError: if ``shape`` has too few dimensions for the group.
+
+    Example:
+        >>> scale_shape((2, 5, 300), GROUP128), scale_shape((5, 300), TENSOR)
+        ((2, 5, 3), (1, 1))
+    """
+    least = 2 if group.rows > 1 else 1
+    if len(shape) < least:
+        raise ValueError(
+            teach(
+                f"Got a tensor of {len(shape)} dimensions for {group} groups.",
+                f"These groups need at least {least}, K last.",
+                "Add the missing dimension, e.g. with unsqueeze(0).",
+            )
+        )
+    if group == TENSOR:
+        return (1, 1)
+    cols = 1 if group.cols == -1 else math.ceil(shape[-1] / group.cols)
+    if group.rows == 1:
+        return (*shape[:-1], cols)
+    return (*shape[:-2], math.ceil(shape[-2] / group.rows), cols)
+
+
+def scale_dtype(group: GroupShape) -> torch.dtype:
+    """Give the dtype scales of this granularity have: E8M0 bytes for MX, else ``float32``."""
+    return torch.uint8 if group == MX else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """The facts of one 8-bit float encoding.
+
+    Args:
+        dtype: the torch dtype of the codes.
+        max: the largest magnitude that quantization produces (for fnuz, 224: see ``numerics.md``).
+        nan_code: the byte that every NaN becomes.
+    """
+
+    dtype: torch.dtype
+    max: float
+    nan_code: int
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest power of two that fits, ``emax`` of the OCP MX specification."""
+        return math.frexp(self.max)[1] - 1
+
+
+E4M3FN = Fp8Format(torch.float8_e4m3fn, 448.0, 0x7F)
+E4M3FNUZ = Fp8Format(torch.float8_e4m3fnuz, 224.0, 0x80)
+E5M2 = Fp8Format(torch.float8_e5m2, 57344.0, 0x7F)
+FP8_FORMATS: dict[torch.dtype, Fp8Format] = {f.dtype: f for f in (E4M3FN, E4M3FNUZ, E5M2)}
+
+
+def fp8_format(dtype: torch.dtype) -> Fp8Format:
+    """Look up an 8-bit float dtype; raises ``TypeError`` for anything else."""
+    if dtype not in FP8_FORMATS:
+        raise TypeError(
+            teach(
+                f"Got {dtype} as the dtype of FP8 codes.",
+                f"Known are {', '.join(str(d).removeprefix('torch.') for d in FP8_FORMATS)}.",
+                "Pass one of these, e.g. torch.float8_e4m3fn.",
+            )
+        )
+    return FP8_FORMATS[dtype]
+
+
+def min_scale(group: GroupShape, dtype: torch.dtype, role: str) -> float:
+    """Give the floor under a scale.
+
+    Per-token activations use ``1 / (fp8_max * 512)``, as vLLM and FBGEMM do; everything else the
+    far lower ``1e-10 / fp8_max``, because weights can be small and must not be coarsened.
+
+    Args:
+        group: elements per scale.
+        dtype: dtype of the codes.
+        role: ``"activation"`` or ``"weight"``.
+
+    Raises:
+        ValueError: for another role.
+    """
+    if role not in ("activation", "weight"):
+        raise ValueError(
+            teach(
+                f"Got role={role!r}.",
+                "A tensor is quantized as an 'activation' or as a 'weight'.",
+                "Pass one of these two words; they differ only in the smallest scale.",
+            )
+        )
+    largest = fp8_format(dtype).max
+    return 1 / (largest * 512) if group == ROW and role == "activation" else 1e-10 / largest
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Which numbers a layer computes with: the granularity of its weight and of its activations.
+
+    Args:
+        name: the word used on the command line, in reports and in checkpoints.
+        weight: granularity of the weight ``[N, K]``.
+        activation: granularity of the activations ``[M, K]``; ``None`` leaves them in 16 bit.
+        static: activations use a calibrated ``input_scale`` instead of their own amax.
+        ue8m0: scales are rounded up to powers of two (they stay ``float32``).
+        dtype: dtype of the codes.
+
+    Example:
+        >>> Scheme.of("FP8_BLOCK").activation
+        GroupShape(rows=1, cols=128)
+    """
+
+    name: str
+    weight: GroupShape
+    activation: GroupShape | None
+    static: bool = False
+    ue8m0: bool = False
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    def __post_init__(self) -> None:
+        if self.static and self.activation != TENSOR:
+            raise ValueError(
+                teach(
+                    f"Got a static scheme {self.name!r} with {self.activation} activations.",
+                    "A calibrated input scale is one number per layer.",
+                    "Use activation=TENSOR, or static=False.",
+                )
+            )
+        fp8_format(self.dtype)
+
+    @staticmethod
+    def of(scheme: Scheme | str) -> Scheme:
+        """Resolve a preset by name; raises ``ValueError`` listing the presets if unknown."""
+        if isinstance(scheme, Scheme):
+            return scheme
+        if scheme not in SCHEMES:
+            raise ValueError(
+                teach(
+                    f"Unknown scheme {scheme!r}.",
+                    f"Known schemes are {', '.join(SCHEMES)}.",
+                    "Pass one of these names, or a fp8kit.Scheme of your own.",
+                )
+            )
+        return SCHEMES[scheme]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SCHEMES: dict[str, Scheme] = {
+    s.name: s
+    for s in (
+        Scheme("FP8", TENSOR, TENSOR, static=True),
+        Scheme("FP8_DYNAMIC", ROW, ROW),
+        Scheme("FP8_TENSOR", TENSOR, ROW),
+        Scheme("FP8_BLOCK", BLOCK, GROUP128),
+        Scheme("MXFP8", MX, MX),
+        Scheme("FP8_WEIGHT_ONLY", ROW, None),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QTensor:
+    """Codes and their scales, validated once when made, unpacked at the top of every function.
+
+    The value of an element is ``data.float() * scale`` with the scale of its group.
+
+    Args:
+        data: FP8 codes, any shape, K last.
+        scale: ``float32`` multipliers, or E8M0 bytes (``uint8``) for ``MX``; shape
+            ``scale_shape(data.shape, group)``, on the device of ``data``.
+        group: elements per scale.
+
+    Raises:
+        TypeError: if ``data`` is not FP8, or ``scale`` has the wrong dtype.
+        ValueError: if the scale has the wrong shape or sits on another device.
+
+    Example:
+        >>> q = fp8kit.quantize(torch.randn(4, 256), group=fp8kit.ROW)
+        >>> q.data.dtype, tuple(q.scale.shape)
+        (torch.float8_e4m3fn, (4, 1))
+    """
+
+    data: Tensor
+    scale: Tensor
+    group: GroupShape
+
+    def __post_init__(self) -> None:
+        fp8_format(self.data.dtype)
+        check_scale(self.scale, tuple(self.data.shape), self.group, self.data.device)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the codes."""
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Device of codes and scales."""
+        return self.data.device
+
+    def to(self, device: torch.device | str) -> QTensor:
+        """Move codes and scales to a device."""
+        return QTensor(self.data.to(device), self.scale.to(device), self.group)
+
+
+def check_scale(
+    scale: Tensor, shape: Sequence[int], group: GroupShape, device: torch.device
+) -> None:
+    """Raise a teaching error unless ``scale`` is the right one for codes of this shape and group.
+
+    Args:
+        scale: the scale to check.
+        shape: shape of the codes.
+        group: elements per scale.
+        device: device of the codes.
+
+    Raises:
+        TypeError: for a wrong dtype.
+        ValueError: for a wrong shape or device.
+    """
+    wanted, dtype = scale_shape(shape, group), scale_dtype(group)
+    if scale.dtype != dtype:
+        raise TypeError(
+            teach(
+                f"Got a scale of dtype {scale.dtype} for {group} groups.",
+                f"The scale must be {dtype}" + (" (E8M0 bytes)." if group == MX else "."),
+                "View float8_e8m0fnu as uint8 for MX; convert others with .float().",
+            )
+        )
+    if tuple(scale.shape) != wanted:
+        raise ValueError(
+            teach(
+                f"Got a scale of shape {tuple(scale.shape)}.",
+                f"Codes of shape {tuple(shape)} in {group} groups need {wanted}.",
+                "Reshape the scale; it is never squeezed, and [1, 1] per tensor.",
+            )
+        )
+    if scale.device != device:
+        raise ValueError(
+            teach(
+                f"Got a scale on {scale.device}.",
+                f"The codes are on {device}.",
+                "Move both to one device.",
+            )
+        )

@@ -1,0 +1,272 @@
+"""The functions users call: validate once, flatten, call the registered operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8kit import ops  # noqa: F401  (registers torch.ops.fp8kit)
+from fp8kit.errors import teach
+from fp8kit.formats import (
+    ROW,
+    TENSOR,
+    GroupShape,
+    QTensor,
+    Scheme,
+    check_scale,
+    fp8_format,
+    min_scale,
+)
+from fp8kit.validation import (
+    activation_format,
+    check_float,
+    check_operands,
+    check_out_dtype,
+    check_rounding,
+    check_scale_ub,
+)
+
+
+def quantize(
+    x: Tensor,
+    group: GroupShape = ROW,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale: Tensor | None = None,
+    scale_ub: Tensor | None = None,
+    scale_rounding: str | None = None,
+    role: str = "activation",
+) -> QTensor:
+    """Quantize a tensor to FP8 codes and scales.
+
+    ``scale = max(amax / fp8_max, floor)`` and ``codes = cast(clamp(x / scale))``, with true
+    division in fp32 and round to nearest even. A group that holds NaN or an infinity becomes NaN throughout,
+    except that a given ``scale`` or ``scale_ub`` saturates infinities.
+
+    Args:
+        x: bf16, fp16 or fp32, 1-D or more, any strides, K last.
+        group: elements per scale, e.g. ``fp8kit.ROW``.
+        dtype: dtype of the codes.
+        scale: static scales, ``scale_shape(x.shape, group)``; taken from the data if omitted.
+        scale_ub: fp32 scalar tensor that bounds amax from above before the division.
+        scale_rounding: ``"exact"`` or ``"up"`` (to a power of two, UE8M0); for MX ``"floor"`` (OCP
+            MX v1.0, the default) or ``"up"`` (never saturates).
+        role: ``"activation"`` or ``"weight"``: which floor a per-row scale has.
+
+    Returns:
+        ``QTensor`` with codes of the shape of ``x``.
+
+    Raises:
+        TypeError: if ``x`` is not a float tensor, or a dtype is not FP8.
+        ValueError: for a scale of the wrong shape or device, or contradictory options.
+
+    Example:
+        >>> q = fp8kit.quantize(torch.randn(4, 256), fp8kit.GROUP128)
+        >>> q.scale.shape
+        torch.Size([4, 2])
+    """
+    check_float("x", x)
+    fp8_format(dtype)
+    if x.dim() == 0 or (group.rows > 1 and x.dim() < 2):
+        raise ValueError(
+            teach(
+                f"Got x of shape {tuple(x.shape)} for {group} groups.",
+                "x needs a last dimension K, and two dimensions for groups of several rows.",
+                "Add dimensions with reshape or unsqueeze.",
+            )
+        )
+    if scale is not None:
+        if scale_ub is not None or scale_rounding is not None:
+            raise ValueError(
+                teach(
+                    "Got a static scale together with scale_ub or scale_rounding.",
+                    "These shape scales that are taken from the data.",
+                    "Leave them out, or leave out scale.",
+                )
+            )
+        check_scale(scale, x.shape, group, x.device)
+        data = torch.ops.fp8kit.quantize_static(x, scale, [group.rows, group.cols], dtype)
+        return QTensor(data, scale, group)
+    rounding = check_rounding(scale_rounding, group)
+    check_scale_ub(scale_ub, x)
+    data, found = torch.ops.fp8kit.quantize(
+        x, [group.rows, group.cols], dtype, min_scale(group, dtype, role), scale_ub, rounding
+    )
+    return QTensor(data, found, group)
+
+
+def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Multiply codes by their scales in fp32 and round once.
+
+    Args:
+        q: codes and scales.
+        dtype: dtype of the result: bf16, fp16 or fp32.
+
+    Returns:
+        A contiguous tensor of the shape of the codes.
+
+    Raises:
+        TypeError: if ``dtype`` is not one of the three.
+
+    Example:
+        >>> fp8kit.dequantize(fp8kit.quantize(torch.ones(2, 8)))[0, 0]
+        tensor(1.)
+    """
+    check_out_dtype(dtype)
+    value: Tensor = torch.ops.fp8kit.dequantize(
+        q.data, q.scale, [q.group.rows, q.group.cols], dtype
+    )
+    return value
+
+
+def scaled_mm(
+    x_q: QTensor,
+    w_q: QTensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    accum: str = "precise",
+    batch_invariant: bool = False,
+    backend: str | None = None,
+) -> Tensor:
+    """Multiply quantized activations by a quantized weight: ``x @ w.T + bias``.
+
+    Args:
+        x_q: activations ``[..., K]``.
+        w_q: weight ``[N, K]``.
+        bias: ``[N]``, any float dtype.
+        out_dtype: bf16, fp16 or fp32.
+        accum: ``"precise"`` sums in fp32 (promoted at least every 512 of K, every 128 for block
+            scales); ``"fast"`` permits Hopper's short accumulator, biased on same-sign data.
+        batch_invariant: a row's bits depend neither on M nor on its neighbours.
+        backend: compute with this backend or fail; ``None`` takes the first that fits.
+
+    Returns:
+        ``[..., N]`` in ``out_dtype``.
+
+    Raises:
+        ValueError: if K or the devices differ, or an option is unknown.
+        UnsupportedError: if no backend computes it, with every backend's reason.
+
+    Example:
+        >>> x_q, w_q = fp8kit.quantize(x), fp8kit.quantize(w, role="weight")
+        >>> y = fp8kit.scaled_mm(x_q, w_q)
+    """
+    x, w = x_q.data, w_q.data
+    check_operands(x, w, bias, accum)
+    check_out_dtype(out_dtype)
+    x_scale = x_q.scale
+    if x_q.group != TENSOR:
+        x_scale = x_scale.reshape(-1, x_scale.shape[-1])
+    y: Tensor = torch.ops.fp8kit.scaled_mm(
+        x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0),
+        x_scale,
+        w,
+        w_q.scale,
+        bias,
+        [x_q.group.rows, x_q.group.cols],
+        [w_q.group.rows, w_q.group.cols],
+        out_dtype,
+        accum,
+        batch_invariant,
+        backend,
+    )
+    return y.view(*x.shape[:-1], w.shape[0])
+
+
+def linear(
+    x: Tensor,
+    w_q: QTensor,
+    bias: Tensor | None = None,
+    *,
+    scheme: Scheme | str | None = None,
+    input_scale: Tensor | None = None,
+    scale_ub: Tensor | None = None,
+    accum: str = "precise",
+    batch_invariant: bool = False,
+) -> Tensor:
+    """Quantize ``x`` and multiply it by a quantized weight; differentiable in ``x`` and ``bias``.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[..., K]``, any strides.
+        w_q: weight ``[N, K]``.
+        bias: ``[N]``, any float dtype.
+        scheme: how ``x`` is quantized; by default the standard partner of ``w_q.group``
+            (row and tensor: per token, block: 1x128, MX: MX).
+        input_scale: fp32 ``[1, 1]``: ``x`` is quantized per tensor with this static scale.
+        scale_ub: fp32 scalar tensor that bounds each token's amax from above.
+        accum: as in ``scaled_mm``.
+        batch_invariant: as in ``scaled_mm``.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x`` (under autocast, in autocast's dtype).
+
+    Raises:
+        TypeError: if ``x`` is not a float tensor.
+        ValueError: if K, devices, scheme or scales do not fit.
+        UnsupportedError: if no backend computes it, with every backend's reason.
+
+    Example:
+        >>> w_q = fp8kit.quantize(w, fp8kit.BLOCK, role="weight")
+        >>> y = fp8kit.linear(x, w_q)
+    """
+    check_float("x", x)
+    check_operands(x, w_q.data, bias, accum)
+    activation, rounding = activation_format(w_q.group, scheme, input_scale)
+    if input_scale is not None:
+        check_scale(input_scale, x.shape, TENSOR, x.device)
+    check_scale_ub(scale_ub, x)
+    return linear_unchecked(
+        x,
+        w_q.data,
+        w_q.scale,
+        bias,
+        input_scale,
+        scale_ub,
+        (activation, w_q.group),
+        (rounding, accum, batch_invariant),
+    )
+
+
+def linear_unchecked(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    groups: tuple[GroupShape | None, GroupShape],
+    options: tuple[str, str, bool],
+) -> Tensor:
+    """Call the ``linear`` operator with arguments that are known to fit (modules check once).
+
+    Args:
+        x: activations ``[..., K]``.
+        w: codes ``[N, K]``.
+        w_scale: scales of ``w``.
+        bias: ``[N]`` or ``None``.
+        input_scale: static per-tensor scale or ``None``.
+        scale_ub: bound on amax or ``None``.
+        groups: granularities of ``(x, w)``.
+        options: ``(scale_rounding, accum, batch_invariant)``.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``, or in autocast's where autocast is on.
+    """
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        x = x.to(torch.get_autocast_dtype(device_type))
+    x_group, w_group = groups
+    y: Tensor = torch.ops.fp8kit.linear(
+        x,
+        w,
+        w_scale,
+        bias,
+        input_scale,
+        scale_ub,
+        None if x_group is None else [x_group.rows, x_group.cols],
+        [w_group.rows, w_group.cols],
+        x.dtype,
+        *options,
+    )
+    return y

@@ -1,0 +1,1 @@
+"""FP8 codes times FP8 codes, with scales: one module per backend, chosen by ``dispatch``."""

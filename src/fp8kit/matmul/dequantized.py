@@ -1,0 +1,77 @@
+"""Decode the codes and use the machine's own dense matmul: the fast path of a CPU.
+
+Where all scales factor out of the K sum (one per row or per tensor), the codes themselves are
+multiplied, exactly representable in ``bfloat16``, and the scales are applied to the result, which
+rounds once less than scaling the operands. Otherwise the scaled operands are rounded to the
+compute dtype first. ``bfloat16`` results compute in ``bfloat16``, all others in ``float32``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import ROW, TENSOR, GroupShape
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.quantizers import reference as quantizer
+
+_FACTORS_OUT = (ROW, TENSOR)
+
+
+def supports(problem: MatmulProblem) -> str | None:
+    """Decline only what a library matmul cannot promise."""
+    if problem.batch_invariant:
+        return "a library matmul may change its K order with M"
+    return None
+
+
+def run(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    groups: tuple[GroupShape | None, GroupShape],
+    problem: MatmulProblem,
+) -> Tensor:
+    """Multiply ``x [M, K]`` by ``w [N, K]``; ``x_scale`` is ``None`` if ``x`` is not quantized."""
+    x_group, w_group = groups
+    out_dtype = problem.out_dtype
+    compute = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    scales = []
+    if x_scale is None or x_group is None:
+        left = x.to(compute)
+    elif x_group in _FACTORS_OUT:
+        left = decode(x, compute)
+        scales.append(x_scale)
+    else:
+        left = quantizer.dequantize(x, x_scale, x_group, compute)
+    if w_group in _FACTORS_OUT:
+        right = decode(w, compute)
+        scales.append(w_scale.t())
+    else:
+        right = quantizer.dequantize(w, w_scale, w_group, compute)
+    y = left @ right.t()
+    if scales:
+        y = y * functools.reduce(torch.mul, scales)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(out_dtype)
+
+
+def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert FP8 codes to ``dtype`` exactly, without scales.
+
+    On a CPU a 256-entry table is two to three times faster than torch's own cast.
+    """
+    if codes.device.type != "cpu":
+        return codes.to(dtype)
+    index = codes.contiguous().view(torch.uint8).flatten().int()
+    return _table(codes.dtype, dtype).index_select(0, index).view(codes.shape)
+
+
+@functools.cache
+def _table(codes: torch.dtype, dtype: torch.dtype) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8).view(codes).to(dtype)

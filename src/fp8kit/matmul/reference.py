@@ -1,0 +1,50 @@
+"""The definition: the ``float32`` product of the dequantized operands, bias added, rounded once.
+
+With ``batch_invariant`` the rows are multiplied in tiles of a fixed height, the last one padded,
+so that the library underneath always sees one shape and a row never feels its neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp8kit.formats import GroupShape
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.quantizers import reference as quantizer
+
+_INVARIANT_ROWS = 16
+
+
+def supports(problem: MatmulProblem) -> str | None:
+    """Accept everything: this is the definition."""
+    return None
+
+
+def run(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    groups: tuple[GroupShape | None, GroupShape],
+    problem: MatmulProblem,
+) -> Tensor:
+    """Multiply ``x [M, K]`` by ``w [N, K]``; ``x_scale`` is ``None`` if ``x`` is not quantized."""
+    x_group, w_group = groups
+    if x_scale is None or x_group is None:
+        left = x.float()
+    else:
+        left = quantizer.dequantize(x, x_scale, x_group, torch.float32)
+    right = quantizer.dequantize(w, w_scale, w_group, torch.float32).t()
+    if problem.batch_invariant:
+        rows = left.shape[0]
+        padded = F.pad(left, (0, 0, 0, -rows % _INVARIANT_ROWS))
+        tiles = torch.split(padded, _INVARIANT_ROWS)
+        y = torch.cat([tile @ right for tile in tiles])[:rows]
+    else:
+        y = left @ right
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(problem.out_dtype)

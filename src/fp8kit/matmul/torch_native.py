@@ -1,0 +1,207 @@
+"""``torch.nn.functional.scaled_mm`` on CUDA: cuBLASLt and CUTLASS behind torch's scaling recipes.
+
+Tensor-wise and row-wise scales run on sm89 and later, 1x128 by 128x128 blocks on sm90, MX on sm100
+and later. Torch wants N and K in multiples of 16 (128 for blocks) and M in multiples of 4 for
+blocks; operands are padded with zero codes and the result is cropped, so any shape works.
+Row-wise kernels write ``bfloat16`` only: other output dtypes multiply the bare codes into
+``float32`` and apply the scales afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.functional import ScalingType, SwizzleType
+
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
+from fp8kit.matmul.problem import MatmulProblem
+
+_ROWWISE = (ROW, TENSOR)
+_ALIGN = 16
+_BLOCK_ALIGN = 128
+_BLOCK_M_ALIGN = 4
+
+
+def supports(problem: MatmulProblem) -> str | None:
+    """Say which of torch's recipes is missing on this device, if any."""
+    if problem.batch_invariant:
+        return "cuBLASLt chooses its kernel, and so its K order, by M"
+    if problem.x_group is None:
+        return "torch has no FP8-weight by 16-bit recipe"
+    pair = (problem.x_group, problem.w_group)
+    if problem.w_dtype != torch.float8_e4m3fn or problem.x_dtype != torch.float8_e4m3fn:
+        return f"codes are {problem.x_dtype} and {problem.w_dtype}, torch's recipes want e4m3fn"
+    if problem.capability is None or problem.capability < (8, 9):
+        return "FP8 tensor cores start at sm89"
+    if pair[0] in _ROWWISE and pair[1] in _ROWWISE:
+        tensorwise = pair == (TENSOR, TENSOR)
+        known = tensorwise or problem.capability[0] in (8, 9, 10)
+        return None if known else "torch has no row-wise kernel for this device"
+    if pair == (GROUP128, BLOCK):
+        if problem.capability[0] != 9:
+            return "cuBLASLt has 1x128 by 128x128 scales on sm90 only"
+        return None
+    if pair == (MX, MX):
+        return None if problem.capability[0] >= 10 else "MX tensor cores start at sm100"
+    return f"torch has no recipe for {pair[0]} by {pair[1]} scales"
+
+
+def _row_reason(problem: MatmulProblem) -> str | None:
+    tensorwise = problem.x_group == TENSOR and problem.w_group == TENSOR
+    if (
+        not tensorwise
+        and problem.capability is not None
+        and problem.capability[0] not in (8, 9, 10)
+    ):
+        return "torch has no row-wise kernel for this device"
+    return None
+
+
+def run(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    groups: tuple[GroupShape | None, GroupShape],
+    problem: MatmulProblem,
+) -> Tensor:
+    """Multiply ``x [M, K]`` by ``w [N, K]``, choosing the recipe by the granularities."""
+    assert x_scale is not None
+    if groups == (GROUP128, BLOCK):
+        return _block(x, x_scale, w, w_scale, bias, problem)
+    if groups == (MX, MX):
+        return _mx(x, x_scale, w, w_scale, bias, problem)
+    return _rowwise(x, x_scale, w, w_scale, bias, groups, problem)
+
+
+def _rowwise(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    groups: tuple[GroupShape | None, GroupShape],
+    problem: MatmulProblem,
+) -> Tensor:
+    rows, n, out_dtype = x.shape[0], w.shape[0], problem.out_dtype
+    x, w = _padded(x, 1, _ALIGN), _padded(w, _ALIGN, _ALIGN)
+    fast = problem.accum == "fast"
+    tensorwise = groups == (TENSOR, TENSOR)
+    if out_dtype == torch.bfloat16 or tensorwise:
+        kind = ScalingType.TensorWise if tensorwise else ScalingType.RowWise
+        if not tensorwise:
+            x_scale = x_scale.expand(rows, 1).contiguous()
+            w_scale = _padded_scale(w_scale.expand(n, 1), w.shape[0]).contiguous().t()
+        inside = bias is not None and bias.dtype == out_dtype == torch.bfloat16
+        y = F.scaled_mm(
+            x,
+            w.t(),
+            x_scale,
+            kind,
+            w_scale,
+            kind,
+            bias=F.pad(bias, (0, w.shape[0] - n)) if inside and bias is not None else None,
+            output_dtype=out_dtype,
+            use_fast_accum=fast,
+        )[:, :n]
+        bias = None if inside else bias
+    else:
+        one = torch.ones(1, 1, device=x.device)
+        recipe = ScalingType.TensorWise
+        y = F.scaled_mm(
+            x,
+            w.t(),
+            one,
+            recipe,
+            one,
+            recipe,
+            output_dtype=torch.float32,
+            use_fast_accum=fast,
+        )[:, :n]
+        y = y * x_scale * w_scale.t()
+    return _finish(y, bias, out_dtype)
+
+
+def _block(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    problem: MatmulProblem,
+) -> Tensor:
+    rows, n = x.shape[0], w.shape[0]
+    x, w = _padded(x, _BLOCK_M_ALIGN, _BLOCK_ALIGN), _padded(w, _BLOCK_ALIGN, _BLOCK_ALIGN)
+    x_scale = _padded_scale(x_scale, x.shape[0]).t().contiguous().t()
+    y = F.scaled_mm(
+        x,
+        w.t(),
+        x_scale,
+        ScalingType.BlockWise1x128,
+        w_scale.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16 if problem.out_dtype == torch.bfloat16 else torch.float32,
+    )[:rows, :n]
+    return _finish(y, bias, problem.out_dtype)
+
+
+def _mx(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    problem: MatmulProblem,
+) -> Tensor:
+    n = w.shape[0]
+    x, w = _padded(x, 1, 32), _padded(w, _ALIGN, 32)
+    y = F.scaled_mm(
+        x,
+        w.t(),
+        swizzle_mx_scale(x_scale).view(torch.float8_e8m0fnu),
+        ScalingType.BlockWise1x32,
+        swizzle_mx_scale(_padded_scale(w_scale, w.shape[0])).view(torch.float8_e8m0fnu),
+        ScalingType.BlockWise1x32,
+        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+        output_dtype=torch.bfloat16 if problem.out_dtype == torch.bfloat16 else torch.float32,
+    )[:, :n]
+    return _finish(y, bias, problem.out_dtype)
+
+
+def swizzle_mx_scale(scale: Tensor) -> Tensor:
+    """Rearrange E8M0 bytes ``[rows, K/32]`` into cuBLASLt's 128x4 tiles, flat and zero padded.
+
+    The layout is the one cuBLAS documents for 1D block scaling: each tile of 128 rows by 4 scales
+    is stored as 32 groups of 16 bytes, row ``r`` of the tile at group ``r % 32``, slot ``r // 32``.
+
+    Args:
+        scale: ``uint8 [rows, cols]``.
+
+    Returns:
+        ``uint8``, flat, of ``ceil(rows / 128) * ceil(cols / 4) * 512`` bytes.
+    """
+    rows, cols = scale.shape
+    padded = F.pad(scale, (0, -cols % 4, 0, -rows % 128))
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+def _padded(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
+    below, right = -codes.shape[0] % row_multiple, -codes.shape[1] % col_multiple
+    if not below and not right:
+        return codes.contiguous()
+    bytes_ = F.pad(codes.contiguous().view(torch.uint8), (0, right, 0, below))
+    return bytes_.view(codes.dtype)
+
+
+def _padded_scale(scale: Tensor, rows: int) -> Tensor:
+    return F.pad(scale, (0, 0, 0, rows - scale.shape[0])) if rows != scale.shape[0] else scale
+
+
+def _finish(y: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if bias is not None:
+        y = y.float() + bias.float() if y.dtype != out_dtype else y + bias.to(y.dtype)
+    return y.to(out_dtype).contiguous()

@@ -1,0 +1,1 @@
+"""Layers that hold FP8 weights as ordinary Parameters: their ``state_dict`` is the checkpoint."""

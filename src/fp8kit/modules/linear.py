@@ -1,0 +1,396 @@
+"""``Fp8Linear``: an ``nn.Linear`` whose weight is FP8 codes and scales, both plain Parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit import functional
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import (
+    FP8_FORMATS,
+    MX,
+    TENSOR,
+    QTensor,
+    Scheme,
+    check_scale,
+    scale_dtype,
+    scale_shape,
+)
+from fp8kit.matmul.problem import MatmulProblem, m_bucket
+from fp8kit.quantizers.problem import capability
+from fp8kit.validation import activation_format, check_float, check_operands, default_rounding
+
+_FROZEN = ("weight", "weight_scale", "input_scale")
+_BYTES = {1: torch.uint8, 4: torch.int32}
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer with an FP8 weight: ``y = quantize(x) @ weight.T * scales + bias``.
+
+    It holds ``weight`` (FP8 ``[N, K]``), ``weight_scale`` (``scale_shape((N, K), scheme.weight)``),
+    for static schemes ``input_scale`` (fp32 ``[1, 1]``), and an optional ``bias``; all are
+    Parameters, so ``state_dict()`` is the checkpoint. Casts such as ``.half()`` change the bias and
+    ``compute_dtype`` and never the codes or scales. Weight and scales are frozen: gradients flow to
+    the input and, if it requires one, to the bias.
+
+    A new layer is uninitialized, like ``torch.empty``; make a filled one with ``from_linear`` or
+    ``from_quantized``, or load a ``state_dict``.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: whether to hold a bias of ``compute_dtype``.
+        scheme: a preset name or a ``Scheme``.
+        device: where the Parameters live; ``"meta"`` allocates nothing.
+        dtype: the compute dtype: that of the bias, and the high precision this layer stands for.
+
+    Raises:
+        ValueError: if the scheme is unknown.
+
+    Example:
+        >>> layer = fp8kit.Fp8Linear.from_linear(nn.Linear(256, 512))
+        >>> layer(torch.randn(3, 256)).shape
+        torch.Size([3, 512])
+    """
+
+    weight_scale: nn.Parameter
+    input_scale: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        scheme: Scheme | str = "FP8_DYNAMIC",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = Scheme.of(scheme)
+        self.compute_dtype = dtype or torch.get_default_dtype()
+        self.accum = "precise"
+        self.batch_invariant = False
+        self.original_weight: Tensor | None = None
+        shape = (out_features, in_features)
+        scales = scale_shape(shape, self.scheme.weight)
+        kind = scale_dtype(self.scheme.weight)
+        self.weight = _frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
+        self.weight_scale = _frozen(torch.empty(scales, dtype=kind, device=device))
+        if self.scheme.static:
+            self.input_scale = _frozen(torch.empty(1, 1, dtype=torch.float32, device=device))
+        else:
+            self.register_parameter("input_scale", None)
+        if bias:
+            self.bias = _frozen(torch.empty(out_features, dtype=self.compute_dtype, device=device))
+        else:
+            self.register_parameter("bias", None)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        scheme: Scheme | str = "FP8_DYNAMIC",
+        input_scale: Tensor | None = None,
+    ) -> Fp8Linear:
+        """Quantize a dense layer; its bias Parameter is shared, its weight is left untouched.
+
+        Args:
+            linear: a layer with a bf16, fp16 or fp32 weight ``[N, K]``.
+            scheme: a preset name or a ``Scheme``.
+            input_scale: fp32 ``[1, 1]``, needed by static schemes.
+
+        Raises:
+            TypeError: if the weight is not a float tensor.
+            ValueError: if the scheme is unknown, or is static and got no ``input_scale``.
+
+        Example:
+            >>> layer = Fp8Linear.from_linear(nn.Linear(256, 512), "FP8_BLOCK")
+        """
+        scheme = Scheme.of(scheme)
+        q = quantize_weight(linear.weight.detach(), scheme)
+        return cls.from_quantized(
+            q, linear.bias, scheme=scheme, input_scale=input_scale, dtype=linear.weight.dtype
+        )
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: QTensor,
+        bias: Tensor | None = None,
+        *,
+        scheme: Scheme | str = "FP8_DYNAMIC",
+        input_scale: Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Fp8Linear:
+        """Wrap an FP8 weight and its scales, without copying them.
+
+        Args:
+            weight: codes ``[N, K]`` with scales of the scheme's weight granularity.
+            bias: ``[N]``; a Parameter is shared.
+            scheme: a preset name or a ``Scheme``.
+            input_scale: fp32 ``[1, 1]``, needed by static schemes.
+            dtype: the compute dtype.
+
+        Raises:
+            ValueError: if shapes, granularity, devices or scales do not fit the scheme.
+
+        Example:
+            >>> layer = Fp8Linear.from_quantized(fp8kit.quantize(w, role="weight"))
+        """
+        scheme = Scheme.of(scheme)
+        n, k = weight.shape
+        check_operands(weight.data, weight.data, bias, "precise")
+        activation_format(weight.group, scheme, input_scale)
+        layer = cls(k, n, False, scheme, device="meta", dtype=dtype)
+        layer.weight = _frozen(weight.data)
+        layer.weight_scale = _frozen(weight.scale)
+        if input_scale is not None:
+            check_scale(input_scale, weight.shape, TENSOR, weight.device)
+            layer.input_scale = _frozen(input_scale)
+        if bias is not None:
+            layer.bias = bias if isinstance(bias, nn.Parameter) else _frozen(bias)
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``x`` (or autocast's)."""
+        check_float("x", x)
+        check_operands(x, self.weight, self.bias, self.accum)
+        return functional.linear_unchecked(
+            x,
+            self.weight,
+            self.weight_scale,
+            self.bias,
+            self.input_scale,
+            None,
+            (self.scheme.activation, self.scheme.weight),
+            (
+                default_rounding(self.scheme.activation, self.scheme.ue8m0),
+                self.accum,
+                self.batch_invariant,
+            ),
+        )
+
+    def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """Give a dense layer: the original weight if it was kept, else the dequantized one.
+
+        Args:
+            dtype: dtype of its weight; by default ``compute_dtype``.
+
+        Returns:
+            An ``nn.Linear`` on the device of this layer, with a copy of the bias.
+
+        Example:
+            >>> dense = layer.to_linear()
+        """
+        dtype = dtype or self.compute_dtype
+        if self.original_weight is not None:
+            weight = self.original_weight.to(self.weight.device, dtype)
+        else:
+            weight = functional.dequantize(self.quantized_weight(), dtype)
+        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        dense.weight = nn.Parameter(weight)
+        if self.bias is not None:
+            dense.bias = nn.Parameter(self.bias.detach().to(dtype, copy=True))
+        return dense
+
+    def problem(self, m: int) -> MatmulProblem:
+        """Describe the matmul that this layer runs for ``m`` rows (see ``fp8kit.explain``)."""
+        return linear_problem(
+            (self.out_features, self.in_features),
+            self.scheme,
+            self.compute_dtype,
+            self.weight.device,
+            self.bias is not None,
+            m,
+            self.accum,
+            self.batch_invariant,
+        )
+
+    def quantized_weight(self) -> QTensor:
+        """View weight and scales as a ``QTensor``, without copying."""
+        return QTensor(self.weight.detach(), self.weight_scale.detach(), self.scheme.weight)
+
+    def extra_repr(self) -> str:
+        """Describe the layer in ``print(model)``."""
+        return f"{super().extra_repr()}, scheme={self.scheme}, compute_dtype={self.compute_dtype}"
+
+    def reset_parameters(self) -> None:
+        """Do nothing: FP8 weights are loaded or quantized, never drawn at random."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
+        # fn may cast every float tensor (.half()); shown as integers, codes and scales only move
+        held = {name: self._parameters.get(name) for name in _FROZEN}
+        for name in held:
+            self._parameters[name] = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._parameters.update(held)
+        for name, parameter in held.items():
+            if parameter is not None:
+                self._parameters[name] = _moved(parameter, fn)
+        probe = torch.empty(0, dtype=self.compute_dtype, device=self.weight.device)
+        cast = fn(probe).dtype
+        self.compute_dtype = cast if cast.is_floating_point else self.compute_dtype
+        if self.original_weight is not None and self.original_weight.device.type != "cpu":
+            self.original_weight = fn(self.original_weight)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Show codes as bytes: plain pickle has no storage type for FP8."""
+        state = dict(self.__dict__)
+        state["_parameters"] = dict(self._parameters)
+        for name, p in self._parameters.items():
+            if p is not None and p.dtype in FP8_FORMATS:
+                state["_parameters"][name] = _frozen(p.detach().view(torch.uint8))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo ``__getstate__``."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        weight = self._parameters["weight"]
+        assert weight is not None
+        self._parameters["weight"] = _frozen(weight.detach().view(self.scheme.dtype))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Accept FP8 codes with scales, or a dense weight, which is quantized into place."""
+        try:
+            state_dict = self._quantized_entries(state_dict, prefix)
+        except (CheckpointError, TypeError, ValueError) as error:
+            error_msgs.append(str(error))
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _quantized_entries(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+        weight = state_dict.get(prefix + "weight")
+        scale = state_dict.get(prefix + "weight_scale")
+        if weight is None:
+            return state_dict
+        if weight.dtype in FP8_FORMATS:
+            if scale is None:
+                raise CheckpointError(
+                    teach(
+                        f"{prefix}weight is {weight.dtype} and has no {prefix}weight_scale.",
+                        "FP8 codes mean nothing without their scales.",
+                        "Load the scale in the same call, or load a dense weight.",
+                    )
+                )
+            check_scale(scale, weight.shape, self.scheme.weight, weight.device)
+            if weight.dtype != self.scheme.dtype:
+                raise CheckpointError(
+                    teach(
+                        f"{prefix}weight is {weight.dtype}.",
+                        f"This layer holds {self.scheme.dtype} codes.",
+                        "Dequantize it first; copying would change the bits.",
+                    )
+                )
+            return state_dict
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            return state_dict
+        if scale is not None:
+            raise CheckpointError(
+                teach(
+                    f"{prefix}weight is {weight.dtype} and comes with a weight_scale.",
+                    "A dense weight has no scale.",
+                    "Drop the scale, or load the FP8 weight it belongs to.",
+                )
+            )
+        q = quantize_weight(weight.detach().to(self.weight.device), self.scheme)
+        entries = dict(state_dict)
+        entries[prefix + "weight"], entries[prefix + "weight_scale"] = q.data, q.scale
+        if self.input_scale is not None:  # a dense checkpoint keeps what calibration found
+            entries.setdefault(prefix + "input_scale", self.input_scale.detach())
+        if self.original_weight is not None:
+            self.original_weight.copy_(weight)
+        return entries
+
+
+def linear_problem(
+    shape: tuple[int, int],
+    scheme: Scheme,
+    dtype: torch.dtype,
+    device: torch.device,
+    bias: bool,
+    m: int,
+    accum: str = "precise",
+    batch_invariant: bool = False,
+) -> MatmulProblem:
+    """Describe the matmul that a linear layer of this kind runs for ``m`` rows.
+
+    Args:
+        shape: of the weight, ``(N, K)``.
+        scheme: granularities and dtype.
+        dtype: compute dtype of the layer.
+        device: where it runs.
+        bias: whether it has a bias.
+        m: rows of its input.
+        accum: as in ``functional.scaled_mm``.
+        batch_invariant: as in ``functional.scaled_mm``.
+    """
+    return MatmulProblem(
+        m=m_bucket(m),
+        n=shape[0],
+        k=shape[1],
+        x_group=scheme.activation,
+        w_group=scheme.weight,
+        x_dtype=dtype if scheme.activation is None else scheme.dtype,
+        w_dtype=scheme.dtype,
+        out_dtype=dtype,
+        bias=bias,
+        accum=accum,
+        batch_invariant=batch_invariant,
+        device_type=device.type,
+        capability=capability(device),
+    )
+
+
+def quantize_weight(weight: Tensor, scheme: Scheme) -> QTensor:
+    """Quantize a dense weight ``[N, K]`` as a scheme stores it.
+
+    Args:
+        weight: bf16, fp16 or fp32.
+        scheme: gives granularity, dtype and rounding of the scales.
+
+    Raises:
+        TypeError: if the weight is not a float tensor.
+    """
+    return functional.quantize(
+        weight,
+        scheme.weight,
+        dtype=scheme.dtype,
+        scale_rounding="up" if scheme.ue8m0 and scheme.weight != MX else None,
+        role="weight",
+    )
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    bits = parameter.data.view(_BYTES[parameter.element_size()])
+    out = fn(bits)
+    if out.dtype != bits.dtype:  # .type(dtype) casts integers too
+        out = bits.to(out.device)
+    moved = out.view(parameter.dtype)
+    if torch._has_compatible_shallow_copy_type(parameter.data, moved):
+        parameter.data = moved  # the same Parameter object: optimizers and ties stay valid
+        return parameter
+    return _frozen(moved)

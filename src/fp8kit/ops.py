@@ -1,0 +1,257 @@
+"""The registered operators: all that ``torch.compile`` and ``torch.export`` see of the package.
+
+Each has a schema, one implementation for every device, a fake, and an autograd rule. The choice
+of a backend happens inside the implementation, so a graph never depends on M. Groups travel as
+``[rows, cols]``; validation is the caller's (``functional``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.dispatch import require
+from fp8kit.errors import teach
+from fp8kit.formats import GroupShape, min_scale, scale_dtype, scale_shape
+from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.quantizers.problem import BACKENDS as QUANTIZER_BACKENDS
+from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
+
+_library: Any = torch.library.Library("fp8kit", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> str:
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    _library.impl(name, impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8kit::{name}", fake, lib=_library)
+    return f"fp8kit::{name}"
+
+
+def _quantize(
+    x: Tensor,
+    group: Sequence[int],
+    dtype: torch.dtype,
+    min_scale: float,
+    scale_ub: Tensor | None,
+    scale_rounding: str,
+) -> tuple[Tensor, Tensor]:
+    shape = GroupShape(*group)
+    backend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(x, shape, dtype))
+    data, scale = backend.quantize(x, shape, dtype, min_scale, scale_ub, scale_rounding)
+    return data, scale
+
+
+def _quantize_fake(
+    x: Tensor,
+    group: Sequence[int],
+    dtype: torch.dtype,
+    min_scale: float,
+    scale_ub: Tensor | None,
+    scale_rounding: str,
+) -> tuple[Tensor, Tensor]:
+    shape = GroupShape(*group)
+    scale = x.new_empty(scale_shape(x.shape, shape), dtype=scale_dtype(shape))
+    return x.new_empty(x.shape, dtype=dtype), scale
+
+
+def _quantize_static(x: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype) -> Tensor:
+    shape = GroupShape(*group)
+    backend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(x, shape, dtype))
+    data: Tensor = backend.quantize_static(x, scale, shape, dtype)
+    return data
+
+
+def _quantize_static_fake(
+    x: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _dequantize(data: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype) -> Tensor:
+    shape = GroupShape(*group)
+    problem = DequantizeProblem(shape, data.dtype, dtype, data.device.type)
+    backend = require(QUANTIZER_BACKENDS, problem)
+    value: Tensor = backend.dequantize(data, scale, shape, dtype)
+    return value
+
+
+def _dequantize_fake(
+    data: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+def _scaled_mm(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_group: Sequence[int] | None,
+    w_group: Sequence[int],
+    out_dtype: torch.dtype,
+    accum: str,
+    batch_invariant: bool,
+    backend: str | None,
+) -> Tensor:
+    if x.shape[0] == 0 or w.shape[0] == 0:
+        return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
+    if x.shape[1] == 0:
+        zeros = x.new_zeros(x.shape[0], w.shape[0], dtype=out_dtype)
+        return zeros if bias is None else zeros + bias.to(out_dtype)
+    groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
+    problem = MatmulProblem.of(x, w, groups, out_dtype, bias, accum, batch_invariant)
+    y: Tensor = require(MATMUL_BACKENDS, problem, backend).run(
+        x, x_scale, w, w_scale, bias, groups, problem
+    )
+    return y
+
+
+def _scaled_mm_fake(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_group: Sequence[int] | None,
+    w_group: Sequence[int],
+    out_dtype: torch.dtype,
+    accum: str,
+    batch_invariant: bool,
+    backend: str | None,
+) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
+
+
+def _linear(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    x_group: Sequence[int] | None,
+    w_group: Sequence[int],
+    out_dtype: torch.dtype,
+    scale_rounding: str,
+    accum: str,
+    batch_invariant: bool,
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
+    data, x_scale = rows, None
+    if x_group is not None and input_scale is not None:
+        data, x_scale = _quantize_static(rows, input_scale, x_group, w.dtype), input_scale
+    elif x_group is not None:
+        floor = min_scale(GroupShape(*x_group), w.dtype, "activation")
+        data, x_scale = _quantize(rows, x_group, w.dtype, floor, scale_ub, scale_rounding)
+    y = _scaled_mm(
+        data,
+        x_scale,
+        w,
+        w_scale,
+        bias,
+        x_group,
+        w_group,
+        out_dtype,
+        accum,
+        batch_invariant,
+        None,
+    )
+    return y.view(*x.shape[:-1], w.shape[0])
+
+
+def _linear_fake(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    x_group: Sequence[int] | None,
+    w_group: Sequence[int],
+    out_dtype: torch.dtype,
+    scale_rounding: str,
+    accum: str,
+    batch_invariant: bool,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[0], dtype=out_dtype)
+
+
+QUANTIZE = _register(
+    "quantize(Tensor x, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
+    " str scale_rounding) -> (Tensor data, Tensor scale)",
+    _quantize,
+    _quantize_fake,
+)
+QUANTIZE_STATIC = _register(
+    "quantize_static(Tensor x, Tensor scale, int[2] group, ScalarType dtype) -> Tensor",
+    _quantize_static,
+    _quantize_static_fake,
+)
+DEQUANTIZE = _register(
+    "dequantize(Tensor data, Tensor scale, int[2] group, ScalarType dtype) -> Tensor",
+    _dequantize,
+    _dequantize_fake,
+)
+SCALED_MM = _register(
+    "scaled_mm(Tensor x, Tensor? x_scale, Tensor w, Tensor w_scale, Tensor? bias,"
+    " int[2]? x_group, int[2] w_group, ScalarType out_dtype, str accum, bool batch_invariant,"
+    " str? backend) -> Tensor",
+    _scaled_mm,
+    _scaled_mm_fake,
+)
+LINEAR = _register(
+    "linear(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, Tensor? input_scale,"
+    " Tensor? scale_ub, int[2]? x_group, int[2] w_group, ScalarType out_dtype,"
+    " str scale_rounding, str accum, bool batch_invariant) -> Tensor",
+    _linear,
+    _linear_fake,
+)
+
+
+def _save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, w, w_scale, bias = inputs[:4]
+    ctx.save_for_backward(w, w_scale)
+    ctx.w_group, ctx.x_dtype = inputs[7], x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if any(ctx.needs_input_grad[i] for i in (1, 2, 4, 5)):
+        raise RuntimeError(
+            teach(
+                "A gradient to an FP8 weight or to a scale was asked for.",
+                "FP8 layers are frozen; gradients flow to their input and their bias.",
+                "Call requires_grad_(False) on weight and scales, and train an adapter instead.",
+            )
+        )
+    w, w_scale = ctx.saved_tensors
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        dense = torch.ops.fp8kit.dequantize(w, w_scale, ctx.w_group, grad.dtype)
+        grad_x = (grad @ dense).to(ctx.x_dtype)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
+        grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    return (grad_x, None, None, grad_bias, *[None] * 8)
+
+
+def _refuse_backward(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError(
+        teach(
+            "A gradient through quantize, dequantize or scaled_mm was asked for.",
+            "Only fp8kit.linear and Fp8Linear are differentiable, in their input and bias.",
+            "Use one of them, or wrap the call in torch.no_grad().",
+        )
+    )
+
+
+torch.library.register_autograd(
+    LINEAR, _linear_backward, setup_context=_save_for_linear, lib=_library
+)
+for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM):
+    torch.library.register_autograd(_op, _refuse_backward, lib=_library)

@@ -1,0 +1,61 @@
+"""What is asked of a quantizer, as frozen data, and the ordered implementations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8kit.dispatch import BackendTable
+from fp8kit.formats import GroupShape
+
+BACKENDS: BackendTable = (
+    ("triton", "fp8kit.quantizers.triton", ("cuda",)),
+    ("reference", "fp8kit.quantizers.reference", ()),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeProblem:
+    """One quantization, static or dynamic.
+
+    Args:
+        group: elements per scale.
+        in_dtype: dtype of the input.
+        dtype: dtype of the codes.
+        device_type: ``"cpu"``, ``"cuda"``, …
+        capability: CUDA compute capability, ``None`` elsewhere.
+    """
+
+    group: GroupShape
+    in_dtype: torch.dtype
+    dtype: torch.dtype
+    device_type: str
+    capability: tuple[int, int] | None
+
+    @staticmethod
+    def of(x: Tensor, group: GroupShape, dtype: torch.dtype) -> QuantizeProblem:
+        """Describe quantizing ``x``."""
+        return QuantizeProblem(group, x.dtype, dtype, x.device.type, capability(x.device))
+
+    def __str__(self) -> str:
+        return f"quantize {self.in_dtype} to {self.dtype} per {self.group} on {self.device_type}"
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizeProblem:
+    """One dequantization; fields as in ``QuantizeProblem``, ``out_dtype`` of the result."""
+
+    group: GroupShape
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    device_type: str
+
+    def __str__(self) -> str:
+        return f"dequantize {self.dtype} per {self.group} on {self.device_type}"
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device, ``None`` for any other (never initialises CUDA)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None

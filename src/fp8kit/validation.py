@@ -1,0 +1,157 @@
+"""Checks of user input, each with an error that teaches; ``functional`` runs them once a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import teach
+from fp8kit.formats import BLOCK, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_STANDARD_SCHEMES = {
+    ROW: SCHEMES["FP8_DYNAMIC"],
+    TENSOR: SCHEMES["FP8_TENSOR"],
+    BLOCK: SCHEMES["FP8_BLOCK"],
+    MX: SCHEMES["MXFP8"],
+}
+
+
+def default_rounding(group: GroupShape | None, ue8m0: bool = False) -> str:
+    """Name the scale rounding of a granularity: OCP's floor for MX, exact (or up) elsewhere."""
+    if group == MX:
+        return "floor"
+    return "up" if ue8m0 else "exact"
+
+
+def activation_format(
+    w_group: GroupShape, scheme: Scheme | str | None, input_scale: Tensor | None
+) -> tuple[GroupShape | None, str]:
+    """Resolve the activation granularity and scale rounding that go with a weight's."""
+    if scheme is None:
+        if input_scale is not None:
+            return TENSOR, "exact"
+        if w_group not in _STANDARD_SCHEMES:
+            raise ValueError(
+                teach(
+                    f"Got a weight in {w_group} groups and no scheme.",
+                    f"Only {', '.join(map(str, _STANDARD_SCHEMES))} weights have a standard one.",
+                    "Pass scheme=fp8kit.Scheme(name, weight=..., activation=...).",
+                )
+            )
+        scheme = _STANDARD_SCHEMES[w_group]
+    scheme = Scheme.of(scheme)
+    if scheme.weight != w_group:
+        raise ValueError(
+            teach(
+                f"Got a weight in {w_group} groups for scheme {scheme}.",
+                f"{scheme} has {scheme.weight} weights.",
+                "Quantize the weight for this scheme, or name the scheme of the weight.",
+            )
+        )
+    if scheme.static and input_scale is None:
+        raise ValueError(
+            teach(
+                f"Scheme {scheme} got no input_scale.",
+                "Its activations use a calibrated scale.",
+                "Pass input_scale, or use FP8_TENSOR or FP8_DYNAMIC.",
+            )
+        )
+    if input_scale is not None and not scheme.static:
+        raise ValueError(
+            teach(
+                f"Scheme {scheme} got an input_scale.",
+                "It scales activations by their own amax.",
+                "Leave input_scale out, or use the static scheme FP8.",
+            )
+        )
+    return scheme.activation, default_rounding(scheme.activation, scheme.ue8m0)
+
+
+def check_float(name: str, x: Tensor) -> None:
+    """Refuse a tensor that is not bf16, fp16 or fp32."""
+    if x.dtype not in _FLOATS:
+        raise TypeError(
+            teach(
+                f"Got {name} of dtype {x.dtype} and shape {tuple(x.shape)}.",
+                "Quantization takes bfloat16, float16 or float32.",
+                "Convert it first, e.g. with .float(); complex and integer data have no FP8 form.",
+            )
+        )
+
+
+def check_out_dtype(dtype: torch.dtype) -> None:
+    """Refuse a result dtype that is not bf16, fp16 or fp32."""
+    if dtype not in _FLOATS:
+        raise TypeError(
+            teach(
+                f"Got {dtype} as the dtype of the result.",
+                "Results are bfloat16, float16 or float32.",
+                "Pass one of these.",
+            )
+        )
+
+
+def check_rounding(rounding: str | None, group: GroupShape) -> str:
+    """Resolve the scale rounding, refusing one that the granularity does not have."""
+    legal = ("floor", "up") if group == MX else ("exact", "up")
+    if rounding is not None and rounding not in legal:
+        raise ValueError(
+            teach(
+                f"Got scale_rounding={rounding!r} for {group} groups.",
+                f"They take {legal[0]!r} or {legal[1]!r}.",
+                "Pass one of these, or leave it out.",
+            )
+        )
+    return rounding or legal[0]
+
+
+def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
+    """Refuse a bound that is not one fp32 number on the device of ``x``."""
+    if scale_ub is None:
+        return
+    if scale_ub.numel() != 1 or scale_ub.dtype != torch.float32 or scale_ub.device != x.device:
+        raise ValueError(
+            teach(
+                f"Got scale_ub {scale_ub.dtype} {tuple(scale_ub.shape)} on {scale_ub.device}.",
+                f"It is one float32 number on {x.device}.",
+                "Pass torch.tensor(bound, device=x.device).",
+            )
+        )
+
+
+def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> None:
+    """Refuse operands of a matmul whose shapes, devices or options do not fit."""
+    if w.dim() != 2 or x.dim() == 0 or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            teach(
+                f"Got x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}.",
+                "x [..., K] is multiplied by a weight [N, K] of the same K.",
+                "Check the orientation of the weight: rows are output features.",
+            )
+        )
+    if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype not in _FLOATS):
+        raise ValueError(
+            teach(
+                f"Got a bias of shape {tuple(bias.shape)} and dtype {bias.dtype}.",
+                f"The weight {tuple(w.shape)} needs a float bias of shape ({w.shape[0]},).",
+                "Pass one value per output feature.",
+            )
+        )
+    for name, tensor in (("weight", w), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(
+                teach(
+                    f"Got x on {x.device} and a {name} on {tensor.device}.",
+                    "A matmul runs on one device.",
+                    "Move them to the same device.",
+                )
+            )
+    if accum not in ("precise", "fast"):
+        raise ValueError(
+            teach(
+                f"Got accum={accum!r}.",
+                "Sums are 'precise' or 'fast'.",
+                "Pass one of these words.",
+            )
+        )
