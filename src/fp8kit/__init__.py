@@ -12,7 +12,6 @@ The data flow, which is also the order of the modules::
     checkpoint  dialects of files on disk
 """
 
-from fp8kit.conversion import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
 from fp8kit.conversion import Plan as Plan
 from fp8kit.conversion import convert as convert
 from fp8kit.conversion import plan as plan
@@ -36,5 +35,6 @@ from fp8kit.functional import quantize as quantize
 from fp8kit.functional import scaled_mm as scaled_mm
 from fp8kit.modules.linear import Fp8Linear as Fp8Linear
 from fp8kit.report import Report as Report
+from fp8kit.selection import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
 
 __version__ = "0.1.0"

@@ -33,16 +33,19 @@ def observe_amax(
     """
     amax: dict[str, Tensor] = {}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if args[0].numel():
-                seen = args[0].detach().abs().amax().float()
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            x = args[0] if args else kwargs["input"]
+            if x.numel():
+                seen = x.detach().abs().amax().float()
                 amax[name] = torch.maximum(amax.get(name, seen), seen)
 
         return hook
 
     names = list(names)
-    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n)) for n in names]
+    handles = [
+        model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names
+    ]
     try:
         with torch.no_grad():
             run(model)
@@ -73,4 +76,6 @@ def input_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
         fp32 ``[1, 1]``.
     """
     floor = min_scale(TENSOR, dtype, "activation")
-    return (amax / fp8_format(dtype).max).clamp(min=floor).reshape(1, 1)
+    # a tensor as divisor: CUDA multiplies by the rounded reciprocal of a Python number
+    scale = amax / torch.full_like(amax, fp8_format(dtype).max)
+    return scale.clamp(min=floor).reshape(1, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,29 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fp8kit import calibration
+from fp8kit import calibration, structure
 from fp8kit.dispatch import choose
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme, scale_dtype, scale_shape
-from fp8kit.matmul.problem import BACKENDS, DECODING
-from fp8kit.modules.linear import Fp8Linear, linear_problem
+from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
+from fp8kit.modules.linear import Fp8Linear
 from fp8kit.report import Record, Report
+from fp8kit.selection import check_patterns, exclusion, some_of
 
-DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
-    ("re:.*(^|\\.)(lm_head|output_head|score|classifier|embed_out)", "output head"),
-    (
-        "re:.*(embed_tokens|word_embeddings|patch_embed|pos_embed|x_embedder|img_in|txt_in)",
-        "embedding",
-    ),
-    ("re:.*(patch_embedding|context_embedder|caption_projection|cap_embedder)", "embedding"),
-    ("re:.*(^|\\.)(gate|router|wg|shared_expert_gate)(\\.|$)", "MoE router"),
-    ("re:.*(time_embed|timestep|time_proj|time_text_embed|t_embedder|t_block)", "time embedding"),
-    ("re:.*(adaln|ada_norm|adanorm|modulation|scale_shift|norm\\w*\\.linear)", "modulation"),
-    ("re:.*(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)", "vision tower"),
-    ("re:.*(audio_tower|audio_proj|img_emb|image_embedder)", "conditioning projection"),
-    ("re:(proj_out|final_layer.*|head)$", "final projection"),
-    ("re:.*(lora_A|lora_B|lora_embedding)", "adapter"),
-)
 SMALLEST_SIDE = 64
 SMALLEST_WEIGHT = 128 * 128
 STORAGES = ("discard", "cpu_offload", "keep")
@@ -48,6 +32,7 @@ class Plan:
         model: the model they are about.
         scheme: what its layers would become.
         report: one record per layer; ``print(plan)`` shows it as a table.
+        calibrate: runs the model on representative data, or ``None``.
 
     Example:
         >>> plan = fp8kit.plan(model, "FP8_BLOCK", exclude=["*.head"])
@@ -58,20 +43,15 @@ class Plan:
     model: nn.Module
     scheme: Scheme
     report: Report
+    calibrate: Callable[[nn.Module], object] | None = None
 
     def __str__(self) -> str:
         return str(self.report)
 
-    def apply(
-        self,
-        *,
-        calibrate: Callable[[nn.Module], object] | None = None,
-        weight_storage: str = "discard",
-    ) -> Report:
+    def apply(self, *, weight_storage: str = "discard") -> Report:
         """Replace the planned layers in place.
 
         Args:
-            calibrate: runs the model on representative data; needed by static schemes.
             weight_storage: what happens to the dense weights: ``"discard"``, ``"cpu_offload"``
                 (kept in host memory) or ``"keep"``; kept ones are ``layer.original_weight``.
 
@@ -95,14 +75,14 @@ class Plan:
         if on_meta:
             raise ConversionError(
                 teach(
-                    f"The weights of {_some(on_meta)} are on the meta device.",
+                    f"The weights of {some_of(on_meta)} are on the meta device.",
                     "Quantization needs their values.",
                     "Load the weights first, or use fp8kit.load(dir, scheme=...).",
                 )
             )
         scales: dict[str, Tensor] = {}
         if self.scheme.static:
-            if calibrate is None:
+            if self.calibrate is None:
                 raise ConversionError(
                     teach(
                         f"Scheme {self.scheme} got no calibration data.",
@@ -110,13 +90,14 @@ class Plan:
                         "Pass calibrate=lambda model: model(batch), or use FP8_DYNAMIC.",
                     )
                 )
-            found = calibration.observe_amax(self.model, names, calibrate)
+            found = calibration.observe_amax(self.model, names, self.calibrate)
             scales = {n: calibration.input_scale(a, self.scheme.dtype) for n, a in found.items()}
         for record in self.report.converted:
             dense = _linear(self.model, record.name)
             layer = _converted(dense, self.scheme, scales.get(record.name), weight_storage)
             for name in (record.name, *record.aliases):
                 self.model.set_submodule(name, layer)
+        structure.share_inputs(self.model, self.report.groups)
         return self.report
 
 
@@ -127,6 +108,8 @@ def plan(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     strict: bool = False,
+    calibrate: Callable[[nn.Module], object] | None = None,
+    share_inputs: bool = True,
 ) -> Plan:
     """Decide which layers become FP8, without changing anything.
 
@@ -141,6 +124,11 @@ def plan(
             in full lifts the default exclusions for it.
         exclude: patterns, added to the safe defaults; an empty list switches the defaults off.
         strict: raise if a considered layer cannot be converted, instead of reporting it.
+        calibrate: runs the model on representative data, e.g. ``lambda model: model(batch)``.
+            Static schemes take their input scales from it, and layers that it calls one after
+            another with the same tensor share one quantization; without it, siblings are known by
+            their usual names (q/k/v, gate/up).
+        share_inputs: let layers with one input quantize it once and multiply as one matrix.
 
     A pattern is a glob on the qualified name or on any dotted suffix of it (``"*.mlp.*"``,
     ``"o_proj"``), or ``"re:"`` and a regular expression matched from the start.
@@ -157,19 +145,26 @@ def plan(
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
     """
     scheme = Scheme.of(scheme)
+    if isinstance(model, nn.Linear):
+        raise ConversionError(
+            teach(
+                f"Got a bare {type(model).__name__} as the model.",
+                "Layers are replaced inside the module that holds them.",
+                "Use fp8kit.Fp8Linear.from_linear(layer), or pass the parent module.",
+            )
+        )
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
-    layers = {module: found for module, found in names.items() if isinstance(module, nn.Linear)}
-    every = [name for found in layers.values() for name in found]
+    every = [n for module, found in names.items() if isinstance(module, nn.Linear) for n in found]
     for argument, patterns in (("include", include), ("exclude", exclude)):
-        _check_patterns(argument, patterns or (), every)
+        check_patterns(argument, patterns or (), every)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
     tied = _tied_weights(model)
     for module, found in names.items():
         if isinstance(module, nn.Linear):
             record = _record(module, found)
-            record.reason = _excluded(found, include, exclude)
+            record.reason = exclusion(found, include, exclude)
             if not record.reason:
                 record.reason = _obstacle(module, tied)
                 record.warning = bool(record.reason)
@@ -181,6 +176,9 @@ def plan(
         else:
             report.records.extend(_bypassed(module, found[0]))
     _add_notes(report, model, scheme)
+    if share_inputs:
+        names_to_group = [r.name for r in report.converted]
+        report.groups = structure.find_groups(model, names_to_group, calibrate)
     blocked = [r for r in report.skipped if r.warning]
     if strict and blocked:
         lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
@@ -191,7 +189,7 @@ def plan(
                 "Exclude these layers by name, or drop strict.",
             )
         )
-    return Plan(model, scheme, report)
+    return Plan(model, scheme, report, calibrate)
 
 
 def convert(
@@ -202,6 +200,7 @@ def convert(
     exclude: Sequence[str] | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
+    share_inputs: bool = True,
     weight_storage: str = "discard",
 ) -> Report:
     """Replace the linear layers of a model by FP8 ones, in place.
@@ -212,7 +211,8 @@ def convert(
         include: as in ``plan``.
         exclude: as in ``plan``.
         strict: as in ``plan``.
-        calibrate: as in ``Plan.apply``; needed by the static scheme ``FP8``.
+        calibrate: as in ``plan``; needed by the static scheme ``FP8``.
+        share_inputs: as in ``plan``.
         weight_storage: as in ``Plan.apply``.
 
     Returns:
@@ -223,54 +223,18 @@ def convert(
         ConversionError: as ``plan`` and ``Plan.apply`` raise it; the model is then unchanged.
 
     Example:
-        >>> report = fp8kit.convert(model, "FP8_DYNAMIC")
-        >>> print(report)
+        >>> print(fp8kit.convert(model, "FP8_DYNAMIC"))
     """
-    decided = plan(model, scheme, include=include, exclude=exclude, strict=strict)
-    return decided.apply(calibrate=calibrate, weight_storage=weight_storage)
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Say whether a pattern selects a qualified name (see ``plan`` for the rules)."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
-
-
-def _check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> None:
-    if isinstance(patterns, str):
-        raise TypeError(
-            teach(
-                f"Got {argument}={patterns!r}.",
-                "It is a list of patterns; a string would be read letter by letter.",
-                f"Pass {argument}=[{patterns!r}].",
-            )
-        )
-    for pattern in patterns:
-        if not any(matches(pattern, name) for name in names):
-            raise ConversionError(
-                teach(
-                    f"The {argument} pattern {pattern!r} matches no linear layer.",
-                    f"The model's linear layers are {_some(names)}.",
-                    "Correct the pattern or remove it; patterns match whole names or suffixes.",
-                )
-            )
-
-
-def _excluded(
-    names: list[str], include: Sequence[str] | None, exclude: Sequence[str] | None
-) -> str:
-    if include is not None and not any(matches(p, n) for p in include for n in names):
-        return "not in include"
-    for pattern in exclude or ():
-        if any(matches(pattern, n) for n in names):
-            return f"excluded by {pattern!r}"
-    defaults_apply = exclude is None or len(exclude) > 0
-    if defaults_apply and not set(include or ()) & set(names):
-        for pattern, role in DEFAULT_EXCLUDE:
-            if any(matches(pattern, n) for n in names):
-                return f"{role}: kept in high precision by default"
-    return ""
+    decided = plan(
+        model,
+        scheme,
+        include=include,
+        exclude=exclude,
+        strict=strict,
+        calibrate=calibrate,
+        share_inputs=share_inputs,
+    )
+    return decided.apply(weight_storage=weight_storage)
 
 
 def _obstacle(linear: nn.Linear, tied: set[int]) -> str:
@@ -330,8 +294,9 @@ def _converted(
     layer.train(dense.training)
     if layer.bias is not None:
         layer.bias.requires_grad_(False)
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-        setattr(layer, hooks, getattr(dense, hooks))
+    for name, value in vars(dense).items():  # call hooks with their options
+        if "hook" in name and "state_dict" not in name:
+            setattr(layer, name, value)
     if weight_storage != "discard":
         kept = dense.weight.detach()
         layer.original_weight = kept.to("cpu") if weight_storage == "cpu_offload" else kept
@@ -340,11 +305,10 @@ def _converted(
 
 def _record(linear: nn.Linear, names: list[str]) -> Record:
     size = sum(p.numel() * p.element_size() for p in linear.parameters(recurse=False))
-    weight = linear.weight
     return Record(
         names[0],
         type(linear).__name__,
-        tuple(weight.shape),
+        tuple(linear.weight.shape),
         "skip",
         bytes_before=size,
         bytes_after=size,
@@ -378,7 +342,7 @@ def _add_notes(report: Report, model: nn.Module, scheme: Scheme) -> None:
             slow[dense.weight.device.type].append(record.name)
     for device_type, names in slow.items():
         report.notes.append(
-            f"On {device_type} FP8 saves memory, not time, for {_some(names)}: "
+            f"On {device_type} FP8 saves memory, not time, for {some_of(names)}: "
             "their weights are decoded for every matmul (fp8kit.explain says why)."
         )
 
@@ -387,8 +351,3 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
     module = model.get_submodule(name)
     assert isinstance(module, nn.Linear)
     return module
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

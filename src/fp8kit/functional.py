@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,8 +42,8 @@ def quantize(
     """Quantize a tensor to FP8 codes and scales.
 
     ``scale = max(amax / fp8_max, floor)`` and ``codes = cast(clamp(x / scale))``, with true
-    division in fp32 and round to nearest even. A group that holds NaN or an infinity becomes NaN throughout,
-    except that a given ``scale`` or ``scale_ub`` saturates infinities.
+    division in fp32 and round to nearest even. A group that holds NaN or an infinity becomes
+    NaN throughout, except that a given ``scale`` or ``scale_ub`` saturates infinities.
 
     Args:
         x: bf16, fp16 or fp32, 1-D or more, any strides, K last.
@@ -155,11 +157,19 @@ def scaled_mm(
     x, w = x_q.data, w_q.data
     check_operands(x, w, bias, accum)
     check_out_dtype(out_dtype)
-    x_scale = x_q.scale
-    if x_q.group != TENSOR:
-        x_scale = x_scale.reshape(-1, x_scale.shape[-1])
+    if x_q.group.rows > 1 and x.dim() > 2:
+        raise ValueError(
+            teach(
+                f"Got x of shape {tuple(x.shape)} in {x_q.group} groups.",
+                "Groups of several rows belong to one matrix [M, K].",
+                "Flatten x before it is quantized.",
+            )
+        )
+    rows, x_scale = math.prod(x.shape[:-1]), x_q.scale
+    if x.dim() != 2 and x_q.group != TENSOR:
+        x_scale = x_scale.reshape(rows, x_scale.shape[-1])
     y: Tensor = torch.ops.fp8kit.scaled_mm(
-        x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0),
+        x.reshape(rows, x.shape[-1]),
         x_scale,
         w,
         w_q.scale,
@@ -216,6 +226,14 @@ def linear(
     if input_scale is not None:
         check_scale(input_scale, x.shape, TENSOR, x.device)
     check_scale_ub(scale_ub, x)
+    if scale_ub is not None and (activation is None or input_scale is not None):
+        raise ValueError(
+            teach(
+                "Got scale_ub for activations that have no scale of their own.",
+                "It bounds scales that are taken from the data.",
+                "Leave scale_ub out, or use a dynamic scheme.",
+            )
+        )
     return linear_unchecked(
         x,
         w_q.data,
@@ -254,7 +272,7 @@ def linear_unchecked(
         ``[..., N]`` in the dtype of ``x``, or in autocast's where autocast is on.
     """
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
     x_group, w_group = groups
     y: Tensor = torch.ops.fp8kit.linear(

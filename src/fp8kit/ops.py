@@ -29,7 +29,18 @@ def _register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -
     name = schema.partition("(")[0]
     _library.impl(name, impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8kit::{name}", fake, lib=_library)
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        _library.impl(name, _outside_autocast(name, device_type), key)
     return f"fp8kit::{name}"
+
+
+def _outside_autocast(name: str, device_type: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        # autocast would run the implementation's fp32 matmuls in 16 bit, where bare codes overflow
+        with torch.autocast(device_type, enabled=False):
+            return getattr(torch.ops.fp8kit, name)(*args)
+
+    return kernel
 
 
 def _quantize(
@@ -86,6 +97,25 @@ def _dequantize_fake(
     return data.new_empty(data.shape, dtype=dtype)
 
 
+def _multiply(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    problem: MatmulProblem,
+    backend: str | None = None,
+) -> Tensor:
+    if x.shape[0] == 0 or w.shape[0] == 0:
+        return x.new_empty(x.shape[0], w.shape[0], dtype=problem.out_dtype)
+    if x.shape[1] == 0:
+        zeros = x.new_zeros(x.shape[0], w.shape[0], dtype=problem.out_dtype)
+        return zeros if bias is None else zeros + bias.to(problem.out_dtype)
+    run = require(MATMUL_BACKENDS, problem, backend).run
+    y: Tensor = run(x, x_scale, w, w_scale, bias, (problem.x_group, problem.w_group), problem)
+    return y
+
+
 def _scaled_mm(
     x: Tensor,
     x_scale: Tensor | None,
@@ -99,17 +129,9 @@ def _scaled_mm(
     batch_invariant: bool,
     backend: str | None,
 ) -> Tensor:
-    if x.shape[0] == 0 or w.shape[0] == 0:
-        return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
-    if x.shape[1] == 0:
-        zeros = x.new_zeros(x.shape[0], w.shape[0], dtype=out_dtype)
-        return zeros if bias is None else zeros + bias.to(out_dtype)
     groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
     problem = MatmulProblem.of(x, w, groups, out_dtype, bias, accum, batch_invariant)
-    y: Tensor = require(MATMUL_BACKENDS, problem, backend).run(
-        x, x_scale, w, w_scale, bias, groups, problem
-    )
-    return y
+    return _multiply(x, x_scale, w, w_scale, bias, problem, backend)
 
 
 def _scaled_mm_fake(
@@ -149,19 +171,11 @@ def _linear(
     elif x_group is not None:
         floor = min_scale(GroupShape(*x_group), w.dtype, "activation")
         data, x_scale = _quantize(rows, x_group, w.dtype, floor, scale_ub, scale_rounding)
-    y = _scaled_mm(
-        data,
-        x_scale,
-        w,
-        w_scale,
-        bias,
-        x_group,
-        w_group,
-        out_dtype,
-        accum,
-        batch_invariant,
-        None,
+    groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
+    problem = MatmulProblem.of(
+        data, w, groups, out_dtype, bias, accum, batch_invariant, after_quantize=True
     )
+    y = _multiply(data, x_scale, w, w_scale, bias, problem)
     return y.view(*x.shape[:-1], w.shape[0])
 
 
@@ -236,7 +250,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dense = torch.ops.fp8kit.dequantize(w, w_scale, ctx.w_group, grad.dtype)
         grad_x = (grad @ dense).to(ctx.x_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
-        grad_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        grad_bias = grad.sum_to_size(grad.shape[-1]).to(ctx.bias_dtype)
     return (grad_x, None, None, grad_bias, *[None] * 8)
 
 

@@ -45,6 +45,7 @@ class Report:
         records: one per layer that was looked at, in model order.
         model_bytes_before: size of all parameters and buffers before.
         notes: sentences about the whole model.
+        groups: names of layers that share one quantized input, in call order.
 
     Example:
         >>> report = fp8kit.convert(model)
@@ -55,6 +56,7 @@ class Report:
     records: list[Record] = field(default_factory=list)
     model_bytes_before: int = 0
     notes: list[str] = field(default_factory=list)
+    groups: list[tuple[str, ...]] = field(default_factory=list)
 
     @property
     def converted(self) -> list[Record]:
@@ -88,8 +90,16 @@ class Report:
             "model_bytes_before": self.model_bytes_before,
             "model_bytes_after": self.model_bytes_after,
             "notes": list(self.notes),
+            "groups": [list(g) for g in self.groups],
             "records": [asdict(r) for r in self.records],
         }
+
+    def _sharing(self, name: str) -> str:
+        for group in self.groups:
+            if name in group:
+                others = (n.rpartition(".")[2] for n in group if n != name)
+                return f"shares its input with {', '.join(others)}"
+        return ""
 
     def __str__(self) -> str:
         rows = [("layer", "weight", "action", "MiB", "note")]
@@ -98,7 +108,7 @@ class Report:
             if r.action == "convert":
                 size += f" -> {r.bytes_after / _MIB:.2f}"
             also = f"also {', '.join(r.aliases)}" if r.aliases else ""
-            note = "; ".join(filter(None, (r.reason, also)))
+            note = "; ".join(filter(None, (r.reason, also, self._sharing(r.name))))
             rows.append((r.name, "x".join(map(str, r.shape)), r.action, size, note))
         return "\n".join([table(rows), *self.notes, self.summary()])
 

@@ -120,6 +120,18 @@ def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
         )
 
 
+def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
+    """Refuse codes of another FP8 dtype than the scheme's."""
+    if dtype != scheme.dtype:
+        raise ValueError(
+            teach(
+                f"Got {name} of {dtype} codes for scheme {scheme}.",
+                f"It holds {scheme.dtype} codes.",
+                "Pass a scheme with that dtype, or dequantize; copying would change the bits.",
+            )
+        )
+
+
 def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> None:
     """Refuse operands of a matmul whose shapes, devices or options do not fit."""
     if w.dim() != 2 or x.dim() == 0 or x.shape[-1] != w.shape[1]:

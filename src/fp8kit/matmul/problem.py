@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from fp8kit.dispatch import BackendTable
-from fp8kit.formats import GroupShape
+from fp8kit.formats import GroupShape, Scheme
 from fp8kit.quantizers.problem import capability
 
 BACKENDS: BackendTable = (
+    ("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
@@ -36,6 +37,8 @@ class MatmulProblem:
         bias: whether a bias is added.
         accum: ``"precise"`` (promoted to fp32 at least every 512 of K) or ``"fast"``.
         batch_invariant: the bits of a row must not depend on the other rows.
+        after_quantize: the kernel just before on this stream quantized ``x`` and wrote nothing
+            else, so that the matmul may start to read the weight before it ends.
         device_type: ``"cpu"``, ``"cuda"``, …
         capability: CUDA compute capability, ``None`` elsewhere.
     """
@@ -53,6 +56,7 @@ class MatmulProblem:
     batch_invariant: bool
     device_type: str
     capability: tuple[int, int] | None
+    after_quantize: bool = False
 
     @staticmethod
     def of(
@@ -63,6 +67,7 @@ class MatmulProblem:
         bias: Tensor | None,
         accum: str,
         batch_invariant: bool,
+        after_quantize: bool = False,
     ) -> MatmulProblem:
         """Describe multiplying ``x [M, K]`` by ``w [N, K]``; ``groups`` are those of ``(x, w)``."""
         return MatmulProblem(
@@ -79,6 +84,7 @@ class MatmulProblem:
             batch_invariant,
             x.device.type,
             capability(x.device),
+            after_quantize,
         )
 
     def __str__(self) -> str:
@@ -97,3 +103,42 @@ class MatmulProblem:
 def m_bucket(m: int) -> int:
     """Round a row count up to a power of two (0 stays 0)."""
     return 1 << (m - 1).bit_length() if m else 0
+
+
+def linear_problem(
+    shape: tuple[int, int],
+    scheme: Scheme,
+    dtype: torch.dtype,
+    device: torch.device,
+    bias: bool,
+    m: int,
+    accum: str = "precise",
+    batch_invariant: bool = False,
+) -> MatmulProblem:
+    """Describe the matmul that a linear layer of this kind runs for ``m`` rows.
+
+    Args:
+        shape: of the weight, ``(N, K)``.
+        scheme: granularities and dtype.
+        dtype: compute dtype of the layer.
+        device: where it runs.
+        bias: whether it has a bias.
+        m: rows of its input.
+        accum: as in ``functional.scaled_mm``.
+        batch_invariant: as in ``functional.scaled_mm``.
+    """
+    return MatmulProblem(
+        m=m_bucket(m),
+        n=shape[0],
+        k=shape[1],
+        x_group=scheme.activation,
+        w_group=scheme.weight,
+        x_dtype=dtype if scheme.activation is None else scheme.dtype,
+        w_dtype=scheme.dtype,
+        out_dtype=dtype,
+        bias=bias,
+        accum=accum,
+        batch_invariant=batch_invariant,
+        device_type=device.type,
+        capability=capability(device),
+    )

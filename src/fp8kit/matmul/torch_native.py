@@ -1,8 +1,9 @@
 """``torch.nn.functional.scaled_mm`` on CUDA: cuBLASLt and CUTLASS behind torch's scaling recipes.
 
 Tensor-wise and row-wise scales run on sm89 and later, 1x128 by 128x128 blocks on sm90, MX on sm100
-and later. Torch wants N and K in multiples of 16 (128 for blocks) and M in multiples of 4 for
-blocks; operands are padded with zero codes and the result is cropped, so any shape works.
+and later. Torch wants N and K in multiples of 16 (128 for blocks); blocks also want M and the
+number of weight scales along K in multiples of 4. Operands are padded with zero codes and the
+result is cropped, so any shape works.
 Row-wise kernels write ``bfloat16`` only: other output dtypes multiply the bare codes into
 ``float32`` and apply the scales afterwards.
 """
@@ -21,6 +22,7 @@ _ROWWISE = (ROW, TENSOR)
 _ALIGN = 16
 _BLOCK_ALIGN = 128
 _BLOCK_M_ALIGN = 4
+_BLOCK_SCALE_ALIGN = 4
 
 
 def supports(problem: MatmulProblem) -> str | None:
@@ -45,17 +47,6 @@ def supports(problem: MatmulProblem) -> str | None:
     if pair == (MX, MX):
         return None if problem.capability[0] >= 10 else "MX tensor cores start at sm100"
     return f"torch has no recipe for {pair[0]} by {pair[1]} scales"
-
-
-def _row_reason(problem: MatmulProblem) -> str | None:
-    tensorwise = problem.x_group == TENSOR and problem.w_group == TENSOR
-    if (
-        not tensorwise
-        and problem.capability is not None
-        and problem.capability[0] not in (8, 9, 10)
-    ):
-        return "torch has no row-wise kernel for this device"
-    return None
 
 
 def run(
@@ -135,6 +126,7 @@ def _block(
     rows, n = x.shape[0], w.shape[0]
     x, w = _padded(x, _BLOCK_M_ALIGN, _BLOCK_ALIGN), _padded(w, _BLOCK_ALIGN, _BLOCK_ALIGN)
     x_scale = _padded_scale(x_scale, x.shape[0]).t().contiguous().t()
+    w_scale = F.pad(w_scale, (0, -w_scale.shape[1] % _BLOCK_SCALE_ALIGN))
     y = F.scaled_mm(
         x,
         w.t(),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit import functional
+from fp8kit import functional, validation
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import (
     FP8_FORMATS,
@@ -20,9 +20,8 @@ from fp8kit.formats import (
     scale_dtype,
     scale_shape,
 )
-from fp8kit.matmul.problem import MatmulProblem, m_bucket
-from fp8kit.quantizers.problem import capability
-from fp8kit.validation import activation_format, check_float, check_operands, default_rounding
+from fp8kit.matmul.problem import MatmulProblem, linear_problem
+from fp8kit.modules.shared import SharedInput
 
 _FROZEN = ("weight", "weight_scale", "input_scale")
 _BYTES = {1: torch.uint8, 4: torch.int32}
@@ -77,6 +76,7 @@ class Fp8Linear(nn.Linear):
         self.accum = "precise"
         self.batch_invariant = False
         self.original_weight: Tensor | None = None
+        self.shared: SharedInput | None = None
         shape = (out_features, in_features)
         scales = scale_shape(shape, self.scheme.weight)
         kind = scale_dtype(self.scheme.weight)
@@ -144,9 +144,10 @@ class Fp8Linear(nn.Linear):
             >>> layer = Fp8Linear.from_quantized(fp8kit.quantize(w, role="weight"))
         """
         scheme = Scheme.of(scheme)
+        validation.check_operands(weight.data, weight.data, bias, "precise")
+        validation.check_codes("a weight", weight.data.dtype, scheme)
+        validation.activation_format(weight.group, scheme, input_scale)
         n, k = weight.shape
-        check_operands(weight.data, weight.data, bias, "precise")
-        activation_format(weight.group, scheme, input_scale)
         layer = cls(k, n, False, scheme, device="meta", dtype=dtype)
         layer.weight = _frozen(weight.data)
         layer.weight_scale = _frozen(weight.scale)
@@ -159,18 +160,34 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``x`` (or autocast's)."""
-        check_float("x", x)
-        check_operands(x, self.weight, self.bias, self.accum)
+        validation.check_float("x", x)
+        validation.check_operands(x, self.weight, self.bias, self.accum)
+        if self.shared is not None:
+            return self.shared(self, x)
+        return self.compute(x, self.weight, self.weight_scale, self.bias)
+
+    def compute(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Run this layer's numerics on a weight: its own, or one joined with its siblings'.
+
+        Args:
+            x: activations ``[..., K]``.
+            weight: codes ``[N, K]``.
+            scale: scales of ``weight``.
+            bias: ``[N]`` or ``None``.
+
+        Returns:
+            ``[..., N]`` in the dtype of ``x`` (or autocast's).
+        """
         return functional.linear_unchecked(
             x,
-            self.weight,
-            self.weight_scale,
-            self.bias,
+            weight,
+            scale,
+            bias,
             self.input_scale,
             None,
             (self.scheme.activation, self.scheme.weight),
             (
-                default_rounding(self.scheme.activation, self.scheme.ue8m0),
+                validation.default_rounding(self.scheme.activation, self.scheme.ue8m0),
                 self.accum,
                 self.batch_invariant,
             ),
@@ -270,7 +287,9 @@ class Fp8Linear(nn.Linear):
     ) -> None:
         """Accept FP8 codes with scales, or a dense weight, which is quantized into place."""
         try:
-            state_dict = self._quantized_entries(state_dict, prefix)
+            # with assign=True the checkpoint's device wins, which matters for a layer on meta
+            assign = local_metadata.get("assign_to_params_buffers", False)
+            state_dict = self._quantized_entries(state_dict, prefix, assign)
         except (CheckpointError, TypeError, ValueError) as error:
             error_msgs.append(str(error))
             return
@@ -278,7 +297,9 @@ class Fp8Linear(nn.Linear):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _quantized_entries(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    def _quantized_entries(
+        self, state_dict: dict[str, Any], prefix: str, assign: bool
+    ) -> dict[str, Any]:
         weight = state_dict.get(prefix + "weight")
         scale = state_dict.get(prefix + "weight_scale")
         if weight is None:
@@ -293,14 +314,8 @@ class Fp8Linear(nn.Linear):
                     )
                 )
             check_scale(scale, weight.shape, self.scheme.weight, weight.device)
-            if weight.dtype != self.scheme.dtype:
-                raise CheckpointError(
-                    teach(
-                        f"{prefix}weight is {weight.dtype}.",
-                        f"This layer holds {self.scheme.dtype} codes.",
-                        "Dequantize it first; copying would change the bits.",
-                    )
-                )
+            validation.check_codes(f"{prefix}weight", weight.dtype, self.scheme)
+            self.original_weight = None  # it is not what these codes were made from
             return state_dict
         if tuple(weight.shape) != (self.out_features, self.in_features):
             return state_dict
@@ -312,7 +327,8 @@ class Fp8Linear(nn.Linear):
                     "Drop the scale, or load the FP8 weight it belongs to.",
                 )
             )
-        q = quantize_weight(weight.detach().to(self.weight.device), self.scheme)
+        device = weight.device if assign else self.weight.device
+        q = quantize_weight(weight.detach().to(device), self.scheme)
         entries = dict(state_dict)
         entries[prefix + "weight"], entries[prefix + "weight_scale"] = q.data, q.scale
         if self.input_scale is not None:  # a dense checkpoint keeps what calibration found
@@ -320,45 +336,6 @@ class Fp8Linear(nn.Linear):
         if self.original_weight is not None:
             self.original_weight.copy_(weight)
         return entries
-
-
-def linear_problem(
-    shape: tuple[int, int],
-    scheme: Scheme,
-    dtype: torch.dtype,
-    device: torch.device,
-    bias: bool,
-    m: int,
-    accum: str = "precise",
-    batch_invariant: bool = False,
-) -> MatmulProblem:
-    """Describe the matmul that a linear layer of this kind runs for ``m`` rows.
-
-    Args:
-        shape: of the weight, ``(N, K)``.
-        scheme: granularities and dtype.
-        dtype: compute dtype of the layer.
-        device: where it runs.
-        bias: whether it has a bias.
-        m: rows of its input.
-        accum: as in ``functional.scaled_mm``.
-        batch_invariant: as in ``functional.scaled_mm``.
-    """
-    return MatmulProblem(
-        m=m_bucket(m),
-        n=shape[0],
-        k=shape[1],
-        x_group=scheme.activation,
-        w_group=scheme.weight,
-        x_dtype=dtype if scheme.activation is None else scheme.dtype,
-        w_dtype=scheme.dtype,
-        out_dtype=dtype,
-        bias=bias,
-        accum=accum,
-        batch_invariant=batch_invariant,
-        device_type=device.type,
-        capability=capability(device),
-    )
 
 
 def quantize_weight(weight: Tensor, scheme: Scheme) -> QTensor:

@@ -104,7 +104,7 @@ def _group_amax(x: Tensor, group: GroupShape) -> Tensor:
 
 
 def _float_scales(amax: Tensor, fmt: Fp8Format, floor: float, rounding: str) -> Tensor:
-    scale = (amax / fmt.max).clamp(min=floor)
+    scale = _divided(amax, fmt.max).clamp(min=floor)
     if rounding == "up":
         bits = scale.view(torch.int32)
         scale = ((bits + _MANTISSA_MASK) & _EXPONENT_MASK).view(torch.float32)
@@ -116,7 +116,12 @@ def _mx_exponents(amax: Tensor, fmt: Fp8Format, rounding: str) -> Tensor:
         # the biased exponent field is floor(log2(amax)) + 127; subnormal amax clamps to 0 anyway
         exponent = ((amax.view(torch.int32) >> 23) - fmt.max_exponent).clamp(min=0)
     else:
-        ratio = amax / fmt.max
+        ratio = _divided(amax, fmt.max)
         ceil = (ratio.view(torch.int32) + _MANTISSA_MASK) >> 23
         exponent = torch.where(ratio <= 2.0**-127, 0, ceil)
     return torch.where(amax.isfinite(), exponent, _E8M0_NAN).to(torch.uint8)
+
+
+def _divided(amax: Tensor, divisor: float) -> Tensor:
+    # a Python number would become a multiplication by its rounded reciprocal on CUDA
+    return amax / torch.full_like(amax, divisor)

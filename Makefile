@@ -1,0 +1,35 @@
+# Every target works from a fresh clone with Python 3.11 or later and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
+WORKERS ?= 2
+
+.PHONY: demo test test-gpu check bench clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e .[test,check]
+	touch $@
+
+demo: $(VENV)/.installed  ## quantize, save, reload and compare a real trained model
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# On a GPU machine the environment (torch with CUDA, triton) is the machine's own.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+bench:
+	PYTHONPATH=src $(PYTHON) benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,164 @@
+"""Take a module apart into what goes to disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fp8kit.checkpoint.dialects import Dialect, JsonObject
+from fp8kit.checkpoint.pairing import named
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import FP8_FORMATS, Scheme
+from fp8kit.modules.linear import Fp8Linear
+
+_QUANTIZATION = ("quantization_config", "compression_config")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A model as it goes to disk.
+
+    Args:
+        tensors: checkpoint name to tensor; what the model ties appears once.
+        dense: names of the linear layers in high precision, as modules and as in the checkpoint.
+        config: ``config.json`` without a quantization config.
+        texts: further files, by name.
+    """
+
+    tensors: dict[str, Tensor]
+    dense: list[str]
+    config: JsonObject = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+def export_module(model: nn.Module) -> Exported:
+    """Take any module apart under the names of its ``state_dict``.
+
+    Args:
+        model: a module with weights in memory.
+
+    Returns:
+        Its tensors and the names of its dense linear layers.
+
+    Example:
+        >>> export_module(model).tensors["0.weight"].dtype
+        torch.float8_e4m3fn
+    """
+    tensors = untied(model, set())
+    return Exported(tensors, unquantized(model, tensors))
+
+
+def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
+    """Give the ``state_dict`` with each Parameter once, under its first name.
+
+    Args:
+        model: a module.
+        last: names that are kept only if a tensor has no other.
+
+    Raises:
+        CheckpointError: if a tensor has no data here: on meta, or sharded over devices.
+    """
+    state = model.state_dict(keep_vars=True)
+    odd = [n for n, t in state.items() if not isinstance(t, Tensor)]
+    if odd:
+        raise CheckpointError(
+            teach(
+                f"{odd[0]} in the state_dict is {type(state[odd[0]]).__name__}, not a tensor.",
+                "safetensors files hold tensors only.",
+                "Keep such state outside of the state_dict (get_extra_state).",
+            )
+        )
+    absent = [n for n, t in state.items() if t.is_meta or isinstance(t, DTensor)]
+    if absent:
+        raise CheckpointError(
+            teach(
+                f"{', '.join(absent[:5])} {'is' if len(absent) == 1 else 'are'} on the meta device"
+                " or sharded over several.",
+                "Saving needs the values of all tensors in this process.",
+                "Load the weights first, or gather them.",
+            )
+        )
+    owner: dict[int, str] = {}
+    for name in sorted(state, key=lambda n: n in last):
+        owner.setdefault(id(state[name]), name)
+    return {n: t.detach() for n, t in state.items() if owner[id(t)] == n}
+
+
+def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
+    """List what must be ignored: every dense linear layer, and matrices that engines make linear.
+
+    The latter are two-dimensional weights of other modules, such as routers and single experts;
+    embeddings are not among them.
+
+    Args:
+        model: the module.
+        tensors: its tensors under the names they have in the checkpoint.
+    """
+    embedded = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
+    found = set(dense_linears(model))
+    for name, t in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and t.dim() == 2 and t.dtype not in FP8_FORMATS:
+            found |= {layer} - ({layer} if t.data_ptr() in embedded else set())
+    return sorted(found)
+
+
+def dense_linears(model: nn.Module) -> list[str]:
+    """List the names of the linear layers that are not FP8."""
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return [n for n, m in linears if not isinstance(m, Fp8Linear)]
+
+
+def fp8_kind(model: nn.Module) -> tuple[Scheme, torch.dtype]:
+    """Give the one scheme and the one compute dtype of a model's FP8 layers.
+
+    Raises:
+        CheckpointError: if there are no FP8 layers, or they differ.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+    kinds = sorted({(str(m.scheme), str(m.compute_dtype)) for m in layers})
+    if len(kinds) == 1:
+        return layers[0].scheme, layers[0].compute_dtype
+    listed = ", ".join(f"{scheme} computing in {dtype}" for scheme, dtype in kinds)
+    raise CheckpointError(
+        teach(
+            f"The model holds FP8 layers of these kinds: {listed or 'none'}.",
+            "A checkpoint has one scheme and one high precision.",
+            "Convert the model with one scheme, or use its own way of saving if it has no FP8.",
+        )
+    )
+
+
+def on_disk(name: str, tensor: Tensor, dialect: Dialect) -> tuple[str, Tensor]:
+    """Give a tensor of ours the name and shape that a dialect writes.
+
+    Args:
+        name: our name, e.g. ``X.weight_scale``.
+        tensor: the tensor.
+        dialect: how it is written.
+    """
+    layer, _, kind = name.rpartition(".")
+    if kind.endswith("_scale") and tuple(tensor.shape) == (1, 1):
+        tensor = tensor.reshape(dialect.tensor_scale)
+    return named(layer, dialect.suffixes.get(kind, kind)), tensor
+
+
+def with_quantization(
+    config: JsonObject, quantization: JsonObject, dtype: torch.dtype
+) -> JsonObject:
+    """Put a quantization config and the high precision into a ``config.json``.
+
+    Args:
+        config: the file so far; it is not changed.
+        quantization: the new entry; older ones, wherever they are, go.
+        dtype: the high precision of the model.
+    """
+    merged = {k: v for k, v in config.items() if k not in (*_QUANTIZATION, "torch_dtype")}
+    text = merged.get("text_config")
+    if isinstance(text, dict):
+        merged["text_config"] = {k: v for k, v in text.items() if k not in _QUANTIZATION}
+    merged["dtype"] = str(dtype).removeprefix("torch.")
+    return {**merged, "quantization_config": quantization}

@@ -1,0 +1,192 @@
+"""The command line: thin wrappers that parse, call one public function, and print."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import torch
+from torch import nn
+
+import fp8kit
+from fp8kit import model_io
+from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
+from fp8kit.formats import SCHEMES
+from fp8kit.settings import DISABLED_BACKENDS
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class _Group(click.Group):
+    """Turn expected failures into one sentence on stderr and exit status 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, TypeError, OSError, fp8kit.UnsupportedError) as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _selection(command: _F) -> _F:
+    options = (
+        click.option(
+            "--scheme",
+            default="FP8_DYNAMIC",
+            show_default=True,
+            metavar="NAME",
+            help=f"One of {', '.join(SCHEMES)}.",
+        ),
+        click.option("--include", multiple=True, metavar="PATTERN", help="Only these layers."),
+        click.option(
+            "--exclude", multiple=True, metavar="PATTERN", help="Not these, beside the defaults."
+        ),
+        click.option("--no-default-exclude", is_flag=True, help="Switch the safe defaults off."),
+        click.option("--strict", is_flag=True, help="Fail if a layer cannot be converted."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+_source = click.argument("source", type=click.Path(path_type=Path))
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(fp8kit.__version__)
+def main() -> None:
+    """FP8 (W8A8) for any PyTorch model: quantize, inspect and explain checkpoints."""
+
+
+@main.command()
+@_source
+@click.argument("destination", type=click.Path(path_type=Path))
+@_selection
+@click.option("--target", default="vllm", show_default=True, help="vllm, sglang or transformers.")
+@click.option("--device", default="cpu", show_default=True, help="Where to quantize.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+@_json
+def quantize(
+    source: Path,
+    destination: Path,
+    scheme: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    no_default_exclude: bool,
+    strict: bool,
+    target: str,
+    device: str,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Quantize the checkpoint SOURCE into the new folder DESTINATION."""
+    model_io.check_destination(destination, source, target, overwrite)
+    model = model_io.load(
+        source,
+        scheme=scheme,
+        device=device,
+        strict=strict,
+        include=_patterns(include),
+        exclude=_exclusions(exclude, no_default_exclude),
+    )
+    model_io.save(model, destination, target=target, source=source, overwrite=overwrite)
+    result = inspect_checkpoint(destination)
+    _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+
+
+@main.command()
+@_source
+@_json
+def inspect(source: Path, as_json: bool) -> None:
+    """Tell the dialect, scheme, layers, sizes and damage of the checkpoint SOURCE."""
+    found = inspect_checkpoint(source)
+    _print(found.to_dict() if as_json else str(found), as_json)
+    if found.problems:
+        sys.exit(1)
+
+
+@main.command()
+@_source
+@_selection
+@_json
+def plan(
+    source: Path,
+    scheme: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    no_default_exclude: bool,
+    strict: bool,
+    as_json: bool,
+) -> None:
+    """Show what `quantize` would do to the Transformers model SOURCE, reading no weights."""
+    decided = fp8kit.plan(
+        model_io.skeleton(source),
+        scheme,
+        include=_patterns(include),
+        exclude=_exclusions(exclude, no_default_exclude),
+        strict=strict,
+    )
+    _print(decided.report.to_dict() if as_json else str(decided), as_json)
+
+
+@main.command()
+@_source
+@click.option("-m", "--rows", default=16, show_default=True, help="Tokens in a call.")
+@click.option("--device", default="cpu", show_default=True)
+@_json
+def explain(source: Path, rows: int, device: str, as_json: bool) -> None:
+    """Say which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
+    model: nn.Module = model_io.load(source, device=device)
+    found = fp8kit.explain(model, rows)
+    _print(found.to_dict() if as_json else str(found), as_json)
+
+
+@main.command()
+@_json
+def env(as_json: bool) -> None:
+    """Describe this machine, as a bug report needs it."""
+    facts = {
+        "fp8kit": fp8kit.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: _version(name) for name in ("torch", "triton", "safetensors", "transformers")},
+        "compressed-tensors": _version("compressed-tensors"),
+        "cuda": torch.version.cuda or "none",
+        "devices": [
+            "{} sm{}{}".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i))
+            for i in range(torch.cuda.device_count())
+        ],
+        "disabled backends": sorted(DISABLED_BACKENDS),
+    }
+    text = "\n".join(f"{k}: {', '.join(v) if isinstance(v, list) else v}" for k, v in facts.items())
+    _print(facts if as_json else text, as_json)
+
+
+def _patterns(patterns: tuple[str, ...]) -> list[str] | None:
+    return list(patterns) or None
+
+
+def _exclusions(patterns: tuple[str, ...], no_defaults: bool) -> list[str] | None:
+    if no_defaults and patterns:
+        raise click.UsageError(
+            "--no-default-exclude and --exclude contradict each other: patterns are added to the "
+            "defaults. Use --include to name the layers that you want instead."
+        )
+    return [] if no_defaults else _patterns(patterns)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _print(content: object, as_json: bool) -> None:
+    click.echo(json.dumps(content, indent=2) if as_json else content)

@@ -1,0 +1,190 @@
+"""Transformers models: loaded from any checkpoint this package reads, and exported.
+
+Checkpoints are opened and checked by ``checkpoint.reader``; Transformers gets its tensors, under
+the names and in the shapes of this package, and builds the model around them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from fp8kit.checkpoint.exporting import Exported, unquantized, untied
+from fp8kit.checkpoint.reader import Checkpoint
+from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
+from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
+from fp8kit.integrations.transformers_quantizer import check_version
+
+
+def load(
+    checkpoint: Checkpoint,
+    config: Fp8KitConfig | None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = False,
+) -> tuple[Any, list[str]]:
+    """Load a Transformers model from a checkpoint that has been opened.
+
+    Args:
+        checkpoint: of any dialect, or in high precision.
+        config: how to quantize a high-precision checkpoint; ``None`` for an FP8 one.
+        device: where the model goes.
+        dtype: its high precision; by default the checkpoint's.
+        strict: raise if the checkpoint holds tensors that the model does not use.
+
+    Returns:
+        The model in eval mode, and the names of the tensors that it does not use.
+
+    Raises:
+        CheckpointError: if Transformers has no such model, or tensors are missing.
+        UnsupportedError: if this version of Transformers is too old.
+
+    Example:
+        >>> model, unused = load(open_checkpoint("dir"), None)
+    """
+    check_version()
+    model_class, hf_config = _model_class(checkpoint), _config(checkpoint)
+    state = checkpoint.mapped()
+    files = {t.untyped_storage().data_ptr() for t in state.values()}
+    placed = device is not None and device.type != "cpu" and _has_accelerate()
+    options: dict[str, Any] = {"device_map": {"": device}} if placed else {}
+    if config is not None:
+        options["quantization_config"] = config
+    model, info = model_class.from_pretrained(
+        None,
+        config=hf_config,
+        state_dict=state,
+        dtype=dtype or checkpoint.dtype,
+        output_loading_info=True,
+        **options,
+    )
+    del state
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in files:
+            tensor.data = tensor.data.clone()  # the file may change or go; the model must not
+    if device is not None:
+        model.to(device)
+    _check_loaded(model, info, strict)
+    model.config.name_or_path = model.name_or_path = str(checkpoint.path.resolve())
+    if model.can_generate() and (checkpoint.path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+    return model.eval(), sorted(info["unexpected_keys"])
+
+
+def export(model: Any) -> Exported:
+    """Take a Transformers model apart into what is written to disk.
+
+    Names and layouts are those of the checkpoint: renames and merges that Transformers does while
+    loading are undone, experts are one matrix each, tied weights appear once.
+
+    Args:
+        model: a ``PreTrainedModel``.
+
+    Returns:
+        Tensors, config, further files, and the linear layers in high precision.
+
+    Raises:
+        CheckpointError: if the model is quantized by other means as well.
+
+    Example:
+        >>> export(model).tensors["model.layers.0.mlp.up_proj.weight_scale"].shape
+        torch.Size([768, 1])
+    """
+    check_version()
+    method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    if method is not None and not isinstance(method, Fp8KitConfig):
+        raise CheckpointError(
+            teach(
+                f"{type(model).__name__} was quantized by {type(method).__name__} too.",
+                "Only layers that fp8kit made can be saved here.",
+                "Load the model in high precision and convert it.",
+            )
+        )
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    kept = untied(model, set(getattr(model, "all_tied_weights_keys", None) or ()))
+    tensors = {n: t for n, t in kept.items() if n not in ignored}
+    tensors = revert_weight_conversion(model, tensors)
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [type(model).__name__]
+    texts = {}
+    if model.can_generate():
+        texts["generation_config.json"] = model.generation_config.to_json_string()
+    return Exported(tensors, unquantized(model, tensors), config, texts)
+
+
+def _model_class(checkpoint: Checkpoint) -> Any:
+    named = checkpoint.config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else None
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        raise CheckpointError(
+            teach(
+                f"config.json of {checkpoint.path} has architectures = {named!r}.",
+                f"Transformers {transformers.__version__} has no model class of this name; code "
+                "that comes with a checkpoint is not run.",
+                "Build the model yourself and pass it: fp8kit.load(dir, model=...).",
+            )
+        )
+    return found
+
+
+def _config(checkpoint: Checkpoint) -> Any:
+    """Read the model's config, with the quantization that is announced put in our words."""
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    except Exception as error:  # of many kinds, by model and version
+        raise CheckpointError(
+            teach(
+                f"Transformers {transformers.__version__} cannot read config.json of "
+                f"{checkpoint.path}: {error}.",
+                "It has to describe a model that Transformers knows.",
+                "Correct it, or build the model yourself: fp8kit.load(dir, model=...).",
+            )
+        ) from error
+    if checkpoint.spec is not None:
+        text = config.get_text_config()
+        if text is not config and hasattr(text, "quantization_config"):
+            del text.quantization_config
+        config.quantization_config = {
+            "quant_method": "fp8kit",
+            "scheme": checkpoint.spec.scheme.name,
+            "layers": list(checkpoint.layers),
+        }
+    return config
+
+
+def _has_accelerate() -> bool:
+    return importlib.util.find_spec("accelerate") is not None
+
+
+def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    damaged = getattr(quantizer, "not_finite", [])
+    if damaged:
+        raise ConversionError(
+            teach(
+                f"{', '.join(damaged[:5])} hold NaN or infinities.",
+                "Weights are finite.",
+                "Repair the checkpoint, or exclude these layers.",
+            )
+        )
+    for keys, what, remedy in (
+        (info["missing_keys"], "are in the model and not in the checkpoint", "Complete it"),
+        (info["unexpected_keys"] if strict else (), "are not used by the model", "Drop strict"),
+    ):
+        if keys:
+            raise CheckpointError(
+                teach(
+                    f"{', '.join(sorted(keys)[:5])} {what} ({len(keys)} in all).",
+                    f"{type(model).__name__} and the checkpoint must have the same tensors.",
+                    f"{remedy}, or load with the model class that the checkpoint was made from.",
+                )
+            )

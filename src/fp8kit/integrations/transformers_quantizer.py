@@ -1,0 +1,325 @@
+"""The quantization method ``fp8kit`` of Transformers: layers become FP8 while a model loads.
+
+Importing this module registers it, so that ``from_pretrained(...,
+quantization_config=Fp8KitConfig())`` quantizes while loading. What is saved announces itself as
+compressed-tensors: nobody needs this package to load it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from fp8kit import structure
+from fp8kit.checkpoint.dialects import DIALECTS, JsonObject, Spec
+from fp8kit.checkpoint.exporting import dense_linears, on_disk
+from fp8kit.conversion import plan
+from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, teach
+from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
+from fp8kit.modules.linear import Fp8Linear, quantize_weight
+from fp8kit.report import Record, Report
+
+OLDEST = (5, 17)
+
+
+@register_quantization_config("fp8kit")
+class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What ``from_pretrained(..., quantization_config=...)`` takes to quantize while loading.
+
+    Args:
+        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``.
+        include: as in ``fp8kit.plan``.
+        exclude: as in ``fp8kit.plan``.
+        strict: as in ``fp8kit.plan``.
+        layers: names of the layers that are FP8 in the checkpoint; only ``load`` gives them.
+        ignore: names of the linear layers left in high precision; filled while loading.
+
+    Raises:
+        ValueError: if the scheme is unknown, or needs calibration.
+
+    Example:
+        >>> config = Fp8KitConfig("FP8_DYNAMIC", exclude=["*.o_proj"])
+        >>> model = AutoModelForCausalLM.from_pretrained("dir", quantization_config=config)
+    """
+
+    def __init__(
+        self,
+        scheme: str = "FP8_DYNAMIC",
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        strict: bool = False,
+        layers: Sequence[str] | None = None,
+        ignore: Sequence[str] = (),
+        quant_method: str = "fp8kit",
+    ) -> None:
+        if Scheme.of(scheme).static and layers is None:
+            raise ValueError(
+                teach(
+                    f"Got scheme {scheme} for quantization while loading.",
+                    "Its input scales come from calibration, which needs the loaded model.",
+                    f"Load the model, then fp8kit.convert(model, {scheme!r}, calibrate=...).",
+                )
+            )
+        self.quant_method = quant_method
+        self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
+        self.layers, self.ignore = layers, list(ignore)
+
+    def to_dict(self) -> JsonObject:
+        """Give the quantization config that is saved: that of a compressed-tensors checkpoint."""
+        return DIALECTS[0].render(Spec(Scheme.of(self.scheme), tuple(self.ignore)))
+
+
+class _Quantize(ConversionOps):  # type: ignore[misc]
+    """Quantize one weight as soon as the loader has it."""
+
+    def __init__(self, quantizer: Fp8KitQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Any]:
+        """Replace each dense weight of an FP8 layer by its codes and scales."""
+        out: dict[str, Any] = {}
+        for key, value in input_dict.items():
+            dense = value[0] if isinstance(value, list) else value
+            module, kind = get_module_from_name(model, key)
+            if not isinstance(module, Fp8Linear) or kind != "weight":
+                out[key] = value
+                continue
+            if isinstance(getattr(module, kind), DTensor):
+                raise UnsupportedError(
+                    teach(
+                        f"{key} is sharded over several devices.",
+                        "Quantizing while loading works on whole weights.",
+                        "Save an FP8 checkpoint on one device first.",
+                    )
+                )
+            q = quantize_weight(dense, module.scheme)
+            if not q.scale.isfinite().all():
+                self.quantizer.not_finite.append(key)
+            out[key], out[f"{key}_scale"] = (
+                nn.Parameter(t, requires_grad=False) for t in (q.data, q.scale)
+            )
+        return out
+
+
+@register_quantizer("fp8kit")
+class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Swap linear layers for ``Fp8Linear`` before Transformers fills in the weights.
+
+    Args:
+        quantization_config: an ``Fp8KitConfig``.
+        kwargs: as Transformers passes them.
+
+    After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
+    """
+
+    requires_calibration = False
+    is_trainable = True
+    is_compileable = True
+    quantized_element_size = 1
+    report: Report | None = None
+
+    def __init__(self, quantization_config: Fp8KitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.scheme = Scheme.of(quantization_config.scheme)
+        self.not_finite: list[str] = []
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """Say that ``save_pretrained`` works."""
+        return True
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Refuse what would be wrong: quantizing on the fly into weights that live on disk."""
+        check_version()
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise UnsupportedError(
+                teach(
+                    "Got a device_map that places layers on disk.",
+                    "The loader keeps such weights as they are in the file, not as FP8.",
+                    "Give a device_map without disk, or save an FP8 checkpoint first.",
+                )
+            )
+
+    def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+        """Say whether the loader hands this parameter to ``get_quantize_ops``."""
+        if self.pre_quantized:
+            return False
+        module, kind = get_module_from_name(model, param_name)
+        return isinstance(module, Fp8Linear) and kind == "weight"
+
+    def get_quantize_ops(self) -> _Quantize:
+        """Give the loader the operation that quantizes."""
+        return _Quantize(self)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
+        """Keep FP8 codes as they are, whatever dtype the model's rules ask for."""
+        found = getattr(param, "dtype", None)
+        if found in FP8_FORMATS:
+            return None
+        return super().get_new_dtype(converter, param, dtype)
+
+    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        if self.pre_quantized:
+            names = _layers_of_checkpoint(model, self.quantization_config.layers or ())
+        else:
+            self.report = _decide(model, self.quantization_config)
+            names = [n for r in self.report.converted for n in (r.name, *r.aliases)]
+        made: dict[int, Fp8Linear] = {}
+        for name in names:
+            dense = model.get_submodule(name)
+            if id(dense) not in made:
+                made[id(dense)] = _placeholder(dense, name, self.scheme, self.pre_quantized)
+            model.set_submodule(name, made[id(dense)])
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+        dense = [n for n, m in layers.items() if m.weight.dtype not in FP8_FORMATS]
+        if dense:
+            raise UnsupportedError(
+                teach(
+                    f"{', '.join(dense[:5])} could not be quantized while loading.",
+                    "This model class splits or joins these weights as it loads them.",
+                    "Exclude them, or load the model and call fp8kit.convert(model).",
+                )
+            )
+        for layer in layers.values():
+            for parameter in layer.parameters(recurse=False):
+                parameter.requires_grad_(False)
+        groups = self.report.groups if self.report else structure.find_groups(model, list(layers))
+        structure.share_inputs(model, groups)
+        if self.report is not None:  # on meta, tied weights still counted twice
+            grown = self.report.model_bytes_after - self.report.model_bytes_before
+            tensors = (*model.parameters(), *model.buffers())
+            self.report.model_bytes_before = sum(t.nbytes for t in tensors) - grown
+        self.quantization_config.ignore = _ignored(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
+        """Give ``save_pretrained`` the scales in the shapes they have on disk."""
+        if self.scheme.weight != TENSOR:
+            return None, {}
+        return dict(on_disk(n, t, DIALECTS[0]) for n, t in model.state_dict().items()), {}
+
+
+def check_version() -> None:
+    """Refuse a Transformers whose loader is another one than this module plugs into."""
+    found = tuple(int(p) for p in transformers.__version__.split(".")[:2])
+    if found < OLDEST:
+        raise UnsupportedError(
+            teach(
+                f"Transformers is {transformers.__version__}.",
+                f"The integration is written for {OLDEST[0]}.{OLDEST[1]} and later.",
+                "Upgrade with pip install 'fp8kit[transformers]'.",
+            )
+        )
+
+
+def _decide(model: Any, config: Fp8KitConfig) -> Report:
+    """Plan as ``fp8kit.plan`` does, and heed what only a Transformers model knows about itself."""
+    report = plan(
+        model, config.scheme, include=config.include, exclude=config.exclude, strict=config.strict
+    ).report
+    blocked = []
+    for record in report.converted:
+        reason, obstacle = _reason(model, record, config)
+        if reason:
+            record.action, record.reason, record.warning = "skip", reason, obstacle
+            record.bytes_after = record.bytes_before
+            blocked += [f"{record.name}: {reason}"] if obstacle else []
+    if config.strict and blocked:
+        raise ConversionError(
+            teach(
+                f"strict=True, but there are obstacles. {'; '.join(blocked)}.",
+                "Every considered layer must be convertible.",
+                "Exclude these layers by name, or drop strict.",
+            )
+        )
+    report.groups = structure.find_groups(model, [r.name for r in report.converted])
+    return report
+
+
+def _reason(model: Any, record: Record, config: Fp8KitConfig) -> tuple[str, bool]:
+    names = {record.name, *record.aliases}
+    links = getattr(model, "all_tied_weights_keys", None) or {}
+    if names & {n.removesuffix(".weight") for n in (*links, *links.values())}:
+        return "its weight is tied to another parameter", True
+    defaults = config.exclude is None or len(config.exclude) > 0
+    head = model.get_output_embeddings()
+    if head is not None and head is model.get_submodule(record.name):
+        if defaults and not names & set(config.include or ()):
+            return "output head: kept in high precision by default", False
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        kept = getattr(model, attribute, None) or ()
+        if any(re.search(rf"(^|\.){re.escape(k)}(\.|$)", n) for k in kept for n in names):
+            return "the model keeps it in float32", True
+    return "", False
+
+
+def _layers_of_checkpoint(model: Any, layers: Iterable[str]) -> list[str]:
+    """Find the modules that the FP8 layers of a checkpoint become, through renames by the model."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+    converters = [r for r in rules if isinstance(r, WeightConverter)]
+    known, prefix, names = model.state_dict(), model.base_model_prefix, []
+    for layer in layers:
+        key = f"{layer}.weight"
+        name, converted = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, converted = key, None
+        if converted is not None:
+            raise CheckpointError(
+                teach(
+                    f"{key} is FP8, and {type(model).__name__} merges it with others on loading.",
+                    "This version loads FP8 layers that stay one matrix each, no experts.",
+                    "Use a checkpoint whose experts are in high precision.",
+                )
+            )
+        if name in known:  # one that is not comes back from the loader as unexpected
+            names.append(name.removesuffix(".weight"))
+    return names
+
+
+def _ignored(model: nn.Module) -> list[str]:
+    """Name what ``save_pretrained`` writes in high precision and engines would take for linear."""
+    found = dense_linears(model)
+    for name, module in model.named_modules():
+        for kind, p in module.named_parameters(recurse=False):
+            if p.dim() == 3 and p.dtype not in FP8_FORMATS:  # experts, saved one by one
+                found.append(f"re:{re.escape(name)}\\..*")
+            elif p.dim() == 2 and kind == "weight" and not isinstance(module, nn.Embedding):
+                found += [] if isinstance(module, nn.Linear) else [name]
+    return sorted(set(found))
+
+
+def _placeholder(dense: nn.Module, name: str, scheme: Scheme, pre_quantized: bool) -> Fp8Linear:
+    if type(dense) is not nn.Linear:
+        raise CheckpointError(
+            teach(
+                f"{name} is FP8 in the checkpoint and {type(dense).__name__} in the model.",
+                "FP8 weights load into plain nn.Linear layers.",
+                "Load with the model class that the checkpoint was made from.",
+            )
+        )
+    weight = dense.weight
+    shape = (dense.in_features, dense.out_features)
+    layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=weight.dtype)
+    if not pre_quantized:
+        # loaders up to 5.22 cast to the dtype they find here before they quantize
+        layer.weight = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+    return layer

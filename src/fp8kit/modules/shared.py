@@ -1,0 +1,131 @@
+"""Layers that read the same tensor: quantize it once, and multiply once where weights can join.
+
+Sibling layers (q/k/v, gate/up) are called one after another with the same tensor. The first call
+computes all of them; the others find their result waiting. A call with any other tensor, or in
+any other order, computes that layer alone, so a wrong guess about siblings costs time, never
+correctness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import BLOCK, MX, ROW
+
+if TYPE_CHECKING:
+    from fp8kit.modules.linear import Fp8Linear
+
+_JOINABLE = (ROW, BLOCK, MX)
+
+
+@dataclass(slots=True)
+class _Pending:
+    x: Tensor
+    version: int
+    results: dict[int, Tensor]
+
+
+class SharedInput:
+    """A group of layers with one input; each member holds it as ``layer.shared``.
+
+    While the members' weights lie one behind the other in one storage, the group multiplies them
+    as one matrix. They are moved there on first use and again after a device move.
+
+    Args:
+        members: layers with equal K, scheme and options, in the order they are called.
+
+    Example:
+        >>> group = SharedInput([attention.q_proj, attention.k_proj, attention.v_proj])
+    """
+
+    def __init__(self, members: Sequence[Fp8Linear]) -> None:
+        self.members = tuple(members)
+        self._pending: _Pending | None = None
+        for member in self.members:
+            member.shared = self
+
+    def __call__(self, member: Fp8Linear, x: Tensor) -> Tensor:
+        """Give the result of one member for ``x``, computing its siblings' along with the first."""
+        if torch.compiler.is_compiling():  # the compiler removes the repeated quantization itself
+            return member.compute(x, member.weight, member.weight_scale, member.bias)
+        pending = self._pending
+        if pending is not None and pending.x is x and pending.version == _version(x):
+            waiting = pending.results.pop(id(member), None)
+            if waiting is not None:
+                if not pending.results:
+                    self._pending = None
+                return waiting
+        if member is not self.members[0] or not can_join(self.members):
+            return member.compute(x, member.weight, member.weight_scale, member.bias)
+        weight, scale = self._joined("weight"), self._joined("weight_scale")
+        bias = None if member.bias is None else self._joined("bias")
+        y = member.compute(x, weight, scale, bias)
+        parts = torch.split(y, [m.out_features for m in self.members], -1)
+        rest = {id(m): part for m, part in zip(self.members[1:], parts[1:], strict=True)}
+        self._pending = _Pending(x, _version(x), rest)
+        return parts[0]
+
+    def __getstate__(self) -> tuple[Fp8Linear, ...]:
+        """Copy and pickle the members alone: pending results belong to one call."""
+        return self.members
+
+    def __setstate__(self, members: tuple[Fp8Linear, ...]) -> None:
+        """Undo ``__getstate__``."""
+        self.members, self._pending = members, None
+
+    def _joined(self, name: str) -> Tensor:
+        parts: list[Tensor] = [getattr(m, name) for m in self.members]
+        if not _adjacent(parts):
+            bits = [p.detach().view(torch.uint8) for p in parts]  # torch.cat has no FP8 kernel
+            joined = torch.cat(bits).view(parts[0].dtype)
+            for part, home in zip(parts, _split_rows(joined, parts), strict=True):
+                part.data = home
+            return joined
+        rows = sum(p.shape[0] for p in parts)
+        first = parts[0].detach()
+        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def can_join(members: Sequence[Fp8Linear]) -> bool:
+    """Say whether the weights of FP8 layers can be multiplied as one matrix.
+
+    Their scales must concatenate along the rows: per-row, MX, or 128x128 blocks where every weight
+    but the last ends on a block edge. All have a bias or none has one, and no input scale.
+    """
+    first = members[0]
+    scheme = first.scheme
+    alike = all(
+        m.scheme == scheme
+        and m.input_scale is None
+        and m.in_features == first.in_features
+        and (m.bias is None) == (first.bias is None)
+        and (m.accum, m.batch_invariant) == (first.accum, first.batch_invariant)
+        and m.weight.device == first.weight.device
+        for m in members
+    )
+    edges = all(m.out_features % scheme.weight.rows == 0 for m in members[:-1])
+    return alike and scheme.weight in _JOINABLE and edges
+
+
+def _split_rows(joined: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return torch.split(joined, [p.shape[0] for p in parts])
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    storage = parts[0].untyped_storage().data_ptr()
+    end = parts[0].data_ptr()
+    for part in parts:
+        together = part.untyped_storage().data_ptr() == storage and part.data_ptr() == end
+        if not together or not part.is_contiguous():
+            return False
+        end += part.nbytes
+    return True
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version

@@ -1,0 +1,198 @@
+"""Compile CUDA C++ at run time with NVIDIA's own bindings, keep the result on disk, launch it.
+
+Needs ``cuda-bindings`` from PyPI (the extra ``cuda``) and no toolkit. A compiled kernel is a file
+in the cache directory, named by a hash of everything it depends on, so a second process loads it
+in milliseconds. A damaged file is compiled anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from cuda.bindings import driver, nvrtc
+from torch import Tensor
+
+from fp8kit import settings
+
+_ELF = b"\x7fELF"
+_ATTRIBUTE = driver.CUlaunchAttributeID
+_DYNAMIC_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class Kernel:
+    """A compiled kernel on one device, with a fixed block, cluster and amount of shared memory.
+
+    Args:
+        source: CUDA C++; the kernel is ``extern "C"``.
+        name: name of the kernel.
+        block: threads per block.
+        cluster: blocks per cluster along x.
+        shared_bytes: dynamic shared memory per block.
+        device: where it runs.
+
+    Raises:
+        RuntimeError: if the source does not compile, with the compiler's log, or CUDA fails.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        name: str,
+        block: int,
+        cluster: int,
+        shared_bytes: int,
+        device: torch.device,
+    ) -> None:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes torch's context current before the driver is used
+            major, minor = torch.cuda.get_device_capability(device)
+            suffix = "a" if major >= 9 else ""
+            image = cubin(source, f"sm_{major}{minor}{suffix}")
+            module = _checked(driver.cuModuleLoadData(image))
+            self._function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+            _checked(driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared_bytes))
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimY = self._config.gridDimZ = 1
+        self._config.blockDimX = block
+        self._config.blockDimY = self._config.blockDimZ = 1
+        self._config.sharedMemBytes = shared_bytes
+        self._attributes = [_overlap_attribute(), _cluster_attribute(cluster)]
+
+    def launch(self, blocks: int, arguments: Sequence[Any], *, overlap: bool) -> None:
+        """Launch on torch's current stream of the current device.
+
+        Args:
+            blocks: grid size along x, a multiple of the cluster.
+            arguments: ``ctypes`` values and tensor maps, in the order of the kernel's parameters.
+            overlap: start before the previous kernel of the stream has ended (programmatic
+                dependent launch); the kernel itself waits before it reads that kernel's results.
+        """
+        addresses = [a.getPtr() if hasattr(a, "getPtr") else ctypes.addressof(a) for a in arguments]
+        parameters = (ctypes.c_void_p * len(addresses))(*addresses)
+        config = self._config
+        config.gridDimX = blocks
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs = self._attributes if overlap else self._attributes[1:]
+        config.numAttrs = len(config.attrs)
+        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols: int) -> Any:
+    """Describe a row-major byte matrix to the tensor memory accelerator.
+
+    The map holds the address and the shape, nothing of the content, so caching it by address is
+    safe whatever happens to the memory.
+
+    Args:
+        address: of the first byte, a multiple of 16.
+        rows: rows of the matrix; reads beyond them give zeros.
+        cols: bytes per row, a multiple of 16; reads beyond them give zeros.
+        tile_rows: rows of one load, at most 256.
+        tile_cols: bytes of one row of a load: 128, stored in the 128-byte swizzle.
+
+    Returns:
+        A ``CUtensorMap`` to pass to ``Kernel.launch``.
+    """
+    one = [driver.cuuint32_t(1)] * 2
+    return _checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            2,
+            address,
+            [driver.cuuint64_t(cols), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(cols)],
+            [driver.cuuint32_t(tile_cols), driver.cuuint32_t(tile_rows)],
+            one,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_uint64:
+    """Pass a tensor's address as a kernel argument; ``None`` is a null pointer."""
+    return ctypes.c_uint64(0 if tensor is None else tensor.data_ptr())
+
+
+def cubin(source: str, architecture: str) -> bytes:
+    """Compile, or read what an earlier process compiled.
+
+    Args:
+        source: CUDA C++ without includes.
+        architecture: e.g. ``"sm_90a"``.
+
+    Returns:
+        The device image.
+
+    Raises:
+        RuntimeError: if the source does not compile, with the compiler's log.
+    """
+    version = ".".join(map(str, _checked(nvrtc.nvrtcVersion())))
+    digest = hashlib.sha256("\0".join((source, architecture, version)).encode()).hexdigest()
+    path = settings.CACHE_DIR / "cubin" / f"{digest}.cubin"
+    try:
+        image = path.read_bytes()
+    except OSError:
+        image = b""
+    if image.startswith(_ELF):
+        return image
+    image = _compile(source, architecture)
+    _store(path, image)
+    return image
+
+
+def _compile(source: str, architecture: str) -> bytes:
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"fp8kit.cu", 0, [], []))
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"NVRTC could not compile for {architecture}:\n{log.decode()}")
+    image: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+    _checked(nvrtc.nvrtcGetCUBIN(program, image))
+    return image
+
+
+def _store(path: Path, image: bytes) -> None:
+    # several processes may compile at once: whole files appear by rename, and losing is harmless
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(image)
+        os.replace(file.name, path)
+    except OSError:
+        return  # a read-only home costs a compilation per process, nothing else
+
+
+def _overlap_attribute() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = _ATTRIBUTE.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def _cluster_attribute(cluster: int) -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = _ATTRIBUTE.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x = cluster
+    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+    return attribute
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if status.value:
+        raise RuntimeError(f"CUDA: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)

@@ -1,0 +1,209 @@
+"""The quantizer in Triton, for NVIDIA GPUs with FP8 (sm89 and later); bit-equal to ``reference``.
+
+This module chooses a kernel and allocates; the kernels are in ``triton_rows``, ``triton_groups``
+and ``triton_tensor``. Shapes and strides are free: leading dimensions are folded into rows without
+a copy wherever the strides allow it. The number of rows is never compiled in, while K is: it is a
+constant of a model's layers, and lets the compiler drop masks and resolve loops.
+"""
+
+import contextlib
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import UnsupportedError, teach
+from fp8kit.formats import (
+    MX,
+    TENSOR,
+    GroupShape,
+    fp8_format,
+    scale_dtype,
+    scale_shape,
+)
+from fp8kit.quantizers import reference
+from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
+from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
+from fp8kit.quantizers.triton_numerics import INTERPRETED, SAFE_SCALE
+from fp8kit.quantizers.triton_rows import quantize_rows, row_tile
+from fp8kit.quantizers.triton_tensor import quantize_tensor, tensor_tile
+
+_MAX_BLOCK = 32768  # elements per group that one program holds in registers
+
+
+def supports(problem: QuantizeProblem | DequantizeProblem) -> str | None:
+    """Accept what the kernels cover, or give the reason why not."""
+    if isinstance(problem, DequantizeProblem):
+        return "dequantizing is not memory-critical and left to torch"
+    if problem.in_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{problem.in_dtype} input; the kernels read bfloat16, float16 and float32"
+    if not INTERPRETED.value:
+        if problem.device_type != "cuda" or torch.version.hip is not None:
+            return "needs an NVIDIA GPU"
+        if problem.capability is None or problem.capability < (8, 9):
+            return f"compute capability {problem.capability} has no FP8 conversion, (8, 9) has"
+    return _group_reason(problem.group)
+
+
+def _group_reason(group: GroupShape) -> str | None:
+    rows, cols = group.rows, group.cols
+    if group == TENSOR or (rows == 1 and cols == -1):
+        return None
+    if cols == -1:
+        return f"{group} groups: several whole rows per scale"
+    if rows & (rows - 1) or cols & (cols - 1):
+        return f"{group} groups: not powers of two"
+    if rows * cols > _MAX_BLOCK:
+        return f"{group} groups: more than {_MAX_BLOCK} elements"
+    return None
+
+
+def quantize(
+    x: Tensor,
+    group: GroupShape,
+    dtype: torch.dtype,
+    min_scale: float,
+    scale_ub: Tensor | None,
+    scale_rounding: str,
+    scale_layout: str = "row",
+) -> tuple[Tensor, Tensor]:
+    """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments.
+
+    Args:
+        x: bf16, fp16 or fp32, any shape and strides, K last.
+        group: elements per scale.
+        dtype: dtype of the codes.
+        min_scale: floor under ``float32`` scales.
+        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
+        scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
+        scale_layout: ``"row"``, or ``"column"`` for groups along a row: the same logical shape,
+            but column-major with the number of rows padded to a multiple of four, as TMA needs.
+
+    Returns:
+        Codes and scales as in ``QTensor``; padding of column-major scales is not initialised.
+
+    Raises:
+        ValueError: for another ``scale_layout``, or ``"column"`` with other groups.
+    """
+    scale = _empty_scale(x, group, scale_layout)
+    if x.numel() == 0:
+        return reference.quantize(x, group, dtype, min_scale, scale_ub, scale_rounding)
+    data = torch.empty(x.shape, dtype=dtype, device=x.device)
+    division = _division(group, min_scale, scale_ub, scale_rounding)
+    _launch(x, scale, scale_ub, data, group, min_scale, division, static=False)
+    return data, scale
+
+
+def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
+    """Quantize with given scales: ``cast(clamp(x / scale))``, NaN as one canonical code."""
+    data = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if x.numel():
+        division = "mx floor" if group == MX else "ieee"
+        _launch(x, scale, None, data, group, 0.0, division, static=True)
+    return data
+
+
+def quantize_mx_swizzled(
+    x: Tensor, dtype: torch.dtype, scale_rounding: str = "floor"
+) -> tuple[Tensor, Tensor]:
+    """Quantize to MX with the scales in the 128x4 tile layout that block-scaled GEMMs read.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[..., K]``; leading dimensions are folded into rows.
+        dtype: dtype of the codes.
+        scale_rounding: ``"floor"`` or ``"up"``.
+
+    Returns:
+        Codes ``[..., K]``, and E8M0 bytes ``uint8 [ceil(M / 128) * 128 * ceil(K / 32 / 4) * 4]``:
+        tile after tile along K, zero where padded.
+    """
+    data = torch.empty(x.shape, dtype=dtype, device=x.device)
+    m, k = math.prod(x.shape[:-1]), x.shape[-1]
+    size = math.ceil(m / 128) * 128 * math.ceil(math.ceil(k / MX.cols) / 4) * 4
+    scale = torch.empty(size, dtype=torch.uint8, device=x.device)
+    division = _division(MX, 0.0, None, scale_rounding)
+    if x.numel():
+        _launch(x, scale, None, data, MX, 0.0, division, static=False, swizzled=True)
+    return data, scale
+
+
+def dequantize(data: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
+    """Raise: this backend declines to dequantize."""
+    raise UnsupportedError("The Triton backend does not dequantize; use the reference backend.")
+
+
+def _division(
+    group: GroupShape, min_scale: float, scale_ub: Tensor | None, scale_rounding: str
+) -> str:
+    if group == MX:
+        return "mx floor" if scale_rounding == "floor" else "mx ceil"
+    safe = SAFE_SCALE <= min_scale <= 1 / SAFE_SCALE
+    if scale_rounding == "up":
+        return "power" if safe else "ieee power"
+    if not safe:
+        return "ieee"
+    return "corrected" if scale_ub is None else "clipped"
+
+
+def _empty_scale(x: Tensor, group: GroupShape, layout: str) -> Tensor:
+    shape, dtype = scale_shape(x.shape, group), scale_dtype(group)
+    if layout == "row":
+        return torch.empty(shape, dtype=dtype, device=x.device)
+    if layout != "column" or group.rows != 1 or group.cols == -1:
+        raise ValueError(
+            teach(
+                f"Got scale_layout={layout!r} for {group} groups.",
+                "The layout is 'row', or 'column' for groups along a row.",
+                "Pass scale_layout='row'.",
+            )
+        )
+    m = math.prod(shape[:-1])
+    storage = torch.empty((shape[-1], math.ceil(m / 4) * 4), dtype=dtype, device=x.device)
+    return storage.t()[:m].unflatten(0, shape[:-1]) if len(shape) > 2 else storage.t()[:m]
+
+
+def _launch(
+    x: Tensor,
+    scale: Tensor,
+    scale_ub: Tensor | None,
+    data: Tensor,
+    group: GroupShape,
+    min_scale: float,
+    division: str,
+    static: bool,
+    swizzled: bool = False,
+) -> None:
+    fp8_max = fp8_format(data.dtype).max
+    raw = data.view(torch.uint8)
+    m, k = math.prod(x.shape[:-1]), x.shape[-1]
+    count = _processors(x.device)
+    rest = (min_scale, static, division, fp8_max)
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+        if group == TENSOR:
+            tile = tensor_tile(x.numel(), count)
+            quantize_tensor(x.reshape(m, k), scale, scale_ub, raw, *rest, tile)
+        elif group.rows > 1:
+            matrices = (math.prod(x.shape[:-2]), *x.shape[-2:])
+            stack = x.reshape(matrices)
+            scales = scale.reshape(matrices[0], *scale.shape[-2:])
+            sizes = (group.rows, group.cols)
+            quantize_blocks(stack, scales, scale_ub, raw, min_scale, *sizes, *rest[1:])
+        elif group.cols == -1:
+            tile = row_tile(m, k, x.element_size(), count)
+            tile = tile._replace(held=0) if static else tile
+            rows = scale.reshape(m)
+            quantize_rows(x.reshape(m, k), rows, scale_ub, raw, *rest, tile)
+        else:
+            scales = scale if swizzled else scale.reshape(1, -1) if m == 1 else scale.flatten(0, -2)
+            column = swizzled or scales.stride(0) == 1
+            tile = group_tile(m, k, group.cols, column, count)
+            flat = x.reshape(m, k)
+            quantize_groups(flat, scales, scale_ub, raw, min_scale, group.cols, *rest[1:], tile)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 132  # the interpreter runs the tiles of the GPU that the choices were made for
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,233 @@
+"""One scale per group along a row (1x128, MX 1x32, any power of two) or per block of rows x columns.
+
+    scale[m, g] = max(max_i |x[m, g * G + i]| / fp8_max, min_scale)        for groups
+    byte[m, g]  = exponent of that maximum, rounded down or up             for MX
+
+Every element is read once and stays in registers between the amax and the division. Scales go to
+any strides, so the column-major layout that TMA loads of a GEMM want costs no transpose, or (MX)
+into the 128x4 tiles of cuBLAS, whose padding is written as zero.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8kit.quantizers.triton_numerics import (
+    amax_of,
+    encode,
+    encode_quotient,
+    float_scale,
+    magnitude,
+    mx_exponent,
+    mx_inverse,
+    widen,
+)
+
+
+class GroupTile(NamedTuple):
+    """How a matrix of groups is cut: rows and groups per program, and warps."""
+
+    rows: int
+    groups: int
+    warps: int
+
+
+def group_tile(m: int, k: int, group: int, column: bool, processors: int) -> GroupTile:
+    """Choose a tile for ``[m, k]`` in groups of ``group`` columns.
+
+    Args:
+        m: number of rows.
+        k: elements per row.
+        group: columns per scale, a power of two.
+        column: scales are column-major or swizzled: more rows per program, so that they coalesce.
+        processors: multiprocessors of the GPU.
+    """
+    elements = max(4096 if m * k > 4096 * 4 * processors else 1024, group)
+    budget = elements // group
+    count = max(triton.cdiv(k, group), 1)
+    # a power of two that divides the number of groups leaves no idle lanes
+    groups = min(count & -count, budget, max(1, budget // 8) if column else budget)
+    rows = min(budget // groups, triton.next_power_of_2(m))
+    return GroupTile(rows, groups, min(16, max(1, rows * groups * group // 1024)))
+
+
+@triton.jit
+def _swizzled(row, block, BLOCKS):
+    # 128 rows x 4 blocks are 512 consecutive bytes: 32 rows of 16, each four row quarters of 4
+    tile = (row // 128) * ((BLOCKS + 3) // 4) + block // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+
+
+@triton.jit(do_not_specialize=["M"])
+def _groups_kernel(
+    x_ptr,  # [M, K]
+    scale_ptr,  # [M, ceil(K / GROUP)], float32, or E8M0 bytes for MX
+    scale_ub_ptr,  # [1] or None
+    data_ptr,  # [M, K] bytes, contiguous
+    M,
+    stride_xm,
+    stride_xk,
+    stride_sm,
+    stride_sg,
+    min_scale,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STATIC: tl.constexpr,
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    SWIZZLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    ROUNDED: tl.constexpr = (GROUPS + 3) // 4 * 4 if SWIZZLE else GROUPS
+    ACROSS: tl.constexpr = (ROUNDED + BLOCK_G - 1) // BLOCK_G
+    program = tl.program_id(0)
+    row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    group = (program % ACROSS).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
+    col = (group[:, None] * GROUP + tl.arange(0, GROUP)[None, :])[None, :, :]
+    mask = (row < M)[:, None, None] & (col < K)
+    offset = row[:, None, None] * stride_xm + col * stride_xk
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0)
+    if SWIZZLE:
+        where = _swizzled(row[:, None], group[None, :], GROUPS)
+        kept = (group < ROUNDED)[None, :]
+    else:
+        where = row[:, None] * stride_sm + group[None, :] * stride_sg
+        kept = (row < M)[:, None] & (group < GROUPS)[None, :]
+    if STATIC:
+        scale = tl.load(scale_ptr + where, mask=kept, other=0)
+    else:
+        bits = tl.max(magnitude(x), 2)
+        amax = amax_of(bits, scale_ub_ptr, x_ptr.dtype.element_ty)
+        if DIVISION == "mx floor" or DIVISION == "mx ceil":
+            scale = mx_exponent(amax, DIVISION == "mx floor", FP8_MAX)
+        else:
+            scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
+        tl.store(scale_ptr + where, scale.to(scale_ptr.dtype.element_ty), mask=kept)
+    if DIVISION == "mx floor" or DIVISION == "mx ceil":
+        inverse = mx_inverse(scale.to(tl.int32))
+        codes = encode(widen(x) * inverse[:, :, None], FP8_MAX)
+    else:
+        codes = encode_quotient(widen(x), scale[:, :, None], DIVISION, FP8_MAX)
+    tl.store(data_ptr + row[:, None, None] * K + col, codes, mask=mask)
+
+
+def quantize_groups(
+    x: Tensor,
+    scale: Tensor,
+    scale_ub: Tensor | None,
+    data: Tensor,
+    min_scale: float,
+    group: int,
+    static: bool,
+    division: str,
+    fp8_max: float,
+    tile: GroupTile,
+) -> None:
+    """Quantize ``x`` in groups of columns into ``data``, reading (static) or writing ``scale``.
+
+    Args:
+        x: ``[M, K]`` in any strides.
+        scale: ``[M, ceil(K / group)]`` in any strides, ``float32`` or (MX) ``uint8``; a 1-D
+            ``uint8`` tensor receives the padded 128x4 tiles of cuBLAS.
+        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
+        data: ``uint8 [M, K]``, contiguous.
+        min_scale: floor under a dynamic ``float32`` scale.
+        group: columns per scale, a power of two.
+        static: use ``scale`` instead of computing it.
+        division: see ``encode_quotient``; ``"mx floor"`` or ``"mx ceil"`` for E8M0 scales.
+        fp8_max: the format's maximum.
+        tile: how the matrix is cut; for swizzled scales, rows must be a power of two up to 128.
+    """
+    m, k = x.shape
+    swizzle = scale.dim() == 1
+    across = triton.cdiv(k, group)
+    stride_sm, stride_sg = (0, 0) if swizzle else scale.stride()
+    rows = triton.cdiv(m, 128) * 128 if swizzle else m
+    across = triton.cdiv(across, 4) * 4 if swizzle else across
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(across, tile.groups),)
+    _groups_kernel[grid](
+        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), stride_sm, stride_sg, min_scale,
+        K=k, GROUP=group, STATIC=static, DIVISION=division, FP8_MAX=fp8_max, SWIZZLE=swizzle,
+        BLOCK_M=tile.rows, BLOCK_G=tile.groups, num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _blocks_kernel(
+    x_ptr,  # [E, M, K]
+    scale_ptr,  # [E, ceil(M / ROWS), ceil(K / COLS)]
+    scale_ub_ptr,  # [1] or None
+    data_ptr,  # [E, M, K] bytes, contiguous
+    M,
+    stride_xe,
+    stride_xm,
+    stride_xk,
+    stride_se,
+    stride_sm,
+    stride_sk,
+    min_scale,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STATIC: tl.constexpr,
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):
+    ACROSS: tl.constexpr = (K + COLS - 1) // COLS
+    program = tl.program_id(0)
+    down = (M + ROWS - 1) // ROWS
+    block_k = (program % ACROSS).to(tl.int64)
+    block_m = (program // ACROSS % down).to(tl.int64)
+    expert = (program // ACROSS // down).to(tl.int64)
+    row = (block_m * ROWS + tl.arange(0, ROWS))[:, None]
+    col = (block_k * COLS + tl.arange(0, COLS))[None, :]
+    mask = (row < M) & (col < K)
+    x_block = x_ptr + expert * stride_xe
+    x = tl.load(x_block + row * stride_xm + col * stride_xk, mask=mask, other=0.0)
+    where = scale_ptr + expert * stride_se + block_m * stride_sm + block_k * stride_sk
+    if STATIC:
+        scale = tl.load(where)
+    else:
+        bits = tl.max(tl.max(magnitude(x), 1), 0)
+        amax = amax_of(bits, scale_ub_ptr, x_ptr.dtype.element_ty)
+        scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
+        tl.store(where, scale)
+    codes = encode_quotient(widen(x), scale, DIVISION, FP8_MAX)
+    tl.store(data_ptr + expert * M * K + row * K + col, codes, mask=mask)
+
+
+def quantize_blocks(
+    x: Tensor,
+    scale: Tensor,
+    scale_ub: Tensor | None,
+    data: Tensor,
+    min_scale: float,
+    rows: int,
+    cols: int,
+    static: bool,
+    division: str,
+    fp8_max: float,
+) -> None:
+    """Quantize a stack of matrices block by block, reading (static) or writing ``scale``.
+
+    Args:
+        x: ``[E, M, K]`` in any strides.
+        scale: ``float32 [E, ceil(M / rows), ceil(K / cols)]`` in any strides.
+        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
+        data: ``uint8 [E, M, K]``, contiguous.
+        min_scale: floor under a dynamic scale.
+        rows: rows per block, a power of two.
+        cols: columns per block, a power of two.
+        static: use ``scale`` instead of computing it.
+        division: see ``encode_quotient``.
+        fp8_max: the format's maximum.
+    """
+    _blocks_kernel[(scale.numel(),)](
+        x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), min_scale,
+        K=x.shape[2], ROWS=rows, COLS=cols, STATIC=static, DIVISION=division, FP8_MAX=fp8_max,
+        num_warps=min(16, max(1, rows * cols // 2048)), enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,180 @@
+"""Device functions that the Triton quantizers share: amax, scales, division, the cast to FP8.
+
+They agree bit for bit with ``reference.py``, which divides in IEEE ``float32``. A hardware division
+costs about twelve instructions, so for scales of ordinary size ``corrected_quotient`` takes three:
+
+    r = RN(1 / s)    q0 = RN(x * r)    e = RN(q0 * s - x)    q1 = RN(q0 - e * r)
+
+Why this is exact after the cast: ``q0`` is within 1.5 ulp of ``x / s``, so ``q1 = RN(x / s + d)``
+with ``|d| < 2^-22`` ulp. It can differ from ``RN(x / s)`` only within ``2^-22`` ulp of the midpoint
+of two neighbouring floats, where it is the other neighbour; that moves a code only if one neighbour
+is a tie between two codes. A tie has at most five significant bits, which leaves finitely many
+significands of ``s`` that come so close; for each of them ``q1`` is right (enumerated by
+``test_corrected_quotient_every_near_tie``). The same sequence divides by the format's maximum with
+no error at all (every significand, ``test_division_by_the_maximum``). It needs results that neither
+underflow nor overflow: scales in ``[SAFE_SCALE, 1 / SAFE_SCALE]`` and quotients of at least
+``2^-18``, the smallest that is not cast to zero. ``q0 * s - x`` is +0 for ``x = -0``, and
+``q0 - e * r`` then keeps the sign of ``q0``.
+
+``FP8_MAX`` names the format: 448 is e4m3fn, 224 e4m3fnuz, 57344 e5m2.
+"""
+
+import triton
+import triton.language as tl
+
+SAFE_SCALE = 2.0**-64
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+_MANTISSA_MASK = tl.constexpr(0x7FFFFF)
+_EXPONENT_MASK = tl.constexpr(0x7F800000)
+_QUIET_NAN = tl.constexpr(0x7FC00000)
+_E8M0_NAN = tl.constexpr(255)
+
+
+@triton.jit
+def widen(x):
+    """Convert a tile to ``float32`` exactly (the interpreter's own cast loses bf16 subnormals)."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def magnitude(x):
+    """Give the bits of ``|x|`` as ``int32``: ordered like the numbers, with NaN above infinity.
+
+    An integer maximum of them is exact and, unlike a floating one, never loses a NaN. Taken from
+    the unconverted tile, so that 16-bit data stay packed in registers until they are divided.
+    """
+    if x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)
+
+
+@triton.jit
+def amax_of(bits, scale_ub_ptr, DTYPE: tl.constexpr):
+    """Turn a maximum of magnitudes of ``DTYPE`` into ``float32``, bounded by ``scale_ub``."""
+    if DTYPE == tl.float32:
+        amax = bits.to(tl.float32, bitcast=True)
+    elif DTYPE == tl.bfloat16:
+        amax = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        amax = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if scale_ub_ptr is not None:
+        amax = tl.minimum(amax, tl.load(scale_ub_ptr), propagate_nan=tl.PropagateNan.ALL)
+    return amax
+
+
+@triton.jit
+def corrected_quotient(x, y, r):
+    """Give ``x / y`` from ``r = RN(1 / y)``; see the head of this file for what is guaranteed."""
+    if INTERPRETED:
+        return x / y
+    else:
+        q = x * r
+        # times -1 folds into the operand's sign, unary minus is a subtraction of its own
+        return tl.fma(tl.fma(q, y, x * -1.0), r * -1.0, q)
+
+
+@triton.jit
+def float_scale(amax, min_scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
+    """Give ``max(amax / fp8_max, min_scale)``, a power of two if asked, NaN if amax is not finite.
+
+    Args:
+        amax: ``float32``, one per group.
+        min_scale: ``float32`` floor under the scale.
+        DIVISION: how the elements will be divided, see ``encode_quotient``.
+        FP8_MAX: the format's maximum.
+    """
+    if DIVISION == "ieee" or DIVISION == "ieee power":
+        scale = tl.div_rn(amax, FP8_MAX)
+    else:
+        scale = corrected_quotient(amax, FP8_MAX, 1.0 / FP8_MAX)
+    scale = tl.maximum(scale, min_scale)
+    if DIVISION == "power" or DIVISION == "ieee power":
+        bits = (scale.to(tl.int32, bitcast=True) + _MANTISSA_MASK) & _EXPONENT_MASK
+        scale = bits.to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(amax) < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def mx_exponent(amax, FLOOR: tl.constexpr, FP8_MAX: tl.constexpr):
+    """Give the biased E8M0 exponent as ``int32``: rounded down or up, 255 if amax is not finite."""
+    if FLOOR:
+        MAX_EXPONENT: tl.constexpr = 8 if FP8_MAX == 448.0 else (7 if FP8_MAX == 224.0 else 15)
+        exponent = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - MAX_EXPONENT, 0)
+    else:
+        ratio = tl.div_rn(amax, FP8_MAX)
+        exponent = (ratio.to(tl.int32, bitcast=True) + _MANTISSA_MASK) >> 23
+        exponent = tl.where(ratio <= 2.0**-127, 0, exponent)
+    return tl.where(tl.abs(amax) < float("inf"), exponent, _E8M0_NAN)
+
+
+@triton.jit
+def mx_inverse(exponent):
+    """Give ``2^(127 - exponent)`` in ``float32`` for an E8M0 exponent, NaN for 255."""
+    bits = tl.maximum((254 - exponent) << 23, 0x400000)
+    return tl.where(exponent == _E8M0_NAN, _QUIET_NAN, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
+    """Give the FP8 bytes of ``x / scale``.
+
+    Args:
+        x: ``float32`` tile.
+        scale: ``float32``, broadcastable against ``x``.
+        DIVISION: what is known of the operands. ``"corrected"``: safe scale, ``|x|`` at most the
+            group's amax; ``"clipped"``: safe scale, any ``x``; ``"power"``: the scale is a safe
+            power of two; ``"ieee"`` and ``"ieee power"``: nothing.
+        FP8_MAX: the format's maximum.
+    """
+    if DIVISION == "ieee" or DIVISION == "ieee power":
+        q = tl.div_rn(x, scale)
+    elif DIVISION == "power":
+        q = x * tl.div_rn(1.0, scale)
+    else:
+        r = tl.div_rn(1.0, scale)
+        q = corrected_quotient(x, scale, r)
+        if DIVISION == "clipped" and not INTERPRETED:
+            # the correction of an infinite quotient is NaN, and far above the maximum it is idle
+            rough = x * r
+            q = tl.where(tl.abs(rough) < 1048576.0, q, rough)
+    return encode(q, FP8_MAX)
+
+
+@triton.jit
+def encode(q, FP8_MAX: tl.constexpr):
+    """Round ``float32`` to FP8 bytes: nearest even, saturating, NaN as the canonical code."""
+    if FP8_MAX == 224.0:
+        # fnuz codes are those of e4m3fn for the doubled value, but -0 means NaN and 0x7f a number
+        q = q * 2.0
+        zero = tl.where(q == q, 0.0, -0.0)
+        q = tl.where(tl.abs(q) > 2.0**-10, q, zero)
+    if INTERPRETED:
+        return _encode_with_integers(q, FP8_MAX)
+    elif FP8_MAX == 57344.0:
+        return q.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    else:
+        return q.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _encode_with_integers(q, FP8_MAX: tl.constexpr):
+    # the interpreter's own cast to FP8 rounds neither ties nor carries as the hardware does
+    MANTISSA: tl.constexpr = 2 if FP8_MAX == 57344.0 else 3
+    BIAS: tl.constexpr = 15 if FP8_MAX == 57344.0 else 7
+    LARGEST: tl.constexpr = 57344.0 if FP8_MAX == 57344.0 else 448.0
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    # adding this puts the last bit of a subnormal code at the last bit of the sum
+    MAGIC: tl.constexpr = 2.0 ** (1 - BIAS + DROPPED)
+    size = tl.minimum(tl.abs(q), LARGEST)
+    bits = size.to(tl.int32, bitcast=True)
+    rounded = (bits + (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)) >> DROPPED
+    normal = rounded - ((127 - BIAS) << MANTISSA)
+    subnormal = (size + MAGIC).to(tl.int32, bitcast=True) & _MANTISSA_MASK
+    sign = (q.to(tl.int32, bitcast=True) >> 24) & 0x80
+    code = tl.where(size < 2.0 ** (1 - BIAS), subnormal, normal) | sign
+    return tl.where(q == q, code, 0x7F).to(tl.uint8)

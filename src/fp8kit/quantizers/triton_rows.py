@@ -1,0 +1,163 @@
+"""One scale per row: amax over the row, then division, in one launch.
+
+    scale[m] = max(max_k |x[m, k]| / fp8_max, min_scale)        data[m, k] = fp8(x[m, k] / scale[m])
+
+A row stays in registers between the two steps, unconverted, as several tiles whose widths need not
+add up to a power of two. Where rows are too few to fill the GPU, several programs share a row: each
+reads all of it for the amax, which is cheap, and encodes its own slice. Rows too long for registers
+are read twice, the second time mostly from cache. No choice of tile changes the result.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8kit.quantizers.triton_numerics import (
+    amax_of,
+    encode_quotient,
+    float_scale,
+    magnitude,
+    widen,
+)
+
+_HELD = 7  # 16-byte loads that a thread can hold in 64 registers and still compute
+
+
+class RowTile(NamedTuple):
+    """How rows are cut, a pure function of the problem; see ``row_tile``.
+
+    Args:
+        rows: rows per program.
+        cols: columns of one tile, a power of two.
+        held: tiles per row kept in registers; 0 reads the row twice.
+        slices: programs per row; more than one only with ``held == 0``.
+        warps: warps per program.
+    """
+
+    rows: int
+    cols: int
+    held: int
+    slices: int
+    warps: int
+
+
+def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
+    """Choose a tile for ``m`` rows of ``k`` elements.
+
+    Args:
+        m: number of rows.
+        k: elements per row.
+        itemsize: bytes per element.
+        processors: multiprocessors of the GPU.
+    """
+    lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
+    whole = triton.next_power_of_2(max(k, 16))
+    if 2 * m <= processors and k > 1024:
+        cols = min(whole, 32 * 32 * 32)
+        slices = min(8, 1 << (processors // m).bit_length() - 1, cols // 1024)
+        return RowTile(1, cols, 0, slices, min(32, cols // lanes))
+    crowded = m > 4 * processors
+    if k <= 1024:
+        rows = 4096 // whole if crowded else 1
+        return RowTile(rows, whole, 1, 1, max(1, min(4, rows * whole // lanes)))
+    for warps in (2, 4, 8, 16, 32):
+        held = triton.cdiv(k, warps * lanes)
+        if held <= (_HELD if crowded else 2) or (warps == 32 and held <= _HELD):
+            return RowTile(1, warps * lanes, held, 1, warps)
+    return RowTile(1, 32 * 32 * 16, 0, 1, 16)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _rows_kernel(
+    x_ptr,  # [M, K]
+    scale_ptr,  # [M]
+    scale_ub_ptr,  # [1] or None
+    data_ptr,  # [M, K] bytes, contiguous
+    M,
+    stride_xm,
+    stride_xk,
+    stride_sm,
+    min_scale,
+    K: tl.constexpr,
+    STATIC: tl.constexpr,
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HELD: tl.constexpr,
+    SLICES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = (program // SLICES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    present = row < M
+    x_row = x_ptr + row[:, None] * stride_xm
+    data_row = data_ptr + row[:, None] * K
+    col = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
+    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
+    held = ()
+    if STATIC:
+        scale = tl.load(scale_ptr + row * stride_sm, mask=present, other=1.0)
+    else:
+        for i in tl.static_range(HELD):
+            mask = present[:, None] & (i * BLOCK_K + col < K)
+            x = tl.load(x_row + (i * BLOCK_K + col) * stride_xk, mask=mask, other=0.0)
+            held = held + (x,)
+        for i in tl.static_range(HELD):
+            bits = tl.maximum(bits, magnitude(held[i]))
+        if HELD == 0:
+            for start in range(0, K, BLOCK_K):
+                mask = present[:, None] & (start + col < K)
+                x = tl.load(x_row + (start + col) * stride_xk, mask=mask, other=0.0)
+                bits = tl.maximum(bits, magnitude(x))
+        amax = amax_of(tl.max(bits, 1), scale_ub_ptr, x_ptr.dtype.element_ty)
+        scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
+        if program % SLICES == 0:
+            tl.store(scale_ptr + row * stride_sm, scale, mask=present)
+    for i in tl.static_range(HELD):
+        mask = present[:, None] & (i * BLOCK_K + col < K)
+        codes = encode_quotient(widen(held[i]), scale[:, None], DIVISION, FP8_MAX)
+        tl.store(data_row + i * BLOCK_K + col, codes, mask=mask)
+    if HELD == 0:
+        first = program % SLICES * (BLOCK_K // SLICES)
+        part = first + tl.arange(0, BLOCK_K // SLICES).to(tl.int64)[None, :]
+        for start in range(0, K, BLOCK_K):
+            mask = present[:, None] & (start + part < K)
+            x = tl.load(x_row + (start + part) * stride_xk, mask=mask, other=0.0)
+            codes = encode_quotient(widen(x), scale[:, None], DIVISION, FP8_MAX)
+            tl.store(data_row + start + part, codes, mask=mask)
+
+
+def quantize_rows(
+    x: Tensor,
+    scale: Tensor,
+    scale_ub: Tensor | None,
+    data: Tensor,
+    min_scale: float,
+    static: bool,
+    division: str,
+    fp8_max: float,
+    tile: RowTile,
+) -> None:
+    """Quantize ``x`` row by row into ``data``, reading (static) or writing ``scale``.
+
+    Args:
+        x: ``[M, K]`` in any strides.
+        scale: ``float32 [M]``.
+        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
+        data: ``uint8 [M, K]``, contiguous.
+        min_scale: floor under a dynamic scale.
+        static: use ``scale`` instead of computing it.
+        division: see ``encode_quotient``.
+        fp8_max: the format's maximum.
+        tile: how the rows are cut; a static quantization needs ``held == 0``.
+    """
+    m, k = x.shape
+    _rows_kernel[(triton.cdiv(m, tile.rows) * tile.slices,)](
+        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), min_scale,
+        K=k, STATIC=static, DIVISION=division, FP8_MAX=fp8_max,
+        BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held, SLICES=tile.slices,
+        num_warps=tile.warps, maxnreg=64 if tile.held > 5 else None, enable_fp_fusion=False,
+    )  # fmt: skip

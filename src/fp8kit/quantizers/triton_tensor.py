@@ -1,0 +1,160 @@
+"""One scale for the whole tensor: given, or taken from the data in a second launch.
+
+    scale = max(max |x| / fp8_max, min_scale)        data = fp8(x / scale)
+
+The first launch leaves one partial amax per program; every program of the second reduces all of
+them and walks the tensor backwards, so that it begins with what the first left in the cache. A
+tensor of a few thousand elements needs one launch: every program takes the amax of all of it.
+Maxima do not depend on the order, so the result is the same in every case and run.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8kit.quantizers.triton_numerics import (
+    SAFE_SCALE,
+    amax_of,
+    encode_quotient,
+    float_scale,
+    magnitude,
+    widen,
+)
+
+SMALL = 32768
+_SAFE_SCALE = tl.constexpr(SAFE_SCALE)
+
+
+class TensorTile(NamedTuple):
+    """How a tensor is cut: elements per step, programs of the amax and of the encoding, warps."""
+
+    block: int
+    partials: int
+    programs: int
+    warps: int
+
+
+def tensor_tile(numel: int, processors: int) -> TensorTile:
+    """Choose a tile for ``numel`` elements: many steps per program once the GPU is full."""
+    block = 8192 if numel > 8192 * 4 * processors else 2048
+    steps = triton.cdiv(numel, block)
+    programs = min(steps, 8 * processors)
+    return TensorTile(block, min(programs, 4 * processors), programs, block // 1024)
+
+
+@triton.jit
+def _offsets(index, stride_xm, stride_xk, K: tl.constexpr):
+    # K == 0 stands for a contiguous tensor
+    if K == 0:
+        return index
+    else:
+        return index // K * stride_xm + index % K * stride_xk
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr,  # [M, K]
+    partial_ptr,  # [programs], in the dtype of x
+    numel,
+    stride_xm,
+    stride_xk,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    bits = tl.zeros([BLOCK], tl.int32)
+    programs = tl.num_programs(0)
+    for step in range(tl.program_id(0), tl.cdiv(numel, BLOCK), programs):
+        index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        offset = _offsets(index, stride_xm, stride_xk, K)
+        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0)
+        bits = tl.maximum(bits, magnitude(x))
+    amax = amax_of(tl.max(bits, 0), None, x_ptr.dtype.element_ty)
+    tl.store(partial_ptr + tl.program_id(0), amax)
+
+
+@triton.jit
+def _tensor_kernel(
+    x_ptr,  # [M, K]
+    amax_ptr,  # [n_amax] whose amax is that of x: the partials, or x itself
+    scale_ptr,  # [1]
+    scale_ub_ptr,  # [1] or None
+    data_ptr,  # [M, K] bytes, contiguous
+    numel,
+    n_amax,
+    stride_xm,
+    stride_xk,
+    min_scale,
+    K: tl.constexpr,
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    if SCAN == 0:
+        scale = tl.load(scale_ptr)
+    else:
+        lane = tl.arange(0, SCAN)
+        candidates = tl.load(amax_ptr + lane, mask=lane < n_amax, other=0.0)
+        bits = tl.max(magnitude(candidates), 0)
+        amax = amax_of(bits, scale_ub_ptr, amax_ptr.dtype.element_ty)
+        scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr, scale)
+    safe = (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
+    steps = tl.cdiv(numel, BLOCK)
+    for step in range(tl.program_id(0), steps, tl.num_programs(0)):
+        index = (steps - 1 - step).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        offset = _offsets(index, stride_xm, stride_xk, K)
+        x = widen(tl.load(x_ptr + offset, mask=index < numel, other=0.0))
+        if SCAN > 0:
+            codes = encode_quotient(x, scale, DIVISION, FP8_MAX)
+        elif safe:
+            codes = encode_quotient(x, scale, "clipped", FP8_MAX)
+        else:
+            codes = encode_quotient(x, scale, "ieee", FP8_MAX)
+        tl.store(data_ptr + index, codes, mask=index < numel)
+
+
+def quantize_tensor(
+    x: Tensor,
+    scale: Tensor,
+    scale_ub: Tensor | None,
+    data: Tensor,
+    min_scale: float,
+    static: bool,
+    division: str,
+    fp8_max: float,
+    tile: TensorTile,
+) -> None:
+    """Quantize ``x`` as a whole into ``data``, reading (static) or writing ``scale``.
+
+    Args:
+        x: ``[M, K]`` in any strides.
+        scale: ``float32 [1, 1]``.
+        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
+        data: ``uint8 [M, K]``, contiguous.
+        min_scale: floor under a dynamic scale.
+        static: use ``scale`` instead of computing it.
+        division: see ``encode_quotient``; a static scale of any size is divided correctly.
+        fp8_max: the format's maximum.
+        tile: how the tensor is cut.
+    """
+    numel, contiguous = x.numel(), x.is_contiguous()
+    strides = (0, 0) if contiguous else x.stride()
+    k = 0 if contiguous else x.shape[1]
+    amax, scan = x, 4096 if numel <= 4096 else SMALL
+    if static:
+        scan = 0
+    elif numel > SMALL or not contiguous:
+        amax = x.new_empty(tile.partials)
+        scan = triton.next_power_of_2(tile.partials)
+        _amax_kernel[(tile.partials,)](
+            x, amax, numel, *strides, K=k, BLOCK=tile.block, num_warps=tile.warps
+        )
+    _tensor_kernel[(tile.programs,)](
+        x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, min_scale,
+        K=k, DIVISION=division, FP8_MAX=fp8_max, BLOCK=tile.block, SCAN=scan,
+        num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip

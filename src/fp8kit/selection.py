@@ -1,0 +1,76 @@
+"""Which layers a user means: patterns on names, and the safe defaults that protect layers."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+
+from fp8kit.errors import ConversionError, teach
+
+DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
+    ("re:.*(^|\\.)(lm_head|output_head|score|classifier|embed_out)", "output head"),
+    (
+        "re:.*(embed_tokens|word_embeddings|patch_embed|pos_embed|x_embedder|img_in|txt_in)",
+        "embedding",
+    ),
+    ("re:.*(patch_embedding|context_embedder|caption_projection|cap_embedder)", "embedding"),
+    ("re:.*(^|\\.)(gate|router|wg|shared_expert_gate)(\\.|$)", "MoE router"),
+    ("re:.*(time_embed|timestep|time_proj|time_text_embed|t_embedder|t_block)", "time embedding"),
+    ("re:.*(adaln|ada_norm|adanorm|modulation|scale_shift|norm\\w*\\.linear)", "modulation"),
+    ("re:.*(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)", "vision tower"),
+    ("re:.*(audio_tower|audio_proj|img_emb|image_embedder)", "conditioning projection"),
+    ("re:(proj_out|final_layer.*|head)$", "final projection"),
+    ("re:.*(lora_A|lora_B|lora_embedding)", "adapter"),
+)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Say whether a pattern selects a qualified name (see ``plan`` for the rules)."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
+def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> None:
+    """Refuse a string for a list, and a pattern that matches no name."""
+    if isinstance(patterns, str):
+        raise TypeError(
+            teach(
+                f"Got {argument}={patterns!r}.",
+                "It is a list of patterns; a string would be read letter by letter.",
+                f"Pass {argument}=[{patterns!r}].",
+            )
+        )
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            raise ConversionError(
+                teach(
+                    f"The {argument} pattern {pattern!r} matches no linear layer.",
+                    f"The model's linear layers are {some_of(names)}.",
+                    "Correct the pattern or remove it; patterns match whole names or suffixes.",
+                )
+            )
+
+
+def exclusion(
+    names: list[str], include: Sequence[str] | None, exclude: Sequence[str] | None
+) -> str:
+    """Say why a layer with these names is not considered; empty if it is."""
+    if include is not None and not any(matches(p, n) for p in include for n in names):
+        return "not in include"
+    for pattern in exclude or ():
+        if any(matches(pattern, n) for n in names):
+            return f"excluded by {pattern!r}"
+    defaults_apply = exclude is None or len(exclude) > 0
+    if defaults_apply and not set(include or ()) & set(names):
+        for pattern, role in DEFAULT_EXCLUDE:
+            if any(matches(pattern, n) for n in names):
+                return f"{role}: kept in high precision by default"
+    return ""
+
+
+def some_of(names: Sequence[str]) -> str:
+    """List a few names for a message."""
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

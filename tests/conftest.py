@@ -1,0 +1,66 @@
+"""Fixtures of the whole suite: seeds, poisoned memory, devices, and the count of tests that ran."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+# read when triton is first imported, so it is set before any test module can import it
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# cuBLAS wants a fixed workspace before it keeps torch's promise of deterministic algorithms
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+hypothesis.settings.register_profile(
+    "fp8kit", deadline=None, derandomize=True, max_examples=40, database=None
+)
+hypothesis.settings.load_profile("fp8kit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_FP8_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device with FP8 (sm89 or later)"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # deterministic mode is on to poison memory; ops that cannot be deterministic may say so
+    config.addinivalue_line("filterwarnings", "ignore:.*deterministic implementation:UserWarning")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    run = sum(len(terminalreporter.stats.get(k, ())) for k in ("passed", "failed"))
+    skipped = len(terminalreporter.stats.get("skipped", ()))
+    terminalreporter.write_line(f"fp8kit: {run} tests run, {skipped} skipped")
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Run the test on the CPU and, where there is one, on a GPU."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Fill every uninitialized tensor with NaN or the largest integer: forgotten writes show."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,388 @@
+"""Transformers models: quantized while loading, loaded from FP8, saved for everyone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import fp8kit
+from checkpoint_samples import NANO, SHARD, all_bytes, edit_json, edit_tensors
+from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError
+from fp8kit.formats import ROW
+from fp8kit.model_io import load, save
+from fp8kit.modules.linear import Fp8Linear
+from numerics import assert_bits_equal, assert_logits_of_one_checkpoint, assert_matmul
+
+transformers = pytest.importorskip("transformers")
+from fp8kit.integrations import transformers as plugin  # noqa: E402
+from fp8kit.integrations import transformers_quantizer  # noqa: E402
+
+IDS = torch.arange(60).view(1, -1) * 37 % 4096
+
+
+def stock(path: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+
+def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def assert_same(a: Any, b: Any, ids: Tensor = IDS) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert_bits_equal(tensor, theirs[name])
+    assert_bits_equal(logits(a, ids), logits(b, ids))
+
+
+def converted(scheme: str = "FP8_DYNAMIC") -> Any:
+    model = stock(NANO)
+    calibrate = (lambda m: m(IDS)) if scheme == "FP8" else None
+    fp8kit.convert(model, scheme, calibrate=calibrate)
+    return model
+
+
+def dequantized(model: Any, dtype: torch.dtype) -> Any:
+    dense = stock(NANO, dtype=dtype)
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Linear):
+            dense.get_submodule(name).weight.data = module.to_linear(dtype).weight.data
+    return dense
+
+
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("nano") / "fp8"
+    save(converted(), path)
+    return path
+
+
+def tiny(kind: str, tmp_path: Path, **changes: Any) -> Path:
+    """A random checkpoint in bf16."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=160,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        **changes,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16()
+    model.save_pretrained(tmp_path / kind)
+    return tmp_path / kind
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK"])
+def test_reload_is_exact(tmp_path: Path, scheme: str) -> None:
+    model = converted(scheme)
+    names = save(model, tmp_path / "c")
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} < set(names)
+    loaded = load(tmp_path / "c")
+    assert type(loaded).__name__ == "LlamaForCausalLM"
+    assert not loaded.training
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert_same(model, loaded)
+    assert loaded.model.layers[0].mlp.up_proj.compute_dtype == torch.bfloat16
+    assert not any(m.weight.requires_grad for m in loaded.modules() if isinstance(m, Fp8Linear))
+
+
+def test_config_is_what_every_engine_needs(nano: Path) -> None:
+    config = json.loads((nano / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    assert config["quantization_config"]["format"] == "float-quantized"
+    before = json.loads((NANO / "config.json").read_text())
+    changed = {k for k in config if config[k] != before.get(k)}
+    assert changed <= {"quantization_config", "transformers_version"}
+    assert before.keys() <= config.keys()
+
+
+def test_generation_config_is_the_models(tmp_path: Path) -> None:
+    model = converted()
+    model.generation_config.max_new_tokens = 7
+    save(model, tmp_path / "c")
+    assert load(tmp_path / "c").generation_config.max_new_tokens == 7
+
+
+def test_second_save_is_identical(tmp_path: Path, nano: Path) -> None:
+    save(load(nano), tmp_path / "c")
+    assert all_bytes(tmp_path / "c") == all_bytes(nano)
+
+
+def test_shards(tmp_path: Path) -> None:
+    model = converted()
+    names = save(model, tmp_path / "c", max_shard_bytes=1_000_000)
+    assert len([n for n in names if n.endswith(".safetensors")]) > 3
+    assert_same(model, load(tmp_path / "c"))
+    assert stock(tmp_path / "c").config.quantization_config is not None
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK"])
+def test_stock_transformers_computes_the_same(tmp_path: Path, scheme: str) -> None:
+    model = converted(scheme)
+    save(model, tmp_path / "c", target="transformers")
+    other, info = stock_with_info(tmp_path / "c")
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    unrounded = logits(dequantized(model, torch.bfloat16))
+    assert_logits_of_one_checkpoint(logits(model), logits(other), unrounded)
+
+
+def stock_with_info(path: Path) -> tuple[Any, dict[str, Any]]:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    return model.eval(), info
+
+
+def test_stock_weight_only_computes_the_same(tmp_path: Path) -> None:
+    model = converted("FP8_WEIGHT_ONLY")
+    save(model, tmp_path / "c")
+    exact = logits(dequantized(model, torch.float32))
+    for read in (load, stock):
+        found = read(tmp_path / "c", dtype=torch.float32)
+        torch.testing.assert_close(logits(found), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_stock_transformers_multiplies_the_same_numbers(nano: Path) -> None:
+    ours, other = load(nano, dtype=torch.float32), stock(nano, dtype=torch.float32)
+    logits(other)  # it decompresses its weights on the first call
+    checked = 0
+    for name, layer in ours.named_modules():
+        if not isinstance(layer, Fp8Linear):
+            continue
+        x = torch.randn(1, 9, layer.in_features)
+        rounded = fp8kit.dequantize(fp8kit.quantize(x, ROW))[0]
+        weight = fp8kit.dequantize(layer.quantized_weight())
+        with torch.no_grad():
+            assert_matmul(other.get_submodule(name)(x)[0], rounded, weight)
+            assert_matmul(layer(x)[0], rounded, weight)
+        checked += 1
+    assert checked == 28
+
+
+def test_quantizing_while_loading_equals_converting(tmp_path: Path, nano: Path) -> None:
+    model = load(NANO, scheme="FP8_DYNAMIC")
+    direct = converted()
+    assert_same(model, direct)
+    report = model.hf_quantizer.report
+    assert [r.name for r in report.skipped] == ["lm_head"]
+    assert len(report.converted) == 28
+    parts = (*model.parameters(), *model.buffers())
+    assert report.model_bytes_after == sum(t.nbytes for t in parts)
+    assert len(report.groups) == 8
+    assert model.model.layers[0].mlp.up_proj.shared is not None
+    save(model, tmp_path / "c")
+    assert all_bytes(tmp_path / "c") == all_bytes(nano)
+
+
+def test_include_and_exclude(tmp_path: Path) -> None:
+    model = load(NANO, scheme="FP8_TENSOR", include=["*.mlp.*"], exclude=["down_proj"])
+    found = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    assert found == {"gate_proj", "up_proj"}
+    save(model, tmp_path / "c", source=NANO)
+    content = json.loads((tmp_path / "c" / "config.json").read_text())
+    ignored = content["quantization_config"]["ignore"]
+    assert "model.layers.3.self_attn.o_proj" in ignored
+    assert len(ignored) == 1 + 4 * 5
+    assert_same(model, load(tmp_path / "c"))
+
+
+def test_patterns_without_a_match() -> None:
+    with pytest.raises(ConversionError, match="matches no linear layer"):
+        load(NANO, scheme="FP8_DYNAMIC", exclude=["*.nothing"])
+
+
+def test_a_tied_head_stays_dense_even_when_asked_for() -> None:
+    model = load(NANO, scheme="FP8_DYNAMIC", exclude=[])
+    assert type(model.lm_head) is nn.Linear
+    record = next(r for r in model.hf_quantizer.report.skipped if r.name == "lm_head")
+    assert "tied" in record.reason
+    with pytest.raises(ConversionError, match="lm_head: its weight is tied"):
+        load(NANO, scheme="FP8_DYNAMIC", exclude=[], strict=True)
+
+
+def test_untied_head_can_be_asked_for(tmp_path: Path) -> None:
+    path = tiny("Llama", tmp_path, tie_word_embeddings=False)
+    assert type(load(path, scheme="FP8_DYNAMIC").lm_head) is nn.Linear
+    model = load(path, scheme="FP8_DYNAMIC", exclude=[])
+    assert isinstance(model.lm_head, Fp8Linear)
+    save(model, tmp_path / "c", target="transformers")
+    assert_same(model, load(tmp_path / "c"), IDS % 160)
+
+
+def test_bias(tmp_path: Path) -> None:
+    path = tiny("Llama", tmp_path, attention_bias=True, mlp_bias=True)
+    state = load_file(path / SHARD)
+    for name in state:
+        if name.endswith(".bias"):
+            edit_tensors(path, **{name.replace(".", "__"): torch.randn_like(state[name].float())})
+    model = load(path, scheme="FP8_DYNAMIC")
+    assert model.model.layers[0].self_attn.q_proj.bias.dtype == torch.bfloat16
+    save(model, tmp_path / "c")
+    assert_same(model, load(tmp_path / "c"), IDS % 160)
+    stock(tmp_path / "c")
+
+
+MOE = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+def test_experts_and_routers_stay_in_high_precision(tmp_path: Path) -> None:
+    path = tiny("Qwen3Moe", tmp_path, **MOE)
+    model = load(path, scheme="FP8_DYNAMIC")
+    skipped = {r.name: r.reason for r in model.hf_quantizer.report.skipped}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in skipped
+    save(model, tmp_path / "c")
+    tensors = load_file(tmp_path / "c" / SHARD)
+    dense = load_file(path / SHARD)
+    for kind in ("gate_proj", "up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.3.{kind}.weight"
+        assert_bits_equal(tensors[name], dense[name])
+    content = json.loads((tmp_path / "c" / "config.json").read_text())
+    ignored = content["quantization_config"]["ignore"]
+    layers = [
+        f"model.layers.{i}.mlp.{n}"
+        for i in range(2)
+        for n in (
+            "gate",
+            *(f"experts.{e}.{k}_proj" for e in range(4) for k in ("gate", "up", "down")),
+        )
+    ]
+    assert ignored == sorted(["lm_head", *layers])
+    other, info = stock_with_info(tmp_path / "c")
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    ids = IDS % 160
+    assert_same(model, load(tmp_path / "c"), ids)
+    bf16 = stock(path)
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Linear):
+            bf16.get_submodule(name).weight.data = module.to_linear().weight.data
+    assert_logits_of_one_checkpoint(logits(model, ids), logits(other, ids), logits(bf16, ids))
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_TENSOR"])
+def test_save_pretrained_loads_everywhere(tmp_path: Path, scheme: str) -> None:
+    model = load(tiny("Qwen3Moe", tmp_path, **MOE), scheme=scheme)
+    model.save_pretrained(tmp_path / "c")
+    content = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
+    assert content["quant_method"] == "compressed-tensors"
+    assert "model.layers.0.mlp.gate" in content["ignore"]
+    assert r"re:model\.layers\.0\.mlp\.experts\..*" in content["ignore"]
+    _, info = stock_with_info(tmp_path / "c")
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(model, load(tmp_path / "c"), IDS % 160)
+
+
+def test_from_pretrained_with_our_config(nano: Path) -> None:
+    model = stock(NANO, quantization_config=plugin.Fp8KitConfig("FP8_DYNAMIC"))
+    assert_same(model, load(nano))
+
+
+def test_loaded_weights_do_not_depend_on_the_files(tmp_path: Path, nano: Path) -> None:
+    shutil.copytree(nano, tmp_path / "c")
+    model = load(tmp_path / "c")
+    before = logits(model)
+    content = (tmp_path / "c" / SHARD).read_bytes()
+    with (tmp_path / "c" / SHARD).open("r+b") as file:
+        file.write(b"\x55" * len(content))
+    assert_bits_equal(logits(model), before)
+
+
+def test_gradients_flow_to_inputs(nano: Path) -> None:
+    model = load(nano)
+    embedded = model.get_input_embeddings()(IDS[:, :5]).detach().requires_grad_()
+    model(inputs_embeds=embedded).logits.sum().backward()
+    assert embedded.grad is not None
+    assert embedded.grad.isfinite().all()
+
+
+def test_missing_tensor(tmp_path: Path, nano: Path) -> None:
+    shutil.copytree(nano, tmp_path / "c")
+    edit_tensors(tmp_path / "c", model__norm__weight=None)
+    with pytest.raises(CheckpointError, match=r"model.norm.weight are in the model and not in the"):
+        load(tmp_path / "c")
+
+
+def test_unused_tensor(tmp_path: Path, nano: Path) -> None:
+    shutil.copytree(nano, tmp_path / "c")
+    edit_tensors(tmp_path / "c", odd=torch.ones(2))
+    with pytest.warns(UserWarning, match="tensors that the model does not use: odd"):
+        load(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="odd are not used by the model"):
+        load(tmp_path / "c", strict=True)
+
+
+def test_fp8_experts_are_refused(tmp_path: Path) -> None:
+    path = tiny("Qwen3Moe", tmp_path, **MOE)
+    save(load(path, scheme="FP8_DYNAMIC"), tmp_path / "c")
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    weight = load_file(tmp_path / "c" / SHARD)[name]
+    q = fp8kit.quantize(weight, ROW, role="weight")
+    key = name.replace(".", "__")
+    edit_tensors(tmp_path / "c", **{key: q.data, f"{key}_scale": q.scale})
+    with pytest.raises(CheckpointError, match=r"up_proj.weight is FP8, and Qwen3MoeForC"):
+        load(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "named", [None, [], ["NoSuchModel"], ["pipeline"], ["AutoModel"], "x", [3]]
+)
+def test_unknown_architecture(tmp_path: Path, nano: Path, named: object) -> None:
+    shutil.copytree(nano, tmp_path / "c")
+    edit_json(tmp_path / "c" / "config.json", architectures=named)
+    with pytest.raises(CheckpointError, match=r"has no model class of this name.*model=\.\.\."):
+        load(tmp_path / "c")
+
+
+def test_unreadable_model_config(tmp_path: Path, nano: Path) -> None:
+    shutil.copytree(nano, tmp_path / "c")
+    edit_json(tmp_path / "c" / "config.json", model_type="no-such-model")
+    with pytest.raises(CheckpointError, match=r"cannot read config.json of .*no-such-model"):
+        load(tmp_path / "c")
+
+
+def test_nan_weights_are_not_quantized(tmp_path: Path) -> None:
+    shutil.copytree(NANO, tmp_path / "c")
+    weight = load_file(NANO / SHARD)["model.layers.0.mlp.up_proj.weight"]
+    weight[5, 5] = float("nan")
+    edit_tensors(tmp_path / "c", model__layers__0__mlp__up_proj__weight=weight)
+    with pytest.raises(ConversionError, match=r"0.mlp.up_proj.weight hold NaN or infinities"):
+        load(tmp_path / "c", scheme="FP8_DYNAMIC")
+
+
+def test_static_scheme_needs_calibration() -> None:
+    with pytest.raises(ValueError, match=r"calibration.*calibrate=\.\.\."):
+        load(NANO, scheme="FP8")
+
+
+def test_offload_to_disk_is_refused() -> None:
+    quantizer = plugin.Fp8KitQuantizer(plugin.Fp8KitConfig(), pre_quantized=False)
+    with pytest.raises(UnsupportedError, match=r"device_map that places layers on disk"):
+        quantizer.validate_environment(device_map={"a": 0, "b": "disk"})
+    quantizer.validate_environment(device_map={"": "cpu"})
+
+
+def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_quantizer.transformers, "__version__", "5.3.1")
+    with pytest.raises(UnsupportedError, match=r"Transformers is 5.3.1. .* 5.17 and later"):
+        load(NANO, scheme="FP8_DYNAMIC")
+
+
+def test_a_model_quantized_by_others_is_refused(tmp_path: Path, nano: Path) -> None:
+    model = stock(nano)
+    model.extra = Fp8Linear.from_linear(nn.Linear(128, 128))
+    with pytest.raises(CheckpointError, match="was quantized by CompressedTensorsConfig too"):
+        save(model, tmp_path / "c")
+
+
+def test_a_model_cannot_replace_its_own_source(nano: Path) -> None:
+    with pytest.raises(CheckpointError, match="is or holds the source"):
+        save(load(nano), nano, overwrite=True)

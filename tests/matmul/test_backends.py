@@ -1,0 +1,241 @@
+"""Every backend on every scheme and shape that it says it supports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8kit
+from fp8kit.dispatch import choose
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
+from fp8kit.matmul.problem import BACKENDS, MatmulProblem
+from fp8kit.matmul.torch_native import swizzle_mx_scale
+from numerics import (
+    assert_bits_equal,
+    assert_matmul,
+    assert_no_drift,
+    assert_scheme_error,
+    exact_product,
+)
+from shapes import REGIMES, ROW_COUNTS, Regime, regimes
+
+BACKEND_NAMES = [name for name, *_ in BACKENDS]
+QUANTIZED = {name: (s.activation, s.weight) for name, s in SCHEMES.items() if s.activation}
+PAIRS = {
+    **QUANTIZED,
+    "row-tensor": (ROW, TENSOR),
+    "tensor-row": (TENSOR, ROW),
+    "groups-groups": (GROUP128, GROUP128),
+    "row-block": (ROW, BLOCK),
+    "mx-row": (MX, ROW),
+}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def operands(
+    m: int, n: int, k: int, groups: tuple[GroupShape, GroupShape], device: torch.device
+) -> tuple[fp8kit.QTensor, fp8kit.QTensor]:
+    """Quantize normal operands whose rows differ in size, so that a swapped scale shows."""
+    x = torch.randn(m, k) * torch.logspace(-1, 1, m)[:, None]
+    w = torch.randn(n, k) * torch.logspace(-2, 0, n)[:, None]
+    return (
+        fp8kit.quantize(x.to(device), groups[0]),
+        fp8kit.quantize(w.to(device), groups[1], role="weight"),
+    )
+
+
+def skip_if_declined(
+    backend: str,
+    x_q: fp8kit.QTensor,
+    w_q: fp8kit.QTensor,
+    out_dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> None:
+    """Skip with the backend's own reason; ``test_dispatch`` pins which must not be skipped."""
+    groups = (x_q.group, w_q.group)
+    problem = MatmulProblem.of(
+        x_q.data, w_q.data, groups, out_dtype, None, "precise", batch_invariant
+    )
+    choice = choose(BACKENDS, problem, backend)
+    if choice.module is None:
+        pytest.skip(f"{backend}: {choice.declined[0][1]}")
+
+
+def dequantized(q: fp8kit.QTensor) -> Tensor:
+    return fp8kit.dequantize(q)
+
+
+@pytest.mark.parametrize("regime", regimes())
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_scaled_mm_matches_the_exact_product(
+    backend: str, pair: str, regime: Regime, device: torch.device
+) -> None:
+    x_q, w_q = operands(regime.m, regime.n, regime.k, PAIRS[pair], device)
+    skip_if_declined(backend, x_q, w_q, torch.bfloat16)
+    y = fp8kit.scaled_mm(x_q, w_q, backend=backend)
+    assert y.dtype == torch.bfloat16
+    assert y.is_contiguous()
+    assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
+
+
+@pytest.mark.parametrize("m", ROW_COUNTS)
+@pytest.mark.parametrize("pair", QUANTIZED)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_scaled_mm_takes_any_row_count(
+    backend: str, pair: str, m: int, device: torch.device
+) -> None:
+    x_q, w_q = operands(m, 144, 272, PAIRS[pair], device)
+    skip_if_declined(backend, x_q, w_q, torch.bfloat16)
+    y = fp8kit.scaled_mm(x_q, w_q, backend=backend)
+    assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
+
+
+@pytest.mark.parametrize("bias_dtype", [None, *FLOATS], ids=str)
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("pair", QUANTIZED)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_scaled_mm_writes_any_dtype_with_any_bias(
+    backend: str,
+    pair: str,
+    out_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    x_q, w_q = operands(9, 72, 200, PAIRS[pair], device)
+    skip_if_declined(backend, x_q, w_q, out_dtype)
+    bias = None if bias_dtype is None else torch.randn(72, device=device).mul(4).to(bias_dtype)
+    y = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype, backend=backend)
+    assert y.dtype == out_dtype
+    assert_matmul(y, dequantized(x_q), dequantized(w_q), bias, backend)
+
+
+@pytest.mark.parametrize("k", [4096, 14336])
+@pytest.mark.parametrize("pair", QUANTIZED)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_scaled_mm_does_not_drift_on_same_sign_data(
+    backend: str, pair: str, k: int, device: torch.device
+) -> None:
+    x_group, w_group = PAIRS[pair]
+    x_q = fp8kit.quantize(torch.rand(4, k, device=device), x_group)
+    w_q = fp8kit.quantize(torch.rand(128, k, device=device), w_group, role="weight")
+    skip_if_declined(backend, x_q, w_q, torch.bfloat16)
+    y = fp8kit.scaled_mm(x_q, w_q, backend=backend)
+    assert_no_drift(y, exact_product(dequantized(x_q), dequantized(w_q)))
+
+
+@pytest.mark.parametrize("pair", QUANTIZED)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_scaled_mm_is_as_wrong_as_fp8(backend: str, pair: str, device: torch.device) -> None:
+    x, w = torch.randn(64, 1024, device=device), torch.randn(256, 1024, device=device)
+    x_q = fp8kit.quantize(x, PAIRS[pair][0])
+    w_q = fp8kit.quantize(w, PAIRS[pair][1], role="weight")
+    skip_if_declined(backend, x_q, w_q, torch.bfloat16)
+    assert_scheme_error(fp8kit.scaled_mm(x_q, w_q, backend=backend), exact_product(x, w), pair)
+
+
+@pytest.mark.parametrize("bad_row", [0, 5])
+@pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_nan_stays_in_its_row(backend: str, pair: str, bad_row: int, device: torch.device) -> None:
+    x = torch.randn(8, 256, device=device)
+    x[bad_row, 3] = torch.nan
+    x_q = fp8kit.quantize(x, PAIRS[pair][0])
+    w_q = fp8kit.quantize(torch.randn(128, 256, device=device), PAIRS[pair][1], role="weight")
+    skip_if_declined(backend, x_q, w_q, torch.bfloat16)
+    y = fp8kit.scaled_mm(x_q, w_q, backend=backend)
+    others = [i for i in range(8) if i != bad_row]
+    assert y[bad_row].isnan().all()
+    assert y[others].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz], ids=str)
+@pytest.mark.parametrize("pair", QUANTIZED)
+def test_other_codes_multiply(pair: str, dtype: torch.dtype, device: torch.device) -> None:
+    x_group, w_group = PAIRS[pair]
+    x_q = fp8kit.quantize(torch.randn(7, 200, device=device), x_group, dtype=dtype)
+    w_q = fp8kit.quantize(torch.randn(48, 200, device=device), w_group, dtype=dtype)
+    y = fp8kit.scaled_mm(x_q, w_q)
+    assert_matmul(y, dequantized(x_q), dequantized(w_q))
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("pair", QUANTIZED)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_batch_invariant_bits_of_a_row_do_not_depend_on_m(
+    backend: str, pair: str, out_dtype: torch.dtype, device: torch.device
+) -> None:
+    x = torch.randn(70, 200, device=device)
+    x_group = PAIRS[pair][0]
+    static = {"scale": torch.ones(1, 1, device=device)} if x_group == TENSOR else {}
+    w_q = fp8kit.quantize(torch.randn(96, 200, device=device), PAIRS[pair][1], role="weight")
+    whole_q = fp8kit.quantize(x, x_group, **static)
+    skip_if_declined(backend, whole_q, w_q, out_dtype, batch_invariant=True)
+
+    def run(rows: slice) -> Tensor:
+        q = fp8kit.quantize(x[rows], x_group, **static)
+        options = {"out_dtype": out_dtype, "batch_invariant": True, "backend": backend}
+        return fp8kit.scaled_mm(q, w_q, **options)
+
+    whole = run(slice(None))
+    assert_matmul(whole, dequantized(whole_q), dequantized(w_q), backend=backend)
+    for rows in (slice(0, 1), slice(69, 70), slice(3, 20), slice(16, 33), slice(5, 70)):
+        assert_bits_equal(run(rows), whole[rows])
+
+
+@pytest.mark.parametrize("m", [0, 3])
+@pytest.mark.parametrize("pair", QUANTIZED)
+def test_an_empty_sum_is_the_bias(pair: str, m: int, device: torch.device) -> None:
+    x_q, w_q = operands(m, 5, 0, PAIRS[pair], device)
+    bias = torch.arange(5.0, device=device)
+    y = fp8kit.scaled_mm(x_q, w_q, bias)
+    assert_bits_equal(y, bias.bfloat16().expand(m, 5))
+    assert_bits_equal(fp8kit.scaled_mm(x_q, w_q), torch.zeros(m, 5).bfloat16().to(device))
+
+
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_operands_with_strides(backend: str, device: torch.device) -> None:
+    x_q, w_q = operands(12, 64, 96, (ROW, ROW), device)
+    skip_if_declined(backend, x_q, w_q, torch.bfloat16)
+    plain = fp8kit.scaled_mm(x_q, w_q, backend=backend)
+    x_t = fp8kit.QTensor(x_q.data.t().contiguous().t(), x_q.scale, ROW)
+    w_t = fp8kit.QTensor(w_q.data.t().contiguous().t(), w_q.scale, ROW)
+    assert not x_t.data.is_contiguous()
+    y = fp8kit.scaled_mm(x_t, w_t, backend=backend)
+    assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
+    assert torch.allclose(y.float(), plain.float(), rtol=0.02, atol=0.05)
+
+
+def test_fast_accumulation_is_an_option_and_changes_nothing_on_a_cpu() -> None:
+    x_q, w_q = operands(4, 32, 256, (ROW, ROW), torch.device("cpu"))
+    assert_bits_equal(
+        fp8kit.scaled_mm(x_q, w_q, accum="fast"), fp8kit.scaled_mm(x_q, w_q, accum="precise")
+    )
+
+
+def test_swizzled_mx_scales_land_where_cublas_reads_them() -> None:
+    rows, cols = 130, 5
+    scale = torch.arange(rows * cols).remainder(251).to(torch.uint8).view(rows, cols)
+    flat = swizzle_mx_scale(scale)
+    assert flat.shape == (2 * 2 * 512,)
+    expected = torch.zeros_like(flat)
+    for r in range(rows):
+        for c in range(cols):
+            tile = (r // 128) * 2 + c // 4
+            expected[tile * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4] = scale[r, c]
+    assert torch.equal(flat, expected)
+
+
+def test_every_regime_has_a_reason_and_one_name() -> None:
+    assert len({r.name for r in REGIMES}) == len(REGIMES)
+    assert all(r.why for r in REGIMES)
+
+
+@pytest.mark.gpu
+def test_torch_native_runs_the_common_schemes_on_this_gpu() -> None:
+    device = torch.device("cuda")
+    for pair in ("FP8", "FP8_DYNAMIC", "FP8_TENSOR"):
+        x_q, w_q = operands(16, 256, 512, PAIRS[pair], device)
+        y = fp8kit.scaled_mm(x_q, w_q, backend="torch_native")
+        assert_matmul(y, dequantized(x_q), dequantized(w_q), backend="torch_native")

@@ -1,0 +1,237 @@
+"""Siblings that share an input: the bits of separate layers, in every order of calls."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit.modules.shared import SharedInput, can_join
+from numerics import assert_bits_equal
+
+SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
+
+
+def siblings(
+    device: torch.device, scheme: str = "FP8_DYNAMIC", bias: bool = True
+) -> list[fp8kit.Fp8Linear]:
+    return [
+        fp8kit.Fp8Linear.from_linear(
+            nn.Linear(256, n, bias, device=device, dtype=torch.bfloat16), scheme
+        )
+        for n in (256, 128, 384)
+    ]
+
+
+def tokens(device: torch.device) -> Tensor:
+    return torch.randn(2, 5, 256, dtype=torch.bfloat16, device=device)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shared_equals_separate(scheme: str, bias: bool, device: torch.device) -> None:
+    layers = siblings(device, scheme, bias)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers)
+    for _ in range(2):
+        for layer, expected in zip(layers, separate, strict=True):
+            assert_bits_equal(layer(x), expected)
+
+
+def test_shared_multiplies_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    calls: list[int] = []
+    compute = fp8kit.Fp8Linear.compute
+
+    def counted(self: fp8kit.Fp8Linear, x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+        calls.append(weight.shape[0])
+        return compute(self, x, weight, *rest)
+
+    monkeypatch.setattr(fp8kit.Fp8Linear, "compute", counted)
+    for layer in layers:
+        layer(x)
+    assert calls == [256, 128, 384]
+    calls.clear()
+    SharedInput(layers)
+    for layer in layers:
+        layer(x)
+    assert calls == [768]
+
+
+def test_shared_with_another_tensor_computes_alone(device: torch.device) -> None:
+    layers = siblings(device)
+    x, other = tokens(device), tokens(device)
+    expected = layers[1](other)
+    expected_last = layers[2](x)
+    SharedInput(layers)
+    layers[0](x)
+    assert_bits_equal(layers[1](other), expected)
+    assert_bits_equal(layers[2](x), expected_last)
+
+
+def test_shared_sees_an_input_changed_in_place(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = tokens(device)
+    layers[0](x)
+    x.mul_(2)
+    fresh = siblings_alone(layers[1], x)
+    assert_bits_equal(layers[1](x), fresh)
+
+
+def siblings_alone(layer: fp8kit.Fp8Linear, x: Tensor) -> Tensor:
+    return layer.compute(x, layer.weight, layer.weight_scale, layer.bias)
+
+
+def test_shared_in_another_order(device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers)
+    for i in (2, 1, 0, 0, 2, 1):
+        assert_bits_equal(layers[i](x), separate[i])
+
+
+def test_shared_keeps_no_result_after_the_last_sibling(device: torch.device) -> None:
+    layers = siblings(device)
+    group = SharedInput(layers)
+    x = tokens(device)
+    for layer in layers:
+        layer(x)
+    assert group._pending is None
+
+
+def test_shared_in_inference_mode(device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers)
+    with torch.inference_mode():
+        inside = tokens(device).copy_(x)
+        for layer, expected in zip(layers, separate, strict=True):
+            assert_bits_equal(layer(inside), expected)
+
+
+def test_shared_gradient_to_the_input(device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device).requires_grad_()
+    sum(layer(x).float().sum() for layer in layers).backward()
+    expected, x.grad = x.grad, None
+    SharedInput(layers)
+    sum(layer(x).float().sum() for layer in layers).backward()
+    assert expected is not None
+    # one product over 768 rows against the sum of three: two more roundings of 2^-9
+    torch.testing.assert_close(
+        x.grad, expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max())
+    )
+
+
+def test_shared_state_dict_is_unchanged(device: torch.device) -> None:
+    model = nn.ModuleList(siblings(device))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    SharedInput(list(model))
+    x = tokens(device)
+    for layer in model:
+        layer(x)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for key, value in before.items():
+        assert_bits_equal(after[key], value)
+
+
+def test_shared_weights_reload_in_place(device: torch.device) -> None:
+    layers, others = siblings(device), siblings(device)
+    x = tokens(device)
+    SharedInput(layers)
+    for layer in layers:
+        layer(x)
+    address = layers[1].weight.data_ptr()
+    for layer, other in zip(layers, others, strict=True):
+        layer.load_state_dict(other.state_dict())
+    assert layers[1].weight.data_ptr() == address
+    for layer, other in zip(layers, others, strict=True):
+        assert_bits_equal(layer(x), other(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_shared_survives_copies(copied, device: torch.device) -> None:
+    model = nn.ModuleList(siblings(device))
+    x = tokens(device)
+    separate = [layer(x) for layer in model]
+    SharedInput(list(model))
+    for layer in model:
+        layer(x)
+    twin = copied(model)
+    assert twin[0].shared is not model[0].shared
+    assert twin[0].shared.members[1] is twin[1]
+    for layer, expected in zip(twin, separate, strict=True):
+        assert_bits_equal(layer(x), expected)
+
+
+def test_shared_after_casts_and_moves(device: torch.device) -> None:
+    model = nn.ModuleList(siblings(device))
+    x = tokens(device)
+    separate = [layer(x) for layer in model]
+    SharedInput(list(model))
+    for layer in model:
+        layer(x)
+    model.to("cpu").to(device).float().to(torch.bfloat16)
+    for layer, expected in zip(model, separate, strict=True):
+        assert_bits_equal(layer(x), expected)
+
+
+def test_can_join_needs_block_edges() -> None:
+    aligned = [fp8kit.Fp8Linear(256, n, False, "FP8_BLOCK") for n in (256, 100)]
+    ragged = aligned[::-1]
+    assert can_join(aligned)
+    assert not can_join(ragged)
+
+
+def test_can_join_needs_equal_layers() -> None:
+    first = fp8kit.Fp8Linear(256, 128, False)
+    assert can_join([first, fp8kit.Fp8Linear(256, 64, False)])
+    assert not can_join([first, fp8kit.Fp8Linear(256, 128, True)])
+    assert not can_join([first, fp8kit.Fp8Linear(256, 128, False, "MXFP8")])
+    fast = fp8kit.Fp8Linear(256, 128, False)
+    fast.accum = "fast"
+    assert not can_join([first, fast])
+
+
+def test_shared_compiles_without_a_break(device: torch.device) -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = siblings(device)
+            SharedInput([self.q, self.k, self.v])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
+
+    model = Mlp()
+    x = tokens(device)
+    expected = model(x)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert_bits_equal(compiled(x), expected)
+
+
+@pytest.mark.gpu
+def test_shared_is_captured_by_a_graph() -> None:
+    device = torch.device("cuda")
+    layers = siblings(device)
+    SharedInput(layers)
+    x = tokens(device)
+    for layer in layers:
+        layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [layer(x) for layer in layers]
+    x.copy_(tokens(device))
+    graph.replay()
+    for layer, result in zip(layers, captured, strict=True):
+        assert_bits_equal(result, siblings_alone(layer, x))

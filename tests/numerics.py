@@ -1,0 +1,157 @@
+"""Every tolerance of the test suite, each with its derivation.
+
+Quantizers have none: codes and scales equal the reference bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# A kernel may order and group its sums differently from the yardstick, no more: twice its error.
+MATMUL_FACTOR = 2.0
+
+# FP8 tensor cores align 32 products at a time and keep about 14 bits of them. On Hopper, promoting
+# the sum every 512 of K leaves a bias of 6e-4 on same-sign data; truncation every 32 without
+# promotion costs 6e-2. 1e-3 lies between them with room on both sides.
+PRECISE_DRIFT = 1e-3
+
+# Relative error ||y - y_dense|| / ||y_dense|| for normal operands, as (lower, upper).
+# One e4m3 rounding (3 mantissa bits) of values spread evenly over a binade [1, 2) has a mean square
+# error of (2^-4)^2 / 3 and a mean square of 3 / (2 ln 2), hence 2.45 % per operand and
+# sqrt(2) * 2.45 % = 3.5 % for two. MX rounds its scale down: the largest element of a fifth of the
+# groups saturates by up to 1/8, which adds half a percent. The margin is a third of the value.
+# A result under the lower bound was not computed in FP8 at all.
+ONE_OPERAND = 2.45e-2
+_TWO = math.sqrt(2) * ONE_OPERAND
+SCHEME_ERROR = {
+    "FP8": (_TWO / 1.5, _TWO * 1.5),
+    "FP8_DYNAMIC": (_TWO / 1.5, _TWO * 1.5),
+    "FP8_TENSOR": (_TWO / 1.5, _TWO * 1.5),
+    "FP8_BLOCK": (_TWO / 1.5, _TWO * 1.5),
+    "MXFP8": (_TWO / 1.5, (_TWO + 0.5e-2) * 1.5),
+    "FP8_WEIGHT_ONLY": (ONE_OPERAND / 1.5, ONE_OPERAND * 1.5),
+}
+
+# Mean loss (the logarithm of perplexity) against plain fake quantization of the same layers. The
+# two differ only in the order of sums, but an ulp can move a code by one step, and the steps grow
+# through the layers: the two models are two draws of one rounding noise. Per sequence their losses
+# differ at random, so the mean is bounded by three of its standard errors, measured in the same
+# run, and never by less than 0.05 %. A standard error over 0.1 % would say that the comparison has
+# become useless, and fails too: quantization itself costs about 0.4 %.
+LOSS_DIFFERENCE = 5e-4
+LOSS_STANDARD_ERROR = 1e-3
+
+
+def assert_same_loss(losses: Tensor, expected: Tensor) -> None:
+    """Check that two vectors of losses, one per sequence, have the same mean."""
+    difference = losses.double() - expected.double()
+    error = (difference.std() / math.sqrt(len(difference))).item()
+    assert error <= LOSS_STANDARD_ERROR, f"the standard error is {error:.3%}"
+    mean = difference.mean().item()
+    assert abs(mean) <= max(LOSS_DIFFERENCE, 3 * error), f"{mean:+.3%}, standard error {error:.3%}"
+
+
+def bf16_free(backend: str) -> bool:
+    """Say whether a backend sums exact products in fp32, so the output dtype is its yardstick."""
+    return backend in ("reference", "dequantized")
+
+
+def exact_product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply ``x [M, K]`` by ``w [N, K]`` in float64."""
+    y = x.double() @ w.double().t()
+    return y if bias is None else y + bias.double()
+
+
+def matmul_bound(
+    x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype, yardstick: torch.dtype
+) -> Tensor:
+    """Give the largest permitted error of each row of ``x @ w.T + bias``, in the 2-norm.
+
+    Twice the error of a plain ``yardstick`` matmul of the same dequantized operands, plus the
+    rounding of the output. That error is measured, and where the measured rows are so short that
+    luck decides, it is at least its expectation: each of the two operands of a product is rounded
+    with a uniform relative error of at most u, so a product has sqrt(2 / 3) u, and independent
+    errors add in quadrature. A sum in the yardstick and a final conversion are two roundings of the
+    output, each at most u of its dtype.
+    """
+    exact = exact_product(x, w, bias)
+    plain = x.to(yardstick) @ w.to(yardstick).t()
+    plain = (plain.float() if bias is None else plain.float() + bias.float()).to(yardstick)
+    measured = (plain.double() - exact).norm(dim=1)
+    unit = torch.finfo(yardstick).eps / 2
+    squares = x.double().square() @ w.double().square().t()
+    expected = math.sqrt(2 / 3) * unit * squares.sum(1).sqrt()
+    rounding = torch.finfo(out_dtype).eps * exact.norm(dim=1)
+    # below the smallest subnormal there is nothing to round to
+    return MATMUL_FACTOR * torch.maximum(measured, expected) + rounding + 1e-30
+
+
+def assert_matmul(
+    y: Tensor, x: Tensor, w: Tensor, bias: Tensor | None = None, backend: str = "reference"
+) -> None:
+    """Check every row of ``y`` against the exact product of the dequantized operands.
+
+    Rows are checked one by one: over a whole matrix a single wrong row would drown.
+    """
+    assert y.shape == (x.shape[0], w.shape[0])
+    yardstick = y.dtype if bf16_free(backend) else torch.bfloat16
+    error = (y.double() - exact_product(x, w, bias)).norm(dim=1)
+    bound = matmul_bound(x, w, bias, y.dtype, yardstick)
+    wrong = (~(error <= bound)).nonzero().flatten().tolist()
+    assert not wrong, (
+        f"rows {wrong[:8]}: error {error[wrong][:8]} over the bound {bound[wrong][:8]}"
+    )
+
+
+def assert_no_drift(y: Tensor, exact: Tensor) -> None:
+    """Check that sums of same-sign products are not systematically too small or too large."""
+    bias = (y.double() / exact.double() - 1).mean().item()
+    assert abs(bias) <= PRECISE_DRIFT, f"the sums are biased by {bias:+.2%}"
+
+
+def relative_error(y: Tensor, exact: Tensor) -> float:
+    """Give ``||y - exact|| / ||exact||``."""
+    return ((y.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def assert_scheme_error(y: Tensor, dense: Tensor, scheme: str) -> None:
+    """Check that a quantized result is as far from the dense one as FP8 is: no more, no less."""
+    lower, upper = SCHEME_ERROR[scheme]
+    error = relative_error(y, dense)
+    assert lower <= error <= upper, f"{scheme}: {error:.3%} outside [{lower:.3%}, {upper:.3%}]"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """View a tensor as integers, so that NaN equals NaN and -0 differs from 0."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.element_size()])
+
+
+def assert_bits_equal(a: Tensor, b: Tensor) -> None:
+    """Check that two tensors have one shape and dtype and the same bits."""
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    assert torch.equal(bits(a).cpu(), bits(b).cpu())
+
+
+def assert_logits_of_one_checkpoint(ours: Tensor, other: Tensor, unrounded: Tensor) -> None:
+    """Check that two programs compute the same FP8 function of one checkpoint.
+
+    ``unrounded`` are the logits of the dequantized weights with activations in high precision, so
+    its distance to ``ours`` is the noise that rounding activations to FP8 makes. Two programs whose
+    16-bit arithmetic differs in the last place round some activations to different codes; every
+    such flip is as large as the rounding error itself, and its effects grow through the layers. At
+    worst the two noises end up independent and equally large, and their difference is sqrt(2) of
+    one. A weight scale that is off by a factor, or a layer that is skipped, is far outside. The
+    margin is a third of the value; a noise under its lower bound is no FP8 activation at all.
+    """
+    noise = relative_error(ours, unrounded)
+    theirs = relative_error(other, unrounded)
+    assert noise > 0
+    assert noise / 1.5 <= theirs <= noise * 1.5, f"noise {theirs:.3%}, ours {noise:.3%}"
+    difference = relative_error(ours, other)
+    bound = math.sqrt(2) * noise * 1.5
+    assert difference <= bound, f"logits differ by {difference:.3%}, over {bound:.3%}"

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fp8kit
+from fp8kit.matmul.problem import BACKENDS
+
+
+def model() -> nn.Sequential:
+    net = nn.Sequential(*[nn.Linear(128, 128) for _ in range(3)], nn.Linear(128, 256, bias=False))
+    fp8kit.convert(net)
+    return net
+
+
+def test_layers_with_one_problem_share_an_entry(device: torch.device) -> None:
+    explanation = fp8kit.explain(model().to(device), m=5)
+    assert [names for names, _ in explanation.entries] == [("0", "1", "2"), ("3",)]
+    problems = [choice.problem for _, choice in explanation.entries]
+    assert [(p.m, p.n, p.k, p.bias) for p in problems] == [
+        (8, 128, 128, True),
+        (8, 256, 128, False),
+    ]
+
+
+def test_text_names_layers_backend_and_every_reason_before_it() -> None:
+    text = str(fp8kit.explain(model(), m=16))
+    blocks = text.split("\n\n")
+    assert blocks[0].startswith("0 and 2 more\n[M<=16, K=128] per row @ [N=128, K] per row")
+    assert blocks[1].startswith("3\n")
+    assert "dequantized   chosen" in blocks[0]
+    assert "torch_native  declined: runs on cuda, not on cpu" in blocks[0]
+
+
+def test_a_single_layer_has_no_name() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64))
+    assert str(fp8kit.explain(layer)).startswith("this layer\n")
+
+
+def test_data_is_plain_and_complete() -> None:
+    data = json.loads(json.dumps(fp8kit.explain(model()).to_dict()))
+    assert data[0]["layers"] == ["0", "1", "2"]
+    assert data[0]["backend"] == "dequantized"
+    order = [name for name, *_ in BACKENDS]
+    assert list(data[0]["declined"]) == order[: order.index("dequantized")]
+    assert data[0]["problem"].endswith("on cpu")
+
+
+def test_options_of_a_layer_change_the_choice() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64))
+    layer.batch_invariant = True
+    entry = fp8kit.explain(layer).to_dict()[0]
+    assert entry["backend"] == "reference"
+    assert "batch invariant" in str(entry["problem"])
+
+
+def test_the_explained_backend_is_the_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64)).to(device)
+    ((_, choice),) = fp8kit.explain(layer, m=4).entries
+    ran: list[str] = []
+    real = choice.module.run
+    monkeypatch.setattr(choice.module, "run", lambda *a: (ran.append(choice.backend), real(*a))[1])
+    layer(torch.randn(4, 64, device=device))
+    assert ran == [choice.backend]
+
+
+def test_zero_rows_can_be_explained() -> None:
+    assert fp8kit.explain(model(), m=0).entries[0][1].problem.m == 0

@@ -1,0 +1,461 @@
+"""The shape of the package: import order, sizes, public names, docstrings, paths, inert import.
+
+Every guard is a function that returns what is wrong, and has a test that shows it can fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fp8kit
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "fp8kit"
+
+# A module may import from names before its own, or from its own folder. `__init__` is the public
+# surface, which only the command line stands on.
+ORDER = (
+    "errors",
+    "settings",
+    "formats",
+    "report",
+    "nvrtc",
+    "dispatch",
+    "quantizers",
+    "matmul",
+    "ops",
+    "validation",
+    "functional",
+    "modules",
+    "structure",
+    "explanation",
+    "calibration",
+    "selection",
+    "conversion",
+    "checkpoint",
+    "integrations",
+    "model_io",
+    "evaluation",
+    "warmup",
+    "bench",
+    "compat",
+    "__init__",
+    "cli",
+    "__main__",
+)
+# the only places that import by a computed name: backends, and what a model's library needs
+DYNAMIC_IMPORTERS = ("dispatch.py", "model_io.py")
+
+FILE_LINES, KERNEL_FILE_LINES = 400, 500
+FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80
+PARAMETERS = 8
+SOURCE_LINES = 9000
+PUBLIC_NAMES = 40
+# operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
+# extents and a tile
+MANY_PARAMETERS = {
+    "ops.py": ("_scaled_mm", "_scaled_mm_fake", "_linear", "_linear_fake"),
+    "quantizers/triton_groups.py": ("quantize_groups", "quantize_blocks"),
+    "quantizers/triton_rows.py": ("quantize_rows",),
+    "quantizers/triton_tensor.py": ("quantize_tensor",),
+}
+
+PUBLIC = """
+    BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Fp8Linear GROUP128 GroupShape MX Plan
+    QTensor ROW Report SCHEMES Scheme TENSOR UnsupportedError convert dequantize explain linear
+    plan quantize scale_shape scaled_mm
+"""
+
+# a name without a slash is a file of the project only if it ends like this
+_FILE_ENDINGS = (".md", ".py", ".toml")
+# loading one of these costs time or memory that a user of the core did not ask for
+HEAVY = (
+    "triton",
+    "transformers",
+    "safetensors.numpy",
+    "matplotlib",
+    "click",
+    "diffusers",
+    "peft",
+    "accelerate",
+    "compressed_tensors",
+)
+IMPORT_MILLISECONDS = 100
+
+
+def sources() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def kernel_file(path: Path) -> bool:
+    return path.name.startswith("triton") or "kernels" in path.parts
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def stage(module: str) -> str:
+    """Give the entry of ``ORDER`` that a dotted name inside the package belongs to."""
+    return module.split(".")[0] if module else "__init__"
+
+
+def imported(tree: ast.Module, names: set[str]) -> Iterator[tuple[int, str]]:
+    """Give line and stage of every import from the package, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                root, _, rest = alias.name.partition(".")
+                if root == "fp8kit":
+                    yield node.lineno, stage(rest)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            root, _, rest = (node.module or "").partition(".")
+            if root == "fp8kit" and rest:
+                yield node.lineno, stage(rest)
+            elif root == "fp8kit":
+                for alias in node.names:
+                    yield node.lineno, alias.name if alias.name in names else "__init__"
+
+
+def import_violations(
+    tree: ast.Module, own: str, names: set[str] | frozenset[str] = frozenset(ORDER)
+) -> list[str]:
+    if own not in ORDER:
+        return [f"{own} has no place in ORDER"]
+    found = []
+    for line, other in imported(tree, set(names)):
+        if other not in ORDER:
+            found.append(f"line {line}: {other} has no place in ORDER")
+        elif other != own and ORDER.index(other) > ORDER.index(own):
+            found.append(f"line {line}: {own} imports {other}, which comes later")
+    return found
+
+
+def hidden_imports(tree: ast.Module, name: str) -> list[str]:
+    """Find imports of the package inside functions, and imports by a computed name."""
+    found = []
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = ast.Module(function.body, [])
+            lines = {line for line, _ in imported(body, set(ORDER))}
+            found += [f"line {line}: imports inside {function.name}" for line in sorted(lines)]
+    if name not in DYNAMIC_IMPORTERS:
+        for call in ast.walk(tree):
+            called = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+            if called.rpartition(".")[2] in ("import_module", "__import__"):
+                found.append(f"line {call.lineno}: imports by a computed name")
+    return found
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Count the lines of a function without its docstring."""
+    assert function.end_lineno is not None
+    lines = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        text = function.body[0]
+        assert text.end_lineno is not None
+        lines -= text.end_lineno - text.lineno + 1
+    return lines
+
+
+def is_flat(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Say whether a decorator wants one parameter per pointer or command-line option."""
+    decorators = " ".join(ast.unparse(d) for d in function.decorator_list)
+    return "jit" in decorators or ".command" in decorators or "click." in decorators
+
+
+def budget_violations(path: Path, text: str) -> list[str]:
+    lines, tree, found = text.count("\n"), ast.parse(text), []
+    kernel = kernel_file(path)
+    place = str(path.relative_to(SOURCE)) if path.is_absolute() else path.name
+    excepted = MANY_PARAMETERS.get(place, ())
+    limit = KERNEL_FILE_LINES if kernel else FILE_LINES
+    if lines > limit:
+        found.append(f"{path.name} has {lines} lines of {limit}")
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length, limit = code_lines(node), KERNEL_FUNCTION_LINES if kernel else FUNCTION_LINES
+        if length > limit:
+            found.append(f"{path.name}: {node.name} has {length} lines of {limit}")
+        a = node.args
+        count = sum(x.arg not in ("self", "cls") for x in (*a.posonlyargs, *a.args, *a.kwonlyargs))
+        allowed = is_flat(node) or node.name in excepted
+        if count > PARAMETERS and not allowed:
+            found.append(f"{path.name}: {node.name} has {count} parameters of {PARAMETERS}")
+    return found
+
+
+def undocumented(tree: ast.Module) -> list[str]:
+    """Find public classes, functions and methods without a docstring, and a silent module."""
+    found = [] if ast.get_docstring(tree) else ["the module"]
+    scopes: list[ast.Module | ast.ClassDef] = [tree]
+    while scopes:
+        for node in scopes.pop().body:
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if not node.name.startswith("_") and not ast.get_docstring(node):
+                found.append(node.name)
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                scopes.append(node)
+    return found
+
+
+def public_names(text: str) -> list[str]:
+    """Give the names that ``__init__`` exports in the form ``X as X``."""
+    return sorted(
+        alias.asname
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    )
+
+
+def documents() -> list[Path]:
+    return [
+        p
+        for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
+        if p.exists()
+    ]
+
+
+def missing_paths(text: str, folder: Path) -> list[str]:
+    """Find paths that a document names in code spans, code blocks or links and nobody has."""
+    blocks = re.findall(r"```.*?\n(.*?)```", text, re.DOTALL)
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    spans = [*re.findall(r"`([^`\n]+)`", prose), *re.findall(r"\]\(([^)\s]+)\)", prose)]
+    words = [w for part in (*spans, *blocks) for w in part.split()]
+    roots = {p.name for p in (*ROOT.iterdir(), *SOURCE.iterdir())}
+    found = []
+    for word in words:
+        path = word.strip("\"',.;:()").partition("#")[0].removeprefix("./")
+        path = path.partition("::")[0]
+        looks = path.endswith(_FILE_ENDINGS) or ("/" in path and path.split("/")[0] in roots)
+        if not looks or re.search(r"[<>*{}$=|]|://|^/|\.\.\.", path):
+            continue
+        if not any((base / path).exists() for base in (ROOT, folder, SOURCE)):
+            found.append(path)
+    return found
+
+
+PROBE = """
+import json, os, sys, warnings
+import torch
+modules, env, filters = set(sys.modules), dict(os.environ), list(warnings.filters)
+__import__(sys.argv[1])
+print(json.dumps({
+    "modules": sorted(set(sys.modules) - modules),
+    "environment": dict(os.environ) == env,
+    "warnings": list(warnings.filters) == filters,
+    "cuda": torch.cuda.is_initialized(),
+}))
+"""
+
+
+def import_effects(module: str, folder: Path) -> list[str]:
+    """Import a module in a fresh interpreter after torch and say what it disturbed."""
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'src'}"}
+    run = [sys.executable, "-c", PROBE, module]
+    out = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    seen = json.loads(out.stdout.splitlines()[-1])
+    found = [f"loads {m}" for m in seen["modules"] if m in HEAVY]
+    found += [] if seen["environment"] else ["changes the environment"]
+    found += [] if seen["warnings"] else ["changes the warning filters"]
+    found += ["initialises CUDA"] if seen["cuda"] else []
+    noise = out.stdout.splitlines()[:-1] + out.stderr.splitlines()
+    return found + ([f"prints {noise}"] if noise else [])
+
+
+def import_milliseconds(module: str, folder: Path, repeats: int = 3) -> float:
+    """Give the processor time that importing a module adds to importing torch.
+
+    Processor time of one process does not count what other processes do meanwhile; the median
+    discards a run that had to compile.
+    """
+    code = (
+        f"import time, torch; t = time.process_time(); import {module}; "
+        "print(1000 * (time.process_time() - t))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'src'}"}
+    run = [sys.executable, "-c", code]
+    times = [
+        float(subprocess.run(run, env=environment, capture_output=True, check=True).stdout)
+        for _ in range(repeats)
+    ]
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_backwards(path: Path) -> None:
+    relative = path.relative_to(SOURCE).with_suffix("")
+    assert import_violations(parsed(path), relative.parts[0]) == []
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_no_hidden_imports(path: Path) -> None:
+    assert hidden_imports(parsed(path), str(path.relative_to(SOURCE))) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "own", "wrong"),
+    [
+        ("from fp8kit.ops import X", "formats", "line 1: formats imports ops, which comes later"),
+        ("import fp8kit.cli", "conversion", "line 1: conversion imports cli, which comes later"),
+        ("from fp8kit import quantize", "ops", "line 1: ops imports __init__, which comes later"),
+        ("from fp8kit import ops", "formats", "line 1: formats imports ops, which comes later"),
+        ("import fp8kit.novel", "cli", "line 1: novel has no place in ORDER"),
+        ("", "novel", "novel has no place in ORDER"),
+        (
+            "def f():\n    from fp8kit.modules.linear import X",
+            "ops",
+            "line 2: ops imports modules, which comes later",
+        ),
+    ],
+)
+def test_the_import_law_can_fail(code: str, own: str, wrong: str) -> None:
+    assert import_violations(ast.parse(code), own) == [wrong]
+    assert import_violations(ast.parse("import torch\nfrom fp8kit.errors import X"), "cli") == []
+
+
+def test_the_search_for_hidden_imports_can_fail() -> None:
+    inside = ast.parse("def f():\n    import os\n    from fp8kit import ops")
+    assert hidden_imports(inside, "cli.py") == ["line 3: imports inside f"]
+    computed = ast.parse("import importlib\nimportlib.import_module(x)")
+    assert hidden_imports(computed, "ops.py") == ["line 2: imports by a computed name"]
+    assert hidden_imports(computed, "dispatch.py") == []
+
+
+def environment_readers(tree: ast.Module) -> list[str]:
+    """Find uses of environment variables, which only ``settings`` may read."""
+    names = ("environ", "getenv", "putenv")
+    return [
+        f"line {node.lineno}: {node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in names
+    ]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_settings_reads_the_environment(path: Path) -> None:
+    assert bool(environment_readers(parsed(path))) == (path == SOURCE / "settings.py")
+
+
+def test_the_search_for_environment_variables_can_fail() -> None:
+    code = "import os\na = os.environ['A']\nb = os.getenv('B')"
+    assert environment_readers(ast.parse(code)) == ["line 2: environ", "line 3: getenv"]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_budgets(path: Path) -> None:
+    assert budget_violations(path, path.read_text()) == []
+
+
+def test_the_whole_source_is_within_its_budget() -> None:
+    lines = sum(p.read_text().count("\n") for p in sources())
+    assert 1000 < lines <= SOURCE_LINES
+
+
+def test_budgets_can_fail() -> None:
+    plain, kernel = Path("a.py"), Path("triton_a.py")
+    body = "\n".join(["    pass"] * 60)
+    long = f"def f():\n{body}\n"
+    assert budget_violations(plain, long) == ["a.py: f has 61 lines of 60"]
+    assert budget_violations(kernel, long) == []
+    documented = f'def f():\n    """One.\n\n    Two."""\n{body[9:]}\n'
+    assert budget_violations(plain, documented) == []
+    assert budget_violations(plain, "\n" * 401) == ["a.py has 401 lines of 400"]
+    assert budget_violations(kernel, "\n" * 501) == ["triton_a.py has 501 lines of 500"]
+    many = "def f(self, a, b, c, d, e, *, f, g, h, i): ...\n"
+    assert budget_violations(plain, many) == ["a.py: f has 9 parameters of 8"]
+    assert budget_violations(plain, "@triton.jit\n" + many) == []
+
+
+def test_the_list_of_exceptions_names_only_what_exists() -> None:
+    for name, functions in MANY_PARAMETERS.items():
+        defined = {
+            n.name for n in ast.walk(parsed(SOURCE / name)) if isinstance(n, ast.FunctionDef)
+        }
+        assert set(functions) <= defined
+
+
+def test_public_names() -> None:
+    text = (SOURCE / "__init__.py").read_text()
+    assert public_names(text) == sorted(PUBLIC.split())
+    assert len(public_names(text)) <= PUBLIC_NAMES
+    assert all(hasattr(fp8kit, name) for name in public_names(text))
+    assert public_names("from a import b as b, c\nfrom d import e as f\nimport g as g") == ["b"]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_everything_public_is_documented(path: Path) -> None:
+    assert undocumented(parsed(path)) == []
+
+
+def test_the_search_for_docstrings_can_fail() -> None:
+    code = "class A:\n    def b(self): ...\n    def _c(self): ...\ndef d(): ...\ndef _e(): ..."
+    assert undocumented(ast.parse(code)) == ["the module", "A", "d", "b"]
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda p: p.name)
+def test_documents_name_paths_that_exist(path: Path) -> None:
+    assert missing_paths(path.read_text(), path.parent) == []
+
+
+def test_the_search_for_paths_can_fail() -> None:
+    text = (
+        "See `src/fp8kit/gone.py`, [here](docs/gone.md#x), `q/k/v`, `src/fp8kit/<name>.py`,\n"
+        "`pyproject.toml`, [web](https://example.org/a.md), `checkpoint/`.\n"
+        "```\npython examples/gone.py model/out\n```\n"
+    )
+    assert missing_paths(text, ROOT) == ["src/fp8kit/gone.py", "docs/gone.md", "examples/gone.py"]
+
+
+def test_import_is_inert(tmp_path: Path) -> None:
+    assert import_effects("fp8kit", tmp_path) == []
+
+
+def test_the_search_for_import_effects_can_fail(tmp_path: Path) -> None:
+    code = (
+        "import os, warnings, click\nos.environ['A_NEW_ONE'] = '1'\n"
+        "warnings.simplefilter('ignore')\nprint('hello')"
+    )
+    (tmp_path / "loud.py").write_text(code)
+    assert import_effects("loud", tmp_path) == [
+        "loads click",
+        "changes the environment",
+        "changes the warning filters",
+        "prints ['hello']",
+    ]
+
+
+def test_import_is_quick(tmp_path: Path) -> None:
+    assert import_milliseconds("fp8kit", tmp_path) < IMPORT_MILLISECONDS
+
+
+def test_the_clock_of_imports_can_fail(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
+    )
+    assert import_milliseconds("slow", tmp_path, repeats=1) > IMPORT_MILLISECONDS
+
+
+def test_tests_mirror_the_package() -> None:
+    stages = {p.stem if p.parent == SOURCE else p.parent.name for p in sources()}
+    own = {"numerics", "layout", "nano"}
+    for test in (ROOT / "tests").glob("test_*.py"):
+        stem = test.stem.removeprefix("test_")
+        assert stem in stages | own, f"{test.name} mirrors no module"

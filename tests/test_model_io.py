@@ -1,0 +1,357 @@
+"""Whole models of any kind to disk and back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import fp8kit
+from checkpoint_samples import (
+    NANO,
+    SHARD,
+    Ragged,
+    all_bytes,
+    converted,
+    edit_json,
+    edit_tensors,
+    ragged,
+    saved,
+)
+from fp8kit import model_io
+from fp8kit.checkpoint.reader import open_checkpoint
+from fp8kit.errors import CheckpointError, ConversionError
+from fp8kit.formats import ROW, Scheme
+from fp8kit.model_io import load, save
+from fp8kit.modules.linear import Fp8Linear
+from numerics import assert_bits_equal
+
+IDS = torch.arange(97).view(1, -1)
+SCHEMES = ("FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
+
+
+def on_meta() -> Ragged:
+    with torch.device("meta"):
+        model = Ragged().bfloat16().eval()
+    model.lm_head.weight = model.embed.weight
+    return model
+
+
+def assert_same(a: nn.Module, b: nn.Module) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert_bits_equal(tensor, theirs[name])
+    with torch.no_grad():
+        assert_bits_equal(a(IDS), b(IDS))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("fresh", [ragged, on_meta])
+def test_round_trip_is_exact(tmp_path: Path, scheme: str, fresh: Any) -> None:
+    model = converted(scheme)
+    save(model, tmp_path / "c")
+    loaded = fresh()
+    assert load(tmp_path / "c", loaded) is loaded
+    assert_same(model, loaded)
+    assert loaded.again is loaded.up
+    assert loaded.lm_head.weight is loaded.embed.weight
+    assert loaded.up.compute_dtype == torch.bfloat16
+    assert not loaded.up.weight.requires_grad
+
+
+def test_second_save_is_identical(tmp_path: Path) -> None:
+    saved(tmp_path / "a", max_shard_bytes=20_000)
+    save(load(tmp_path / "a", ragged()), tmp_path / "b", max_shard_bytes=20_000)
+    assert len(all_bytes(tmp_path / "a")) > 3
+    assert all_bytes(tmp_path / "a") == all_bytes(tmp_path / "b")
+
+
+def test_block_scheme_round_trip(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)).bfloat16()
+    fp8kit.convert(model, "FP8_BLOCK", exclude=[])
+    save(model, tmp_path / "c")
+    loaded = load(tmp_path / "c", nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)))
+    x = torch.randn(5, 256, dtype=torch.bfloat16)
+    assert_bits_equal(loaded(x), model(x))
+
+
+def test_a_tied_tensor_is_written_once(tmp_path: Path) -> None:
+    tensors = open_checkpoint(saved(tmp_path / "c")).tensors
+    assert "embed.weight" in tensors
+    assert not {"lm_head.weight", "again.weight", "again.weight_scale"} & tensors.keys()
+
+
+def test_views_of_one_storage_are_written_in_full(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.fc = nn.Linear(128, 256)
+    both = torch.randn(2, 40)
+    model.first, model.second = nn.Parameter(both[0]), nn.Parameter(both[1])
+    fp8kit.convert(model)
+    save(model, tmp_path / "c")
+    found = dict(open_checkpoint(tmp_path / "c").stream(["first", "second"]))
+    assert_bits_equal(found["second"], both[1])
+
+
+def test_config_of_a_plain_module(tmp_path: Path) -> None:
+    config = json.loads((saved(tmp_path / "c") / "config.json").read_text())
+    assert config.keys() == {"dtype", "quantization_config"}
+    assert config["dtype"] == "bfloat16"
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("fresh", [ragged, on_meta])
+def test_quantizing_while_loading_equals_converting(tmp_path: Path, fresh: Any) -> None:
+    dense = ragged()
+    state = {k: v for k, v in dense.state_dict().items() if not k.startswith(("lm_head", "again"))}
+    save_file(state, tmp_path / SHARD)
+    fp8kit.convert(dense, exclude=["down"])
+    loaded = load(tmp_path, fresh(), scheme="FP8_DYNAMIC", exclude=["down"])
+    assert type(loaded.down) is nn.Linear
+    assert_same(dense, loaded)
+
+
+def test_dense_weights_reload_into_converted_layers(tmp_path: Path) -> None:
+    dense = ragged()
+    save_file({k: v.clone() for k, v in dense.state_dict().items()}, tmp_path / SHARD)
+    model = converted()
+    place = model.up.weight.data_ptr()
+    load(tmp_path, model)
+    assert model.up.weight.data_ptr() == place
+    fp8kit.convert(dense)
+    assert_same(dense, model)
+
+
+def test_fp8_weights_reload_in_place(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    model = converted()
+    place = model.up.weight.data_ptr()
+    load(path, model)
+    assert model.up.weight.data_ptr() == place
+    assert_same(load(path, ragged()), model)
+
+
+def test_siblings_share_their_input_after_loading(tmp_path: Path) -> None:
+    def block() -> nn.Module:
+        model = nn.Module()
+        model.gate_proj, model.up_proj = nn.Linear(128, 256), nn.Linear(128, 256)
+        return model
+
+    model = block()
+    fp8kit.convert(model)
+    save(model, tmp_path / "c")
+    loaded = load(tmp_path / "c", block())
+    assert loaded.gate_proj.shared is loaded.up_proj.shared is not None
+
+
+def test_dtype_and_training_are_kept(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    model = load(path, Ragged().train(), dtype=torch.float32)
+    assert model.up.compute_dtype == torch.float32
+    assert model.up.bias.dtype == model.norm.weight.dtype == torch.float32
+    assert model.up.weight.dtype == torch.float8_e4m3fn
+    assert model.up.training
+
+
+def test_hooks_are_kept(tmp_path: Path) -> None:
+    model, seen = ragged(), []
+    model.up.register_forward_hook(lambda *_: seen.append(1))
+    load(saved(tmp_path / "c"), model)
+    model(IDS)
+    assert seen == [1, 1]
+
+
+def untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert_bits_equal(tensor, before[name])
+
+
+def test_missing_tensor_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    edit_tensors(path, norm__bias=None)
+    model = ragged()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"does not fit Ragged:\n  norm.bias: not on disk"):
+        load(path, model)
+    untouched(model, before)
+
+
+def test_wrong_shape_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    edit_tensors(path, norm__bias=torch.ones(128))
+    model = ragged()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"norm.bias: \[128\] on disk, \[129\] in the model"):
+        load(path, model)
+    untouched(model, before)
+
+
+def test_unused_tensors_are_said(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    edit_tensors(path, k_scale=torch.ones(1))
+    with pytest.warns(UserWarning, match="tensors that the model does not use: k_scale"):
+        load(path, ragged())
+    with pytest.raises(CheckpointError, match="k_scale: not in the model"):
+        load(path, ragged(), strict=True)
+
+
+def test_unread_config_is_said(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    edit_json(path / "config.json", quantization_config=content | {"kv_cache_scheme": {"a": 1}})
+    with pytest.warns(UserWarning, match="KV cache; its scales are not used"):
+        load(path, ragged())
+
+
+def test_a_buffer_on_meta_that_is_not_saved(tmp_path: Path) -> None:
+    model = on_meta()
+    model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
+    with pytest.raises(CheckpointError, match="angles: a buffer on meta"):
+        load(saved(tmp_path / "c"), model)
+
+
+def test_fp8_into_another_kind_of_layer(tmp_path: Path) -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = ragged()
+    model.down = Own(203, 129, bias=False)
+    with pytest.raises(CheckpointError, match="down is FP8_DYNAMIC in the checkpoint and Own in"):
+        load(saved(tmp_path / "c"), model)
+
+
+def test_fp8_into_another_scheme(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="and Fp8Linear FP8_TENSOR in the model"):
+        load(saved(tmp_path / "c"), converted("FP8_TENSOR"))
+
+
+def test_a_bare_layer_is_not_a_model(tmp_path: Path) -> None:
+    layer = Fp8Linear.from_linear(nn.Linear(128, 256))
+    save(layer, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="The model itself is FP8_DYNAMIC"):
+        load(tmp_path / "c", nn.Linear(128, 256))
+    again = Fp8Linear(128, 256)
+    load(tmp_path / "c", again)
+    assert_bits_equal(again.weight, layer.weight)
+
+
+def test_quantizing_again_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"Got scheme=FP8_BLOCK for .*, which is FP8_DYNAMIC"):
+        load(path, ragged(), scheme="FP8_BLOCK")
+    with pytest.raises(CheckpointError, match="which is FP8 already"):
+        load(path, ragged(), exclude=["up"])
+    load(path, ragged(), scheme="FP8_DYNAMIC")
+
+
+def test_nothing_fp8_to_load() -> None:
+    with pytest.raises(CheckpointError, match=r"in high precision, and no scheme.*FP8_DYNAMIC"):
+        load(NANO, nn.Linear(3, 3))
+
+
+def test_static_scheme_needs_calibration() -> None:
+    with pytest.raises(ConversionError, match=r"calibration.*calibrate=\.\.\."):
+        load(NANO, ragged(), scheme="FP8")
+
+
+def test_weights_with_nan_are_not_quantized(tmp_path: Path) -> None:
+    state = {k: v.clone() for k, v in ragged().state_dict().items()}
+    state["up.weight"][3, 3] = float("nan")
+    state["again.weight"] = state["up.weight"].clone()
+    save_file(state, tmp_path / SHARD)
+    with pytest.raises(ConversionError, match=r"(up|again).weight holds NaN or infinities"):
+        load(tmp_path, ragged(), scheme="FP8_DYNAMIC")
+
+
+def test_save_needs_fp8_layers(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="of these kinds: none"):
+        save(ragged(), tmp_path / "c")
+
+
+def test_save_needs_one_scheme(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    fp8kit.convert(model, "FP8_DYNAMIC", include=["0"])
+    fp8kit.convert(model, "FP8_TENSOR", include=["1"])
+    with pytest.raises(CheckpointError, match=r"FP8_DYNAMIC computing in .*, FP8_TENSOR computing"):
+        save(model, tmp_path / "c")
+
+
+def test_save_needs_values(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"up.weight.* on the meta device"):
+        save(converted().to("meta"), tmp_path / "c")
+
+
+def test_save_needs_tensors(tmp_path: Path) -> None:
+    class Odd(Ragged):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    model = Odd().bfloat16()
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match="_extra_state in the state_dict is dict"):
+        save(model, tmp_path / "c")
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
+def test_mx_has_no_target_yet(tmp_path: Path, target: str) -> None:
+    model = nn.Sequential(nn.Linear(256, 256))
+    fp8kit.convert(model, "MXFP8")
+    with pytest.raises(CheckpointError, match=f"MXFP8 for target {target}.*Convert the model with"):
+        save(model, tmp_path / "c", target=target)
+
+
+def test_unknown_target(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Known targets are vllm, sglang, transformers"):
+        save(converted(), tmp_path / "c", target="ollama")
+
+
+def test_half_converted_siblings(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.q_proj, model.k_proj, model.v_proj = (nn.Linear(128, 128) for _ in range(3))
+    fp8kit.convert(model, include=["q_proj"])
+    with pytest.raises(CheckpointError, match=r"q_proj is FP8 and k_proj is not.*target='transf"):
+        save(model, tmp_path / "c")
+    save(model, tmp_path / "c", target="transformers")
+
+
+def test_ragged_blocks(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"128 does not divide.*use FP8_DYNAMIC"):
+        save(converted("FP8_BLOCK"), tmp_path / "c")
+
+
+def test_source_is_never_overwritten(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="is or holds the source"):
+        save(converted(), path, source=path, overwrite=True)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "fp8kit.integrations.transformers", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"not installed.*pip install 'fp8kit\[transformers\]'"):
+        load(NANO, scheme="FP8_DYNAMIC")
+
+
+def test_with_an_unfit_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("cannot import name 'x'", name="transformers.core")
+
+    monkeypatch.setattr(model_io.importlib, "import_module", broken)
+    with pytest.raises(ImportError, match=r"Transformers is unfit: cannot import name 'x'"):
+        load(NANO, scheme="FP8_DYNAMIC")
+
+
+def test_own_schemes_do_not_pass_for_presets() -> None:
+    own = Scheme("FP8_TENSOR", ROW, ROW)
+    with pytest.raises(ValueError, match="a scheme of your own, 'FP8_TENSOR'"):
+        load(NANO, scheme=own)
