@@ -18,6 +18,8 @@ _SIBLINGS = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
+# libraries whose attention and feed-forward code never changes an input between siblings
+_UNCHANGING = ("transformers.models.", "diffusers.models.")
 _CROSS = ("cross", "encoder_attn", "enc_dec", "attn2")
 
 
@@ -53,7 +55,9 @@ def share_inputs(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
     """
     for group in groups:
         members = [model.get_submodule(name) for name in group]
-        SharedInput([m for m in members if isinstance(m, Fp8Linear)])
+        parent = type(model.get_submodule(group[0].rpartition(".")[0]))
+        unchanging = parent.__module__.startswith(_UNCHANGING)
+        SharedInput([m for m in members if isinstance(m, Fp8Linear)], unchanging)
 
 
 def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -107,15 +107,45 @@ def test_shared_keeps_no_result_after_the_last_sibling(device: torch.device) -> 
     assert group._pending is None
 
 
-def test_shared_in_inference_mode(device: torch.device) -> None:
+@pytest.mark.parametrize("unchanging", [True, False])
+def test_shared_in_inference_mode(unchanging: bool, device: torch.device) -> None:
     layers = siblings(device)
     x = tokens(device)
     separate = [layer(x) for layer in layers]
-    SharedInput(layers)
+    group = SharedInput(layers, unchanging)
     with torch.inference_mode():
         inside = tokens(device).copy_(x)
-        for layer, expected in zip(layers, separate, strict=True):
+        for i, (layer, expected) in enumerate(zip(layers, separate, strict=True)):
             assert_bits_equal(layer(inside), expected)
+            assert (group._pending is not None) == (unchanging and i < 2)
+
+
+def test_inference_tensors_that_change_are_not_shared(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    with torch.inference_mode():
+        x = tokens(device).clone()
+        layers[0](x)
+        x.mul_(2)
+        assert_bits_equal(layers[1](x), siblings_alone(layers[1], x))
+
+
+def test_a_result_without_gradient_is_not_handed_to_a_call_with_one(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = tokens(device).requires_grad_()
+    with torch.no_grad():
+        layers[0](x)
+    assert layers[1](x).requires_grad
+
+
+def test_a_result_of_old_weights_is_not_handed_out(device: torch.device) -> None:
+    layers, other = siblings(device), siblings(device)[1]
+    SharedInput(layers)
+    x = tokens(device)
+    layers[0](x)
+    layers[1].load_state_dict(other.state_dict())
+    assert_bits_equal(layers[1](x), other(x))
 
 
 def test_shared_gradient_to_the_input(device: torch.device) -> None:

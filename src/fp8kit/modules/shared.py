@@ -26,8 +26,8 @@ _JOINABLE = (ROW, BLOCK, MX)
 @dataclass(slots=True)
 class _Pending:
     x: Tensor
-    version: int
-    results: dict[int, Tensor]
+    state: tuple[int, ...]
+    results: dict[int, tuple[Tensor, tuple[int, ...]]]
 
 
 class SharedInput:
@@ -38,13 +38,16 @@ class SharedInput:
 
     Args:
         members: layers with equal K, scheme and options, in the order they are called.
+        unchanging: the code that calls them is known not to change their input in between.
+            Inference tensors do not count their changes, so without this they are not shared.
 
     Example:
         >>> group = SharedInput([attention.q_proj, attention.k_proj, attention.v_proj])
     """
 
-    def __init__(self, members: Sequence[Fp8Linear]) -> None:
+    def __init__(self, members: Sequence[Fp8Linear], unchanging: bool = False) -> None:
         self.members = tuple(members)
+        self.unchanging = unchanging
         self._pending: _Pending | None = None
         for member in self.members:
             member.shared = self
@@ -53,30 +56,41 @@ class SharedInput:
         """Give the result of one member for ``x``, computing its siblings' along with the first."""
         if torch.compiler.is_compiling():  # the compiler removes the repeated quantization itself
             return member.compute(x, member.weight, member.weight_scale, member.bias)
-        pending = self._pending
-        if pending is not None and pending.x is x and pending.version == _version(x):
-            waiting = pending.results.pop(id(member), None)
-            if waiting is not None:
-                if not pending.results:
-                    self._pending = None
-                return waiting
-        if member is not self.members[0] or not can_join(self.members):
+        waiting = self._take(member, x)
+        if waiting is not None:
+            return waiting
+        countless = x.is_inference() and not self.unchanging
+        if member is not self.members[0] or countless or not can_join(self.members):
             return member.compute(x, member.weight, member.weight_scale, member.bias)
         weight, scale = self._joined("weight"), self._joined("weight_scale")
         bias = None if member.bias is None else self._joined("bias")
         y = member.compute(x, weight, scale, bias)
         parts = torch.split(y, [m.out_features for m in self.members], -1)
-        rest = {id(m): part for m, part in zip(self.members[1:], parts[1:], strict=True)}
-        self._pending = _Pending(x, _version(x), rest)
+        rest = {
+            id(m): (part, _weight_state(m))
+            for m, part in zip(self.members[1:], parts[1:], strict=True)
+        }
+        self._pending = _Pending(x, _input_state(x), rest)
         return parts[0]
 
-    def __getstate__(self) -> tuple[Fp8Linear, ...]:
+    def __getstate__(self) -> tuple[tuple[Fp8Linear, ...], bool]:
         """Copy and pickle the members alone: pending results belong to one call."""
-        return self.members
+        return self.members, self.unchanging
 
-    def __setstate__(self, members: tuple[Fp8Linear, ...]) -> None:
+    def __setstate__(self, state: tuple[tuple[Fp8Linear, ...], bool]) -> None:
         """Undo ``__getstate__``."""
-        self.members, self._pending = members, None
+        self.members, self.unchanging = state
+        self._pending = None
+
+    def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
+        """Hand out a result that waits for exactly this call; nothing may have changed since."""
+        pending = self._pending
+        if pending is None or pending.x is not x or pending.state != _input_state(x):
+            return None
+        result, weights = pending.results.pop(id(member), (None, ()))
+        if not pending.results:
+            self._pending = None
+        return result if weights == _weight_state(member) else None
 
     def _joined(self, name: str) -> Tensor:
         parts: list[Tensor] = [getattr(m, name) for m in self.members]
@@ -125,6 +139,15 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
             return False
         end += part.nbytes
     return True
+
+
+def _input_state(x: Tensor) -> tuple[int, ...]:
+    return (torch.is_grad_enabled(), _version(x))
+
+
+def _weight_state(member: Fp8Linear) -> tuple[int, ...]:
+    bias = 0 if member.bias is None else _version(member.bias)
+    return (_version(member.weight), _version(member.weight_scale), bias)
 
 
 def _version(x: Tensor) -> int:
