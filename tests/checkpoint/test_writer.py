@@ -170,6 +170,23 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
     assert all_bytes(tmp_path / "a") == all_bytes(tmp_path / "b")
 
 
+def test_everything_is_durable_before_it_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[tuple[str, bool]] = set()
+    sync = writer._sync
+
+    def watching(path: Path) -> None:
+        sync(path)
+        synced.add((path.name, (tmp_path / "c").exists()))
+
+    monkeypatch.setattr(writer, "_sync", watching)
+    names = write(tmp_path / "c", state(), max_shard_bytes=700, source=NANO)
+    assert len(names) > 6
+    assert {(n, False) for n in names} < synced
+    assert (tmp_path.name, True) in synced
+
+
 def test_folders_get_ordinary_permissions(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     write(tmp_path / "c", state())

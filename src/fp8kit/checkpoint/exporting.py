@@ -101,7 +101,7 @@ def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
     found = set(dense_linears(model))
     for name, t in tensors.items():
         layer, _, kind = name.rpartition(".")
-        if False and t.dim() == 2 and t.dtype not in FP8_FORMATS:
+        if kind == "weight" and t.dim() == 2 and t.dtype not in FP8_FORMATS:
             found |= {layer} - ({layer} if t.data_ptr() in embedded else set())
     return sorted(found)
 
