@@ -24,7 +24,7 @@ import fp8kit
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "nano"
 DESTINATION = HERE.parent / ".demo" / "nano-fp8"
-SEQUENCES, LENGTH = 64, 512
+SEQUENCES, LENGTH = 48, 512
 PROMPT = "import torch\n\ndef "
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     width = [max(len(r[i]) for r in rows) for i in range(4)]
     for row in rows:
         print("  ".join(cell.rjust(w) for cell, w in zip(row, width, strict=True)))
-    print("(the embedding, half of this small model, stays in bf16)")
+    print("(the embedding, a quarter of this small model, stays in bf16)")
 
     heading("4. The same prompt, 40 tokens from each")
     for name, model in (("bf16", dense), ("FP8", quantized)):

@@ -74,7 +74,7 @@ MANY_PARAMETERS = {
 PUBLIC = """
     BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Fp8Linear GROUP128 GroupShape MX Plan
     QTensor ROW Report SCHEMES Scheme TENSOR UnsupportedError convert dequantize explain linear
-    plan quantize scale_shape scaled_mm
+    load plan quantize save scale_shape scaled_mm
 """
 
 # a name without a slash is a file of the project only if it ends like this

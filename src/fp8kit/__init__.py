@@ -10,6 +10,7 @@ The data flow, which is also the order of the modules::
     modules     Fp8Linear: its state_dict is the checkpoint
     conversion  plan and convert: dense layers become FP8 layers
     checkpoint  dialects of files on disk
+    model_io    save and load: models to and from directories
 """
 
 from fp8kit.conversion import Plan as Plan
@@ -33,6 +34,8 @@ from fp8kit.functional import dequantize as dequantize
 from fp8kit.functional import linear as linear
 from fp8kit.functional import quantize as quantize
 from fp8kit.functional import scaled_mm as scaled_mm
+from fp8kit.model_io import load as load
+from fp8kit.model_io import save as save
 from fp8kit.modules.linear import Fp8Linear as Fp8Linear
 from fp8kit.report import Report as Report
 from fp8kit.selection import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE

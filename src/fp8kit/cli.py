@@ -20,6 +20,7 @@ from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
 from fp8kit.formats import SCHEMES
 from fp8kit.settings import DISABLED_BACKENDS
 
+_EXPECTED = (ValueError, TypeError, OSError, ImportError, fp8kit.UnsupportedError)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -29,7 +30,7 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, TypeError, OSError, fp8kit.UnsupportedError) as error:
+        except _EXPECTED as error:
             raise click.ClickException(str(error)) from error
 
 
@@ -86,7 +87,7 @@ def quantize(
     as_json: bool,
 ) -> None:
     """Quantize the checkpoint SOURCE into the new folder DESTINATION."""
-    model_io.check_destination(destination, source, target, overwrite)
+    model_io.check_request(source, destination, scheme, target, overwrite)
     model = model_io.load(
         source,
         scheme=scheme,

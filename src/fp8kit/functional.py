@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -271,9 +272,7 @@ def linear_unchecked(
     Returns:
         ``[..., N]`` in the dtype of ``x``, or in autocast's where autocast is on.
     """
-    device_type = x.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        x = x.to(torch.get_autocast_dtype(device_type))
+    x = autocast(x)
     x_group, w_group = groups
     y: Tensor = torch.ops.fp8kit.linear(
         x,
@@ -288,3 +287,84 @@ def linear_unchecked(
         *options,
     )
     return y
+
+
+@dataclass(frozen=True, slots=True)
+class RowCodes:
+    """An input quantized for several products.
+
+    Args:
+        data: codes ``[M, K]``.
+        scale: scales of ``data``.
+        group: elements per scale.
+        shape: shape of the input, ``[..., K]``.
+        dtype: dtype of the input (or autocast's), which results get.
+    """
+
+    data: Tensor
+    scale: Tensor
+    group: GroupShape
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def quantize_rows(x: Tensor, group: GroupShape, dtype: torch.dtype, rounding: str) -> RowCodes:
+    """Quantize activations ``[..., K]`` once, for ``multiply_rows``; arguments are known to fit.
+
+    Args:
+        x: bf16, fp16 or fp32.
+        group: elements per scale.
+        dtype: dtype of the codes.
+        rounding: how scales are rounded.
+    """
+    x = autocast(x)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    floor = min_scale(group, dtype, "activation")
+    data, scale = torch.ops.fp8kit.quantize(
+        rows, [group.rows, group.cols], dtype, floor, None, rounding
+    )
+    return RowCodes(data, scale, group, x.shape, x.dtype)
+
+
+def multiply_rows(
+    codes: RowCodes,
+    w_q: tuple[Tensor, Tensor, GroupShape],
+    bias: Tensor | None,
+    accum: str,
+    batch_invariant: bool,
+) -> Tensor:
+    """Multiply ``quantize_rows``'s result by a weight; arguments are known to fit.
+
+    Args:
+        codes: the quantized input.
+        w_q: codes ``[N, K]``, scales and granularity of the weight.
+        bias: ``[N]`` or ``None``.
+        accum: as in ``scaled_mm``.
+        batch_invariant: as in ``scaled_mm``.
+
+    Returns:
+        ``[..., N]`` in ``codes.dtype``.
+    """
+    weight, scale, group = w_q
+    y: Tensor = torch.ops.fp8kit.scaled_mm(
+        codes.data,
+        codes.scale,
+        weight,
+        scale,
+        bias,
+        [codes.group.rows, codes.group.cols],
+        [group.rows, group.cols],
+        codes.dtype,
+        accum,
+        batch_invariant,
+        None,
+    )
+    return y.view(*codes.shape[:-1], weight.shape[0])
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Convert an input to the dtype of autocast, where autocast is on for its device."""
+    device_type = x.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        x = x.to(torch.get_autocast_dtype(device_type))
+    return x

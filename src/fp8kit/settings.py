@@ -12,7 +12,6 @@ from pathlib import Path
 
 from fp8kit.errors import teach
 
-
 BACKEND_NAMES = ("swap_ab", "torch_native", "dequantized", "triton", "reference")
 
 

@@ -265,3 +265,34 @@ def test_shared_is_captured_by_a_graph() -> None:
     graph.replay()
     for layer, result in zip(layers, captured, strict=True):
         assert_bits_equal(result, siblings_alone(layer, x))
+
+
+def test_shared_many_rows_quantize_once_and_multiply_apart(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = siblings(device)
+    x = torch.randn(600, 256, dtype=torch.bfloat16, device=device)
+    separate = [layer(x) for layer in layers]
+    quantized: list[Tensor] = []
+    quantize_input = fp8kit.Fp8Linear.quantize_input
+
+    def counted(self: fp8kit.Fp8Linear, x: Tensor) -> object:
+        quantized.append(x)
+        return quantize_input(self, x)
+
+    monkeypatch.setattr(fp8kit.Fp8Linear, "quantize_input", counted)
+    group = SharedInput(layers)
+    for layer, expected in zip(layers, separate, strict=True):
+        y = layer(x)
+        assert y.is_contiguous()
+        assert_bits_equal(y, expected)
+    assert len(quantized) == 1
+    assert group._pending is None
+
+
+def test_shared_many_rows_keep_the_gradient(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = torch.randn(600, 256, dtype=torch.bfloat16, device=device, requires_grad=True)
+    for layer in layers:
+        assert layer(x).requires_grad

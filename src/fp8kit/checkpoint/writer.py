@@ -100,7 +100,7 @@ def write_checkpoint(
     """
     destination = Path(os.path.realpath(destination))
     origin = None if source is None else Path(os.path.realpath(source))
-    _check_destination(destination, origin, overwrite)
+    check_destination(destination, origin, overwrite)
     shards = _plan(layout, max_shard_bytes)
     with _staging(destination) as folder:
         _check_space(folder, sum(s.size for s in shards))
@@ -122,7 +122,17 @@ def write_checkpoint(
     return names
 
 
-def _check_destination(destination: Path, source: Path | None, overwrite: bool) -> None:
+def check_destination(destination: Path, source: Path | None, overwrite: bool) -> None:
+    """Refuse a destination that is in the way, before any work is done.
+
+    Args:
+        destination: directory to make.
+        source: directory that is read.
+        overwrite: a checkpoint at the destination may be replaced.
+
+    Raises:
+        CheckpointError: if the destination is a file, the source, or not empty and not replaceable.
+    """
     if source is not None and (source == destination or destination in source.parents):
         raise CheckpointError(
             teach(

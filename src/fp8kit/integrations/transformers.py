@@ -79,6 +79,26 @@ def load(
     return model.eval(), sorted(info["unexpected_keys"])
 
 
+def skeleton(checkpoint: Checkpoint) -> Any:
+    """Build the model of a checkpoint on the meta device: names and shapes, no weights.
+
+    Args:
+        checkpoint: of any dialect, or in high precision.
+
+    Raises:
+        CheckpointError: if Transformers has no such model.
+
+    Example:
+        >>> fp8kit.plan(skeleton(open_checkpoint("dir")))
+    """
+    check_version()
+    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    with torch.device("meta"):
+        model = _model_class(checkpoint)._from_config(config, dtype=checkpoint.dtype)
+    model.tie_weights()
+    return model
+
+
 def export(model: Any) -> Exported:
     """Take a Transformers model apart into what is written to disk.
 

@@ -64,6 +64,20 @@ __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+__device__ __forceinline__ float4 read_peer(u32 address, int peer) {
+  float4 v;
+  if (CLUSTER == 1) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  } else {
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(peer));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote));
+  }
+  return v;
+}
+
 __device__ __forceinline__ float read_bias(const void* bias, int row) {
   if (BIAS_KIND == F32) return ((const float*)bias)[row];
   u16 bits = ((const u16*)bias)[row];
@@ -186,27 +200,39 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32) swap_ab(
   }
   if (CLUSTER > 1) cluster_barrier();
   if (warp < 4 * GROUPS) {
-    for (int i = threadIdx.x + rank * CONSUMERS; i < min(m, TOKENS) * TILE_N;
-         i += CONSUMERS * CLUSTER) {
-      const int token = i / TILE_N, row = n0 + i % TILE_N;
-      float sum = 0;
-      if (CLUSTER == 1) {
-        sum = sums[i];
-      } else {
+    // four weight rows of one token at a time; every load is issued before the first sum
+    constexpr int QUADS = TOKENS * TILE_N / 4, EACH = CONSUMERS * CLUSTER;
+    constexpr int ROUNDS = (QUADS + EACH - 1) / EACH;
+    const int mine = threadIdx.x + rank * CONSUMERS, used = min(m, TOKENS) * (TILE_N / 4);
+    float4 value[ROUNDS][CLUSTER];
 #pragma unroll
-        for (int peer = 0; peer < CLUSTER; peer++) {
-          u32 remote;
-          float value;
-          asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                       : "=r"(remote) : "r"(shared(sums + i)), "r"(peer));
-          asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(remote));
-          sum += value;
-        }
+    for (int round = 0; round < ROUNDS; round++) {
+      const int quad = mine + round * EACH;
+#pragma unroll
+      for (int peer = 0; peer < CLUSTER; peer++)
+        if (quad < used) value[round][peer] = read_peer(shared(sums + 4 * quad), peer);
+    }
+#pragma unroll
+    for (int round = 0; round < ROUNDS; round++) {
+      const int quad = mine + round * EACH, token = 4 * quad / TILE_N, row = n0 + 4 * quad % TILE_N;
+      if (quad >= used) break;
+      float4 sum = value[round][0];
+#pragma unroll
+      for (int peer = 1; peer < CLUSTER; peer++) {
+        sum.x += value[round][peer].x;
+        sum.y += value[round][peer].y;
+        sum.z += value[round][peer].z;
+        sum.w += value[round][peer].w;
       }
-      if (row < n) {
-        if (!BLOCK_SCALES) sum = sum * x_scale[token * x_stride] * w_scale[row * w_stride];
-        if (bias) sum += read_bias(bias, row);
-        write(y, (long long)token * n + row, sum);
+      const float four[4] = {sum.x, sum.y, sum.z, sum.w};
+      const float x_s = BLOCK_SCALES ? 1.0f : x_scale[token * x_stride];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        if (row + i >= n) break;
+        float result = four[i];
+        if (!BLOCK_SCALES) result = result * x_s * w_scale[(row + i) * w_stride];
+        if (bias) result += read_bias(bias, row + i);
+        write(y, (long long)token * n + row + i, result);
       }
     }
   }

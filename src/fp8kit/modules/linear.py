@@ -193,6 +193,17 @@ class Fp8Linear(nn.Linear):
             ),
         )
 
+    def quantize_input(self, x: Tensor) -> functional.RowCodes:
+        """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
+        assert self.scheme.activation is not None
+        rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)
+        return functional.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
+
+    def multiply(self, codes: functional.RowCodes) -> Tensor:
+        """Multiply what ``quantize_input`` of this layer or a sibling made: ``[..., N]``."""
+        w_q = (self.weight, self.weight_scale, self.scheme.weight)
+        return functional.multiply_rows(codes, w_q, self.bias, self.accum, self.batch_invariant)
+
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Give a dense layer: the original weight if it was kept, else the dequantized one.
 

@@ -1,9 +1,11 @@
-"""Layers that read the same tensor: quantize it once, and multiply once where weights can join.
+"""Layers that read the same tensor: quantize it once, and multiply once where that is faster.
 
-Sibling layers (q/k/v, gate/up) are called one after another with the same tensor. The first call
-computes all of them; the others find their result waiting. A call with any other tensor, or in
-any other order, computes that layer alone, so a wrong guess about siblings costs time, never
-correctness.
+Sibling layers (q/k/v, gate/up) are called one after another with the same tensor. With few rows
+the first call multiplies the joined weights, and the others find their result waiting. With many
+rows it leaves the codes, and each layer multiplies its own weight into a contiguous result: one
+wide product saves nothing there, and its slices slow down whatever reads them. A call with any
+other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
+costs time, never correctness.
 """
 
 from __future__ import annotations
@@ -15,19 +17,24 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fp8kit import functional
 from fp8kit.formats import BLOCK, MX, ROW
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
 
 _JOINABLE = (ROW, BLOCK, MX)
+_MOST_JOINED_ROWS = 512
 
 
 @dataclass(slots=True)
 class _Pending:
+    """What the first sibling left: results by layer, or codes that each still multiplies."""
+
     x: Tensor
     state: tuple[int, ...]
-    results: dict[int, tuple[Tensor, tuple[int, ...]]]
+    results: dict[int, tuple[Tensor | None, tuple[int, ...]]]
+    codes: functional.RowCodes | None = None
 
 
 class SharedInput:
@@ -62,11 +69,13 @@ class SharedInput:
         countless = x.is_inference() and not self.unchanging
         if member is not self.members[0] or countless or not can_join(self.members):
             return member.compute(x, member.weight, member.weight_scale, member.bias)
+        if x.numel() > _MOST_JOINED_ROWS * member.in_features:
+            return self._quantized_once(member, x)
         weight, scale = self._joined("weight"), self._joined("weight_scale")
         bias = None if member.bias is None else self._joined("bias")
         y = member.compute(x, weight, scale, bias)
         parts = torch.split(y, [m.out_features for m in self.members], -1)
-        rest = {
+        rest: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
             id(m): (part, _weight_state(m))
             for m, part in zip(self.members[1:], parts[1:], strict=True)
         }
@@ -87,10 +96,23 @@ class SharedInput:
         pending = self._pending
         if pending is None or pending.x is not x or pending.state != _input_state(x):
             return None
-        result, weights = pending.results.pop(id(member), (None, ()))
+        result, weights = pending.results.pop(id(member), (None, None))
         if not pending.results:
             self._pending = None
+        if weights is not None and pending.codes is not None:
+            return member.multiply(pending.codes)
         return result if weights == _weight_state(member) else None
+
+    def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
+        trained = torch.is_grad_enabled() and x.requires_grad
+        if trained or member.scheme.activation is None:
+            return member.compute(x, member.weight, member.weight_scale, member.bias)
+        codes = member.quantize_input(x)
+        rest: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
+            id(m): (None, ()) for m in self.members[1:]
+        }
+        self._pending = _Pending(x, _input_state(x), rest, codes)
+        return member.multiply(codes)
 
     def _joined(self, name: str) -> Tensor:
         parts: list[Tensor] = [getattr(m, name) for m in self.members]

@@ -10,7 +10,6 @@ are read twice, the second time mostly from cache. No choice of tile changes the
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
