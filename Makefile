@@ -26,7 +26,7 @@ check: $(VENV)/.installed
 
 # On a GPU machine the environment (torch with CUDA, triton) is the machine's own.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) -p no:benchmark
 
 bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/run.py

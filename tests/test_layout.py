@@ -66,9 +66,6 @@ PUBLIC_NAMES = 40
 # extents and a tile
 MANY_PARAMETERS = {
     "ops.py": ("_scaled_mm", "_scaled_mm_fake", "_linear", "_linear_fake"),
-    "quantizers/triton_groups.py": ("quantize_groups", "quantize_blocks"),
-    "quantizers/triton_rows.py": ("quantize_rows",),
-    "quantizers/triton_tensor.py": ("quantize_tensor",),
 }
 
 PUBLIC = """

@@ -64,12 +64,13 @@ def choose_tile(m: int, n: int, k: int, processors: int) -> Tile:
     tokens = max(8, 1 << (m - 1).bit_length())
     blocks, steps = -(-n // 64), -(-k // _TILE_K)
     cluster = 1
-    while cluster < 4 and 2 * blocks * cluster <= processors and steps >= 8 * cluster:
+    while cluster < 4 and blocks * cluster * cluster <= processors and steps >= 8 * cluster:
         cluster *= 2
     # three blocks of 64 KiB rings on a multiprocessor hide each other's start and end
     groups = 2 if blocks >= 2 * processors else 1
     stages = 64 * 1024 // ((64 * groups + tokens) * _TILE_K)
-    return Tile(tokens, stages, cluster, groups)
+    alone = blocks * cluster <= processors
+    return Tile(tokens, max(stages, 6) if alone else stages, cluster, groups)
 
 
 def supports(problem: MatmulProblem) -> str | None:

@@ -25,7 +25,7 @@ from fp8kit.formats import (
 from fp8kit.quantizers import reference
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
-from fp8kit.quantizers.triton_numerics import INTERPRETED, SAFE_SCALE
+from fp8kit.quantizers.triton_numerics import INTERPRETED, SAFE_SCALE, Recipe
 from fp8kit.quantizers.triton_rows import quantize_rows, row_tile
 from fp8kit.quantizers.triton_tensor import quantize_tensor, tensor_tile
 
@@ -91,7 +91,8 @@ def quantize(
         return reference.quantize(x, group, dtype, min_scale, scale_ub, scale_rounding)
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     division = _division(group, min_scale, scale_ub, scale_rounding)
-    _launch(x, scale, scale_ub, data, group, min_scale, division, static=False)
+    recipe = Recipe(min_scale, False, division, fp8_format(dtype).max)
+    _launch(x, scale, scale_ub, data, group, recipe)
     return data, scale
 
 
@@ -100,7 +101,8 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         division = "mx floor" if group == MX else "ieee"
-        _launch(x, scale, None, data, group, 0.0, division, static=True)
+        recipe = Recipe(0.0, True, division, fp8_format(dtype).max)
+        _launch(x, scale, None, data, group, recipe)
     return data
 
 
@@ -122,9 +124,10 @@ def quantize_mx_swizzled(
     m, k = math.prod(x.shape[:-1]), x.shape[-1]
     size = math.ceil(m / 128) * 128 * math.ceil(math.ceil(k / MX.cols) / 4) * 4
     scale = torch.empty(size, dtype=torch.uint8, device=x.device)
-    division = _division(MX, 0.0, None, scale_rounding)
     if x.numel():
-        _launch(x, scale, None, data, MX, 0.0, division, static=False, swizzled=True)
+        division = _division(MX, 0.0, None, scale_rounding)
+        recipe = Recipe(0.0, False, division, fp8_format(dtype).max)
+        _launch(x, scale, None, data, MX, recipe, swizzled=True)
     return data, scale
 
 
@@ -169,37 +172,29 @@ def _launch(
     scale_ub: Tensor | None,
     data: Tensor,
     group: GroupShape,
-    min_scale: float,
-    division: str,
-    static: bool,
+    recipe: Recipe,
     swizzled: bool = False,
 ) -> None:
-    fp8_max = fp8_format(data.dtype).max
     raw = data.view(torch.uint8)
     m, k = math.prod(x.shape[:-1]), x.shape[-1]
     count = _processors(x.device)
-    rest = (min_scale, static, division, fp8_max)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         if group == TENSOR:
-            tile = tensor_tile(x.numel(), count)
-            quantize_tensor(x.reshape(m, k), scale, scale_ub, raw, *rest, tile)
+            cut = tensor_tile(x.numel(), count)
+            quantize_tensor(x.reshape(m, k), scale, scale_ub, raw, recipe, cut)
         elif group.rows > 1:
-            matrices = (math.prod(x.shape[:-2]), *x.shape[-2:])
-            stack = x.reshape(matrices)
-            scales = scale.reshape(matrices[0], *scale.shape[-2:])
-            sizes = (group.rows, group.cols)
-            quantize_blocks(stack, scales, scale_ub, raw, min_scale, *sizes, *rest[1:])
+            stack = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+            scales = scale.reshape(stack.shape[0], *scale.shape[-2:])
+            quantize_blocks(stack, scales, scale_ub, raw, group.rows, group.cols, recipe)
         elif group.cols == -1:
             tile = row_tile(m, k, x.element_size(), count)
-            tile = tile._replace(held=0) if static else tile
-            rows = scale.reshape(m)
-            quantize_rows(x.reshape(m, k), rows, scale_ub, raw, *rest, tile)
+            tile = tile._replace(held=0) if recipe.static else tile
+            quantize_rows(x.reshape(m, k), scale.reshape(m), scale_ub, raw, recipe, tile)
         else:
             scales = scale if swizzled else scale.reshape(1, -1) if m == 1 else scale.flatten(0, -2)
             column = swizzled or scales.stride(0) == 1
-            tile = group_tile(m, k, group.cols, column, count)
-            flat = x.reshape(m, k)
-            quantize_groups(flat, scales, scale_ub, raw, min_scale, group.cols, *rest[1:], tile)
+            part = group_tile(m, k, group.cols, column, count)
+            quantize_groups(x.reshape(m, k), scales, scale_ub, raw, group.cols, recipe, part)
 
 
 @functools.cache

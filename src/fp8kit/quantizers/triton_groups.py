@@ -1,4 +1,4 @@
-"""One scale per group along a row (1x128, MX 1x32, any power of two) or per block of rows x columns.
+"""One scale per group along a row (1x128, MX 1x32, any power of two), or per block.
 
     scale[m, g] = max(max_i |x[m, g * G + i]| / fp8_max, min_scale)        for groups
     byte[m, g]  = exponent of that maximum, rounded down or up             for MX
@@ -15,13 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kit.quantizers.triton_numerics import (
+    Recipe,
     amax_of,
     encode,
     encode_quotient,
     float_scale,
+    join_stream,
     magnitude,
     mx_exponent,
     mx_inverse,
+    overlaps,
     widen,
 )
 
@@ -80,7 +83,9 @@ def _groups_kernel(
     SWIZZLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    join_stream(OVERLAP)
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     ROUNDED: tl.constexpr = (GROUPS + 3) // 4 * 4 if SWIZZLE else GROUPS
     ACROSS: tl.constexpr = (ROUNDED + BLOCK_G - 1) // BLOCK_G
@@ -120,11 +125,8 @@ def quantize_groups(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    min_scale: float,
     group: int,
-    static: bool,
-    division: str,
-    fp8_max: float,
+    recipe: Recipe,
     tile: GroupTile,
 ) -> None:
     """Quantize ``x`` in groups of columns into ``data``, reading (static) or writing ``scale``.
@@ -135,14 +137,12 @@ def quantize_groups(
             ``uint8`` tensor receives the padded 128x4 tiles of cuBLAS.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         data: ``uint8 [M, K]``, contiguous.
-        min_scale: floor under a dynamic ``float32`` scale.
         group: columns per scale, a power of two.
-        static: use ``scale`` instead of computing it.
-        division: see ``encode_quotient``; ``"mx floor"`` or ``"mx ceil"`` for E8M0 scales.
-        fp8_max: the format's maximum.
+        recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
         tile: how the matrix is cut; for swizzled scales, rows must be a power of two up to 128.
     """
     m, k = x.shape
+    overlap = overlaps(x.device)
     swizzle = scale.dim() == 1
     across = triton.cdiv(k, group)
     stride_sm, stride_sg = (0, 0) if swizzle else scale.stride()
@@ -150,9 +150,11 @@ def quantize_groups(
     across = triton.cdiv(across, 4) * 4 if swizzle else across
     grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(across, tile.groups),)
     _groups_kernel[grid](
-        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), stride_sm, stride_sg, min_scale,
-        K=k, GROUP=group, STATIC=static, DIVISION=division, FP8_MAX=fp8_max, SWIZZLE=swizzle,
-        BLOCK_M=tile.rows, BLOCK_G=tile.groups, num_warps=tile.warps, enable_fp_fusion=False,
+        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), stride_sm, stride_sg,
+        recipe.min_scale, K=k, GROUP=group, STATIC=recipe.static, DIVISION=recipe.division,
+        FP8_MAX=recipe.fp8_max, SWIZZLE=swizzle, BLOCK_M=tile.rows, BLOCK_G=tile.groups,
+        num_warps=tile.warps, enable_fp_fusion=False,
+        OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
 
 
@@ -205,12 +207,9 @@ def quantize_blocks(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    min_scale: float,
     rows: int,
     cols: int,
-    static: bool,
-    division: str,
-    fp8_max: float,
+    recipe: Recipe,
 ) -> None:
     """Quantize a stack of matrices block by block, reading (static) or writing ``scale``.
 
@@ -219,15 +218,12 @@ def quantize_blocks(
         scale: ``float32 [E, ceil(M / rows), ceil(K / cols)]`` in any strides.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         data: ``uint8 [E, M, K]``, contiguous.
-        min_scale: floor under a dynamic scale.
         rows: rows per block, a power of two.
         cols: columns per block, a power of two.
-        static: use ``scale`` instead of computing it.
-        division: see ``encode_quotient``.
-        fp8_max: the format's maximum.
+        recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
     """
     _blocks_kernel[(scale.numel(),)](
-        x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), min_scale,
-        K=x.shape[2], ROWS=rows, COLS=cols, STATIC=static, DIVISION=division, FP8_MAX=fp8_max,
-        num_warps=min(16, max(1, rows * cols // 2048)), enable_fp_fusion=False,
+        x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
+        K=x.shape[2], ROWS=rows, COLS=cols, STATIC=recipe.static, DIVISION=recipe.division,
+        FP8_MAX=recipe.fp8_max, num_warps=min(16, max(1, rows * cols // 2048)), enable_fp_fusion=False,
     )  # fmt: skip

@@ -19,6 +19,10 @@ underflow nor overflow: scales in ``[SAFE_SCALE, 1 / SAFE_SCALE]`` and quotients
 ``FP8_MAX`` names the format: 448 is e4m3fn, 224 e4m3fnuz, 57344 e5m2.
 """
 
+import functools
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -28,6 +32,41 @@ _MANTISSA_MASK = tl.constexpr(0x7FFFFF)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
 _QUIET_NAN = tl.constexpr(0x7FC00000)
 _E8M0_NAN = tl.constexpr(255)
+
+
+class Recipe(NamedTuple):
+    """The numbers of one quantization, the same for every tile.
+
+    Args:
+        min_scale: floor under a dynamic scale.
+        static: scales are given, not computed.
+        division: what is known of the operands, see ``encode_quotient``.
+        fp8_max: the format's maximum.
+    """
+
+    min_scale: float
+    static: bool
+    division: str
+    fp8_max: float
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Say whether kernels on a device can start before the one ahead of them ends (sm90)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def join_stream(OVERLAP: tl.constexpr):
+    """Wait for the kernel ahead in the stream, then let the one behind start to prepare.
+
+    Called before any memory is touched, in a kernel launched with ``launch_pdl``. The wait comes
+    first, so that whatever the next kernel reads early, such as a weight, was complete before this
+    one began; what this kernel writes, the next one waits for.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -149,10 +188,17 @@ def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
 def encode(q, FP8_MAX: tl.constexpr):
     """Round ``float32`` to FP8 bytes: nearest even, saturating, NaN as the canonical code."""
     if FP8_MAX == 224.0:
-        # fnuz codes are those of e4m3fn for the doubled value, but -0 means NaN and 0x7f a number
-        q = q * 2.0
-        zero = tl.where(q == q, 0.0, -0.0)
-        q = tl.where(tl.abs(q) > 2.0**-10, q, zero)
+        # fnuz codes are those of e4m3fn for the doubled value, which never exceeds 0x7e; but NaN,
+        # 0x7f there, is 0x80, and there is no negative zero
+        codes = _cast(q * 2.0, 448.0).to(tl.int32)
+        codes = tl.where(codes == 0x80, 0, codes)
+        return tl.where(codes == 0x7F, 0x80, codes).to(tl.uint8)
+    else:
+        return _cast(q, FP8_MAX)
+
+
+@triton.jit
+def _cast(q, FP8_MAX: tl.constexpr):
     if INTERPRETED:
         return _encode_with_integers(q, FP8_MAX)
     elif FP8_MAX == 57344.0:

@@ -15,10 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kit.quantizers.triton_numerics import (
+    Recipe,
     amax_of,
     encode_quotient,
     float_scale,
+    join_stream,
     magnitude,
+    overlaps,
     widen,
 )
 
@@ -88,7 +91,9 @@ def _rows_kernel(
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
     SLICES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    join_stream(OVERLAP)
     program = tl.program_id(0)
     row = (program // SLICES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     present = row < M
@@ -134,10 +139,7 @@ def quantize_rows(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    min_scale: float,
-    static: bool,
-    division: str,
-    fp8_max: float,
+    recipe: Recipe,
     tile: RowTile,
 ) -> None:
     """Quantize ``x`` row by row into ``data``, reading (static) or writing ``scale``.
@@ -147,16 +149,15 @@ def quantize_rows(
         scale: ``float32 [M]``.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         data: ``uint8 [M, K]``, contiguous.
-        min_scale: floor under a dynamic scale.
-        static: use ``scale`` instead of computing it.
-        division: see ``encode_quotient``.
-        fp8_max: the format's maximum.
+        recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
         tile: how the rows are cut; a static quantization needs ``held == 0``.
     """
     m, k = x.shape
+    overlap = overlaps(x.device)
     _rows_kernel[(triton.cdiv(m, tile.rows) * tile.slices,)](
-        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), min_scale,
-        K=k, STATIC=static, DIVISION=division, FP8_MAX=fp8_max,
+        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), recipe.min_scale,
+        K=k, STATIC=recipe.static, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held, SLICES=tile.slices,
         num_warps=tile.warps, maxnreg=64 if tile.held > 5 else None, enable_fp_fusion=False,
+        OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

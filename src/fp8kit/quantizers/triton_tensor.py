@@ -16,10 +16,13 @@ from torch import Tensor
 
 from fp8kit.quantizers.triton_numerics import (
     SAFE_SCALE,
+    Recipe,
     amax_of,
     encode_quotient,
     float_scale,
+    join_stream,
     magnitude,
+    overlaps,
     widen,
 )
 
@@ -62,7 +65,9 @@ def _amax_kernel(
     stride_xk,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    join_stream(OVERLAP)
     bits = tl.zeros([BLOCK], tl.int32)
     programs = tl.num_programs(0)
     for step in range(tl.program_id(0), tl.cdiv(numel, BLOCK), programs):
@@ -91,7 +96,9 @@ def _tensor_kernel(
     FP8_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
     SCAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    join_stream(OVERLAP)
     if SCAN == 0:
         scale = tl.load(scale_ptr)
     else:
@@ -122,10 +129,7 @@ def quantize_tensor(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    min_scale: float,
-    static: bool,
-    division: str,
-    fp8_max: float,
+    recipe: Recipe,
     tile: TensorTile,
 ) -> None:
     """Quantize ``x`` as a whole into ``data``, reading (static) or writing ``scale``.
@@ -135,26 +139,26 @@ def quantize_tensor(
         scale: ``float32 [1, 1]``.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         data: ``uint8 [M, K]``, contiguous.
-        min_scale: floor under a dynamic scale.
-        static: use ``scale`` instead of computing it.
-        division: see ``encode_quotient``; a static scale of any size is divided correctly.
-        fp8_max: the format's maximum.
+        recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
         tile: how the tensor is cut.
     """
     numel, contiguous = x.numel(), x.is_contiguous()
     strides = (0, 0) if contiguous else x.stride()
     k = 0 if contiguous else x.shape[1]
+    overlap = overlaps(x.device)
     amax, scan = x, 4096 if numel <= 4096 else SMALL
-    if static:
+    if recipe.static:
         scan = 0
     elif numel > SMALL or not contiguous:
         amax = x.new_empty(tile.partials)
         scan = triton.next_power_of_2(tile.partials)
         _amax_kernel[(tile.partials,)](
-            x, amax, numel, *strides, K=k, BLOCK=tile.block, num_warps=tile.warps
-        )
+            x, amax, numel, *strides, K=k, BLOCK=tile.block, num_warps=tile.warps,
+            OVERLAP=overlap, launch_pdl=overlap,
+        )  # fmt: skip
     _tensor_kernel[(tile.programs,)](
-        x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, min_scale,
-        K=k, DIVISION=division, FP8_MAX=fp8_max, BLOCK=tile.block, SCAN=scan,
+        x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, recipe.min_scale,
+        K=k, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK=tile.block, SCAN=scan,
         num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
+        OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

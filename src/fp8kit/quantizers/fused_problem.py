@@ -1,0 +1,81 @@
+"""What is asked of a fused producer, as frozen data, and the ordered implementations.
+
+A fused producer computes a norm or an activation and quantizes its result in one pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.dispatch import BackendTable
+from fp8kit.formats import GroupShape
+from fp8kit.quantizers.problem import capability
+
+FUSED_BACKENDS: BackendTable = (
+    ("triton", "fp8kit.quantizers.fused_triton", ("cuda",)),
+    ("reference", "fp8kit.quantizers.fused_reference", ()),
+)
+# where a chain of 16-bit operations rounds: after each one, or only at its end
+ROUNDINGS = ("stepwise", "once")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class Target(NamedTuple):
+    """How the result is quantized; the last six arguments of every fused operator.
+
+    Args:
+        scale: static ``float32 [1, 1]``, only with ``TENSOR``; ``None`` takes it from the data.
+        group: elements per scale.
+        dtype: dtype of the codes.
+        min_scale: floor under a dynamic ``float32`` scale.
+        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
+        scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
+    """
+
+    scale: Tensor | None
+    group: GroupShape
+    dtype: torch.dtype
+    min_scale: float
+    scale_ub: Tensor | None
+    scale_rounding: str
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProblem:
+    """One producer and how its result is quantized.
+
+    Args:
+        producer: ``"rms_norm"``, ``"layer_norm"`` or one of ``ACTIVATIONS``.
+        group: elements per scale.
+        static: the scale is given.
+        in_dtype: dtype of the input, and of the result before it is quantized.
+        dtype: dtype of the codes.
+        k: elements per row.
+        device_type: ``"cpu"``, ``"cuda"``, …
+        capability: CUDA compute capability, ``None`` elsewhere.
+    """
+
+    producer: str
+    group: GroupShape
+    static: bool
+    in_dtype: torch.dtype
+    dtype: torch.dtype
+    k: int
+    device_type: str
+    capability: tuple[int, int] | None
+
+    @staticmethod
+    def of(producer: str, x: Tensor, target: Target) -> FusedProblem:
+        """Describe quantizing what ``producer`` makes of ``x``."""
+        static, place = target.scale is not None, (x.device.type, capability(x.device))
+        facts = (target.group, static, x.dtype, target.dtype, x.shape[-1])
+        return FusedProblem(producer, *facts, *place)
+
+    def __str__(self) -> str:
+        kind = "static " if self.static else ""
+        numbers = f"{self.in_dtype} to {self.dtype} per {kind}{self.group}"
+        return f"{self.producer} and quantize {numbers}, K = {self.k}, on {self.device_type}"

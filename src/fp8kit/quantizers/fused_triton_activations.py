@@ -1,0 +1,173 @@
+"""SiLU and GELU, alone or times a second operand, that end in FP8: one launch, one pass.
+
+    y = rn(rn(act(gate)) * up)   or   rn(act(gate))        then the quantizer, see fused_reference
+
+    silu       gate / (1 + 2^(-gate * log2 e))
+    gelu tanh  gate / 2 * (1 + t)       t = 2 / (1 + 2^z) - 1 = tanh(sqrt(2 / pi) (gate + c gate^3))
+    gelu       gate / 2 * (1 + erf(gate / sqrt(2)))
+
+Torch takes the same steps with its own ``exp``, ``tanh`` and ``erf``. Here exponentials are the
+hardware's ``ex2.approx`` and divisions its ``rcp.approx``, so that the arithmetic takes less time
+than the memory. Their errors of a few ulp of ``float32`` move a result only where it lies that
+close to the midpoint of two 16-bit numbers; ``1 + t`` is formed as torch does, so that it cancels
+alike for negative arguments. How often is in ``test_activations_agree_with_torch``.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8kit.quantizers.fused_triton_emission import (
+    Output,
+    appended,
+    narrow,
+    row_scale,
+    store_codes,
+)
+from fp8kit.quantizers.triton_numerics import INTERPRETED, magnitude, widen
+
+_HELD = 4  # 16-byte loads per thread of each operand
+MOST_BYTES = 7 * 32 * 32 * 16  # of a row that the registers of one program hold
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_CUBIC = tl.constexpr(0.044715)
+
+
+class ActivationTile(NamedTuple):
+    """How rows are cut: rows per program, columns of a tile, tiles per program, warps."""
+
+    rows: int
+    cols: int
+    held: int
+    warps: int
+
+
+def activation_tile(m: int, k: int, itemsize: int, group: int, whole_rows: bool) -> ActivationTile:
+    """Choose a tile for ``m`` rows of ``k`` elements; no choice changes the result.
+
+    Args:
+        m: number of rows.
+        k: elements per row.
+        itemsize: bytes per element.
+        group: columns that a tile needs, a power of two.
+        whole_rows: a program needs all of a row, for its amax.
+    """
+    lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
+    whole = max(triton.next_power_of_2(k), 16, group)
+    if whole <= 4 * lanes:
+        rows = min(max(1, 4 * lanes // whole), triton.next_power_of_2(m))
+        return ActivationTile(rows, whole, 1, max(1, min(4, rows * whole // lanes)))
+    if not whole_rows:
+        return ActivationTile(1, 4 * lanes, 1, 4)
+    for warps in (4, 8, 16, 32):
+        held = triton.cdiv(k, warps * lanes)
+        if held <= _HELD or warps == 32:
+            break
+    return ActivationTile(1, warps * lanes, held, warps)
+
+
+@triton.jit
+def _over_one_plus_exp2(x, t):
+    """Give ``x / (1 + 2^t)``; an infinite denominator gives a zero, or NaN for infinite ``x``."""
+    denominator = 1.0 + tl.exp2(t)
+    if INTERPRETED:
+        return x / denominator
+    else:
+        return x * tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """Apply ``"silu"``, ``"gelu"`` or ``"gelu_tanh"`` to ``float32``."""
+    if KIND == "silu":
+        return _over_one_plus_exp2(x, x * (-_LOG2_E))
+    elif KIND == "gelu_tanh":
+        # an infinite x keeps a finite t, whose sign is right
+        LINEAR: tl.constexpr = -2.0 * _LOG2_E * _SQRT_2_OVER_PI
+        power = x * tl.fma(x * x, LINEAR * _CUBIC, LINEAR)
+        tangent = tl.fma(_over_one_plus_exp2(1.0, power), 2.0, -1.0)
+        return (x * 0.5) * (1.0 + tangent)
+    else:
+        return (x * 0.5) * (1.0 + tl.erf(x * _SQRT_HALF))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _activation_kernel(
+    gate_ptr,  # [M, K]
+    up_ptr,  # [M, K] or None
+    scale_ptr,
+    scale_ub_ptr,
+    data_ptr,  # [M, K] bytes, contiguous
+    M,
+    stride_gm,
+    stride_um,
+    min_scale,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    ACROSS: tl.constexpr = (K + HELD * BLOCK_K - 1) // (HELD * BLOCK_K)
+    program = tl.program_id(0)
+    row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = program % ACROSS * (HELD * BLOCK_K)
+    gates, ups = (), ()
+    for i in tl.static_range(HELD):
+        col = first + i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        mask = (row < M)[:, None] & (col < K)
+        gate = tl.load(gate_ptr + row[:, None] * stride_gm + col, mask=mask, other=0.0)
+        gates = appended(gates, gate)
+        if up_ptr is not None:
+            up = tl.load(up_ptr + row[:, None] * stride_um + col, mask=mask, other=0.0)
+            ups = appended(ups, up)
+    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
+    results = ()
+    for i in tl.static_range(HELD):
+        y = narrow(activate(widen(gates[i]), KIND), DTYPE)
+        if up_ptr is not None:
+            y = narrow(widen(y) * widen(ups[i]), DTYPE)
+        if SCALES == "row":
+            bits = tl.maximum(bits, magnitude(y))
+        results = appended(results, y)
+    if SCALES == "row":
+        scale = row_scale(
+            tl.max(bits, 1), row, M, scale_ptr, scale_ub_ptr, min_scale, DTYPE, DIVISION, FP8_MAX
+        )
+    else:
+        scale = tl.load(scale_ptr) if SCALES == "static" else None
+    for i in tl.static_range(HELD):
+        store_codes(results[i], scale, row, first + i * BLOCK_K, M, scale_ptr, scale_ub_ptr,
+                    data_ptr, min_scale, K, SCALES, GROUP, DIVISION, FP8_MAX)  # fmt: skip
+
+
+def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Output) -> None:
+    """Activate the rows of ``gate``, multiply by ``up`` and quantize into ``output``.
+
+    Args:
+        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        gate: ``[M, K]``, unit stride along K.
+        up: like ``gate``, or ``None``.
+        output: codes and scales.
+    """
+    m, k = gate.shape
+    constants = output.constants
+    whole_rows = constants["SCALES"] == "row"
+    tile = activation_tile(m, k, gate.element_size(), constants["GROUP"], whole_rows)
+    across = triton.cdiv(k, tile.held * tile.cols)
+    _activation_kernel[(triton.cdiv(m, tile.rows) * across,)](
+        gate, up, *output.arguments()[:3], m, gate.stride(0), 0 if up is None else up.stride(0),
+        output.min_scale, K=k, KIND=kind, **constants,
+        BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
+        num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,161 @@
+"""The common end of the fused kernels: tiles of a result in registers become codes and scales.
+
+A result ``y`` is rounded to the dtype of the model before its amax is taken, as if it had gone
+through memory; from there on codes and scales equal ``reference.quantize(y)`` bit for bit.
+
+``SCALES`` says where they come from: ``"row"`` one per row, handed over with the tile, ``"group"``
+computed from each tile, ``"static"`` one given number.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8kit.formats import MX, TENSOR, fp8_format, scale_dtype, scale_shape
+from fp8kit.quantizers.fused_problem import Target
+from fp8kit.quantizers.triton_numerics import (
+    INTERPRETED,
+    SAFE_SCALE,
+    amax_of,
+    encode,
+    encode_quotient,
+    float_scale,
+    magnitude,
+    mx_exponent,
+    mx_inverse,
+    widen,
+)
+
+_SAFE = tl.constexpr(SAFE_SCALE)
+
+
+class Output(NamedTuple):
+    """Where codes and scales go, and the constants that the kernels compile in.
+
+    Args:
+        data: codes, contiguous.
+        scale: scales, contiguous; read if static.
+        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
+        min_scale: floor under a dynamic ``float32`` scale.
+        constants: ``SCALES``, ``GROUP``, ``DIVISION`` and ``FP8_MAX``.
+    """
+
+    data: Tensor
+    scale: Tensor
+    scale_ub: Tensor | None
+    min_scale: float
+    constants: dict[str, Any]
+
+    @staticmethod
+    def of(x: Tensor, target: Target) -> "Output":
+        """Allocate codes and scales for a result of the shape of ``x``."""
+        data = torch.empty(x.shape, dtype=target.dtype, device=x.device)
+        group, scale = target.group, target.scale
+        if scale is None:
+            shape, dtype = scale_shape(x.shape, group), scale_dtype(group)
+            scale = torch.empty(shape, dtype=dtype, device=x.device)
+        constants = {
+            "SCALES": "static" if group == TENSOR else "row" if group.cols == -1 else "group",
+            "GROUP": max(group.cols, 1),
+            "DIVISION": _division(target),
+            "FP8_MAX": fp8_format(target.dtype).max,
+        }
+        return Output(data, scale, target.scale_ub, target.min_scale, constants)
+
+    def arguments(self) -> tuple[Tensor, Tensor | None, Tensor, float]:
+        """Give the kernels' arguments ``scale_ptr, scale_ub_ptr, data_ptr, min_scale``."""
+        return self.scale, self.scale_ub, self.data.view(torch.uint8), self.min_scale
+
+
+def _division(target: Target) -> str:
+    if target.group == MX:
+        return "mx floor" if target.scale_rounding == "floor" else "mx ceil"
+    safe = SAFE_SCALE <= target.min_scale <= 1 / SAFE_SCALE
+    if target.scale_rounding == "up":
+        return "power" if safe else "ieee power"
+    if not safe:
+        return "ieee"
+    return "corrected" if target.scale_ub is None else "clipped"
+
+
+@triton.jit
+def appended(tiles, tile):
+    """Give a longer tuple of tiles (the compiler knows no unpacking in a tuple)."""
+    return tiles + (tile,)  # noqa: RUF005
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """Round ``float32`` to nearest even (the interpreter's own cast to bf16 truncates)."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, rounded, 0x7FC0)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def row_scale(bits, row, M, scale_ptr, scale_ub_ptr, min_scale, y_dtype: tl.constexpr,
+              DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):  # fmt: skip
+    """Turn each row's largest magnitude into its scale ``[BLOCK_M]``, and store it."""
+    scale = float_scale(amax_of(bits, scale_ub_ptr, y_dtype), min_scale, DIVISION, FP8_MAX)
+    tl.store(scale_ptr + row, scale, mask=row < M)
+    return scale
+
+
+@triton.jit
+def store_codes(
+    y,  # [BLOCK_M, BLOCK_K], zero past the last column
+    scale,  # [BLOCK_M] for rows, a number if static, unused for groups
+    row,  # [BLOCK_M]
+    first,  # column of the tile's first element
+    M,
+    scale_ptr,
+    scale_ub_ptr,
+    data_ptr,
+    min_scale,
+    K: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):
+    """Store the codes of one tile, and with groups their scales."""
+    BLOCK_M: tl.constexpr = y.shape[0]
+    BLOCK_K: tl.constexpr = y.shape[1]
+    if SCALES == "row":
+        codes = encode_quotient(widen(y), scale[:, None], DIVISION, FP8_MAX)
+    elif SCALES == "static":
+        codes = _encode_static(widen(y), scale, FP8_MAX)
+    else:
+        parts = tl.reshape(y, [BLOCK_M, BLOCK_K // GROUP, GROUP])
+        amax = amax_of(tl.max(magnitude(parts), 2), scale_ub_ptr, y.dtype)
+        if DIVISION == "mx floor" or DIVISION == "mx ceil":
+            found = mx_exponent(amax, DIVISION == "mx floor", FP8_MAX)
+            grouped = encode(widen(parts) * mx_inverse(found)[:, :, None], FP8_MAX)
+        else:
+            found = float_scale(amax, min_scale, DIVISION, FP8_MAX)
+            grouped = encode_quotient(widen(parts), found[:, :, None], DIVISION, FP8_MAX)
+        GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+        group = first // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
+        kept = (row < M)[:, None] & (group < GROUPS)
+        place = scale_ptr + row[:, None] * GROUPS + group
+        tl.store(place, found.to(scale_ptr.dtype.element_ty), mask=kept)
+        codes = tl.reshape(grouped, [BLOCK_M, BLOCK_K])
+    col = first + tl.arange(0, BLOCK_K)[None, :]
+    tl.store(data_ptr + row[:, None] * K + col, codes, mask=(row < M)[:, None] & (col < K))
+
+
+@triton.jit
+def _encode_static(x, scale, FP8_MAX: tl.constexpr):
+    # any scale may be given: one of ordinary size is known to be only here, and divides cheaply
+    if (scale >= _SAFE) & (scale <= 1 / _SAFE):
+        codes = encode_quotient(x, scale, "clipped", FP8_MAX)
+    else:
+        codes = encode_quotient(x, scale, "ieee", FP8_MAX)
+    return codes

@@ -1,0 +1,278 @@
+"""RMS norm and layer norm that end in FP8: one launch, every operand read once.
+
+    rms    n = t * rsqrt(sum(t^2) / K + eps)       t = x, or x + residual rounded and stored
+    layer  n = c * rsqrt(sum(c^2) / K + eps)       c = x - sum(x) / K
+
+followed by weight, bias and modulation, rounded as in ``fused_reference``, and by the quantizer.
+
+A row stays in registers from its load to its codes. Sums are taken in ``float32`` over a tree: the
+tiles of a row are added lane by lane, then at most 8 elements of a thread (7 sums), 32 threads (5)
+and 32 warps (5), so a sum of squares passes through at most HELD + 17 <= 24 roundings and is within
+24 * 2^-24 of the exact one, relatively; ``rsqrt`` halves that. A sum in any other order, torch's
+included, obeys a bound of the same kind, and results differ where a value lies that close to the
+midpoint of two 16-bit numbers. How a row is cut depends on K and the dtype alone: the bits of a row
+depend neither on M nor on its neighbours.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8kit.quantizers.fused_triton_emission import (
+    Output,
+    appended,
+    narrow,
+    row_scale,
+    store_codes,
+)
+from fp8kit.quantizers.triton_numerics import magnitude, widen
+
+_HELD = 5  # 16-byte loads of x per thread; its weights take as many registers again
+MOST_BYTES = 7 * 32 * 32 * 16  # of a row that the registers of one program hold
+
+
+class NormTile(NamedTuple):
+    """How rows are cut: rows per program, columns of a tile, tiles per row, warps."""
+
+    rows: int
+    cols: int
+    held: int
+    warps: int
+
+
+class NormOperands(NamedTuple):
+    """What a norm reads besides ``x``, each ``None`` if absent.
+
+    Args:
+        residual: ``[M, K]``, unit stride along K.
+        total: ``[M, K]``, contiguous, receives ``x + residual``.
+        weight: ``[K]``, contiguous.
+        bias: ``[K]``, contiguous.
+        modulation: scale and shift ``[B, K]``, unit stride along K.
+    """
+
+    residual: Tensor | None = None
+    total: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    modulation: tuple[Tensor, Tensor] | None = None
+
+
+class NormSettings(NamedTuple):
+    """The numbers and switches of a norm.
+
+    Args:
+        centered: layer norm instead of RMS norm.
+        stepwise: round after each step, see ``fused_reference``.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
+    """
+
+    centered: bool
+    stepwise: bool
+    eps: float
+    weight_offset: float = 0.0
+
+
+def norm_tile(k: int, itemsize: int, least: int) -> NormTile:
+    """Choose a tile for rows of ``k`` elements, whatever their number.
+
+    Args:
+        k: elements per row.
+        itemsize: bytes per element of ``x``.
+        least: columns that a tile needs, a power of two.
+    """
+    lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
+    whole = max(triton.next_power_of_2(k), 16, least)
+    if whole <= 4 * lanes:
+        rows = max(1, 4 * lanes // whole)
+        return NormTile(rows, whole, 1, 4)
+    for warps in (4, 8, 16, 32):
+        held = triton.cdiv(k, warps * lanes)
+        if held <= _HELD or warps == 32:
+            break
+    return NormTile(1, warps * lanes, held, warps)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    return widen(narrow(x, DTYPE))
+
+
+@triton.jit
+def _reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constexpr):
+    # held: the row's tiles, zero past the last column
+    BLOCK_K: tl.constexpr = held[0].shape[1]
+    squares = tl.zeros(held[0].shape, tl.float32)
+    for i in tl.static_range(len(held)):
+        x = widen(held[i])
+        if CENTERED:
+            x -= mean[:, None]
+            if (i + 1) * BLOCK_K > K:
+                x = tl.where(tl.arange(0, BLOCK_K)[None, :] + i * BLOCK_K < K, x, 0.0)
+        squares = tl.fma(x, x, squares)
+    return tl.rsqrt(tl.sum(squares, 1) * (1.0 / K) + eps)
+
+
+@triton.jit
+def _affine(n, weight, bias_ptr, col, mask, offset, CENTERED: tl.constexpr,
+            STEPWISE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    if weight is not None:
+        w = widen(weight)
+        if offset is not None:
+            w += offset
+        if STEPWISE and not CENTERED:
+            n = _rounded(n, DTYPE)
+            if offset is not None:
+                w = _rounded(w, DTYPE)
+        n = n * w
+    if bias_ptr is not None:
+        n = n + widen(tl.load(bias_ptr + col, mask=mask, other=0.0))
+    return n
+
+
+@triton.jit
+def _modulated(n, scale_row, shift_row, col, mask, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
+    gain = 1.0 + widen(tl.load(scale_row + col, mask=mask, other=0.0))
+    shift = widen(tl.load(shift_row + col, mask=mask, other=0.0))
+    if STEPWISE:
+        n = _rounded(_rounded(n, DTYPE) * _rounded(gain, DTYPE), DTYPE)
+    else:
+        n = n * gain
+    return n + shift
+
+
+@triton.jit
+def _load_rows(ptr, stride, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr):
+    tiles = ()
+    for i in tl.static_range(HELD):
+        at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        mask = (row < M)[:, None] & (at < K)
+        tile = tl.load(ptr + row[:, None] * stride + at, mask=mask, other=0.0)
+        tiles = appended(tiles, tile)
+    return tiles
+
+
+@triton.jit
+def _add_and_store(held, others, total_ptr, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
+                   HELD: tl.constexpr):  # fmt: skip
+    totals = ()
+    for i in tl.static_range(HELD):
+        at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        total = narrow(widen(held[i]) + widen(others[i]), held[i].dtype)
+        tl.store(total_ptr + row[:, None] * K + at, total, mask=(row < M)[:, None] & (at < K))
+        totals = appended(totals, total)
+    return totals
+
+
+@triton.jit(do_not_specialize=["M", "rows_per_batch"])
+def _norm_kernel(
+    x_ptr,  # [M, K]
+    residual_ptr,  # [M, K] or None
+    total_ptr,  # [M, K] contiguous, or None
+    weight_ptr,  # [K] or None
+    bias_ptr,  # [K] or None
+    gain_ptr,  # [M / rows_per_batch, K] or None
+    shift_ptr,  # like gain
+    scale_ptr,
+    scale_ub_ptr,
+    data_ptr,  # [M, K] bytes, contiguous
+    M,
+    rows_per_batch,
+    stride_xm,
+    stride_rm,
+    stride_gb,
+    stride_sb,
+    eps,
+    offset,  # added to the weight, or None
+    min_scale,
+    K: tl.constexpr,
+    CENTERED: tl.constexpr,
+    STEPWISE: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
+    weights = ()
+    if weight_ptr is not None:
+        for i in tl.static_range(HELD):
+            at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            w = tl.load(weight_ptr + at, mask=at < K, other=0.0, eviction_policy="evict_last")
+            weights = appended(weights, w)
+    if residual_ptr is not None:
+        others = _load_rows(residual_ptr, stride_rm, row, M, K, BLOCK_K, HELD)
+        held = _add_and_store(held, others, total_ptr, row, M, K, BLOCK_K, HELD)
+    mean = tl.zeros([BLOCK_M], tl.float32)
+    if CENTERED:
+        sums = widen(held[0])
+        for i in tl.static_range(1, HELD):
+            sums += widen(held[i])
+        mean = tl.sum(sums, 1) * (1.0 / K)
+    inverse = _reciprocal_deviation(held, mean, eps, K, CENTERED)
+    batch = (row // rows_per_batch)[:, None]
+    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
+    results = ()
+    for i in tl.static_range(HELD):
+        col = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        mask = (row < M)[:, None] & (col < K)
+        n = widen(held[i])
+        if CENTERED:
+            n -= mean[:, None]
+        n = n * inverse[:, None]
+        n = _affine(n, weights[i] if weight_ptr is not None else None, bias_ptr, col, mask,
+                    offset, CENTERED, STEPWISE, DTYPE)  # fmt: skip
+        if gain_ptr is not None:
+            gain_row, shift_row = gain_ptr + batch * stride_gb, shift_ptr + batch * stride_sb
+            n = _modulated(n, gain_row, shift_row, col, mask, STEPWISE, DTYPE)
+        if (i + 1) * BLOCK_K > K:
+            n = tl.where(col < K, n, 0.0)
+        y = narrow(n, DTYPE)
+        if SCALES == "row":
+            bits = tl.maximum(bits, magnitude(y))
+        results = appended(results, y)
+    if SCALES == "row":
+        scale = row_scale(
+            tl.max(bits, 1), row, M, scale_ptr, scale_ub_ptr, min_scale, DTYPE, DIVISION, FP8_MAX
+        )
+    else:
+        scale = tl.load(scale_ptr) if SCALES == "static" else None
+    for i in tl.static_range(HELD):
+        store_codes(results[i], scale, row, i * BLOCK_K, M, scale_ptr, scale_ub_ptr, data_ptr,
+                    min_scale, K, SCALES, GROUP, DIVISION, FP8_MAX)  # fmt: skip
+
+
+def quantize_norm(
+    x: Tensor, operands: NormOperands, settings: NormSettings, output: Output
+) -> None:
+    """Norm the rows of ``x`` and quantize them into ``output``.
+
+    Args:
+        x: ``[M, K]``, unit stride along K.
+        operands: what else is read, and the sum with a residual.
+        settings: which norm.
+        output: codes and scales.
+    """
+    m, k = x.shape
+    residual, total, weight, bias, modulation = operands
+    gain, shift = modulation or (None, None)
+    constants = output.constants
+    tile = norm_tile(k, x.element_size(), constants["GROUP"])
+    _norm_kernel[(triton.cdiv(m, tile.rows),)](
+        x, residual, total, weight, bias, gain, shift, *output.arguments()[:3],
+        m, m if gain is None else m // gain.shape[0], x.stride(0),
+        0 if residual is None else residual.stride(0),
+        0 if gain is None else gain.stride(0), 0 if shift is None else shift.stride(0),
+        settings.eps, settings.weight_offset or None, output.min_scale,
+        K=k, CENTERED=settings.centered, STEPWISE=settings.stepwise, **constants,
+        BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
+        num_warps=tile.warps, enable_fp_fusion=False,
+    )  # fmt: skip
