@@ -24,6 +24,7 @@ from fp8kit.matmul.problem import MatmulProblem
 MOST_ROWS = 64
 _TILE_K = 128
 _ALIGN = 16
+_SHARED_PER_PROCESSOR = 228 * 1024
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 
@@ -37,17 +38,21 @@ class Tile:
         stages: tiles in flight in shared memory.
         cluster: blocks that split K.
         groups: warpgroups of 64 weight rows each.
+        resident: blocks per multiprocessor if they are spread evenly. No more may fit: blocks that
+            start while the quantizer still runs would crowd where it is not.
     """
 
     tokens: int
     stages: int
     cluster: int
     groups: int
+    resident: int
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the ring, and room to align it to 1024 bytes."""
-        return self.stages * (64 * self.groups + self.tokens) * _TILE_K + 1024
+        """Dynamic shared memory: the ring and room to align it, or what keeps others out."""
+        ring = self.stages * (64 * self.groups + self.tokens) * _TILE_K + 1024
+        return max(ring, _SHARED_PER_PROCESSOR // (self.resident + 1))
 
 
 def choose_tile(m: int, n: int, k: int, processors: int) -> Tile:
@@ -69,8 +74,9 @@ def choose_tile(m: int, n: int, k: int, processors: int) -> Tile:
     # three blocks of 64 KiB rings on a multiprocessor hide each other's start and end
     groups = 2 if blocks >= 2 * processors else 1
     stages = 64 * 1024 // ((64 * groups + tokens) * _TILE_K)
-    alone = blocks * cluster <= processors
-    return Tile(tokens, max(stages, 6) if alone else stages, cluster, groups)
+    resident = -(-(-(-n // (64 * groups)) * cluster) // processors)
+    stages = max(stages, 6) if resident == 1 else stages
+    return Tile(tokens, stages, cluster, groups, min(resident, 3))
 
 
 def supports(problem: MatmulProblem) -> str | None:

@@ -71,7 +71,7 @@ def _amax_kernel(
     bits = tl.zeros([BLOCK], tl.int32)
     programs = tl.num_programs(0)
     for step in range(tl.program_id(0), tl.cdiv(numel, BLOCK), programs):
-        index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        index = tl.cast(step, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         offset = _offsets(index, stride_xm, stride_xk, K)
         x = tl.load(x_ptr + offset, mask=index < numel, other=0.0)
         bits = tl.maximum(bits, magnitude(x))

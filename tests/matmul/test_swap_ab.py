@@ -1,0 +1,117 @@
+"""The cut of the own kernel and its source, on any machine; the kernel itself on Hopper."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import fp8kit
+from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
+from numerics import assert_bits_equal, assert_matmul
+
+swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+
+SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (64, 16))
+PROCESSORS = 132
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_the_cut_along_k_does_not_depend_on_m(n: int, k: int) -> None:
+    tiles = {swap_ab.choose_tile(m, n, k, PROCESSORS).cluster for m in range(1, 65)}
+    assert len(tiles) == 1
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [1, 8, 9, 33, 64])
+def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int) -> None:
+    tile = swap_ab.choose_tile(m, n, k, PROCESSORS)
+    assert m <= tile.tokens < 2 * max(m, 8)
+    assert tile.stages >= 2
+    assert tile.shared_bytes <= 227 * 1024
+    assert tile.resident * (tile.shared_bytes + 1024) <= 228 * 1024
+    # the sums of a block take the place of its drained ring
+    assert (
+        tile.tokens * 64 * tile.groups * 4 <= tile.stages * (64 * tile.groups + tile.tokens) * 128
+    )
+
+
+def test_source_spells_out_the_registers() -> None:
+    text = swap_ab.source(swap_ab.Tile(16, 4, 2, 1, 1), True, 8, 32)
+    assert "m64n16k32" in text
+    assert "%7}, %8, %9, add" in text
+    assert not re.search(r"@[A-Z]+@", text)
+    assert "#define BLOCK_SCALES 1" in text
+
+
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="the kernel is written for sm90",
+)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("groups", [(ROW, ROW), (TENSOR, ROW), (ROW, TENSOR), (GROUP128, BLOCK)])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (130, 304), (1000, 4112), (257, 14336), (1, 16)])
+@pytest.mark.parametrize("m", [1, 2, 8, 9, 33, 64])
+def test_swap_ab_matches_the_exact_product(m: int, n: int, k: int, groups: tuple) -> None:
+    x = torch.randn(m, k, device="cuda") * torch.logspace(-1, 1, m, device="cuda")[:, None]
+    w = torch.randn(n, k, device="cuda") * torch.logspace(-2, 0, n, device="cuda")[:, None]
+    x_q, w_q = fp8kit.quantize(x, groups[0]), fp8kit.quantize(w, groups[1], role="weight")
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
+        y = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype, backend="swap_ab")
+        assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, backend="swap_ab")
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 1024)])
+def test_a_row_has_the_same_bits_at_every_m(n: int, k: int) -> None:
+    x_q = fp8kit.quantize(torch.randn(64, k, device="cuda"))
+    w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), role="weight")
+    whole = fp8kit.scaled_mm(x_q, w_q, backend="swap_ab")
+    for m in (1, 3, 8, 9, 17, 33):
+        part = fp8kit.QTensor(x_q.data[:m], x_q.scale[:m], ROW)
+        assert_bits_equal(fp8kit.scaled_mm(part, w_q, backend="swap_ab"), whole[:m])
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_back_to_back_launches_on_two_streams_agree() -> None:
+    w = torch.randn(4096, 4096, device="cuda")
+    w_q = fp8kit.quantize(w, role="weight")
+    xs = [torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16) for m in (1, 7, 16, 64)]
+    expected = [fp8kit.linear(x, w_q) for x in xs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+    counts = [torch.zeros((), device="cuda", dtype=torch.int64) for _ in streams]
+    for _ in range(625):
+        for stream, count in zip(streams, counts, strict=True):
+            with torch.cuda.stream(stream):
+                for x, y in zip(xs, expected, strict=True):
+                    count += (fp8kit.linear(x, w_q) != y).sum()
+    torch.cuda.synchronize()
+    wrong = sum(counts, wrong)
+    assert wrong.item() == 0
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_a_weight_written_just_before_is_seen() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(
+        torch.nn.Linear(4096, 4096, False, device="cuda", dtype=torch.bfloat16)
+    )
+    x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
+    others = [
+        fp8kit.quantize(torch.randn(4096, 4096, device="cuda"), role="weight") for _ in range(4)
+    ]
+    expected = [fp8kit.linear(x, w) for w in others]
+    for i in range(200):
+        w = others[i % 4]
+        layer.weight.data.view(torch.uint8).copy_(w.data.view(torch.uint8))
+        layer.weight_scale.data.copy_(w.scale)
+        assert_bits_equal(layer(x), expected[i % 4])
