@@ -14,13 +14,8 @@ from fp8kit.formats import TENSOR, GroupShape
 from fp8kit.quantizers import fused_reference
 from fp8kit.quantizers.fused_problem import ACTIVATIONS, FusedProblem, Target
 from fp8kit.quantizers.fused_triton_activations import quantize_activation
-from fp8kit.quantizers.fused_triton_emission import Output
-from fp8kit.quantizers.fused_triton_norms import (
-    MOST_BYTES,
-    NormOperands,
-    NormSettings,
-    quantize_norm,
-)
+from fp8kit.quantizers.fused_triton_emission import MOST_BYTES, Output
+from fp8kit.quantizers.fused_triton_norms import NormOperands, NormSettings, quantize_norm
 from fp8kit.quantizers.triton_numerics import INTERPRETED
 
 _LARGEST_GROUP = 256

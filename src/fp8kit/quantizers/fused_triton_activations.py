@@ -24,14 +24,13 @@ from fp8kit.quantizers.fused_triton_emission import (
     Output,
     appended,
     narrow,
+    row_cut,
     row_scale,
     store_codes,
 )
 from fp8kit.quantizers.triton_numerics import INTERPRETED, magnitude, widen
 
-_HELD = 4  # 16-byte loads per thread of each operand
 _CROWDED = 132 * 64  # warps' loads that fill a GPU
-MOST_BYTES = 7 * 32 * 32 * 16  # of a row that the registers of one program hold
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBIC = tl.constexpr(0.044715)
@@ -63,10 +62,7 @@ def activation_tile(m: int, k: int, itemsize: int, group: int, whole_rows: bool)
         return ActivationTile(rows, whole, 1, max(1, min(4, rows * whole // lanes)))
     if not whole_rows:
         return ActivationTile(1, 4 * lanes, 2 if m * k > _CROWDED * lanes else 1, 4)
-    for warps in (4, 8, 16, 32):
-        held = triton.cdiv(k, warps * lanes)
-        if held <= _HELD or warps == 32:
-            break
+    warps, held = row_cut(k, lanes)
     return ActivationTile(1, warps * lanes, held, warps)
 
 
@@ -154,7 +150,7 @@ def _activation_kernel(
     bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
     results = ()
     for i in tl.static_range(HELD):
-        y = narrow(activate(widen(gates[i]), KIND), DTYPE)
+        y = narrow(activate(widen(gates[i]), KIND), DTYPE, PACK=up_ptr is None)
         if up_ptr is not None:
             y = narrow(widen(y) * widen(ups[i]), DTYPE)
         if SCALES == "row":

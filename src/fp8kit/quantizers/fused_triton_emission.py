@@ -29,6 +29,8 @@ from fp8kit.quantizers.triton_numerics import (
     widen,
 )
 
+MOST_TILES = 7  # 16-byte loads per thread whose data registers can hold until they are encoded
+MOST_BYTES = MOST_TILES * 32 * 32 * 16  # of a row, in the registers of one program
 _SAFE = tl.constexpr(SAFE_SCALE)
 
 
@@ -70,6 +72,20 @@ class Output(NamedTuple):
         return self.scale, self.scale_ub, self.data.view(torch.uint8), self.min_scale
 
 
+def row_cut(k: int, lanes: int) -> tuple[int, int]:
+    """Choose warps and tiles for a program that holds a row of ``k`` elements in registers.
+
+    The fewest idle lanes win, then few enough tiles that several programs share a processor.
+
+    Args:
+        k: elements per row.
+        lanes: elements that one warp loads at once.
+    """
+    cuts = [(warps, triton.cdiv(k, warps * lanes)) for warps in (4, 8, 16, 32)]
+    fitting = [(w, held) for w, held in cuts if held <= MOST_TILES] or cuts[-1:]
+    return min(fitting, key=lambda cut: (cut[0] * cut[1], cut[1] > 4, cut[0]))
+
+
 def _division(target: Target) -> str:
     if target.group == MX:
         return "mx floor" if target.scale_rounding == "floor" else "mx ceil"
@@ -84,20 +100,26 @@ def _division(target: Target) -> str:
 @triton.jit
 def appended(tiles, tile):
     """Give a longer tuple of tiles (the compiler knows no unpacking in a tuple)."""
-    return tiles + (tile,)  # noqa: RUF005
+    return tiles + (tile,)
 
 
 @triton.jit
-def narrow(x, DTYPE: tl.constexpr):
-    """Round ``float32`` to nearest even (the interpreter's own cast to bf16 truncates)."""
+def narrow(x, DTYPE: tl.constexpr, PACK: tl.constexpr = False):
+    """Round ``float32`` to nearest even (the interpreter's own cast to bf16 truncates).
+
+    Args:
+        x: ``float32`` tile.
+        DTYPE: dtype of the result.
+        PACK: convert in pairs explicitly, where no 16-bit arithmetic precedes or follows with which
+            the compiler could combine the cast; it would convert one by one at a quarter the rate.
+    """
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FC0)
         return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    elif INTERPRETED or DTYPE == tl.float32:
+    elif INTERPRETED or DTYPE == tl.float32 or not PACK:
         return x.to(DTYPE)
-    # left to itself the compiler may convert one by one, at a quarter of the rate
     elif DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, is_pure=True, pack=2

@@ -24,13 +24,11 @@ from fp8kit.quantizers.fused_triton_emission import (
     Output,
     appended,
     narrow,
+    row_cut,
     row_scale,
     store_codes,
 )
 from fp8kit.quantizers.triton_numerics import magnitude, widen
-
-_HELD = 5  # 16-byte loads of x per thread; its weights take as many registers again
-MOST_BYTES = 7 * 32 * 32 * 16  # of a row that the registers of one program hold
 
 
 class NormTile(NamedTuple):
@@ -89,10 +87,7 @@ def norm_tile(k: int, itemsize: int, least: int) -> NormTile:
     if whole <= 4 * lanes:
         rows = max(1, 4 * lanes // whole)
         return NormTile(rows, whole, 1, 4)
-    for warps in (4, 8, 16, 32):
-        held = triton.cdiv(k, warps * lanes)
-        if held <= _HELD or warps == 32:
-            break
+    warps, held = row_cut(k, lanes)
     return NormTile(1, warps * lanes, held, warps)
 
 
@@ -235,7 +230,7 @@ def _norm_kernel(
             n = _modulated(n, gain_row, shift_row, col, mask, STEPWISE, DTYPE)
         if (i + 1) * BLOCK_K > K:
             n = tl.where(col < K, n, 0.0)
-        y = narrow(n, DTYPE)
+        y = narrow(n, DTYPE, PACK=gain_ptr is None and (CENTERED or not STEPWISE))
         if SCALES == "row":
             bits = tl.maximum(bits, magnitude(y))
         results = appended(results, y)
