@@ -23,13 +23,17 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/tables.py --check
 
 # On a GPU machine the environment (torch with CUDA, triton) is the machine's own.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) -p no:benchmark
 
+# On a GPU machine; then `python benchmarks/tables.py` renews the tables of the README.
 bench:
-	PYTHONPATH=src $(PYTHON) benchmarks/run.py
+	PYTHONPATH=src $(PYTHON) benchmarks/quantizers.py benchmarks/results/quantizers.json
+	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json
+	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json
 
 clean:
 	rm -rf $(VENV) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

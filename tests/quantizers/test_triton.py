@@ -7,7 +7,7 @@ enumerations at the end check, in exact arithmetic, the claims that the kernels'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -70,7 +70,7 @@ def check(
 
 
 def hard_rows(dtype: torch.dtype, k: int, device: torch.device) -> Tensor:
-    """Give rows that hold what goes wrong: every scale, ties, zeros of both signs, NaN, infinity."""
+    """Give rows of what goes wrong: any magnitude, ties, zeros of both signs, NaN, infinity."""
     info = torch.finfo(dtype)
     codes = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()
     ties = torch.cat([(codes[1:] + codes[:-1]) / 2, codes[-1:]])
@@ -145,7 +145,7 @@ def test_strides(group: GroupShape, name: str, device: torch.device) -> None:
     check(x[None] if x.dim() == 1 and group.rows > 1 else x, group)
 
 
-SHAPES = ((1, 1), (1, 17), (3, 131), (2, 1030), (5, 64), (9, 257), (130, 33), (1, 8200))
+SHAPES = ((1, 1), (1, 17), (3, 131), (2, 1030), (5, 64), (9, 257), (130, 33), (1, 2300))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -229,9 +229,7 @@ def swizzled(scale: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(1, 32), (5, 100), (130, 160), (2, 33, 256)], ids=str)
 @pytest.mark.parametrize("rounding", ["floor", "up"])
-def test_swizzled_mx_scales(
-    shape: tuple[int, ...], rounding: str, device: torch.device
-) -> None:
+def test_swizzled_mx_scales(shape: tuple[int, ...], rounding: str, device: torch.device) -> None:
     x = torch.randn(shape, device=device)
     data, scale = triton.quantize_mx_swizzled(x, E4M3, rounding)
     expected_data, expected_scale = reference.quantize(x, MX, E4M3, 0.0, None, rounding)
@@ -262,7 +260,7 @@ def test_no_row_tile_changes_the_result(
     assert_bits_equal(data, reference.quantize_static(x, scale, ROW, E4M3))
 
 
-@pytest.mark.parametrize("tile", [(1, 1, 1), (2, 4, 1), (8, 2, 4), (128, 1, 4)], ids=str)
+@pytest.mark.parametrize("tile", [(4, 1, 1), (2, 4, 1), (8, 2, 4), (128, 1, 4)], ids=str)
 @pytest.mark.parametrize("group", [GroupShape(1, 16), MX], ids=str)
 def test_no_group_tile_changes_the_result(
     tile: tuple[int, int, int],
@@ -288,3 +286,303 @@ def test_no_tensor_tile_changes_the_result(
     check(x.t(), TENSOR)
     data = triton.quantize_static(x, torch.full((1, 1), 0.01, device=device), TENSOR, E4M3)
     assert data.float().abs().max() > 200
+
+
+KS = (1, 16, 17, 512, 1024, 1025, 4096, 4097, 5120, 7168, 14336, 28672, 53248, 200_000)
+MS = (1, 2, 16, 64, 66, 67, 300, 528, 529, 4096, 10**7)
+
+
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_row_tiles_hold_a_row_and_fit_a_program(k: int, itemsize: int) -> None:
+    for m in MS:
+        tile = row_tile(m, k, itemsize, 132)
+        assert tile.cols & (tile.cols - 1) == 0
+        assert tile.rows & (tile.rows - 1) == 0
+        assert 1 <= tile.warps <= 32
+        assert tile.held * tile.cols >= k or tile.held == 0
+        # what is held must leave half of a thread's 128 registers free
+        assert tile.held * tile.cols * tile.rows * itemsize <= 256 * 32 * tile.warps
+        assert tile.cols % tile.slices == 0
+        assert tile.slices == 1 or (tile.held == 0 and tile.rows == 1)
+        assert m > 66 or tile.slices * m <= 2 * 132
+
+
+@pytest.mark.parametrize("k", KS)
+def test_group_and_tensor_tiles_fit_a_program(k: int) -> None:
+    for m in MS:
+        for group in (16, 32, 128, 1024):
+            for column in (False, True):
+                part = group_tile(m, k, group, column, 132)
+                assert part.rows & (part.rows - 1) == 0
+                assert part.groups & (part.groups - 1) == 0
+                assert part.rows * part.groups * group <= max(4096, group)
+                assert part.rows <= 128 or group < 32
+        cut = tensor_tile(m * k, 132)
+        assert cut.partials <= cut.programs
+        assert cut.programs <= 8 * 132
+        assert cut.partials <= 1024
+
+
+def problem(
+    group: GroupShape = ROW,
+    in_dtype: torch.dtype = torch.bfloat16,
+    capability: tuple[int, int] | None = (9, 0),
+) -> QuantizeProblem:
+    return QuantizeProblem(group, in_dtype, E4M3, "cuda", capability)
+
+
+def test_what_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for group in (*GROUPS, GroupShape(1, 1)):
+        assert triton.supports(problem(group)) is None
+    assert "several whole rows" in triton.supports(problem(GroupShape(2, -1)))
+    assert "not powers of two" in triton.supports(problem(GroupShape(1, 100)))
+    assert "more than" in triton.supports(problem(GroupShape(256, 256)))
+    assert "float64 input" in triton.supports(problem(in_dtype=torch.float64))
+    compiled = type("Flag", (), {"value": False})
+    monkeypatch.setattr(triton, "INTERPRETED", compiled)
+    assert "no FP8 conversion" in triton.supports(problem(capability=(8, 6)))
+    assert triton.supports(problem(capability=(8, 9))) is None
+    elsewhere = QuantizeProblem(ROW, torch.bfloat16, E4M3, "cpu", None)
+    assert triton.supports(elsewhere) == "needs an NVIDIA GPU"
+
+
+def test_it_does_not_dequantize() -> None:
+    assert triton.supports(DequantizeProblem(ROW, E4M3, torch.bfloat16, "cuda")) is not None
+    with pytest.raises(UnsupportedError):
+        triton.dequantize(torch.ones(1, 1), torch.ones(1, 1), ROW, torch.float32)
+
+
+# M: one row, a decode batch, both sides of where programs stop sharing rows, prefill
+LARGE = [(m, k) for k in (4096, 5120, 14336, 28672, 4099) for m in (1, 16, 66, 67, 1000)]
+LARGE += [(16384, 4096), (4096, 28672), (8192, 1024), (5001, 257), (3, 100_003), (70_000, 64)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_real_shapes(group: GroupShape, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, device="cuda") * torch.logspace(-6, 2, shape[0], device="cuda")[:, None]
+    for inputs in INPUTS:
+        for rounding in roundings(group):
+            check(x.to(inputs), group, E4M3, 1e-6 / 448, rounding=rounding)
+    for dtype in (FNUZ, E5M2):
+        check(x.bfloat16(), group, dtype)
+    check(x.bfloat16(), group, bound=1.5)
+    scale = static_scales("ordinary", formats.scale_shape(shape, group), group).cuda()
+    data = triton.quantize_static(x.bfloat16(), scale, group, E4M3)
+    assert_bits_equal(data, reference.quantize_static(x.bfloat16(), scale, group, E4M3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_every_16_bit_number(group: GroupShape) -> None:
+    for inputs in (torch.bfloat16, torch.float16):
+        every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(inputs)
+        for x in (every[None], every[every.isfinite()][None], every[:, None].expand(-1, 3)):
+            check(x, group, bound=None if x.shape[0] > 1 else 100.0)
+            check(x, group)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [TENSOR, ROW, GROUP128, BLOCK, MX], ids=str)
+def test_more_than_2_to_the_31_elements(group: GroupShape) -> None:
+    m, k = 2**19 + 129, 4096
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    x[-1, -1] = 1000.0
+    data, scale = triton.quantize(x, group, E4M3, FLOORS[0], None, roundings(group)[0])
+    if group == TENSOR:
+        assert scale.item() == (torch.tensor(1000.0) / torch.tensor(448.0)).item()
+    for start in (0, 2**18, m - 129):
+        # the reference takes eight times the memory, so it sees blocks of rows
+        rows = slice(start, start + 129 if start else 128)
+        part = scale if group == TENSOR else scales_of(scale, group, rows)
+        assert_bits_equal(data[rows], reference.quantize_static(x[rows], part, group, E4M3))
+        if group != TENSOR:
+            expected = reference.quantize(
+                x[rows], group, E4M3, FLOORS[0], None, roundings(group)[0]
+            )
+            assert_bits_equal(part, expected[1])
+
+
+def scales_of(scale: Tensor, group: GroupShape, rows: slice) -> Tensor:
+    """Give the scales of a range of rows that starts at a block."""
+    height = group.rows
+    return scale[rows.start // height : -(-rows.stop // height)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [TENSOR, ROW, GROUP128, MX], ids=str)
+def test_offsets_past_2_to_the_31(group: GroupShape) -> None:
+    base = torch.randn(2**16 + 40, 2**15 + 8, device="cuda", dtype=torch.bfloat16)
+    corner = base[-33:, -300:]
+    for x in (corner, corner.t(), base[:: 2**13, :: 2**9]):
+        check(x, group)
+    check(base.view(-1)[None, -(2**31) - 77 :: 2**18], group)
+
+
+@pytest.mark.gpu
+def test_one_row_of_more_than_2_to_the_31_elements() -> None:
+    x = torch.randn(1, 2**31 + 40, device="cuda", dtype=torch.bfloat16)
+    x[0, -1] = -1000.0
+    data, scale = triton.quantize(x, ROW, E4M3, FLOORS[0], None, "exact")
+    assert scale.item() == (torch.tensor(1000.0) / torch.tensor(448.0)).item()
+    for part in (slice(0, 4096), slice(2**31 - 2048, 2**31 + 40)):
+        expected = reference.quantize_static(x[:, part], scale, ROW, E4M3)
+        assert_bits_equal(data[:, part], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_capture_and_no_synchronization(group: GroupShape) -> None:
+    x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
+    arguments = (group, E4M3, FLOORS[0], None, roundings(group)[0])
+    triton.quantize(x, *arguments)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        triton.quantize(x, *arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        data, scale = triton.quantize(x, *arguments)
+    x.copy_(torch.randn_like(x) * 3)
+    graph.replay()
+    expected_data, expected_scale = reference.quantize(x, *arguments)
+    assert_bits_equal(scale, expected_scale)
+    assert_bits_equal(data, expected_data)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_back_to_back_launches_see_each_other(group: GroupShape) -> None:
+    # kernels of one stream overlap: each must still wait for what the one ahead of it writes
+    x = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16)
+    arguments = (group, E4M3, FLOORS[0], None, roundings(group)[0])
+    expected = reference.quantize(x, *arguments)
+    for _ in range(200):
+        copy = torch.full_like(x, torch.nan)
+        copy.copy_(x)
+        data, scale = triton.quantize(copy, *arguments)
+        copy.zero_()
+        again = triton.quantize_static(x, scale, group, E4M3)
+    assert_bits_equal(scale, expected[1])
+    assert_bits_equal(data, expected[0])
+    assert_bits_equal(again, expected[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_a_device_that_is_not_current(group: GroupShape) -> None:
+    with torch.cuda.device(0):
+        check(torch.randn(40, 300, device="cuda:1"), group)
+        assert torch.cuda.current_device() == 0
+
+
+# an error bound of the corrected quotient before its last rounding, in units of the last place
+WOBBLE = Fraction(1, 2**21)
+
+
+def fp32(value: Fraction) -> Fraction:
+    """Round to 24 bits, nearest even; the exponent is unbounded, as it is for safe scales."""
+    if value == 0:
+        return value
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    exponent -= abs(value) < Fraction(2) ** exponent
+    step = Fraction(2) ** (exponent - 23)
+    return round(value / step) * step
+
+
+def rough(x: Fraction, y: Fraction) -> Fraction:
+    """Give the quotient by a multiplication with the rounded reciprocal."""
+    return fp32(x * fp32(1 / y))
+
+
+def corrected(x: Fraction, y: Fraction) -> Fraction:
+    """Do what the kernels do, with exact products before each rounding."""
+    q = rough(x, y)
+    return fp32(q - fp32(q * y - x) * fp32(1 / y))
+
+
+def near_ties() -> Iterator[tuple[Fraction, Fraction]]:
+    """Give all 24-bit significands ``x`` and ``y`` whose quotient is hard to round and matters.
+
+    It matters if one of the two floats around it is a tie between two codes, an odd number of at
+    most five bits. It is hard to round if it lies within ``WOBBLE`` of the middle of the two. With
+    the middle ``Q / 2^u`` and the quotient ``X * 2^c / Y``, both in units of the last place, that
+    says ``X * 2^(c + u) = Q * Y + k`` for a small ``k``. ``Q`` is odd, so each ``k`` leaves one
+    ``Y`` modulo ``2^(c + u)``, and ``Y`` has 24 bits, no more than the modulus.
+    """
+    for tie in range(1, 32, 2):
+        unit = tie << (24 - tie.bit_length())
+        # the floats under a power of two are twice as dense
+        below = (4 * unit - 1, 2) if tie == 1 else (2 * unit - 1, 1)
+        for middle, u in ((2 * unit + 1, 1), below):
+            most = math.ceil(WOBBLE * 2 ** (24 + u))
+            for k in range(-most, most + 1):
+                for c in (23, 24):
+                    modulus = 2 ** (c + u)
+                    y = -k * pow(middle, -1, modulus) % modulus
+                    x = (middle * y + k) // modulus
+                    if 2**23 <= y < 2**24 and 2**23 <= x < 2**24:
+                        yield Fraction(x * 2**c), Fraction(y)
+
+
+def test_corrected_quotient_every_near_tie() -> None:
+    found = list(near_ties())
+    assert len(found) > 300
+    assert [xy for xy in found if corrected(*xy) != fp32(xy[0] / xy[1])] == []
+
+
+def test_the_enumeration_of_near_ties_can_fail() -> None:
+    found = list(near_ties())
+    assert sum(rough(*xy) != fp32(xy[0] / xy[1]) for xy in found) > len(found) / 4
+    for x, y in found:
+        distance = abs(x / y - fp32(x / y))
+        assert Fraction(1, 2) - 2 * WOBBLE < distance <= Fraction(1, 2)
+
+
+def test_near_ties_in_the_kernels(device: torch.device) -> None:
+    found = list(near_ties())[:: 1 if device.type == "cuda" else 40]
+    x = torch.tensor([float(x) for x, _ in found], dtype=torch.float64)
+    y = torch.tensor([float(y) for _, y in found]).float()
+    x = torch.ldexp(x.float(), torch.randint(-45, -14, x.shape))
+    for group, columns in ((ROW, 4), (GroupShape(1, 4), 4)):
+        # the largest element makes the scale of its row: y, or a neighbour of it
+        rows = torch.stack([x, -x, torch.zeros_like(x), 448 * y], 1).to(device)
+        assert rows.shape[1] == columns
+        check(rows, group)
+        scale = y[:, None].contiguous().to(device)
+        data = triton.quantize_static(rows, scale, group, E4M3)
+        assert_bits_equal(data, reference.quantize_static(rows, scale, group, E4M3))
+    if device.type == "cuda":
+        for value, row in zip(y, x, strict=True):
+            one = value.reshape(1, 1).to(device)
+            data = triton.quantize_static(row.reshape(1, 1).to(device), one, TENSOR, E4M3)
+            assert_bits_equal(
+                data.cpu(), reference.quantize_static(row.reshape(1, 1), one.cpu(), TENSOR, E4M3)
+            )
+
+
+def test_division_by_the_maximum() -> None:
+    # the three maxima differ by powers of two, so one significand stands for all
+    assert {math.frexp(formats.fp8_format(dtype).max)[0] for dtype in CODES} == {0.875}
+    y, r = 1.75, float(np.float32(1 / 1.75))
+    assert Fraction(r) == fp32(Fraction(4, 7))
+    for start in range(2**23, 2**24, 2**20):
+        x = np.arange(start, start + 2**20, dtype=np.float64)
+        q = single(x * r)
+        # each product and difference below is exact in float64, as the assertions show
+        error = single(q * y - x)
+        correction = error * r
+        assert (np.abs(error) < 2**6).all()
+        assert (error % 2**-6 == 0).all()
+        exact = q - correction
+        assert (q - exact == correction).all()
+        assert np.array_equal(single(exact), single(x / y))
+
+
+def single(value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float32).astype(np.float64)

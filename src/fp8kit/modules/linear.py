@@ -21,7 +21,6 @@ from fp8kit.formats import (
     scale_shape,
 )
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
-from fp8kit.modules.shared import SharedInput
 
 _FROZEN = ("weight", "weight_scale", "input_scale")
 _BYTES = {1: torch.uint8, 4: torch.int32}
@@ -76,7 +75,7 @@ class Fp8Linear(nn.Linear):
         self.accum = "precise"
         self.batch_invariant = False
         self.original_weight: Tensor | None = None
-        self.shared: SharedInput | None = None
+        self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
         shape = (out_features, in_features)
         scales = scale_shape(shape, self.scheme.weight)
         kind = scale_dtype(self.scheme.weight)

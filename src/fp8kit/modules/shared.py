@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp8kit import functional
 from fp8kit.formats import BLOCK, MX, ROW
-
-if TYPE_CHECKING:
-    from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.linear import Fp8Linear
 
 _JOINABLE = (ROW, BLOCK, MX)
 _MOST_JOINED_ROWS = 512

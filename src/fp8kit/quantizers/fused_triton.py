@@ -10,11 +10,13 @@ import math
 import torch
 from torch import Tensor
 
-from fp8kit.formats import TENSOR, GroupShape
+from fp8kit.formats import ROW, TENSOR, GroupShape
 from fp8kit.quantizers import fused_reference
 from fp8kit.quantizers.fused_problem import ACTIVATIONS, FusedProblem, Target
+from fp8kit.quantizers.fused_triton_activations import MOST_TILES as MOST_ACTIVATION_TILES
 from fp8kit.quantizers.fused_triton_activations import quantize_activation
-from fp8kit.quantizers.fused_triton_emission import MOST_BYTES, Output
+from fp8kit.quantizers.fused_triton_emission import TILE_BYTES, Output
+from fp8kit.quantizers.fused_triton_norms import MOST_TILES as MOST_NORM_TILES
 from fp8kit.quantizers.fused_triton_norms import NormOperands, NormSettings, quantize_norm
 from fp8kit.quantizers.triton_numerics import INTERPRETED
 
@@ -30,10 +32,10 @@ def supports(problem: FusedProblem) -> str | None:
             return "needs an NVIDIA GPU"
         if problem.capability is None or problem.capability < (8, 9):
             return f"compute capability {problem.capability} has no FP8 conversion, (8, 9) has"
-    size = problem.k * problem.in_dtype.itemsize
-    whole_rows = problem.producer not in ACTIVATIONS or problem.group.cols == -1
-    if whole_rows and problem.group != TENSOR and size > MOST_BYTES:
-        return f"K = {problem.k}: a row of {size} bytes does not fit in registers"
+    size, norm = problem.k * problem.in_dtype.itemsize, problem.producer not in ACTIVATIONS
+    most = TILE_BYTES * (MOST_NORM_TILES if norm else MOST_ACTIVATION_TILES)
+    if (norm or problem.group == ROW) and size > most:
+        return f"K = {problem.k}: a row of {size} bytes, registers hold {most}"
     return _group_reason(problem.group, problem.static)
 
 

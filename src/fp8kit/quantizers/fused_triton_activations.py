@@ -28,8 +28,15 @@ from fp8kit.quantizers.fused_triton_emission import (
     row_scale,
     store_codes,
 )
-from fp8kit.quantizers.triton_numerics import INTERPRETED, magnitude, widen
+from fp8kit.quantizers.triton_numerics import (
+    INTERPRETED,
+    join_stream,
+    magnitude,
+    overlaps,
+    widen,
+)
 
+MOST_TILES = 7  # of a row in registers
 _CROWDED = 132 * 64  # warps' loads that fill a GPU
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
@@ -62,7 +69,7 @@ def activation_tile(m: int, k: int, itemsize: int, group: int, whole_rows: bool)
         return ActivationTile(rows, whole, 1, max(1, min(4, rows * whole // lanes)))
     if not whole_rows:
         return ActivationTile(1, 4 * lanes, 2 if m * k > _CROWDED * lanes else 1, 4)
-    warps, held = row_cut(k, lanes)
+    warps, held = row_cut(k, lanes, MOST_TILES)
     return ActivationTile(1, warps * lanes, held, warps)
 
 
@@ -132,7 +139,9 @@ def _activation_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    join_stream(OVERLAP)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
     ACROSS: tl.constexpr = (K + HELD * BLOCK_K - 1) // (HELD * BLOCK_K)
     program = tl.program_id(0)
@@ -177,7 +186,7 @@ def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Outp
         output: codes and scales.
     """
     m, k = gate.shape
-    constants = output.constants
+    constants, overlap = output.constants, overlaps(output.data.device)
     whole_rows = constants["SCALES"] == "row"
     tile = activation_tile(m, k, gate.element_size(), constants["GROUP"], whole_rows)
     across = triton.cdiv(k, tile.held * tile.cols)
@@ -185,5 +194,5 @@ def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Outp
         gate, up, *output.arguments()[:3], m, gate.stride(0), 0 if up is None else up.stride(0),
         output.min_scale, K=k, KIND=kind, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
-        num_warps=tile.warps, enable_fp_fusion=False,
+        OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -29,8 +29,7 @@ from fp8kit.quantizers.triton_numerics import (
     widen,
 )
 
-MOST_TILES = 7  # 16-byte loads per thread whose data registers can hold until they are encoded
-MOST_BYTES = MOST_TILES * 32 * 32 * 16  # of a row, in the registers of one program
+TILE_BYTES = 32 * 32 * 16  # one 16-byte load by each thread of the largest program
 _SAFE = tl.constexpr(SAFE_SCALE)
 
 
@@ -72,7 +71,7 @@ class Output(NamedTuple):
         return self.scale, self.scale_ub, self.data.view(torch.uint8), self.min_scale
 
 
-def row_cut(k: int, lanes: int) -> tuple[int, int]:
+def row_cut(k: int, lanes: int, most: int) -> tuple[int, int]:
     """Choose warps and tiles for a program that holds a row of ``k`` elements in registers.
 
     The fewest idle lanes win, then few enough tiles that several programs share a processor.
@@ -80,9 +79,10 @@ def row_cut(k: int, lanes: int) -> tuple[int, int]:
     Args:
         k: elements per row.
         lanes: elements that one warp loads at once.
+        most: tiles that the registers of a thread hold.
     """
     cuts = [(warps, triton.cdiv(k, warps * lanes)) for warps in (4, 8, 16, 32)]
-    fitting = [(w, held) for w, held in cuts if held <= MOST_TILES] or cuts[-1:]
+    fitting = [(w, held) for w, held in cuts if held <= most] or cuts[-1:]
     return min(fitting, key=lambda cut: (cut[0] * cut[1], cut[1] > 4, cut[0]))
 
 

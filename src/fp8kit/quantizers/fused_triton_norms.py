@@ -28,7 +28,9 @@ from fp8kit.quantizers.fused_triton_emission import (
     row_scale,
     store_codes,
 )
-from fp8kit.quantizers.triton_numerics import magnitude, widen
+from fp8kit.quantizers.triton_numerics import join_stream, magnitude, overlaps, widen
+
+MOST_TILES = 5  # of a row in registers; its weights take as many again
 
 
 class NormTile(NamedTuple):
@@ -87,7 +89,7 @@ def norm_tile(k: int, itemsize: int, least: int) -> NormTile:
     if whole <= 4 * lanes:
         rows = max(1, 4 * lanes // whole)
         return NormTile(rows, whole, 1, 4)
-    warps, held = row_cut(k, lanes)
+    warps, held = row_cut(k, lanes, MOST_TILES)
     return NormTile(1, warps * lanes, held, warps)
 
 
@@ -193,7 +195,9 @@ def _norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    join_stream(OVERLAP)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
@@ -259,7 +263,7 @@ def quantize_norm(
     m, k = x.shape
     residual, total, weight, bias, modulation = operands
     gain, shift = modulation or (None, None)
-    constants = output.constants
+    constants, overlap = output.constants, overlaps(output.data.device)
     tile = norm_tile(k, x.element_size(), constants["GROUP"])
     _norm_kernel[(triton.cdiv(m, tile.rows),)](
         x, residual, total, weight, bias, gain, shift, *output.arguments()[:3],
@@ -269,5 +273,5 @@ def quantize_norm(
         settings.eps, settings.weight_offset or None, output.min_scale,
         K=k, CENTERED=settings.centered, STEPWISE=settings.stepwise, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
-        num_warps=tile.warps, enable_fp_fusion=False,
+        OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip

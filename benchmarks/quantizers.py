@@ -1,0 +1,254 @@
+"""Time the quantizers on bf16 input against their targets and against vLLM's operators.
+
+    python benchmarks/quantizers.py OUT.json [--only per_token,groups]
+
+VLLM_SO=/path/to/_C_stable_libtorch.abi3.so adds vLLM's operators to the same rounds, and compares
+scales and codes with theirs. Before anything is timed, codes and scales are compared with the
+reference, bit for bit. Inputs and outputs both rotate past the L2 cache; bandwidth counts every
+byte once: 2 read and 1 written per element, and the scales.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
+from fp8kit.quantizers import reference, triton
+from timing import Case, copies_past_l2, time_cases, write_results
+
+E4M3 = torch.float8_e4m3fn
+QuantizeInto = Callable[[Tensor, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to quantize, and what it has to reach.
+
+    Args:
+        group: elements per scale.
+        terabytes: bandwidth to reach from 4096 rows.
+        speedup: ratio to vLLM to reach from 4096 rows; 0 where vLLM has no such operator.
+        layout: layout of the scales: ``"row"``, ``"column"`` or ``"swizzled"``.
+        static: the scale is given.
+    """
+
+    group: GroupShape
+    terabytes: float
+    speedup: float = 0.0
+    layout: str = "row"
+    static: bool = False
+
+
+KINDS = {
+    "per_token": Kind(ROW, 4.1, 1.4),
+    "groups": Kind(GROUP128, 3.9, 2.4),
+    "groups_column": Kind(GROUP128, 3.9, 2.4, "column"),
+    "tensor_static": Kind(TENSOR, 4.1, 1.0, static=True),
+    "tensor_dynamic": Kind(TENSOR, 2.4, 1.0),
+    "mx": Kind(MX, 3.7),
+    "mx_swizzled": Kind(MX, 3.7, layout="swizzled"),
+    "block": Kind(BLOCK, 3.7),
+}
+LARGE = {
+    "per_token": [
+        (4096, 4096),
+        (4096, 5120),
+        (4096, 8192),
+        (4096, 14336),
+        (4096, 28672),
+        (16384, 4096),
+        (16384, 28672),
+    ],
+    "groups": [(4096, 4096), (4096, 7168), (4096, 14336), (16384, 4096)],
+    "groups_column": [(4096, 4096), (4096, 7168), (4096, 14336), (16384, 4096)],
+    "tensor_static": [(4096, 4096), (4096, 14336), (16384, 28672)],
+    "tensor_dynamic": [(4096, 4096), (4096, 14336), (16384, 28672)],
+    "mx": [(4096, 4096), (4096, 14336)],
+    "mx_swizzled": [(4096, 4096), (4096, 14336)],
+    "block": [(4096, 4096), (14336, 4096), (57344, 8192)],
+}
+SMALL_US = 1.7
+SMALL_KINDS = ("per_token", "groups_column", "tensor_static")
+SMALL = list(itertools.product((1, 16, 64), (4096, 14336, 28672)))
+
+
+def main() -> None:
+    """Check, measure, print a line per case, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", default=",".join(KINDS))
+    only = parser.parse_args().only.split(",")
+    out = parser.parse_args().out
+    torch.manual_seed(0)
+    vllm = load_vllm()
+    shapes = [(n, *s) for n in KINDS for s in LARGE[n]]
+    shapes += [(n, *s) for n in SMALL_KINDS for s in SMALL]
+    rows: list[dict[str, Any]] = []
+    for name, m, k in shapes:
+        if name in only:
+            rows.append(measure(name, m, k, vllm))
+            report(rows[-1])
+    write_results(out, rows, what="quantizers, bf16 to e4m3, microseconds", vllm=vllm is not None)
+    failed = sum(not row["passed"] for row in rows)
+    sys.stdout.write(f"{len(rows) - failed} of {len(rows)} reach their targets\n")
+
+
+def load_vllm() -> Any:
+    """Load vLLM's operator library, if it is given."""
+    path = os.environ.get("VLLM_SO")
+    if not path:
+        return None
+    torch.ops.load_library(path)
+    return torch.ops._C
+
+
+def measure(name: str, m: int, k: int, vllm: Any) -> dict[str, Any]:
+    """Time one kind on one shape and judge it."""
+    kind = KINDS[name]
+    first = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    given = reference.quantize(first, kind.group, E4M3, floor(kind), None, rounding(kind))[1]
+    data, scale = ours(kind, first, given)
+    check(kind, first, given, data, scale)
+    moved = 3 * m * k + scale.numel() * scale.element_size() * (0 if kind.static else 1)
+    copies = copies_past_l2(moved)
+    inputs = [first, *(torch.randn_like(first) for _ in range(copies - 1))]
+    kept: list[Any] = [None] * copies
+
+    def fp8kit(i: int) -> None:
+        # a result is held until its slot is used again, so that outputs rotate as inputs do
+        kept[i] = ours(kind, inputs[i], given)
+
+    cases: dict[str, Case] = {"fp8kit": fp8kit}
+    agreement: dict[str, Any] = {}
+    into = vllm_operator(vllm, name)
+    if into is not None:
+        outputs = [(torch.empty_like(data), empty_scale(kind, m, k, given)) for _ in range(copies)]
+        into(first, *outputs[0])
+        agreement = compare(data, scale, *outputs[0])
+        cases["vllm"] = lambda i: into(inputs[i], *outputs[i])
+    times = time_cases(cases, copies)
+    row = {"kind": name, "m": m, "k": k, "us": times, "agreement": agreement}
+    row["terabytes_per_second"] = moved / times["fp8kit"] * 1e-6
+    return row | judge(row, kind)
+
+
+def judge(row: dict[str, Any], kind: Kind) -> dict[str, Any]:
+    """Hold a measurement against its targets."""
+    times = row["us"]
+    speedup = times["vllm"] / times["fp8kit"] if "vllm" in times else None
+    if row["m"] <= 64:
+        target = f"{SMALL_US} us"
+        passed = times["fp8kit"] <= SMALL_US
+    else:
+        target = f"{kind.terabytes} TB/s"
+        passed = row["terabytes_per_second"] >= kind.terabytes
+        if kind.speedup:
+            target += f", {kind.speedup}x"
+        if speedup is not None:
+            passed = passed and speedup >= kind.speedup
+    return {"speedup": speedup, "target": target, "passed": bool(passed)}
+
+
+def report(row: dict[str, Any]) -> None:
+    """Print one measurement."""
+    line = f"{row['kind']:>14} {row['m']:>6} x {row['k']:<6} {row['us']['fp8kit']:8.2f} us "
+    line += f"{row['terabytes_per_second']:5.2f} TB/s"
+    line += "  vLLM    -   " if row["speedup"] is None else f"  vLLM {row['speedup']:5.2f}x "
+    line += f" target {row['target']:<15} {'pass' if row['passed'] else 'FAIL'}"
+    found = row["agreement"]
+    if found:
+        line += f"  equal scales {found['equal_scales']:.4%}, codes {found['equal_codes']:.4%}"
+        line += f", furthest {found['largest_code_distance']}"
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def floor(kind: Kind) -> float:
+    """Give the floor under a scale."""
+    return min_scale(kind.group, E4M3, "activation")
+
+
+def rounding(kind: Kind) -> str:
+    """Give the default rounding of a scale."""
+    return "floor" if kind.group == MX else "exact"
+
+
+def ours(kind: Kind, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize with fp8kit's kernels."""
+    if kind.static:
+        return triton.quantize_static(x, scale, kind.group, E4M3), scale
+    if kind.layout == "swizzled":
+        return triton.quantize_mx_swizzled(x, E4M3)
+    return triton.quantize(x, kind.group, E4M3, floor(kind), None, rounding(kind), kind.layout)
+
+
+def check(kind: Kind, x: Tensor, given: Tensor, data: Tensor, scale: Tensor) -> None:
+    """Compare with the reference, so that no wrong kernel is timed."""
+    expected = reference.quantize_static(x, given, kind.group, E4M3)
+    if not torch.equal(data.view(torch.uint8), expected.view(torch.uint8)):
+        raise SystemExit(f"{kind}: codes differ from the reference")
+    if kind.layout != "swizzled" and not torch.equal(scale, given):
+        raise SystemExit(f"{kind}: scales differ from the reference")
+
+
+def empty_scale(kind: Kind, m: int, k: int, given: Tensor) -> Tensor:
+    """Give the scale that one of vLLM's operators reads or writes."""
+    if kind.static:
+        return given.reshape(1)
+    if kind.layout == "column":
+        return torch.empty(k // 128, -(-m // 4) * 4, device="cuda").t()[:m]
+    return torch.empty_like(given).reshape(-1 if kind.group == TENSOR else given.shape)
+
+
+def vllm_operator(vllm: Any, name: str) -> QuantizeInto | None:
+    """Wrap the operator of vLLM for a kind, if it has one."""
+    if vllm is None:
+        return None
+
+    def groups(x: Tensor, data: Tensor, scale: Tensor) -> None:
+        column = scale.stride(-1) != 1
+        vllm.per_token_group_fp8_quant(
+            x, data, scale, 128, 1e-10, -448.0, 448.0, False, column, column
+        )
+
+    operators: dict[str, QuantizeInto] = {
+        "per_token": lambda x, data, scale: vllm.dynamic_per_token_scaled_fp8_quant(
+            data, x, scale, None
+        ),
+        "tensor_static": lambda x, data, scale: vllm.static_scaled_fp8_quant(data, x, scale),
+        "tensor_dynamic": lambda x, data, scale: vllm.dynamic_scaled_fp8_quant(data, x, scale),
+        "groups": groups,
+        "groups_column": groups,
+    }
+    return operators.get(name)
+
+
+def compare(data: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor) -> dict[str, Any]:
+    """Say how close two quantizations are: equal scales and codes, and the furthest codes."""
+    ours_, theirs = ordinal(data), ordinal(other)
+    same = scale.reshape(other_scale.shape) == other_scale
+    return {
+        "equal_scales": same.float().mean().item(),
+        "equal_codes": (ours_ == theirs).float().mean().item(),
+        "largest_code_distance": int((ours_ - theirs).abs().max()),
+    }
+
+
+def ordinal(data: Tensor) -> Tensor:
+    """Number the codes in the order of their values."""
+    code = data.view(torch.uint8).to(torch.int16)
+    return torch.where(code < 128, code, 128 - code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Write the benchmark tables of the README from the result files, or check that they are current.
+
+python benchmarks/tables.py [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+
+
+def main() -> None:
+    """Replace what stands between the two marks in the README."""
+    text = README.read_text()
+    head, rest = text.split(BEGIN)
+    tail = rest.split(END)[1]
+    wanted = f"{head}{BEGIN}\n{tables()}{END}{tail}"
+    if "--check" in sys.argv:
+        if wanted != text:
+            raise SystemExit("README.md is not what `python benchmarks/tables.py` writes. Run it.")
+    else:
+        README.write_text(wanted)
+
+
+def tables() -> str:
+    """Render every result file that is there."""
+    parts = []
+    for name, render in (("linear", linear), ("quantizers", quantizers), ("decoder_layer", layer)):
+        file = RESULTS / f"{name}.json"
+        if file.is_file():
+            found = json.loads(file.read_text())
+            where = f"{found['device']}, torch {found['torch']}, Triton {found['triton']}"
+            parts.append(
+                f"{render(found)}\nMeasured on one {where} (`benchmarks/results/{file.name}`).\n"
+            )
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def linear(found: dict[str, Any]) -> str:
+    """Whole linear layers: microseconds, and ratios to bf16 and to the best peer."""
+    lines = [
+        "### A whole linear layer",
+        "",
+        "bf16 in, bf16 out, per-token activations by per-row weights, precise accumulation; the peers "
+        "as they ship. Microseconds; cold weights, CUDA graph.",
+        "",
+        "| layer | M | bf16 | best peer | fp8kit | × bf16 | × best peer | of the roofline |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        times = row["us"]
+        ours, dense = times["fp8kit_row"], times["bf16"]
+        peers = {n: t for n, t in times.items() if not n.startswith(("fp8kit", "bf16"))}
+        best = min(peers, key=peers.__getitem__) if peers else ""
+        peer = f"{peers[best]:.1f} ({best})" if peers else "–"
+        ratio = f"{peers[best] / ours:.2f}" if peers else "–"
+        lines.append(
+            f"| {row['shape']} {row['n']}×{row['k']} | {row['m']} | {dense:.1f} | {peer} | {ours:.1f}"
+            f" | {dense / ours:.2f} | {ratio} | {row['roofline_us'] / ours:.0%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def quantizers(found: dict[str, Any]) -> str:
+    """Quantizers: bandwidth, counting bytes read and codes written."""
+    lines = [
+        "### Quantizing activations",
+        "",
+        "TB/s counting 2 bytes read and 1 written per element; microseconds for few rows.",
+        "",
+        "| granularity | M | K | µs | TB/s | × vLLM |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        peer = f"{row['vllm_us'] / row['us']:.2f}" if row.get("vllm_us") else "–"
+        lines.append(
+            f"| {row['kernel']} | {row['m']} | {row['k']} | {row['us']:.2f} | {row['tbps']:.2f} | {peer} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def layer(found: dict[str, Any]) -> str:
+    """A decoder layer: microseconds of each variant."""
+    names = list(found["rows"][0]["us"])
+    lines = [
+        "### A Llama-8B decoder layer",
+        "",
+        "Transformers' own code, random weights, CUDA graph; microseconds and speed-up over bf16.",
+        "",
+        f"| M | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for row in found["rows"]:
+        times = row["us"]
+        cells = [f"{t:.0f} ({times['bf16'] / t:.2f}×)" for t in times.values()]
+        lines.append(f"| {row['m']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

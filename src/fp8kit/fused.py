@@ -1,0 +1,394 @@
+"""Norms and activations that end in FP8, for layers whose input is quantized anyway.
+
+Each function equals ``quantize`` of the unfused result, rounded to the dtype of its input, in one
+pass over memory; ``quantizers/fused_reference.py`` defines every rounding. Codes and scales have no
+gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from fp8kit import fused_ops  # noqa: F401  (registers the operators)
+from fp8kit.errors import teach
+from fp8kit.formats import (
+    ROW,
+    TENSOR,
+    GroupShape,
+    QTensor,
+    check_scale,
+    fp8_format,
+    min_scale,
+)
+from fp8kit.quantizers.fused_problem import ROUNDINGS
+from fp8kit.validation import check_float, check_rounding, check_scale_ub
+
+
+class QuantizeOptions(TypedDict, total=False):
+    """The keywords that say how a result is quantized, those of ``fp8kit.quantize``.
+
+    ``group``: elements per scale, by default ``ROW``; one row at most, or ``TENSOR`` with a scale.
+    ``dtype``: dtype of the codes, by default ``float8_e4m3fn``.
+    ``scale``: static ``float32 [1, 1]``, only and always with ``TENSOR``.
+    ``scale_ub``: ``float32`` scalar tensor that bounds amax from above before the division.
+    ``scale_rounding``: ``"exact"`` or ``"up"``; for ``MX`` ``"floor"`` or ``"up"``.
+    """
+
+    group: GroupShape
+    dtype: torch.dtype
+    scale: Tensor | None
+    scale_ub: Tensor | None
+    scale_rounding: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    group: GroupShape = ROW
+    dtype: torch.dtype = torch.float8_e4m3fn
+    scale: Tensor | None = None
+    scale_ub: Tensor | None = None
+    scale_rounding: str | None = None
+
+    def checked(self, x: Tensor) -> tuple[object, ...]:
+        """Give the last six arguments of an operator."""
+        fp8_format(self.dtype)
+        group, scale = self.group, self.scale
+        if group.rows > 1 or (group == TENSOR) != (scale is not None):
+            given = "a static scale" if scale is not None else "no static scale"
+            raise ValueError(
+                teach(
+                    f"Got {group} groups and {given}.",
+                    "Fused results are quantized within rows, or per tensor with a static scale.",
+                    "Use fp8kit.ROW, GROUP128 or MX, or TENSOR with scale=.",
+                )
+            )
+        if scale is not None:
+            if self.scale_ub is not None or self.scale_rounding is not None:
+                raise ValueError(
+                    teach(
+                        "Got a static scale together with scale_ub or scale_rounding.",
+                        "These shape scales that are taken from the data.",
+                        "Leave them out, or leave out scale.",
+                    )
+                )
+            check_scale(scale, x.shape, group, x.device)
+        check_scale_ub(self.scale_ub, x)
+        rounding = check_rounding(self.scale_rounding, group)
+        floor = min_scale(group, self.dtype, "activation")
+        return scale, [group.rows, group.cols], self.dtype, floor, self.scale_ub, rounding
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "stepwise",
+    **options: Unpack[QuantizeOptions],
+) -> QTensor:
+    """Quantize the RMS norm of ``x``.
+
+    Statistics are fp32. ``"stepwise"`` rounds the normed row to the dtype of ``x`` and multiplies
+    it by the weight in that dtype (Llama, Qwen, Mistral); ``"once"`` stays in fp32 to the end, with
+    ``weight_offset=1.0`` as in Gemma.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[..., K]``, any strides.
+        weight: ``[K]``, the dtype of ``x``; with ``"once"`` any of the three.
+        eps: added to the mean square.
+        weight_offset: added to the weight: 1 where checkpoints store ``w - 1``.
+        rounding: ``"stepwise"`` or ``"once"``.
+        **options: ``group``, ``dtype``, ``scale``, ``scale_ub``, ``scale_rounding`` as in
+            ``QuantizeOptions``.
+
+    Returns:
+        ``QTensor`` with codes of the shape of ``x``.
+
+    Raises:
+        TypeError: if a tensor or dtype is of the wrong kind, or an option is unknown.
+        ValueError: for shapes, devices or options that do not fit.
+
+    Example:
+        >>> x, weight = torch.randn(4, 256), torch.ones(256)
+        >>> rms_norm_quantize(x, weight, group=fp8kit.GROUP128).scale.shape
+        torch.Size([4, 2])
+    """
+    found = _rms_norm(x, None, weight, (eps, weight_offset, rounding), options)
+    return _paired(found, options)
+
+
+def add_rms_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    rounding: str = "stepwise",
+    **options: Unpack[QuantizeOptions],
+) -> tuple[QTensor, Tensor]:
+    """Add ``x`` to the residual, round the sum, and quantize its RMS norm.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[..., K]``, any strides.
+        residual: shape and dtype of ``x``, any strides.
+        weight: ``[K]``, the dtype of ``x``; with ``"once"`` any of the three.
+        eps: added to the mean square.
+        weight_offset: added to the weight.
+        rounding: ``"stepwise"`` or ``"once"``, see ``rms_norm_quantize``.
+        **options: as in ``QuantizeOptions``.
+
+    Returns:
+        ``QTensor`` with codes of the shape of ``x``, and the new residual ``x + residual``, in the
+        dtype of ``x``, contiguous.
+
+    Raises:
+        TypeError: if a tensor or dtype is of the wrong kind, or an option is unknown.
+        ValueError: for shapes, devices or options that do not fit.
+
+    Example:
+        >>> x, weight = torch.randn(4, 256), torch.ones(256)
+        >>> q, residual = add_rms_norm_quantize(x, x, weight)
+        >>> torch.equal(residual, x + x)
+        True
+    """
+    _check_like("residual", residual, x)
+    found = _rms_norm(x, residual, weight, (eps, weight_offset, rounding), options)
+    return _paired(found, options), found[-1]
+
+
+def layer_norm_quantize(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    modulation: tuple[Tensor, Tensor] | None = None,
+    rounding: str = "stepwise",
+    **options: Unpack[QuantizeOptions],
+) -> QTensor:
+    """Quantize the layer norm of ``x``, with an adaptive scale and shift if given.
+
+    The norm itself is fp32 and rounded once. ``modulation`` makes it ``norm * (1 + scale) + shift``
+    (DiT): ``"stepwise"`` rounds after each of these operations as eager torch does with 16-bit
+    operands, ``"once"`` stays in fp32 to the end.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[..., K]``, any strides; ``[B, ..., K]`` with a modulation.
+        weight: ``[K]``, a float dtype, or ``None``.
+        bias: ``[K]``, a float dtype, or ``None``.
+        eps: added to the variance.
+        modulation: scale and shift, each ``[B, K]`` in any row stride, so that chunks of one
+            projection do; the dtype of ``x``, with ``"once"`` any of the three.
+        rounding: ``"stepwise"`` or ``"once"``.
+        **options: as in ``QuantizeOptions``.
+
+    Returns:
+        ``QTensor`` with codes of the shape of ``x``.
+
+    Raises:
+        TypeError: if a tensor or dtype is of the wrong kind, or an option is unknown.
+        ValueError: for shapes, devices or options that do not fit.
+
+    Example:
+        >>> scale, shift = torch.randn(2, 512).chunk(2, dim=1)
+        >>> layer_norm_quantize(torch.randn(2, 9, 256), modulation=(scale, shift)).scale.shape
+        torch.Size([2, 9, 1])
+    """
+    target = _resolved("x", x, options)
+    _check_choice(rounding)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            _check_operand(name, vector, (x.shape[-1],), x, None)
+    gain, shift = modulation or (None, None)
+    for name, part in (("scale of the modulation", gain), ("shift of the modulation", shift)):
+        if part is not None:
+            _check_batch(x)
+            wanted = x.dtype if rounding == "stepwise" else None
+            _check_operand(name, part, (x.shape[0], x.shape[-1]), x, wanted)
+    found: list[Tensor] = torch.ops.fp8kit.layer_norm_quantize(
+        x, weight, bias, gain, shift, eps, rounding, *target
+    )
+    return _paired(found, options)
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, **options: Unpack[QuantizeOptions]) -> QTensor:
+    """Quantize ``silu(gate) * up``, rounding after each of the two (Llama's MLP).
+
+    Args:
+        gate: bf16, fp16 or fp32 ``[..., K]``, any strides.
+        up: shape and dtype of ``gate``, any strides: both may be halves of one ``[..., 2 K]``.
+        **options: as in ``QuantizeOptions``.
+
+    Returns:
+        ``QTensor`` with codes of the shape of ``gate``.
+
+    Raises:
+        TypeError: if a tensor or dtype is of the wrong kind, or an option is unknown.
+        ValueError: for shapes, devices or options that do not fit.
+
+    Example:
+        >>> gate, up = torch.randn(4, 512).chunk(2, dim=1)
+        >>> silu_mul_quantize(gate, up).data.shape
+        torch.Size([4, 256])
+    """
+    return _activation("silu", gate, up, options)
+
+
+def gelu_quantize(
+    x: Tensor, approximate: str = "none", **options: Unpack[QuantizeOptions]
+) -> QTensor:
+    """Quantize ``gelu(x)``.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[..., K]``, any strides.
+        approximate: ``"none"`` (erf) or ``"tanh"``, as in ``torch.nn.functional.gelu``.
+        **options: as in ``QuantizeOptions``.
+
+    Returns:
+        ``QTensor`` with codes of the shape of ``x``.
+
+    Raises:
+        TypeError: if a tensor or dtype is of the wrong kind, or an option is unknown.
+        ValueError: for shapes, devices or options that do not fit.
+
+    Example:
+        >>> gelu_quantize(torch.randn(4, 256), "tanh").data.dtype
+        torch.float8_e4m3fn
+    """
+    return _activation(_gelu(approximate), x, None, options)
+
+
+def gelu_mul_quantize(
+    gate: Tensor, up: Tensor, approximate: str = "tanh", **options: Unpack[QuantizeOptions]
+) -> QTensor:
+    """Quantize ``gelu(gate) * up``, rounding after each of the two (Gemma's MLP).
+
+    Args:
+        gate: bf16, fp16 or fp32 ``[..., K]``, any strides.
+        up: shape and dtype of ``gate``, any strides: both may be halves of one ``[..., 2 K]``.
+        approximate: ``"tanh"`` or ``"none"`` (erf).
+        **options: as in ``QuantizeOptions``.
+
+    Returns:
+        ``QTensor`` with codes of the shape of ``gate``.
+
+    Raises:
+        TypeError: if a tensor or dtype is of the wrong kind, or an option is unknown.
+        ValueError: for shapes, devices or options that do not fit.
+
+    Example:
+        >>> gate, up = torch.randn(4, 512).chunk(2, dim=1)
+        >>> gelu_mul_quantize(gate, up).data.shape
+        torch.Size([4, 256])
+    """
+    return _activation(_gelu(approximate), gate, up, options)
+
+
+def _rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    settings: tuple[float, float, str],
+    options: QuantizeOptions,
+) -> list[Tensor]:
+    target, rounding = _resolved("x", x, options), settings[2]
+    _check_choice(rounding)
+    _check_operand(
+        "weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None
+    )
+    found: list[Tensor] = torch.ops.fp8kit.rms_norm_quantize(
+        x, residual, weight, *settings, *target
+    )
+    return found
+
+
+def _activation(kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions) -> QTensor:
+    target = _resolved("x" if up is None else "gate", gate, options)
+    if up is not None:
+        _check_like("up", up, gate)
+    found: list[Tensor] = torch.ops.fp8kit.activation_quantize(kind, gate, up, *target)
+    return _paired(found, options)
+
+
+def _paired(found: list[Tensor], options: QuantizeOptions) -> QTensor:
+    scale = options.get("scale")
+    return QTensor(found[0], found[1] if scale is None else scale, options.get("group", ROW))
+
+
+def _resolved(name: str, x: Tensor, options: QuantizeOptions) -> tuple[object, ...]:
+    check_float(name, x)
+    if x.dim() == 0:
+        raise ValueError(
+            teach(
+                f"Got {name} without dimensions.",
+                "The last dimension is K.",
+                f"Add one, e.g. {name}.reshape(1).",
+            )
+        )
+    return _Options(**options).checked(x)
+
+
+def _gelu(approximate: str) -> str:
+    if approximate not in ("none", "tanh"):
+        raise ValueError(
+            teach(
+                f"Got approximate={approximate!r}.",
+                "GELU is 'none' (erf) or 'tanh'.",
+                "Pass one of these words.",
+            )
+        )
+    return "gelu" if approximate == "none" else "gelu_tanh"
+
+
+def _check_choice(rounding: str) -> None:
+    if rounding not in ROUNDINGS:
+        raise ValueError(
+            teach(
+                f"Got rounding={rounding!r}.",
+                "Results are rounded 'stepwise' or 'once'.",
+                "Pass the word that matches the layer that is replaced.",
+            )
+        )
+
+
+def _check_batch(x: Tensor) -> None:
+    if x.dim() < 2:
+        raise ValueError(
+            teach(
+                f"Got x of shape {tuple(x.shape)} with a modulation.",
+                "A modulation has one row per entry of the first dimension of x.",
+                "Pass x of shape [B, ..., K].",
+            )
+        )
+
+
+def _check_like(name: str, other: Tensor, x: Tensor) -> None:
+    _check_operand(name, other, tuple(x.shape), x, x.dtype)
+
+
+def _check_operand(
+    name: str, other: Tensor, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype | None
+) -> None:
+    check_float(name, other)
+    if dtype is not None and other.dtype != dtype:
+        raise TypeError(
+            teach(
+                f"Got a {name} of dtype {other.dtype} for an input of {x.dtype}.",
+                "Here both have one dtype.",
+                f"Convert the {name}, or, for a norm, compute in fp32 with rounding='once'.",
+            )
+        )
+    if tuple(other.shape) != shape or other.device != x.device:
+        raise ValueError(
+            teach(
+                f"Got a {name} of shape {tuple(other.shape)} on {other.device}.",
+                f"The input {tuple(x.shape)} on {x.device} needs {shape} on its device.",
+                f"Reshape, expand or move the {name}.",
+            )
+        )

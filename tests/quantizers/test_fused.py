@@ -1,0 +1,502 @@
+"""Fused norms and activations: the reference against Transformers, the kernels against both.
+
+The same tests run under Triton's interpreter on a CPU (tiny shapes) and compiled on a GPU (real
+ones). Where a norm's sums are exact in fp32, no order of summation matters, so everything after
+them must agree bit for bit; these inputs are small integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import GemmaConfig, LlamaConfig
+from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
+from fp8kit.quantizers import fused_reference as reference
+from fp8kit.quantizers.fused_problem import ACTIVATIONS, FusedProblem, Target
+from numerics import assert_bits_equal, bits
+
+fused = pytest.importorskip("fp8kit.quantizers.fused_triton")
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from fp8kit.quantizers.fused_triton_activations import activate, activation_tile  # noqa: E402
+from fp8kit.quantizers.fused_triton_emission import narrow, row_cut  # noqa: E402
+from fp8kit.quantizers.fused_triton_norms import norm_tile  # noqa: E402
+from fp8kit.quantizers.triton_numerics import INTERPRETED, widen  # noqa: E402
+
+# numpy, which the interpreter computes with, warns of the infinities that these tests provoke
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+E4M3, FNUZ, E5M2 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
+INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+GROUPS = (ROW, GROUP128, MX, TENSOR)
+EPS = 1e-5
+
+# How often a 16-bit activation of normal arguments may differ from torch's. Errors of a few fp32
+# ulp reach a midpoint of bf16 (fp16) once in 2^15 (2^12) values each. GELU cancels below -2.5, where
+# torch itself is as far from the exact value as this: 0.3 % of bf16 and 0.8 % of fp16 results.
+ACTIVATION_RATE = {
+    ("silu", torch.bfloat16): 2e-4,
+    ("silu", torch.float16): 2e-3,
+    ("gelu", torch.bfloat16): 1e-2,
+    ("gelu", torch.float16): 2e-2,
+    ("gelu_tanh", torch.bfloat16): 1e-2,
+    ("gelu_tanh", torch.float16): 2e-2,
+}
+# A 16-bit flip is at most a sixteenth (e4m3 of bf16) of a code, so a code moves sixteen times more
+# rarely than the intermediate result; fp32 inputs move a code where it is within ulps of a tie.
+CODE_RATE = 1e-3
+
+
+@pytest.fixture
+def device(device: torch.device) -> torch.device:
+    """Leave the CPU out where kernels are compiled: only the interpreter runs there."""
+    if device.type == "cpu" and not INTERPRETED.value:
+        pytest.skip("a GPU is present, so the kernels are compiled for it")
+    return device
+
+
+def shapes(device: torch.device) -> list[tuple[int, int]]:
+    """Give M and K: several rows per program, an odd K, several tiles; on a GPU those of models."""
+    small = [(5, 64), (3, 131), (2, 1200)]
+    real = [(300, 4096), (33, 5120), (64, 8192), (17, 14336)]
+    return small + (real if device.type == "cuda" else [])
+
+
+def target(x: Tensor, group: GroupShape, dtype: torch.dtype = E4M3, **changes: object) -> Target:
+    scale = torch.full((1, 1), 0.013, device=x.device) if group == TENSOR else None
+    rounding = "floor" if group == MX else "exact"
+    plain = Target(scale, group, dtype, min_scale(group, dtype, "activation"), None, rounding)
+    return plain._replace(**changes)
+
+
+def integers(m: int, k: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Give rows of small integers with mean zero, and a zero row: all sums are exact."""
+    half = torch.randint(-8, 9, (m, k // 2))
+    x = torch.cat([half, -half, torch.zeros(m, k % 2)], 1)[:, torch.randperm(k)]
+    x[-1] = 0
+    return x.to(device, dtype)
+
+
+def assert_same(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None, ...]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        if a is None or b is None:
+            assert a is b
+        else:
+            assert_bits_equal(a, b)
+
+
+def assert_nearly_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Check that scales differ by an ulp of the intermediate dtype and codes by one step, rarely.
+
+    Codes are compared where their scales agree to fp32 rounding: a scale that moved by an ulp of a
+    16-bit amax moves the codes of its group with it.
+    """
+    (codes, scale), (codes_, scale_) = found, expected
+    close = ((scale / scale_) - 1).abs() <= 1e-6
+    assert (~close).float().mean() <= 0.02
+    assert (((scale / scale_) - 1).abs() <= 2**-7).all()
+    a, b = (ordered(c).reshape(*c.shape[:-1], -1) for c in (codes, codes_))
+    width = -(-codes.shape[-1] // close.shape[-1])
+    compared = close.repeat_interleave(width, -1)[..., : codes.shape[-1]].expand_as(a)
+    steps = ((a - b).abs() * compared).flatten()
+    assert steps.max() <= 1
+    assert (steps > 0).float().mean() <= CODE_RATE
+
+
+def ordered(codes: Tensor) -> Tensor:
+    """Give e4m3 codes as integers in the order of their values."""
+    raw = codes.view(torch.uint8).int()
+    return torch.where(raw >= 128, 128 - raw, raw)
+
+
+def poisoned(x: Tensor) -> Tensor:
+    """Put NaN, infinities and large values into separate rows."""
+    rows = torch.cat([x, x[:1].expand(4, -1)]).clone()
+    for i, value in enumerate((float("nan"), float("inf"), float("-inf"), 3e4)):
+        rows[len(x) + i, (7 * i) % x.shape[1]] = value
+    return rows
+
+
+# the reference
+
+
+def transformers_norm(kind: str, k: int, dtype: torch.dtype) -> tuple[torch.nn.Module, Tensor]:
+    norm = (LlamaRMSNorm if kind == "llama" else GemmaRMSNorm)(k, eps=EPS).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(k))
+    return norm, norm.weight.detach()
+
+
+@pytest.mark.parametrize("dtype", INPUTS)
+@pytest.mark.parametrize("k", [512, 4096])
+def test_the_reference_is_the_rms_norm_of_llama_and_gemma(dtype: torch.dtype, k: int) -> None:
+    # for K a power of two dividing by it and multiplying by its inverse are one
+    x = torch.randn(7, k).to(dtype) * 3
+    llama, weight = transformers_norm("llama", k, dtype)
+    assert_bits_equal(reference.rms_normed(x, weight, EPS, 0.0, "stepwise"), llama(x).detach())
+    gemma, weight = transformers_norm("gemma", k, dtype)
+    assert_bits_equal(reference.rms_normed(x, weight, EPS, 1.0, "once"), gemma(x).detach())
+
+
+def test_the_reference_adds_the_residual_as_a_decoder_layer_does() -> None:
+    x, residual = torch.randn(2, 5, 512).bfloat16()
+    llama, weight = transformers_norm("llama", 512, torch.bfloat16)
+    t = target(x, ROW)
+    data, scale, total = reference.rms_norm(x, residual, weight, EPS, 0.0, "stepwise", t)
+    assert total is not None
+    assert_bits_equal(total, residual + x)
+    assert_same((data, scale), reference.quantized(llama(residual + x).detach(), t))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_reference_is_the_mlp_of_llama_and_gemma(dtype: torch.dtype) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 160}
+    llama = LlamaMLP(LlamaConfig(**sizes)).to(dtype)
+    gemma = GemmaMLP(GemmaConfig(**sizes, hidden_activation="gelu_pytorch_tanh")).to(dtype)
+    x = torch.randn(9, 64).to(dtype) * 4
+    for kind, mlp in (("silu", llama), ("gelu_tanh", gemma)):
+        seen: list[Tensor] = []
+        mlp.down_proj.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        with torch.no_grad():
+            mlp(x)
+            gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+        assert_bits_equal(reference.activated(kind, gate, up), seen[0])
+
+
+@pytest.mark.parametrize("dtype", INPUTS)
+def test_the_reference_is_torchs_layer_norm_within_rounding(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(9, 384).to(dtype), *torch.randn(2, 384).to(dtype)
+    y = reference.layer_normed(x, weight, bias, None, EPS, "once")
+    # both round once, from fp32 values that differ by a few ulp of their largest term
+    torch.testing.assert_close(
+        y, F.layer_norm(x, (384,), weight, bias, EPS), rtol=torch.finfo(dtype).eps, atol=4e-6
+    )
+
+
+def test_the_adaptive_reference_takes_eager_torchs_steps() -> None:
+    x = torch.randn(2, 3, 5, 256).bfloat16()
+    scale, shift = torch.randn(2, 2, 256).bfloat16()
+    y = reference.layer_normed(x, None, None, (scale, shift), EPS, "stepwise")
+    plain = reference.layer_normed(x, None, None, None, EPS, "once")
+    assert_bits_equal(y, plain * (1 + scale[:, None, None]) + shift[:, None, None])
+    once = reference.layer_normed(x, None, None, (scale, shift), EPS, "once")
+    wide = reference.layer_normed(x.float(), None, None, None, EPS, "once")
+    expected = wide * (1 + scale[:, None, None].float()) + shift[:, None, None].float()
+    assert_bits_equal(once, expected.bfloat16())
+
+
+# kernels against the reference, bit for bit
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("dtype", INPUTS)
+def test_rms_norm_bits(device: torch.device, dtype: torch.dtype, group: GroupShape) -> None:
+    for m, k in shapes(device):
+        x, residual = (poisoned(integers(m, k, dtype, device)) for _ in range(2))
+        weight, t = torch.randn(k, device=device).to(dtype), target(x, group)
+        for offset, rounding in ((0.0, "stepwise"), (1.0, "stepwise"), (1.0, "once")):
+            arguments = (weight, EPS, offset, rounding, t)
+            assert_same(
+                fused.rms_norm(x[:-1], None, *arguments),
+                reference.rms_norm(x[:-1], None, *arguments),
+            )
+        arguments = (weight.float(), EPS, 0.0, "once", t)
+        x = x[:-1]  # 3e4 has a square that is not exact
+        assert_same(
+            fused.rms_norm(x, residual[:-1], *arguments),
+            reference.rms_norm(x, residual[:-1], *arguments),
+        )
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("dtype", INPUTS)
+def test_layer_norm_bits(device: torch.device, dtype: torch.dtype, group: GroupShape) -> None:
+    for m, k in shapes(device):
+        x, t = integers(2 * m, k, dtype, device), None
+        t = target(x, group)
+        weight, bias = torch.randn(2, k, device=device).to(dtype)
+        modulation = torch.randn(2, 2 * k, device=device).to(dtype).chunk(2, 1)
+        batched = x.reshape(2, m, k)
+        for w, b in ((None, None), (weight, None), (weight, bias)):
+            assert_same(
+                fused.layer_norm(x, w, b, None, EPS, "once", t),
+                reference.layer_norm(x, w, b, None, EPS, "once", t),
+            )
+        for w, rounding in ((None, "stepwise"), (weight, "stepwise"), (None, "once")):
+            arguments = (w, None, modulation, EPS, rounding, t)
+            assert_same(
+                fused.layer_norm(batched, *arguments), reference.layer_norm(batched, *arguments)
+            )
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_quantize_their_rounded_result_exactly(
+    device: torch.device, kind: str, dtype: torch.dtype, group: GroupShape
+) -> None:
+    # the intermediate result, written out by the same device function, leaves only the quantizer
+    for m, k in shapes(device):
+        gate, up = torch.randn(m, 2 * k, device=device).to(dtype).mul(3).chunk(2, 1)
+        gate = gate.contiguous()
+        t, act = target(gate, group), applied(kind, gate)
+        assert_same(fused.activation(kind, gate, None, t), reference.quantized(act, t))
+        assert_same(fused.activation(kind, gate, up, t), reference.quantized(act * up, t))
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_of_special_values(device: torch.device, kind: str) -> None:
+    special = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30, -100.0, 100.0]
+    x = torch.tensor(special, device=device).reshape(-1, 1).expand(-1, 130).bfloat16()
+    x = torch.cat([x, x.roll(1, 0)], 1)
+    for group in (ROW, TENSOR):
+        t = target(x, group)
+        assert_same(fused.activation(kind, x, None, t), reference.activation(kind, x, None, t))
+
+
+@pytest.mark.parametrize("dtype", (E4M3, FNUZ, E5M2))
+@pytest.mark.parametrize("group", (ROW, GROUP128), ids=str)
+def test_every_format_bound_and_rounding(
+    device: torch.device, dtype: torch.dtype, group: GroupShape
+) -> None:
+    x = integers(4, 384, torch.bfloat16, device)
+    weight = torch.randn(384, device=device).bfloat16()
+    bound = torch.tensor(1.5, device=device)
+    for changes in (
+        {"scale_ub": bound},
+        {"scale_rounding": "up"},
+        {"min_scale": 0.0},
+        {"min_scale": 0.0, "scale_rounding": "up"},
+        {"min_scale": 0.1},
+    ):
+        t = target(x, group, dtype, **changes)
+        arguments = (x, None, weight, EPS, 0.0, "stepwise", t)
+        assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30, 0.02, float("nan"), float("inf"), 0.0])
+def test_static_scales_of_every_size(device: torch.device, scale: float) -> None:
+    x = integers(4, 200, torch.bfloat16, device)
+    weight = torch.randn(200, device=device).bfloat16()
+    t = target(x, TENSOR, scale=torch.full((1, 1), scale, device=device))
+    arguments = (x, None, weight, EPS, 0.0, "stepwise", t)
+    assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
+
+
+# kernels against torch, where sums and transcendental functions are not exact
+
+
+@pytest.mark.parametrize("group", (ROW, GROUP128, TENSOR), ids=str)
+@pytest.mark.parametrize("dtype", INPUTS)
+def test_norms_of_real_values(device: torch.device, dtype: torch.dtype, group: GroupShape) -> None:
+    for m, k in shapes(device):
+        x, residual = torch.randn(2, m, k, device=device).to(dtype) * 2
+        weight, bias = torch.randn(2, k, device=device).to(dtype)
+        t = target(x, group)
+        for rounding in ("stepwise", "once"):
+            arguments = (x, residual, weight, EPS, 0.0, rounding, t)
+            *found, total = fused.rms_norm(*arguments)
+            *expected, total_ = reference.rms_norm(*arguments)
+            assert_nearly_same(tuple(found), tuple(expected))
+            assert_bits_equal(total, total_)
+        arguments = (x + 1, weight, bias, None, EPS, "once", t)
+        assert_nearly_same(fused.layer_norm(*arguments), reference.layer_norm(*arguments))
+
+
+@triton.jit
+def _activate_kernel(x_ptr, y_ptr, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+    y = narrow(activate(widen(x), KIND), y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, mask=at < n)
+
+
+def applied(kind: str, x: Tensor) -> Tensor:
+    """Apply the kernels' activation and round to the dtype of ``x``."""
+    y, block = torch.empty_like(x), 1 << 12
+    _activate_kernel[(triton.cdiv(x.numel(), block),)](
+        x, y, x.numel(), KIND=kind, BLOCK=block, enable_fp_fusion=False
+    )
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_agree_with_torch(device: torch.device, kind: str, dtype: torch.dtype) -> None:
+    x = torch.randn(1 << 17, device=device).to(dtype)
+    y, expected = applied(kind, x), reference.activated(kind, x, None)
+    assert (y != expected).float().mean() <= ACTIVATION_RATE[kind, dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activations_of_every_16_bit_value(
+    device: torch.device, kind: str, dtype: torch.dtype
+) -> None:
+    x = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(dtype)
+    y, expected = applied(kind, x), reference.activated(kind, x, None)
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y.isinf(), expected.isinf())
+    finite = x.isfinite() & expected.isfinite()
+    x, y, expected = (v[finite].double() for v in (x, y, expected))
+    # one ulp of the result's dtype, and what is left of 2^-22 after 1 + odd has cancelled
+    bound = torch.finfo(dtype).eps * expected.abs() + 2**-21 * x.abs().clamp(max=8)
+    tiny = torch.finfo(dtype).smallest_normal
+    assert ((y - expected).abs() <= bound + tiny).all()
+
+
+# any shape, any stride, any number of rows
+
+
+def layouts(m: int, k: int, device: torch.device) -> Iterator[Tensor]:
+    wide = integers(m, 2 * k, torch.bfloat16, device)
+    yield wide[:, :k]
+    yield wide[:, 1 : k + 1]
+    yield wide[:, ::2]
+    yield wide[:, :k].t().contiguous().t()
+    yield wide[:1, :k].expand(m, k)
+    yield wide[:, :k].reshape(1, m, 1, k).transpose(1, 2)
+    yield wide[0, :k]
+
+
+def test_strides_and_leading_dimensions(device: torch.device) -> None:
+    k = 200
+    weight = torch.randn(k, device=device).bfloat16()
+    for x in layouts(6, k, device):
+        for group in (ROW, GROUP128, TENSOR):
+            t = target(x, group)
+            arguments = (x, x, weight, EPS, 0.0, "once", t)
+            found, expected = fused.rms_norm(*arguments), reference.rms_norm(*arguments)
+            assert found[1].shape == expected[1].shape
+            assert_nearly_same(found[:2], expected[:2])
+            assert_bits_equal(found[2], expected[2])
+            found, expected = (b.activation("silu", x, x, t) for b in (fused, reference))
+            assert_nearly_same(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0), (2, 0, 64)])
+def test_empty(device: torch.device, shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape, device=device, dtype=torch.bfloat16)
+    weight = torch.ones(shape[-1], device=device, dtype=torch.bfloat16)
+    for group in GROUPS:
+        t = target(x, group)
+        for backend in (fused, reference):
+            data, _, total = backend.rms_norm(x, x, weight, EPS, 0.0, "once", t)
+            assert data.shape == shape == total.shape
+            assert backend.layer_norm(x, None, None, None, EPS, "once", t)[0].shape == shape
+            assert backend.activation("gelu", x, None, t)[0].shape == shape
+
+
+def test_a_rows_bits_depend_on_nothing_else(device: torch.device) -> None:
+    for k in (48, 1200) if device.type == "cpu" else (48, 4096, 14336):
+        x = torch.randn(67, k, device=device).bfloat16()
+        weight = torch.randn(k, device=device).bfloat16()
+        t = target(x, ROW)
+        data, scale, _ = fused.rms_norm(x, None, weight, EPS, 0.0, "stepwise", t)
+        for first, last in ((0, 1), (66, 67), (3, 20)):
+            part = fused.rms_norm(x[first:last], None, weight, EPS, 0.0, "stepwise", t)
+            assert_same(part[:2], (data[first:last], scale[first:last]))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    m, k = (1 << 19) + 3, 4096
+    x = torch.zeros(m, k, device="cuda", dtype=torch.bfloat16)
+    x[-2:] = integers(2, k, torch.bfloat16, torch.device("cuda"))[:1]
+    weight = torch.randn(k, device="cuda").bfloat16()
+    for group in (ROW, GROUP128):
+        t = target(x, group)
+        found = fused.rms_norm(x, None, weight, EPS, 0.0, "stepwise", t)[:2]
+        expected = reference.rms_norm(x[-2:], None, weight, EPS, 0.0, "stepwise", t)[:2]
+        assert_same(tuple(part[-2:] for part in found), expected)
+        found = fused.activation("silu", x, x, t)
+        assert_nearly_same(
+            tuple(part[-2:] for part in found), reference.activation("silu", x[-2:], x[-2:], t)
+        )
+
+
+# pure choices
+
+
+def test_tiles_cover_a_row_and_fit() -> None:
+    for k in (1, 2, 100, 1024, 1025, 4096, 5120, 8192, 11008, 14336, 28672, 40960):
+        for itemsize in (2, 4):
+            tile = norm_tile(k, itemsize, 128)
+            assert tile.cols * tile.held >= k
+            assert tile.cols % 128 == 0
+            assert tile.held == 1 or tile.cols * (tile.held - 1) < k
+            for m in (1, 4096):
+                for whole in (False, True):
+                    cut = activation_tile(m, k, itemsize, 128, whole)
+                    assert not whole or cut.cols * cut.held >= k
+                    assert cut.warps in (1, 2, 4, 8, 16, 32)
+
+
+def test_rows_are_cut_without_idle_lanes_where_possible() -> None:
+    assert row_cut(4096, 256, 5) == (4, 4)
+    assert row_cut(5120, 256, 5) == (4, 5)
+    assert row_cut(14336, 256, 7) == (8, 7)
+    assert row_cut(14336, 256, 5) == (16, 4)
+
+
+def problem(**changes: object) -> FusedProblem:
+    facts = {
+        "producer": "rms_norm",
+        "group": ROW,
+        "static": False,
+        "in_dtype": torch.bfloat16,
+        "dtype": E4M3,
+        "k": 4096,
+        "device_type": "cuda",
+        "capability": (9, 0),
+    }
+    return FusedProblem(**{**facts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"group": TENSOR, "static": True}, None),
+        ({"group": TENSOR}, "needs all rows"),
+        ({"static": True}, "static row groups"),
+        ({"group": BLOCK}, "not within one row"),
+        ({"group": GroupShape(1, 96)}, "not a power of two"),
+        ({"group": GroupShape(1, 512)}, "not a power of two up to 256"),
+        ({"k": 40961}, "registers hold"),
+        ({"producer": "silu", "k": 40961}, None),
+        ({"producer": "silu", "k": 57345}, "registers hold"),
+        ({"producer": "silu", "k": 1 << 20, "group": GROUP128}, None),
+        ({"in_dtype": torch.float64}, "float64 input"),
+    ],
+)
+def test_supports(changes: dict[str, object], reason: str | None) -> None:
+    found = fused.supports(problem(**changes))
+    assert found == reason if reason is None else reason in found
+
+
+@pytest.mark.skipif(INTERPRETED.value, reason="the interpreter runs on every device")
+@pytest.mark.parametrize("place", [("cpu", None), ("cuda", (8, 0))])
+def test_supports_only_gpus_with_fp8(place: tuple[str, tuple[int, int] | None]) -> None:
+    device_type, capability = place
+    assert fused.supports(problem(device_type=device_type, capability=capability))
+
+
+def test_the_comparison_of_codes_can_fail() -> None:
+    x = torch.randn(4, 256)
+    data, scale = reference.quantized(x, target(x, ROW))
+    moved = bits(data).clone()
+    moved[0, 0] ^= 4
+    with pytest.raises(AssertionError):
+        assert_nearly_same((moved.view(E4M3), scale), (data, scale))
+    with pytest.raises(AssertionError):
+        assert_nearly_same((data, scale * 1.1), (data, scale))
