@@ -2,8 +2,8 @@
 
     python benchmarks/decoder_layer.py OUT.json
 
-Compares bf16 with FP8 layers that quantize each input on its own, and with FP8 layers that share
-quantized inputs and joined weights.
+Compares bf16 with FP8 layers that quantize each input on its own, with layers that share
+quantized inputs and joined weights, and with norms and activations that write FP8 themselves.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def main(out: Path) -> None:
         rotary = LlamaRotaryEmbedding(config)
     variants = {"bf16": dense}
     for name, options in {
-        "separate": {"share_inputs": False},
-        "shared": {},
+        "separate": {"fuse": "none"},
+        "shared": {"fuse": "inputs"},
+        "fused": {"fuse": "all"},
     }.items():
         variants[name] = copy.deepcopy(dense)
         fp8kit.convert(variants[name], **options)

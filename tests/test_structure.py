@@ -90,7 +90,7 @@ def test_convert_shares_inputs_and_reports_it() -> None:
 
 def test_convert_without_sharing() -> None:
     model = Block()
-    report = fp8kit.convert(model, share_inputs=False)
+    report = fp8kit.convert(model, fuse="none")
     assert report.groups == []
     assert model.self_attn.q_proj.shared is None
 
@@ -101,5 +101,5 @@ def test_convert_shared_equals_separate() -> None:
     separate.load_state_dict(shared.state_dict())
     x = torch.randn(3, 128)
     fp8kit.convert(shared, calibrate=lambda m: m(x))
-    fp8kit.convert(separate, share_inputs=False)
+    fp8kit.convert(separate, fuse="none")
     assert torch.equal(shared(x), separate(x))

@@ -15,6 +15,7 @@ from fp8kit.dispatch import choose
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
+from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.report import Record, Report
 from fp8kit.selection import check_patterns, exclusion, some_of
@@ -33,6 +34,7 @@ class Plan:
         scheme: what its layers would become.
         report: one record per layer; ``print(plan)`` shows it as a table.
         calibrate: runs the model on representative data, or ``None``.
+        fuse: as in ``plan``.
 
     Example:
         >>> plan = fp8kit.plan(model, "FP8_BLOCK", exclude=["*.head"])
@@ -44,6 +46,7 @@ class Plan:
     scheme: Scheme
     report: Report
     calibrate: Callable[[nn.Module], object] | None = None
+    fuse: str = "all"
 
     def __str__(self) -> str:
         return str(self.report)
@@ -98,6 +101,8 @@ class Plan:
             for name in (record.name, *record.aliases):
                 self.model.set_submodule(name, layer)
         structure.share_inputs(self.model, self.report.groups)
+        if structure.level(self.fuse) > 1:
+            structure.fuse_producers(self.model)
         return self.report
 
 
@@ -109,7 +114,7 @@ def plan(
     exclude: Sequence[str] | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
-    share_inputs: bool = True,
+    fuse: str = "all",
 ) -> Plan:
     """Decide which layers become FP8, without changing anything.
 
@@ -128,7 +133,9 @@ def plan(
             Static schemes take their input scales from it, and layers that it calls one after
             another with the same tensor share one quantization; without it, siblings are known by
             their usual names (q/k/v, gate/up).
-        share_inputs: let layers with one input quantize it once and multiply as one matrix.
+        fuse: ``"inputs"`` lets layers with one input quantize it once; ``"all"`` also lets the
+            norms and activations before them write FP8, where the model's code is known; ``"none"``
+            keeps every layer on its own.
 
     A pattern is a glob on the qualified name or on any dotted suffix of it (``"*.mlp.*"``,
     ``"o_proj"``), or ``"re:"`` and a regular expression matched from the start.
@@ -176,7 +183,7 @@ def plan(
         else:
             report.records.extend(_bypassed(module, found[0]))
     _add_notes(report, model, scheme)
-    if share_inputs:
+    if structure.level(fuse):
         names_to_group = [r.name for r in report.converted]
         report.groups = structure.find_groups(model, names_to_group, calibrate)
     blocked = [r for r in report.skipped if r.warning]
@@ -189,7 +196,7 @@ def plan(
                 "Exclude these layers by name, or drop strict.",
             )
         )
-    return Plan(model, scheme, report, calibrate)
+    return Plan(model, scheme, report, calibrate, fuse)
 
 
 def convert(
@@ -200,7 +207,7 @@ def convert(
     exclude: Sequence[str] | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
-    share_inputs: bool = True,
+    fuse: str = "all",
     weight_storage: str = "discard",
 ) -> Report:
     """Replace the linear layers of a model by FP8 ones, in place.
@@ -212,7 +219,7 @@ def convert(
         exclude: as in ``plan``.
         strict: as in ``plan``.
         calibrate: as in ``plan``; needed by the static scheme ``FP8``.
-        share_inputs: as in ``plan``.
+        fuse: as in ``plan``.
         weight_storage: as in ``Plan.apply``.
 
     Returns:
@@ -232,7 +239,7 @@ def convert(
         exclude=exclude,
         strict=strict,
         calibrate=calibrate,
-        share_inputs=share_inputs,
+        fuse=fuse,
     )
     return decided.apply(weight_storage=weight_storage)
 
@@ -294,9 +301,7 @@ def _converted(
     layer.train(dense.training)
     if layer.bias is not None:
         layer.bias.requires_grad_(False)
-    for name, value in vars(dense).items():  # call hooks with their options
-        if "hook" in name and "state_dict" not in name:
-            setattr(layer, name, value)
+    carry_hooks(dense, layer)
     if weight_storage != "discard":
         kept = dense.weight.detach()
         layer.original_weight = kept.to("cpu") if weight_storage == "cpu_offload" else kept

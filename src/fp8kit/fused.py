@@ -299,9 +299,7 @@ def _rms_norm(
 ) -> list[Tensor]:
     target, rounding = _resolved("x", x, options), settings[2]
     _check_choice(rounding)
-    _check_operand(
-        "weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None
-    )
+    _check_operand("weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None)
     found: list[Tensor] = torch.ops.fp8kit.rms_norm_quantize(
         x, residual, weight, *settings, *target
     )

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from fp8kit.errors import teach
+from fp8kit.modules.fused import FusedGatedMlp, FusedRMSNorm, activation_kind, takes_codes
+from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import SharedInput
 
@@ -20,6 +23,14 @@ _SIBLINGS = (
 )
 # libraries whose attention and feed-forward code never changes an input between siblings
 _UNCHANGING = ("transformers.models.", "diffusers.models.")
+_LEVELS = ("none", "inputs", "all")
+_PLAIN = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))
+_SANDWICH = (("input_layernorm", "self_attn"), ("pre_feedforward_layernorm", "mlp"))
+# per family: which norm of a decoder layer is read by whose projections, and by nothing else
+_DECODERS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _PLAIN),
+    **dict.fromkeys(("gemma2", "gemma3"), _SANDWICH),
+}
 _CROSS = ("cross", "encoder_attn", "enc_dec", "attn2")
 
 
@@ -58,6 +69,93 @@ def share_inputs(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
         parent = type(model.get_submodule(group[0].rpartition(".")[0]))
         unchanging = parent.__module__.startswith(_UNCHANGING)
         SharedInput([m for m in members if isinstance(m, Fp8Linear)], unchanging)
+
+
+def level(fuse: str) -> int:
+    """Rank how much is fused: 0 for ``"none"``, 1 for ``"inputs"``, 2 for ``"all"``.
+
+    Raises:
+        ValueError: for any other word.
+    """
+    if fuse not in _LEVELS:
+        raise ValueError(
+            teach(
+                f"Got fuse={fuse!r}.",
+                f"It is one of {', '.join(_LEVELS)}.",
+                "Pass one of these words; 'none' keeps every layer on its own.",
+            )
+        )
+    return _LEVELS.index(fuse)
+
+
+def fuse_producers(model: nn.Module) -> list[str]:
+    """Let norms and feed-forward activations write FP8 where the model's code is known.
+
+    Known are the decoder layers of Transformers' Llama, Mistral, Qwen2, Qwen3 and Gemma families:
+    there the norm's result is read by the layers behind it and by nothing else.
+
+    Args:
+        model: a converted model whose layers share their inputs.
+
+    Returns:
+        Names of the modules that were replaced.
+
+    Example:
+        >>> fuse_producers(model)
+        ['model.layers.0.input_layernorm', 'model.layers.0.post_attention_layernorm', ...]
+    """
+    replaced: list[str] = []
+    for prefix, layer in list(model.named_modules()):
+        pairs = _known_pairs(layer)
+        for norm_name, holder_name in pairs:
+            norm, holder = getattr(layer, norm_name), getattr(layer, holder_name)
+            fused = _fused_norm(norm, holder)
+            if fused is not None:
+                setattr(layer, norm_name, fused)
+                replaced.append(f"{prefix}.{norm_name}".lstrip("."))
+        mlp = layer.get_submodule("mlp") if pairs else None
+        kind = activation_kind(getattr(mlp, "act_fn", None))
+        if kind is not None and isinstance(getattr(mlp, "down_proj", None), Fp8Linear):
+            _replace_mlp(layer, pairs, kind)
+            replaced.append(f"{prefix}.mlp".lstrip("."))
+    return replaced
+
+
+def _known_pairs(layer: nn.Module) -> tuple[tuple[str, str], ...]:
+    where, _, kind = f"{type(layer).__module__}.{type(layer).__name__}".rpartition(".")
+    family = where.removeprefix("transformers.models.").partition(".")[0]
+    if not where.startswith("transformers.models.") or not kind.endswith("DecoderLayer"):
+        return ()
+    return _DECODERS.get(family, ())
+
+
+def _fused_norm(norm: nn.Module, holder: nn.Module) -> FusedRMSNorm | None:
+    kind = type(norm).__name__
+    first = getattr(holder, "q_proj", None) or getattr(holder, "gate_proj", None)
+    group = first.shared if isinstance(first, Fp8Linear) else None
+    if not kind.endswith("RMSNorm") or not isinstance(group, SharedInput):
+        return None
+    names = tuple(n for m in group.members for n, child in holder.named_children() if child is m)
+    if len(names) != len(group.members) or not takes_codes(group.members[0]):
+        return None
+    gemma = kind.startswith("Gemma")
+    eps = float(getattr(norm, "eps" if gemma else "variance_epsilon"))
+    fused = FusedRMSNorm(norm, eps, gemma, (holder, names), group)
+    fused.train(norm.training)
+    carry_hooks(norm, fused)
+    return fused
+
+
+def _replace_mlp(layer: nn.Module, pairs: tuple[tuple[str, str], ...], kind: str) -> None:
+    mlp = layer.get_submodule("mlp")
+    fused = FusedGatedMlp(mlp, kind)
+    fused.train(mlp.training)
+    carry_hooks(mlp, fused)
+    for norm_name, holder_name in pairs:
+        norm = getattr(layer, norm_name)
+        if holder_name == "mlp" and isinstance(norm, FusedRMSNorm):
+            norm.consumers = (fused, norm.consumers[1])
+    layer.mlp = fused
 
 
 def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:

@@ -40,8 +40,8 @@ GROUPS = (ROW, GROUP128, MX, TENSOR)
 EPS = 1e-5
 
 # How often a 16-bit activation of normal arguments may differ from torch's. Errors of a few fp32
-# ulp reach a midpoint of bf16 (fp16) once in 2^15 (2^12) values each. GELU cancels below -2.5, where
-# torch itself is as far from the exact value as this: 0.3 % of bf16 and 0.8 % of fp16 results.
+# ulp reach a midpoint of bf16 (fp16) once in 2^15 (2^12) values each. GELU cancels below -2.5,
+# where torch itself misses the exact value as often as this: 0.4 % of bf16 and 0.8 % of fp16.
 ACTIVATION_RATE = {
     ("silu", torch.bfloat16): 2e-4,
     ("silu", torch.float16): 2e-3,
@@ -91,7 +91,12 @@ def assert_same(found: tuple[Tensor | None, ...], expected: tuple[Tensor | None,
         if a is None or b is None:
             assert a is b
         else:
-            assert_bits_equal(a, b)
+            assert_bits_equal(canonical(a), canonical(b))
+
+
+def canonical(x: Tensor) -> Tensor:
+    """Give every NaN of a sum or a scale one sign and payload, which IEEE leaves open."""
+    return x if x.dtype.itemsize == 1 else x.masked_fill(x.isnan(), torch.nan)
 
 
 def assert_nearly_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
@@ -104,10 +109,10 @@ def assert_nearly_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Ten
     close = ((scale / scale_) - 1).abs() <= 1e-6
     assert (~close).float().mean() <= 0.02
     assert (((scale / scale_) - 1).abs() <= 2**-7).all()
-    a, b = (ordered(c).reshape(*c.shape[:-1], -1) for c in (codes, codes_))
+    a, b = ordered(codes), ordered(codes_)
     width = -(-codes.shape[-1] // close.shape[-1])
-    compared = close.repeat_interleave(width, -1)[..., : codes.shape[-1]].expand_as(a)
-    steps = ((a - b).abs() * compared).flatten()
+    compared = close.repeat_interleave(width, -1)[..., : codes.shape[-1]]
+    steps = (a - b).abs() * compared
     assert steps.max() <= 1
     assert (steps > 0).float().mean() <= CODE_RATE
 
@@ -221,7 +226,7 @@ def test_rms_norm_bits(device: torch.device, dtype: torch.dtype, group: GroupSha
 @pytest.mark.parametrize("dtype", INPUTS)
 def test_layer_norm_bits(device: torch.device, dtype: torch.dtype, group: GroupShape) -> None:
     for m, k in shapes(device):
-        x, t = integers(2 * m, k, dtype, device), None
+        x = integers(2 * m, k, dtype, device)
         t = target(x, group)
         weight, bias = torch.randn(2, k, device=device).to(dtype)
         modulation = torch.randn(2, 2 * k, device=device).to(dtype).chunk(2, 1)
@@ -253,9 +258,15 @@ def test_activations_quantize_their_rounded_result_exactly(
         assert_same(fused.activation(kind, gate, up, t), reference.quantized(act * up, t))
 
 
+def infinity(kind: str, device: torch.device) -> list[float]:
+    # torch's vectorized GELU of bf16 makes NaN of infinity on a CPU
+    return [] if kind == "gelu" and device.type == "cpu" else [float("inf")]
+
+
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations_of_special_values(device: torch.device, kind: str) -> None:
-    special = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e30, -1e30, -100.0, 100.0]
+    special = [float("nan"), -float("inf"), 0.0, -0.0, 1e30, -1e30, -100.0, 100.0]
+    special += infinity(kind, device)
     x = torch.tensor(special, device=device).reshape(-1, 1).expand(-1, 130).bfloat16()
     x = torch.cat([x, x.roll(1, 0)], 1)
     for group in (ROW, TENSOR):
@@ -263,8 +274,8 @@ def test_activations_of_special_values(device: torch.device, kind: str) -> None:
         assert_same(fused.activation(kind, x, None, t), reference.activation(kind, x, None, t))
 
 
-@pytest.mark.parametrize("dtype", (E4M3, FNUZ, E5M2))
-@pytest.mark.parametrize("group", (ROW, GROUP128), ids=str)
+@pytest.mark.parametrize("dtype", [E4M3, FNUZ, E5M2])
+@pytest.mark.parametrize("group", [ROW, GROUP128], ids=str)
 def test_every_format_bound_and_rounding(
     device: torch.device, dtype: torch.dtype, group: GroupShape
 ) -> None:
@@ -295,7 +306,7 @@ def test_static_scales_of_every_size(device: torch.device, scale: float) -> None
 # kernels against torch, where sums and transcendental functions are not exact
 
 
-@pytest.mark.parametrize("group", (ROW, GROUP128, TENSOR), ids=str)
+@pytest.mark.parametrize("group", [ROW, GROUP128, TENSOR], ids=str)
 @pytest.mark.parametrize("dtype", INPUTS)
 def test_norms_of_real_values(device: torch.device, dtype: torch.dtype, group: GroupShape) -> None:
     for m, k in shapes(device):
@@ -343,6 +354,7 @@ def test_activations_of_every_16_bit_value(
     device: torch.device, kind: str, dtype: torch.dtype
 ) -> None:
     x = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(dtype)
+    x = x[x.isfinite()] if not infinity(kind, device) else x
     y, expected = applied(kind, x), reference.activated(kind, x, None)
     assert torch.equal(y.isnan(), expected.isnan())
     assert torch.equal(y.isinf(), expected.isinf())

@@ -6,6 +6,7 @@ enumerations at the end check, in exact arithmetic, the claims that the kernels'
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -481,8 +482,9 @@ def test_a_device_that_is_not_current(group: GroupShape) -> None:
         assert torch.cuda.current_device() == 0
 
 
-# an error bound of the corrected quotient before its last rounding, in units of the last place
-WOBBLE = Fraction(1, 2**21)
+def wobble(bits: int) -> Fraction:
+    """Bound the corrected quotient's error before its last rounding, in units of the last place."""
+    return Fraction(1, 2 ** (bits - 3))
 
 
 def fp32(value: Fraction) -> Fraction:
@@ -506,28 +508,48 @@ def corrected(x: Fraction, y: Fraction) -> Fraction:
     return fp32(q - fp32(q * y - x) * fp32(1 / y))
 
 
-def near_ties() -> Iterator[tuple[Fraction, Fraction]]:
-    """Give all 24-bit significands ``x`` and ``y`` whose quotient is hard to round and matters.
+def middles(bits: int) -> Iterator[tuple[int, int]]:
+    """Give ``Q, u`` for all ``Q / 2^u``, in ulp, halfway from a tie of codes to the next float."""
+    for tie in range(1, 32, 2):
+        unit = tie << (bits - tie.bit_length())
+        yield 2 * unit + 1, 1
+        # the floats under a power of two are twice as dense
+        yield (4 * unit - 1, 2) if tie == 1 else (2 * unit - 1, 1)
+
+
+def near_ties(bits: int = 24) -> Iterator[tuple[Fraction, Fraction]]:
+    """Give all significands ``x`` and ``y`` whose quotient is hard to round and matters.
 
     It matters if one of the two floats around it is a tie between two codes, an odd number of at
-    most five bits. It is hard to round if it lies within ``WOBBLE`` of the middle of the two. With
+    most five bits. It is hard to round if it lies within ``wobble`` of the middle of the two. With
     the middle ``Q / 2^u`` and the quotient ``X * 2^c / Y``, both in units of the last place, that
     says ``X * 2^(c + u) = Q * Y + k`` for a small ``k``. ``Q`` is odd, so each ``k`` leaves one
-    ``Y`` modulo ``2^(c + u)``, and ``Y`` has 24 bits, no more than the modulus.
+    ``Y`` modulo ``2^(c + u)``, which is no less than the range of ``Y``.
     """
-    for tie in range(1, 32, 2):
-        unit = tie << (24 - tie.bit_length())
-        # the floats under a power of two are twice as dense
-        below = (4 * unit - 1, 2) if tie == 1 else (2 * unit - 1, 1)
-        for middle, u in ((2 * unit + 1, 1), below):
-            most = math.ceil(WOBBLE * 2 ** (24 + u))
-            for k in range(-most, most + 1):
-                for c in (23, 24):
-                    modulus = 2 ** (c + u)
-                    y = -k * pow(middle, -1, modulus) % modulus
-                    x = (middle * y + k) // modulus
-                    if 2**23 <= y < 2**24 and 2**23 <= x < 2**24:
-                        yield Fraction(x * 2**c), Fraction(y)
+    significands = range(2 ** (bits - 1), 2**bits)
+    for middle, u in middles(bits):
+        most = math.ceil(wobble(bits) * 2 ** (bits + u))
+        for k, c in itertools.product(range(-most, most + 1), (bits - 1, bits)):
+            modulus = 2 ** (c + u)
+            y = -k * pow(middle, -1, modulus) % modulus
+            x = (middle * y + k) // modulus
+            if x in significands and y in significands:
+                yield Fraction(x * 2**c), Fraction(y)
+
+
+def test_the_enumeration_of_near_ties_is_complete() -> None:
+    # so few bits that every pair can be tried
+    bits = 8
+    found = set(near_ties(bits))
+    limits = [Fraction(q, 2**u) for q, u in middles(bits)]
+    for x, y in itertools.product(range(128, 256), repeat=2):
+        # scaled into the binade of the middles, whose lower end includes the float below it
+        for c in (bits - 1, bits):
+            if x * 2**c < 127 * y or x * 2**c > 256 * y:
+                continue
+            quotient = Fraction(x * 2**c, y)
+            if any(abs(quotient - limit) <= wobble(bits) for limit in limits):
+                assert (Fraction(x * 2**c), Fraction(y)) in found
 
 
 def test_corrected_quotient_every_near_tie() -> None:
@@ -541,7 +563,7 @@ def test_the_enumeration_of_near_ties_can_fail() -> None:
     assert sum(rough(*xy) != fp32(xy[0] / xy[1]) for xy in found) > len(found) / 4
     for x, y in found:
         distance = abs(x / y - fp32(x / y))
-        assert Fraction(1, 2) - 2 * WOBBLE < distance <= Fraction(1, 2)
+        assert Fraction(1, 2) - 2 * wobble(24) < distance <= Fraction(1, 2)
 
 
 def test_near_ties_in_the_kernels(device: torch.device) -> None:

@@ -95,6 +95,7 @@ def fill(
     if device is not None:
         model.to(device)
     structure.share_inputs(model, layers.groups)
+    structure.fuse_producers(model)
     return unused
 
 

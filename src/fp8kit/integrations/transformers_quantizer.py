@@ -203,6 +203,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
                 parameter.requires_grad_(False)
         groups = self.report.groups if self.report else structure.find_groups(model, list(layers))
         structure.share_inputs(model, groups)
+        structure.fuse_producers(model)
         if self.report is not None:  # on meta, tied weights still counted twice
             grown = self.report.model_bytes_after - self.report.model_bytes_before
             tensors = (*model.parameters(), *model.buffers())

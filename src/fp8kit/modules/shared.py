@@ -97,8 +97,36 @@ class SharedInput:
         if not pending.results:
             self._pending = None
         if weights is not None and pending.codes is not None:
-            return member.multiply(pending.codes)
+            return self._from_codes(member, pending, pending.codes)
         return result if weights == _weight_state(member) else None
+
+    def offer(self, stand_in: Tensor, codes: functional.RowCodes) -> None:
+        """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
+
+        Args:
+            stand_in: the tensor object the members will be called with; its values are not read.
+            codes: the quantized input that it stands for.
+        """
+        everyone: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
+            id(m): (None, ()) for m in self.members
+        }
+        self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
+
+    def _from_codes(
+        self, member: Fp8Linear, pending: _Pending, codes: functional.RowCodes
+    ) -> Tensor:
+        few = codes.data.shape[0] <= _MOST_JOINED_ROWS
+        if not few or member is not self.members[0] or not can_join(self.members):
+            return member.multiply(codes)
+        joined = (self._joined("weight"), self._joined("weight_scale"), member.scheme.weight)
+        bias = None if member.bias is None else self._joined("bias")
+        options = (member.accum, member.batch_invariant)
+        y = functional.multiply_rows(codes, joined, bias, *options)
+        parts = torch.split(y, [m.out_features for m in self.members], -1)
+        for other, part in zip(self.members[1:], parts[1:], strict=True):
+            pending.results[id(other)] = (part, _weight_state(other))
+        pending.codes = None
+        return parts[0]
 
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
         trained = torch.is_grad_enabled() and x.requires_grad

@@ -5,16 +5,19 @@ costs about twelve instructions, so for scales of ordinary size ``corrected_quot
 
     r = RN(1 / s)    q0 = RN(x * r)    e = RN(q0 * s - x)    q1 = RN(q0 - e * r)
 
-Why this is exact after the cast: ``q0`` is within 1.5 ulp of ``x / s``, so ``q1 = RN(x / s + d)``
-with ``|d| < 2^-22`` ulp. It can differ from ``RN(x / s)`` only within ``2^-22`` ulp of the midpoint
-of two neighbouring floats, where it is the other neighbour; that moves a code only if one neighbour
-is a tie between two codes. A tie has at most five significant bits, which leaves finitely many
-significands of ``s`` that come so close; for each of them ``q1`` is right (enumerated by
+Why this is exact after the cast: ``q0`` is within 2 ulp of ``x / s`` (half an ulp of its own, one
+of ``r``, twice that across a power of two). ``e`` and ``r`` are each rounded to 24 bits, so
+``q1 = RN(x / s + d)`` with ``|d| < 2^-21`` ulp. It can differ from ``RN(x / s)`` only so close to
+the midpoint of two neighbouring floats, where it is the other neighbour; that moves a code only if
+one neighbour is a tie between two codes. A tie has at most five significant bits, which leaves a few
+hundred pairs of significands that come so close; for each of them ``q1`` is right (enumerated by
 ``test_corrected_quotient_every_near_tie``). The same sequence divides by the format's maximum with
-no error at all (every significand, ``test_division_by_the_maximum``). It needs results that neither
-underflow nor overflow: scales in ``[SAFE_SCALE, 1 / SAFE_SCALE]`` and quotients of at least
-``2^-18``, the smallest that is not cast to zero. ``q0 * s - x`` is +0 for ``x = -0``, and
-``q0 - e * r`` then keeps the sign of ``q0``.
+no error at all (every significand, ``test_division_by_the_maximum``).
+
+Nothing may underflow or overflow on the way: scales of at least ``SAFE_SCALE``, and at most its
+reciprocal if the quotient is not bounded by the format's maximum. Quotients under ``2^-18`` lose
+that guarantee and keep their sign, which is all that is left of them: they are cast to zero.
+``q0 * s - x`` is +0 for ``x = -0``, and ``q0 - e * r`` then keeps the sign of ``q0``.
 
 ``FP8_MAX`` names the format: 448 is e4m3fn, 224 e4m3fnuz, 57344 e5m2.
 """

@@ -154,10 +154,12 @@ def quantize_rows(
     """
     m, k = x.shape
     overlap = overlaps(x.device)
+    # 64 registers let 32 warps share a multiprocessor, at the price of one spilled 16-bit value
+    registers = 64 if tile.held > 5 else None
     _rows_kernel[(triton.cdiv(m, tile.rows) * tile.slices,)](
         x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), recipe.min_scale,
         K=k, STATIC=recipe.static, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held, SLICES=tile.slices,
-        num_warps=tile.warps, maxnreg=64 if tile.held > 5 else None, enable_fp_fusion=False,
+        num_warps=tile.warps, maxnreg=registers, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
