@@ -259,7 +259,7 @@ def test_activations_quantize_their_rounded_result_exactly(
 
 
 def infinity(kind: str, device: torch.device) -> list[float]:
-    # torch's vectorized GELU of bf16 makes NaN of infinity on a CPU
+    # torch's vectorized GELU on a CPU overflows too early, and makes NaN of infinity
     return [] if kind == "gelu" and device.type == "cpu" else [float("inf")]
 
 
@@ -354,7 +354,7 @@ def test_activations_of_every_16_bit_value(
     device: torch.device, kind: str, dtype: torch.dtype
 ) -> None:
     x = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(dtype)
-    x = x[x.isfinite()] if not infinity(kind, device) else x
+    x = x if infinity(kind, device) else x[x.abs() < 1e38]
     y, expected = applied(kind, x), reference.activated(kind, x, None)
     assert torch.equal(y.isnan(), expected.isnan())
     assert torch.equal(y.isinf(), expected.isinf())

@@ -25,8 +25,7 @@ from fp8kit.quantizers.fused_triton_emission import (
     appended,
     narrow,
     row_cut,
-    row_scale,
-    store_codes,
+    store_result,
 )
 from fp8kit.quantizers.triton_numerics import (
     INTERPRETED,
@@ -165,15 +164,8 @@ def _activation_kernel(
         if SCALES == "row":
             bits = tl.maximum(bits, magnitude(y))
         results = appended(results, y)
-    if SCALES == "row":
-        scale = row_scale(
-            tl.max(bits, 1), row, M, scale_ptr, scale_ub_ptr, min_scale, DTYPE, DIVISION, FP8_MAX
-        )
-    else:
-        scale = tl.load(scale_ptr) if SCALES == "static" else None
-    for i in tl.static_range(HELD):
-        store_codes(results[i], scale, row, first + i * BLOCK_K, M, scale_ptr, scale_ub_ptr,
-                    data_ptr, min_scale, K, SCALES, GROUP, DIVISION, FP8_MAX)  # fmt: skip
+    store_result(results, bits, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+                 K, SCALES, GROUP, DIVISION, FP8_MAX, HELD)  # fmt: skip
 
 
 def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Output) -> None:

@@ -3,8 +3,8 @@
 A result ``y`` is rounded to the dtype of the model before its amax is taken, as if it had gone
 through memory; from there on codes and scales equal ``reference.quantize(y)`` bit for bit.
 
-``SCALES`` says where they come from: ``"row"`` one per row, handed over with the tile, ``"group"``
-computed from each tile, ``"static"`` one given number.
+``SCALES`` says where they come from: ``"row"`` one per row, ``"group"`` one per group of a row,
+``"static"`` one given number.
 """
 
 from typing import Any, NamedTuple
@@ -131,16 +131,7 @@ def narrow(x, DTYPE: tl.constexpr, PACK: tl.constexpr = False):
 
 
 @triton.jit
-def row_scale(bits, row, M, scale_ptr, scale_ub_ptr, min_scale, y_dtype: tl.constexpr,
-              DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):  # fmt: skip
-    """Turn each row's largest magnitude into its scale ``[BLOCK_M]``, and store it."""
-    scale = float_scale(amax_of(bits, scale_ub_ptr, y_dtype), min_scale, DIVISION, FP8_MAX)
-    tl.store(scale_ptr + row, scale, mask=row < M)
-    return scale
-
-
-@triton.jit
-def store_codes(
+def _store_codes(
     y,  # [BLOCK_M, BLOCK_K], zero past the last column
     scale,  # [BLOCK_M] for rows, a number if static, unused for groups
     row,  # [BLOCK_M]
@@ -156,7 +147,6 @@ def store_codes(
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
 ):
-    """Store the codes of one tile, and with groups their scales."""
     BLOCK_M: tl.constexpr = y.shape[0]
     BLOCK_K: tl.constexpr = y.shape[1]
     if SCALES == "row":
@@ -173,13 +163,45 @@ def store_codes(
             found = float_scale(amax, min_scale, DIVISION, FP8_MAX)
             grouped = encode_quotient(widen(parts), found[:, :, None], DIVISION, FP8_MAX)
         GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-        group = first // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
+        group = tl.arange(0, BLOCK_K // GROUP)[None, :] + first // GROUP
         kept = (row < M)[:, None] & (group < GROUPS)
         place = scale_ptr + row[:, None] * GROUPS + group
         tl.store(place, found.to(scale_ptr.dtype.element_ty), mask=kept)
         codes = tl.reshape(grouped, [BLOCK_M, BLOCK_K])
-    col = first + tl.arange(0, BLOCK_K)[None, :]
+    col = tl.arange(0, BLOCK_K)[None, :] + first
     tl.store(data_ptr + row[:, None] * K + col, codes, mask=(row < M)[:, None] & (col < K))
+
+
+@triton.jit
+def store_result(
+    tiles,  # of a result, each [BLOCK_M, BLOCK_K], zero past the last column
+    bits,  # [BLOCK_M, BLOCK_K], largest magnitudes, used for rows
+    row,  # [BLOCK_M]
+    first,  # column of the first tile's first element
+    M,
+    scale_ptr,
+    scale_ub_ptr,
+    data_ptr,
+    min_scale,
+    K: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """Quantize the tiles of a result: store codes and, unless static, scales."""
+    scale = None
+    if SCALES == "row":
+        amax = amax_of(tl.max(bits, 1), scale_ub_ptr, tiles[0].dtype)
+        scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
+        tl.store(scale_ptr + row, scale, mask=row < M)
+    elif SCALES == "static":
+        scale = tl.load(scale_ptr)
+    for i in tl.static_range(HELD):
+        at = first + i * tiles[0].shape[1]
+        _store_codes(tiles[i], scale, row, at, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+                     K, SCALES, GROUP, DIVISION, FP8_MAX)  # fmt: skip
 
 
 @triton.jit

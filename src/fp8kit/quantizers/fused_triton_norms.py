@@ -25,8 +25,7 @@ from fp8kit.quantizers.fused_triton_emission import (
     appended,
     narrow,
     row_cut,
-    row_scale,
-    store_codes,
+    store_result,
 )
 from fp8kit.quantizers.triton_numerics import join_stream, magnitude, overlaps, widen
 
@@ -99,41 +98,44 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constexpr):
-    # held: the row's tiles, zero past the last column
+def _mean(held, K: tl.constexpr, HELD: tl.constexpr):
+    sums = widen(held[0])
+    for i in tl.static_range(1, HELD):
+        sums += widen(held[i])
+    return (tl.sum(sums, 1) * (1.0 / K))[:, None]
+
+
+@triton.jit
+def _reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constexpr,
+                          HELD: tl.constexpr):  # fmt: skip
     BLOCK_K: tl.constexpr = held[0].shape[1]
     squares = tl.zeros(held[0].shape, tl.float32)
-    for i in tl.static_range(len(held)):
+    for i in tl.static_range(HELD):
         x = widen(held[i])
         if CENTERED:
-            x -= mean[:, None]
+            x -= mean
             if (i + 1) * BLOCK_K > K:
                 x = tl.where(tl.arange(0, BLOCK_K)[None, :] + i * BLOCK_K < K, x, 0.0)
         squares = tl.fma(x, x, squares)
-    return tl.rsqrt(tl.sum(squares, 1) * (1.0 / K) + eps)
+    return tl.rsqrt(tl.sum(squares, 1) * (1.0 / K) + eps)[:, None]
 
 
 @triton.jit
-def _affine(n, weight, bias_ptr, col, mask, offset, CENTERED: tl.constexpr,
-            STEPWISE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    if weight is not None:
-        w = widen(weight)
-        if offset is not None:
-            w += offset
-        if STEPWISE and not CENTERED:
-            n = _rounded(n, DTYPE)
-            if offset is not None:
-                w = _rounded(w, DTYPE)
-        n = n * w
-    if bias_ptr is not None:
-        n = n + widen(tl.load(bias_ptr + col, mask=mask, other=0.0))
-    return n
+def _weighted(n, weight, offset, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
+    w = widen(weight)
+    if offset is not None:
+        w += offset
+        if STEPWISE:
+            w = _rounded(w, DTYPE)
+    if STEPWISE:
+        n = _rounded(n, DTYPE)
+    return n * w
 
 
 @triton.jit
-def _modulated(n, scale_row, shift_row, col, mask, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
-    gain = 1.0 + widen(tl.load(scale_row + col, mask=mask, other=0.0))
-    shift = widen(tl.load(shift_row + col, mask=mask, other=0.0))
+def _modulated(n, gains, shifts, mask, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
+    gain = 1.0 + widen(tl.load(gains, mask=mask, other=0.0))
+    shift = widen(tl.load(shifts, mask=mask, other=0.0))
     if STEPWISE:
         n = _rounded(_rounded(n, DTYPE) * _rounded(gain, DTYPE), DTYPE)
     else:
@@ -153,9 +155,21 @@ def _load_rows(ptr, stride, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD
 
 
 @triton.jit
-def _add_and_store(held, others, total_ptr, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
-                   HELD: tl.constexpr):  # fmt: skip
-    totals = ()
+def _load_weights(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr):
+    # requested before the sums are taken; every program reads the same ones
+    tiles = ()
+    if ptr is not None:
+        for i in tl.static_range(HELD):
+            at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            tile = tl.load(ptr + at, mask=at < K, other=0.0, eviction_policy="evict_last")
+            tiles = appended(tiles, tile)
+    return tiles
+
+
+@triton.jit
+def _add(held, residual_ptr, stride, total_ptr, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
+         HELD: tl.constexpr):  # fmt: skip
+    others, totals = _load_rows(residual_ptr, stride, row, M, K, BLOCK_K, HELD), ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         total = narrow(widen(held[i]) + widen(others[i]), held[i].dtype)
@@ -199,54 +213,32 @@ def _norm_kernel(
 ):
     join_stream(OVERLAP)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    PACK: tl.constexpr = gain_ptr is None and (CENTERED or not STEPWISE)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
-    weights = ()
-    if weight_ptr is not None:
-        for i in tl.static_range(HELD):
-            at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-            w = tl.load(weight_ptr + at, mask=at < K, other=0.0, eviction_policy="evict_last")
-            weights = appended(weights, w)
+    weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
     if residual_ptr is not None:
-        others = _load_rows(residual_ptr, stride_rm, row, M, K, BLOCK_K, HELD)
-        held = _add_and_store(held, others, total_ptr, row, M, K, BLOCK_K, HELD)
-    mean = tl.zeros([BLOCK_M], tl.float32)
-    if CENTERED:
-        sums = widen(held[0])
-        for i in tl.static_range(1, HELD):
-            sums += widen(held[i])
-        mean = tl.sum(sums, 1) * (1.0 / K)
-    inverse = _reciprocal_deviation(held, mean, eps, K, CENTERED)
+        held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD)
+    mean = _mean(held, K, HELD) if CENTERED else None
+    inverse = _reciprocal_deviation(held, mean, eps, K, CENTERED, HELD)
     batch = (row // rows_per_batch)[:, None]
-    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
-    results = ()
+    bits, results = tl.zeros([BLOCK_M, BLOCK_K], tl.int32), ()
     for i in tl.static_range(HELD):
         col = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        mask = (row < M)[:, None] & (col < K)
-        n = widen(held[i])
-        if CENTERED:
-            n -= mean[:, None]
-        n = n * inverse[:, None]
-        n = _affine(n, weights[i] if weight_ptr is not None else None, bias_ptr, col, mask,
-                    offset, CENTERED, STEPWISE, DTYPE)  # fmt: skip
+        n = (widen(held[i]) - mean if CENTERED else widen(held[i])) * inverse
+        if weight_ptr is not None:
+            n = _weighted(n, weights[i], offset, STEPWISE and not CENTERED, DTYPE)
+        if bias_ptr is not None:
+            n += widen(tl.load(bias_ptr + col, mask=col < K, other=0.0))
         if gain_ptr is not None:
-            gain_row, shift_row = gain_ptr + batch * stride_gb, shift_ptr + batch * stride_sb
-            n = _modulated(n, gain_row, shift_row, col, mask, STEPWISE, DTYPE)
+            gains, shifts = gain_ptr + batch * stride_gb + col, shift_ptr + batch * stride_sb + col
+            n = _modulated(n, gains, shifts, (row < M)[:, None] & (col < K), STEPWISE, DTYPE)
         if (i + 1) * BLOCK_K > K:
             n = tl.where(col < K, n, 0.0)
-        y = narrow(n, DTYPE, PACK=gain_ptr is None and (CENTERED or not STEPWISE))
-        if SCALES == "row":
-            bits = tl.maximum(bits, magnitude(y))
-        results = appended(results, y)
-    if SCALES == "row":
-        scale = row_scale(
-            tl.max(bits, 1), row, M, scale_ptr, scale_ub_ptr, min_scale, DTYPE, DIVISION, FP8_MAX
-        )
-    else:
-        scale = tl.load(scale_ptr) if SCALES == "static" else None
-    for i in tl.static_range(HELD):
-        store_codes(results[i], scale, row, i * BLOCK_K, M, scale_ptr, scale_ub_ptr, data_ptr,
-                    min_scale, K, SCALES, GROUP, DIVISION, FP8_MAX)  # fmt: skip
+        results = appended(results, narrow(n, DTYPE, PACK))
+        bits = tl.maximum(bits, magnitude(results[i]))
+    store_result(results, bits, row, 0, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+                 K, SCALES, GROUP, DIVISION, FP8_MAX, HELD)  # fmt: skip
 
 
 def quantize_norm(

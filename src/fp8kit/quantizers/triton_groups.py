@@ -225,5 +225,6 @@ def quantize_blocks(
     _blocks_kernel[(scale.numel(),)](
         x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
         K=x.shape[2], ROWS=rows, COLS=cols, STATIC=recipe.static, DIVISION=recipe.division,
-        FP8_MAX=recipe.fp8_max, num_warps=min(16, max(1, rows * cols // 2048)), enable_fp_fusion=False,
+        FP8_MAX=recipe.fp8_max,
+        num_warps=min(16, max(1, rows * cols // 2048)), enable_fp_fusion=False,
     )  # fmt: skip

@@ -9,10 +9,10 @@ Why this is exact after the cast: ``q0`` is within 2 ulp of ``x / s`` (half an u
 of ``r``, twice that across a power of two). ``e`` and ``r`` are each rounded to 24 bits, so
 ``q1 = RN(x / s + d)`` with ``|d| < 2^-21`` ulp. It can differ from ``RN(x / s)`` only so close to
 the midpoint of two neighbouring floats, where it is the other neighbour; that moves a code only if
-one neighbour is a tie between two codes. A tie has at most five significant bits, which leaves a few
-hundred pairs of significands that come so close; for each of them ``q1`` is right (enumerated by
-``test_corrected_quotient_every_near_tie``). The same sequence divides by the format's maximum with
-no error at all (every significand, ``test_division_by_the_maximum``).
+one neighbour is a tie between two codes. A tie has at most five significant bits, which leaves a
+few hundred pairs of significands that come so close; for each of them ``q1`` is right (enumerated
+by ``test_corrected_quotient_every_near_tie``). The same sequence divides by the format's maximum
+with no error at all (every significand, ``test_division_by_the_maximum``).
 
 Nothing may underflow or overflow on the way: scales of at least ``SAFE_SCALE``, and at most its
 reciprocal if the quotient is not bounded by the format's maximum. Quotients under ``2^-18`` lose

@@ -100,6 +100,8 @@ def _rows_kernel(
     x_row = x_ptr + row[:, None] * stride_xm
     data_row = data_ptr + row[:, None] * K
     col = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
+    # a loop over elements would count in 32 bits, too few for the longest rows
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
     held = ()
     if STATIC:
@@ -112,7 +114,8 @@ def _rows_kernel(
         for i in tl.static_range(HELD):
             bits = tl.maximum(bits, magnitude(held[i]))
         if HELD == 0:
-            for start in range(0, K, BLOCK_K):
+            for i in range(TILES):
+                start = tl.cast(i, tl.int64) * BLOCK_K
                 mask = present[:, None] & (start + col < K)
                 x = tl.load(x_row + (start + col) * stride_xk, mask=mask, other=0.0)
                 bits = tl.maximum(bits, magnitude(x))
@@ -127,7 +130,8 @@ def _rows_kernel(
     if HELD == 0:
         first = program % SLICES * (BLOCK_K // SLICES)
         part = first + tl.arange(0, BLOCK_K // SLICES).to(tl.int64)[None, :]
-        for start in range(0, K, BLOCK_K):
+        for i in range(TILES):
+            start = tl.cast(i, tl.int64) * BLOCK_K
             mask = present[:, None] & (start + part < K)
             x = tl.load(x_row + (start + part) * stride_xk, mask=mask, other=0.0)
             codes = encode_quotient(widen(x), scale[:, None], DIVISION, FP8_MAX)
@@ -154,7 +158,7 @@ def quantize_rows(
     """
     m, k = x.shape
     overlap = overlaps(x.device)
-    # 64 registers let 32 warps share a multiprocessor, at the price of one spilled 16-bit value
+    # 64 registers let 32 warps share a multiprocessor; Triton 3.9 spills one 16-bit value for it
     registers = 64 if tile.held > 5 else None
     _rows_kernel[(triton.cdiv(m, tile.rows) * tile.slices,)](
         x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), recipe.min_scale,

@@ -69,12 +69,14 @@ def _amax_kernel(
 ):
     join_stream(OVERLAP)
     bits = tl.zeros([BLOCK], tl.int32)
-    programs = tl.num_programs(0)
-    for step in range(tl.program_id(0), tl.cdiv(numel, BLOCK), programs):
-        index = tl.cast(step, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    steps = tl.cdiv(numel, BLOCK)
+    step = tl.program_id(0)
+    while step < steps:  # Triton 3.6 interprets no range of tensors
+        index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         offset = _offsets(index, stride_xm, stride_xk, K)
         x = tl.load(x_ptr + offset, mask=index < numel, other=0.0)
         bits = tl.maximum(bits, magnitude(x))
+        step += tl.num_programs(0)
     amax = amax_of(tl.max(bits, 0), None, x_ptr.dtype.element_ty)
     tl.store(partial_ptr + tl.program_id(0), amax)
 
@@ -111,7 +113,8 @@ def _tensor_kernel(
             tl.store(scale_ptr, scale)
     safe = (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
     steps = tl.cdiv(numel, BLOCK)
-    for step in range(tl.program_id(0), steps, tl.num_programs(0)):
+    step = tl.program_id(0)
+    while step < steps:
         index = (steps - 1 - step).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         offset = _offsets(index, stride_xm, stride_xk, K)
         x = widen(tl.load(x_ptr + offset, mask=index < numel, other=0.0))
@@ -122,6 +125,7 @@ def _tensor_kernel(
         else:
             codes = encode_quotient(x, scale, "ieee", FP8_MAX)
         tl.store(data_ptr + index, codes, mask=index < numel)
+        step += tl.num_programs(0)
 
 
 def quantize_tensor(
