@@ -62,9 +62,7 @@ def norms(k: int) -> dict[str, Producer]:
         return F.layer_norm(x[0], (k,), None, None, 1e-6) * (1 + gain) + shift
 
     def adaptive_fused(x: Tensor, **options: Any) -> Any:
-        return fused.layer_norm_quantize(
-            x[0][None], eps=1e-6, modulation=(gain, shift), **options
-        )
+        return fused.layer_norm_quantize(x[0][None], eps=1e-6, modulation=(gain, shift), **options)
 
     return {
         f"rms {k}": Producer(

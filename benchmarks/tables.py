@@ -48,8 +48,8 @@ def linear(found: dict[str, Any]) -> str:
     lines = [
         "### A whole linear layer",
         "",
-        "bf16 in, bf16 out, per-token activations by per-row weights, precise accumulation; the peers "
-        "as they ship. Microseconds; cold weights, CUDA graph.",
+        "bf16 in, bf16 out, per-token activations by per-row weights, precise accumulation; the "
+        "peers as they ship. Microseconds; cold weights, CUDA graph.",
         "",
         "| layer | M | bf16 | best peer | fp8kit | × bf16 | × best peer | of the roofline |",
         "|---|---|---|---|---|---|---|---|",
@@ -62,8 +62,8 @@ def linear(found: dict[str, Any]) -> str:
         peer = f"{peers[best]:.1f} ({best})" if peers else "–"
         ratio = f"{peers[best] / ours:.2f}" if peers else "–"
         lines.append(
-            f"| {row['shape']} {row['n']}×{row['k']} | {row['m']} | {dense:.1f} | {peer} | {ours:.1f}"
-            f" | {dense / ours:.2f} | {ratio} | {row['roofline_us'] / ours:.0%} |"
+            f"| {row['shape']} {row['n']}×{row['k']} | {row['m']} | {dense:.1f} | {peer}"
+            f" | {ours:.1f} | {dense / ours:.2f} | {ratio} | {row['roofline_us'] / ours:.0%} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -81,7 +81,8 @@ def quantizers(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         peer = f"{row['vllm_us'] / row['us']:.2f}" if row.get("vllm_us") else "–"
         lines.append(
-            f"| {row['kernel']} | {row['m']} | {row['k']} | {row['us']:.2f} | {row['tbps']:.2f} | {peer} |"
+            f"| {row['kernel']} | {row['m']} | {row['k']} | {row['us']:.2f} | {row['tbps']:.2f}"
+            f" | {peer} |"
         )
     return "\n".join(lines) + "\n"
 

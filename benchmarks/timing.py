@@ -9,6 +9,7 @@ alike.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": triton_version,
         "python": sys.version.split()[0],
-        "commit": commit or "unknown",
+        "commit": commit or os.environ.get("COMMIT", "unknown"),
     }
 
 

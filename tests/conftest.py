@@ -36,7 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # deterministic mode is on to poison memory; ops that cannot be deterministic may say so
-    config.addinivalue_line("filterwarnings", "ignore:.*deterministic implementation:UserWarning")
+    for words in ("deterministic implementation", "non-deterministic algorithm"):
+        config.addinivalue_line("filterwarnings", f"ignore:.*{words}:UserWarning")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

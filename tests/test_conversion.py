@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 
 import fp8kit
 from fp8kit import conversion
@@ -287,8 +287,11 @@ def test_obstacles_are_left_alone_by_name(kind: str) -> None:
     assert model.fc is layer
     assert [r.name for r in report.converted] == ["other"]
     record = report.records[0]
-    assert record.warning
+    assert record.warning == (kind != "fp8")  # converting twice is no obstacle
     assert reason in record.reason
+    if kind == "fp8":
+        fp8kit.convert(one(make()), strict=True)
+        return
     before = snapshot(model := one(make()))
     with pytest.raises(ConversionError, match="strict=True, and 1 layers cannot be converted") as e:
         fp8kit.convert(model, strict=True)
@@ -474,3 +477,55 @@ def test_conversion_never_sees_what_it_did_not_plan() -> None:
     plan = conversion.plan(model, include=["layers.0.o_proj"])
     plan.apply()
     assert fp8_names(model) == ["layers.0.o_proj"]
+
+
+@pytest.mark.parametrize("reparametrized", ["weight_norm", "prune"])
+def test_weights_that_hooks_compute_are_left_alone(reparametrized: str) -> None:
+    linear = nn.Linear(128, 128)
+    if reparametrized == "prune":
+        prune.l1_unstructured(linear, "weight", 0.5)
+    else:
+        with pytest.warns(FutureWarning):
+            torch.nn.utils.weight_norm(linear)
+    model = nn.Sequential(linear)
+    report = fp8kit.convert(model)
+    assert "computed by a hook" in report.skipped[0].reason
+    assert model(torch.randn(2, 128)).isfinite().all()
+
+
+def test_encoder_layers_with_a_fast_path_keep_working() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True)).eval()
+    report = fp8kit.convert(model)
+    assert not report.converted
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 128)).isfinite().all()
+
+
+def test_a_plan_is_applied_once() -> None:
+    plan = fp8kit.plan(nn.Sequential(nn.Linear(128, 128)))
+    plan.apply()
+    with pytest.raises(fp8kit.ConversionError, match=r"changed since the plan was made"):
+        plan.apply()
+
+
+def test_an_empty_string_does_not_switch_the_defaults_off() -> None:
+    with pytest.raises(TypeError, match="list of patterns"):
+        fp8kit.plan(nn.Sequential(nn.Linear(128, 128)), exclude="")
+
+
+def test_a_broken_regular_expression_is_refused() -> None:
+    with pytest.raises(fp8kit.ConversionError, match="not a regular expression"):
+        fp8kit.plan(nn.Sequential(nn.Linear(128, 128)), exclude=["re:("])
+
+
+def test_static_schemes_share_nothing() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(128, 256), nn.Linear(128, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gate_proj(x) * self.up_proj(x)
+
+    report = fp8kit.convert(Mlp(), "FP8", calibrate=lambda m: m(torch.randn(4, 128)))
+    assert report.groups == []

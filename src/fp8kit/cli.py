@@ -55,6 +55,26 @@ def _selection(command: _F) -> _F:
     return command
 
 
+def _known_device(_: click.Context, __: click.Parameter, name: str) -> str:
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise click.BadParameter(f"{name!r} is no device; use cpu, cuda or cuda:N.") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter(f"{name!r}: this machine has no CUDA device; use cpu.")
+    return name
+
+
+_target = click.option(
+    "--target", default="vllm", show_default=True, help="vllm, sglang or transformers."
+)
+_device = click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    callback=_known_device,
+    help="Where to run: cpu, cuda or cuda:N.",
+)
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 _source = click.argument("source", type=click.Path(path_type=Path))
 
@@ -69,8 +89,8 @@ def main() -> None:
 @_source
 @click.argument("destination", type=click.Path(path_type=Path))
 @_selection
-@click.option("--target", default="vllm", show_default=True, help="vllm, sglang or transformers.")
-@click.option("--device", default="cpu", show_default=True, help="Where to quantize.")
+@_target
+@_device
 @click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
 @_json
 def quantize(
@@ -115,6 +135,7 @@ def inspect(source: Path, as_json: bool) -> None:
 @main.command()
 @_source
 @_selection
+@_target
 @_json
 def plan(
     source: Path,
@@ -123,9 +144,11 @@ def plan(
     exclude: tuple[str, ...],
     no_default_exclude: bool,
     strict: bool,
+    target: str,
     as_json: bool,
 ) -> None:
     """Show what `quantize` would do to the Transformers model SOURCE, reading no weights."""
+    model_io.check_scheme(scheme, target)
     decided = fp8kit.plan(
         model_io.skeleton(source),
         scheme,
@@ -139,7 +162,7 @@ def plan(
 @main.command()
 @_source
 @click.option("-m", "--rows", default=16, show_default=True, help="Tokens in a call.")
-@click.option("--device", default="cpu", show_default=True)
+@_device
 @_json
 def explain(source: Path, rows: int, device: str, as_json: bool) -> None:
     """Say which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""

@@ -17,6 +17,7 @@ from fp8kit.formats import Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.shared import can_share
 from fp8kit.report import Record, Report
 from fp8kit.selection import check_patterns, exclusion, some_of
 
@@ -74,6 +75,15 @@ class Plan:
                 )
             )
         names = [r.name for r in self.report.converted]
+        changed = [n for n in names if type(self.model.get_submodule(n)) is not nn.Linear]
+        if changed:
+            raise ConversionError(
+                teach(
+                    f"{some_of(changed)} changed since the plan was made.",
+                    "A plan is applied once, to the model it was made for.",
+                    "Make a new plan: fp8kit.plan(model).",
+                )
+            )
         on_meta = [n for n in names if _linear(self.model, n).weight.is_meta]
         if on_meta:
             raise ConversionError(
@@ -165,7 +175,7 @@ def plan(
         names[module].append(name)
     every = [n for module, found in names.items() if isinstance(module, nn.Linear) for n in found]
     for argument, patterns in (("include", include), ("exclude", exclude)):
-        check_patterns(argument, patterns or (), every)
+        check_patterns(argument, () if patterns is None else patterns, every)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
     tied = _tied_weights(model)
     for module, found in names.items():
@@ -173,8 +183,9 @@ def plan(
             record = _record(module, found)
             record.reason = exclusion(found, include, exclude)
             if not record.reason:
-                record.reason = _obstacle(module, tied)
-                record.warning = bool(record.reason)
+                holder = model.get_submodule(found[0].rpartition(".")[0])
+                record.reason = _obstacle(module, holder, tied)
+                record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
             record.action = "skip" if record.reason else "convert"
             record.bytes_after = (
                 record.bytes_before if record.reason else _converted_bytes(module, scheme)
@@ -183,7 +194,7 @@ def plan(
         else:
             report.records.extend(_bypassed(module, found[0]))
     _add_notes(report, model, scheme)
-    if structure.level(fuse):
+    if structure.level(fuse) and can_share(scheme):
         names_to_group = [r.name for r in report.converted]
         report.groups = structure.find_groups(model, names_to_group, calibrate)
     blocked = [r for r in report.skipped if r.warning]
@@ -244,13 +255,17 @@ def convert(
     return decided.apply(weight_storage=weight_storage)
 
 
-def _obstacle(linear: nn.Linear, tied: set[int]) -> str:
+def _obstacle(linear: nn.Linear, holder: nn.Module, tied: set[int]) -> str:
     if isinstance(linear, Fp8Linear):
         return "already FP8"
     if parametrize.is_parametrized(linear):
         return "its weight is parametrized; remove the parametrization first"
     if type(linear) is not nn.Linear:
         return f"{type(linear).__name__} is a subclass of nn.Linear with behaviour of its own"
+    if "weight" not in linear._parameters:
+        return "its weight is computed by a hook; remove weight_norm or pruning first"
+    if isinstance(holder, nn.TransformerEncoderLayer):
+        return "nn.TransformerEncoderLayer has a fast path that reads the dense weight itself"
     weight = linear.weight
     if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"

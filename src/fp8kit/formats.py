@@ -199,6 +199,14 @@ class Scheme:
                     "Use activation=TENSOR, or static=False.",
                 )
             )
+        if self.ue8m0 and MX in (self.weight, self.activation):
+            raise ValueError(
+                teach(
+                    f"Got ue8m0=True for the MX scheme {self.name!r}.",
+                    "MX scales are powers of two anyway; ue8m0 rounds float32 scales up.",
+                    "Leave it out.",
+                )
+            )
         fp8_format(self.dtype)
 
     @staticmethod
@@ -233,7 +241,7 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class QTensor:
     """Codes and their scales, validated once when made, unpacked at the top of every function.
 
@@ -262,6 +270,10 @@ class QTensor:
     def __post_init__(self) -> None:
         fp8_format(self.data.dtype)
         check_scale(self.scale, tuple(self.data.shape), self.group, self.data.device)
+
+    def __repr__(self) -> str:
+        kind = str(self.data.dtype).removeprefix("torch.")
+        return f"QTensor({kind}, shape={tuple(self.shape)}, {self.group} scales, {self.device})"
 
     @property
     def shape(self) -> torch.Size:

@@ -22,9 +22,11 @@ from fp8kit.formats import (
 )
 from fp8kit.validation import (
     activation_format,
+    check_codes,
     check_float,
     check_operands,
     check_out_dtype,
+    check_quantized,
     check_rounding,
     check_scale_ub,
 )
@@ -155,6 +157,8 @@ def scaled_mm(
         >>> x_q, w_q = fp8kit.quantize(x), fp8kit.quantize(w, role="weight")
         >>> y = fp8kit.scaled_mm(x_q, w_q)
     """
+    check_quantized("x_q", x_q)
+    check_quantized("w_q", w_q)
     x, w = x_q.data, w_q.data
     check_operands(x, w, bias, accum)
     check_out_dtype(out_dtype)
@@ -221,8 +225,11 @@ def linear(
         >>> w_q = fp8kit.quantize(w, fp8kit.BLOCK, role="weight")
         >>> y = fp8kit.linear(x, w_q)
     """
+    check_quantized("w_q", w_q)
     check_float("x", x)
     check_operands(x, w_q.data, bias, accum)
+    if scheme is not None:
+        check_codes("w_q", w_q.data.dtype, Scheme.of(scheme))
     activation, rounding = activation_format(w_q.group, scheme, input_scale)
     if input_scale is not None:
         check_scale(input_scale, x.shape, TENSOR, x.device)

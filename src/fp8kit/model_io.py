@@ -166,6 +166,28 @@ def skeleton(source: str | Path) -> Any:
     return integration().skeleton(checkpoint)
 
 
+def check_scheme(scheme: str, target: str) -> None:
+    """Refuse a scheme that cannot be made from weights alone, or that the target cannot load.
+
+    Args:
+        scheme: a preset name.
+        target: who shall load the result.
+
+    Raises:
+        ValueError: if either is unknown, or they do not go together.
+    """
+    chosen = Scheme.of(scheme)
+    dialect_for(target, chosen)
+    if chosen.static:
+        raise ValueError(
+            teach(
+                f"Scheme {chosen} needs calibration data.",
+                "A checkpoint is quantized from its weights alone.",
+                "Use FP8_DYNAMIC or FP8_TENSOR, or fp8kit.convert(model, calibrate=...) in Python.",
+            )
+        )
+
+
 def check_request(
     source: Path, destination: Path, scheme: str, target: str, overwrite: bool
 ) -> None:
@@ -182,8 +204,16 @@ def check_request(
         ValueError: for an unknown scheme or target.
         CheckpointError: if the source is no checkpoint, or the destination is in the way.
     """
-    dialect_for(target, Scheme.of(scheme))
-    open_checkpoint(source)
+    check_scheme(scheme, target)
+    checkpoint = open_checkpoint(source)
+    if checkpoint.spec is not None:
+        raise CheckpointError(
+            teach(
+                f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
+                "A checkpoint in high precision is quantized.",
+                "Start from the original, or copy the directory if it is what you want.",
+            )
+        )
     check_destination(destination.absolute(), source.absolute(), overwrite)
 
 

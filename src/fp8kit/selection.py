@@ -43,6 +43,16 @@ def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> 
             )
         )
     for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ConversionError(
+                teach(
+                    f"The {argument} pattern {pattern!r} is not a regular expression: {error}.",
+                    "What follows 're:' is matched from the start of a name.",
+                    "Correct it, or leave out 're:' for a glob.",
+                )
+            ) from error
         if not any(matches(pattern, name) for name in names):
             raise ConversionError(
                 teach(

@@ -207,17 +207,20 @@ def traced_groups(
     calls: list[list[str]] = []
     latest: list[Tensor] = []
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if latest and args and args[0] is latest[0]:
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            x = args[0] if args else kwargs["input"]
+            if latest and x is latest[0]:
                 calls[-1].append(name)
-            elif args:
-                latest[:] = [args[0]]
+            else:
+                latest[:] = [x]
                 calls.append([name])
 
         return hook
 
-    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n)) for n in names]
+    handles = [
+        model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names
+    ]
     try:
         with torch.no_grad():
             run(model)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import teach
-from fp8kit.formats import BLOCK, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
+from fp8kit.formats import BLOCK, MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _STANDARD_SCHEMES = {
@@ -66,6 +66,18 @@ def activation_format(
             )
         )
     return scheme.activation, default_rounding(scheme.activation, scheme.ue8m0)
+
+
+def check_quantized(name: str, q: object) -> None:
+    """Refuse anything but a ``QTensor`` where codes with scales are due."""
+    if not isinstance(q, QTensor):
+        raise TypeError(
+            teach(
+                f"Got {name} of type {type(q).__name__}.",
+                "It is a QTensor: codes with the scales they belong to.",
+                "Make one with fp8kit.quantize (role='weight' for a weight).",
+            )
+        )
 
 
 def check_float(name: str, x: Tensor) -> None:

@@ -427,3 +427,24 @@ def test_a_failed_move_leaves_the_layer_whole() -> None:
     with pytest.raises(MemoryError):
         layer._apply(fail)
     assert_same_layer(layer, twin)
+
+
+def test_forward_takes_the_keyword_of_nn_linear() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 32))
+    x = torch.randn(2, 64)
+    assert_bits_equal(layer(input=x), layer(x))
+
+
+def test_deepcopy_keeps_layers_with_one_parameter_tied() -> None:
+    first = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 32))
+    second = fp8kit.Fp8Linear.from_quantized(first.quantized_weight(), dtype=torch.float32)
+    second.weight, second.weight_scale = first.weight, first.weight_scale
+    a, b = copy.deepcopy(nn.ModuleList([first, second]))
+    assert a.weight is b.weight
+    assert a.weight is not first.weight
+
+
+def test_a_scale_without_its_weight_is_refused() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 32))
+    with pytest.raises(RuntimeError, match="weight_scale comes without"):
+        layer.load_state_dict({"weight_scale": torch.ones(32, 1)}, strict=False)

@@ -109,6 +109,7 @@ def run(
     assert x_scale is not None
     (m, k), n = x.shape, w.shape[0]
     x, w, w_scale = _aligned(x), _aligned(w), w_scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     y = torch.empty(m, n, dtype=problem.out_dtype, device=x.device)
     with torch.cuda.device(x.device):
         tile = choose_tile(m, n, k, _processors(x.device.index))

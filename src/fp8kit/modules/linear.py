@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -157,8 +158,9 @@ class Fp8Linear(nn.Linear):
             layer.bias = bias if isinstance(bias, nn.Parameter) else _frozen(bias)
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``x`` (or autocast's)."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``input`` (or autocast's)."""
+        x = input
         validation.check_float("x", x)
         validation.check_operands(x, self.weight, self.bias, self.accum)
         if self.shared is not None:
@@ -269,6 +271,13 @@ class Fp8Linear(nn.Linear):
             self.original_weight = fn(self.original_weight)
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:
+        """Copy like any module, so that layers with one Parameter keep one."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
     def __getstate__(self) -> dict[str, Any]:
         """Show codes as bytes: plain pickle has no storage type for FP8."""
         state = dict(self.__dict__)
@@ -312,6 +321,14 @@ class Fp8Linear(nn.Linear):
     ) -> dict[str, Any]:
         weight = state_dict.get(prefix + "weight")
         scale = state_dict.get(prefix + "weight_scale")
+        if weight is None and scale is not None:
+            raise CheckpointError(
+                teach(
+                    f"{prefix}weight_scale comes without {prefix}weight.",
+                    "New scales under old codes would change every weight.",
+                    "Load both in one call.",
+                )
+            )
         if weight is None:
             return state_dict
         if weight.dtype in FP8_FORMATS:

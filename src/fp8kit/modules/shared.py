@@ -5,7 +5,8 @@ the first call multiplies the joined weights, and the others find their result w
 rows it leaves the codes, and each layer multiplies its own weight into a contiguous result: one
 wide product saves nothing there, and its slices slow down whatever reads them. A call with any
 other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
-costs time, never correctness.
+costs time, never correctness. Where gradients are wanted every layer computes alone. What no
+tensor can tell, a weight or bias written through ``.data`` between two siblings, goes unseen.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.formats import BLOCK, MX, ROW
+from fp8kit.formats import BLOCK, MX, ROW, Scheme
 from fp8kit.modules.linear import Fp8Linear
 
 _JOINABLE = (ROW, BLOCK, MX)
@@ -29,7 +30,7 @@ class _Pending:
     """What the first sibling left: results by layer, or codes that each still multiplies."""
 
     x: Tensor
-    state: tuple[int, ...]
+    state: tuple[bool, int, torch.dtype | None]
     results: dict[int, tuple[Tensor | None, tuple[int, ...]]]
     codes: functional.RowCodes | None = None
 
@@ -42,8 +43,9 @@ class SharedInput:
 
     Args:
         members: layers with equal K, scheme and options, in the order they are called.
-        unchanging: the code that calls them is known not to change their input in between.
-            Inference tensors do not count their changes, so without this they are not shared.
+        unchanging: the code that calls them is known not to change their input in between and to
+            take results in any strides. Otherwise results are made contiguous, and inference
+            tensors, which do not count their changes, are not shared.
 
     Example:
         >>> group = SharedInput([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -64,14 +66,15 @@ class SharedInput:
         if waiting is not None:
             return waiting
         countless = x.is_inference() and not self.unchanging
-        if member is not self.members[0] or countless or not can_join(self.members):
+        if member is not self.members[0] or countless or self._trained(x) or not self._alike():
             return member.compute(x, member.weight, member.weight_scale, member.bias)
-        if x.numel() > _MOST_JOINED_ROWS * member.in_features:
+        few = x.numel() <= _MOST_JOINED_ROWS * member.in_features
+        if not few or not can_join(self.members):
             return self._quantized_once(member, x)
         weight, scale = self._joined("weight"), self._joined("weight_scale")
         bias = None if member.bias is None else self._joined("bias")
         y = member.compute(x, weight, scale, bias)
-        parts = torch.split(y, [m.out_features for m in self.members], -1)
+        parts = self._split(y)
         rest: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
             id(m): (part, _weight_state(m))
             for m, part in zip(self.members[1:], parts[1:], strict=True)
@@ -122,22 +125,33 @@ class SharedInput:
         bias = None if member.bias is None else self._joined("bias")
         options = (member.accum, member.batch_invariant)
         y = functional.multiply_rows(codes, joined, bias, *options)
-        parts = torch.split(y, [m.out_features for m in self.members], -1)
+        parts = self._split(y)
         for other, part in zip(self.members[1:], parts[1:], strict=True):
             pending.results[id(other)] = (part, _weight_state(other))
         pending.codes = None
         return parts[0]
 
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
-        trained = torch.is_grad_enabled() and x.requires_grad
-        if trained or member.scheme.activation is None:
-            return member.compute(x, member.weight, member.weight_scale, member.bias)
         codes = member.quantize_input(x)
         rest: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
             id(m): (None, ()) for m in self.members[1:]
         }
         self._pending = _Pending(x, _input_state(x), rest, codes)
         return member.multiply(codes)
+
+    def _trained(self, x: Tensor) -> bool:
+        biases = (m.bias for m in self.members if m.bias is not None)
+        return torch.is_grad_enabled() and (x.requires_grad or any(b.requires_grad for b in biases))
+
+    def _alike(self) -> bool:
+        first = self.members[0]
+        return can_share(first.scheme) and all(
+            m.scheme == first.scheme and m.in_features == first.in_features for m in self.members
+        )
+
+    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
+        parts = torch.split(y, [m.out_features for m in self.members], -1)
+        return parts if self.unchanging else tuple(p.contiguous() for p in parts)
 
     def _joined(self, name: str) -> Tensor:
         parts: list[Tensor] = [getattr(m, name) for m in self.members]
@@ -152,6 +166,11 @@ class SharedInput:
         return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
+def can_share(scheme: Scheme) -> bool:
+    """Say whether layers of a scheme quantize an input alike: dynamically, each from the data."""
+    return scheme.activation is not None and not scheme.static
+
+
 def can_join(members: Sequence[Fp8Linear]) -> bool:
     """Say whether the weights of FP8 layers can be multiplied as one matrix.
 
@@ -164,13 +183,17 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         m.scheme == scheme
         and m.input_scale is None
         and m.in_features == first.in_features
-        and (m.bias is None) == (first.bias is None)
+        and _kind(m.bias) == _kind(first.bias)
         and (m.accum, m.batch_invariant) == (first.accum, first.batch_invariant)
         and m.weight.device == first.weight.device
         for m in members
     )
     edges = all(m.out_features % scheme.weight.rows == 0 for m in members[:-1])
     return alike and scheme.weight in _JOINABLE and edges
+
+
+def _kind(bias: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
+    return None if bias is None else (bias.dtype, bias.device)
 
 
 def _split_rows(joined: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -188,8 +211,10 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
     return True
 
 
-def _input_state(x: Tensor) -> tuple[int, ...]:
-    return (torch.is_grad_enabled(), _version(x))
+def _input_state(x: Tensor) -> tuple[bool, int, torch.dtype | None]:
+    where = x.device.type
+    dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
+    return (torch.is_grad_enabled(), _version(x), dtype)
 
 
 def _weight_state(member: Fp8Linear) -> tuple[int, ...]:

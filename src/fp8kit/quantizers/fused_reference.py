@@ -91,9 +91,7 @@ def layer_norm(
     return quantized(layer_normed(x, weight, bias, modulation, eps, rounding), target)
 
 
-def activation(
-    kind: str, gate: Tensor, up: Tensor | None, target: Target
-) -> tuple[Tensor, Tensor]:
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tuple[Tensor, Tensor]:
     """Quantize ``act(gate) * up``, or ``act(gate)``.
 
     Args:

@@ -95,9 +95,7 @@ def layer_norm(
     return output.data, output.scale
 
 
-def activation(
-    kind: str, gate: Tensor, up: Tensor | None, target: Target
-) -> tuple[Tensor, Tensor]:
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tuple[Tensor, Tensor]:
     """Quantize ``act(gate) * up`` or ``act(gate)``; arguments as in ``fused_reference``."""
     if gate.numel() == 0:
         return fused_reference.activation(kind, gate, up, target)

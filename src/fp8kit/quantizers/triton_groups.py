@@ -178,7 +178,9 @@ def _blocks_kernel(
     STATIC: tl.constexpr,
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    join_stream(OVERLAP)
     ACROSS: tl.constexpr = (K + COLS - 1) // COLS
     program = tl.program_id(0)
     down = (M + ROWS - 1) // ROWS
@@ -222,9 +224,11 @@ def quantize_blocks(
         cols: columns per block, a power of two.
         recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
     """
+    overlap = overlaps(x.device)
     _blocks_kernel[(scale.numel(),)](
         x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
         K=x.shape[2], ROWS=rows, COLS=cols, STATIC=recipe.static, DIVISION=recipe.division,
         FP8_MAX=recipe.fp8_max,
-        num_warps=min(16, max(1, rows * cols // 2048)), enable_fp_fusion=False,
+        num_warps=min(16, max(1, rows * cols // 1024)), enable_fp_fusion=False,
+        OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

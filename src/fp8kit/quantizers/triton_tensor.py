@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kit.quantizers.triton_numerics import (
-    SAFE_SCALE,
     Recipe,
     amax_of,
     encode_quotient,
@@ -27,7 +26,6 @@ from fp8kit.quantizers.triton_numerics import (
 )
 
 SMALL = 32768
-_SAFE_SCALE = tl.constexpr(SAFE_SCALE)
 
 
 class TensorTile(NamedTuple):
@@ -74,7 +72,7 @@ def _amax_kernel(
     while step < steps:  # Triton 3.6 interprets no range of tensors
         index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         offset = _offsets(index, stride_xm, stride_xk, K)
-        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0)
+        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_last")
         bits = tl.maximum(bits, magnitude(x))
         step += tl.num_programs(0)
     amax = amax_of(tl.max(bits, 0), None, x_ptr.dtype.element_ty)
@@ -111,19 +109,13 @@ def _tensor_kernel(
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-    safe = (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
     steps = tl.cdiv(numel, BLOCK)
     step = tl.program_id(0)
     while step < steps:
         index = (steps - 1 - step).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         offset = _offsets(index, stride_xm, stride_xk, K)
-        x = widen(tl.load(x_ptr + offset, mask=index < numel, other=0.0))
-        if SCAN > 0:
-            codes = encode_quotient(x, scale, DIVISION, FP8_MAX)
-        elif safe:
-            codes = encode_quotient(x, scale, "clipped", FP8_MAX)
-        else:
-            codes = encode_quotient(x, scale, "ieee", FP8_MAX)
+        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_first")
+        codes = encode_quotient(widen(x), scale, DIVISION, FP8_MAX)
         tl.store(data_ptr + index, codes, mask=index < numel)
         step += tl.num_programs(0)
 
@@ -151,8 +143,9 @@ def quantize_tensor(
     k = 0 if contiguous else x.shape[1]
     overlap = overlaps(x.device)
     amax, scan = x, 4096 if numel <= 4096 else SMALL
+    programs = tile.programs
     if recipe.static:
-        scan = 0
+        scan, programs = 0, triton.cdiv(numel, tile.block)
     elif numel > SMALL or not contiguous:
         amax = x.new_empty(tile.partials)
         scan = triton.next_power_of_2(tile.partials)
@@ -160,7 +153,7 @@ def quantize_tensor(
             x, amax, numel, *strides, K=k, BLOCK=tile.block, num_warps=tile.warps,
             OVERLAP=overlap, launch_pdl=overlap,
         )  # fmt: skip
-    _tensor_kernel[(tile.programs,)](
+    _tensor_kernel[(programs,)](
         x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, recipe.min_scale,
         K=k, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK=tile.block, SCAN=scan,
         num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
