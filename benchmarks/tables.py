@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +56,8 @@ def linear(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
+        if not row["shape"].startswith("8b"):
+            continue
         times = row["us"]
         ours, dense = times["fp8kit_row"], times["bf16"]
         peers = {n: t for n, t in times.items() if not n.startswith(("fp8kit", "bf16"))}
@@ -65,7 +68,34 @@ def linear(found: dict[str, Any]) -> str:
             f"| {row['shape']} {row['n']}×{row['k']} | {row['m']} | {dense:.1f} | {peer}"
             f" | {ours:.1f} | {dense / ours:.2f} | {ratio} | {row['roofline_us'] / ours:.0%} |"
         )
+    lines += ["", *means(found["rows"])]
     return "\n".join(lines) + "\n"
+
+
+def means(rows: list[dict[str, Any]]) -> list[str]:
+    """Geometric means over all measured layers, per M."""
+    layers = len({row["shape"] for row in rows})
+    lines = [
+        f"Geometric means over all {layers} measured layers (Llama 8B and 70B, DeepSeek, DiT):",
+        "",
+        "| M | × bf16 | × best peer | of the roofline |",
+        "|---|---|---|---|",
+    ]
+    for m in sorted({row["m"] for row in rows}):
+        dense, peers, roof = [], [], []
+        for row in rows:
+            if row["m"] == m:
+                times = row["us"]
+                ours = times["fp8kit_row"]
+                dense.append(times["bf16"] / ours)
+                roof.append(row["roofline_us"] / ours)
+                others = [t for n, t in times.items() if not n.startswith(("fp8kit", "bf16"))]
+                peers += [min(others) / ours] if others else []
+        ratio = f"{geometric_mean(peers):.2f}" if peers else "–"
+        lines.append(
+            f"| {m} | {geometric_mean(dense):.2f} | {ratio} | {geometric_mean(roof):.0%} |"
+        )
+    return lines
 
 
 def quantizers(found: dict[str, Any]) -> str:
@@ -79,6 +109,8 @@ def quantizers(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
+        if row["m"] not in (1, 64, 4096):
+            continue
         peer = f"{row['vllm_us'] / row['us']:.2f}" if row.get("vllm_us") else "–"
         lines.append(
             f"| {row['kernel']} | {row['m']} | {row['k']} | {row['us']:.2f} | {row['tbps']:.2f}"

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kit.quantizers.triton_numerics import (
+    SAFE_SCALE,
     Recipe,
     amax_of,
     encode_quotient,
@@ -26,6 +27,7 @@ from fp8kit.quantizers.triton_numerics import (
 )
 
 SMALL = 32768
+_SAFE_SCALE = tl.constexpr(SAFE_SCALE)
 
 
 class TensorTile(NamedTuple):
@@ -109,13 +111,20 @@ def _tensor_kernel(
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
+    safe = (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
     steps = tl.cdiv(numel, BLOCK)
     step = tl.program_id(0)
     while step < steps:
         index = (steps - 1 - step).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         offset = _offsets(index, stride_xm, stride_xk, K)
         x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_first")
-        codes = encode_quotient(widen(x), scale, DIVISION, FP8_MAX)
+        # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
+        if SCAN > 0 or FP8_MAX == 224.0:
+            codes = encode_quotient(widen(x), scale, DIVISION, FP8_MAX)
+        elif safe:
+            codes = encode_quotient(widen(x), scale, "clipped", FP8_MAX)
+        else:
+            codes = encode_quotient(widen(x), scale, "ieee", FP8_MAX)
         tl.store(data_ptr + index, codes, mask=index < numel)
         step += tl.num_programs(0)
 
