@@ -56,7 +56,7 @@ def linear(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
-        if not row["shape"].startswith("8b"):
+        if not row["shape"].startswith("8b") or row["m"] == 1024:
             continue
         times = row["us"]
         ours, dense = times["fp8kit_row"], times["bf16"]
@@ -109,7 +109,7 @@ def quantizers(found: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
-        if row["m"] not in (1, 64, 4096):
+        if row["m"] not in (1, 4096) or row["k"] not in (4096, 14336):
             continue
         peer = f"{row['vllm_us'] / row['us']:.2f}" if row.get("vllm_us") else "–"
         lines.append(

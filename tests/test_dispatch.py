@@ -15,6 +15,7 @@ from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul import problem as matmul
 from fp8kit.quantizers import problem as quantizers
+from fp8kit.quantizers.fused_problem import FUSED_BACKENDS
 
 PATH = "fp8kit.matmul.reference"
 GPU = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120": (12, 0)}
@@ -22,6 +23,14 @@ GPU = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120"
 # What must run where. A backend that learns more is free to; one that loses a row fails here, so
 # no bug can turn the suite green by declining everything.
 MUST_RUN = {
+    "swap_ab": {
+        "sm80": (),
+        "sm89": (),
+        "sm90": ("FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK"),
+        "sm100": (),
+        "sm120": (),
+        "cpu": (),
+    },
     "torch_native": {
         "sm80": (),
         "sm89": ("FP8", "FP8_DYNAMIC", "FP8_TENSOR"),
@@ -238,3 +247,8 @@ def test_a_described_layer_is_the_problem_that_runs(device: torch.device) -> Non
         ran = matmul.MatmulProblem.of(x, w, groups, torch.float32, None, "precise", False)
         described = matmul.linear_problem((128, 256), scheme, torch.float32, w.device, False, 5)
         assert ran == described
+
+
+def test_every_backend_can_be_disabled_by_name() -> None:
+    tables = (matmul.BACKENDS, quantizers.BACKENDS, FUSED_BACKENDS)
+    assert {name for table in tables for name, *_ in table} == set(settings.BACKEND_NAMES)

@@ -80,7 +80,7 @@ class Report:
         return (
             f"{self.scheme}: {len(self.converted)} layers converted, {len(self.skipped)} skipped; "
             f"{self.model_bytes_before / _MIB:.1f} MiB -> {self.model_bytes_after / _MIB:.1f} MiB; "
-            f"{share:.0%} of the bytes were left in high precision"
+            f"{share:.0%} of the original bytes stay in high precision"
         )
 
     def to_dict(self) -> dict[str, Any]:
