@@ -26,7 +26,7 @@ def test_sizes_follow_from_the_records() -> None:
 def test_summary_is_one_line() -> None:
     assert report().summary() == (
         "FP8_DYNAMIC: 1 layers converted, 2 skipped; 5.0 MiB -> 4.0 MiB; "
-        "60% of the bytes were left in high precision"
+        "60% of the original bytes stay in high precision"
     )
 
 

@@ -85,6 +85,18 @@ class Kernel:
         _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
 
 
+@functools.cache
+def missing() -> str | None:
+    """Say why kernels cannot be compiled on this machine, ``None`` if they can."""
+    if not torch.cuda.is_available():
+        return None  # nothing would be launched here: only the decision is asked for
+    try:
+        _checked(nvrtc.nvrtcVersion())
+    except Exception as error:  # the bindings raise what their loader raises
+        return f"NVRTC is not usable: {error}"
+    return None
+
+
 @functools.lru_cache(maxsize=4096)
 def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols: int) -> Any:
     """Describe a row-major byte matrix to the tensor memory accelerator.

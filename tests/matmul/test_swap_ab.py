@@ -45,6 +45,19 @@ def test_source_spells_out_the_registers() -> None:
     assert "#define BLOCK_SCALES 1" in text
 
 
+def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("libnvrtc.so not found")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(swap_ab.nvrtc.nvrtc, "nvrtcVersion", broken)
+    swap_ab.nvrtc.missing.cache_clear()
+    try:
+        assert swap_ab.nvrtc.missing() == "NVRTC is not usable: libnvrtc.so not found"
+    finally:
+        swap_ab.nvrtc.missing.cache_clear()
+
+
 HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="the kernel is written for sm90",

@@ -93,7 +93,7 @@ def supports(problem: MatmulProblem) -> str | None:
         return "multiplies e4m3fn codes only"
     if problem.k % _ALIGN:
         return f"needs K in multiples of {_ALIGN}, got {problem.k}"
-    return None
+    return nvrtc.missing()
 
 
 def run(
