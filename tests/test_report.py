@@ -31,7 +31,7 @@ def test_summary_is_one_line() -> None:
 
 
 def test_an_empty_report_has_a_summary() -> None:
-    text = "FP8: 0 layers converted, 0 skipped; 0.0 MiB -> 0.0 MiB; 0% of the original bytes were left"
+    text = "FP8: 0 layers converted, 0 skipped; 0.0 MiB -> 0.0 MiB; 0% of the original bytes"
     assert Report("FP8").summary().startswith(text)
     assert str(Report("FP8")).splitlines()[0].split() == "layer weight action MiB note".split()
 
