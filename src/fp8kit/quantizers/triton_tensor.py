@@ -48,13 +48,12 @@ def tensor_tile(numel: int, processors: int) -> TensorTile:
 
 
 @triton.jit
-def _pointers(x_ptr, start, lane, stride_xm, stride_xk, K: tl.constexpr):
-    # K == 0 stands for a contiguous tensor: one 64-bit sum for the block, not one per element
+def _offsets(index, stride_xm, stride_xk, K: tl.constexpr):
+    # K == 0 stands for a contiguous tensor
     if K == 0:
-        return x_ptr + start + lane
+        return index
     else:
-        index = start + lane
-        return x_ptr + (index // K * stride_xm + index % K * stride_xk)
+        return index // K * stride_xm + index % K * stride_xk
 
 
 @triton.jit
@@ -69,15 +68,13 @@ def _amax_kernel(
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
-    lane = tl.arange(0, BLOCK)
     bits = tl.zeros([BLOCK], tl.int32)
     steps = tl.cdiv(numel, BLOCK)
     step = tl.program_id(0)
     while step < steps:  # Triton 3.6 interprets no range of tensors
-        start = step.to(tl.int64) * BLOCK
-        present = lane < tl.minimum(numel - start, BLOCK).to(tl.int32)
-        pointers = _pointers(x_ptr, start, lane, stride_xm, stride_xk, K)
-        x = tl.load(pointers, mask=present, other=0.0, eviction_policy="evict_last")
+        index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        offset = _offsets(index, stride_xm, stride_xk, K)
+        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_last")
         bits = tl.maximum(bits, magnitude(x))
         step += tl.num_programs(0)
     amax = amax_of(tl.max(bits, 0), None, x_ptr.dtype.element_ty)
@@ -107,22 +104,20 @@ def _tensor_kernel(
     if SCAN == 0:
         scale = tl.load(scale_ptr)
     else:
-        part = tl.arange(0, SCAN)
-        candidates = tl.load(amax_ptr + part, mask=part < n_amax, other=0.0)
+        lane = tl.arange(0, SCAN)
+        candidates = tl.load(amax_ptr + lane, mask=lane < n_amax, other=0.0)
         bits = tl.max(magnitude(candidates), 0)
         amax = amax_of(bits, scale_ub_ptr, amax_ptr.dtype.element_ty)
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
     safe = (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
-    lane = tl.arange(0, BLOCK)
     steps = tl.cdiv(numel, BLOCK)
     step = tl.program_id(0)
     while step < steps:
-        start = (steps - 1 - step).to(tl.int64) * BLOCK
-        present = lane < tl.minimum(numel - start, BLOCK).to(tl.int32)
-        pointers = _pointers(x_ptr, start, lane, stride_xm, stride_xk, K)
-        x = tl.load(pointers, mask=present, other=0.0, eviction_policy="evict_first")
+        index = (steps - 1 - step).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        offset = _offsets(index, stride_xm, stride_xk, K)
+        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_first")
         # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
         if SCAN > 0 or FP8_MAX == 224.0:
             codes = encode_quotient(widen(x), scale, DIVISION, FP8_MAX)
@@ -130,7 +125,7 @@ def _tensor_kernel(
             codes = encode_quotient(widen(x), scale, "clipped", FP8_MAX)
         else:
             codes = encode_quotient(widen(x), scale, "ieee", FP8_MAX)
-        tl.store(data_ptr + start + lane, codes, mask=present)
+        tl.store(data_ptr + index, codes, mask=index < numel)
         step += tl.num_programs(0)
 
 
