@@ -7,6 +7,7 @@ wide product saves nothing there, and its slices slow down whatever reads them. 
 other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
 costs time, never correctness. Where gradients are wanted every layer computes alone. What no
 tensor can tell, a weight or bias written through ``.data`` between two siblings, goes unseen.
+Under ``torch.compile`` nothing is shared: each layer is an operator of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class SharedInput:
 
     def __call__(self, member: Fp8Linear, x: Tensor) -> Tensor:
         """Give the result of one member for ``x``, computing its siblings' along with the first."""
-        if torch.compiler.is_compiling():  # the compiler removes the repeated quantization itself
+        if torch.compiler.is_compiling():  # what waits between calls would be state in the graph
             return member.compute(x, member.weight, member.weight_scale, member.bias)
         waiting = self._take(member, x)
         if waiting is not None:
