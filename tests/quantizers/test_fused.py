@@ -294,11 +294,14 @@ def test_every_format_bound_and_rounding(
         assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
 
 
+@pytest.mark.parametrize("dtype", [E4M3, FNUZ, E5M2])
 @pytest.mark.parametrize("scale", [1e-30, 1e30, 0.02, float("nan"), float("inf"), 0.0])
-def test_static_scales_of_every_size(device: torch.device, scale: float) -> None:
+def test_static_scales_of_every_size(
+    device: torch.device, scale: float, dtype: torch.dtype
+) -> None:
     x = integers(4, 200, torch.bfloat16, device)
     weight = torch.randn(200, device=device).bfloat16()
-    t = target(x, TENSOR, scale=torch.full((1, 1), scale, device=device))
+    t = target(x, TENSOR, dtype, scale=torch.full((1, 1), scale, device=device))
     arguments = (x, None, weight, EPS, 0.0, "stepwise", t)
     assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
 

@@ -261,10 +261,12 @@ def test_no_row_tile_changes_the_result(
     assert_bits_equal(data, reference.quantize_static(x, scale, ROW, E4M3))
 
 
-@pytest.mark.parametrize("tile", [(4, 1, 1), (2, 4, 1), (8, 2, 4), (128, 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [(4, 1, 1, 1), (2, 4, 2, 1), (8, 2, 3, 4), (128, 1, 4, 4)], ids=str
+)
 @pytest.mark.parametrize("group", [GroupShape(1, 16), MX], ids=str)
 def test_no_group_tile_changes_the_result(
-    tile: tuple[int, int, int],
+    tile: tuple[int, int, int, int],
     group: GroupShape,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -277,9 +279,12 @@ def test_no_group_tile_changes_the_result(
         assert_bits_equal(triton.quantize_mx_swizzled(x, E4M3)[1], swizzled(expected))
 
 
-@pytest.mark.parametrize("tile", [(64, 1, 1, 1), (256, 3, 5, 2), (1024, 17, 2, 1)], ids=str)
+TENSOR_TILES = [(64, 1, 1, 1, 1), (64, 4, 3, 5, 2), (256, 1, 3, 5, 2), (256, 4, 17, 2, 1)]
+
+
+@pytest.mark.parametrize("tile", TENSOR_TILES, ids=str)
 def test_no_tensor_tile_changes_the_result(
-    tile: tuple[int, int, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tile: tuple[int, int, int, int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "tensor_tile", lambda *_: TensorTile(*tile))
     x = torch.randn(9, 517, device=device)
@@ -310,16 +315,21 @@ def test_row_tiles_hold_a_row_and_fit_a_program(k: int, itemsize: int) -> None:
 
 
 @pytest.mark.parametrize("k", KS)
-def test_group_and_tensor_tiles_fit_a_program(k: int) -> None:
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_group_and_tensor_tiles_fit_a_program(k: int, itemsize: int) -> None:
     for m in MS:
         for group in (16, 32, 128, 1024):
             for column in (False, True):
-                part = group_tile(m, k, group, column, 132)
+                part = group_tile(m, k, group, itemsize, column, 132)
                 assert part.rows & (part.rows - 1) == 0
                 assert part.groups & (part.groups - 1) == 0
-                assert part.rows * part.groups * group <= max(4096, group)
+                assert part.rows * part.groups * group <= max(2048 // itemsize, group)
                 assert part.rows <= 128 or group < 32
-        cut = tensor_tile(m * k, 132)
+                # of the groups of a row, at most an eighth are computed for nothing
+                count, span = math.ceil(k / group), part.groups * part.held
+                assert math.ceil(count / span) * span <= count * 9 / 8
+        cut = tensor_tile(m * k, itemsize, 132)
+        assert cut.block * cut.held * itemsize <= 64 * 32 * cut.warps
         assert cut.partials <= cut.programs
         assert cut.programs <= 8 * 132
         assert cut.partials <= 1024

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from fp8kit.quantizers.fused_triton_emission import (
     Output,
-    appended,
     narrow,
     row_cut,
     store_result,
 )
 from fp8kit.quantizers.triton_numerics import (
     INTERPRETED,
+    appended,
     join_stream,
     magnitude,
     overlaps,

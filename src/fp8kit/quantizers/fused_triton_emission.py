@@ -23,6 +23,7 @@ from fp8kit.quantizers.triton_numerics import (
     encode,
     encode_quotient,
     float_scale,
+    is_safe,
     magnitude,
     mx_exponent,
     mx_inverse,
@@ -30,7 +31,6 @@ from fp8kit.quantizers.triton_numerics import (
 )
 
 TILE_BYTES = 32 * 32 * 16  # one 16-byte load by each thread of the largest program
-_SAFE = tl.constexpr(SAFE_SCALE)
 
 
 class Output(NamedTuple):
@@ -95,12 +95,6 @@ def _division(target: Target) -> str:
     if not safe:
         return "ieee"
     return "corrected" if target.scale_ub is None else "clipped"
-
-
-@triton.jit
-def appended(tiles, tile):
-    """Give a longer tuple of tiles (the compiler knows no unpacking in a tuple)."""
-    return tiles + (tile,)
 
 
 @triton.jit
@@ -206,8 +200,11 @@ def store_result(
 
 @triton.jit
 def _encode_static(x, scale, FP8_MAX: tl.constexpr):
-    # any scale may be given: one of ordinary size is known to be only here, and divides cheaply
-    if (scale >= _SAFE) & (scale <= 1 / _SAFE):
+    # any scale may be given: one of ordinary size is known to be only here, and divides cheaply;
+    # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
+    if FP8_MAX == 224.0:
+        codes = encode_quotient(x, scale, "ieee", FP8_MAX)
+    elif is_safe(scale):
         codes = encode_quotient(x, scale, "clipped", FP8_MAX)
     else:
         codes = encode_quotient(x, scale, "ieee", FP8_MAX)

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from fp8kit.quantizers.fused_triton_emission import (
     Output,
-    appended,
     narrow,
     row_cut,
     store_result,
 )
-from fp8kit.quantizers.triton_numerics import join_stream, magnitude, overlaps, widen
+from fp8kit.quantizers.triton_numerics import appended, join_stream, magnitude, overlaps, widen
 
 MOST_TILES = 5  # of a row in registers; its weights take as many again
 

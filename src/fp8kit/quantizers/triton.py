@@ -180,7 +180,7 @@ def _launch(
     count = _processors(x.device)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         if group == TENSOR:
-            cut = tensor_tile(x.numel(), count)
+            cut = tensor_tile(x.numel(), x.element_size(), count)
             quantize_tensor(x.reshape(m, k), scale, scale_ub, raw, recipe, cut)
         elif group.rows > 1:
             stack = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
@@ -193,7 +193,7 @@ def _launch(
         else:
             scales = scale if swizzled else scale.reshape(1, -1) if m == 1 else scale.flatten(0, -2)
             column = swizzled or scales.stride(0) == 1
-            part = group_tile(m, k, group.cols, column, count)
+            part = group_tile(m, k, group.cols, x.element_size(), column, count)
             quantize_groups(x.reshape(m, k), scales, scale_ub, raw, group.cols, recipe, part)
 
 

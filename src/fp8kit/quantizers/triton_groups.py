@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kit.quantizers.triton_numerics import (
+    LOADS,
     Recipe,
     amax_of,
+    appended,
     encode,
     encode_quotient,
     float_scale,
@@ -30,30 +32,48 @@ from fp8kit.quantizers.triton_numerics import (
 
 
 class GroupTile(NamedTuple):
-    """How a matrix of groups is cut: rows and groups per program, and warps."""
+    """How a matrix of groups is cut.
+
+    Args:
+        rows: rows per tile, a power of two.
+        groups: groups along a row per tile, a power of two.
+        held: tiles per program, next to each other along a row.
+        warps: warps per program.
+    """
 
     rows: int
     groups: int
+    held: int
     warps: int
 
 
-def group_tile(m: int, k: int, group: int, column: bool, processors: int) -> GroupTile:
+def group_tile(
+    m: int, k: int, group: int, itemsize: int, column: bool, processors: int
+) -> GroupTile:
     """Choose a tile for ``[m, k]`` in groups of ``group`` columns.
+
+    A thread loads 16 bytes of each tile, so that the threads of a warp read without gaps.
 
     Args:
         m: number of rows.
         k: elements per row.
         group: columns per scale, a power of two.
-        column: scales are column-major or swizzled: more rows per program, so that they coalesce.
+        itemsize: bytes per element.
+        column: scales are column-major or swizzled: more rows per tile, so that they coalesce.
         processors: multiprocessors of the GPU.
     """
-    elements = max(4096 if m * k > 4096 * 4 * processors else 1024, group)
-    budget = elements // group
-    count = max(triton.cdiv(k, group), 1)
-    # a power of two that divides the number of groups leaves no idle lanes
-    groups = min(count & -count, budget, max(1, budget // 8) if column else budget)
+    lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
+    budget = max(1, 4 * lanes // group)
+    crowded = m * k > 16 * LOADS * lanes * processors
+    most = max(1, budget // 8) if column else budget
+    count = triton.cdiv(k, group)
+    # as many neighbours as leave at most an eighth of the lanes idle
+    spans = (1 << i for i in range((LOADS * most if crowded else most).bit_length() - 1, -1, -1))
+    span = next(n for n in spans if -count % n * 8 <= count)
+    held = min(LOADS, span) if crowded else 1
+    groups = min(span // held, most)
     rows = min(budget // groups, triton.next_power_of_2(m))
-    return GroupTile(rows, groups, min(16, max(1, rows * groups * group // 1024)))
+    return GroupTile(rows, groups, held, min(16, max(1, rows * groups * group // lanes)))
 
 
 @triton.jit
@@ -61,6 +81,24 @@ def _swizzled(row, block, BLOCKS):
     # 128 rows x 4 blocks are 512 consecutive bytes: 32 rows of 16, each four row quarters of 4
     tile = (row // 128) * ((BLOCKS + 3) // 4) + block // 4
     return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+
+
+@triton.jit
+def _group_scale(x, scale_ub_ptr, min_scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
+    amax = amax_of(tl.max(magnitude(x), 2), scale_ub_ptr, x.dtype)
+    if DIVISION == "mx floor" or DIVISION == "mx ceil":
+        return mx_exponent(amax, DIVISION == "mx floor", FP8_MAX)
+    else:
+        return float_scale(amax, min_scale, DIVISION, FP8_MAX)
+
+
+@triton.jit
+def _group_codes(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
+    if DIVISION == "mx floor" or DIVISION == "mx ceil":
+        inverse = mx_inverse(scale.to(tl.int32))
+        return encode(widen(x) * inverse[:, :, None], FP8_MAX)
+    else:
+        return encode_quotient(widen(x), scale[:, :, None], DIVISION, FP8_MAX)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -83,41 +121,40 @@ def _groups_kernel(
     SWIZZLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    HELD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     ROUNDED: tl.constexpr = (GROUPS + 3) // 4 * 4 if SWIZZLE else GROUPS
-    ACROSS: tl.constexpr = (ROUNDED + BLOCK_G - 1) // BLOCK_G
+    ACROSS: tl.constexpr = (ROUNDED + HELD * BLOCK_G - 1) // (HELD * BLOCK_G)
     program = tl.program_id(0)
     row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    group = (program % ACROSS).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
-    col = (group[:, None] * GROUP + tl.arange(0, GROUP)[None, :])[None, :, :]
-    mask = (row < M)[:, None, None] & (col < K)
-    offset = row[:, None, None] * stride_xm + col * stride_xk
-    x = tl.load(x_ptr + offset, mask=mask, other=0.0)
-    if SWIZZLE:
-        where = _swizzled(row[:, None], group[None, :], GROUPS)
-        kept = (group < ROUNDED)[None, :]
-    else:
-        where = row[:, None] * stride_sm + group[None, :] * stride_sg
-        kept = (row < M)[:, None] & (group < GROUPS)[None, :]
-    if STATIC:
-        scale = tl.load(scale_ptr + where, mask=kept, other=0)
-    else:
-        bits = tl.max(magnitude(x), 2)
-        amax = amax_of(bits, scale_ub_ptr, x_ptr.dtype.element_ty)
-        if DIVISION == "mx floor" or DIVISION == "mx ceil":
-            scale = mx_exponent(amax, DIVISION == "mx floor", FP8_MAX)
+    first = (program % ACROSS).to(tl.int64) * (HELD * BLOCK_G) + tl.arange(0, BLOCK_G)
+    lane = tl.arange(0, GROUP)[None, None, :]
+    present = (row < M)[:, None, None]
+    held = ()
+    for i in tl.static_range(HELD):
+        col = (first + i * BLOCK_G)[None, :, None] * GROUP + lane
+        offset = row[:, None, None] * stride_xm + col * stride_xk
+        x = tl.load(x_ptr + offset, mask=present & (col < K), other=0.0)
+        held = appended(held, x)
+    for i in tl.static_range(HELD):
+        group = first + i * BLOCK_G
+        if SWIZZLE:
+            where = scale_ptr + _swizzled(row[:, None], group[None, :], GROUPS)
+            kept = (group < ROUNDED)[None, :]
         else:
-            scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
-        tl.store(scale_ptr + where, scale.to(scale_ptr.dtype.element_ty), mask=kept)
-    if DIVISION == "mx floor" or DIVISION == "mx ceil":
-        inverse = mx_inverse(scale.to(tl.int32))
-        codes = encode(widen(x) * inverse[:, :, None], FP8_MAX)
-    else:
-        codes = encode_quotient(widen(x), scale[:, :, None], DIVISION, FP8_MAX)
-    tl.store(data_ptr + row[:, None, None] * K + col, codes, mask=mask)
+            where = scale_ptr + row[:, None] * stride_sm + group[None, :] * stride_sg
+            kept = (row < M)[:, None] & (group < GROUPS)[None, :]
+        if STATIC:
+            scale = tl.load(where, mask=kept, other=0)
+        else:
+            scale = _group_scale(held[i], scale_ub_ptr, min_scale, DIVISION, FP8_MAX)
+            tl.store(where, scale.to(scale_ptr.dtype.element_ty), mask=kept)
+        codes = _group_codes(held[i], scale, DIVISION, FP8_MAX)
+        col = group[None, :, None] * GROUP + lane
+        tl.store(data_ptr + row[:, None, None] * K + col, codes, mask=present & (col < K))
 
 
 def quantize_groups(
@@ -148,12 +185,12 @@ def quantize_groups(
     stride_sm, stride_sg = (0, 0) if swizzle else scale.stride()
     rows = triton.cdiv(m, 128) * 128 if swizzle else m
     across = triton.cdiv(across, 4) * 4 if swizzle else across
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(across, tile.groups),)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(across, tile.groups * tile.held),)
     _groups_kernel[grid](
         x, scale, scale_ub, data, m, x.stride(0), x.stride(1), stride_sm, stride_sg,
         recipe.min_scale, K=k, GROUP=group, STATIC=recipe.static, DIVISION=recipe.division,
         FP8_MAX=recipe.fp8_max, SWIZZLE=swizzle, BLOCK_M=tile.rows, BLOCK_G=tile.groups,
-        num_warps=tile.warps, enable_fp_fusion=False,
+        HELD=tile.held, num_warps=tile.warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
 
@@ -178,30 +215,40 @@ def _blocks_kernel(
     STATIC: tl.constexpr,
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    HELD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
+    BLOCK_M: tl.constexpr = ROWS // HELD
     ACROSS: tl.constexpr = (K + COLS - 1) // COLS
     program = tl.program_id(0)
     down = (M + ROWS - 1) // ROWS
     block_k = (program % ACROSS).to(tl.int64)
     block_m = (program // ACROSS % down).to(tl.int64)
     expert = (program // ACROSS // down).to(tl.int64)
-    row = (block_m * ROWS + tl.arange(0, ROWS))[:, None]
+    first = (block_m * ROWS + tl.arange(0, BLOCK_M))[:, None]
     col = (block_k * COLS + tl.arange(0, COLS))[None, :]
-    mask = (row < M) & (col < K)
-    x_block = x_ptr + expert * stride_xe
-    x = tl.load(x_block + row * stride_xm + col * stride_xk, mask=mask, other=0.0)
+    x_block = x_ptr + expert * stride_xe + col * stride_xk
+    held = ()
+    for i in tl.static_range(HELD):
+        row = first + i * BLOCK_M
+        x = tl.load(x_block + row * stride_xm, mask=(row < M) & (col < K), other=0.0)
+        held = appended(held, x)
     where = scale_ptr + expert * stride_se + block_m * stride_sm + block_k * stride_sk
     if STATIC:
         scale = tl.load(where)
     else:
-        bits = tl.max(tl.max(magnitude(x), 1), 0)
-        amax = amax_of(bits, scale_ub_ptr, x_ptr.dtype.element_ty)
+        bits = tl.zeros([BLOCK_M, COLS], tl.int32)
+        for i in tl.static_range(HELD):
+            bits = tl.maximum(bits, magnitude(held[i]))
+        amax = amax_of(tl.max(tl.max(bits, 1), 0), scale_ub_ptr, x_ptr.dtype.element_ty)
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         tl.store(where, scale)
-    codes = encode_quotient(widen(x), scale, DIVISION, FP8_MAX)
-    tl.store(data_ptr + expert * M * K + row * K + col, codes, mask=mask)
+    data_block = data_ptr + expert * M * K + col
+    for i in tl.static_range(HELD):
+        row = first + i * BLOCK_M
+        codes = encode_quotient(widen(held[i]), scale, DIVISION, FP8_MAX)
+        tl.store(data_block + row * K, codes, mask=(row < M) & (col < K))
 
 
 def quantize_blocks(
@@ -225,10 +272,12 @@ def quantize_blocks(
         recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
     """
     overlap = overlaps(x.device)
+    warps = min(16, max(1, rows * cols // 1024))
+    # a thread loads 16 bytes of each tile, so that the threads of a warp read without gaps
+    held = min(rows, max(1, rows * cols * x.element_size() // (warps * 32 * 16)))
     _blocks_kernel[(scale.numel(),)](
         x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
         K=x.shape[2], ROWS=rows, COLS=cols, STATIC=recipe.static, DIVISION=recipe.division,
-        FP8_MAX=recipe.fp8_max,
-        num_warps=min(16, max(1, rows * cols // 1024)), enable_fp_fusion=False,
+        FP8_MAX=recipe.fp8_max, HELD=held, num_warps=warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 
 SAFE_SCALE = 2.0**-64
+LOADS = 4  # 16-byte loads of a thread that keep enough bytes in flight, in few registers
+_SAFE_SCALE = tl.constexpr(SAFE_SCALE)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _MANTISSA_MASK = tl.constexpr(0x7FFFFF)
 _EXPONENT_MASK = tl.constexpr(0x7F800000)
@@ -70,6 +72,12 @@ def join_stream(OVERLAP: tl.constexpr):
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def appended(tiles, tile):
+    """Give a longer tuple of tiles (the compiler knows no unpacking in a tuple)."""
+    return tiles + (tile,)
 
 
 @triton.jit
@@ -185,6 +193,12 @@ def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
             rough = x * r
             q = tl.where(tl.abs(rough) < 1048576.0, q, rough)
     return encode(q, FP8_MAX)
+
+
+@triton.jit
+def is_safe(scale):
+    """Say whether a given scale divides exactly as ``"clipped"``, see ``encode_quotient``."""
+    return (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
 
 
 @triton.jit

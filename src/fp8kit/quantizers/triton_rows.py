@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8kit.quantizers.triton_numerics import (
     Recipe,
     amax_of,
+    appended,
     encode_quotient,
     float_scale,
     join_stream,
@@ -110,7 +111,7 @@ def _rows_kernel(
         for i in tl.static_range(HELD):
             mask = present[:, None] & (i * BLOCK_K + col < K)
             x = tl.load(x_row + (i * BLOCK_K + col) * stride_xk, mask=mask, other=0.0)
-            held = held + (x,)
+            held = appended(held, x)
         for i in tl.static_range(HELD):
             bits = tl.maximum(bits, magnitude(held[i]))
         if HELD == 0:

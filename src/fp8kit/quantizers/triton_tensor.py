@@ -15,11 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kit.quantizers.triton_numerics import (
-    SAFE_SCALE,
+    LOADS,
     Recipe,
     amax_of,
+    appended,
     encode_quotient,
     float_scale,
+    is_safe,
     join_stream,
     magnitude,
     overlaps,
@@ -27,24 +29,41 @@ from fp8kit.quantizers.triton_numerics import (
 )
 
 SMALL = 32768
-_SAFE_SCALE = tl.constexpr(SAFE_SCALE)
 
 
 class TensorTile(NamedTuple):
-    """How a tensor is cut: elements per step, programs of the amax and of the encoding, warps."""
+    """How a tensor is cut.
+
+    Args:
+        block: elements of one tile, a power of two.
+        held: tiles per step.
+        partials: programs of the amax.
+        programs: programs of the encoding.
+        warps: warps per program.
+    """
 
     block: int
+    held: int
     partials: int
     programs: int
     warps: int
 
 
-def tensor_tile(numel: int, processors: int) -> TensorTile:
-    """Choose a tile for ``numel`` elements: many steps per program once the GPU is full."""
-    block = 8192 if numel > 8192 * 4 * processors else 2048
-    steps = triton.cdiv(numel, block)
-    programs = min(steps, 8 * processors)
-    return TensorTile(block, min(programs, 4 * processors), programs, block // 1024)
+def tensor_tile(numel: int, itemsize: int, processors: int) -> TensorTile:
+    """Choose a tile for ``numel`` elements: many steps per program once the GPU is full.
+
+    A thread loads 16 bytes of each tile, so that the threads of a warp read without gaps.
+
+    Args:
+        numel: number of elements.
+        itemsize: bytes per element.
+        processors: multiprocessors of the GPU.
+    """
+    lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
+    warps, held = (8, LOADS) if numel > 32 * LOADS * lanes * processors else (4, 1)
+    block = warps * lanes
+    programs = min(triton.cdiv(numel, block * held), 8 * processors)
+    return TensorTile(block, held, min(programs, 4 * processors), programs, warps)
 
 
 @triton.jit
@@ -82,6 +101,16 @@ def _amax_kernel(
 
 
 @triton.jit
+def _store_codes(held, first, scale, data_ptr, numel, DIVISION: tl.constexpr,
+                 FP8_MAX: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
+    BLOCK: tl.constexpr = held[0].shape[0]
+    for i in tl.static_range(HELD):
+        index = first + i * BLOCK + tl.arange(0, BLOCK)
+        codes = encode_quotient(widen(held[i]), scale, DIVISION, FP8_MAX)
+        tl.store(data_ptr + index, codes, mask=index < numel)
+
+
+@triton.jit
 def _tensor_kernel(
     x_ptr,  # [M, K]
     amax_ptr,  # [n_amax] whose amax is that of x: the partials, or x itself
@@ -97,6 +126,7 @@ def _tensor_kernel(
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
     SCAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -111,21 +141,24 @@ def _tensor_kernel(
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         if tl.program_id(0) == 0:
             tl.store(scale_ptr, scale)
-    safe = (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
-    steps = tl.cdiv(numel, BLOCK)
+    safe = is_safe(scale)
+    steps = tl.cdiv(numel, HELD * BLOCK)
     step = tl.program_id(0)
     while step < steps:
-        index = (steps - 1 - step).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        offset = _offsets(index, stride_xm, stride_xk, K)
-        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_first")
+        first = (steps - 1 - step).to(tl.int64) * (HELD * BLOCK)
+        held = ()
+        for i in tl.static_range(HELD):
+            index = first + i * BLOCK + tl.arange(0, BLOCK)
+            at = x_ptr + _offsets(index, stride_xm, stride_xk, K)
+            x = tl.load(at, mask=index < numel, other=0.0, eviction_policy="evict_first")
+            held = appended(held, x)
         # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
         if SCAN > 0 or FP8_MAX == 224.0:
-            codes = encode_quotient(widen(x), scale, DIVISION, FP8_MAX)
+            _store_codes(held, first, scale, data_ptr, numel, DIVISION, FP8_MAX, HELD)
         elif safe:
-            codes = encode_quotient(widen(x), scale, "clipped", FP8_MAX)
+            _store_codes(held, first, scale, data_ptr, numel, "clipped", FP8_MAX, HELD)
         else:
-            codes = encode_quotient(widen(x), scale, "ieee", FP8_MAX)
-        tl.store(data_ptr + index, codes, mask=index < numel)
+            _store_codes(held, first, scale, data_ptr, numel, "ieee", FP8_MAX, HELD)
         step += tl.num_programs(0)
 
 
@@ -154,17 +187,17 @@ def quantize_tensor(
     amax, scan = x, 4096 if numel <= 4096 else SMALL
     programs = tile.programs
     if recipe.static:
-        scan, programs = 0, triton.cdiv(numel, tile.block)
+        scan, programs = 0, triton.cdiv(numel, tile.block * tile.held)
     elif numel > SMALL or not contiguous:
         amax = x.new_empty(tile.partials)
         scan = triton.next_power_of_2(tile.partials)
         _amax_kernel[(tile.partials,)](
-            x, amax, numel, *strides, K=k, BLOCK=tile.block, num_warps=tile.warps,
+            x, amax, numel, *strides, K=k, BLOCK=tile.block * tile.held, num_warps=tile.warps,
             OVERLAP=overlap, launch_pdl=overlap,
         )  # fmt: skip
     _tensor_kernel[(programs,)](
         x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, recipe.min_scale,
-        K=k, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK=tile.block, SCAN=scan,
-        num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
+        K=k, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK=tile.block, HELD=tile.held,
+        SCAN=scan, num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
