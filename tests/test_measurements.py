@@ -41,7 +41,7 @@ def made(times: dict[Case, dict[str, float]], device: str = "toy") -> Table:
 def test_a_shipped_table_names_its_device_and_versions(name: str) -> None:
     table = shipped(name)
     assert name == f"{measurements._slug(table.device)}.json"
-    assert {"driver", "torch", "triton", "commit"} <= set(table.facts)
+    assert {"driver", "torch", "triton"} <= set(table.facts)
     known = {backend for backend, *_ in BACKENDS} | {DENSE}
     for case, times in table.rows.items():
         assert {c.partition(":")[0] for c in times} <= known, case

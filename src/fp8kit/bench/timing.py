@@ -83,7 +83,7 @@ def copies_past_cache(bytes_per_call: int, device: torch.device = _CUDA) -> int:
 def _time_graphs(cases: Mapping[str, Case], copies: int, effort: Effort) -> dict[str, float]:
     graphs = {name: _capture(case, copies, effort) for name, case in cases.items()}
     times: dict[str, list[float]] = {name: [] for name in cases}
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = _event(), _event()
     for _ in range(effort.rounds):
         for name, (graph, calls) in graphs.items():
             start.record()
@@ -113,13 +113,13 @@ def _time_calls(cases: Mapping[str, Case], copies: int, effort: Effort) -> dict[
 
 
 def _capture(case: Case, copies: int, effort: Effort) -> tuple[torch.cuda.CUDAGraph, int]:
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for i in range(min(copies, 3)):
             case(i)
     torch.cuda.current_stream().wait_stream(side)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = _event(), _event()
     start.record()
     case(0)
     end.record()
@@ -133,3 +133,7 @@ def _capture(case: Case, copies: int, effort: Effort) -> tuple[torch.cuda.CUDAGr
     graph.replay()
     torch.cuda.synchronize()
     return graph, calls
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
