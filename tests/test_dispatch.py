@@ -125,6 +125,47 @@ def test_batch_invariance_is_served_everywhere_and_never_by_a_library(
     assert choose(matmul.BACKENDS, problem).backend not in ("", "torch_native", "dequantized")
 
 
+# whose sums have one order whatever M is; everyone else declines with a reason
+INVARIANT = ("reference",)
+
+
+@pytest.mark.parametrize("place", [*GPU, "cpu"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("backend", [name for name, *_ in matmul.BACKENDS])
+def test_batch_invariance_is_promised_or_declined(backend: str, scheme: str, place: str) -> None:
+    plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
+    if plain.module is None:
+        pytest.skip(plain.declined[0][1])
+    for m in (1, 64, 4096):
+        choice = choose(matmul.BACKENDS, faked(scheme, place, batch_invariant=True, m=m), backend)
+        assert (choice.module is not None) == (backend in INVARIANT)
+        assert backend in INVARIANT or len(dict(choice.declined)[backend]) > 10
+
+
+@pytest.mark.parametrize("place", [*GPU, "cpu"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_invariance_reaches_one_backend_at_every_row_count(scheme: str, place: str) -> None:
+    """Two backends would be two orders of summation."""
+    for device in ("", "NVIDIA H200"):
+        problems = [
+            faked(scheme, place, batch_invariant=True, m=2**i, device=device) for i in range(15)
+        ]
+        assert len({choose(matmul.BACKENDS, p).backend for p in problems}) == 1
+
+
+@pytest.mark.parametrize("place", [*GPU, "cpu"])
+@pytest.mark.parametrize("accum", ["precise", "fast"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("backend", [name for name, *_ in matmul.BACKENDS])
+def test_every_backend_that_runs_takes_both_kinds_of_sums(
+    backend: str, scheme: str, accum: str, place: str
+) -> None:
+    plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
+    asked = choose(matmul.BACKENDS, faked(scheme, place, accum=accum), backend)
+    assert asked.backend == plain.backend
+    assert asked.module is None or asked.problem.accum == accum
+
+
 def test_cpu_prefers_the_dense_matmul_to_the_definition() -> None:
     assert choose(matmul.BACKENDS, faked("FP8_DYNAMIC", "cpu")).backend == "dequantized"
 
@@ -249,6 +290,7 @@ def test_tables_speak_of_bf16_layers_alone() -> None:
         {"x_dtype": torch.float8_e5m2},
         {"device": ""},
         {"device": "NVIDIA Unheard Of"},
+        {"batch_invariant": True},
     ):
         assert (
             faked("FP8_DYNAMIC", "sm90", **{"device": "NVIDIA H200", **change}).estimate() is None

@@ -9,6 +9,7 @@ from torch import Tensor
 import fp8kit
 from fp8kit.dispatch import choose
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
+from fp8kit.matmul import torch_native
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
 from fp8kit.matmul.torch_native import swizzle_mx_scale
 from numerics import (
@@ -239,3 +240,28 @@ def test_torch_native_runs_the_common_schemes_on_this_gpu() -> None:
         x_q, w_q = operands(16, 256, 512, PAIRS[pair], device)
         y = fp8kit.scaled_mm(x_q, w_q, backend="torch_native")
         assert_matmul(y, dequantized(x_q), dequantized(w_q), backend="torch_native")
+
+
+@pytest.mark.parametrize("accum", ["precise", "fast"])
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "FP8", "row-tensor", "FP8_BLOCK"])
+def test_torch_is_asked_for_the_wanted_sums(
+    pair: str, out_dtype: torch.dtype, accum: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the recipe, cuBLAS may use its short accumulator only where it is wanted."""
+    asked: list[dict[str, object]] = []
+
+    def scaled_mm(x: Tensor, w: Tensor, *_: object, **options: object) -> Tensor:
+        asked.append(options)
+        return torch.zeros(x.shape[0], w.shape[1], dtype=options["output_dtype"])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch_native.F, "scaled_mm", scaled_mm)
+    x_q, w_q = operands(16, 128, 512, PAIRS[pair], torch.device("cpu"))
+    groups = PAIRS[pair]
+    problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, accum, False)
+    y = torch_native.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
+    assert y.dtype == out_dtype
+    (options,) = asked
+    # cuBLAS promotes its block recipe every 128 and knows no other way
+    fast = accum == "fast" and pair != "FP8_BLOCK"
+    assert options.get("use_fast_accum", False) is fast

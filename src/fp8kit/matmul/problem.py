@@ -96,8 +96,11 @@ class MatmulProblem:
     def estimate(self) -> Estimate | None:
         """Give measured or estimated times of the layer this product belongs to, if there are any.
 
-        Tables hold layers with bf16 input and output and e4m3fn codes, without a bias.
+        Tables hold layers with bf16 input and output and e4m3fn codes, without a bias. A product
+        whose bits must not depend on M has none: times depend on M, and so would the choice.
         """
+        if self.batch_invariant:
+            return None
         table = table_for(self.device)
         wide = self.x_group is None and self.x_dtype == torch.bfloat16
         e4m3 = self.w_dtype == torch.float8_e4m3fn and (wide or self.x_dtype == self.w_dtype)
