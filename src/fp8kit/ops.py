@@ -197,6 +197,30 @@ def quantize_rows(
     return data, scale
 
 
+def linear(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    x_group: GroupShape | None,
+    w_group: GroupShape,
+    out_dtype: torch.dtype,
+    scale_rounding: str,
+    accum: str,
+    batch_invariant: bool,
+) -> Tensor:
+    """Quantize and multiply; the body of the operator ``linear``, with its arguments."""
+    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
+    data, x_scale = quantize_rows(rows, x_group, w.dtype, input_scale, scale_ub, scale_rounding)
+    problem = MatmulProblem.of(
+        data, w, (x_group, w_group), out_dtype, bias, accum, batch_invariant, after_quantize=True
+    )
+    y = multiply(data, x_scale, w, w_scale, bias, problem)
+    return y.view(*x.shape[:-1], w.shape[0])
+
+
 def _linear(
     x: Tensor,
     w: Tensor,
@@ -211,14 +235,11 @@ def _linear(
     accum: str,
     batch_invariant: bool,
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
-    groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
-    data, x_scale = quantize_rows(rows, groups[0], w.dtype, input_scale, scale_ub, scale_rounding)
-    problem = MatmulProblem.of(
-        data, w, groups, out_dtype, bias, accum, batch_invariant, after_quantize=True
+    x_shape = None if x_group is None else GroupShape(*x_group)
+    options = (out_dtype, scale_rounding, accum, batch_invariant)
+    return linear(
+        x, w, w_scale, bias, input_scale, scale_ub, x_shape, GroupShape(*w_group), *options
     )
-    y = multiply(data, x_scale, w, w_scale, bias, problem)
-    return y.view(*x.shape[:-1], w.shape[0])
 
 
 def _linear_fake(
