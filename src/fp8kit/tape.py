@@ -27,6 +27,7 @@ _aten = torch.ops.aten
 _ALLOCATIONS = (
     _aten.empty.memory_format,
     _aten.empty_strided.default,
+    _aten.empty_like.default,
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 )

@@ -98,6 +98,11 @@ def _plain(x: Tensor, constants: Constants) -> bool:
     bias = constants[2]
     return (
         type(x) is Tensor
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and forward_ad._current_level < 0
         and x.device.type in TAPED_DEVICES
         and x.device == constants[0].device
         and x.layout is torch.strided
@@ -105,16 +110,11 @@ def _plain(x: Tensor, constants: Constants) -> bool:
         and not x.data_ptr() % _ALIGN
         and x.numel() > 0
         and not x.is_neg()
+        and not torch.is_autocast_enabled(x.device.type)
         and not (
             torch.is_grad_enabled()
             and (x.requires_grad or (bias is not None and bias.requires_grad))
         )
-        and not torch.is_autocast_enabled(x.device.type)
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and forward_ad._current_level < 0
     )
 
 
