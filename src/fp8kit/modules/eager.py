@@ -1,15 +1,16 @@
 """Eager calls of a layer, without the work that is the same at every call.
 
-The first call with a shape runs the registered operator, the second one records it, and later ones
-repeat the tape (see ``tape``). That is only done where the operator would be seen by nobody else:
-no gradient, no autocast, no compiler or tracer, no dispatch mode, a plain CUDA tensor. What a tape
-fixes is checked at every call: shapes, dtypes, and the addresses of weight, scales and bias, so a
-reload in place goes on with the new values, and a move or a new Parameter is recorded anew.
+Where nobody else would see the registered operator, its body is called directly: no gradient, no
+autocast, no tracer, no dispatch mode, a plain CUDA tensor; callers leave this module out under a
+compiler. The second call with a shape is recorded, and later ones repeat the tape (see ``tape``),
+if all the call does is launch kernels of this package. What a tape fixes is checked at every call: shapes, dtypes, and the addresses of
+weight, scales and bias, so a reload in place goes on with the new values, and a move or a new
+Parameter is recorded anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ from fp8kit import tape
 TAPED_DEVICES = ("cuda",)
 _MOST_SHAPES = 64
 _ALIGN = 16
+# bound once: looking five names up through torch costs more than calling them
+_dispatch_modes, _function_modes = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+)
+_transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_autocast, _grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
 Key = tuple[object, ...]
 Constants = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 State = tuple[object, ...]
@@ -38,21 +46,27 @@ class Tapes(dict[Key, tuple[State, tape.Tape | None]]):
         return Tapes, ()
 
 
-def replay(tapes: Tapes, x: Tensor, constants: Constants, options: Key) -> Tensor | None:
+def replay(
+    tapes: Tapes, x: Tensor, parameters: Mapping[str, Tensor | None], options: Key
+) -> Tensor | None:
     """Repeat an earlier call of the layer, if there is a tape that fits.
 
     Args:
         tapes: of the layer.
         x: the input.
-        constants: weight, its scales, bias and input scale.
+        parameters: of the layer; looking them up there is three times as fast as on the module.
         options: whatever else the result depends on.
 
     Returns:
         The result; ``None`` if the call has to be made in full.
     """
-    if torch.compiler.is_compiling() or not tapes or not _plain(x, constants):
+    weight, scale = parameters.get("weight"), parameters.get("weight_scale")
+    if not tapes or weight is None or scale is None:
         return None
-    found = tapes.get((x.shape, x.dtype, constants[0].shape, options))
+    constants = (weight, scale, parameters.get("bias"), parameters.get("input_scale"))
+    if not _plain(x, constants):
+        return None
+    found = tapes.get((x.shape, x.dtype, weight.shape, options))
     if found is None or found[1] is None or found[0] != _state(constants):
         return None
     return found[1](x)
@@ -75,19 +89,19 @@ def run(
         options: whatever else the result depends on.
 
     Returns:
-        The result; ``None`` if the operator has to be called.
+        The result; ``None`` if the registered operator has to be called.
     """
-    if torch.compiler.is_compiling() or not _plain(x, constants):
+    if not _plain(x, constants):
         return None
     key, state = (x.shape, x.dtype, constants[0].shape, options), _state(constants)
     found = tapes.get(key)
     if found is not None and found[0] == state:
-        return None if found[1] is None else found[1](x)
+        return call() if found[1] is None else found[1](x)
     if found is None or not all(t is None or t.is_contiguous() for t in constants):
         if len(tapes) >= _MOST_SHAPES:
             tapes.clear()
         tapes[key] = ((), None)
-        return None
+        return call()
     y, taped = tape.record(call, x, constants)
     tapes[key] = (state, taped)
     return y
@@ -95,27 +109,19 @@ def run(
 
 def _plain(x: Tensor, constants: Constants) -> bool:
     """Say whether nothing but this call would see it, and ``x`` is what a tape can take."""
-    bias = constants[2]
-    return (
-        type(x) is Tensor
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and forward_ad._current_level < 0
-        and x.device.type in TAPED_DEVICES
-        and x.device == constants[0].device
-        and x.layout is torch.strided
-        and x.is_contiguous()
-        and not x.data_ptr() % _ALIGN
-        and x.numel() > 0
-        and not x.is_neg()
-        and not torch.is_autocast_enabled(x.device.type)
-        and not (
-            torch.is_grad_enabled()
-            and (x.requires_grad or (bias is not None and bias.requires_grad))
-        )
-    )
+    if type(x) is not Tensor or forward_ad._current_level >= 0:
+        return False
+    if _dispatch_modes() or _function_modes() or _transforms() is not None or _tracing():
+        return False
+    device, bias = x.device, constants[2]
+    if device.type not in TAPED_DEVICES or device != constants[0].device:
+        return False
+    if x.layout is not torch.strided or not x.is_contiguous() or x.is_neg():
+        return False
+    if x.data_ptr() % _ALIGN or not x.numel() or _autocast(device.type):
+        return False
+    trained = x.requires_grad or (bias is not None and bias.requires_grad)
+    return not (trained and _grad_enabled())
 
 
 def _state(constants: Constants) -> State:

@@ -165,8 +165,8 @@ class Fp8Linear(nn.Linear):
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``input`` (or autocast's)."""
         x = input
         if self.shared is None and not torch.compiler.is_compiling():
-            constants = (self.weight, self.weight_scale, self.bias, self.input_scale)
-            y = eager.replay(self._tapes, x, constants, (self.accum, self.batch_invariant))
+            options = (self.accum, self.batch_invariant)
+            y = eager.replay(self._tapes, x, self._parameters, options)
             if y is not None:
                 return y
         validation.check_float("x", x)
