@@ -3,9 +3,9 @@
 Where nobody else would see the registered operator, its body is called directly: no gradient, no
 autocast, no tracer, no dispatch mode, a plain CUDA tensor; callers leave this module out under a
 compiler. The second call with a shape is recorded, and later ones repeat the tape (see ``tape``),
-if all the call does is launch kernels of this package. What a tape fixes is checked at every call: shapes, dtypes, and the addresses of
-weight, scales and bias, so a reload in place goes on with the new values, and a move or a new
-Parameter is recorded anew.
+if all the call does is launch kernels of this package. What a tape fixes is checked at every call:
+shapes, dtypes, and the addresses of weight, scales and bias, so a reload in place goes on with the
+new values, and a move or a new Parameter is recorded anew.
 """
 
 from __future__ import annotations
