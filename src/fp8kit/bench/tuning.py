@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from fp8kit.bench.operands import (
     MODEL_SHAPES,
@@ -171,9 +172,10 @@ def _measure(
             layer = operands(dense, m, scheme, wish.accum, quantized.get(scheme.name, ()))
             quantized[scheme.name] = layer.weights
             runs: dict[str, Case] = {}
+            wanted = expected(layer)
             for backend, configuration in candidates(layer.problem()):
                 name = f"{backend}:{configuration}" if configuration else backend
-                wrong = fault(layer, backend, configuration)
+                wrong = fault(wanted, backend, configuration)
                 if wrong:
                     outcome.faults.append(f"{name} on {layer.problem()}: {wrong}")
                 else:
@@ -188,11 +190,43 @@ def _measure(
                 outcome.table.rows[layer.problem().case()] = row
 
 
-def fault(layer: Operands, backend: str, configuration: str = "") -> str:
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What every candidate for a layer is held to.
+
+    Args:
+        name: of the data.
+        layer: the operands; the first copy of the weight is used.
+        rows: ``int64``, the rows that are compared.
+        exact: fp32, what they are.
+    """
+
+    name: str
+    layer: Operands
+    rows: Tensor
+    exact: Tensor
+
+
+def expected(layer: Operands) -> list[Expected]:
+    """Compute what candidates are compared with: on normal data, and for precise sums on one sign.
+
+    Args:
+        layer: the operands.
+    """
+    m = layer.x.shape[0]
+    count = min(m, _CHECKED_ROWS)
+    rows = torch.arange(count, device=layer.x.device) * (m - 1) // max(count - 1, 1)
+    kinds = [("normal data", layer)]
+    if layer.accum == "precise":
+        kinds.append(("data of one sign", _one_sign(layer)))
+    return [Expected(name, one, rows, exact_rows(one, rows)) for name, one in kinds]
+
+
+def fault(wanted: Sequence[Expected], backend: str, configuration: str = "") -> str:
     """Compare a candidate with the definition; say what is wrong, or nothing.
 
     Args:
-        layer: the operands; the first copy of the weight is used.
+        wanted: operands and results, from ``expected``.
         backend: name of the backend.
         configuration: how it cuts the problem.
 
@@ -200,28 +234,22 @@ def fault(layer: Operands, backend: str, configuration: str = "") -> str:
         An empty text if two runs give the same finite bits and every checked row is within the
         limits that the module states.
     """
-    m = layer.x.shape[0]
-    count = min(m, _CHECKED_ROWS)
-    rows = torch.arange(count, device=layer.x.device) * (m - 1) // max(count - 1, 1)
-    for data, one in (("normal data", layer), ("data of one sign", _one_sign(layer))):
-        if data != "normal data" and layer.accum == "fast":
-            continue
+    for one in wanted:
         try:
-            run = one.layer(backend, configuration)
+            run = one.layer.layer(backend, configuration)
             y, again = run(0), run(0)
             same = torch.equal(y.view(torch.int16), again.view(torch.int16))
         except RuntimeError as failure:
             return f"{type(failure).__name__}: {failure}"
         if not same:
-            return f"two runs on {data} differ"
+            return f"two runs on {one.name} differ"
         if not y.isfinite().all():
-            return f"not finite on {data}"
-        exact = exact_rows(one, rows)
-        error = (y.index_select(0, rows).float() - exact).norm(dim=1) / exact.norm(dim=1)
-        worst = float(error.max())
-        limit = _ROUNDING + _LOSS[layer.accum]
+            return f"not finite on {one.name}"
+        found = y.index_select(0, one.rows).float()
+        worst = float(((found - one.exact).norm(dim=1) / one.exact.norm(dim=1)).max())
+        limit = _ROUNDING + _LOSS[one.layer.accum]
         if worst > limit:
-            return f"relative error {worst:.2e} of a row on {data}, at most {limit:.2e}"
+            return f"relative error {worst:.2e} of a row on {one.name}, at most {limit:.2e}"
     return ""
 
 
