@@ -165,6 +165,31 @@ def test_dispatch_modes_see_the_operator(cpu_backends: CpuBackends) -> None:
     assert "fp8kit.linear.default" in seen.names
 
 
+class Marked(Tensor):
+    """A subclass that sees every operation on it."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_see_the_operator(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    Marked.seen.clear()
+    layer(x.as_subclass(Marked))
+    assert any("linear" in name for name in Marked.seen)
+    weight = layer.weight.detach().as_subclass(Marked)
+    Marked.seen.clear()
+    layer.compute(x, weight, layer.weight_scale, layer.bias)
+    assert any("linear" in name for name in Marked.seen)
+
+
 def test_gradients_flow(cpu_backends: CpuBackends) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)

@@ -14,12 +14,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fp8kit import tape
 
 TAPED_DEVICES = ("cuda",)
+_PLAIN = (
+    Tensor,
+    nn.Parameter,
+)  # a subclass, such as a distributed tensor, has a meaning of its own
 _MOST_SHAPES = 64
 _ALIGN = 16
 # bound once: looking five names up through torch costs more than calling them
@@ -109,7 +113,7 @@ def run(
 
 def _plain(x: Tensor, constants: Constants) -> bool:
     """Say whether nothing but this call would see it, and ``x`` is what a tape can take."""
-    if type(x) is not Tensor or forward_ad._current_level >= 0:
+    if type(x) is not Tensor or type(constants[0]) not in _PLAIN or forward_ad._current_level >= 0:
         return False
     if _dispatch_modes() or _function_modes() or _transforms() is not None or _tracing():
         return False
