@@ -99,6 +99,17 @@ def test_without_row_counts_a_layer_that_never_gains_is_left(
     assert converted(fp8kit.plan(model, include=["0", "1"], m=256)) == ["1"]
 
 
+def test_what_a_checkpoint_becomes_does_not_depend_on_the_machine(
+    measured: Callable[..., None],
+) -> None:
+    measured(dict.fromkeys(MIXED, (3.0, 2.0)))
+    model = two().to("meta")
+    plan = fp8kit.plan(model)
+    assert converted(plan) == ["0", "1"]
+    assert plan.report.notes == []
+    assert converted(fp8kit.plan(model, m=1)) == []
+
+
 def test_a_tie_goes_to_fp8(measured: Callable[..., None]) -> None:
     measured(dict.fromkeys(MIXED, (2.0, 2.0)))
     assert converted(fp8kit.plan(two(), m=[1, 256])) == ["0", "1"]

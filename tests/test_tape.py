@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8kit import tape
-from fp8kit.quantizers import triton_launch
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
+from fp8kit.quantizers import triton, triton_launch
 from taped import launch
 
 
@@ -212,3 +214,62 @@ def test_the_interpreter_cannot_be_taped() -> None:
         return y
 
     assert tape.record(function, x, [])[1] is None
+
+
+class Recording:
+    """Stands for a quantizer's kernel: it compiles to something that notes its arguments."""
+
+    def __init__(self, real: object) -> None:
+        self.arg_names, self.compiled = tuple(real.arg_names), Compiled()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        return lambda *_, **__: self.compiled
+
+
+@pytest.mark.parametrize(
+    ("group", "shape", "kernels"),
+    [
+        (ROW, (4, 96), ["triton_rows._rows_kernel"]),
+        (GROUP128, (4, 256), ["triton_groups._groups_kernel"]),
+        (MX, (4, 256), ["triton_groups._groups_kernel"]),
+        (BLOCK, (256, 256), ["triton_groups._blocks_kernel"]),
+        (TENSOR, (8, 64), ["triton_tensor._tensor_kernel"]),
+        (
+            TENSOR,
+            (512, 4096),
+            ["triton_tensor._amax_kernel", "triton_tensor._tensor_kernel"],
+        ),
+    ],
+    ids=["row", "group", "mx", "block", "tensor", "large-tensor"],
+)
+def test_every_quantizer_can_be_taped(
+    group: GroupShape, shape: tuple[int, int], kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch passes every argument of the kernel's signature, in its order."""
+    fakes = []
+    for name in kernels:
+        module, _, attribute = name.partition(".")
+        home = importlib.import_module(f"fp8kit.quantizers.{module}")
+        fakes.append(Recording(getattr(home, attribute)))
+        monkeypatch.setattr(home, attribute, fakes[-1])
+    x = torch.randn(shape)
+    rounding = "floor" if group == MX else "exact"
+    outputs: list[Tensor] = []
+
+    def call() -> Tensor:
+        y = torch.empty(1)
+        launch(lambda out: None, y)
+        outputs[:] = triton.quantize(x, group, torch.float8_e4m3fn, 1e-12, None, rounding)
+        return y
+
+    made = tape.record(call, x, [])[1]
+    assert made is not None
+    made(torch.randn(shape))
+    for fake in fakes:
+        (ran,) = fake.compiled.ran
+        values = dict(zip(fake.arg_names, ran[9:], strict=True))
+        assert values["x_ptr"] != x.data_ptr()
+        assert isinstance(values["x_ptr"], int)
+        assert values.get("scale_ub_ptr") is None
+        assert not any(isinstance(v, Tensor) for v in values.values())
+        assert ran[0] > 0

@@ -2,7 +2,8 @@
 
 A layer is judged at the row counts it will serve. Given row counts are a promise that no call gets
 slower: FP8 must win at each of them. Without them the layer stays FP8 if it wins at any that was
-measured. Siblings that will share their input are judged together, because together they run.
+measured; a layer on meta is then not judged, so that a checkpoint does not depend on the machine
+that makes it. Siblings that will share their input are judged together, because together they run.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def leave_slower(
     unknown: dict[str, list[str]] = defaultdict(list)
     for team in teams:
         layers = [_linear(model, r.name) for r in team]
-        if rows is None and any(r.name in wanted for r in team):
+        if rows is None and (layers[0].weight.is_meta or any(r.name in wanted for r in team)):
             continue
         device = _serving(layers[0].weight)
         verdicts = [judge(layers, scheme, device, m) for m in rows or _measured(layers, scheme)]

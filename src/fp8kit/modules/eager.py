@@ -117,12 +117,12 @@ def _plain(x: Tensor, constants: Constants) -> bool:
         return False
     if _dispatch_modes() or _function_modes() or _transforms() is not None or _tracing():
         return False
-    device, bias = x.device, constants[2]
-    if device.type not in TAPED_DEVICES or device != constants[0].device:
+    kind, bias = x.device.type, constants[2]
+    if kind not in TAPED_DEVICES or x.get_device() != constants[0].get_device():
         return False
     if x.layout is not torch.strided or not x.is_contiguous() or x.is_neg():
         return False
-    if x.data_ptr() % _ALIGN or not x.numel() or _autocast(device.type):
+    if x.data_ptr() % _ALIGN or not x.numel() or _autocast(kind):
         return False
     trained = x.requires_grad or (bias is not None and bias.requires_grad)
     return not (trained and _grad_enabled())
