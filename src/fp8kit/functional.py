@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit import ops
+from fp8kit import ops  # noqa: F401  (registers torch.ops.fp8kit)
 from fp8kit.errors import teach
 from fp8kit.formats import (
     ROW,
@@ -294,23 +294,6 @@ def linear_unchecked(
         *options,
     )
     return y
-
-
-def linear_direct(
-    x: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    scale_ub: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    options: tuple[str, str, bool],
-) -> Tensor:
-    """Compute ``linear_unchecked`` without the operator, where nobody would see it."""
-    x_group, w_group = groups
-    return ops.linear(
-        x, w, w_scale, bias, input_scale, scale_ub, x_group, w_group, x.dtype, *options
-    )
 
 
 @dataclass(frozen=True, slots=True)

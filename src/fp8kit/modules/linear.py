@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit import functional, validation
+from fp8kit import functional, ops, validation
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import (
     FP8_FORMATS,
@@ -190,14 +190,16 @@ class Fp8Linear(nn.Linear):
         rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)
         groups = (self.scheme.activation, self.scheme.weight)
         options = (rounding, self.accum, self.batch_invariant)
-        arguments = (x, weight, scale, bias, self.input_scale, None, groups, options)
         if not torch.compiler.is_compiling():
-            call = functools.partial(functional.linear_direct, *arguments)
             constants = (weight, scale, bias, self.input_scale)
+            rest: tuple[Any, ...] = (None, *groups, x.dtype, *options)
+            call = functools.partial(ops.linear, x, *constants, *rest)
             y = eager.run(self._tapes, call, x, constants, options[1:])
             if y is not None:
                 return y
-        return functional.linear_unchecked(*arguments)
+        return functional.linear_unchecked(
+            x, weight, scale, bias, self.input_scale, None, groups, options
+        )
 
     def quantize_input(self, x: Tensor) -> functional.RowCodes:
         """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
