@@ -164,7 +164,9 @@ def test_bench_times_shapes() -> None:
 
 def test_bench_takes_the_layers_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("fp8kit.cli.linear.bench", lambda *a, **_: asked.append(a[:2]) or [])
+    monkeypatch.setattr(
+        "fp8kit.cli_measuring.linear.bench", lambda *a, **_: asked.append(a[:2]) or []
+    )
     result = run("bench", NANO, "-m", "2", "--device", "cpu")
     assert result.exit_code == 0, result.output
     ((shapes, rows),) = asked

@@ -53,6 +53,8 @@ ORDER = (
     "model_io",
     "bench",
     "__init__",
+    "cli_options",
+    "cli_measuring",
     "cli",
     "__main__",
 )

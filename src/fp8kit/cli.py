@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Callable
@@ -16,9 +15,13 @@ from torch import nn
 
 import fp8kit
 from fp8kit import model_io
-from fp8kit.bench import linear, operands, tuning
 from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
-from fp8kit.formats import SCHEMES, Scheme
+from fp8kit.cli_measuring import bench, tune
+from fp8kit.cli_options import json_option as _json
+from fp8kit.cli_options import known_device as _known_device
+from fp8kit.cli_options import print_result as _print
+from fp8kit.cli_options import row_counts as _row_counts
+from fp8kit.formats import SCHEMES
 from fp8kit.settings import DISABLED_BACKENDS
 
 _EXPECTED = (ValueError, TypeError, OSError, ImportError, fp8kit.UnsupportedError)
@@ -56,16 +59,6 @@ def _selection(command: _F) -> _F:
     return command
 
 
-def _known_device(_: click.Context, __: click.Parameter, name: str) -> str:
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise click.BadParameter(f"{name!r} is no device; use cpu, cuda or cuda:N.") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise click.BadParameter(f"{name!r}: this machine has no CUDA device; use cpu.")
-    return name
-
-
 _target = click.option(
     "--target", default="vllm", show_default=True, help="vllm, sglang or transformers."
 )
@@ -76,44 +69,17 @@ _device = click.option(
     callback=_known_device,
     help="Where to run: cpu, cuda or cuda:N.",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 _source = click.argument("source", type=click.Path(path_type=Path))
-
-
-def _row_counts(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:
-    try:
-        rows = None if text is None else [int(word) for word in text.split(",")]
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no list of row counts such as 1,64.") from error
-    if rows is not None and min(rows) < 1:
-        raise click.BadParameter(f"{text!r}: row counts are positive.")
-    return rows
-
-
-def _measured(command: _F) -> _F:
-    options = (
-        click.argument("source", type=click.Path(path_type=Path), required=False),
-        click.option("--shapes", help="NxK or names such as 'Llama 8B', separated by commas."),
-        click.option(
-            "-m",
-            "--rows",
-            default="1,16,64,256,1024,4096",
-            show_default=True,
-            callback=_row_counts,
-            help="Tokens in a call, separated by commas.",
-        ),
-        click.option("--accum", default="precise", type=click.Choice(["precise", "fast"])),
-        click.option("--device", default="cuda", show_default=True, callback=_known_device),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(fp8kit.__version__)
 def main() -> None:
     """FP8 (W8A8) for any PyTorch model: quantize, inspect and explain checkpoints."""
+
+
+main.add_command(bench)
+main.add_command(tune)
 
 
 @main.command()
@@ -211,68 +177,6 @@ def explain(source: Path, rows: int, device: str, as_json: bool) -> None:
 
 
 @main.command()
-@_measured
-@click.option("--scheme", default="FP8_DYNAMIC", show_default=True, metavar="NAME")
-@_json
-def bench(
-    source: Path | None,
-    shapes: str | None,
-    rows: list[int],
-    accum: str,
-    device: str,
-    scheme: str,
-    as_json: bool,
-) -> None:
-    """Time the layers of the Transformers model SOURCE, or of --shapes, against bf16."""
-    kind = Scheme.of(scheme)
-    found = linear.bench(
-        _layer_shapes(source, shapes, kind), rows, kind, torch.device(device), accum=accum
-    )
-    _print(linear.to_dicts(found) if as_json else linear.render(found), as_json)
-
-
-@main.command()
-@_measured
-@click.option("--scheme", multiple=True, default=("FP8_DYNAMIC",), metavar="NAME", help="Repeat.")
-@click.option("--shipped-shapes", is_flag=True, help="Measure what the tables in the wheel hold.")
-@click.option("--seconds", type=float, help="Start no further shape after this time.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write a table, store nothing.")
-@_json
-def tune(
-    source: Path | None,
-    shapes: str | None,
-    rows: list[int],
-    accum: str,
-    device: str,
-    scheme: tuple[str, ...],
-    shipped_shapes: bool,
-    seconds: float | None,
-    output: Path | None,
-    as_json: bool,
-) -> None:
-    """Measure which backend is fastest for the layers of SOURCE, and remember it.
-
-    The times are kept below FP8KIT_CACHE_DIR for this device, driver and versions.
-    """
-    if torch.device(device).type != "cuda":
-        raise click.BadParameter(f"{device!r} has no backends to choose among; use cuda or cuda:N.")
-    if shipped_shapes:
-        wishes = tuning.shipped_wishes()
-    else:
-        kinds = [Scheme.of(name) for name in scheme]
-        wishes = [
-            tuning.Wish(_layer_shapes(source, shapes, kind), rows, [kind], accum) for kind in kinds
-        ]
-    said = None if as_json else (lambda text: click.echo(text, err=True))
-    where = torch.device(device)
-    with torch.cuda.device(where):
-        outcome = tuning.tune(wishes, where, seconds=seconds, progress=said)
-    tuning.keep(outcome.table) if output is None else outcome.table.write(output)
-    facts = {"table": json.loads(outcome.table.to_json()), "faults": outcome.faults}
-    _print({**facts, "left": outcome.left} if as_json else str(outcome), as_json)
-
-
-@main.command()
 @_json
 def env(as_json: bool) -> None:
     """Describe this machine, as a bug report needs it."""
@@ -293,15 +197,6 @@ def env(as_json: bool) -> None:
     _print(facts if as_json else text, as_json)
 
 
-def _layer_shapes(source: Path | None, shapes: str | None, scheme: Scheme) -> list[tuple[int, int]]:
-    if (source is None) == (shapes is None):
-        raise click.UsageError("Name a model directory, or --shapes, and not both.")
-    if source is None:
-        return operands.parse_shapes(shapes or "")
-    decided = fp8kit.plan(model_io.skeleton(source), scheme)
-    return operands.unique((r.shape[0], r.shape[1]) for r in decided.report.converted)
-
-
 def _patterns(patterns: tuple[str, ...]) -> list[str] | None:
     return list(patterns) or None
 
@@ -320,7 +215,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _print(content: object, as_json: bool) -> None:
-    click.echo(json.dumps(content, indent=2) if as_json else content)
