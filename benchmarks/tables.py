@@ -33,7 +33,12 @@ def main() -> None:
 def tables() -> str:
     """Render every result file that is there."""
     parts = []
-    for name, render in (("linear", linear), ("quantizers", quantizers), ("decoder_layer", layer)):
+    for name, render in (
+        ("linear", linear),
+        ("quantizers", quantizers),
+        ("decoder_layer", layer),
+        ("host", host),
+    ):
         file = RESULTS / f"{name}.json"
         if file.is_file():
             found = json.loads(file.read_text())
@@ -133,6 +138,24 @@ def layer(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         times = row["us"]
         cells = [f"{t:.0f} ({times['bf16'] / t:.2f}×)" for t in times.values()]
+        lines.append(f"| {row['m']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def host(found: dict[str, Any]) -> str:
+    """An eager call: what it costs the host, and how that compares with the dense layer."""
+    names = [n for n in found["rows"][0]["us"] if not n.endswith("operator") and n != "nn.Linear"]
+    lines = [
+        "### The host's time of an eager call",
+        "",
+        "Microseconds until the CPU may go on, and ratio to `F.linear`; FP8 as modules.",
+        "",
+        f"| M | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for row in found["rows"]:
+        times = row["us"]
+        cells = [f"{times[n]:.1f} ({times[n] / times['F.linear']:.2f}×)" for n in names]
         lines.append(f"| {row['m']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

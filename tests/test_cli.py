@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -12,7 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import fp8kit
+from fp8kit.bench import tuning
 from fp8kit.cli import main
+from fp8kit.measurements import Case, Table
 
 NANO = Path(__file__).parents[1] / "examples" / "nano"
 
@@ -131,6 +134,90 @@ def test_explain(quantized: Path) -> None:
 
 def test_explain_refuses_a_negative_row_count(quantized: Path) -> None:
     assert "not negative" in failure(run("explain", quantized, "-m", -1))
+
+
+def test_plan_for_row_counts_says_what_was_not_measured() -> None:
+    result = run("plan", NANO, "-m", "1,64")
+    assert result.exit_code == 0, result.output
+    assert "Whether FP8 is faster than bf16" in result.output
+
+
+@pytest.mark.parametrize("rows", ["0", "1,-4", "many", "1,,2"])
+def test_row_counts_are_a_list_of_positive_numbers(rows: str) -> None:
+    assert "row counts" in failure(run("plan", NANO, "-m", rows))
+
+
+def test_bench_times_shapes() -> None:
+    options = ("--shapes", "128x256,64x64", "-m", "1,3", "--device", "cpu")
+    result = run("bench", *options, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [(t["n"], t["k"], t["m"]) for t in found] == [
+        (128, 256, 1),
+        (128, 256, 3),
+        (64, 64, 1),
+        (64, 64, 3),
+    ]
+    assert all(t["us"] > 0 and t["bf16_us"] > 0 and t["roofline_us"] > 0 for t in found)
+    assert "of the roofline" in run("bench", *options).output
+
+
+def test_bench_takes_the_layers_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        "fp8kit.cli_measuring.linear.bench", lambda *a, **_: asked.append(a[:2]) or []
+    )
+    result = run("bench", NANO, "-m", "2", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    ((shapes, rows),) = asked
+    config = json.loads((NANO / "config.json").read_text())
+    assert (config["intermediate_size"], config["hidden_size"]) in shapes
+    assert len(shapes) == len(set(shapes))
+    assert rows == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--shapes"),
+        ((NANO, "--shapes", "64x64"), "not both"),
+        (("--shapes", "64"), "Shapes are NxK"),
+        (("--shapes", "64x64", "--scheme", "FP9"), "Known schemes are"),
+    ],
+    ids=["nothing", "both", "shape", "scheme"],
+)
+def test_bench_refuses_bad_options(arguments: tuple[object, ...], said: str) -> None:
+    assert said in failure(run("bench", *arguments, "--device", "cpu"))
+
+
+def test_tune_needs_a_gpu() -> None:
+    assert "no backends to choose among" in failure(
+        run("tune", "--shapes", "64x64", "--device", "cpu")
+    )
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_tune_stores_or_writes_its_table(
+    stored: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The command alone: what it measures is tested where it is measured."""
+    kept: list[Table] = []
+    wishes: list[tuning.Wish] = []
+    case = Case("row*row", "precise", 16, 64, 128)
+    outcome = tuning.Outcome(Table("Toy", 1e12, 1e15, {case: {"bf16": 4.0, "swap_ab": 2.0}}))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(tuning, "keep", kept.append)
+    monkeypatch.setattr(tuning, "tune", lambda w, *_, **__: wishes.extend(w) or outcome)
+    place = () if stored else ("--output", tmp_path / "t.json")
+    schemes = ("--scheme", "FP8_BLOCK", "--scheme", "FP8")
+    result = run("tune", "--shapes", "64x128", "-m", "16", *schemes, *place)
+    assert result.exit_code == 0, result.output
+    assert "64x128 m=16 row*row precise: swap_ab 2.0 µs, 2.00 x bf16" in result.output
+    assert [w.schemes[0].name for w in wishes] == ["FP8_BLOCK", "FP8"]
+    assert kept == ([outcome.table] if stored else [])
+    if not stored:
+        assert Table.from_json((tmp_path / "t.json").read_text()) == outcome.table
 
 
 def test_env() -> None:

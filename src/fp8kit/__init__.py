@@ -11,8 +11,10 @@ The data flow, which is also the order of the modules::
     conversion  plan and convert: dense layers become FP8 layers
     checkpoint  dialects of files on disk
     model_io    save and load: models to and from directories
+    bench       measuring, tuning, warming up
 """
 
+from fp8kit.bench.warming import warmup as warmup
 from fp8kit.conversion import Plan as Plan
 from fp8kit.conversion import convert as convert
 from fp8kit.conversion import plan as plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Callable
@@ -17,6 +16,11 @@ from torch import nn
 import fp8kit
 from fp8kit import model_io
 from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
+from fp8kit.cli_measuring import bench, tune
+from fp8kit.cli_options import json_option as _json
+from fp8kit.cli_options import known_device as _known_device
+from fp8kit.cli_options import print_result as _print
+from fp8kit.cli_options import row_counts as _row_counts
 from fp8kit.formats import SCHEMES
 from fp8kit.settings import DISABLED_BACKENDS
 
@@ -55,16 +59,6 @@ def _selection(command: _F) -> _F:
     return command
 
 
-def _known_device(_: click.Context, __: click.Parameter, name: str) -> str:
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise click.BadParameter(f"{name!r} is no device; use cpu, cuda or cuda:N.") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise click.BadParameter(f"{name!r}: this machine has no CUDA device; use cpu.")
-    return name
-
-
 _target = click.option(
     "--target", default="vllm", show_default=True, help="vllm, sglang or transformers."
 )
@@ -75,7 +69,6 @@ _device = click.option(
     callback=_known_device,
     help="Where to run: cpu, cuda or cuda:N.",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 _source = click.argument("source", type=click.Path(path_type=Path))
 
 
@@ -83,6 +76,10 @@ _source = click.argument("source", type=click.Path(path_type=Path))
 @click.version_option(fp8kit.__version__)
 def main() -> None:
     """FP8 (W8A8) for any PyTorch model: quantize, inspect and explain checkpoints."""
+
+
+main.add_command(bench)
+main.add_command(tune)
 
 
 @main.command()
@@ -136,6 +133,12 @@ def inspect(source: Path, as_json: bool) -> None:
 @_source
 @_selection
 @_target
+@click.option(
+    "-m",
+    "--rows",
+    callback=_row_counts,
+    help="Tokens in a call, separated by commas: leave out layers that bf16 serves faster.",
+)
 @_json
 def plan(
     source: Path,
@@ -145,6 +148,7 @@ def plan(
     no_default_exclude: bool,
     strict: bool,
     target: str,
+    rows: list[int] | None,
     as_json: bool,
 ) -> None:
     """Show what `quantize` would do to the Transformers model SOURCE, reading no weights."""
@@ -155,6 +159,7 @@ def plan(
         include=_patterns(include),
         exclude=_exclusions(exclude, no_default_exclude),
         strict=strict,
+        m=rows,
     )
     _print(decided.report.to_dict() if as_json else str(decided), as_json)
 
@@ -210,7 +215,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _print(content: object, as_json: bool) -> None:
-    click.echo(json.dumps(content, indent=2) if as_json else content)

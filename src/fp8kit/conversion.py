@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fp8kit import calibration, structure
+from fp8kit import calibration, crossover, structure
 from fp8kit.dispatch import choose
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme, scale_dtype, scale_shape
@@ -125,6 +125,7 @@ def plan(
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
     fuse: str = "all",
+    m: int | Sequence[int] | None = None,
 ) -> Plan:
     """Decide which layers become FP8, without changing anything.
 
@@ -146,6 +147,10 @@ def plan(
         fuse: ``"inputs"`` lets layers with one input quantize it once; ``"all"`` also lets the
             norms and activations before them write FP8, where the model's code is known; ``"none"``
             keeps every layer on its own.
+        m: row counts (tokens in a call) that the layers will serve, e.g. ``[1, 64]`` for decoding,
+            ``[1, 4096]`` for decoding and prefill. A layer that bf16 serves faster at any of them,
+            by the measured times of its GPU, is left alone. Without ``m`` only layers that FP8
+            makes faster at no row count are. Where nothing was measured the report says so.
 
     A pattern is a glob on the qualified name or on any dotted suffix of it (``"*.mlp.*"``,
     ``"o_proj"``), or ``"re:"`` and a regular expression matched from the start.
@@ -154,14 +159,14 @@ def plan(
         A ``Plan``: ``print`` it, or ``apply`` it.
 
     Raises:
-        ValueError: if the scheme is unknown.
+        ValueError: if the scheme is unknown, or a row count is not positive.
         ConversionError: if a pattern matches no layer, or ``strict`` finds a layer that cannot be
             converted.
 
     Example:
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
     """
-    scheme = Scheme.of(scheme)
+    scheme, rows = Scheme.of(scheme), crossover.row_counts(m)
     if isinstance(model, nn.Linear):
         raise ConversionError(
             teach(
@@ -193,10 +198,11 @@ def plan(
             report.records.append(record)
         else:
             report.records.extend(_bypassed(module, found[0]))
-    _add_notes(report, model, scheme)
     if structure.level(fuse) and can_share(scheme):
         names_to_group = [r.name for r in report.converted]
         report.groups = structure.find_groups(model, names_to_group, calibrate)
+    crossover.leave_slower(model, scheme, report, rows, include or ())
+    _add_notes(report, model, scheme)
     blocked = [r for r in report.skipped if r.warning]
     if strict and blocked:
         lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
@@ -219,6 +225,7 @@ def convert(
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
     fuse: str = "all",
+    m: int | Sequence[int] | None = None,
     weight_storage: str = "discard",
 ) -> Report:
     """Replace the linear layers of a model by FP8 ones, in place.
@@ -231,6 +238,7 @@ def convert(
         strict: as in ``plan``.
         calibrate: as in ``plan``; needed by the static scheme ``FP8``.
         fuse: as in ``plan``.
+        m: as in ``plan``.
         weight_storage: as in ``Plan.apply``.
 
     Returns:
@@ -251,6 +259,7 @@ def convert(
         strict=strict,
         calibrate=calibrate,
         fuse=fuse,
+        m=m,
     )
     return decided.apply(weight_storage=weight_storage)
 

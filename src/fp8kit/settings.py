@@ -1,7 +1,8 @@
 """Environment variables, read once at import and validated here and nowhere else.
 
 ``FP8KIT_DISABLE``: comma-separated names of backends that dispatch must not choose.
-``FP8KIT_CACHE_DIR``: where compiled kernels are kept; by default below the user's cache directory.
+``FP8KIT_CACHE_DIR``: where compiled kernels and tuned times are kept; by default below the
+    user's cache directory.
 """
 
 from __future__ import annotations

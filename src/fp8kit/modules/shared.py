@@ -22,8 +22,8 @@ from fp8kit import functional
 from fp8kit.formats import BLOCK, MX, ROW, Scheme
 from fp8kit.modules.linear import Fp8Linear
 
-_JOINABLE = (ROW, BLOCK, MX)
-_MOST_JOINED_ROWS = 512
+JOINABLE = (ROW, BLOCK, MX)
+MOST_JOINED_ROWS = 512
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class SharedInput:
         countless = x.is_inference() and not self.unchanging
         if member is not self.members[0] or countless or self._trained(x) or not self._alike():
             return member.compute(x, member.weight, member.weight_scale, member.bias)
-        few = x.numel() <= _MOST_JOINED_ROWS * member.in_features
+        few = x.numel() <= MOST_JOINED_ROWS * member.in_features
         if not few or not can_join(self.members):
             return self._quantized_once(member, x)
         weight, scale = self._joined("weight"), self._joined("weight_scale")
@@ -119,7 +119,7 @@ class SharedInput:
     def _from_codes(
         self, member: Fp8Linear, pending: _Pending, codes: functional.RowCodes
     ) -> Tensor:
-        few = codes.data.shape[0] <= _MOST_JOINED_ROWS
+        few = codes.data.shape[0] <= MOST_JOINED_ROWS
         if not few or member is not self.members[0] or not can_join(self.members):
             return member.multiply(codes)
         joined = (self._joined("weight"), self._joined("weight_scale"), member.scheme.weight)
@@ -190,7 +190,7 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         for m in members
     )
     edges = all(m.out_features % scheme.weight.rows == 0 for m in members[:-1])
-    return alike and scheme.weight in _JOINABLE and edges
+    return alike and scheme.weight in JOINABLE and edges
 
 
 def _kind(bias: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
