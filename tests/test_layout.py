@@ -36,6 +36,7 @@ ORDER = (
     "matmul",
     "ops",
     "fused_ops",
+    "unchecked",
     "validation",
     "functional",
     "fused",

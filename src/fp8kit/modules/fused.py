@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from fp8kit import fused
 from fp8kit.formats import GROUP128, ROW, QTensor
-from fp8kit.functional import RowCodes
 from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import SharedInput
+from fp8kit.unchecked import RowCodes
 
 FUSED_DEVICES = ("cuda",)
 _FUSABLE = (ROW, GROUP128)
