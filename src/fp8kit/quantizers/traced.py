@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit import settings
-from fp8kit.formats import TENSOR, Fp8Format, GroupShape, fp8_format, scale_dtype
+from fp8kit.formats import TENSOR, GroupShape, scale_dtype
 
 # the first compute capability whose conversion to FP8 Triton has
 _CONVERTING = (8, 9)
@@ -72,7 +72,7 @@ def quantize(
     Returns:
         Codes ``[M, K]`` and scales ``scale_shape(x.shape, group)``.
     """
-    fmt, k = fp8_format(dtype), x.shape[-1]
+    largest, k = _largest(dtype), x.shape[-1]
     cols = k if group.cols == -1 else group.cols
     wide = x.float()
     if k % cols:
@@ -81,13 +81,13 @@ def quantize(
     amax = wide.abs().amax(-1)
     if scale_ub is not None:
         amax = torch.minimum(amax, scale_ub)
-    scale = (amax.double() / fmt.max).float().clamp(min=min_scale)
+    scale = (amax.double() / largest).float().clamp(min=min_scale)
     if scale_rounding == "up":
         bits = scale.view(torch.int32)
         scale = ((bits + _MANTISSA_MASK) & _EXPONENT_MASK).view(torch.float32)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     ratio = _divided(wide, scale.unsqueeze(-1)).flatten(-2)
-    return _cast(ratio[..., :k] if k % cols else ratio, fmt), scale
+    return _cast(ratio[..., :k] if k % cols else ratio, dtype), scale
 
 
 def quantize_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,14 +101,19 @@ def quantize_static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         Codes of the shape of ``x``.
     """
-    return _cast(_divided(x.float(), scale.reshape(())), fp8_format(dtype))
+    return _cast(_divided(x.float(), scale.reshape(())), dtype)
 
 
 def _divided(x: Tensor, scale: Tensor) -> Tensor:
     return (x.double() * scale.double().reciprocal()).float()
 
 
-def _cast(ratio: Tensor, fmt: Fp8Format) -> Tensor:
+def _cast(ratio: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = _largest(dtype)
     # one NaN for all: the sign of NaN differs between devices, and would become a bit of the code
-    kept = torch.where(ratio.isnan(), torch.nan, ratio.clamp(-fmt.max, fmt.max))
-    return kept.to(fmt.dtype)
+    return torch.where(ratio.isnan(), torch.nan, ratio.clamp(-largest, largest)).to(dtype)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    # an attribute of a dataclass would be traced as a variable, and handed to every kernel
+    return torch.finfo(dtype).max
