@@ -79,7 +79,7 @@ def test_fused_models_compute_what_separate_layers_do(name: str, device: torch.d
     fp8kit.convert(separate, fuse="none")
     fp8kit.convert(together, fuse="all")
     kinds = [type(m).__name__ for m in together.modules()]
-    assert kinds.count("FusedRMSNorm") == 4
+    assert kinds.count("FusedNorm") == 4
     assert kinds.count("FusedGatedMlp") == 2
     expected, found = logits(separate, tokens(device)), logits(together, tokens(device))
     assert found.isfinite().all()
@@ -112,9 +112,9 @@ def test_fused_state_dict_is_that_of_the_model(device: torch.device) -> None:
     assert kept == names
 
 
-def fused_norm(model: nn.Module) -> fused.FusedRMSNorm:
+def fused_norm(model: nn.Module) -> fused.FusedNorm:
     norm = model.model.layers[0].input_layernorm
-    assert isinstance(norm, fused.FusedRMSNorm)
+    assert isinstance(norm, fused.FusedNorm)
     return norm
 
 
@@ -188,8 +188,10 @@ def test_fused_models_survive_copies_and_casts(device: torch.device) -> None:
     expected = logits(model, tokens(device))
     twin = copy.deepcopy(model)
     norm = fused_norm(twin)
-    assert norm.consumers[0] is twin.model.layers[0].self_attn
-    assert norm.group is twin.model.layers[0].self_attn.q_proj.shared
+    attention = twin.model.layers[0].self_attn
+    assert norm.consumers.unchanged[0] == (twin.model.layers[0], "self_attn", attention)
+    assert norm.consumers.group is attention.q_proj.shared
+    assert norm.replaced[0]._parameters is norm._parameters
     assert_bits_equal(logits(twin, tokens(device)), expected)
     moved = twin.to("cpu").to(device)
     assert_bits_equal(logits(moved, tokens(device)), expected)
@@ -210,7 +212,7 @@ def test_excluded_layers_are_not_fused(device: torch.device) -> None:
     model = build("llama", device)
     fp8kit.convert(model, exclude=["*.k_proj", "*.down_proj"])
     kinds = [type(m).__name__ for m in model.modules()]
-    assert kinds.count("FusedRMSNorm") == 2
+    assert kinds.count("FusedNorm") == 2
     assert "FusedGatedMlp" not in kinds
     assert logits(model, tokens(device)).isfinite().all()
 
