@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -227,6 +228,38 @@ def test_unknown_models_are_left_alone() -> None:
 def test_unknown_fuse_words_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Got fuse='most'.*none, inputs, all"):
         fp8kit.convert(nn.Sequential(nn.Linear(128, 128)), fuse="most")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_fused_model_compiles_to_one_graph(name: str, device: torch.device) -> None:
+    model = build(name, device)
+    fp8kit.convert(model)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for rows in (17, 9, 30):
+            found = compiled(input_ids=tokens(device, rows), use_cache=False).logits
+            # in the graph every norm and activation is the model's own
+            assert relative_error(found, logits(model, tokens(device, rows))) < 0.02
+    assert counter.frame_count == 1
+
+
+def test_accelerate_style_forwards_are_respected(device: torch.device) -> None:
+    model = build("llama", device)
+    expected = logits(model, tokens(device))
+    fp8kit.convert(model)
+    down = model.model.layers[0].mlp.down_proj
+    seen: list[Tensor] = []
+    inner = down.forward
+
+    def hooked(x: Tensor) -> Tensor:  # what offloading puts on an instance, to bring the weight
+        seen.append(x)
+        return inner(x)
+
+    down.forward = hooked
+    assert relative_error(logits(model, tokens(device)), expected) < 0.2
+    assert seen[0].isfinite().all()
 
 
 @pytest.mark.gpu

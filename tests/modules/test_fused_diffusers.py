@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import fp8kit
 from fp8kit.modules import fused
@@ -71,10 +72,9 @@ def wan() -> tuple[nn.Module, Inputs]:
 
 def basic(**options: Any) -> tuple[nn.Module, Inputs]:
     sizes = {"in_channels": 32, "norm_num_groups": 8, "num_layers": 2, "sample_size": 8}
-    model = diffusers.Transformer2DModel(
-        **{**sizes, "cross_attention_dim": 160, **HEADS, **options}
-    )
-    states = torch.randn(2, 8, options.get("cross_attention_dim", 160))
+    options = {"cross_attention_dim": 160, **options}
+    model = diffusers.Transformer2DModel(**sizes, **HEADS, **options)
+    states = torch.randn(2, 8, options["cross_attention_dim"])
     return model, {"hidden_states": torch.randn(2, 32, 8, 8), "encoder_hidden_states": states}
 
 
@@ -195,6 +195,21 @@ def test_chunked_feed_forwards_get_real_numbers(
         block.set_chunk_feed_forward(16, 1)
     assert_bits_equal(output(model, inputs), expected)
     assert len(handed_over) == 0
+
+
+@pytest.mark.parametrize("name", ["flux", "basic"])
+def test_compiles_to_one_graph(name: str, device: torch.device) -> None:
+    model, inputs = ready(MODELS[name][0], device)
+    fp8kit.convert(model)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        found = compiled(**inputs, return_dict=False)[0]
+        assert counter.frame_count == 1
+        difference = relative_error(found, output(model, inputs))
+    # in the graph every norm and activation is the model's own
+    assert difference < 0.02
 
 
 def test_gradients_flow(device: torch.device) -> None:
