@@ -12,6 +12,7 @@ from fp8kit.formats import Scheme
 from fp8kit.links import Link, family_links, given_links, verify_links
 from fp8kit.modules.fused import Consumers, Fused, Producer, takes_codes
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.residual import install_residual_forwards
 from fp8kit.modules.shared import SharedInput, can_share
 from fp8kit.producers import can_produce, fuse_feed_forward, is_feed_forward, make_producer
 from fp8kit.selection import some_of
@@ -183,6 +184,7 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
         if fused_producer is not None and link.producer is not None:
             model.set_submodule(link.name(link.producer), fused_producer)
             replaced.append(link.name(link.producer))
+    install_residual_forwards(model.get_submodule(name) for name in sorted(blocks))
     return replaced
 
 

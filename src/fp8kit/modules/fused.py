@@ -172,6 +172,22 @@ class NormFormula:
             **target(scheme),
         )
 
+    def add_quantize(
+        self, x: Tensor, residual: Tensor, norm: nn.Module, scheme: Scheme
+    ) -> tuple[QTensor, Tensor]:
+        """Quantize the RMS norm of ``residual + x``, and give that sum."""
+        weight = norm._parameters.get("weight")
+        assert weight is not None
+        return fused.add_rms_norm_quantize(
+            x,
+            residual,
+            weight,
+            self.eps,
+            weight_offset=self.weight_offset,
+            rounding=self.rounding,
+            **target(scheme),
+        )
+
     def takes(self, x: Tensor, norm: nn.Module) -> bool:
         """Say whether the dtypes of input and weight are those the formula holds for."""
         return self.kind == "layer_norm" or x.dtype == norm.weight.dtype
@@ -189,14 +205,30 @@ class FusedNorm(Producer):
     def __init__(self, norm: nn.Module, formula: NormFormula, consumers: Consumers) -> None:
         super().__init__(norm, consumers)
         self.formula = formula
+        self._prepared: tuple[Tensor, QTensor] | None = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Norm ``[..., K]``: the normed tensor, or what stands for it and its offered codes."""
-        x = hidden_states
+        x, prepared, self._prepared = hidden_states, self._prepared, None
+        if prepared is not None and prepared[0] is x:
+            return self.consumers.hand_over(prepared[1], x)
         if not (self.may_offer(x) and self.formula.takes(x, self)):
             normed: Tensor = self.unfused(x)
             return normed
         return self.consumers.hand_over(self.formula.quantize(x, self, self.consumers.scheme), x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add two tensors whose sum this norm is called with next, unchanged.
+
+        The norm of the sum is quantized in the same pass, and waits for that call.
+        """
+        alike = (x.shape, x.dtype, x.device) == (residual.shape, residual.dtype, residual.device)
+        fusable = self.formula.kind == "rms_norm" and self.formula.takes(x, self) and alike
+        if not (fusable and self.may_offer(x, residual)):
+            return residual + x
+        q, total = self.formula.add_quantize(x, residual, self, self.consumers.scheme)
+        self._prepared = (total, q)
+        return total
 
 
 class FusedActivation(Producer):
