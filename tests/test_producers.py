@@ -9,8 +9,10 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from fp8kit.modules.fused import NormFormula
-from fp8kit.producers import can_produce, fuse_feed_forward, norm_formula
+import fp8kit
+from fp8kit.modules.fused import Consumers, NormFormula
+from fp8kit.modules.shared import SharedInput
+from fp8kit.producers import can_produce, fuse_feed_forward, make_producer, norm_formula
 
 
 class Odd(LlamaRMSNorm):
@@ -69,6 +71,15 @@ def test_a_norm_is_left_as_it_was() -> None:
     assert norm.weight is weight
     assert bool((weight == 1).all())
     assert calls == []
+
+
+def test_forwards_on_instances_are_left_alone() -> None:
+    holder = nn.ModuleDict({"norm": LlamaRMSNorm(256), "fc": fp8kit.Fp8Linear(256, 64, False)})
+    group = SharedInput([holder["fc"]])
+    consumers = Consumers(group, [(holder, "fc", holder["fc"])])
+    assert make_producer(holder["norm"], consumers) is not None
+    holder["norm"].forward = holder["norm"].forward
+    assert make_producer(holder["norm"], consumers) is None
 
 
 def test_activations() -> None:

@@ -115,7 +115,7 @@ class Plan:
                 self.model.set_submodule(name, layer)
         structure.share_inputs(self.model, self.report.groups)
         if structure.level(self.fuse) > 1:
-            structure.fuse_producers(self.model, self.links)
+            self.report.fused = structure.fuse_producers(self.model, self.links)
         return self.report
 
 

@@ -41,6 +41,8 @@ def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
         module: the dense norm or activation.
         consumers: the layers behind it.
     """
+    if "forward" in vars(module):  # offloading brings its weights only to this forward
+        return None
     modulation = _ADAPTIVE.get(_full_name(module))
     if modulation is not None:
         inner = norm_formula(module.get_submodule("norm"))
@@ -91,7 +93,7 @@ def norm_formula(norm: nn.Module) -> NormFormula | None:
     x = 4 * _uniform((_PROBE_ROWS, *shape), random) - 4
     try:
         with torch.no_grad():
-            expected = twin.forward(x)
+            expected = type(norm).forward(twin, x)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None  # it wants something else than one tensor
     for formula in formulas:
@@ -106,6 +108,8 @@ def fuse_feed_forward(module: nn.Module) -> FusedGatedMlp | FusedFeedForward | N
     Args:
         module: the MLP of a known Transformers decoder layer, or diffusers' ``FeedForward``.
     """
+    if "forward" in vars(module):
+        return None
     if is_feed_forward(module):
         net = list(module.get_submodule("net").children())
         first = type(net[0])
