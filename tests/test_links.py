@@ -7,11 +7,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fp8kit import ConversionError
-from fp8kit.links import FAMILIES, Link, family_links, given_links
+from fp8kit.links import FAMILIES, Link, family_links, given_links, verify_links
+from fp8kit.producers import can_produce
 
 
 def own() -> nn.Module:
@@ -125,3 +126,52 @@ def test_a_decoder_layer_and_a_namesake() -> None:
 def test_every_rule_of_the_families_can_be_read() -> None:
     rules = {rule for rules in FAMILIES.values() for rule in rules}
     assert all(Link.parse("", rule).producer for rule in rules)
+
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "num_experts": 16,
+    "num_local_experts": 16,
+    "moe_num_experts": 16,
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 64,
+}
+# how many links a decoder layer has; mixtures of experts have no feed-forward that is read alone
+LINKS = {
+    **dict.fromkeys(("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3"), 2),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "helium", "smollm3"), 2),
+    **dict.fromkeys(("ernie4_5", "hunyuan_v1_dense"), 2),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "starcoder2"), 1),
+    **dict.fromkeys(("ernie4_5_moe", "glm4_moe"), 1),
+}
+
+
+def causal(name: str, **options: object) -> nn.Module:
+    kind = type(AutoConfig.for_model(name))
+    known = {n for base in kind.__mro__ for n in getattr(base, "__annotations__", ())}
+    sizes = {k: v for k, v in TINY.items() if k in known}
+    config = AutoConfig.for_model(name, **sizes, **options)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_the_links_of_a_family_hold_in_a_run(name: str) -> None:
+    model = causal(name)
+    links = [link for link in family_links(model) if link.block.endswith("layers.1")]
+    assert len(links) == LINKS[name]
+    ids = torch.arange(9)[None]
+    verify_links(model, links, lambda m: m(input_ids=ids, use_cache=False))
+    producers = [model.get_submodule(link.name(link.producer or "")) for link in links]
+    assert all(can_produce(producer) for producer in producers)
+
+
+def test_every_family_is_tried() -> None:
+    patterns = [p.split(".")[2] for p in FAMILIES if p.startswith("transformers.")]
+    assert set(patterns) == {name.removesuffix("_text") for name in LINKS}

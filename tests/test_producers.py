@@ -93,11 +93,34 @@ def test_activations() -> None:
     assert not can_produce(Louder())
 
 
-def test_feed_forwards_need_their_parts() -> None:
-    parts = {name: nn.Linear(8, 8) for name in ("gate_proj", "up_proj")}
-    mlp = nn.ModuleDict({**parts, "act_fn": nn.SiLU()})
-    assert fuse_feed_forward(mlp) is None
-    mlp["down_proj"] = nn.Linear(8, 8)
-    assert fuse_feed_forward(mlp) is not None
-    mlp["act_fn"] = nn.ReLU()
-    assert fuse_feed_forward(mlp) is None
+class Mlp(nn.Module):
+    def __init__(self, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.down_proj, self.act_fn = nn.Linear(8, 8), act or nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class Dropping(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Swapped(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+        return y
+
+
+def test_feed_forwards_are_tried() -> None:
+    assert fuse_feed_forward(Mlp()) is not None
+    assert fuse_feed_forward(Mlp(nn.GELU("tanh"))) is not None
+    assert fuse_feed_forward(Mlp(nn.ReLU())) is None
+    assert fuse_feed_forward(Dropping().eval()) is None
+    assert fuse_feed_forward(Swapped()) is None
+    partial = Mlp()
+    del partial.down_proj
+    assert fuse_feed_forward(partial) is None

@@ -28,12 +28,15 @@ _JOINT = (
     "norm1 -> attn.to_q attn.to_k attn.to_v",
     "norm1_context -> attn.add_q_proj attn.add_k_proj attn.add_v_proj",
 )
+# mixtures of experts among them have the first link alone
+_PLAIN_FAMILIES = (
+    *("llama", "mistral", "ministral", "ministral3", "mixtral"),
+    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "granite", "helium", "smollm3"),
+    *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "glm4_moe", "gpt_oss", "starcoder2"),
+)
 # full class names, as patterns, to the links that their code was read to have
 FAMILIES: dict[str, tuple[str, ...]] = {
-    **{
-        f"transformers.models.{family}.*DecoderLayer": _PLAIN
-        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma")
-    },
+    **{f"transformers.models.{family}.*DecoderLayer": _PLAIN for family in _PLAIN_FAMILIES},
     **{f"transformers.models.{family}.*DecoderLayer": _SANDWICH for family in ("gemma2", "gemma3")},
     "diffusers.models.transformers.transformer_flux.FluxTransformerBlock": _JOINT,
     "diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock": (

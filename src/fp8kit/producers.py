@@ -17,6 +17,7 @@ from fp8kit.modules.fused import (
     activation_kind,
 )
 from fp8kit.modules.fused_diffusers import FusedAdaptiveNorm, FusedFeedForward, Modulation
+from fp8kit.modules.residual import RandomChild
 from fp8kit.quantizers import fused_reference
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
@@ -122,10 +123,25 @@ def fuse_feed_forward(module: nn.Module) -> FusedGatedMlp | FusedFeedForward | N
         gated = first.__name__ in ("GEGLU", "SwiGLU")
         return FusedFeedForward(module, kind, gated) if known and dropouts and kind else None
     kind = activation_kind(getattr(module, "act_fn", None))
-    projections = ("gate_proj", "up_proj", "down_proj")
-    if kind is None or not all(hasattr(module, p) for p in projections):
-        return None
-    return FusedGatedMlp(module, kind)
+    return FusedGatedMlp(module, kind) if kind is not None and _is_gated(module) else None
+
+
+def _is_gated(mlp: nn.Module) -> bool:
+    """Try whether a module computes ``down(act(gate(x)) * up(x))``, on random children."""
+    random = torch.Generator().manual_seed(0)
+    stubs = {name: RandomChild(random) for name in mlp._modules}
+    twin = copy.copy(mlp)
+    twin._modules = dict(stubs)
+    twin.training = True  # so that a dropout shows
+    x = torch.rand(2, 8, generator=random, dtype=torch.float64)
+    try:
+        gate, up, down = (stubs[f"{part}_proj"] for part in ("gate", "up", "down"))
+        with torch.no_grad():
+            expected = type(mlp).forward(twin, x)
+            found = down(stubs["act_fn"](gate(x)) * up(x))
+    except Exception:  # whatever it does with what it does not know, it is another module
+        return False
+    return isinstance(expected, Tensor) and torch.equal(expected, found)
 
 
 def is_feed_forward(module: nn.Module) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, GraniteConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fp8kit
@@ -173,6 +174,13 @@ class Defaulting(LlamaDecoderLayer):
 @pytest.mark.parametrize("kind", [Scaled, Parallel, Returning, Dropping, Defaulting])
 def test_other_layers_are_left_alone(kind: type[nn.Module]) -> None:
     assert find_flow(layer_of(kind, LlamaConfig(**SIZES))) is None
+
+
+def test_a_multiplied_residual_is_noticed_in_each_layer() -> None:
+    config = GraniteConfig(**SIZES)
+    assert find_flow(layer_of(GraniteDecoderLayer, config)) == PLAIN
+    config.residual_multiplier = 0.5
+    assert find_flow(layer_of(GraniteDecoderLayer, config)) is None
 
 
 def test_a_forward_on_the_instance_is_kept() -> None:

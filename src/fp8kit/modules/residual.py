@@ -103,13 +103,8 @@ def install_residual_forwards(layers: Iterable[nn.Module]) -> None:
     Args:
         layers: decoder layers of any class; those that follow no known flow are left alone.
     """
-    flows: dict[type, Flow | None] = {}
     for layer in layers:
-        if "forward" in vars(layer):
-            continue
-        if type(layer) not in flows:
-            flows[type(layer)] = find_flow(layer)
-        flow = flows[type(layer)]
+        flow = None if "forward" in vars(layer) else find_flow(layer)
         if flow is not None and isinstance(layer._modules[flow.before_mlp], FusedNorm):
             layer.forward = ResidualForward(layer, flow)
 
@@ -124,9 +119,9 @@ def find_flow(layer: nn.Module) -> Flow | None:
     x = torch.rand(2, 3, _PROBE_WIDTH, generator=random, dtype=torch.float64)
     passed = {name: object() for name in (*_arguments(layer), "another")}
     for flow in FLOWS:
-        stubs: dict[str, _Stub] = {}
+        stubs: dict[str, RandomChild] = {}
         for name in layer._modules:
-            stubs[name] = _Stub(random, name == "self_attn")
+            stubs[name] = RandomChild(random, name == "self_attn")
         twin = copy.copy(layer)
         twin._modules = dict(stubs)
         if not {flow.before_attention, flow.before_mlp, "self_attn", "mlp"} <= set(stubs):
@@ -146,18 +141,22 @@ def find_flow(layer: nn.Module) -> Flow | None:
     return None
 
 
-class _Stub(nn.Module):
-    """A child that computes something random, and remembers what else it was given."""
+class RandomChild(nn.Module):
+    """A child that computes something random, and remembers what else it was given.
 
-    def __init__(self, random: torch.Generator, attends: bool) -> None:
+    Args:
+        random: where its function comes from.
+        attends: it gives a second result, as attention does.
+    """
+
+    def __init__(self, random: torch.Generator, attends: bool = False) -> None:
         super().__init__()
-        self.factor, self.phase = (
-            2 * torch.rand(2, generator=random, dtype=torch.float64)
-        ).tolist()
+        self.factor, self.phase = torch.rand(2, generator=random, dtype=torch.float64).tolist()
         self.attends = attends
         self.seen: list[dict[str, Any]] = []
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """Compute an elementwise function of ``[..., K]``."""
         self.seen.append(kwargs)
         y = torch.sin(hidden_states * self.factor + self.phase)
         return (y, None) if self.attends else y
