@@ -25,7 +25,9 @@ _EXPONENT_MASK = 0x7F800000
 
 def is_compiled() -> bool:
     """Say whether ``torch.compile`` is tracing; ``torch.export`` wants operators instead."""
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    # what is_exporting() returns; torch 2.11 folds that call to True in every trace
+    exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    return torch.compiler.is_dynamo_compiling() and not exporting
 
 
 def is_visible(group: GroupShape, dtype: torch.dtype, static: bool, device: torch.device) -> bool:
