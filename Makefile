@@ -35,6 +35,7 @@ bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json
 	PYTHONPATH=src $(PYTHON) benchmarks/host.py benchmarks/results/host.json
 	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json
+	PYTHONPATH=src $(PYTHON) benchmarks/compiled.py benchmarks/results/compiled.json
 
 clean:
 	rm -rf $(VENV) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from fp8kit import calibration, crossover, structure
 from fp8kit.dispatch import choose
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme, scale_dtype, scale_shape
+from fp8kit.links import Link
 from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
@@ -36,6 +37,7 @@ class Plan:
         report: one record per layer; ``print(plan)`` shows it as a table.
         calibrate: runs the model on representative data, or ``None``.
         fuse: as in ``plan``.
+        links: what ``fuse`` says about this model, if it is a mapping.
 
     Example:
         >>> plan = fp8kit.plan(model, "FP8_BLOCK", exclude=["*.head"])
@@ -47,7 +49,8 @@ class Plan:
     scheme: Scheme
     report: Report
     calibrate: Callable[[nn.Module], object] | None = None
-    fuse: str = "all"
+    fuse: str | Mapping[str, Sequence[str]] = "all"
+    links: list[Link] = field(default_factory=list)
 
     def __str__(self) -> str:
         return str(self.report)
@@ -112,7 +115,7 @@ class Plan:
                 self.model.set_submodule(name, layer)
         structure.share_inputs(self.model, self.report.groups)
         if structure.level(self.fuse) > 1:
-            structure.fuse_producers(self.model)
+            self.report.fused = structure.fuse_producers(self.model, self.links)
         return self.report
 
 
@@ -124,7 +127,7 @@ def plan(
     exclude: Sequence[str] | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
-    fuse: str = "all",
+    fuse: str | Mapping[str, Sequence[str]] = "all",
     m: int | Sequence[int] | None = None,
 ) -> Plan:
     """Decide which layers become FP8, without changing anything.
@@ -146,7 +149,10 @@ def plan(
             their usual names (q/k/v, gate/up).
         fuse: ``"inputs"`` lets layers with one input quantize it once; ``"all"`` also lets the
             norms and activations before them write FP8, where the model's code is known; ``"none"``
-            keeps every layer on its own.
+            keeps every layer on its own. For code of your own, a mapping from a pattern of blocks
+            to what is read by which layers in them, and by nothing else, in call order:
+            ``{"layers.*": ["norm -> attn.q attn.k attn.v", "act -> fc2", "cross.k cross.v"]}``;
+            ``calibrate`` then shows whether it is true.
         m: row counts (tokens in a call) that the layers will serve, e.g. ``[1, 64]`` for decoding,
             ``[1, 4096]`` for decoding and prefill. A layer that bf16 serves faster at any of them,
             by the measured times of its GPU, is left alone. Without ``m`` only layers that FP8
@@ -160,8 +166,8 @@ def plan(
 
     Raises:
         ValueError: if the scheme is unknown, or a row count is not positive.
-        ConversionError: if a pattern matches no layer, or ``strict`` finds a layer that cannot be
-            converted.
+        ConversionError: if a pattern matches no layer, ``strict`` finds a layer that cannot be
+            converted, or a fusion rule names what does not exist or does not hold.
 
     Example:
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
@@ -198,22 +204,16 @@ def plan(
             report.records.append(record)
         else:
             report.records.extend(_bypassed(module, found[0]))
+    links = [] if isinstance(fuse, str) else structure.user_links(model, fuse, calibrate)
     if structure.level(fuse) and can_share(scheme):
         names_to_group = [r.name for r in report.converted]
-        report.groups = structure.find_groups(model, names_to_group, calibrate)
+        report.groups = structure.find_groups(model, names_to_group, calibrate, links)
     crossover.leave_slower(model, scheme, report, rows, include or ())
     _add_notes(report, model, scheme)
-    blocked = [r for r in report.skipped if r.warning]
-    if strict and blocked:
-        lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
-        raise ConversionError(
-            teach(
-                f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
-                "Every considered layer must be convertible.",
-                "Exclude these layers by name, or drop strict.",
-            )
-        )
-    return Plan(model, scheme, report, calibrate, fuse)
+    report.notes += structure.idle_links(links, scheme, [r.name for r in report.converted])
+    if strict:
+        _refuse_blocked(report)
+    return Plan(model, scheme, report, calibrate, fuse, links)
 
 
 def convert(
@@ -224,7 +224,7 @@ def convert(
     exclude: Sequence[str] | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
-    fuse: str = "all",
+    fuse: str | Mapping[str, Sequence[str]] = "all",
     m: int | Sequence[int] | None = None,
     weight_storage: str = "discard",
 ) -> Report:
@@ -262,6 +262,19 @@ def convert(
         m=m,
     )
     return decided.apply(weight_storage=weight_storage)
+
+
+def _refuse_blocked(report: Report) -> None:
+    blocked = [r for r in report.skipped if r.warning]
+    if blocked:
+        lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
+        raise ConversionError(
+            teach(
+                f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
+                "Every considered layer must be convertible.",
+                "Exclude these layers by name, or drop strict.",
+            )
+        )
 
 
 def _obstacle(linear: nn.Linear, holder: nn.Module, tied: set[int]) -> str:

@@ -13,7 +13,8 @@ from fp8kit.bench.operands import unique
 from fp8kit.bench.timing import Timer, time_cases
 from fp8kit.bench.tuning import Wish
 from fp8kit.errors import teach
-from fp8kit.modules.fused import FusedGatedMlp, FusedRMSNorm
+from fp8kit.modules.fused import FusedActivation, FusedGatedMlp, FusedNorm, Producer
+from fp8kit.modules.fused_diffusers import FusedAdaptiveNorm, FusedFeedForward
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import MOST_JOINED_ROWS, SharedInput, can_join
 
@@ -133,12 +134,34 @@ def _kind(module: nn.Module) -> object:
         if isinstance(module.shared, SharedInput):
             return ("group", *map(_layer_kind, module.shared.members))
         return alone
-    if isinstance(module, FusedRMSNorm):
-        size, members = tuple(module.weight.shape), module.group.members
-        return ("norm", size, module.gemma, module.weight.dtype, *map(_layer_kind, members))
-    if isinstance(module, FusedGatedMlp) and isinstance(module.down_proj, Fp8Linear):
-        return ("mlp", module.kind, _layer_kind(module.down_proj))
+    if isinstance(module, Producer):
+        members = module.consumers.group.members
+        return (*_producer_kind(module), *map(_layer_kind, members))
+    if isinstance(module, FusedGatedMlp | FusedFeedForward) and module.is_converted():
+        first, down = _projections(module)
+        gated = isinstance(module, FusedGatedMlp) or module.gated
+        shape = (first.in_features, first.out_features, first.weight.dtype)
+        return ("mlp", module.kind, gated, shape, _layer_kind(down))
     return None
+
+
+def _producer_kind(module: Producer) -> tuple[object, ...]:
+    if isinstance(module, FusedActivation):
+        return ("activation", module.kind)
+    assert isinstance(module, FusedNorm | FusedAdaptiveNorm)
+    tensors = (module._parameters.get("weight"), module._parameters.get("bias"))
+    weights = tuple(None if t is None else t.dtype for t in tensors)
+    return (type(module), module.formula, *weights)
+
+
+def _projections(module: FusedGatedMlp | FusedFeedForward) -> tuple[nn.Linear, Fp8Linear]:
+    """Give the layer that reads the input of a feed-forward, and the one that gives its result."""
+    gated = isinstance(module, FusedGatedMlp)
+    names = (module.names[0], module.names[2]) if gated else ("net.0.proj", "net.2")
+    first, down = (module.get_submodule(name) for name in names)
+    assert isinstance(first, nn.Linear)
+    assert isinstance(down, Fp8Linear)
+    return first, down
 
 
 def _layer_kind(layer: Fp8Linear) -> tuple[object, ...]:
@@ -148,13 +171,13 @@ def _layer_kind(layer: Fp8Linear) -> tuple[object, ...]:
 
 
 def _run(module: nn.Module, rows: int) -> None:
-    if isinstance(module, FusedGatedMlp):
-        assert isinstance(module.gate_proj, nn.Linear)
-        module(_input(module.gate_proj, rows))
-    elif isinstance(module, FusedRMSNorm):
-        normed = module(_input(module.group.members[0], rows).to(module.weight.dtype))
-        for member in module.group.members:
-            module.group(member, normed)
+    if isinstance(module, FusedGatedMlp | FusedFeedForward):
+        module(_input(_projections(module)[0], rows))
+    elif isinstance(module, Producer):
+        group = module.consumers.group
+        for result in _produced(module, _input(group.members[0], rows)):
+            for member in group.members:
+                group(member, result)
     elif isinstance(module, Fp8Linear):
         x = _input(module, rows)
         if isinstance(module.shared, SharedInput):
@@ -162,6 +185,20 @@ def _run(module: nn.Module, rows: int) -> None:
                 module.shared(member, x)
         else:
             module.compute(x, module.weight, module.weight_scale, module.bias)
+
+
+def _produced(module: Producer, x: Tensor) -> Iterator[Tensor]:
+    """Run a producer in every way that a block calls it, one after the other."""
+    if isinstance(module, FusedAdaptiveNorm):
+        emb = x.new_zeros(1, module.linear.in_features)
+        result = module(x[None], **{module.embedding: emb})
+        yield result[0] if isinstance(result, tuple) else result
+        return
+    weight = module._parameters.get("weight")
+    x = x if weight is None else x.to(weight.dtype)
+    yield module(x)
+    if isinstance(module, FusedNorm) and module.formula.kind == "rms_norm":
+        yield module(module.add(x, x))  # a residual added in the same pass is another kernel
 
 
 def _input(layer: nn.Linear, rows: int) -> Tensor:

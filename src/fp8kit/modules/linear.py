@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit import functional, ops, validation
+from fp8kit import functional, ops, unchecked, validation
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import (
     FP8_FORMATS,
@@ -197,20 +197,20 @@ class Fp8Linear(nn.Linear):
             y = eager.run(self._tapes, call, x, constants, options[1:])
             if y is not None:
                 return y
-        return functional.linear_unchecked(
+        return unchecked.linear_unchecked(
             x, weight, scale, bias, self.input_scale, None, groups, options
         )
 
-    def quantize_input(self, x: Tensor) -> functional.RowCodes:
+    def quantize_input(self, x: Tensor) -> unchecked.RowCodes:
         """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
         assert self.scheme.activation is not None
         rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)
-        return functional.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
+        return unchecked.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
 
-    def multiply(self, codes: functional.RowCodes) -> Tensor:
+    def multiply(self, codes: unchecked.RowCodes) -> Tensor:
         """Multiply what ``quantize_input`` of this layer or a sibling made: ``[..., N]``."""
         w_q = (self.weight, self.weight_scale, self.scheme.weight)
-        return functional.multiply_rows(codes, w_q, self.bias, self.accum, self.batch_invariant)
+        return unchecked.multiply_rows(codes, w_q, self.bias, self.accum, self.batch_invariant)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Give a dense layer: the original weight if it was kept, else the dequantized one.
