@@ -39,6 +39,7 @@ MUST_RUN = {
         "sm120": ("FP8", "MXFP8"),
         "cpu": (),
     },
+    "triton_scaled": {**dict.fromkeys(GPU, tuple(SCHEMES)), "cpu": ()},
     "dequantized": dict.fromkeys((*GPU, "cpu"), tuple(SCHEMES)),
     "reference": dict.fromkeys((*GPU, "cpu"), tuple(SCHEMES)),
 }
@@ -57,6 +58,7 @@ MUST_DECLINE_ROWS = [
     ("torch_native", "sm120", "FP8_DYNAMIC", "row-wise"),
     ("torch_native", "sm90", "FP8_WEIGHT_ONLY", "16-bit"),
     ("torch_native", "cpu", "FP8_DYNAMIC", "not on cpu"),
+    ("triton_scaled", "cpu", "FP8_DYNAMIC", "not on cpu"),
 ]
 
 

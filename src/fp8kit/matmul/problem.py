@@ -14,6 +14,7 @@ from fp8kit.quantizers.problem import capability
 BACKENDS: BackendTable = (
     ("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
+    ("triton_scaled", "fp8kit.matmul.triton_scaled", ("cuda",)),
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
 )
