@@ -33,6 +33,7 @@ test-gpu:
 bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/quantizers.py benchmarks/results/quantizers.json
 	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json
+	PYTHONPATH=src $(PYTHON) benchmarks/skinny.py benchmarks/results/skinny.json
 	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json
 
 clean:

@@ -46,6 +46,15 @@ PAIRS = {
     "16bit-block": (None, BLOCK),
     "16bit-mx": (None, MX),
 }
+COMPILED = (
+    "row-row",
+    "tensor-tensor",
+    "groups-block",
+    "row-block",
+    "mx-mx",
+    "16bit-row",
+    "16bit-block",
+)
 H200 = triton_scaled.Device(132, 228 * 1024)
 ADA = triton_scaled.Device(128, 100 * 1024)
 CUT = triton_scaled.Tile(rows=16, cols=64, depth=128, splits=1, chunks=1, warps=4, stages=3)
@@ -243,8 +252,8 @@ def test_who_sums_the_chunks_changes_no_bit(pair: str, device: torch.device) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [(96, 1040), (4096, 4096), (2112, 7168)])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("n", "k"), [(96, 1040), (2112, 7168)])
+@pytest.mark.parametrize("pair", COMPILED)
 def test_batch_invariant_bits_do_not_depend_on_m(pair: str, n: int, k: int) -> None:
     operands = Operands((300, n, k), PAIRS[pair], torch.device("cuda"))
     whole = operands.multiply(operands.problem(torch.float32, batch_invariant=True))
@@ -281,10 +290,16 @@ def test_cuts_fit_the_device_and_leave_no_part_empty(
         steps = -(-problem.k // tile.depth)
         assert tile.splits * tile.chunks <= steps
         assert tile.splits == 1 or steps // tile.splits >= 4
-        for group in (problem.x_group, problem.w_group):
-            if group not in (None, MX) and group.cols != -1:
-                assert group.cols % tile.depth == 0
+        assert tile.depth <= triton_scaled.deepest(problem)
         assert problem.k % 16 == 0 or tile.stages == 2
+
+
+def test_a_step_that_spans_two_scales_is_refused(device: torch.device) -> None:
+    operands = Operands((3, 64, 512), PAIRS["odd-groups"], device)
+    problem = operands.problem()
+    assert triton_scaled.deepest(problem) == 32
+    with pytest.raises(AssertionError):
+        operands.multiply(problem, tile=CUT._replace(depth=64))
 
 
 def test_an_invariant_cut_of_k_depends_on_n_and_k_only() -> None:
@@ -344,15 +359,13 @@ def test_a_cpu_is_declined_where_kernels_are_compiled(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize(
-    ("n", "k"), [(64, 128), (130, 304), (1000, 4112), (257, 14336), (4096, 4096)]
-)
-@pytest.mark.parametrize("m", [1, 2, 8, 9, 33, 64, 65, 200, 1000])
+@pytest.mark.parametrize("pair", COMPILED)
+@pytest.mark.parametrize(("n", "k"), [(130, 304), (1000, 4112), (4096, 4096)])
+@pytest.mark.parametrize("m", [1, 33, 64, 200])
 def test_compiled_products(m: int, n: int, k: int, pair: str) -> None:
-    cuda = torch.device("cuda")
-    operands = Operands((m, n, k), PAIRS[pair], cuda)
-    for invariant, bias in itertools.product((False, True), (None, torch.randn(n, device=cuda))):
+    operands = Operands((m, n, k), PAIRS[pair], torch.device("cuda"))
+    bias = torch.randn(n, device="cuda") if m == 33 else None
+    for invariant in (False, True):
         problem = operands.problem(torch.float32, bias, batch_invariant=invariant)
         if triton_scaled.supports(problem) is None:
             operands.check(operands.multiply(problem, bias), problem, bias)

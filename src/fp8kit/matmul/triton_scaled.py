@@ -81,6 +81,12 @@ def decoded(problem: MatmulProblem) -> bool:
     return unscaled or fnuz or not _native(problem)
 
 
+def deepest(problem: MatmulProblem) -> int:
+    """Give the most columns that a step may have: one scale, and no sum beyond 512 products."""
+    groups = (problem.x_group, problem.w_group)
+    return min([512, *(group.cols for group in groups if _in_groups(group))])
+
+
 def choose_tile(problem: MatmulProblem, device: Device) -> Tile:
     """Cut a problem so that every multiprocessor streams the weight.
 
@@ -92,9 +98,9 @@ def choose_tile(problem: MatmulProblem, device: Device) -> Tile:
         device: what it runs on.
     """
     m, n, invariant = max(problem.m, 1), problem.n, problem.batch_invariant
-    grouped = [g.cols for g in (problem.x_group, problem.w_group) if _in_groups(g)]
+    grouped = _in_groups(problem.x_group) or _in_groups(problem.w_group)
     # bytes that no 16-byte copy can fetch wait in registers, so there must be few of them
-    depth = min(_RAGGED_DEPTH if problem.k % 16 else _DEPTH, *grouped, _DEPTH)
+    depth = min(_RAGGED_DEPTH if problem.k % 16 else _DEPTH, deepest(problem))
     if decoded(problem):
         # two warps multiply with mma, whose operands may be permuted along K: wgmma would want the
         # decoded weight in the order of memory, read from shared memory two bytes at a time
@@ -152,7 +158,7 @@ def run(
 ) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``; ``x_scale`` is ``None`` if ``x`` is not quantized."""
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        tile = choose_tile(problem, _device(x.device))
+        tile = choose_tile(problem, device_facts(x.device))
         return run_tile(x, x_scale, w, w_scale, bias, problem, tile)
 
 
@@ -208,6 +214,7 @@ def product_arguments(
         problem: describes the operands.
         tile: the cut.
     """
+    assert tile.depth <= deepest(problem)
     w, x, w_scale, x_scale, bias, y = pointers
     (m, k), n = x.shape, w.shape[0]
     dtype: object = None
@@ -288,8 +295,9 @@ def _scale_strides(scale: Tensor | None, group: GroupShape | None) -> tuple[int,
 
 
 @functools.cache
-def _device(device: torch.device) -> Device:
+def device_facts(device: torch.device) -> Device:
+    """Look up what the cut depends on; the interpreter runs the cuts of an H200."""
     if device.type != "cuda":
-        return Device(132, 228 * 1024)  # the interpreter runs the cut of an H200
+        return Device(132, 228 * 1024)
     found = torch.cuda.get_device_properties(device)
     return Device(found.multi_processor_count, found.shared_memory_per_multiprocessor)
