@@ -24,8 +24,12 @@ from shapes import Regime, regimes
 
 triton_numerics = pytest.importorskip("fp8kit.quantizers.triton_numerics")
 
-# numpy, which the interpreter computes with, warns of infinity times zero
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+# numpy, which the interpreter computes with, warns of infinity times zero, and of how the
+# interpreter of Triton 3.6 reads the bounds of a loop
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
 
 E4M3, FNUZ, E5M2 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -140,10 +144,15 @@ def test_results_and_biases_of_any_dtype(
     pair: str, out_dtype: torch.dtype, device: torch.device
 ) -> None:
     operands = Operands((9, 72, 1200), PAIRS[pair], device)
-    for bias_dtype, strided in itertools.product((None, *FLOATS), (False, True)):
-        bias = None if bias_dtype is None else torch.randn(144, device=device).mul(4).to(bias_dtype)
-        if bias is not None:
-            bias = bias[::2] if strided else bias[:72]
+    for bias_dtype, stride in (
+        (None, 1),
+        (torch.bfloat16, 1),
+        (torch.float16, 2),
+        (torch.float32, 1),
+    ):
+        bias = None
+        if bias_dtype is not None:
+            bias = torch.randn(72 * stride, device=device).mul(4).to(bias_dtype)[::stride]
         problem = operands.problem(out_dtype, bias)
         assert triton_scaled.choose_tile(problem, H200).splits > 1
         operands.check(operands.multiply(problem, bias), problem, bias)
