@@ -125,6 +125,32 @@ def test_batch_invariance_is_served_everywhere_and_never_by_a_library(
     assert choose(matmul.BACKENDS, problem).backend not in ("", "torch_native", "dequantized")
 
 
+@pytest.mark.parametrize(
+    ("device", "scheme", "m", "backend"),
+    [
+        ("sm89", "FP8_BLOCK", 4096, "triton_scaled"),
+        ("sm100", "FP8_BLOCK", 4096, "triton_scaled"),
+        ("sm120", "FP8_DYNAMIC", 4096, "triton_scaled"),
+        ("sm90", "MXFP8", 64, "triton_scaled"),
+        ("sm90", "MXFP8", 128, "dequantized"),
+        ("sm90", "FP8_WEIGHT_ONLY", 64, "triton_scaled"),
+        ("sm90", "FP8_WEIGHT_ONLY", 128, "dequantized"),
+        ("sm80", "FP8_DYNAMIC", 64, "triton_scaled"),
+        ("sm80", "FP8_DYNAMIC", 128, "dequantized"),
+    ],
+)
+def test_triton_serves_what_torch_lacks(device: str, scheme: str, m: int, backend: str) -> None:
+    assert choose(matmul.BACKENDS, faked(scheme, device, m=m)).backend == backend
+
+
+@pytest.mark.parametrize("device", GPU)
+@pytest.mark.parametrize("m", [1, 4096])
+def test_batch_invariance_has_tensor_cores(device: str, m: int) -> None:
+    for scheme in SCHEMES:
+        problem = faked(scheme, device, m=m, batch_invariant=True)
+        assert choose(matmul.BACKENDS, problem).backend == "triton_scaled"
+
+
 def test_cpu_prefers_the_dense_matmul_to_the_definition() -> None:
     assert choose(matmul.BACKENDS, faked("FP8_DYNAMIC", "cpu")).backend == "dequantized"
 

@@ -217,22 +217,27 @@ def test_nan_stays_where_it_belongs(pair: str, device: torch.device) -> None:
     assert torch.equal(y.isnan(), bad)
 
 
-def test_operands_in_any_strides(device: torch.device) -> None:
-    operands = Operands((12, 64, 96), (ROW, ROW), device)
+STRIDED = {
+    "K outermost": lambda t: t.t().contiguous().t(),
+    "every third row": lambda t: torch.stack([t] * 3, 1).flatten(0, 1)[::3],
+    "every second column": lambda t: torch.stack([t] * 2, 2).flatten(1, 2)[:, ::2],
+    "off by a byte": lambda t: torch.cat([t[:, :1], t], 1)[:, 1:],
+}
+
+
+@pytest.mark.parametrize("k", [96, 131])
+@pytest.mark.parametrize("layout", STRIDED)
+def test_operands_in_any_strides(layout: str, k: int, device: torch.device) -> None:
+    operands = Operands((12, 64, k), (ROW, ROW), device)
     problem = operands.problem()
     plain = operands.multiply(problem)
-    for make in (
-        lambda t: t.t().contiguous().t(),
-        lambda t: torch.cat([t.view(torch.uint8)] * 2, 1).view(E4M3)[:, 96:],
-        lambda t: torch.cat([t.view(torch.uint8)] * 2, 1)[:, 1:].contiguous().view(E4M3)[:, 95:191],
-        lambda t: torch.cat([t.view(torch.uint8)] * 3).view(E4M3)[::3][: t.shape[0]],
-    ):
-        twin = Operands((12, 64, 96), (ROW, ROW), device)
-        x, w = make(operands.x), make(operands.w)
-        assert x.shape == operands.x.shape
-        twin.x, twin.w, twin.x_scale, twin.w_scale = x, w, operands.x_scale, operands.w_scale
-        if torch.equal(x.float(), operands.x.float()):
-            assert_bits_equal(twin.multiply(problem), plain)
+    for name in ("x", "w"):
+        codes = getattr(operands, name)
+        moved = STRIDED[layout](codes.view(torch.uint8)).view(E4M3)
+        assert moved.stride() != codes.stride()
+        assert_bits_equal(moved, codes)
+        setattr(operands, name, moved)
+    assert_bits_equal(operands.multiply(problem), plain)
 
 
 def test_column_major_scales(device: torch.device) -> None:
