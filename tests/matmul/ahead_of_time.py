@@ -39,6 +39,7 @@ VARIANTS = (
     *((device, "16bit-row", 16, "") for device in DEVICES),
     ("sm89", "row-row", 16, "fast"),
     ("sm90", "row-row", 16, "fast"),
+    ("sm90", "row-row", 4096, ""),
     ("sm90", "groups-block", 64, ""),
     ("sm90", "groups-block", 4096, ""),
     ("sm100", "groups-block", 4096, ""),
