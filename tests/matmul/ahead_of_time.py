@@ -93,9 +93,9 @@ def counts(
     )  # fmt: skip
     tile = triton_scaled.choose_tile(problem, limits)
     y = torch.empty(0, dtype=torch.float32 if tile.splits > 1 else torch.bfloat16)
-    arguments, constants = triton_scaled.product_arguments((w, x, *scales, None, y), problem, tile)
+    arguments = triton_scaled.product_arguments((w, x, *scales, None, y), problem)
     kernel = triton.compile(
-        source(arguments, constants),
+        source(arguments, triton_scaled.product_constants(problem, tile)),
         target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
         options=triton_scaled.launch_options(problem, tile),
     )

@@ -239,6 +239,14 @@ def test_operands_in_any_strides(layout: str, k: int, device: torch.device) -> N
     assert_bits_equal(operands.multiply(problem), plain)
 
 
+def test_bands_of_tiles_cover_the_result(device: torch.device) -> None:
+    operands = Operands((150, 130, 128), (ROW, ROW), device)
+    problem = operands.problem()
+    assert 150 > 8 * CUT.rows  # more than one band, the last one lower
+    operands.check(operands.multiply(problem, tile=CUT), problem)
+    operands.check(operands.multiply(problem, tile=CUT._replace(depth=32, splits=3)), problem)
+
+
 def test_column_major_scales(device: torch.device) -> None:
     operands = Operands((12, 128, 512), (GROUP128, BLOCK), device)
     problem = operands.problem()

@@ -87,6 +87,7 @@ def deepest(problem: MatmulProblem) -> int:
     return min([512, *(group.cols for group in groups if _in_groups(group))])
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_tile(problem: MatmulProblem, device: Device) -> Tile:
     """Cut a problem so that every multiprocessor streams the weight.
 
@@ -194,7 +195,7 @@ def run_tile(
     bias = None if bias is None else bias.contiguous()
     pointers = (w, x, w_scale, x_scale, bias if tile.splits == 1 else None, parts)
     grid = (triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.cols) * tile.splits,)
-    arguments, constants = product_arguments(pointers, problem, tile)
+    arguments, constants = product_arguments(pointers, problem), product_constants(problem, tile)
     product_kernel[grid](*arguments, **constants, **launch_options(problem, tile))
     if tile.splits > 1:
         shared = ("W_KIND", "X_KIND", "W_ROWS", "X_ROWS", "SPLITS", "OVERLAP")
@@ -209,43 +210,45 @@ def run_tile(
 def product_arguments(
     pointers: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor],
     problem: MatmulProblem,
-    tile: Tile,
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Give the arguments of ``product_kernel``: those of a call, and the compiled-in ones.
+) -> tuple[object, ...]:
+    """Give what a call passes to ``product_kernel``.
 
     Args:
         pointers: ``w``, ``x``, their scales, bias and result, as the kernel takes them.
         problem: describes the operands.
-        tile: the cut.
     """
-    assert tile.depth <= deepest(problem)
     w, x, w_scale, x_scale, bias, y = pointers
     (m, k), n = x.shape, w.shape[0]
+    if INTERPRETED.value or decoded(problem):
+        w = w.view(torch.uint8)
+        x = x if problem.x_group is None else x.view(torch.uint8)
+    return (
+        w, x, w_scale, x_scale, bias, y, m, n, k, *w.stride(), *x.stride(),
+        *_scale_strides(w_scale, problem.w_group), *_scale_strides(x_scale, problem.x_group),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def product_constants(problem: MatmulProblem, tile: Tile) -> dict[str, object]:
+    """Give what is compiled into ``product_kernel``; shared between calls, so do not change it."""
+    assert tile.depth <= deepest(problem)
     dtype: object = None
     if INTERPRETED.value:
         dtype = tl.float32
     elif decoded(problem):
         dtype = _COMPUTE.get(problem.x_dtype, tl.bfloat16)
-    if dtype is not None:
-        w = w.view(torch.uint8)
-        x = x if problem.x_group is None else x.view(torch.uint8)
     w_kind, w_rows, w_cols = _kind(problem.w_group)
     x_kind, x_rows, x_cols = _kind(problem.x_group)
-    ahead = _overlaps(problem) and problem.after_quantize and w.stride(1) == 1 and m <= DECODED_ROWS
-    arguments = (
-        w, x, w_scale, x_scale, bias, y, m, n, k, *w.stride(), *x.stride(),
-        *_scale_strides(w_scale, problem.w_group), *_scale_strides(x_scale, problem.x_group),
-    )  # fmt: skip
-    constants = {
+    ahead = _overlaps(problem) and problem.after_quantize and problem.m <= DECODED_ROWS
+    return {
         "W_KIND": w_kind, "X_KIND": x_kind, "W_ROWS": w_rows, "W_COLS": w_cols,
         "X_ROWS": x_rows, "X_COLS": x_cols, "W_FORMAT": _FORMATS[problem.w_dtype],
         "X_FORMAT": _FORMATS.get(problem.x_dtype, ""), "DTYPE": dtype,
         "NATIVE": _native(problem), "FAST": problem.accum == "fast",
         "BLOCK_M": tile.rows, "BLOCK_N": tile.cols, "BLOCK_K": tile.depth,
-        "SPLITS": tile.splits, "CHUNKS": tile.chunks, "EVEN_K": k % tile.depth == 0,
+        "SPLITS": tile.splits, "CHUNKS": tile.chunks, "EVEN_K": problem.k % tile.depth == 0,
         "PREFETCH": _PREFETCHED if ahead else 0, "OVERLAP": _overlaps(problem),
     }  # fmt: skip
-    return arguments, constants
 
 
 def launch_options(problem: MatmulProblem, tile: Tile) -> dict[str, object]:
