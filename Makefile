@@ -34,6 +34,7 @@ bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/quantizers.py benchmarks/results/quantizers.json
 	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json
 	PYTHONPATH=src $(PYTHON) benchmarks/host.py benchmarks/results/host.json
+	PYTHONPATH=src $(PYTHON) benchmarks/skinny.py benchmarks/results/skinny.json
 	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json
 	PYTHONPATH=src $(PYTHON) benchmarks/compiled.py benchmarks/results/compiled.json
 

@@ -41,6 +41,7 @@ MUST_RUN = {
         "sm120": ("FP8", "MXFP8"),
         "cpu": (),
     },
+    "triton_scaled": {**dict.fromkeys(GPU, tuple(SCHEMES)), "cpu": ()},
     "dequantized": dict.fromkeys((*GPU, "cpu"), tuple(SCHEMES)),
     "reference": dict.fromkeys((*GPU, "cpu"), tuple(SCHEMES)),
 }
@@ -59,6 +60,7 @@ MUST_DECLINE_ROWS = [
     ("torch_native", "sm120", "FP8_DYNAMIC", "row-wise"),
     ("torch_native", "sm90", "FP8_WEIGHT_ONLY", "16-bit"),
     ("torch_native", "cpu", "FP8_DYNAMIC", "not on cpu"),
+    ("triton_scaled", "cpu", "FP8_DYNAMIC", "not on cpu"),
 ]
 
 
@@ -164,6 +166,32 @@ def test_every_backend_that_runs_takes_both_kinds_of_sums(
     asked = choose(matmul.BACKENDS, faked(scheme, place, accum=accum), backend)
     assert asked.backend == plain.backend
     assert asked.module is None or asked.problem.accum == accum
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "m", "backend"),
+    [
+        ("sm89", "FP8_BLOCK", 4096, "triton_scaled"),
+        ("sm100", "FP8_BLOCK", 4096, "triton_scaled"),
+        ("sm120", "FP8_DYNAMIC", 4096, "triton_scaled"),
+        ("sm90", "MXFP8", 64, "triton_scaled"),
+        ("sm90", "MXFP8", 128, "dequantized"),
+        ("sm90", "FP8_WEIGHT_ONLY", 64, "triton_scaled"),
+        ("sm90", "FP8_WEIGHT_ONLY", 128, "dequantized"),
+        ("sm80", "FP8_DYNAMIC", 64, "triton_scaled"),
+        ("sm80", "FP8_DYNAMIC", 128, "dequantized"),
+    ],
+)
+def test_triton_serves_what_torch_lacks(device: str, scheme: str, m: int, backend: str) -> None:
+    assert choose(matmul.BACKENDS, faked(scheme, device, m=m)).backend == backend
+
+
+@pytest.mark.parametrize("device", GPU)
+@pytest.mark.parametrize("m", [1, 4096])
+def test_batch_invariance_has_tensor_cores(device: str, m: int) -> None:
+    for scheme in SCHEMES:
+        problem = faked(scheme, device, m=m, batch_invariant=True)
+        assert choose(matmul.BACKENDS, problem).backend == "triton_scaled"
 
 
 def test_cpu_prefers_the_dense_matmul_to_the_definition() -> None:

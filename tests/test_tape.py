@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8kit import tape
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
+from fp8kit.matmul import triton_scaled
+from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.quantizers import triton, triton_launch
 from taped import launch
 
@@ -105,6 +108,15 @@ def sliced(x: Tensor) -> Tensor:
     return y[:, :-1]
 
 
+def unnoted(x: Tensor) -> Tensor:
+    """The last kernel does not take part: a tape would give memory that nobody wrote."""
+    doubled, y = torch.empty_like(x), torch.empty_like(x)
+    launch(lambda x, out: out.copy_(2 * x), x, doubled)
+    with _disable_current_modes():
+        y.copy_(doubled)
+    return y
+
+
 def nothing(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -113,7 +125,7 @@ HIDDEN = torch.ones(3, 4)
 
 
 @pytest.mark.parametrize(
-    "function", [foreign, zeroed, unknown, unrepeatable, strided, sliced, nothing]
+    "function", [foreign, zeroed, unknown, unrepeatable, strided, sliced, unnoted, nothing]
 )
 def test_what_launches_do_not_tell_is_not_taped(function: object) -> None:
     x = torch.randn(3, 4)
@@ -273,3 +285,34 @@ def test_every_quantizer_can_be_taped(
         assert values.get("scale_ub_ptr") is None
         assert not any(isinstance(v, Tensor) for v in values.values())
         assert ran[0] > 0
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_triton_product_can_be_taped(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("product_kernel", "sum_kernel")
+    fakes = {name: Recording(getattr(triton_scaled, name)) for name in names}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(triton_scaled, name, fake)
+    e4m3 = torch.float8_e4m3fn
+    x, w = torch.zeros(4, 4096, dtype=e4m3), torch.zeros(64, 4096, dtype=e4m3)
+    x_scale, w_scale = torch.ones(4, 1), torch.ones(64, 1)
+    problem = MatmulProblem.of(x, w, (ROW, ROW), torch.bfloat16, None, "precise", False)
+    tile = triton_scaled.choose_tile(problem, triton_scaled.Device(132, 228 * 1024))
+    tile = tile._replace(splits=splits)
+
+    def call() -> Tensor:
+        return triton_scaled.run_tile(x, x_scale, w, w_scale, None, problem, tile)
+
+    made = tape.record(call, x, [x_scale, w, w_scale])[1]
+    assert made is not None
+    another = x.clone()
+    y = made(another)
+    launched = [(fake, *fake.compiled.ran) for fake in fakes.values() if fake.compiled.ran]
+    assert len(launched) == (1 if splits == 1 else 2)
+    for fake, ran in launched:
+        values = dict(zip(fake.arg_names, ran[9:], strict=True))
+        assert not any(isinstance(v, Tensor) for v in values.values())
+        assert values["w_scale_ptr"] == w_scale.data_ptr()
+        assert values.get("x_ptr", another.data_ptr()) == another.data_ptr()
+    last, ran = launched[-1]
+    assert dict(zip(last.arg_names, ran[9:], strict=True))["y_ptr"] == y.data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -89,4 +90,40 @@ def test_a_request_runs_nothing_that_was_not_warmed_up(name: str, device: torch.
     names = {str(key[0]) for key in ran.seen}
     assert any("norm_quantize" in n for n in names)
     assert "fp8kit::scaled_mm" in names
+    assert ran.seen <= warmed.seen
+
+
+def test_adaptive_norms_of_diffusers_are_warmed_up(device: torch.device) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what diffusers warns about on import is not ours to fix
+        diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 2, "attention_head_dim": 64, "axes_dims_rope": (16, 24, 24)}
+    model = diffusers.FluxTransformer2DModel(
+        in_channels=64,
+        joint_attention_dim=64,
+        pooled_projection_dim=32,
+        num_layers=1,
+        num_single_layers=1,
+        **heads,
+    )
+    model = model.to(device, torch.bfloat16).eval()
+    fp8kit.convert(model)
+    images, words = 24, 8
+    shapes = {
+        "hidden_states": (1, images, 64),
+        "encoder_hidden_states": (1, words, 64),
+        "pooled_projections": (1, 32),
+        "timestep": (1,),
+        "img_ids": (images, 3),
+        "txt_ids": (words, 3),
+    }
+    inputs = {k: torch.rand(*v, device=device, dtype=torch.bfloat16) for k, v in shapes.items()}
+    with Operators() as warmed:
+        fp8kit.warmup(model, m=[1, images, words, images + words])
+    with Operators() as ran, torch.no_grad():
+        model(**inputs)
+    names = [str(key[0]) for key in ran.seen]
+    assert any("norm_quantize" in n for n in names)
+    assert any("activation_quantize" in n for n in names)
     assert ran.seen <= warmed.seen

@@ -15,6 +15,7 @@ from fp8kit.quantizers.problem import capability, device_name
 BACKENDS: BackendTable = (
     ("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
+    ("triton_scaled", "fp8kit.matmul.triton_scaled", ("cuda",)),
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
 )
