@@ -48,12 +48,13 @@ ORDER = (
     "checkpoint",
     "integrations",
     "model_io",
+    "checkpoint_io",
     "__init__",
     "cli",
     "__main__",
 )
 # the only places that import by a computed name: backends, and what a model's library needs
-DYNAMIC_IMPORTERS = ("dispatch.py", "model_io.py")
+DYNAMIC_IMPORTERS = ("dispatch.py", "model_io.py", "checkpoint_io.py")
 
 FILE_LINES, KERNEL_FILE_LINES = 400, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Sequence
 
 from fp8kit.errors import ConversionError, teach
 
+SMALLEST_SIDE = 64
+SMALLEST_WEIGHT = 128 * 128
 DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     ("re:.*(^|\\.)(lm_head|output_head|score|classifier|embed_out)", "output head"),
     (
@@ -77,6 +80,13 @@ def exclusion(
         for pattern, role in DEFAULT_EXCLUDE:
             if any(matches(pattern, n) for n in names):
                 return f"{role}: kept in high precision by default"
+    return ""
+
+
+def size_obstacle(shape: tuple[int, ...]) -> str:
+    """Say that a weight of this shape is too small to gain from FP8; empty if it is not."""
+    if min(shape) < SMALLEST_SIDE or math.prod(shape) < SMALLEST_WEIGHT:
+        return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
     return ""
 
 

@@ -178,7 +178,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized:
             names = _layers_of_checkpoint(model, self.quantization_config.layers or ())
         else:
-            self.report = _decide(model, self.quantization_config)
+            self.report = decide(model, self.quantization_config)
             names = [n for r in self.report.converted for n in (r.name, *r.aliases)]
         made: dict[int, Fp8Linear] = {}
         for name in names:
@@ -231,7 +231,7 @@ def check_version() -> None:
         )
 
 
-def _decide(model: Any, config: Fp8KitConfig) -> Report:
+def decide(model: Any, config: Fp8KitConfig) -> Report:
     """Plan as ``fp8kit.plan`` does, and heed what only a Transformers model knows about itself."""
     report = plan(
         model, config.scheme, include=config.include, exclude=config.exclude, strict=config.strict

@@ -1,0 +1,154 @@
+"""The folder in which an interrupted conversion waits, and the promise that it is the same one.
+
+``.<name>.partial`` lies beside the destination and holds ``journal.json`` (source, recipe and plan
+of the run), ``lock`` and ``checkpoint``, the folder that becomes the destination by a rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fp8kit.checkpoint import files
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.reader import Checkpoint, read_json
+from fp8kit.checkpoint.streaming import PART
+from fp8kit.errors import CheckpointError, teach
+
+try:
+    import fcntl
+except ImportError:  # Windows: runs there are not kept apart
+    fcntl = None  # type: ignore[assignment]
+
+_VERSION = 1
+
+
+class Partial:
+    """An unfinished conversion on disk.
+
+    Args:
+        destination: the directory that is being made.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        self.destination = destination
+        self.home = destination.parent / f".{destination.name}.partial"
+        self.folder = self.home / "checkpoint"
+        self._journal = self.home / "journal.json"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes away; a lock ends with its process, however that ends.
+
+        Raises:
+            CheckpointError: if another process is at work here.
+        """
+        made = [p for p in self.destination.parents if not p.exists()]
+        self.home.mkdir(parents=True, exist_ok=True)
+        with (self.home / "lock").open("a+b") as lock:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise CheckpointError(
+                        teach(
+                            f"Another process is writing {self.destination}.",
+                            "One at a time writes a checkpoint.",
+                            "Wait until it ends, or choose another destination.",
+                        )
+                    ) from error
+            yield
+        if not self._journal.exists():
+            shutil.rmtree(self.home, ignore_errors=True)
+            if not self.destination.exists():
+                for parent in made:
+                    with suppress(OSError):
+                        parent.rmdir()
+
+    def begin(self, run: JsonObject) -> bool:
+        """Start, or continue what was interrupted.
+
+        Args:
+            run: what this run is, as plain data; only the same one may continue.
+
+        Returns:
+            Whether something is continued.
+
+        Raises:
+            CheckpointError: if another run was interrupted here; every difference is named.
+        """
+        run = json.loads(json.dumps({"version": _VERSION, **run}))
+        if self._journal.exists():
+            before = read_json(self._journal).get("run")
+            self._compare(before if isinstance(before, dict) else {}, run)
+        else:
+            self._write({"run": run})
+        self.folder.mkdir(exist_ok=True)
+        for leftover in self.folder.glob(f".*{PART}"):
+            leftover.unlink()
+        return self._journal.exists() and any(self.folder.glob("*.safetensors"))
+
+    def install(self) -> None:
+        """Let the finished checkpoint appear, and forget the run."""
+        # after the rename the folder's own number tells on which side of it the run ended
+        journal = read_json(self._journal)
+        self._write({**journal, "installing": self.folder.stat().st_ino})
+        files.install(self.folder, self.destination)
+        self.forget()
+
+    def installed(self) -> bool:
+        """Say whether a run came to its end, and only its traces are left."""
+        if not self._journal.exists() or not self.destination.is_dir():
+            return False
+        return read_json(self._journal).get("installing") == self.destination.stat().st_ino
+
+    def forget(self) -> None:
+        """Remove the journal, then everything else that is left."""
+        self._journal.unlink(missing_ok=True)
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    def _compare(self, before: JsonObject, now: JsonObject) -> None:
+        differences = [
+            f"{key}: {before.get(key)} then, {now.get(key)} now"
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key)
+        ]
+        if differences:
+            raise CheckpointError(
+                teach(
+                    f"A run that was interrupted left {self.home}, and it was another one "
+                    f"({'; '.join(differences)}).",
+                    "Only the same source with the same options can be continued.",
+                    f"Run it again as it was, or delete {self.home} to start anew.",
+                )
+            )
+
+    def _write(self, content: JsonObject) -> None:
+        draft = self._journal.with_suffix(".new")
+        files.write_json(draft, content)
+        files.sync(draft)
+        draft.replace(self._journal)
+        files.sync(self.home)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Describe the files of a source, so that a change of any of them shows.
+
+    Sizes, times and headers are compared, not the data, which would have to be read for it.
+
+    Args:
+        checkpoint: one that has been opened.
+    """
+    found = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for shard in checkpoint.shards:
+        file = checkpoint.path / shard
+        status = os.stat(file)
+        found.update(f"{shard} {status.st_size} {status.st_mtime_ns} ".encode())
+        with file.open("rb") as f:
+            found.update(f.read(8 + int.from_bytes(f.read(8), "little")))
+    return found.hexdigest()
