@@ -59,7 +59,7 @@ DYNAMIC_IMPORTERS = ("dispatch.py", "model_io.py", "checkpoint_io.py")
 FILE_LINES, KERNEL_FILE_LINES = 400, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80
 PARAMETERS = 8
-SOURCE_LINES = 11000
+SOURCE_LINES = 13000
 PUBLIC_NAMES = 40
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
 # extents and a tile
@@ -69,8 +69,8 @@ MANY_PARAMETERS = {
 
 PUBLIC = """
     BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Fp8Linear GROUP128 GroupShape MX Plan
-    QTensor ROW Report SCHEMES Scheme TENSOR UnsupportedError convert dequantize explain linear
-    load plan quantize save scale_shape scaled_mm
+    QTensor ROW Recipe Report SCHEMES Scheme TENSOR UnsupportedError convert dequantize explain
+    linear load plan quantize quantize_checkpoint save scale_shape scaled_mm verify_checkpoint
 """
 
 # a name without a slash is a file of the project only if it ends like this
@@ -86,6 +86,7 @@ HEAVY = (
     "peft",
     "accelerate",
     "compressed_tensors",
+    "ray",
 )
 IMPORT_MILLISECONDS = 100
 

@@ -11,8 +11,12 @@ The data flow, which is also the order of the modules::
     conversion  plan and convert: dense layers become FP8 layers
     checkpoint  dialects of files on disk
     model_io    save and load: models to and from directories
+    checkpoint_io  quantize_checkpoint, verify_checkpoint: directories of any size
 """
 
+from fp8kit.checkpoint.recipe import Recipe as Recipe
+from fp8kit.checkpoint_io import quantize_checkpoint as quantize_checkpoint
+from fp8kit.checkpoint_io import verify_checkpoint as verify_checkpoint
 from fp8kit.conversion import Plan as Plan
 from fp8kit.conversion import convert as convert
 from fp8kit.conversion import plan as plan

@@ -1,4 +1,4 @@
-"""``quantize_checkpoint``: directory to directory, without a model in memory."""
+"""``quantize_checkpoint``, ``verify_checkpoint``: directories, without a model in memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fp8kit.checkpoint import files, journal, streaming
 from fp8kit.checkpoint.choosing import Choice, Facts, choose, facts_by_name
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.recipe import Recipe
+from fp8kit.checkpoint.verifying import Verification, verify
 from fp8kit.checkpoint.work import Work, plan_work
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.report import Report
@@ -70,7 +71,7 @@ def quantize_checkpoint(
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     origin, goal = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
-    checkpoint, partial = _high_precision(origin), journal.Partial(goal)
+    checkpoint, partial = high_precision(origin), journal.Partial(goal)
     if not partial.installed():
         files.check_destination(goal, origin, overwrite)
     choice = decide(checkpoint, recipe)
@@ -90,6 +91,61 @@ def quantize_checkpoint(
             runner = _threads(workers_on(["cpu"]) if devices is None else devices)
         _carry_out(work, origin, partial, runner, progress)
     return report
+
+
+def verify_checkpoint(
+    source: str | Path,
+    result: str | Path,
+    *,
+    workers: int | None = None,
+    progress: bool | None = None,
+) -> Verification:
+    """Compare an FP8 checkpoint with the one it was made from, tensor by tensor.
+
+    Args:
+        source: the directory in high precision.
+        result: the FP8 directory, in any dialect that is read here.
+        workers: threads; by default one for each processor.
+        progress: show a bar; by default on a terminal.
+
+    Returns:
+        The error of every tensor, and what is missing, extra or wrong.
+
+    Raises:
+        CheckpointError: if either is damaged, the source is FP8, or the result is not.
+
+    Example:
+        >>> found = fp8kit.verify_checkpoint("bf16-dir", "fp8-dir")
+        >>> assert not found.problems
+    """
+    dense, coded = open_checkpoint(source), open_checkpoint(result)
+    threads = len(workers_on(["cpu"], workers))
+    with _bar("verify", sum(i.nbytes for i in dense.tensors.values()), 0, progress) as bar:
+        return verify(dense, coded, workers=threads, progress=bar.update)
+
+
+def high_precision(source: str | Path) -> Checkpoint:
+    """Open a checkpoint that shall be quantized.
+
+    Args:
+        source: its directory.
+
+    Raises:
+        CheckpointError: if it is damaged, or FP8 already.
+
+    Example:
+        >>> checkpoint = high_precision("bf16-dir")
+    """
+    checkpoint = open_checkpoint(source)
+    if checkpoint.spec is not None:
+        raise CheckpointError(
+            teach(
+                f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
+                "A checkpoint in high precision is quantized.",
+                "Start from the original, or copy the directory if it is what you want.",
+            )
+        )
+    return checkpoint
 
 
 def decide(checkpoint: Checkpoint, recipe: Recipe) -> Choice:
@@ -177,18 +233,22 @@ def _carry_out(
     files.check_space(partial.folder, sum(work.shards[i].size for i in missing))
     total = sum(work.source_bytes(i) for i in every)
     done = sum(work.source_bytes(i) for i in whole)
-    bar: Any = tqdm(
+    with _bar("quantize", total, done, progress) as bar, streaming.disk_errors(kept):
+        runner(work, missing, source, partial.folder, bar.update)
+        files.complete(partial.folder, work.shards, work.layout, work.config, source=source)
+        partial.install()
+
+
+def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
+    """Show bytes, rate and the time that is left."""
+    return tqdm(
         total=total,
         initial=done,
         unit="B",
         unit_scale=True,
-        desc="quantize",
+        desc=what,
         disable=None if progress is None else not progress,
     )
-    with bar, streaming.disk_errors(kept):
-        runner(work, missing, source, partial.folder, bar.update)
-        files.complete(partial.folder, work.shards, work.layout, work.config, source=source)
-        partial.install()
 
 
 def _threads(devices: Sequence[torch.device | str]) -> Runner:
@@ -217,19 +277,6 @@ def _facts(checkpoint: Checkpoint, recipe: Recipe) -> Facts:
         found = facts_by_name(checkpoint)
         found.source += f", because of this: {error}"
         return found
-
-
-def _high_precision(source: Path) -> Checkpoint:
-    checkpoint = open_checkpoint(source)
-    if checkpoint.spec is not None:
-        raise CheckpointError(
-            teach(
-                f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
-                "A checkpoint in high precision is quantized.",
-                "Start from the original, or copy the directory if it is what you want.",
-            )
-        )
-    return checkpoint
 
 
 def _sized(choice: Choice, work: Work) -> Report:

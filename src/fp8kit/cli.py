@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import fp8kit
-from fp8kit import model_io
+from fp8kit import checkpoint_io, model_io
 from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
 from fp8kit.formats import SCHEMES
 from fp8kit.settings import DISABLED_BACKENDS
@@ -65,6 +66,21 @@ def _known_device(_: click.Context, __: click.Parameter, name: str) -> str:
     return name
 
 
+def _known_devices(context: click.Context, _: click.Parameter, names: Any) -> Any:
+    return tuple(_known_device(context, _, name) for name in names)
+
+
+def _size(_: click.Context, __: click.Parameter, text: str) -> int:
+    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    try:
+        number = float(match[1]) if match else 0
+    except ValueError:
+        number = 0
+    if match is None or number <= 0:
+        raise click.BadParameter(f"{text!r} is no size; write it like 5GB or 500MB.")
+    return int(number * 1000 ** " KMGT".index(match[2].upper() or " "))
+
+
 _target = click.option(
     "--target", default="vllm", show_default=True, help="vllm, sglang or transformers."
 )
@@ -90,7 +106,35 @@ def main() -> None:
 @click.argument("destination", type=click.Path(path_type=Path))
 @_selection
 @_target
-@_device
+@click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    default=("cpu",),
+    show_default=True,
+    callback=_known_devices,
+    help="Where to run: cpu, cuda:N, or cuda for every GPU; may be repeated.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Threads per device.")
+@click.option(
+    "--dtype",
+    type=click.Choice(("bfloat16", "float16", "float32")),
+    help="Cast what stays in high precision; by default it stays as it is.",
+)
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    callback=_size,
+    help="Start a new file before this size.",
+)
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="auto",
+    metavar="ADDRESS",
+    help="Spread the files over a Ray cluster; without an address, the one that is found.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
 @_json
 def quantize(
@@ -102,23 +146,56 @@ def quantize(
     no_default_exclude: bool,
     strict: bool,
     target: str,
-    device: str,
+    devices: tuple[str, ...],
+    workers: int | None,
+    dtype: str | None,
+    max_shard_size: int,
+    ray: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Quantize the checkpoint SOURCE into the new folder DESTINATION."""
-    model_io.check_request(source, destination, scheme, target, overwrite)
-    model = model_io.load(
-        source,
-        scheme=scheme,
-        device=device,
-        strict=strict,
-        include=_patterns(include),
-        exclude=_exclusions(exclude, no_default_exclude),
+    """Quantize the checkpoint SOURCE into the new folder DESTINATION.
+
+    The model is never in memory. Interrupted, the same command continues where it was.
+    """
+    recipe = fp8kit.Recipe(
+        scheme,
+        target,
+        _patterns(include),
+        _exclusions(exclude, no_default_exclude),
+        strict,
+        getattr(torch, dtype) if dtype else None,
+        max_shard_size,
     )
-    model_io.save(model, destination, target=target, source=source, overwrite=overwrite)
+    runner = checkpoint_io.ray_runner(ray, device=devices[0]) if ray else None
+    try:
+        fp8kit.quantize_checkpoint(
+            source,
+            destination,
+            recipe,
+            overwrite=overwrite,
+            devices=checkpoint_io.workers_on(devices, workers),
+            runner=runner,
+        )
+    except KeyboardInterrupt as error:
+        raise click.ClickException(
+            "Interrupted. Complete files are kept; the same command continues."
+        ) from error
     result = inspect_checkpoint(destination)
     _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+
+
+@main.command()
+@_source
+@click.argument("result", type=click.Path(path_type=Path))
+@click.option("--workers", type=click.IntRange(1), help="Threads.")
+@_json
+def verify(source: Path, result: Path, workers: int | None, as_json: bool) -> None:
+    """Compare the FP8 checkpoint RESULT with its high-precision SOURCE, tensor by tensor."""
+    found = fp8kit.verify_checkpoint(source, result, workers=workers)
+    _print(found.to_dict() if as_json else str(found), as_json)
+    if found.problems:
+        sys.exit(1)
 
 
 @main.command()
@@ -147,16 +224,12 @@ def plan(
     target: str,
     as_json: bool,
 ) -> None:
-    """Show what `quantize` would do to the Transformers model SOURCE, reading no weights."""
-    model_io.check_scheme(scheme, target)
-    decided = fp8kit.plan(
-        model_io.skeleton(source),
-        scheme,
-        include=_patterns(include),
-        exclude=_exclusions(exclude, no_default_exclude),
-        strict=strict,
+    """Show what `quantize` would do to the checkpoint SOURCE, reading no weights."""
+    recipe = fp8kit.Recipe(
+        scheme, target, _patterns(include), _exclusions(exclude, no_default_exclude), strict
     )
-    _print(decided.report.to_dict() if as_json else str(decided), as_json)
+    report = checkpoint_io.decide(checkpoint_io.high_precision(source), recipe).report
+    _print(report.to_dict() if as_json else str(report), as_json)
 
 
 @main.command()

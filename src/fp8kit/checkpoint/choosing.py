@@ -37,11 +37,13 @@ class Layer:
         names: its names in the model.
         obstacle: why it cannot become FP8; empty if it can.
         head: it is the output head.
+        shape: of its weight, where that is not on disk.
     """
 
     names: tuple[str, ...]
     obstacle: str = ""
     head: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class Facts:
         layers: linear layers by their name on disk.
         embeddings: names on disk of embeddings.
         others: names on disk of two-dimensional weights of any other use, and what they are.
-        absent: linear layers of the model without a weight of their own on disk.
+        absent: linear layers of the model without a weight of their own on disk, by name.
         repeated: names of tensors that are another tensor's second name.
     """
 
@@ -61,7 +63,7 @@ class Facts:
     layers: dict[str, Layer] = field(default_factory=dict)
     embeddings: set[str] = field(default_factory=set)
     others: dict[str, str] = field(default_factory=dict)
-    absent: tuple[str, ...] = ()
+    absent: dict[str, Layer] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
 
 
@@ -135,7 +137,7 @@ def choose(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Choice:
     stacks, odd = stacked_experts(checkpoint.tensors, model_type)
     layers = {**_experts(checkpoint), **facts.layers}
     layers |= {name: Layer((name,)) for stack in stacks.values() for name in stack}
-    _check_patterns(recipe, layers)
+    _check_patterns(recipe, {**layers, **facts.absent})
     choice = Choice(Report(str(recipe.resolved)))
     choice.report.notes.append(f"Layers are known from {facts.source}.")
     kept = {n: i for n, i in checkpoint.tensors.items() if n not in facts.repeated}
@@ -155,6 +157,9 @@ def choose(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Choice:
             if layer in facts.others:
                 _add(choice, layer, Matrix.of(info), recipe.resolved, facts.others[layer])
         choice.copies.append(name)
+    for name, absent in facts.absent.items():
+        reason = _excluded([name], absent, recipe) or absent.obstacle or "not on disk"
+        choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
     choice.ignore = sorted({*choice.ignore, *facts.absent})
     _check(choice, recipe)
     return choice
@@ -166,27 +171,31 @@ def _experts(checkpoint: Checkpoint) -> dict[str, Layer]:
 
 
 def _check_patterns(recipe: Recipe, layers: dict[str, Layer]) -> None:
-    names = [n for disk, layer in layers.items() for n in {disk: None, **dict.fromkeys(layer.names)}]
+    names = [
+        n for disk, layer in layers.items() for n in {disk: None, **dict.fromkeys(layer.names)}
+    ]
     for argument, patterns in (("include", recipe.include), ("exclude", recipe.exclude)):
         check_patterns(argument, () if patterns is None else patterns, names)
 
 
 def _decide(choice: Choice, name: str, layer: Layer, matrix: Matrix, recipe: Recipe) -> bool:
     """Record the decision about one layer; say whether it becomes FP8."""
-    names = list({name: None, **dict.fromkeys(layer.names)})
-    reason = exclusion(names, recipe.include, recipe.exclude)
-    defaults = recipe.exclude is None or len(recipe.exclude) > 0
-    if not reason and layer.head and defaults and not set(recipe.include or ()) & set(names):
-        reason = "output head: kept in high precision by default"
-    warning = False
-    if not reason:
-        reason = layer.obstacle or _obstacle(matrix)
-        warning = bool(reason)
-    _add(choice, name, matrix, recipe.resolved, reason, warning)
+    names = list(dict.fromkeys((name, *layer.names)))
+    excluded = _excluded(names, layer, recipe)
+    reason = excluded or layer.obstacle or _obstacle(matrix)
+    _add(choice, name, matrix, recipe.resolved, reason, warning=bool(reason) and not excluded)
     if reason:
         return False
     choice.matrices[name] = matrix
     return True
+
+
+def _excluded(names: list[str], layer: Layer, recipe: Recipe) -> str:
+    reason = exclusion(names, recipe.include, recipe.exclude)
+    defaults = recipe.exclude is None or len(recipe.exclude) > 0
+    if not reason and layer.head and defaults and not set(recipe.include or ()) & set(names):
+        return "output head: kept in high precision by default"
+    return reason
 
 
 def _decide_stack(

@@ -15,7 +15,9 @@ from fp8kit.checkpoint.files import bytes_of
 from fp8kit.checkpoint.reader import TensorInfo
 from fp8kit.errors import CheckpointError, teach
 
-_STACK = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$")
+_STACK = re.compile(
+    r"(?P<experts>(?:.*\.)?experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$"
+)
 # models whose stacks are laid out otherwise: gate and up alternate
 _INTERLEAVED = ("gpt_oss",)
 

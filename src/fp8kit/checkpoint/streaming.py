@@ -10,7 +10,7 @@ import errno
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -138,7 +138,7 @@ class _Queue:
     def __init__(
         self, work: Work, indices: Sequence[int], folder: Path, progress: Callable[[int], object]
     ) -> None:
-        self.work, self.error = work, None
+        self.work = work
         self.error: BaseException | None = None
         self._folder, self._progress = folder, progress
         self._lock = threading.Lock()

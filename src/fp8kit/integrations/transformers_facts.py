@@ -38,12 +38,12 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
     report = decide(model, Fp8KitConfig(scheme.name, exclude=[]))
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     head = model.get_output_embeddings()
-    known = {
-        name: Layer((record.name, *record.aliases), record.reason, linears[record.name] is head)
-        for record in report.records
-        if record.name in linears
-        for name in (record.name, *record.aliases)
-    }
+    known = {}
+    for record in report.records:
+        if record.name in linears:
+            names = (record.name, *record.aliases)
+            is_head = linears[record.name] is head
+            known |= dict.fromkeys(names, Layer(names, record.reason, is_head, record.shape))
     modules = dict(model.named_modules(remove_duplicate=False))
     met: set[str] = set()
     repeated = found.repeated = _repeated(model, checkpoint)
@@ -62,7 +62,7 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
             found.others[layer] = f"a parameter of {type(module).__name__}, not an nn.Linear"
         else:
             found.others[layer] = f"{type(model).__name__} does not use it"
-    found.absent = tuple(n for n in linears if n not in met)
+    found.absent = {n: known[n] for n in linears if n not in met}
     return found
 
 
