@@ -73,6 +73,7 @@ def quantize_checkpoint(
     origin, goal = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
     checkpoint, partial = high_precision(origin), journal.Partial(goal)
     if not partial.installed():
+        partial.sweep()
         files.check_destination(goal, origin, overwrite)
     choice = decide(checkpoint, recipe)
     work = plan_work(checkpoint, recipe, choice)
@@ -229,12 +230,18 @@ def _carry_out(
     every = range(len(work.shards))
     whole = [i for i in every if streaming.is_whole(partial.folder, work.shards[i])]
     missing = [i for i in every if i not in set(whole)]
-    kept = f"{len(whole)} of {len(every)} files are complete and kept in {partial.home}."
+    partial.keep({work.shards[i].file for i in whole})
+
+    def kept() -> str:
+        count = sum(streaming.is_whole(partial.folder, s) for s in work.shards)
+        return f"{count} of {len(every)} files are complete and kept in {partial.home}."
+
     files.check_space(partial.folder, sum(work.shards[i].size for i in missing))
     total = sum(work.source_bytes(i) for i in every)
     done = sum(work.source_bytes(i) for i in whole)
     with _bar("quantize", total, done, progress) as bar, streaming.disk_errors(kept):
         runner(work, missing, source, partial.folder, bar.update)
+        partial.keep({s.file for s in work.shards})  # not what lost workers left
         files.complete(partial.folder, work.shards, work.layout, work.config, source=source)
         partial.install()
 

@@ -105,7 +105,8 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
         if kind != "weight" or len(info.shape) != 2 or _EXPERT.match(layer):
             continue
         head = last in ("lm_head", "output_head", "embed_out")
-        vocabulary = info.shape[0] == config.get("vocab_size") and not head
+        outside = not any(part.isdigit() for part in layer.split("."))
+        vocabulary = outside and info.shape[0] == config.get("vocab_size") and not head
         if _EMBEDDING.match(last) or (vocabulary and last != "output"):
             facts.embeddings.add(layer)
         elif conv1d and last in _CONV1D:

@@ -10,14 +10,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fp8kit.checkpoint import files
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.reader import Checkpoint, read_json
-from fp8kit.checkpoint.streaming import PART
 from fp8kit.errors import CheckpointError, teach
 
 try:
@@ -48,7 +47,6 @@ class Partial:
         Raises:
             CheckpointError: if another process is at work here.
         """
-        made = [p for p in self.destination.parents if not p.exists()]
         self.home.mkdir(parents=True, exist_ok=True)
         with (self.home / "lock").open("a+b") as lock:
             if fcntl is not None:
@@ -63,21 +61,12 @@ class Partial:
                         )
                     ) from error
             yield
-        if not self._journal.exists():
-            shutil.rmtree(self.home, ignore_errors=True)
-            if not self.destination.exists():
-                for parent in made:
-                    with suppress(OSError):
-                        parent.rmdir()
 
-    def begin(self, run: JsonObject) -> bool:
+    def begin(self, run: JsonObject) -> None:
         """Start, or continue what was interrupted.
 
         Args:
             run: what this run is, as plain data; only the same one may continue.
-
-        Returns:
-            Whether something is continued.
 
         Raises:
             CheckpointError: if another run was interrupted here; every difference is named.
@@ -89,9 +78,14 @@ class Partial:
         else:
             self._write({"run": run})
         self.folder.mkdir(exist_ok=True)
-        for leftover in self.folder.glob(f".*{PART}"):
-            leftover.unlink()
-        return self._journal.exists() and any(self.folder.glob("*.safetensors"))
+
+    def keep(self, names: Collection[str]) -> None:
+        """Remove what an interrupted run left half done: everything but these files."""
+        for entry in self.folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name not in names:
+                entry.unlink()
 
     def install(self) -> None:
         """Let the finished checkpoint appear, and forget the run."""
@@ -108,9 +102,17 @@ class Partial:
         return read_json(self._journal).get("installing") == self.destination.stat().st_ino
 
     def forget(self) -> None:
-        """Remove the journal, then everything else that is left."""
-        self._journal.unlink(missing_ok=True)
-        shutil.rmtree(self.home, ignore_errors=True)
+        """Remove everything that is left, the journal last: until then the end can be told."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for name in ("lock", "journal.new", "journal.json"):
+            with suppress(FileNotFoundError, PermissionError):  # Windows keeps open files
+                (self.home / name).unlink()
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove the folder of a run that ended while it cleaned up."""
+        with suppress(OSError):  # it is not there, or not empty
+            self.home.rmdir()
 
     def _compare(self, before: JsonObject, now: JsonObject) -> None:
         differences = [
@@ -129,7 +131,7 @@ class Partial:
             )
 
     def _write(self, content: JsonObject) -> None:
-        draft = self._journal.with_suffix(".new")
+        draft = self.home / "journal.new"
         files.write_json(draft, content)
         files.sync(draft)
         draft.replace(self._journal)

@@ -91,11 +91,11 @@ def is_whole(folder: Path, shard: Shard) -> bool:
 
 
 @contextmanager
-def disk_errors(kept: str) -> Iterator[None]:
+def disk_errors(kept: Callable[[], str]) -> Iterator[None]:
     """Explain a full disk.
 
     Args:
-        kept: a sentence that says what is kept.
+        kept: gives a sentence that says what is kept.
 
     Raises:
         CheckpointError: in place of the ``OSError``.
@@ -109,7 +109,7 @@ def disk_errors(kept: str) -> Iterator[None]:
             teach(
                 f"There is no room to write {error.filename or 'the checkpoint'}: "
                 f"{error.strerror}.",
-                kept,
+                kept(),
                 "Make room, and run the same command again: it continues.",
             )
         ) from error
@@ -251,12 +251,10 @@ def _quantize_whole(
     matrix, scheme = item.matrix, work.scheme
     step = max(1, SLICE_BYTES // max(1, matrix.row_bytes))
     slices = [(i, min(i + step, matrix.rows)) for i in range(0, matrix.rows, step)]
-    peaks = []
-    for first, last in slices:
-        rows = _to(reader.rows(matrix, first, last), device)
-        peaks.append(rows.abs().amax().float().cpu())
+    # numbers, not tensors: small tensors that stay would split the memory of the slices that go
+    peaks = [float(_to(reader.rows(matrix, *ends), device).abs().amax()) for ends in slices]
     # the scale of a tensor is that of its largest element
-    scale = quantize_weight(torch.stack(peaks).amax().reshape(1, 1), scheme).scale
+    scale = quantize_weight(torch.tensor(peaks).amax().reshape(1, 1), scheme).scale
     _check_finite(item, ~scale.isfinite())
     for first, last in slices:
         rows = _to(reader.rows(matrix, first, last), device)

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -143,7 +144,7 @@ def verify(
     job = _Job(source, result, places, progress)
     layers = set(result.layers)
     tensors = sorted(n for n in result.tensors if n in places and n not in scales)
-    with ThreadPoolExecutor(workers) as pool:
+    with closing(job), ThreadPoolExecutor(workers) as pool:
         for shard in result.shards:
             here = [n for n in tensors if result.tensors[n].shard == shard]
             coded = [n for n in here if n.rpartition(".")[0] in layers and n.endswith("weight")]
@@ -169,7 +170,13 @@ class _Job:
         self._scheme: Scheme = result.spec.scheme
         self._progress = progress
         self._own = threading.local()
+        self._opened: list[MatrixFile] = []
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the files of all threads."""
+        for file in self._opened:
+            file.close()
 
     def codes(self, name: str, scales: Mapping[str, Tensor]) -> Comparison:
         """Compare FP8 codes and their scales with the weight they stand for."""
@@ -234,8 +241,8 @@ class _Job:
 
     def _same_tensor(self, matrix: Matrix, stored: Matrix, scale: Tensor) -> bool:
         """Requantize with the one scale that the whole weight has."""
-        peaks = [d.abs().amax().float() for _, _, d, _ in self._pairs(matrix, stored, 1)]
-        whole = quantize_weight(torch.stack(peaks).amax().reshape(1, 1), self._scheme)
+        peaks = [float(d.abs().amax()) for _, _, d, _ in self._pairs(matrix, stored, 1)]
+        whole = quantize_weight(torch.tensor(peaks).amax().reshape(1, 1), self._scheme)
         if not torch.equal(whole.scale, scale):
             return False
         return all(
@@ -246,6 +253,7 @@ class _Job:
     def _files(self) -> tuple[MatrixFile, MatrixFile]:
         if not hasattr(self._own, "files"):
             self._own.files = (MatrixFile(self._source.path), MatrixFile(self._result.path))
+            self._opened += self._own.files
         found: tuple[MatrixFile, MatrixFile] = self._own.files
         return found
 

@@ -38,7 +38,7 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
     report = decide(model, Fp8KitConfig(scheme.name, exclude=[]))
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     head = model.get_output_embeddings()
-    known = {}
+    known: dict[str, Layer] = {}
     for record in report.records:
         if record.name in linears:
             names = (record.name, *record.aliases)
