@@ -12,6 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import fp8kit
+from checkpoint_samples import edit_tensors
+from fp8kit.checkpoint import streaming
 from fp8kit.cli import main
 
 NANO = Path(__file__).parents[1] / "examples" / "nano"
@@ -82,6 +84,72 @@ def test_quantize_refuses_bad_sources(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     assert "model.safetensors" in failure(run("quantize", damaged, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("2GB", 1), ("500kB", 9), ("0.5 mb", 9), ("500000", 9)]
+)
+def test_quantize_takes_a_size_of_files(text: str, count: int, tmp_path: Path) -> None:
+    result = run("quantize", NANO, tmp_path / "out", "--max-shard-size", text, "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-shard-size", "5 apples"), "is no size; write it like 5GB"),
+        (("--max-shard-size", "0"), "is no size"),
+        (("--max-shard-size", "1.2.3GB"), "is no size"),
+        (("--dtype", "int8"), "bfloat16"),
+        (("--workers", "0"), "0 is not in the range"),
+        (("--device", "cpu", "--device", "tpu"), "'tpu' is no device"),
+        (("--scheme", "FP8"), "needs calibration data"),
+    ],
+)
+def test_quantize_refuses_bad_values(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in failure(run("quantize", NANO, tmp_path / "out", *options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_casts_the_rest(tmp_path: Path) -> None:
+    assert run("quantize", NANO, tmp_path / "out", "--dtype", "float16").exit_code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_quantize_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "write_shards", interrupted)
+        said = failure(run("quantize", NANO, tmp_path / "out"))
+    assert "the same command continues" in said
+    other = failure(run("quantize", NANO, tmp_path / "out", "--scheme", "FP8_BLOCK"))
+    assert "it was another one" in other
+    assert run("quantize", NANO, tmp_path / "out").exit_code == 0
+
+
+def test_quantize_on_a_cluster_needs_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fp8kit.integrations.ray", raising=False)
+    assert "pip install 'fp8kit[ray]'" in failure(run("quantize", NANO, tmp_path / "out", "--ray"))
+
+
+def test_verify(quantized: Path, tmp_path: Path) -> None:
+    result = run("verify", NANO, quantized)
+    assert result.exit_code == 0, result.output
+    assert "28 FP8 layers, 28 of them equal to a new quantization" in result.output
+    found = json.loads(run("verify", NANO, quantized, "--json").stdout)
+    assert found["ok"]
+    assert len(found["tensors"]) == 38
+    damaged = tmp_path / "damaged"
+    shutil.copytree(quantized, damaged)
+    edit_tensors(damaged, model__norm__weight=None)
+    result = run("verify", NANO, damaged)
+    assert result.exit_code == 1
+    assert "model.norm.weight: in the source, not in the result." in result.output
+    assert "is not." in failure(run("verify", NANO, NANO))
 
 
 def test_inspect(quantized: Path) -> None:

@@ -49,7 +49,7 @@ def test_the_same_bytes(cluster: None, wanted: dict[str, bytes], tmp_path: Path)
 
 
 def test_lost_workers(cluster: None, wanted: dict[str, bytes], tmp_path: Path) -> None:
-    """Every file's first worker is killed in the middle of it."""
+    """The first workers of some files are killed before the files are whole."""
     runner, deaths = ray_runner(), tmp_path / "deaths"
     deaths.mkdir()
     write = runner.write
@@ -58,7 +58,7 @@ def test_lost_workers(cluster: None, wanted: dict[str, bytes], tmp_path: Path) -
         from fp8kit.checkpoint import streaming
 
         mark = deaths / str(index)
-        if not mark.exists():
+        if index % 4 == 0 and not mark.exists():
             mark.touch()
             streaming.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
         write(work, index, source, folder, device)
@@ -66,7 +66,7 @@ def test_lost_workers(cluster: None, wanted: dict[str, bytes], tmp_path: Path) -
     runner.write = dying
     quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=runner, progress=False)
     assert all_bytes(tmp_path / "out") == wanted
-    assert len(list(deaths.iterdir())) == 9
+    assert len(list(deaths.iterdir())) == 3
     assert sorted(os.listdir(tmp_path)) == ["deaths", "out"]
 
 
