@@ -34,14 +34,14 @@ SHARD_BYTES = 10**9
 PEAK = """
 with open("/proc/self/status") as status:
     peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-print(time.perf_counter() - start, peak)
+print(time.perf_counter() - start, time.process_time() - busy, peak)
 """
 COPY = """
 import os, sys, time
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 source, destination, sync = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "sync"
-start = time.perf_counter()
+start, busy = time.perf_counter(), time.process_time()
 destination.mkdir()
 for file in sorted(source.glob("*.safetensors")):
     save_file(load_file(file), destination / file.name, metadata={"format": "pt"})
@@ -53,7 +53,7 @@ QUANTIZE = """
 import sys, time
 import fp8kit.integrations.transformers_facts
 from fp8kit.checkpoint_io import Recipe, quantize_checkpoint
-start = time.perf_counter()
+start, busy = time.perf_counter(), time.process_time()
 quantize_checkpoint(sys.argv[1], sys.argv[2], Recipe(sys.argv[3]), progress=False)
 """
 
@@ -155,6 +155,7 @@ def measure(folder: Path, source: Path, total: int, runs: int) -> list[dict[str,
         "FP8_TENSOR": (QUANTIZE, "FP8_TENSOR"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in cases}
+    busy: dict[str, list[float]] = {name: [] for name in cases}
     whole: dict[str, list[float]] = {name: [] for name in cases}
     peaks: dict[str, int] = dict.fromkeys(cases, 0)
     for run in range(runs + 1):
@@ -165,10 +166,11 @@ def measure(folder: Path, source: Path, total: int, runs: int) -> list[dict[str,
             start = perf_counter()
             out = subprocess.run(command, capture_output=True, text=True, check=True)
             process = perf_counter() - start
-            time, peak = out.stdout.split()
+            time, cpu, peak = out.stdout.split()
             shutil.rmtree(destination)
             if run:
                 seconds[name].append(float(time))
+                busy[name].append(float(cpu))
                 whole[name].append(process)
                 peaks[name] = max(peaks[name], int(peak) * 1024)
     rates = {name: total / statistics.median(found) / 1e9 for name, found in seconds.items()}
@@ -177,6 +179,7 @@ def measure(folder: Path, source: Path, total: int, runs: int) -> list[dict[str,
             "gigabytes": total / 1e9,
             "case": name,
             "seconds": seconds[name],
+            "cpu_seconds": busy[name],
             "process_seconds": whole[name],
             "gb_per_s": rates[name],
             "of_copy": rates[name] / rates["copy"],

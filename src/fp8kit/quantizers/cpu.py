@@ -16,9 +16,9 @@ from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import reference
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 
-# elements: input, fp32 copy and codes of a piece fit into an L2 cache; several threads get pieces
+# elements: input, fp32 copy and codes of a piece stay in cache; several threads get pieces
 # that outweigh the cost of waiting for each other after every operation
-_PIECE, _PIECE_PER_THREAD = 2**17, 2**20
+_PIECE, _PIECE_PER_THREAD = 2**18, 2**20
 _BITS = {
     torch.bfloat16: (torch.int16, 0x7FFF),
     torch.float16: (torch.int16, 0x7FFF),
