@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoint_samples import NANO
-from fp8kit.checkpoint import files
+from fp8kit.checkpoint import directory
 from fp8kit.checkpoint_io import Recipe, quantize_checkpoint, workers_on
 from fp8kit.integrations import transformers_facts  # noqa: F401  (children shall not load it)
 
@@ -72,7 +72,7 @@ def killed_at(step: int, action: Callable[[], None]) -> None:
         (Path, "rename"),
         (Path, "unlink"),
         (Path, "mkdir"),
-        (files, "exchange"),
+        (directory, "exchange"),
         (shutil, "rmtree"),
     ):
         setattr(owner, name, counting(getattr(owner, name)))

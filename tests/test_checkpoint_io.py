@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 import fp8kit
 from checkpoint_samples import NANO, all_bytes, edit_json, edit_tensors
 from fp8kit import checkpoint_io
-from fp8kit.checkpoint import files, journal, streaming
+from fp8kit.checkpoint import directory, journal, streaming
 from fp8kit.checkpoint.reader import open_checkpoint
 from fp8kit.checkpoint_io import Recipe, quantize_checkpoint, workers_on
 from fp8kit.errors import CheckpointError, ConversionError
@@ -474,7 +474,7 @@ def test_a_full_disk_says_what_is_kept(tmp_path: Path) -> None:
 def test_a_full_disk_at_any_write(
     code: int, nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = {"sync": files.sync, "copy": shutil.copyfile}
+    calls = {"sync": directory.sync, "copy": shutil.copyfile}
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code), "somewhere")
@@ -482,7 +482,7 @@ def test_a_full_disk_at_any_write(
     for owner, name, call in (
         (streaming, "sync", calls["sync"]),
         (shutil, "copyfile", calls["copy"]),
-        (files, "sync", calls["sync"]),
+        (directory, "sync", calls["sync"]),
     ):
         monkeypatch.setattr(owner, name, full)
         with pytest.raises(CheckpointError, match="no room to write"):
@@ -537,13 +537,13 @@ def test_bad_sources(
 
 def test_a_source_that_shrinks_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = plain(tmp_path / "source", weights())
-    check = files.check_space
+    check = directory.check_space
 
     def cut(folder: Path, wanted: int) -> None:
         check(folder, wanted)
         os.truncate(source / "model.safetensors", 1000)
 
-    monkeypatch.setattr(files, "check_space", cut)
+    monkeypatch.setattr(directory, "check_space", cut)
     with pytest.raises(CheckpointError, match="ends at byte"):
         stream(source, tmp_path / "out")
 

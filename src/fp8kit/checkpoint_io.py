@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fp8kit.checkpoint import files, journal, streaming
+from fp8kit.checkpoint import directory, journal, streaming
 from fp8kit.checkpoint.choosing import Choice, Facts, choose, facts_by_name
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.recipe import Recipe
@@ -74,7 +74,7 @@ def quantize_checkpoint(
     checkpoint, partial = high_precision(origin), journal.Partial(goal)
     if not partial.installed():
         partial.sweep()
-        files.check_destination(goal, origin, overwrite)
+        directory.check_destination(goal, origin, overwrite)
     choice = decide(checkpoint, recipe)
     work = plan_work(checkpoint, recipe, choice)
     report = _sized(choice, work)
@@ -236,13 +236,13 @@ def _carry_out(
         count = sum(streaming.is_whole(partial.folder, s) for s in work.shards)
         return f"{count} of {len(every)} files are complete and kept in {partial.home}."
 
-    files.check_space(partial.folder, sum(work.shards[i].size for i in missing))
+    directory.check_space(partial.folder, sum(work.shards[i].size for i in missing))
     total = sum(work.source_bytes(i) for i in every)
     done = sum(work.source_bytes(i) for i in whole)
     with _bar("quantize", total, done, progress) as bar, streaming.disk_errors(kept):
         runner(work, missing, source, partial.folder, bar.update)
         partial.keep({s.file for s in work.shards})  # not what lost workers left
-        files.complete(partial.folder, work.shards, work.layout, work.config, source=source)
+        directory.complete(partial.folder, work.shards, work.layout, work.config, source=source)
         partial.install()
 
 

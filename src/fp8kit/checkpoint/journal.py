@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fp8kit.checkpoint import files
+from fp8kit.checkpoint import directory
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.reader import Checkpoint, read_json
 from fp8kit.errors import CheckpointError, teach
@@ -92,7 +92,7 @@ class Partial:
         # after the rename the folder's own number tells on which side of it the run ended
         journal = read_json(self._journal)
         self._write({**journal, "installing": self.folder.stat().st_ino})
-        files.install(self.folder, self.destination)
+        directory.install(self.folder, self.destination)
         self.forget()
 
     def installed(self) -> bool:
@@ -132,10 +132,10 @@ class Partial:
 
     def _write(self, content: JsonObject) -> None:
         draft = self.home / "journal.new"
-        files.write_json(draft, content)
-        files.sync(draft)
+        directory.write_json(draft, content)
+        directory.sync(draft)
         draft.replace(self._journal)
-        files.sync(self.home)
+        directory.sync(self.home)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

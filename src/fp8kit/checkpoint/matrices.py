@@ -11,7 +11,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from fp8kit.checkpoint.files import bytes_of
+from fp8kit.checkpoint.directory import bytes_of
 from fp8kit.checkpoint.reader import TensorInfo
 from fp8kit.errors import CheckpointError, teach
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.checkpoint.files import bytes_of, sync
+from fp8kit.checkpoint.directory import bytes_of, sync
 from fp8kit.checkpoint.layout import Shard
 from fp8kit.checkpoint.matrices import MatrixFile
 from fp8kit.checkpoint.work import SLICE_BYTES, Item, Slice, Work

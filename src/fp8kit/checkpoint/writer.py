@@ -17,9 +17,9 @@ from typing import IO
 
 from torch import Tensor
 
-from fp8kit.checkpoint import files
+from fp8kit.checkpoint import directory
 from fp8kit.checkpoint.dialects import JsonObject
-from fp8kit.checkpoint.files import check_destination as check_destination
+from fp8kit.checkpoint.directory import check_destination as check_destination
 from fp8kit.checkpoint.layout import MAX_SHARD_BYTES as MAX_SHARD_BYTES
 from fp8kit.checkpoint.layout import Layout, Shard, plan_shards
 from fp8kit.errors import CheckpointError, teach
@@ -68,12 +68,12 @@ def write_checkpoint(
     check_destination(destination, origin, overwrite)
     shards = plan_shards(layout, max_shard_bytes)
     with _staging(destination) as folder:
-        files.check_space(folder, sum(s.size for s in shards))
+        directory.check_space(folder, sum(s.size for s in shards))
         with ExitStack() as stack:
             handles = {s.file: _start(stack, folder, s) for s in shards}
             _fill(handles, shards, layout, tensors)
-        names = files.complete(folder, shards, layout, config, source=origin, texts=texts)
-        files.install(folder, destination)
+        names = directory.complete(folder, shards, layout, config, source=origin, texts=texts)
+        directory.install(folder, destination)
     return names
 
 
@@ -105,7 +105,7 @@ def _fill(
         awaited.remove(name)
         file, start = places[name]
         handles[file].seek(start)
-        handles[file].write(files.bytes_of(tensor))
+        handles[file].write(directory.bytes_of(tensor))
     if awaited:
         raise CheckpointError(
             teach(
