@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import fp8kit
-from fp8kit.cli import main
+from fp8kit.cli import _in_shell_words, main
 
 NANO = Path(__file__).parents[1] / "examples" / "nano"
 
@@ -127,6 +127,38 @@ def test_explain(quantized: Path) -> None:
     found = json.loads(run("explain", quantized, "--json").stdout)
     assert {entry["backend"] for entry in found} == {"dequantized"}
     assert "torch_native" in found[0]["declined"]
+
+
+def test_explain_of_high_precision_names_the_command(tmp_path: Path) -> None:
+    said = failure(run("explain", NANO))
+    assert f"Make one: fp8kit quantize {NANO} DESTINATION" in said
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        ("Got target='ollama'.", "Got --target ollama."),
+        ("strict=True, and 3 layers cannot", "--strict, and 3 layers cannot"),
+        ("Pass exclude=['*.a', 'b'].", "Pass --exclude '*.a' --exclude b."),
+        ("Got scheme=FP8_BLOCK for d, which", "Got --scheme FP8_BLOCK for d, which"),
+        ("pass overwrite=True.", "pass --overwrite."),
+        ("Use fp8kit.load(dir, scheme='FP8').", "Use fp8kit.load(dir, scheme='FP8')."),
+        ("Got sideways=3.", "Got sideways=3."),
+    ],
+)
+def test_errors_name_options_not_arguments(python: str, shell: str) -> None:
+    assert _in_shell_words(python) == shell
+
+
+def test_options_are_named_end_to_end(tmp_path: Path) -> None:
+    said = failure(run("quantize", NANO, tmp_path / "out", "--target", "vlm"))
+    assert "Got --target vlm." in said
+    assert "Did you mean 'vllm'?" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    said = failure(run("quantize", NANO, tmp_path / "full"))
+    assert "overwrite=True" not in said
+    assert "--overwrite" in said
 
 
 def test_explain_refuses_a_negative_row_count(quantized: Path) -> None:

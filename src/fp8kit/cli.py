@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import platform
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -31,7 +33,28 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except _EXPECTED as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(_in_shell_words(str(error))) from error
+
+
+# an argument of Python as errors write it: scheme='FP8', strict=True, exclude=["a", "b"]
+_ARGUMENT = re.compile(
+    r"\b(scheme|target|include|exclude|device|overwrite|strict)="
+    r"(?:(?P<flag>True)\b|(?P<list>\[[^\]]*\])|(?P<quote>['\"]?)(?P<word>[\w.*:-]+)(?P=quote))"
+)
+
+
+def _in_shell_words(text: str) -> str:
+    """Write the arguments that an error text names as options of the command line."""
+
+    def option(found: re.Match[str]) -> str:
+        name, values = f"--{found[1]}", found["word"] or ""
+        if found["list"]:
+            items = re.findall(r"['\"]([^'\"]*)['\"]", found["list"])
+            return " ".join(f"{name} {shlex.quote(item)}" for item in items) or name
+        return name if found["flag"] else f"{name} {shlex.quote(values)}"
+
+    calls = re.split(r"(fp8kit\.\w+\([^)]*\)+)", text)  # whole calls stay Python
+    return "".join(c if i % 2 else _ARGUMENT.sub(option, c) for i, c in enumerate(calls))
 
 
 def _selection(command: _F) -> _F:
@@ -166,7 +189,7 @@ def plan(
 @_json
 def explain(source: Path, rows: int, device: str, as_json: bool) -> None:
     """Say which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
-    model: nn.Module = model_io.load(source, device=device)
+    model: nn.Module = model_io.load(model_io.require_fp8(source), device=device)
     found = fp8kit.explain(model, rows)
     _print(found.to_dict() if as_json else str(found), as_json)
 

@@ -217,6 +217,23 @@ def check_request(
     check_destination(destination.absolute(), source.absolute(), overwrite)
 
 
+def require_fp8(source: Path) -> Path:
+    """Give back the path of an FP8 checkpoint; refuse one in high precision.
+
+    Raises:
+        CheckpointError: if it is no checkpoint, or not FP8.
+    """
+    if open_checkpoint(source).spec is None:
+        raise CheckpointError(
+            teach(
+                f"{source} is in high precision.",
+                "An FP8 checkpoint is needed.",
+                f"Make one: fp8kit quantize {source} DESTINATION.",
+            )
+        )
+    return source
+
+
 def is_transformers(model: nn.Module) -> bool:
     """Say whether a model is one of Transformers, without importing it."""
     return any(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from fp8kit.checkpoint.dialects import DIALECTS, Dialect
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, did_you_mean, teach
 from fp8kit.formats import BLOCK, Scheme
 
 TARGETS: tuple[str, ...] = ("vllm", "sglang", "transformers")
@@ -43,7 +43,7 @@ def dialect_for(target: str, scheme: Scheme) -> Dialect:
             teach(
                 f"Got target={target!r}.",
                 f"Known targets are {', '.join(TARGETS)}.",
-                "Pass the program that shall load the checkpoint.",
+                "Pass the program that shall load the checkpoint." + did_you_mean(target, TARGETS),
             )
         )
     if (scheme.name, target) in REFUSED:
