@@ -58,11 +58,11 @@ def test_tensors_come_back_bit_for_bit(shards: str, request: pytest.FixtureReque
     assert checkpoint.layers == ("down", "up")
     torch.manual_seed(0)
     state = converted().state_dict()
-    streamed, mapped = dict(checkpoint.stream()), checkpoint.mapped()
-    assert streamed.keys() == mapped.keys() == checkpoint.tensors.keys()
+    streamed = dict(checkpoint.stream())
+    assert streamed.keys() == checkpoint.tensors.keys()
     for name, tensor in streamed.items():
         assert_bits_equal(tensor, state[name])
-        assert_bits_equal(tensor, mapped[name])
+        assert_bits_equal(tensor, checkpoint.read(name))
 
 
 def test_streamed_tensors_own_their_memory(sound: Path) -> None:
@@ -158,7 +158,7 @@ def test_tensor_in_two_shards(sharded: Path) -> None:
 def test_tensor_twice_in_one_header(tmp_path: Path) -> None:
     entry = '"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}'
     write_shard(tmp_path / SHARD, f"{{{entry},{entry}}}".encode(), b"abc")
-    refused(tmp_path, "its header names a twice")
+    refused(tmp_path, "model.safetensors is damaged. What is wrong: it names a twice")
 
 
 @pytest.mark.parametrize(
@@ -229,15 +229,14 @@ def test_scale_of_wrong_shape_or_dtype(sound: Path, scale: torch.Tensor) -> None
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("how", ["stream", "mapped"])
-def test_scales_are_finite_and_positive(sound: Path, bad: float, how: str) -> None:
+def test_scales_are_finite_and_positive(sound: Path, bad: float) -> None:
     scale = load_file(sound / SHARD)["up.weight_scale"]
     scale[77] = bad
     edit_tensors(sound, up__weight_scale=scale)
     checkpoint = open_checkpoint(sound)
     assert len(checkpoint.scale_problems()) == 1
     with pytest.raises(CheckpointError, match=r"model.safetensors: up.weight_scale holds NaN, inf"):
-        dict(getattr(checkpoint, how)())
+        dict(checkpoint.stream())
 
 
 @pytest.mark.parametrize("shape", [(2, 203, 129), (203,)])

@@ -2,71 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fp8kit.checkpoint.dialects import Dialect, JsonObject, Spec, detect
+from fp8kit.checkpoint.files import DTYPES as DTYPES
+from fp8kit.checkpoint.files import TensorInfo as TensorInfo
+from fp8kit.checkpoint.files import damaged, read_tensor, shown
+from fp8kit.checkpoint.files import read_header as read_header
+from fp8kit.checkpoint.files import read_json as read_json
 from fp8kit.checkpoint.pairing import FLOATS, named, pair
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR, GroupShape, scale_shape
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
 STEMS = ("model", "diffusion_pytorch_model")
-_JSON_LIMIT = 2**28
-# a shard is mapped into memory, and what was read counts as used until it is mapped anew
-_REMAP_EVERY = 2**26
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Where a tensor is and what it is, without its data.
-
-    Args:
-        name: its name on disk.
-        shard: file name inside the directory.
-        dtype: dtype on disk.
-        shape: shape on disk.
-        offset: position of its data in the shard.
-    """
-
-    name: str
-    shard: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+_PROBLEMS_SHOWN = 20
+_WORDS = {str(d).removeprefix("torch."): d for d in FLOATS}
 
 
 @dataclass(slots=True)
@@ -98,9 +54,8 @@ class Checkpoint:
         """The high precision of the model: what the config says, else the commonest float dtype."""
         for key in ("dtype", "torch_dtype"):
             word = self.config.get(key)
-            found = getattr(torch, word, None) if isinstance(word, str) else None
-            if found in FLOATS:
-                return found  # type: ignore[no-any-return]
+            if isinstance(word, str) and word in _WORDS:
+                return _WORDS[word]
         scales = {named(n, s) for n in self.layers for s in ("weight_scale", "input_scale")}
         count = Counter(i.dtype for n, i in self.tensors.items() if n not in scales)
         floats = [d for d, _ in count.most_common() if d in FLOATS]
@@ -122,46 +77,38 @@ class Checkpoint:
         Example:
             >>> for name, tensor in open_checkpoint("dir").stream(): ...
         """
-        for name, tensor in self._raw(self.tensors if names is None else names):
-            yield name, self._ours(name, tensor).clone()
+        chosen = [(n, self.tensors[n]) for n in (self.tensors if names is None else names)]
+        for name, _ in sorted(chosen, key=lambda c: (c[1].shard, c[1].offset)):
+            yield name, self.read(name)
 
-    def mapped(self) -> dict[str, Tensor]:
-        """Give every tensor as a view of its file: nothing is read before it is used.
+    def read(self, name: str) -> Tensor:
+        """Load one tensor.
+
+        Args:
+            name: our name.
 
         Returns:
-            Our name to tensor, scales as in ``stream``.
+            A tensor on the CPU that owns its memory; scales as in ``stream``.
 
         Raises:
-            CheckpointError: for a scale that is not finite and positive.
+            CheckpointError: for a scale that is not finite and positive, or a file that changed.
 
         Example:
-            >>> state = open_checkpoint("dir").mapped()
+            >>> open_checkpoint("dir").read("lm_head.weight").shape
+            torch.Size([4096, 256])
         """
-        handles = {shard: _open(self.path / shard) for shard in self.shards}
-        return {
-            name: self._ours(name, handles[info.shard].get_tensor(info.name))
-            for name, info in self.tensors.items()
-        }
+        return self._ours(name, read_tensor(self.path, self.tensors[name]))
 
     def scale_problems(self) -> list[str]:
         """Read all scales and describe those that are not finite and positive."""
         found = []
-        for name, tensor in self._raw(n for n in self.tensors if self._scale_group(n)):
+        for name in self.tensors:
             try:
-                self._ours(name, tensor)
+                if self._scale_group(name):
+                    self.read(name)
             except CheckpointError as error:
                 found.append(str(error))
         return found
-
-    def _raw(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield views of the files, in file order; each is to be used before the next is taken."""
-        chosen = {name: self.tensors[name] for name in names}
-        handle, opened, used = None, "", 0
-        for name, info in sorted(chosen.items(), key=lambda c: (c[1].shard, c[1].offset)):
-            if handle is None or opened != info.shard or used > _REMAP_EVERY:
-                handle, opened, used = _open(self.path / info.shard), info.shard, 0
-            used += info.nbytes
-            yield name, handle.get_tensor(info.name)
 
     def _scale_group(self, name: str) -> GroupShape | None:
         """Give the granularity of the scale of this name; ``None`` if it is not an FP8 scale."""
@@ -210,7 +157,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     checkpoint = scan(path)
     if checkpoint.problems:
-        raise CheckpointError("\n".join(checkpoint.problems))
+        more = len(checkpoint.problems) - _PROBLEMS_SHOWN
+        rest = [f"{more} more problems; fp8kit inspect lists them."] if more > 0 else []
+        raise CheckpointError("\n".join(checkpoint.problems[:_PROBLEMS_SHOWN] + rest))
     return checkpoint
 
 
@@ -241,7 +190,7 @@ def scan(path: str | Path) -> Checkpoint:
             continue
         for name in found:
             if name in tensors:
-                problems.append(_damaged(shard, f"{name} is also in {tensors[name].shard}"))
+                problems.append(damaged(shard, f"{shown(name)} is also in {tensors[name].shard}"))
         tensors.update(found)
         if index is not None:
             problems += _disagreements(shard, found, index)
@@ -255,67 +204,6 @@ def scan(path: str | Path) -> Checkpoint:
     checkpoint.layers, unpaired = pair(kinds, checkpoint.spec)
     problems += unpaired
     return checkpoint
-
-
-def read_json(path: Path) -> JsonObject:
-    """Read a JSON object from a file; raises ``CheckpointError`` for anything else."""
-    try:
-        if path.stat().st_size > _JSON_LIMIT:
-            raise ValueError(f"it has more than {_JSON_LIMIT} bytes")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(_damaged(path.name, str(error))) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(_damaged(path.name, f"it holds {type(found).__name__}, no object"))
-    return found
-
-
-def read_header(path: Path, shard: str) -> dict[str, TensorInfo]:
-    """Read what one safetensors file holds, by the names it uses.
-
-    Raises:
-        CheckpointError: if the file is missing, truncated, or not safetensors.
-    """
-    file = path / shard
-    if not file.is_file():
-        raise CheckpointError(
-            teach(
-                f"{shard} is missing in {path}.",
-                "The index names it.",
-                "Complete the download or the copy.",
-            )
-        )
-    _open(file)  # the library's own checks: sizes, offsets, no holes, no overlap
-    with file.open("rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-        pairs = json.loads(f.read(size), object_pairs_hook=_no_repeats(shard))
-    start = 8 + size
-    found = {}
-    for name, entry in pairs.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            raise CheckpointError(_damaged(shard, f"{name} has dtype {entry['dtype']}"))
-        offset = start + entry["data_offsets"][0]
-        found[name] = TensorInfo(name, shard, DTYPES[entry["dtype"]], tuple(entry["shape"]), offset)
-    return found
-
-
-def _no_repeats(shard: str) -> Any:
-    def check(pairs: list[tuple[str, Any]]) -> JsonObject:
-        repeated = [n for n, count in Counter(n for n, _ in pairs).items() if count > 1]
-        if repeated:
-            raise CheckpointError(_damaged(shard, f"its header names {repeated[0]} twice"))
-        return dict(pairs)
-
-    return check
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(str(file), framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(_damaged(file.name, str(error))) from error
 
 
 def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
@@ -351,18 +239,19 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
 def _weight_map(index: Path) -> dict[str, str]:
     weights = read_json(index).get("weight_map")
     if not isinstance(weights, dict) or not weights:
-        raise CheckpointError(_damaged(index.name, "it has no weight_map"))
+        raise CheckpointError(damaged(index.name, "it has no weight_map"))
     for name, shard in weights.items():
         safe = (
             isinstance(shard, str)
             and shard.endswith(".safetensors")
+            and shard.isprintable()
             and PurePosixPath(shard).name == shard
             and PureWindowsPath(shard).name == shard
         )
         if not safe:
             raise CheckpointError(
                 teach(
-                    f"{index.name} places {name} in {shard!r}.",
+                    f"{index.name} places {shown(name)} in {shown(repr(shard))}.",
                     "A shard is the plain name of a .safetensors file in the same directory.",
                     "Do not use this checkpoint unless you know where it comes from.",
                 )
@@ -373,13 +262,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 def _disagreements(shard: str, found: Iterable[str], index: dict[str, str]) -> list[str]:
     promised = {name for name, place in index.items() if place == shard}
     here = set(found)
-    absent = [f"the index places {n} in it, but it is not there" for n in sorted(promised - here)]
-    extra = [f"it holds {n}, which the index does not place in it" for n in sorted(here - promised)]
-    return [_damaged(shard, what) for what in absent + extra]
-
-
-def _damaged(file: str, what: str) -> str:
-    return teach(f"{file} is damaged.", f"What is wrong: {what}.", "Get or make it again.")
+    absent = [
+        f"the index places {shown(n)} in it, but it is not there" for n in sorted(promised - here)
+    ]
+    extra = [
+        f"it holds {shown(n)}, which the index does not place in it"
+        for n in sorted(here - promised)
+    ]
+    return [damaged(shard, what) for what in absent + extra]
 
 
 def _renamed(name: str, own: dict[str, str]) -> str:

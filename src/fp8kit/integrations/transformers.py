@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -52,8 +54,7 @@ def load(
     """
     check_version()
     model_class, hf_config = _model_class(checkpoint), _config(checkpoint)
-    state = checkpoint.mapped()
-    files = {t.untyped_storage().data_ptr() for t in state.values()}
+    state = {name: _OnDisk(checkpoint, name) for name in checkpoint.tensors}
     placed = device is not None and device.type != "cpu" and _has_accelerate()
     options: dict[str, Any] = {"device_map": {"": device}} if placed else {}
     if config is not None:
@@ -66,10 +67,6 @@ def load(
         output_loading_info=True,
         **options,
     )
-    del state
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in files:
-            tensor.data = tensor.data.clone()  # the file may change or go; the model must not
     if device is not None:
         model.to(device)
     _check_loaded(model, info, strict)
@@ -138,6 +135,24 @@ def export(model: Any) -> Exported:
     if model.can_generate():
         texts["generation_config.json"] = model.generation_config.to_json_string()
     return Exported(tensors, unquantized(model, tensors), config, texts)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """A tensor that is read when the loader indexes it, which it does right before placing it."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.checkpoint.tensors[self.name].dtype
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.checkpoint.read(self.name)[index]
 
 
 def _model_class(checkpoint: Checkpoint) -> Any:
