@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8kit.checkpoint.dialects import DIALECTS, Spec, detect, quantization_config
+from fp8kit.checkpoint.dialects import DIALECTS, Spec, Source, detect, quantization_config
 from fp8kit.checkpoint.targets import TARGETS, check_layers, dialect_for
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, ROW, SCHEMES, TENSOR, Scheme

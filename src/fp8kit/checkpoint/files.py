@@ -109,8 +109,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_header(path: Path, shard: str) -> dict[str, TensorInfo]:
-    """Read what one safetensors file holds, by the names it uses.
+def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Read what one safetensors file holds, by the names it uses, and the texts in its header.
 
     Args:
         path: the directory.
@@ -146,7 +146,7 @@ def read_header(path: Path, shard: str) -> dict[str, TensorInfo]:
             pass  # what the library refuses for reasons of its own is refused here too
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(damaged(shard, str(error))) from error
-    return found
+    return found, header.get("__metadata__", {})
 
 
 def read_tensor(path: Path, info: TensorInfo) -> Tensor:

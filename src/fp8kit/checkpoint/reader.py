@@ -10,17 +10,25 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import torch
 from torch import Tensor
 
-from fp8kit.checkpoint.dialects import Dialect, JsonObject, Spec, detect
+from fp8kit.checkpoint.decoding import (
+    decode_cache_scale,
+    decode_input_scale,
+    decode_scale,
+    decode_weight,
+)
+from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
 from fp8kit.checkpoint.files import DTYPES as DTYPES
 from fp8kit.checkpoint.files import TensorInfo as TensorInfo
 from fp8kit.checkpoint.files import damaged, read_tensor, shown
 from fp8kit.checkpoint.files import read_header as read_header
 from fp8kit.checkpoint.files import read_json as read_json
-from fp8kit.checkpoint.pairing import FLOATS, named, pair
+from fp8kit.checkpoint.layers import FLOATS, Layer
+from fp8kit.checkpoint.pairing import group_repeated, interpret
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import FP8_FORMATS, TENSOR, GroupShape, scale_shape
 
-STEMS = ("model", "diffusion_pytorch_model")
+STEMS = ("model", "diffusion_pytorch_model", "consolidated")
+# what says how a checkpoint is quantized, beside config.json
+DOCUMENTS = ("hf_quant_config.json", "params.json")
 _PROBLEMS_SHOWN = 20
 _WORDS = {str(d).removeprefix("torch."): d for d in FLOATS}
 
@@ -36,7 +44,8 @@ class Checkpoint:
         shards: file names.
         dialect: how the quantization is written; ``None`` for a high-precision checkpoint.
         spec: what the quantization config says.
-        layers: names of the layers with an FP8 weight, in name order.
+        layers: name of each layer with an FP8 weight to what is known of it, in name order.
+        kv_scales: our names of the scales of the KV cache.
         problems: damage that was found, one text each; ``open_checkpoint`` raises instead.
     """
 
@@ -46,8 +55,18 @@ class Checkpoint:
     shards: tuple[str, ...]
     dialect: Dialect | None = None
     spec: Spec | None = None
-    layers: tuple[str, ...] = ()
+    layers: dict[str, Layer] = field(default_factory=dict)
+    kv_scales: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
+    _owners: dict[str, Layer] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._owners = {
+            name: layer
+            for layer in self.layers.values()
+            for name in (layer.weight, layer.scale, layer.input_scale)
+            if name is not None
+        }
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,8 +75,7 @@ class Checkpoint:
             word = self.config.get(key)
             if isinstance(word, str) and word in _WORDS:
                 return _WORDS[word]
-        scales = {named(n, s) for n in self.layers for s in ("weight_scale", "input_scale")}
-        count = Counter(i.dtype for n, i in self.tensors.items() if n not in scales)
+        count = Counter(i.dtype for n, i in self.tensors.items() if not self.is_scale(n))
         floats = [d for d, _ in count.most_common() if d in FLOATS]
         return floats[0] if floats else torch.bfloat16
 
@@ -104,36 +122,31 @@ class Checkpoint:
         found = []
         for name in self.tensors:
             try:
-                if self._scale_group(name):
+                if self.is_scale(name):
                     self.read(name)
             except CheckpointError as error:
                 found.append(str(error))
         return found
 
-    def _scale_group(self, name: str) -> GroupShape | None:
-        """Give the granularity of the scale of this name; ``None`` if it is not an FP8 scale."""
-        layer, _, kind = name.rpartition(".")
-        weight = self.tensors.get(named(layer, "weight"))
-        if self.spec is None or weight is None or weight.dtype not in FP8_FORMATS:
-            return None
-        return {"weight_scale": self.spec.scheme.weight, "input_scale": TENSOR}.get(kind)
+    def is_scale(self, name: str) -> bool:
+        """Say whether our name is that of a scale of a layer or of the KV cache."""
+        layer = self._owners.get(name)
+        return name in self.kv_scales or (layer is not None and name != layer.weight)
 
     def _ours(self, name: str, tensor: Tensor) -> Tensor:
-        group = self._scale_group(name)
-        if group is None:
+        layer, info = self._owners.get(name), self.tensors[name]
+        where = f"{info.shard}: {info.name}"
+        if name in self.kv_scales:
+            fnuz = any(x.codes == torch.float8_e4m3fnuz for x in self.layers.values())
+            return decode_cache_scale(tensor, fnuz, where)
+        if layer is None:
             return tensor
-        weight = self.tensors[named(name.rpartition(".")[0], "weight")]
-        scale = tensor.float().reshape(scale_shape(weight.shape, group))
-        if not (scale.isfinite() & (scale > 0)).all():
-            raise CheckpointError(
-                teach(
-                    f"{self.tensors[name].shard}: {name} holds NaN, infinite, zero or negative"
-                    " values.",
-                    "Scales are finite and positive.",
-                    "The file is damaged: get or make it again.",
-                )
-            )
-        return scale
+        if name == layer.weight:
+            return decode_weight(layer, tensor, where)
+        if name == layer.input_scale:
+            return decode_input_scale(layer, tensor, where)
+        codes = self.tensors[layer.weight]
+        return decode_scale(layer, tensor, lambda: read_tensor(self.path, codes), where)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -157,9 +170,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     checkpoint = scan(path)
     if checkpoint.problems:
-        more = len(checkpoint.problems) - _PROBLEMS_SHOWN
+        problems = group_repeated(checkpoint.problems)
+        more = len(problems) - _PROBLEMS_SHOWN
         rest = [f"{more} more problems; fp8kit inspect lists them."] if more > 0 else []
-        raise CheckpointError("\n".join(checkpoint.problems[:_PROBLEMS_SHOWN] + rest))
+        raise CheckpointError("\n".join(problems[:_PROBLEMS_SHOWN] + rest))
     return checkpoint
 
 
@@ -170,21 +184,35 @@ def scan(path: str | Path) -> Checkpoint:
         CheckpointError: only if there is nothing to look at, or the config cannot be read.
     """
     path = Path(path)
+    if path.is_file() and path.suffix == ".safetensors":  # it has no config of its own
+        return _scan(path.parent, {}, {}, None, [path.name])
     if not path.is_dir():
         raise CheckpointError(
             teach(
                 f"There is no directory {path}.",
-                "A checkpoint is a directory with safetensors files.",
+                "A checkpoint is a directory with safetensors files, or one such file.",
                 "Check the path; a model from a hub is downloaded first.",
             )
         )
     config = read_json(path / "config.json") if (path / "config.json").exists() else {}
+    documents = {n: read_json(path / n) for n in DOCUMENTS if (path / n).exists()}
     index, shards = _files(path)
+    return _scan(path, config, documents, index, shards)
+
+
+def _scan(
+    path: Path,
+    config: JsonObject,
+    documents: dict[str, JsonObject],
+    index: dict[str, str] | None,
+    shards: list[str],
+) -> Checkpoint:
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
     for shard in shards:
         try:
-            found = read_header(path, shard)
+            found, texts = read_header(path, shard)
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -192,18 +220,22 @@ def scan(path: str | Path) -> Checkpoint:
             if name in tensors:
                 problems.append(damaged(shard, f"{shown(name)} is also in {tensors[name].shard}"))
         tensors.update(found)
+        metadata.update(texts)
         if index is not None:
             problems += _disagreements(shard, found, index)
-    known = detect(config)
-    checkpoint = Checkpoint(path, config, tensors, tuple(shards), problems=problems)
-    if known is not None:
-        checkpoint.dialect, checkpoint.spec = known
-        own = {disk: ours for ours, disk in checkpoint.dialect.suffixes.items()}
-        checkpoint.tensors = {_renamed(name, own): info for name, info in tensors.items()}
-    kinds = {n: (info.dtype, info.shape) for n, info in checkpoint.tensors.items()}
-    checkpoint.layers, unpaired = pair(kinds, checkpoint.spec)
-    problems += unpaired
-    return checkpoint
+    kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
+    read = interpret(Source(config, kinds, documents, metadata))
+    return Checkpoint(
+        path,
+        config,
+        {ours: tensors[on_disk] for ours, on_disk in read.tensors.items()},
+        tuple(shards),
+        read.dialect,
+        read.spec,
+        read.layers,
+        read.kv_scales,
+        problems + read.problems,
+    )
 
 
 def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
@@ -223,6 +255,9 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
             return weights, sorted(set(weights.values()))
         if (path / single).exists():
             return None, [single]
+    single_files = [p.name for p in path.glob("*.safetensors")]
+    if len(single_files) == 1:
+        return None, single_files
     pickles = sorted(p.name for p in path.glob("*.bin")) + sorted(
         p.name for p in path.glob("*.pt*")
     )
@@ -270,8 +305,3 @@ def _disagreements(shard: str, found: Iterable[str], index: dict[str, str]) -> l
         for n in sorted(here - promised)
     ]
     return [damaged(shard, what) for what in absent + extra]
-
-
-def _renamed(name: str, own: dict[str, str]) -> str:
-    layer, _, kind = name.rpartition(".")
-    return named(layer, own[kind]) if kind in own else name
