@@ -303,11 +303,14 @@ def test_save_needs_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
-def test_mx_has_no_target_yet(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8"])
+def test_every_target_gets_blocks_and_mx(tmp_path: Path, target: str, scheme: str) -> None:
     model = nn.Sequential(nn.Linear(256, 256))
-    fp8kit.convert(model, "MXFP8")
-    with pytest.raises(CheckpointError, match=f"MXFP8 for target {target}.*Convert the model with"):
-        save(model, tmp_path / "c", target=target)
+    fp8kit.convert(model, scheme)
+    save(model, tmp_path / "c", target=target)
+    again = load(tmp_path / "c", nn.Sequential(nn.Linear(256, 256, device="meta")))
+    for name, tensor in model.state_dict().items():
+        assert_bits_equal(again.state_dict()[name], tensor)
 
 
 def test_unknown_target(tmp_path: Path) -> None:
@@ -325,7 +328,7 @@ def test_half_converted_siblings(tmp_path: Path) -> None:
 
 
 def test_ragged_blocks(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"128 does not divide.*use FP8_DYNAMIC"):
+    with pytest.raises(CheckpointError, match=r"needs 128 to divide the columns.*use FP8_DYNAMIC"):
         save(converted("FP8_BLOCK"), tmp_path / "c")
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from fp8kit.checkpoint import exporting, filling
 from fp8kit.checkpoint.dialects import Spec
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.targets import check_layers, dialect_for
+from fp8kit.checkpoint.targets import check_layers, dialect_for, output_heads
 from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, check_destination, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
@@ -66,7 +66,8 @@ def save(
         source = source or (known if known.name and known.is_dir() else None)
     else:
         exported = exporting.export_module(model)
-    quantization = dialect.render(Spec(scheme, tuple(exported.dense)))
+    heads = dict.fromkeys(output_heads(layers), scheme)
+    quantization = dialect.render(Spec(scheme, tuple(exported.dense), others=heads))
     tensors = dict(exporting.on_disk(n, t, dialect) for n, t in exported.tensors.items())
     return write_checkpoint(
         destination,

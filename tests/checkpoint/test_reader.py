@@ -45,7 +45,7 @@ def write_shard(path: Path, header: bytes, data: bytes) -> None:
 def test_high_precision_checkpoint() -> None:
     checkpoint = open_checkpoint(NANO)
     assert checkpoint.spec is None
-    assert checkpoint.layers == ()
+    assert checkpoint.layers == {}
     assert checkpoint.dtype == torch.bfloat16
     assert checkpoint.tensors["model.norm.weight"].shape == (256,)
 
@@ -55,7 +55,7 @@ def test_tensors_come_back_bit_for_bit(shards: str, request: pytest.FixtureReque
     checkpoint = open_checkpoint(request.getfixturevalue(shards))
     assert checkpoint.spec is not None
     assert checkpoint.spec.scheme == SCHEMES["FP8_DYNAMIC"]
-    assert checkpoint.layers == ("down", "up")
+    assert list(checkpoint.layers) == ["down", "up"]
     torch.manual_seed(0)
     state = converted().state_dict()
     streamed = dict(checkpoint.stream())
@@ -183,9 +183,14 @@ def test_config_is_not_an_object(sound: Path, text: str) -> None:
     refused(sound, "config.json is damaged")
 
 
-def test_fp8_without_a_config(sound: Path) -> None:
+def test_fp8_without_a_config_is_told_by_its_tensors(sound: Path) -> None:
     (sound / "config.json").unlink()
-    refused(sound, "down.weight is torch.float8_e4m3fn, and config.json has no quantization_config")
+    checkpoint = open_checkpoint(sound)
+    assert checkpoint.dialect is not None
+    assert checkpoint.dialect.name == "bare"
+    assert {layer.scheme for layer in checkpoint.layers.values()} == {SCHEMES["FP8_DYNAMIC"]}
+    edit_tensors(sound, up__weight_scale=None)
+    refused(sound, "up.weight is torch.float8_e4m3fn and has no up.weight_scale")
 
 
 def test_weight_without_its_scale(sound: Path) -> None:
@@ -225,7 +230,7 @@ def test_scale_without_its_weight(sound: Path) -> None:
 )
 def test_scale_of_wrong_shape_or_dtype(sound: Path, scale: torch.Tensor) -> None:
     edit_tensors(sound, up__weight_scale=scale)
-    refused(sound, r"up.weight_scale is torch.* of shape .*needs float32 \(or 16 bit\) of shape")
+    refused(sound, r"up.weight_scale is torch.* of shape .*are float32 \(or 16 bit\) of shape")
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
@@ -242,7 +247,9 @@ def test_scales_are_finite_and_positive(sound: Path, bad: float) -> None:
 @pytest.mark.parametrize("shape", [(2, 203, 129), (203,)])
 def test_weight_that_is_no_matrix(sound: Path, shape: tuple[int, ...]) -> None:
     edit_tensors(sound, up__weight=torch.ones(shape).to(E4))
-    refused(sound, r"FP8_DYNAMIC weights are torch.float8_e4m3fn matrices \[N, K\]")
+    message = r"up.weight is .* FP8 weights are float8_e4m3fn matrices \[N, K\]"
+    stack = r"up.weight_scale is .* row scales of a weight of \[2, 203, 129\] are"
+    refused(sound, stack if len(shape) == 3 else message)
 
 
 def test_fp8_that_is_no_weight(sound: Path) -> None:

@@ -1,4 +1,4 @@
-"""What an FP8 layer of a checkpoint is, and whether the tensors beside its weight can be its scales."""
+"""What an FP8 layer of a checkpoint is, and whether tensors can be the scales of its weight."""
 
 from __future__ import annotations
 
@@ -154,12 +154,12 @@ def scale_problem(name: str, scale: Kind, shape: Shape, numbers: Numbers) -> str
 
 
 def input_scale_problem(
-    weight: str, scale: tuple[str, Kind] | None, shape: Shape, scheme: Scheme, parts: int
+    wanted: str, scale: tuple[str, Kind] | None, shape: Shape, scheme: Scheme, parts: int
 ) -> str:
     """Say what is wrong with the scale of a layer's activations; empty if nothing is.
 
     Args:
-        weight: name of the codes on disk.
+        wanted: our name of the scale.
         scale: name, dtype and shape of the scale on disk; ``None`` if there is none.
         shape: of the codes on disk.
         scheme: of the layer.
@@ -167,7 +167,7 @@ def input_scale_problem(
     """
     if scale is None:
         return scheme.static * teach(
-            f"{weight} has no input_scale beside it.",
+            f"An FP8 weight has no {wanted}.",
             f"{scheme} needs it: its activations are scaled by a fixed number.",
             "A shard may be missing: get the checkpoint again.",
         )

@@ -17,14 +17,14 @@ from fp8kit.checkpoint.dialects import (
     Spec,
     detect,
 )
-from fp8kit.checkpoint.layers import FLOATS as FLOATS
-from fp8kit.checkpoint.layers import Layer as Layer
 from fp8kit.checkpoint.layers import (
+    FLOATS,
     granularity,
     input_scale_problem,
     part_widths,
     scale_problem,
 )
+from fp8kit.checkpoint.layers import Layer as Layer
 from fp8kit.checkpoint.naming import CODES, Parts, sort_names, standard_names
 from fp8kit.checkpoint.naming import named as named
 from fp8kit.errors import teach
@@ -82,7 +82,7 @@ def interpret(source: Source) -> Reading:
         _add_layer(found, name, parts, source, announced)
     for ours, on_disk in sorted(names.kv_scales.items()):
         _add_cache_scale(found, ours, on_disk, source.kinds)
-    _summarize(found, announced, source.kinds)
+    _summarize(found, announced)
     return found
 
 
@@ -125,32 +125,16 @@ def _stray(name: str, dtype: torch.dtype) -> str:
     )
 
 
-def _summarize(found: Reading, announced: Announcement, kinds: Kinds) -> None:
-    unread = list(announced.unread)
-    short = [n for n in _scales(found) if kinds[found.tensors[n]][0] in FLOATS[:2]]
-    if short:
-        unread.append(
-            f"{len(short)} scales have 16 bit on disk, e.g. {short[0]}: they are read as float32, "
-            "with the accuracy they have."
-        )
-    if found.kv_scales:
-        unread.append(
-            f"{len(found.kv_scales)} scales of the KV cache are kept; no layer here uses them."
-        )
+def _summarize(found: Reading, announced: Announcement) -> None:
     schemes = Counter(layer.scheme for layer in found.layers.values())
     main = schemes.most_common(1)[0][0] if schemes else _announced_scheme(announced)
     others = {n: x.scheme for n, x in found.layers.items() if x.scheme != main}
-    found.spec = Spec(main, announced.ignore, tuple(unread), others, bool(found.kv_scales))
+    found.spec = Spec(main, announced.ignore, announced.unread, others, bool(found.kv_scales))
 
 
 def _announced_scheme(announced: Announcement) -> Scheme:
     numbers = announced.numbers("")
     return numbers.scheme(numbers.weight or TENSOR, False)
-
-
-def _scales(found: Reading) -> list[str]:
-    names = (n for x in found.layers.values() for n in (x.scale, x.input_scale))
-    return [n for n in names if n is not None and n in found.tensors]
 
 
 def _add_layer(
@@ -190,7 +174,7 @@ def _layer(
             (parts.input_scales[0], kinds[parts.input_scales[0]]) if parts.input_scales else None
         )
         found.problems += _texts(
-            input_scale_problem(parts.weight, beside, shape, scheme, len(widths))
+            input_scale_problem(ours["input_scale"], beside, shape, scheme, len(widths))
         )
     transposed = numbers.transposed and len(shape) == 3
     return Layer(
@@ -234,9 +218,10 @@ def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
         ]
     problems = []
     if not parts.scales:
+        scale = standard_names(name, parts.stack)["weight_scale"]
         problems.append(
             teach(
-                f"{parts.weight} is {dtype} and has no {standard_names(name, parts.stack)['weight_scale']}.",
+                f"{parts.weight} is {dtype} and has no {scale}.",
                 "The codes mean nothing without their scales.",
                 "A shard may be missing: get the checkpoint again.",
             )

@@ -7,7 +7,7 @@ of ``weight``, ``weight_scale`` and ``input_scale``, in the shapes of ``formats.
 
 from __future__ import annotations
 
-from fp8kit.checkpoint.dialects.autofp8 import AUTOFP8
+from fp8kit.checkpoint.dialects.autofp8 import AUTOFP8 as AUTOFP8
 from fp8kit.checkpoint.dialects.bare import BARE
 from fp8kit.checkpoint.dialects.base import Announcement as Announcement
 from fp8kit.checkpoint.dialects.base import Dialect as Dialect
@@ -23,10 +23,11 @@ from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS as 
 from fp8kit.checkpoint.dialects.fbgemm import FBGEMM
 from fp8kit.checkpoint.dialects.mistral import MISTRAL
 from fp8kit.checkpoint.dialects.modelopt import MODELOPT
-from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_INVERSE, MXFP8_PLAIN
+from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_INVERSE as MXFP8_INVERSE
+from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_PLAIN as MXFP8_PLAIN
 from fp8kit.checkpoint.dialects.quark import QUARK
 from fp8kit.checkpoint.dialects.torchao import TORCHAO
-from fp8kit.checkpoint.dialects.transformers_fp8 import TRANSFORMERS_FP8
+from fp8kit.checkpoint.dialects.transformers_fp8 import TRANSFORMERS_FP8 as TRANSFORMERS_FP8
 from fp8kit.errors import CheckpointError, teach
 
 # the first is the default; a config counts only where tensors do not give another dialect away

@@ -109,7 +109,8 @@ class Spec:
         scheme: the scheme of the layers, of most of them if they differ.
         ignore: names or patterns of the linear layers that are not quantized.
         unread: sentences about parts of the config that this package does not carry out.
-        others: layers of another scheme than ``scheme``, by name.
+        others: layers that the common name of linear layers does not cover, by name: those of
+            another scheme than ``scheme``, and a quantized output head.
         kv_scales: the checkpoint holds scales of the KV cache.
     """
 

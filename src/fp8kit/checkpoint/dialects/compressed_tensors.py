@@ -67,6 +67,8 @@ def _parse(source: Source) -> Announcement:
         raise broken("sparsity_config", sparsity, "absent or dense")
     if found.get("transform_config"):
         raise broken("transform_config", found["transform_config"], "absent: weights as they are")
+    cache = "The config quantizes the KV cache; its scales are not used."
+    unread = (cache,) if found.get("kv_cache_scheme") else ()
 
     def numbers(layer: str) -> Numbers:
         # a layer's own name counts before patterns, and those before the names of classes
@@ -76,7 +78,7 @@ def _parse(source: Source) -> Announcement:
                     return group
         return next((g for t, g in read if any(c.isidentifier() for c in t)), read[0][1])
 
-    return Announcement(numbers, ignore)
+    return Announcement(numbers, ignore, unread)
 
 
 def _is_pattern_of(target: str, layer: str) -> bool:
@@ -154,7 +156,7 @@ def _render(spec: Spec) -> JsonObject:
         "format": "mixed-precision" if mixed else layouts[0],
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted({"lm_head", *spec.ignore}),
+        "ignore": sorted({"lm_head", *spec.ignore} - spec.others.keys()),
         "kv_cache_scheme": _KV_CACHE if spec.kv_scales else None,
     }
 

@@ -1,7 +1,7 @@
 """``fp8`` with ``weight_scale_inv``: DeepSeek, Transformers' finegrained FP8, Mistral on the hub.
 
-The name says inverse, the value multiplies. ``scale_fmt: ue8m0`` makes scales powers of two, kept in
-F32 (DeepSeek V3.1) or as E8M0 under the name ``scale`` (V4). ``weight_block_size: null`` is one
+The name says inverse, the value multiplies. ``scale_fmt: ue8m0`` makes scales powers of two, kept
+in F32 (DeepSeek V3.1) or as E8M0 under the name ``scale`` (V4). ``weight_block_size: null`` is one
 scale per tensor, then with ``activation_scale`` if ``activation_scheme`` is static. AutoRound's
 ``auto_round:fp8`` packs weights alike.
 """
