@@ -125,17 +125,17 @@ def load(
     if model is not None:
         chosen = None if checkpoint.spec or scheme is None else scheme
         selection = None if chosen is None else filling.Selection(chosen, include, exclude, strict)
-        unused = filling.fill(
+        filled = filling.fill(
             model, checkpoint, selection, device=where, dtype=dtype, strict=strict
         )
-        _warn(checkpoint, unused)
+        _warn(checkpoint, filled)
         return model
     hf = integration()
     config = None
     if checkpoint.spec is None:
         config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
-    made, unused = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
-    _warn(checkpoint, unused)
+    made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
+    _warn(checkpoint, filled)
     return made
 
 
@@ -264,11 +264,9 @@ def integration() -> ModuleType:
         ) from error
 
 
-def _warn(checkpoint: Checkpoint, unused: Sequence[str]) -> None:
+def _warn(checkpoint: Checkpoint, filled: filling.Filled) -> None:
     notes = list(checkpoint.spec.unread) if checkpoint.spec else []
-    if unused:
-        listed = f"{', '.join(unused[:5])}{' and others' if len(unused) > 5 else ''}"
-        notes.append(f"{checkpoint.path} holds tensors that the model does not use: {listed}.")
+    notes += filled.notes(str(checkpoint.path))
     for note in notes:
         warnings.warn(note, stacklevel=3)
 

@@ -79,6 +79,12 @@ class Checkpoint:
         floats = [d for d, _ in count.most_common() if d in FLOATS]
         return floats[0] if floats else torch.bfloat16
 
+    def scheme(self, layer: str) -> Scheme:
+        """Give the scheme of an FP8 layer."""
+        assert self.spec is not None
+        assert layer in self.layers
+        return self.spec.scheme
+
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Load tensors one at a time, shard by shard, in the order they have on disk.
 

@@ -176,7 +176,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         if self.pre_quantized:
-            names = _layers_of_checkpoint(model, self.quantization_config.layers or ())
+            kept = layers_in_model(model, self.quantization_config.layers or ())[0]
+            names = list(kept.values())
         else:
             self.report = _decide(model, self.quantization_config)
             names = [n for r in self.report.converted for n in (r.name, *r.aliases)]
@@ -272,28 +273,33 @@ def _reason(model: Any, record: Record, config: Fp8KitConfig) -> tuple[str, bool
     return "", False
 
 
-def _layers_of_checkpoint(model: Any, layers: Iterable[str]) -> list[str]:
-    """Find the modules that the FP8 layers of a checkpoint become, through renames by the model."""
+def layers_in_model(model: Any, layers: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Find the modules that layers of a checkpoint become, through renames by the model.
+
+    Args:
+        model: on any device, meta too.
+        layers: names in the checkpoint.
+
+    Returns:
+        Layers to modules that have their weight to themselves; and the layers that the model
+        merges with others, e.g. single experts. What the model does not know is in neither.
+    """
     rules = get_model_conversion_mapping(model)
     renamings = [r for r in rules if isinstance(r, WeightRenaming)]
     converters = [r for r in rules if isinstance(r, WeightConverter)]
-    known, prefix, names = model.state_dict(), model.base_model_prefix, []
+    known, prefix = model.state_dict(), model.base_model_prefix
+    kept: dict[str, str] = {}
+    merged: list[str] = []
     for layer in layers:
         key = f"{layer}.weight"
         name, converted = rename_source_key(key, renamings, converters, prefix, known)
         if name not in known and key in known:
             name, converted = key, None
-        if converted is not None:
-            raise CheckpointError(
-                teach(
-                    f"{key} is FP8, and {type(model).__name__} merges it with others on loading.",
-                    "This version loads FP8 layers that stay one matrix each, no experts.",
-                    "Use a checkpoint whose experts are in high precision.",
-                )
-            )
-        if name in known:  # one that is not comes back from the loader as unexpected
-            names.append(name.removesuffix(".weight"))
-    return names
+        if name in known and converted is None:
+            kept[layer] = name.removesuffix(".weight")
+        elif name in known:
+            merged.append(layer)
+    return kept, merged
 
 
 def _ignored(model: nn.Module) -> list[str]:
