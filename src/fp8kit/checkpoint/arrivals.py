@@ -79,7 +79,7 @@ class Arrivals:
         self.unused: list[str] = []
         self.decoded: list[str] = []
         self._module = weakref.WeakMethod(model.get_submodule)  # a load may outlive its model
-        self._shapes, self._scheme = shapes, scheme or self._scheme_of_target
+        self.shapes, self._scheme = shapes, scheme or self._scheme_of_target
         self._device, self._dtype, self._high = device, dtype, dtype or high
         self._owned = owned
         self._arrived: set[str] = set()
@@ -106,13 +106,13 @@ class Arrivals:
                 )
             )
         layer, _, kind = name.rpartition(".")
-        route = find(layer, kind, self._shapes)
+        route = find(layer, kind, self.shapes)
         if route is None:
             self.unused.append(name)
             return
         self._arrived.add(name)
         fp8 = tensor.dtype in FP8_FORMATS
-        if not fp8 and name in self._shapes and self._fp8_layer(route) is None:
+        if not fp8 and name in self.shapes and self._fp8_layer(route) is None:
             self._write(route, kind, tensor)
         elif fp8 or kind in ("weight", *SCALES):
             source = self._sources.setdefault(layer, {})
@@ -158,7 +158,7 @@ class Arrivals:
         return get(name)
 
     def _scheme_of_target(self, layer: str) -> Scheme | None:
-        route = find(layer, "weight", self._shapes)
+        route = find(layer, "weight", self.shapes)
         names = route.split or (route.target,) if route and route.expert is None else ()
         found = [m for m in map(self._submodule, names) if isinstance(m, Fp8Linear)]
         return found[0].scheme if found else None
@@ -223,7 +223,7 @@ class Arrivals:
         if route.split:
             last = [0]
             for target in route.split:
-                last.append(last[-1] + self._shapes[named(target, kind)][0])
+                last.append(last[-1] + self.shapes[named(target, kind)][0])
             _check_shape(layer, value.shape[:1], last[-1:])
             for target, a, b in zip(route.split, last, last[1:], strict=False):
                 part = value[a:b] if isinstance(value, Tensor) else rows_of(value, a, b, layer)
@@ -307,7 +307,7 @@ class Arrivals:
             return
         if self._dtype is not None and value.is_floating_point() and not key.endswith("_scale"):
             value = value.to(self._dtype)
-        held, shape = getattr(module, key), self._shapes[name]
+        held, shape = getattr(module, key), self.shapes[name]
         if route.whole:
             _check_shape(name, value.shape, shape)
             self._set(module, key, value)
@@ -339,7 +339,7 @@ class Arrivals:
     ) -> _Partial:
         if part[0] > matrix[0] or part[1:] != matrix[1:]:
             _check_shape(route.sources[route.index], part, matrix)
-        experts = 1 if route.expert is None else self._shapes[name][0]
+        experts = 1 if route.expert is None else self.shapes[name][0]
         partial = self._partial.setdefault(name, _Partial(route, experts, matrix[0]))
         partial.rows[route.expert or 0, route.index] = part[0]
         return partial

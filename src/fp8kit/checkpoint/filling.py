@@ -14,7 +14,7 @@ from fp8kit.checkpoint.arrivals import Arrivals
 from fp8kit.checkpoint.joining import joined_scheme
 from fp8kit.checkpoint.pairing import named
 from fp8kit.checkpoint.reader import Checkpoint
-from fp8kit.checkpoint.routing import SCALES, find, fit
+from fp8kit.checkpoint.routing import SCALES, Shapes, find, fit
 from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
@@ -118,12 +118,29 @@ def fill(
     unused = _check(model, checkpoint, layers, strict)
     schemes = {layer: checkpoint.scheme(layer) for layer in checkpoint.layers}
     arrivals = begin(model, layers, schemes.get, device=device, dtype=dtype, high=high)
-    for name, tensor in checkpoint.stream(set(checkpoint.tensors) - set(unused)):
-        arrivals.put(name, tensor)
+    for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
+        arrivals.put(name, checkpoint.read(name))
     end(model, layers, arrivals)
     if device is not None:
         model.to(device)
     return Filled(unused, sorted(arrivals.decoded))
+
+
+def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
+    """Order tensors as they lie on disk, but bring what one weight waits for right after it.
+
+    Otherwise all the weights whose other parts or scales are in a later file would wait at once.
+    """
+
+    def place(name: str) -> tuple[str, int]:
+        return checkpoint.tensors[name].shard, checkpoint.tensors[name].offset
+
+    together: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names, key=place):
+        layer, _, kind = name.rpartition(".")
+        route = find(layer, kind, shapes)
+        together[route.target if route and route.target else layer].append(name)
+    return [name for group in together.values() for name in group]
 
 
 def begin(
