@@ -18,7 +18,10 @@ from torch import nn
 
 import fp8kit
 from fp8kit import model_io
+from fp8kit.checkpoint import translation
 from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
+from fp8kit.checkpoint.targets import TARGETS
+from fp8kit.checkpoint.translation import UNFIT
 from fp8kit.formats import SCHEMES
 from fp8kit.settings import DISABLED_BACKENDS
 
@@ -140,6 +143,36 @@ def quantize(
         exclude=_exclusions(exclude, no_default_exclude),
     )
     model_io.save(model, destination, target=target, source=source, overwrite=overwrite)
+    result = inspect_checkpoint(destination)
+    _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+
+
+@main.command("convert-checkpoint")
+@_source
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option("--target", help=f"Who loads it: {', '.join(TARGETS)}.  [default: vllm]")
+@click.option("--dialect", help="The dialect to write, if not the target's own.")
+@click.option(
+    "--unfit",
+    default=UNFIT[0],
+    show_default=True,
+    help=f"Layers that the target cannot load: {' or '.join(UNFIT)}.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+@_json
+def convert_checkpoint(
+    source: Path,
+    destination: Path,
+    target: str | None,
+    dialect: str | None,
+    unfit: str,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write the FP8 checkpoint SOURCE in another dialect, bit for bit, into DESTINATION."""
+    translation.convert_checkpoint(
+        source, destination, target=target, dialect=dialect, unfit=unfit, overwrite=overwrite
+    )
     result = inspect_checkpoint(destination)
     _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
 

@@ -68,7 +68,7 @@ def save(
         exported = exporting.export_module(model)
     heads = dict.fromkeys(output_heads(layers), scheme)
     quantization = dialect.render(Spec(scheme, tuple(exported.dense), others=heads))
-    tensors = dict(exporting.on_disk(n, t, dialect) for n, t in exported.tensors.items())
+    tensors = dict(exporting.on_disk(n, t, dialect, scheme) for n, t in exported.tensors.items())
     return write_checkpoint(
         destination,
         {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()},

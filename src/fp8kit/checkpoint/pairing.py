@@ -13,6 +13,7 @@ from fp8kit.checkpoint.dialects import (
     Announcement,
     Dialect,
     Kinds,
+    Numbers,
     Source,
     Spec,
     detect,
@@ -27,7 +28,7 @@ from fp8kit.checkpoint.layers import (
 from fp8kit.checkpoint.layers import Layer as Layer
 from fp8kit.checkpoint.naming import CODES, Parts, sort_names, standard_names
 from fp8kit.checkpoint.naming import named as named
-from fp8kit.errors import teach
+from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW, TENSOR, Scheme
 
 _READ = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -61,19 +62,20 @@ def interpret(source: Source) -> Reading:
         source: its config, and the names, dtypes and shapes of its tensors.
 
     Returns:
-        Layers, the names of all tensors, and problems.
-
-    Raises:
-        CheckpointError: if it announces what no dialect here understands.
+        Layers, the names of all tensors, and problems; that the checkpoint announces what no
+        dialect here understands is one of them.
 
     Example:
         >>> interpret(Source({}, {"a.weight": (torch.float8_e4m3fn, (2, 3))})).problems
         ['a.weight is torch.float8_e4m3fn and has no a.weight_scale. ...']
     """
-    dialect = detect(source)
-    if dialect is None:
-        return _high_precision(source.kinds)
-    announced = dialect.parse(source)
+    try:
+        dialect = detect(source)
+        if dialect is None:
+            return _high_precision(source.kinds)
+        announced = dialect.parse(source)
+    except CheckpointError as error:
+        return Reading(tensors={n: n for n in source.kinds}, problems=[str(error)])
     names = sort_names(source.kinds)
     found = Reading(dialect, tensors={n: n for n in names.plain})
     for name in names.stray:
@@ -133,7 +135,10 @@ def _summarize(found: Reading, announced: Announcement) -> None:
 
 
 def _announced_scheme(announced: Announcement) -> Scheme:
-    numbers = announced.numbers("")
+    try:
+        numbers = announced.numbers("")
+    except CheckpointError:  # it describes layer by layer, and there is none
+        numbers = Numbers()
     return numbers.scheme(numbers.weight or TENSOR, False)
 
 
@@ -159,7 +164,11 @@ def _layer(
 ) -> Layer:
     ours, kinds = standard_names(name, parts.stack), source.kinds
     dtype, shape = kinds[parts.weight]
-    numbers = announced.numbers(name)
+    try:
+        numbers = announced.numbers(name)
+    except CheckpointError as error:
+        found.problems.append(str(error))
+        numbers, sound = Numbers(), False
     widths: tuple[int, ...] = ()
     if sound:
         scale = kinds[parts.scales[0]]

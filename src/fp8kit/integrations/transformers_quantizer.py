@@ -216,7 +216,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         """Give ``save_pretrained`` the scales in the shapes they have on disk."""
         if self.scheme.weight != TENSOR:
             return None, {}
-        return dict(on_disk(n, t, DIALECTS[0]) for n, t in model.state_dict().items()), {}
+        state = model.state_dict()
+        return dict(on_disk(n, t, DIALECTS[0], self.scheme) for n, t in state.items()), {}
 
 
 def check_version() -> None:
