@@ -104,6 +104,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"it holds {type(found).__name__}, no object")
         _check_depth(found)
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(damaged(path.name, str(error))) from error
     return found
@@ -230,6 +231,8 @@ def _entries(header: dict[str, Any], shard: str, start: int) -> Iterator[tuple[s
             continue
         if not isinstance(entry, dict) or entry.keys() != _ENTRY:
             raise ValueError(f"{shown(name)} is not an object of {', '.join(sorted(_ENTRY))}")
+        if not name.isprintable():
+            raise ValueError(f"{shown(name)} is no name: it has characters that cannot be printed")
         kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(kind, str) or kind not in DTYPES:
             raise ValueError(f"{shown(name)} has dtype {shown(kind)}")
