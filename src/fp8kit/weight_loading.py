@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint import filling
 from fp8kit.checkpoint.arrivals import Arrivals
-from fp8kit.checkpoint.pairing import FLOATS
+from fp8kit.checkpoint.layers import FLOATS
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 
@@ -119,4 +119,4 @@ def _begun(
     layers = filling.Layers()
     if selection is not None:
         layers = filling.layers_by_plan(model, selection, high)
-    return layers, filling.begin(model, layers, None, device=device, high=high, owned=False)
+    return layers, filling.begin(model, layers, device=device, high=high, owned=False)

@@ -71,7 +71,8 @@ def test_damage_is_listed(tmp_path: Path) -> None:
     edit_tensors(path, up__weight_scale=None, down__weight=torch.ones(129, 203))
     found = inspect(path)
     assert len(found.problems) == 2
-    assert "PROBLEM: up.weight is torch.float8_e4m3fn and has no up.weight_scale" in str(found)
+    told = "model.safetensors: up.weight is torch.float8_e4m3fn and has no up.weight_scale"
+    assert f"PROBLEM: {told}" in str(found)
     assert "no problems found" not in str(found)
     assert found.layers == [LayerInfo("up", (203, 129), "FP8_DYNAMIC", "row", "row", "", 203 * 129)]
 

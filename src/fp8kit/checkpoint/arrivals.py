@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.checkpoint.joining import Fp8Weight, join, rows_of
-from fp8kit.checkpoint.pairing import named
+from fp8kit.checkpoint.joining import Fp8Weight, fp8_weight, is_finite, join, rows_of
+from fp8kit.checkpoint.layers import Layer
+from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.routing import SCALES, Route, Shapes, find
 from fp8kit.errors import CheckpointError, ConversionError, teach
-from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, scale_shape
+from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme
 from fp8kit.modules.linear import Fp8Linear, quantize_weight
 
 _SHOWN = 20
-_E8M0_NAN = 255
 
 
 @dataclass(slots=True)
@@ -50,8 +50,8 @@ class Arrivals:
     Args:
         model: with ``Fp8Linear`` layers where FP8 is wanted; its tensors may be on meta.
         shapes: of the tensors it wants, by name.
-        scheme: gives the scheme of the codes of a layer of the checkpoint, ``None`` if unknown; by
-            default it is that of the FP8 layer they go into.
+        sources: the FP8 layers that a checkpoint holds, by name; without it, codes come as
+            ``X.weight`` and ``X.weight_scale`` and have the scheme of the FP8 layer they go into.
         device: where everything goes; by default tensors stay, and those on meta go to the CPU.
         dtype: high precision that everything is cast to; by default tensors in memory keep theirs.
         high: high precision of decoded FP8 weights, if there is no ``dtype``.
@@ -68,7 +68,7 @@ class Arrivals:
         self,
         model: nn.Module,
         shapes: Shapes,
-        scheme: Callable[[str], Scheme | None] | None = None,
+        sources: Mapping[str, Layer] | None = None,
         *,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
@@ -79,11 +79,16 @@ class Arrivals:
         self.unused: list[str] = []
         self.decoded: list[str] = []
         self._module = weakref.WeakMethod(model.get_submodule)  # a load may outlive its model
-        self.shapes, self._scheme = shapes, scheme or self._scheme_of_target
+        self.shapes, self._layers = shapes, sources or {}
+        self._roles = {
+            name: (layer.name, role)
+            for layer in self._layers.values()
+            for role, name in _names(layer).items()
+        }
         self._device, self._dtype, self._high = device, dtype, dtype or high
         self._owned = owned
         self._arrived: set[str] = set()
-        self._sources: dict[str, dict[str, Tensor]] = {}
+        self._waiting: dict[str, dict[str, Tensor]] = {}
         self._partial: dict[str, _Partial] = {}
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -105,23 +110,23 @@ class Arrivals:
                     "Drop one of the two; another load may bring it again.",
                 )
             )
-        layer, _, kind = name.rpartition(".")
-        route = find(layer, kind, self.shapes)
+        layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
+        route = self._route(layer, kind)
         if route is None:
             self.unused.append(name)
             return
         self._arrived.add(name)
         fp8 = tensor.dtype in FP8_FORMATS
         if not fp8 and name in self.shapes and self._fp8_layer(route) is None:
-            self._write(route, kind, tensor)
+            self._write(route, name.rpartition(".")[2], tensor)
         elif fp8 or kind in ("weight", *SCALES):
-            source = self._sources.setdefault(layer, {})
+            source = self._waiting.setdefault(layer, {})
             source[kind] = tensor
             if self._missing(layer, source):
                 source[kind] = self._kept(tensor)
             else:
-                del self._sources[layer]
-                self._deliver(route, layer, self._value(layer, source))
+                del self._waiting[layer]
+                self._deliver(route, layer, self._value(layer, source), self._key(layer))
         else:
             self._deliver(route, layer, tensor, kind)
 
@@ -133,7 +138,7 @@ class Arrivals:
         """
         waiting = [
             f"{named(layer, next(iter(source)))} waits for {self._missing(layer, source)}"
-            for layer, source in self._sources.items()
+            for layer, source in self._waiting.items()
         ]
         waiting += [f"{n} waits for {next(p.absent())}" for n, p in self._partial.items()]
         if waiting:
@@ -157,22 +162,38 @@ class Arrivals:
         assert get is not None
         return get(name)
 
-    def _scheme_of_target(self, layer: str) -> Scheme | None:
+    def _key(self, layer: str) -> str:
+        """Give the last word of the name of a layer's weight; a stack of experts has its own."""
+        known = self._layers.get(layer)
+        return known.weight.rpartition(".")[2] if known else "weight"
+
+    def _route(self, layer: str, kind: str) -> Route | None:
+        known = self._layers.get(layer)
+        if known is not None and known.weight == layer:
+            holder, _, kind = layer.rpartition(".")
+            return find(holder, kind, self.shapes)
+        return find(layer, kind, self.shapes)
+
+    def _numbers(self, layer: str) -> tuple[Scheme, GroupShape] | None:
+        """Give the scheme of a layer's codes and what their scales obey, if it is known."""
+        known = self._layers.get(layer)
+        if known is not None:
+            return known.scheme, known.group
         route = find(layer, "weight", self.shapes)
         names = route.split or (route.target,) if route and route.expert is None else ()
-        found = [m for m in map(self._submodule, names) if isinstance(m, Fp8Linear)]
-        return found[0].scheme if found else None
+        found = [m.scheme for m in map(self._submodule, names) if isinstance(m, Fp8Linear)]
+        return (found[0], found[0].weight) if found else None
 
     def _kept(self, tensor: Tensor) -> Tensor:
         return tensor if self._owned else tensor.detach().clone()
 
     def _missing(self, layer: str, source: dict[str, Tensor]) -> str:
         """Name what a weight waits for; empty if it is whole."""
-        weight, scheme = source.get("weight"), self._scheme(layer)
+        weight, numbers = source.get("weight"), self._numbers(layer)
         if weight is None or weight.dtype in FP8_FORMATS:
-            scales = SCALES if scheme is not None and scheme.static else SCALES[:1]
-            needed = (named(layer, kind) for kind in ("weight", *scales) if kind not in source)
-            return " and ".join(needed)
+            static = numbers is not None and numbers[0].static
+            names = _names(self._layers.get(layer), layer, static)
+            return " and ".join(name for kind, name in names.items() if kind not in source)
         if "weight_scale" in source:
             raise CheckpointError(
                 teach(
@@ -184,37 +205,21 @@ class Arrivals:
         return ""
 
     def _value(self, layer: str, source: dict[str, Tensor]) -> Tensor | Fp8Weight:
-        weight, scheme = source["weight"], self._scheme(layer)
+        weight, numbers = source["weight"], self._numbers(layer)
         if weight.dtype not in FP8_FORMATS:
             return weight
-        if scheme is None or scheme.dtype != weight.dtype:
+        if numbers is None or numbers[0].dtype != weight.dtype:
             raise CheckpointError(
                 teach(
                     f"{named(layer, 'weight')} is {weight.dtype}, and its layer is "
-                    f"{scheme or 'in high precision'}.",
+                    f"{numbers[0] if numbers else 'in high precision'}.",
                     "Codes load where their scheme is known: into an FP8 layer, or from a "
                     "checkpoint.",
                     "Bring the dense weight, or convert the layer first.",
                 )
             )
-        group, given = scheme.weight, source.get("input_scale")
-        scale = source["weight_scale"].to(weight.device)
-        wanted = scale_shape(weight.shape, group)
-        if scale.numel() == torch.Size(wanted).numel():
-            scale = scale.reshape(wanted)
-        try:
-            q = QTensor(weight, scale, group)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{named(layer, 'weight_scale')}: {error}") from error
-        if not (is_finite(q) and (group == MX or (scale > 0).all())):
-            raise CheckpointError(
-                teach(
-                    f"{named(layer, 'weight_scale')} holds NaN, infinite, zero or negative values.",
-                    "Scales are finite and positive.",
-                    "Look for the fault where they were made.",
-                )
-            )
-        return Fp8Weight(q, None if given is None else given.reshape(1, 1))
+        scale, input_scale = source["weight_scale"], source.get("input_scale")
+        return fp8_weight(named(layer, "weight_scale"), weight, scale, input_scale, numbers[1])
 
     def _deliver(
         self, route: Route, layer: str, value: Tensor | Fp8Weight, kind: str = "weight"
@@ -236,6 +241,8 @@ class Arrivals:
         if isinstance(value, Fp8Weight):
             self.decoded.append(layer)
             value = functional.dequantize(value.q, self._high)
+            known = self._layers.get(layer)
+            value = value.transpose(-1, -2) if known and known.transposed else value
         self._write(route, kind, value)
 
     def _gather(self, owner: Fp8Linear, route: Route, value: Tensor | Fp8Weight) -> None:
@@ -373,9 +380,13 @@ class Arrivals:
         setattr(module, key, value)
 
 
-def is_finite(q: QTensor) -> bool:
-    """Say whether a quantized weight has finite scales only, as one made of finite numbers does."""
-    return bool((q.scale != _E8M0_NAN if q.group == MX else q.scale.isfinite()).all())
+def _names(layer: Layer | None, name: str = "", static: bool = False) -> dict[str, str]:
+    """Name the codes and scales of a layer by their roles."""
+    if layer is None:
+        kinds = ("weight", *(SCALES if static else SCALES[:1]))
+        return {kind: named(name, kind) for kind in kinds}
+    found = {"weight": layer.weight, "weight_scale": layer.scale}
+    return found | ({"input_scale": layer.input_scale} if layer.input_scale else {})
 
 
 def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...] | list[int]) -> None:

@@ -104,7 +104,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"it holds {type(found).__name__}, no object")
         _check_depth(found)
-        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        _check_text(found)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(damaged(path.name, str(error))) from error
     return found
@@ -120,14 +120,6 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
     Raises:
         CheckpointError: if the file is missing, truncated, or not safetensors.
     """
-    if not (path / shard).exists():
-        raise CheckpointError(
-            teach(
-                f"{shard} is missing in {path}.",
-                "The index names it.",
-                "Complete the download or the copy.",
-            )
-        )
     try:
         with _reading(path / shard) as file:
             size = os.fstat(file.fileno()).st_size
@@ -145,6 +137,14 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
         _check_cover(list(found.values()), 8 + length, size)
         with safe_open(str(path / shard), framework="pt"):
             pass  # what the library refuses for reasons of its own is refused here too
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            teach(
+                f"{shard} is missing in {path}.",
+                "The index names it.",
+                "Complete the download or the copy.",
+            )
+        ) from error
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise CheckpointError(damaged(shard, str(error))) from error
     return found, header.get("__metadata__", {})
@@ -221,6 +221,31 @@ def _check_depth(found: Any) -> None:
         ]
     if level:
         raise ValueError(f"it is nested more than {_DEPTH_LIMIT} deep")
+
+
+def _check_text(found: Any) -> None:
+    """Refuse half of a surrogate pair, which JSON can escape and nothing can print."""
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        place = ".".join(shown(key) for key in _first_bad_text(found))
+        raise ValueError(f"it holds what is no character at {place}") from error
+
+
+def _first_bad_text(found: Any) -> tuple[str, ...]:
+    if isinstance(found, str):
+        return () if _is_text(found) else ("here",)
+    if not isinstance(found, (dict, list)):
+        return ()
+    for key, value in found.items() if isinstance(found, dict) else enumerate(found):
+        inner = _first_bad_text(value)
+        if inner or not _is_text(str(key)):
+            return (str(key), *inner)
+    return ()
+
+
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def _entries(header: dict[str, Any], shard: str, start: int) -> Iterator[tuple[str, TensorInfo]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from fp8kit import structure
 from fp8kit.checkpoint.arrivals import Arrivals
 from fp8kit.checkpoint.joining import joined_scheme
-from fp8kit.checkpoint.pairing import named
+from fp8kit.checkpoint.layers import Layer
+from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.reader import Checkpoint
-from fp8kit.checkpoint.routing import SCALES, Shapes, find, fit
+from fp8kit.checkpoint.routing import Shapes, find, fit
 from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
@@ -116,8 +117,7 @@ def fill(
     else:
         layers = layers_by_plan(model, selection, high)
     unused = _check(model, checkpoint, layers, strict)
-    schemes = {layer: checkpoint.scheme(layer) for layer in checkpoint.layers}
-    arrivals = begin(model, layers, schemes.get, device=device, dtype=dtype, high=high)
+    arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
     for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
         arrivals.put(name, checkpoint.read(name))
     end(model, layers, arrivals)
@@ -146,7 +146,7 @@ def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[s
 def begin(
     model: nn.Module,
     layers: Layers,
-    scheme: Callable[[str], Scheme | None] | None,
+    sources: Mapping[str, Layer] | None = None,
     *,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -158,7 +158,7 @@ def begin(
     Args:
         model: the module to fill.
         layers: what ``layers_by_plan`` gave; they learn here which of their tensors are tied.
-        scheme: as in ``Arrivals``.
+        sources: as in ``Arrivals``.
         device: as in ``fill``.
         dtype: as in ``fill``.
         high: as in ``Arrivals``.
@@ -171,7 +171,7 @@ def begin(
         model.set_submodule(name, layer)
     if dtype is not None:
         model.to(dtype)
-    return Arrivals(model, shapes, scheme, device=device, dtype=dtype, high=high, owned=owned)
+    return Arrivals(model, shapes, sources, device=device, dtype=dtype, high=high, owned=owned)
 
 
 def end(model: nn.Module, layers: Layers, arrivals: Arrivals) -> None:
@@ -203,15 +203,18 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
     names = _names_of_linears(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     shapes = _shapes(_state(model, found))
-    fp8 = set(checkpoint.layers)
-    for name in checkpoint.layers:
+    for name, source in checkpoint.layers.items():
         route = find(name, "weight", shapes)
-        if route is None or route.expert is not None or not fp8.issuperset(route.sources):
+        if route is None or route.expert is not None or source.weight == name:
             continue  # unused and reported with the others, or decoded
-        scheme = checkpoint.scheme(name)
-        scheme = scheme if route.split or route.whole else joined_scheme(scheme)
+        siblings = {checkpoint.layers[n].scheme for n in route.sources if n in checkpoint.layers}
+        if len(siblings) > 1 or not checkpoint.layers.keys() >= set(route.sources):
+            continue  # a joined layer of one kind cannot hold them: decoded
+        scheme = source.scheme if route.split or route.whole else joined_scheme(source.scheme)
         for target in route.split or (route.target,):
             module = modules[target]
+            if not isinstance(module, nn.Linear):
+                continue  # an embedding, say: decoded
             if isinstance(module, Fp8Linear) and module.scheme.activation == scheme.activation:
                 if module.scheme == scheme or len(route.sources) > 1:
                     continue
@@ -311,8 +314,14 @@ def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _check(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: bool) -> list[str]:
     """Compare names and shapes before anything changes; list tensors the model has no use for."""
     wanted = _state(model, layers)
-    scales = {named(n, kind) for n in checkpoint.layers for kind in SCALES}
-    found = fit({n: i.shape for n, i in checkpoint.tensors.items()}, _shapes(wanted), scales)
+    tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
+    scales = {
+        scale: layer.weight
+        for layer in checkpoint.layers.values()
+        for scale in (layer.scale, layer.input_scale)
+        if scale is not None
+    }
+    found = fit(tensors, _shapes(wanted), scales)
     problems = list(found.problems)
     tied = {name: group for group in _ties(wanted) for name in group}
     here = found.covered | _made_here(model, layers, found.covered)

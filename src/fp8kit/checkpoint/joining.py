@@ -10,7 +10,9 @@ from torch import Tensor
 
 from fp8kit import functional
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme
+from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, scale_shape
+
+_E8M0_NAN = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,46 @@ class Fp8Weight:
     def shape(self) -> torch.Size:
         """Shape of the weight."""
         return self.q.shape
+
+
+def fp8_weight(
+    name: str, codes: Tensor, scale: Tensor, input_scale: Tensor | None, group: GroupShape
+) -> Fp8Weight:
+    """Put codes and scales together.
+
+    Args:
+        name: of the scale, for errors.
+        codes: FP8 ``[N, K]``, or a stack ``[E, N, K]``.
+        scale: as many numbers as ``group`` wants, in any shape.
+        input_scale: one number; those of a stack are dropped.
+        group: granularity of ``scale``.
+
+    Raises:
+        CheckpointError: if the scale has another dtype or size, or is not finite and positive.
+    """
+    wanted = scale_shape(codes.shape, group)
+    scale = scale.to(codes.device)
+    if scale.numel() == torch.Size(wanted).numel():
+        scale = scale.reshape(wanted)
+    try:
+        q = QTensor(codes, scale, group)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    if not (is_finite(q) and (group == MX or (scale > 0).all())):
+        raise CheckpointError(
+            teach(
+                f"{name} holds NaN, infinite, zero or negative values.",
+                "Scales are finite and positive.",
+                "Look for the fault where they were made.",
+            )
+        )
+    single = input_scale is not None and input_scale.numel() == 1
+    return Fp8Weight(q, input_scale.reshape(1, 1) if input_scale is not None and single else None)
+
+
+def is_finite(q: QTensor) -> bool:
+    """Say whether all scales are finite, as those of finite numbers are."""
+    return bool((q.scale != _E8M0_NAN if q.group == MX else q.scale.isfinite()).all())
 
 
 def joined_scheme(scheme: Scheme) -> Scheme:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from os.path import lexists
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import torch
@@ -78,12 +79,6 @@ class Checkpoint:
         count = Counter(i.dtype for n, i in self.tensors.items() if not self.is_scale(n))
         floats = [d for d, _ in count.most_common() if d in FLOATS]
         return floats[0] if floats else torch.bfloat16
-
-    def scheme(self, layer: str) -> Scheme:
-        """Give the scheme of an FP8 layer."""
-        assert self.spec is not None
-        assert layer in self.layers
-        return self.spec.scheme
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Load tensors one at a time, shard by shard, in the order they have on disk.
@@ -200,8 +195,8 @@ def scan(path: str | Path) -> Checkpoint:
                 "Check the path; a model from a hub is downloaded first.",
             )
         )
-    config = read_json(path / "config.json") if (path / "config.json").exists() else {}
-    documents = {n: read_json(path / n) for n in DOCUMENTS if (path / n).exists()}
+    config = read_json(path / "config.json") if lexists(path / "config.json") else {}
+    documents = {n: read_json(path / n) for n in DOCUMENTS if lexists(path / n)}
     index, shards = _files(path)
     return _scan(path, config, documents, index, shards)
 
@@ -240,15 +235,25 @@ def _scan(
         read.spec,
         read.layers,
         read.kv_scales,
-        problems + read.problems,
+        problems + [_placed(problem, tensors) for problem in read.problems],
     )
+
+
+def _placed(problem: str, tensors: Mapping[str, TensorInfo]) -> str:
+    """Say in which file the tensor lies that a problem names, or what is beside a missing one."""
+    words = [word.rstrip(".,;:") for word in problem.split()]
+    words += [f"{word.rpartition('.')[0]}.weight" for word in words]
+    shards = [tensors[word].shard for word in words if word in tensors]
+    if not shards and any(name in problem for name in ("config.json", *DOCUMENTS)):
+        return problem
+    return f"{shards[0] if shards else 'config.json (quantization_config)'}: {problem}"
 
 
 def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     """Find the weights: the index, if there is one, and the shards."""
     for stem in STEMS:
         single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
-        if (path / single).exists() and (path / index).exists():
+        if lexists(path / single) and lexists(path / index):
             raise CheckpointError(
                 teach(
                     f"{path} holds both {single} and {index}.",
@@ -256,10 +261,10 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
                     "Remove the one that does not belong.",
                 )
             )
-        if (path / index).exists():
+        if lexists(path / index):
             weights = _weight_map(path / index)
             return weights, sorted(set(weights.values()))
-        if (path / single).exists():
+        if lexists(path / single):
             return None, [single]
     single_files = [p.name for p in path.glob("*.safetensors")]
     if len(single_files) == 1:
@@ -286,13 +291,14 @@ def _weight_map(index: Path) -> dict[str, str]:
             isinstance(shard, str)
             and shard.endswith(".safetensors")
             and shard.isprintable()
+            and len(shard) < 256
             and PurePosixPath(shard).name == shard
             and PureWindowsPath(shard).name == shard
         )
         if not safe:
             raise CheckpointError(
                 teach(
-                    f"{index.name} places {shown(name)} in {shown(repr(shard))}.",
+                    f"{index.name}: weight_map places {shown(name)} in {shown(repr(shard))}.",
                     "A shard is the plain name of a .safetensors file in the same directory.",
                     "Do not use this checkpoint unless you know where it comes from.",
                 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fp8kit.checkpoint.pairing import named
+from fp8kit.checkpoint.naming import named
 
 # a joined layer, and the layers it is made of in the order of its rows; of three, the last two
 # have equally many rows (keys and values)
@@ -126,13 +126,14 @@ def find(layer: str, kind: str, wanted: Shapes) -> Route | None:
     return _stacked(layer, kind, wanted)
 
 
-def fit(found: Shapes, wanted: Shapes, scales: Collection[str] = ()) -> Fit:
+def fit(found: Shapes, wanted: Shapes, scales: Mapping[str, str] | None = None) -> Fit:
     """Compare the names and shapes of a checkpoint with those of a model.
 
     Args:
         found: shapes in the checkpoint.
         wanted: shapes in the model.
-        scales: names in the checkpoint whose shapes were compared with their weights already.
+        scales: names of scales in the checkpoint to the weights they belong to, with which their
+            shapes have been compared already.
 
     Example:
         >>> fit({"a.weight": (2, 3)}, {"a.weight": (2, 4)}).problems
@@ -142,16 +143,19 @@ def fit(found: Shapes, wanted: Shapes, scales: Collection[str] = ()) -> Fit:
     parts: dict[str, dict[str, int]] = defaultdict(dict)
     routes: dict[str, Route] = {}
     for name, shape in found.items():
-        layer, _, kind = name.rpartition(".")
+        scale_of = (scales or {}).get(name)
+        layer, _, kind = (scale_of or name).rpartition(".")
         route = find(layer, kind, wanted)
         if route is None:
             result.unused.append(name)
             continue
         targets = [named(t, kind) for t in route.split] or [route.tensor(kind)]
+        if scale_of is not None:  # the scales of a layer are there if its weight is
+            suffix = name.rpartition(".")[2]
+            result.covered.update(named(t, suffix) for t in route.split or (route.target,))
+            continue
         result.covered.update(targets)
-        if name in scales:
-            result.covered.update(named(t, kind) for t in route.split or (route.target,))
-        elif route.split:
+        if route.split:
             rows = sum(wanted[t][0] for t in targets)
             result.compare(name, shape, (rows, *wanted[targets[0]][1:]))
         elif route.whole:

@@ -21,14 +21,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from fp8kit import functional
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
 from fp8kit.checkpoint.filling import Filled
-from fp8kit.checkpoint.pairing import named
+from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.reader import Checkpoint
-from fp8kit.checkpoint.routing import SCALES
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import QTensor
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
-from fp8kit.integrations.transformers_quantizer import check_version, layers_in_model
+from fp8kit.integrations.transformers_quantizer import check_version, layers_in_model, plain
 
 
 def load(
@@ -66,12 +65,11 @@ def load(
     kept, merged = _layers(checkpoint)
     hf_config = _config(checkpoint, kept)
     high = dtype or checkpoint.dtype
-    scales = {named(layer, kind) for layer in merged for kind in SCALES}
-    state: dict[str, _OnDisk] = {
-        n: _OnDisk(checkpoint, n) for n in checkpoint.tensors if n not in scales
-    }
-    for name in (named(layer, "weight") for layer in merged):
-        state[name] = _OnDisk(checkpoint, name, high)
+    state = {name: _OnDisk(checkpoint, name) for name in checkpoint.tensors}
+    for layer in (checkpoint.layers[name] for name in merged):
+        for scale in (layer.scale, layer.input_scale):
+            state.pop(scale or "", None)
+        state[layer.weight] = _OnDisk(checkpoint, layer.weight, layer, high)
     placed = device is not None and device.type != "cpu" and _has_accelerate()
     options: dict[str, Any] = {"device_map": {"": device}} if placed else {}
     if config is not None:
@@ -160,30 +158,32 @@ class _OnDisk:
 
     checkpoint: Checkpoint
     name: str
-    decoded: torch.dtype | None = None  # of the dense tensor that FP8 codes become
+    codes: Layer | None = None  # a layer that is decoded
+    high: torch.dtype = torch.bfloat16
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.decoded or self.checkpoint.tensors[self.name].dtype
+        return self.high if self.codes else self.checkpoint.tensors[self.name].dtype
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point
 
     def __getitem__(self, index: Any) -> Tensor:
-        tensor = self.checkpoint.read(self.name)
-        if self.decoded is not None:
-            scale = self.checkpoint.read(f"{self.name}_scale")
-            scheme = self.checkpoint.scheme(self.name.removesuffix(".weight"))
-            tensor = functional.dequantize(QTensor(tensor, scale, scheme.weight), self.decoded)
+        tensor, layer = self.checkpoint.read(self.name), self.codes
+        if layer is not None:
+            q = QTensor(tensor, self.checkpoint.read(layer.scale), layer.group)
+            tensor = functional.dequantize(q, self.high)
+            tensor = tensor.transpose(-1, -2) if layer.transposed else tensor
         return tensor[index]
 
 
 def _layers(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     """Divide the FP8 layers into those that stay one matrix in the model, and the others."""
-    if checkpoint.spec is None:
+    if not checkpoint.layers:
         return [], []
-    kept, merged = layers_in_model(skeleton(checkpoint), checkpoint.layers)
-    return list(kept), merged
+    weights = {layer.weight: name for name, layer in checkpoint.layers.items()}
+    kept, merged = layers_in_model(skeleton(checkpoint), weights)
+    return [weights[w] for w in kept], [weights[w] for w in merged]
 
 
 def _model_class(checkpoint: Checkpoint) -> Any:
@@ -208,8 +208,8 @@ def _config(checkpoint: Checkpoint, layers: Sequence[str]) -> Any:
     if checkpoint.spec is not None:
         config.quantization_config = {
             "quant_method": "fp8kit",
-            "scheme": checkpoint.spec.scheme.name,
-            "layers": list(layers),
+            "scheme": plain(checkpoint.spec.scheme),
+            "layers": {name: plain(checkpoint.layers[name].scheme) for name in layers},
         }
     return config
 

@@ -24,7 +24,7 @@ LAYER = 2 * 4 * WIDTH * WIDTH  # bytes of the largest layer in bf16, gate and up
 
 
 def measured(way: str, small: Path, large: Path) -> dict[str, int]:
-    tests = Path(__file__).parent
+    tests = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(tests.parent / "src")}
     # memory that malloc keeps for later would count as taken
     environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
