@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fp8kit.errors import teach
 
-BACKEND_NAMES = ("swap_ab", "torch_native", "dequantized", "triton", "reference")
+BACKEND_NAMES = ("swap_ab", "torch_native", "dequantized", "triton", "cpu", "reference")
 
 
 def _backend_names(variable: str) -> frozenset[str]:
