@@ -57,7 +57,7 @@ class Numbers:
         activation: granularity of the activations; ``None`` for the one natural to the weight
             (rows for tensors and rows, 1x128 for blocks, MX for MX).
         static: activations have an ``input_scale``; ``None`` if its presence says it.
-        weight_only: activations are not quantized.
+        weight_only: activations are not quantized, unless they are static.
         ue8m0: scales are powers of two.
         swizzled: MX scales are stored in 128x4 tiles (torchao).
         transposed: stacks of experts are stored with K before N (FBGEMM).
@@ -78,10 +78,10 @@ class Numbers:
             weight: granularity of the weight.
             has_input_scale: an ``input_scale`` lies beside it.
         """
-        if self.weight_only:
-            return scheme_of(weight, None)
         if self.static or (self.static is None and has_input_scale):
             return scheme_of(weight, TENSOR, static=True)
+        if self.weight_only:
+            return scheme_of(weight, None)
         natural = _NATURAL.get(weight, GroupShape(1, weight.cols))
         return scheme_of(weight, self.activation or natural, ue8m0=self.ue8m0)
 

@@ -17,13 +17,8 @@ def _detect(source: Source) -> bool:
     return marked or "scaled_fp8" in source.kinds or _METADATA in source.metadata
 
 
-def _parse(source: Source) -> Announcement:
-    def numbers(layer: str) -> Numbers:
-        inputs = (f"{layer}.scale_input", f"{layer}.input_scale")
-        static = any(name in source.kinds for name in inputs)
-        return Numbers(static=static, weight_only=not static)
-
-    return Announcement(numbers)
+def _parse(_: Source) -> Announcement:
+    return Announcement(lambda _: Numbers(static=None, weight_only=True))
 
 
 COMFYUI = Dialect("comfyui", _detect, _parse)
