@@ -176,3 +176,41 @@ def test_module_entry_point() -> None:
     command = [sys.executable, "-m", "fp8kit", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert fp8kit.__version__ in done.stdout
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_convert_checkpoint(tmp_path: Path) -> None:
+    result = run("convert-checkpoint", GOLDEN / "modelopt-flat", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["dialect"], found["scheme"]) == ("compressed-tensors", "FP8")
+    result = run("convert-checkpoint", tmp_path / "out", tmp_path / "again", "--dialect", "autofp8")
+    assert result.exit_code == 0, result.output
+    assert "autofp8, FP8" in result.output
+    assert f"written to {tmp_path / 'again'}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("fp8-block", ("--target", "transformers"), "do not load in transformers"),
+        ("fp8-block", ("--dialect", "quark"), "Those that are written are"),
+        ("fp8-block", ("--target", "tgi"), "Known targets are"),
+        ("fp8-block", ("--unfit", "drop"), "It is one of refuse, dequantize"),
+        ("nowhere", (), "There is no directory"),
+    ],
+)
+def test_convert_checkpoint_refuses(
+    source: str, options: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    result = run("convert-checkpoint", GOLDEN / source, tmp_path / "out", *options)
+    assert said in failure(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_of_one_file() -> None:
+    result = run("inspect", GOLDEN / "comfyui-scaled" / "diffusion.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "comfyui, FP8_TENSOR_BY_16BIT" in result.output

@@ -7,7 +7,7 @@ from fp8kit.formats import FP8_FORMATS
 
 
 def _detect(source: Source) -> bool:
-    if source.method:
+    if source.quantization:
         return source.method in ("w8a8-fp8", "fp8-kv")
     return any(dtype in FP8_FORMATS for dtype, _ in source.kinds.values())
 
