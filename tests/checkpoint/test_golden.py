@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from fp8kit.checkpoint.dialects import DIALECTS
 from fp8kit.checkpoint.inspection import inspect
@@ -17,6 +18,8 @@ from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.formats import QTensor, scale_dtype, scale_shape
 from fp8kit.functional import dequantize
+from fp8kit.model_io import load
+from fp8kit.modules.linear import Fp8Linear
 from golden.generate import FOLDER, goldens
 from golden.layout import Golden, value_of, write
 from numerics import assert_bits_equal
@@ -119,6 +122,47 @@ def test_the_rest_is_untouched(name: str) -> None:
     assert rest == set(plain)
     for key in plain:
         assert_bits_equal(checkpoint.read(key), golden.tensors[key])
+
+
+def module_of(golden: Golden) -> nn.Module:
+    """Build a module on the meta device that has the linear layers and the rest of a checkpoint."""
+    root = nn.Module()
+    shapes = {layer: tuple(v.shape) for layer, v in golden.truth.items()}
+    shapes |= {
+        name.removesuffix(".weight"): tuple(t.shape)
+        for name, t in golden.tensors.items()
+        if t.dtype == torch.bfloat16 and name.endswith(".weight")
+    }
+    for name, shape in shapes.items():
+        *parents, last = name.split(".")
+        holder = root
+        for parent in parents:
+            if not hasattr(holder, parent):
+                holder.add_module(parent, nn.Module())
+            holder = holder.get_submodule(parent)
+        linear = nn.Linear(shape[-1], shape[0], bias=False, device="meta", dtype=torch.bfloat16)
+        norm = nn.LayerNorm(shape[0], bias=False, device="meta", dtype=torch.bfloat16)
+        holder.add_module(last, linear if len(shape) == 2 else norm)
+    return root
+
+
+FLAT = [n for n, g in GOLDENS.items() if all(v.dim() == 2 for v in g.truth.values())]
+
+
+@pytest.mark.filterwarnings("ignore:.*tensors that the model does not use")
+@pytest.mark.filterwarnings("ignore:The config quantizes the KV cache")
+@pytest.mark.filterwarnings("ignore:Layers have Mistral's own names")
+@pytest.mark.parametrize("name", FLAT)
+def test_every_dialect_loads_into_a_module(name: str) -> None:
+    golden = GOLDENS[name]
+    model = load(place(name), module_of(golden))
+    for layer, values in golden.truth.items():
+        module = model.get_submodule(layer)
+        assert isinstance(module, Fp8Linear)
+        assert_bits_equal(module.to_linear(torch.float32).weight.detach(), values)
+        wanted = golden.inputs.get(layer)
+        held = None if module.input_scale is None else module.input_scale.item()
+        assert held == (None if wanted is None else torch.tensor(wanted).item())
 
 
 @names

@@ -138,7 +138,7 @@ def scale_problem(name: str, scale: Kind, shape: Shape, numbers: Numbers) -> str
     group = numbers.weight
     assert group is not None
     shapes = accepted_shapes(shape, group, numbers)
-    dtypes = _BYTES if group == MX else FLOATS
+    dtypes: tuple[torch.dtype, ...] = _BYTES if group == MX else FLOATS
     if group.rows > 1:  # DeepSeek V4 stores powers of two so
         dtypes = (*FLOATS, torch.float8_e8m0fnu)
     if scale[0] in dtypes and scale[1] in shapes:
