@@ -66,23 +66,33 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where there is room; default: temporary")
     arguments = parser.parse_args()
-    rows = []
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        for size in arguments.gigabytes:
-            source = Path(folder) / "source"
-            total = make(source, int(size * 1e9))
-            rows += measure(Path(folder), source, total, arguments.runs)
-            print(json.dumps(rows[-1]), flush=True)
-            shutil.rmtree(source)
-    found = {
-        "device": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+    found: dict[str, Any] = {
+        "device": f"{processor()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "safetensors": safetensors.__version__,
         "python": platform.python_version(),
         "commit": commit(),
-        "rows": rows,
+        "load_average_before": os.getloadavg()[0],
+        "rows": [],
     }
-    arguments.result.write_text(json.dumps(found, indent=1) + "\n")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        for size in arguments.gigabytes:
+            source = Path(folder) / "source"
+            total = make(source, int(size * 1e9))
+            for row in measure(Path(folder), source, total, arguments.runs):
+                found["rows"].append(row)
+                print(json.dumps(row), flush=True)
+            shutil.rmtree(source)
+            arguments.result.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def processor() -> str:
+    """Name the processor as well as the system can."""
+    if Path("/proc/cpuinfo").is_file():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def make(folder: Path, wanted: int) -> int:

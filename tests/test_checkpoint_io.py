@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -30,7 +31,7 @@ from fp8kit.checkpoint_io import Recipe, quantize_checkpoint, workers_on
 from fp8kit.errors import CheckpointError, ConversionError
 from numerics import assert_bits_equal
 
-SCHEMES = ("FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "FP8_WEIGHT_ONLY")
+SCHEMES = ("FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "FP8_WEIGHT_ONLY", "MXFP8")
 TESTS = Path(__file__).parent
 SMALL = 500_000
 
@@ -174,7 +175,7 @@ def test_experts_become_fp8_and_load(moe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["E,N,K", "E,K,N"])
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK"])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "MXFP8"])
 def test_stacked_experts_are_written_one_by_one(
     scheme: str, transposed: bool, tmp_path: Path
 ) -> None:
@@ -190,8 +191,9 @@ def test_stacked_experts_are_written_one_by_one(
         for kind, stack in (("gate", gate), ("up", up), ("down", down)):
             singles[f"{at}.{i}.{kind}_proj.weight"] = stack[i].clone()
     router = {"layers.0.mlp.gate.weight": torch.randn(e, hidden).bfloat16()}
-    stream(plain(tmp_path / "stacked", stacks | router), tmp_path / "a", scheme)
-    stream(plain(tmp_path / "single", singles | router), tmp_path / "b", scheme)
+    target = "transformers"  # it loads experts of every granularity
+    stream(plain(tmp_path / "stacked", stacks | router), tmp_path / "a", scheme, target=target)
+    stream(plain(tmp_path / "single", singles | router), tmp_path / "b", scheme, target=target)
     assert all_bytes(tmp_path / "a") == all_bytes(tmp_path / "b")
     assert fp8kit.verify_checkpoint(tmp_path / "stacked", tmp_path / "a").problems == []
 
@@ -595,13 +597,14 @@ def test_progress_counts_every_byte_once(
     nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bars = []
-    make = checkpoint_io.tqdm
+    make = checkpoint_io._bar
 
-    def watched(**options: Any) -> Any:
-        bars.append(make(**{**options, "disable": False, "file": io.StringIO()}))
+    def watched(what: str, total: int, done: int, progress: bool | None) -> Any:
+        with contextlib.redirect_stderr(io.StringIO()):
+            bars.append(make(what, total, done, True))
         return bars[-1]
 
-    monkeypatch.setattr(checkpoint_io, "tqdm", watched)
+    monkeypatch.setattr(checkpoint_io, "_bar", watched)
     total = sum(i.nbytes for i in open_checkpoint(nano).tensors.values())
     for scheme in ("FP8_DYNAMIC", "FP8_TENSOR"):
         stream(nano, tmp_path / scheme, scheme)

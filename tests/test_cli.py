@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 import fp8kit
 from checkpoint_samples import edit_tensors
 from fp8kit.checkpoint import streaming
-from fp8kit.cli import main
+from fp8kit.cli import _in_shell_words, main
 
 NANO = Path(__file__).parents[1] / "examples" / "nano"
 
@@ -197,6 +197,38 @@ def test_explain(quantized: Path) -> None:
     assert "torch_native" in found[0]["declined"]
 
 
+def test_explain_of_high_precision_names_the_command(tmp_path: Path) -> None:
+    said = failure(run("explain", NANO))
+    assert f"Make one: fp8kit quantize {NANO} DESTINATION" in said
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        ("Got target='ollama'.", "Got --target ollama."),
+        ("strict=True, and 3 layers cannot", "--strict, and 3 layers cannot"),
+        ("Pass exclude=['*.a', 'b'].", "Pass --exclude '*.a' --exclude b."),
+        ("Got scheme=FP8_BLOCK for d, which", "Got --scheme FP8_BLOCK for d, which"),
+        ("pass overwrite=True.", "pass --overwrite."),
+        ("Use fp8kit.load(dir, scheme='FP8').", "Use fp8kit.load(dir, scheme='FP8')."),
+        ("Got sideways=3.", "Got sideways=3."),
+    ],
+)
+def test_errors_name_options_not_arguments(python: str, shell: str) -> None:
+    assert _in_shell_words(python) == shell
+
+
+def test_options_are_named_end_to_end(tmp_path: Path) -> None:
+    said = failure(run("quantize", NANO, tmp_path / "out", "--target", "vlm"))
+    assert "Got --target vlm." in said
+    assert "Did you mean 'vllm'?" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    said = failure(run("quantize", NANO, tmp_path / "full"))
+    assert "overwrite=True" not in said
+    assert "--overwrite" in said
+
+
 def test_explain_refuses_a_negative_row_count(quantized: Path) -> None:
     assert "not negative" in failure(run("explain", quantized, "-m", -1))
 
@@ -212,3 +244,41 @@ def test_module_entry_point() -> None:
     command = [sys.executable, "-m", "fp8kit", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert fp8kit.__version__ in done.stdout
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_convert_checkpoint(tmp_path: Path) -> None:
+    result = run("convert-checkpoint", GOLDEN / "modelopt-flat", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["dialect"], found["scheme"]) == ("compressed-tensors", "FP8")
+    result = run("convert-checkpoint", tmp_path / "out", tmp_path / "again", "--dialect", "autofp8")
+    assert result.exit_code == 0, result.output
+    assert "autofp8, FP8" in result.output
+    assert f"written to {tmp_path / 'again'}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("fp8-block", ("--target", "transformers"), "do not load in transformers"),
+        ("fp8-block", ("--dialect", "quark"), "Those that are written are"),
+        ("fp8-block", ("--target", "tgi"), "Known targets are"),
+        ("fp8-block", ("--unfit", "drop"), "It is one of refuse, dequantize"),
+        ("nowhere", (), "There is no directory"),
+    ],
+)
+def test_convert_checkpoint_refuses(
+    source: str, options: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    result = run("convert-checkpoint", GOLDEN / source, tmp_path / "out", *options)
+    assert said in failure(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_of_one_file() -> None:
+    result = run("inspect", GOLDEN / "comfyui-scaled" / "diffusion.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "comfyui, FP8_TENSOR_BY_16BIT" in result.output

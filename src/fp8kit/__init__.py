@@ -11,6 +11,7 @@ The data flow, which is also the order of the modules::
     conversion  plan and convert: dense layers become FP8 layers
     checkpoint  dialects of files on disk
     model_io    save and load: models to and from directories
+    weight_loading  load_weights: tensors as they arrive, in place
     checkpoint_io  quantize_checkpoint, verify_checkpoint: directories of any size
 """
 
@@ -43,5 +44,6 @@ from fp8kit.model_io import save as save
 from fp8kit.modules.linear import Fp8Linear as Fp8Linear
 from fp8kit.report import Report as Report
 from fp8kit.selection import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
+from fp8kit.weight_loading import load_weights as load_weights
 
 __version__ = "0.1.0"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from fp8kit.checkpoint import directory, journal, streaming
 from fp8kit.checkpoint.choosing import Choice, Facts, choose, facts_by_name
@@ -90,7 +89,7 @@ def quantize_checkpoint(
         partial.begin(run)
         if runner is None:
             runner = _threads(workers_on(["cpu"]) if devices is None else devices)
-        _carry_out(work, origin, partial, runner, progress)
+        _carry_out(work, checkpoint.path, partial, runner, progress)
     return report
 
 
@@ -248,6 +247,8 @@ def _carry_out(
 
 def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
     """Show bytes, rate and the time that is left."""
+    from tqdm import tqdm  # a tenth of what importing this package takes
+
     return tqdm(
         total=total,
         initial=done,

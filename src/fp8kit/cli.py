@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -17,7 +18,10 @@ from torch import nn
 
 import fp8kit
 from fp8kit import checkpoint_io, model_io
+from fp8kit.checkpoint import translation
 from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
+from fp8kit.checkpoint.targets import TARGETS
+from fp8kit.checkpoint.translation import UNFIT
 from fp8kit.formats import SCHEMES
 from fp8kit.settings import DISABLED_BACKENDS
 
@@ -32,7 +36,28 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except _EXPECTED as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(_in_shell_words(str(error))) from error
+
+
+# an argument of Python as errors write it: scheme='FP8', strict=True, exclude=["a", "b"]
+_ARGUMENT = re.compile(
+    r"\b(scheme|target|include|exclude|device|overwrite|strict)="
+    r"(?:(?P<flag>True)\b|(?P<list>\[[^\]]*\])|(?P<quote>['\"]?)(?P<word>[\w.*:-]+)(?P=quote))"
+)
+
+
+def _in_shell_words(text: str) -> str:
+    """Write the arguments that an error text names as options of the command line."""
+
+    def option(found: re.Match[str]) -> str:
+        name, values = f"--{found[1]}", found["word"] or ""
+        if found["list"]:
+            items = re.findall(r"['\"]([^'\"]*)['\"]", found["list"])
+            return " ".join(f"{name} {shlex.quote(item)}" for item in items) or name
+        return name if found["flag"] else f"{name} {shlex.quote(values)}"
+
+    calls = re.split(r"(fp8kit\.\w+\([^)]*\)+)", text)  # whole calls stay Python
+    return "".join(c if i % 2 else _ARGUMENT.sub(option, c) for i, c in enumerate(calls))
 
 
 def _selection(command: _F) -> _F:
@@ -185,6 +210,36 @@ def quantize(
     _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
 
 
+@main.command("convert-checkpoint")
+@_source
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option("--target", help=f"Who loads it: {', '.join(TARGETS)}.  [default: vllm]")
+@click.option("--dialect", help="The dialect to write, if not the target's own.")
+@click.option(
+    "--unfit",
+    default=UNFIT[0],
+    show_default=True,
+    help=f"Layers that the target cannot load: {' or '.join(UNFIT)}.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+@_json
+def convert_checkpoint(
+    source: Path,
+    destination: Path,
+    target: str | None,
+    dialect: str | None,
+    unfit: str,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write the FP8 checkpoint SOURCE in another dialect, bit for bit, into DESTINATION."""
+    translation.convert_checkpoint(
+        source, destination, target=target, dialect=dialect, unfit=unfit, overwrite=overwrite
+    )
+    result = inspect_checkpoint(destination)
+    _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+
+
 @main.command()
 @_source
 @click.argument("result", type=click.Path(path_type=Path))
@@ -239,7 +294,7 @@ def plan(
 @_json
 def explain(source: Path, rows: int, device: str, as_json: bool) -> None:
     """Say which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
-    model: nn.Module = model_io.load(source, device=device)
+    model: nn.Module = model_io.load(model_io.require_fp8(source), device=device)
     found = fp8kit.explain(model, rows)
     _print(found.to_dict() if as_json else str(found), as_json)
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from fp8kit import settings
-from fp8kit.errors import UnsupportedError, teach
+from fp8kit.errors import UnsupportedError, did_you_mean, teach
 
 # (name, module path, device types), the best first; no device types means any device
 BackendTable = tuple[tuple[str, str, tuple[str, ...]], ...]
@@ -94,7 +94,11 @@ def require(table: BackendTable, problem: Any, only: str | None = None) -> Modul
     names = ", ".join(name for name, *_ in table)
     if only is not None and not choice.declined:
         raise ValueError(
-            teach(f"Unknown backend {only!r}.", f"Known are {names}.", "Pass one of these or None.")
+            teach(
+                f"Unknown backend {only!r}.",
+                f"Known are {names}.",
+                "Pass one of these or None." + did_you_mean(only, (name for name, *_ in table)),
+            )
         )
     reasons = "\n".join(f"  {name}: {why}" for name, why in choice.declined)
     raise UnsupportedError(

@@ -15,7 +15,7 @@ from torch import nn
 from fp8kit.checkpoint import exporting, filling
 from fp8kit.checkpoint.dialects import Spec
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.targets import check_layers, dialect_for
+from fp8kit.checkpoint.targets import check_layers, dialect_for, output_heads
 from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, check_destination, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
@@ -66,8 +66,9 @@ def save(
         source = source or (known if known.name and known.is_dir() else None)
     else:
         exported = exporting.export_module(model)
-    quantization = dialect.render(Spec(scheme, tuple(exported.dense)))
-    tensors = dict(exporting.on_disk(n, t, dialect) for n, t in exported.tensors.items())
+    heads = dict.fromkeys(output_heads(layers), scheme)
+    quantization = dialect.render(Spec(scheme, tuple(exported.dense), others=heads))
+    tensors = dict(exporting.on_disk(n, t, dialect, scheme) for n, t in exported.tensors.items())
     return write_checkpoint(
         destination,
         {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()},
@@ -124,17 +125,17 @@ def load(
     if model is not None:
         chosen = None if checkpoint.spec or scheme is None else scheme
         selection = None if chosen is None else filling.Selection(chosen, include, exclude, strict)
-        unused = filling.fill(
+        filled = filling.fill(
             model, checkpoint, selection, device=where, dtype=dtype, strict=strict
         )
-        _warn(checkpoint, unused)
+        _warn(checkpoint, filled)
         return model
     hf = integration()
     config = None
     if checkpoint.spec is None:
         config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
-    made, unused = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
-    _warn(checkpoint, unused)
+    made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
+    _warn(checkpoint, filled)
     return made
 
 
@@ -217,6 +218,23 @@ def check_request(
     check_destination(destination.absolute(), source.absolute(), overwrite)
 
 
+def require_fp8(source: Path) -> Path:
+    """Give back the path of an FP8 checkpoint; refuse one in high precision.
+
+    Raises:
+        CheckpointError: if it is no checkpoint, or not FP8.
+    """
+    if open_checkpoint(source).spec is None:
+        raise CheckpointError(
+            teach(
+                f"{source} is in high precision.",
+                "An FP8 checkpoint is needed.",
+                f"Make one: fp8kit quantize {source} DESTINATION.",
+            )
+        )
+    return source
+
+
 def is_transformers(model: nn.Module) -> bool:
     """Say whether a model is one of Transformers, without importing it."""
     return any(
@@ -246,11 +264,9 @@ def integration() -> ModuleType:
         ) from error
 
 
-def _warn(checkpoint: Checkpoint, unused: Sequence[str]) -> None:
+def _warn(checkpoint: Checkpoint, filled: filling.Filled) -> None:
     notes = list(checkpoint.spec.unread) if checkpoint.spec else []
-    if unused:
-        listed = f"{', '.join(unused[:5])}{' and others' if len(unused) > 5 else ''}"
-        notes.append(f"{checkpoint.path} holds tensors that the model does not use: {listed}.")
+    notes += filled.notes(str(checkpoint.path))
     for note in notes:
         warnings.warn(note, stacklevel=3)
 

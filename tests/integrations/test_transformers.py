@@ -128,7 +128,7 @@ def test_shards(tmp_path: Path) -> None:
     assert stock(tmp_path / "c").config.quantization_config is not None
 
 
-@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK"])
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR"])
 def test_stock_transformers_computes_the_same(tmp_path: Path, scheme: str) -> None:
     model = converted(scheme)
     save(model, tmp_path / "c", target="transformers")
@@ -322,16 +322,28 @@ def test_unused_tensor(tmp_path: Path, nano: Path) -> None:
         load(tmp_path / "c", strict=True)
 
 
-def test_fp8_experts_are_refused(tmp_path: Path) -> None:
+def test_fp8_experts_are_decoded_and_named(tmp_path: Path) -> None:
     path = tiny("Qwen3Moe", tmp_path, **MOE)
-    save(load(path, scheme="FP8_DYNAMIC"), tmp_path / "c")
-    name = "model.layers.0.mlp.experts.0.up_proj.weight"
-    weight = load_file(tmp_path / "c" / SHARD)[name]
-    q = fp8kit.quantize(weight, ROW, role="weight")
-    key = name.replace(".", "__")
-    edit_tensors(tmp_path / "c", **{key: q.data, f"{key}_scale": q.scale})
-    with pytest.raises(CheckpointError, match=r"up_proj.weight is FP8, and Qwen3MoeForC"):
-        load(tmp_path / "c")
+    plain = load(path, scheme="FP8_DYNAMIC")
+    save(plain, tmp_path / "c")
+    state, decoded = load_file(tmp_path / "c" / SHARD), {}
+    changes: dict[str, Tensor | None] = {}
+    for name in (n for n in state if ".experts." in n):
+        q = fp8kit.quantize(state[name], ROW, role="weight")
+        key = name.replace(".", "__")
+        changes |= {key: q.data, f"{key}_scale": q.scale}
+        decoded[name] = fp8kit.dequantize(q, torch.bfloat16)
+    edit_tensors(tmp_path / "c", **changes)
+    with pytest.warns(UserWarning, match=r"24 FP8 layers for which .* no FP8 layer; they were dec"):
+        model = load(tmp_path / "c")
+    assert isinstance(model.model.layers[0].self_attn.q_proj, Fp8Linear)
+    prefix = "model.layers.1.mlp.experts"
+    experts = model.get_submodule(prefix)
+    for i in range(4):
+        gate_up = [decoded[f"{prefix}.{i}.{kind}_proj.weight"] for kind in ("gate", "up")]
+        assert_bits_equal(experts.gate_up_proj[i], torch.cat(gate_up))
+        assert_bits_equal(experts.down_proj[i], decoded[f"{prefix}.{i}.down_proj.weight"])
+    assert experts.down_proj.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from fp8kit.checkpoint.layers import FLOATS
 from fp8kit.checkpoint.matrices import Matrix, stack_of, stacked_experts
-from fp8kit.checkpoint.pairing import FLOATS
 from fp8kit.checkpoint.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.recipe import Recipe
 from fp8kit.checkpoint.targets import check_layers
@@ -30,7 +30,7 @@ _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clv
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class KnownLayer:
     """What is known about a linear layer whose weight is on disk.
 
     Args:
@@ -60,10 +60,10 @@ class Facts:
     """
 
     source: str
-    layers: dict[str, Layer] = field(default_factory=dict)
+    layers: dict[str, KnownLayer] = field(default_factory=dict)
     embeddings: set[str] = field(default_factory=set)
     others: dict[str, str] = field(default_factory=dict)
-    absent: dict[str, Layer] = field(default_factory=dict)
+    absent: dict[str, KnownLayer] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
 
 
@@ -113,7 +113,7 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
             facts.others[layer] = "stored as [K, N] by GPT-2's Conv1D, which is not an nn.Linear"
         else:
             obstacle = "its weight is tied to another parameter" if tied and head else ""
-            facts.layers[layer] = Layer((layer,), obstacle, head)
+            facts.layers[layer] = KnownLayer((layer,), obstacle, head)
     return facts
 
 
@@ -137,7 +137,7 @@ def choose(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Choice:
     model_type = str(checkpoint.config.get("model_type"))
     stacks, odd = stacked_experts(checkpoint.tensors, model_type)
     layers = {**_experts(checkpoint), **facts.layers}
-    layers |= {name: Layer((name,)) for stack in stacks.values() for name in stack}
+    layers |= {name: KnownLayer((name,)) for stack in stacks.values() for name in stack}
     _check_patterns(recipe, {**layers, **facts.absent})
     choice = Choice(Report(str(recipe.resolved)))
     choice.report.notes.append(f"Layers are known from {facts.source}.")
@@ -166,12 +166,12 @@ def choose(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Choice:
     return choice
 
 
-def _experts(checkpoint: Checkpoint) -> dict[str, Layer]:
+def _experts(checkpoint: Checkpoint) -> dict[str, KnownLayer]:
     layers = (n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith(".weight"))
-    return {n: Layer((n,)) for n in layers if _EXPERT.match(n)}
+    return {n: KnownLayer((n,)) for n in layers if _EXPERT.match(n)}
 
 
-def _check_patterns(recipe: Recipe, layers: dict[str, Layer]) -> None:
+def _check_patterns(recipe: Recipe, layers: dict[str, KnownLayer]) -> None:
     names = [
         n for disk, layer in layers.items() for n in {disk: None, **dict.fromkeys(layer.names)}
     ]
@@ -179,7 +179,7 @@ def _check_patterns(recipe: Recipe, layers: dict[str, Layer]) -> None:
         check_patterns(argument, () if patterns is None else patterns, names)
 
 
-def _decide(choice: Choice, name: str, layer: Layer, matrix: Matrix, recipe: Recipe) -> bool:
+def _decide(choice: Choice, name: str, layer: KnownLayer, matrix: Matrix, recipe: Recipe) -> bool:
     """Record the decision about one layer; say whether it becomes FP8."""
     names = list(dict.fromkeys((name, *layer.names)))
     excluded = _excluded(names, layer, recipe)
@@ -191,7 +191,7 @@ def _decide(choice: Choice, name: str, layer: Layer, matrix: Matrix, recipe: Rec
     return True
 
 
-def _excluded(names: list[str], layer: Layer, recipe: Recipe) -> str:
+def _excluded(names: list[str], layer: KnownLayer, recipe: Recipe) -> str:
     reason = exclusion(names, recipe.include, recipe.exclude)
     defaults = recipe.exclude is None or len(recipe.exclude) > 0
     if not reason and layer.head and defaults and not set(recipe.include or ()) & set(names):
@@ -206,10 +206,10 @@ def _decide_stack(
     down = "down_proj" in info.name.rpartition("experts")[2]
     own = {n: m for n, m in stack.items() if n.endswith("down_proj") == down}
     trial = Choice(Report(""))
-    taken = [_decide(trial, n, Layer((n,)), m, recipe) for n, m in stack.items()]
+    taken = [_decide(trial, n, KnownLayer((n,)), m, recipe) for n, m in stack.items()]
     if stack and all(taken):
         for n, matrix in own.items():
-            _decide(choice, n, Layer((n,)), matrix, recipe)
+            _decide(choice, n, KnownLayer((n,)), matrix, recipe)
         return True
     reason = odd or next(r.reason for r in trial.report.records if r.reason)
     if any(taken):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.layers import FLOATS
 from fp8kit.checkpoint.layout import MAX_SHARD_BYTES
-from fp8kit.checkpoint.pairing import FLOATS
 from fp8kit.checkpoint.targets import dialect_for
 from fp8kit.errors import teach
 from fp8kit.formats import Scheme

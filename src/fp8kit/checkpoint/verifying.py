@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -13,18 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.matrices import Matrix, MatrixFile, stacked_experts
-from fp8kit.checkpoint.pairing import named
+from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.reader import Checkpoint
 from fp8kit.checkpoint.work import SLICE_BYTES
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import MX, TENSOR, QTensor, Scheme
+from fp8kit.formats import E4M3FN, MX, TENSOR, QTensor
 from fp8kit.functional import dequantize, quantize
 from fp8kit.modules.linear import quantize_weight
 from fp8kit.quantizers.reference import expand_scale
 from fp8kit.report import table
 
 _WORST = 10
+# first row, one past the last, the source's rows, the result's
+Pairs = Iterator[tuple[int, int, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +143,14 @@ def verify(
         )
     found = Verification()
     places = _sources(source, result, found)
-    scales = {named(n, k) for n in result.layers for k in ("weight_scale", "input_scale")}
     job = _Job(source, result, places, progress)
-    layers = set(result.layers)
-    tensors = sorted(n for n in result.tensors if n in places and n not in scales)
+    layers = [x for x in result.layers.values() if x.weight in places]
+    coded = {x.weight for x in layers}
+    copied = [n for n in places if n not in coded]
     with closing(job), ThreadPoolExecutor(workers) as pool:
-        for shard in result.shards:
-            here = [n for n in tensors if result.tensors[n].shard == shard]
-            coded = [n for n in here if n.rpartition(".")[0] in layers and n.endswith("weight")]
-            held = dict(result.stream(n.removesuffix("weight") + "weight_scale" for n in coded))
-            copied = [n for n in here if n not in set(coded)]
-            found.compared += pool.map(lambda n, held=held: job.codes(n, held), coded)
-            found.compared += pool.map(job.copy, copied)
+        found.compared += pool.map(job.codes, layers)
+        found.compared += pool.map(job.copy, copied)
+    found.compared.sort(key=lambda c: c.name)
     return found
 
 
@@ -165,9 +164,7 @@ class _Job:
         places: Mapping[str, Matrix],
         progress: Callable[[int], object],
     ) -> None:
-        assert result.spec is not None
         self._source, self._result, self._places = source, result, places
-        self._scheme: Scheme = result.spec.scheme
         self._progress = progress
         self._own = threading.local()
         self._opened: list[MatrixFile] = []
@@ -178,26 +175,30 @@ class _Job:
         for file in self._opened:
             file.close()
 
-    def codes(self, name: str, scales: Mapping[str, Tensor]) -> Comparison:
+    def codes(self, layer: Layer) -> Comparison:
         """Compare FP8 codes and their scales with the weight they stand for."""
-        scale, group = scales[f"{name}_scale"], self._scheme.weight
-        stored, matrix = Matrix.of(self._result.tensors[name]), self._places[name]
-        if (matrix.rows, matrix.cols) != (stored.rows, stored.cols):
-            return _differing(name, "fp8", matrix, stored)
+        name, group = layer.weight, layer.group
+        matrix, stored = self._places[name], Matrix.of(self._result.tensors[name])
+        if self._shape(name) != layer.shape:
+            return _differing(name, "fp8", self._shape(name), layer.shape)
+        scale = self._result.read(layer.scale)
+        plain = len(layer.shape) == 2 and layer.codes == E4M3FN.dtype and not layer.transposed
+        pairs = self._pairs(matrix, stored, max(1, group.rows)) if plain else self._whole(layer)
         signal = noise = largest = 0.0
-        outside, exact = 0, group != TENSOR
-        for first, last, dense, codes in self._pairs(matrix, stored, max(1, group.rows)):
-            part = scale if group == TENSOR else _part(scale, first, last, group.rows)
+        outside, exact = 0, True
+        for first, last, dense, codes in pairs:
+            part = scale if group == TENSOR or not plain else _part(scale, first, last, group.rows)
             q = QTensor(codes, part, group)
             error = (dequantize(q) - dense.float()).abs()
             signal += float(dense.float().square().sum(dtype=torch.float64))
             noise += float(error.square().sum(dtype=torch.float64))
             largest = max(largest, float(error.max()))
             outside += int((~(error <= _bound(dense, q))).sum())
-            exact = exact and _same(quantize_weight(dense, self._scheme), q)
+            if group != TENSOR:
+                exact = exact and _same(_quantized(dense, layer), q)
             self._count(dense)
         if group == TENSOR:
-            exact = self._same_tensor(matrix, stored, scale)
+            exact = plain and self._same_tensor(layer, matrix, stored, scale)
         problem = f"{outside} elements are farther from the source than rounding explains"
         return Comparison(
             name,
@@ -212,10 +213,9 @@ class _Job:
     def copy(self, name: str) -> Comparison:
         """Compare a tensor that stayed in high precision, perhaps in another dtype."""
         info, matrix = self._result.tensors[name], self._places[name]
-        stored, there = Matrix.of(info), self._source.tensors.get(name)
-        shape = (matrix.rows, matrix.cols) if there is None else there.shape
-        if info.shape != shape:
-            return _differing(name, "copy", matrix, stored)
+        if info.shape != self._shape(name):
+            return _differing(name, "copy", self._shape(name), info.shape)
+        stored = Matrix.of(info)
         same, largest = True, 0.0
         for _, _, dense, kept in self._pairs(matrix, stored, 1):
             if not _bits_equal(dense.to(kept.dtype), kept):
@@ -226,7 +226,18 @@ class _Job:
         problem = "" if same else "it was to stay as it is, and differs"
         return Comparison(name, "copy", math.inf, 0.0, largest, same, problem)
 
-    def _pairs(self, matrix: Matrix, stored: Matrix, rows: int) -> Any:
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Give the shape that a tensor has in the source."""
+        if name in self._source.tensors:
+            return self._source.tensors[name].shape
+        return self._places[name].rows, self._places[name].cols
+
+    def _whole(self, layer: Layer) -> Pairs:
+        """Read a stack, or codes that have to be decoded first, in one piece."""
+        dense = self._source.read(layer.weight)
+        yield 0, layer.shape[-2], dense, self._result.read(layer.weight)
+
+    def _pairs(self, matrix: Matrix, stored: Matrix, rows: int) -> Pairs:
         files = self._files()
         step = max(1, SLICE_BYTES // max(1, matrix.row_bytes))
         step = -(-step // rows) * rows
@@ -239,10 +250,10 @@ class _Job:
                 files[1].rows(stored, first, last),
             )
 
-    def _same_tensor(self, matrix: Matrix, stored: Matrix, scale: Tensor) -> bool:
+    def _same_tensor(self, layer: Layer, matrix: Matrix, stored: Matrix, scale: Tensor) -> bool:
         """Requantize with the one scale that the whole weight has."""
         peaks = [float(d.abs().amax()) for _, _, d, _ in self._pairs(matrix, stored, 1)]
-        whole = quantize_weight(torch.tensor(peaks).amax().reshape(1, 1), self._scheme)
+        whole = quantize_weight(torch.tensor(peaks).amax().reshape(1, 1), layer.scheme)
         if not torch.equal(whole.scale, scale):
             return False
         return all(
@@ -272,9 +283,8 @@ def _sources(source: Checkpoint, result: Checkpoint, found: Verification) -> dic
         if there.keys() <= result.tensors.keys():
             places |= there
             used |= {n for n in source.tensors if n.startswith(f"{experts}.") and n not in places}
-    scales = {named(n, k) for n in result.layers for k in ("weight_scale", "input_scale")}
     tied = source.config.get("tie_word_embeddings") is True
-    found.extra = sorted(set(result.tensors) - set(places) - scales)
+    found.extra = sorted(n for n in result.tensors if n not in places and not result.is_scale(n))
     found.missing = sorted(
         n for n in source.tensors if n not in used and not (tied and n.endswith("lm_head.weight"))
     )
@@ -303,8 +313,14 @@ def _bits_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _differing(name: str, kind: str, source: Matrix, result: Matrix) -> Comparison:
-    problem = (
-        f"its shape is {[result.rows, result.cols]}, and {[source.rows, source.cols]} in the source"
-    )
+def _quantized(dense: Tensor, layer: Layer) -> QTensor:
+    if layer.group == layer.scheme.weight:
+        return quantize_weight(dense, layer.scheme)
+    return quantize(dense, layer.group, dtype=layer.scheme.dtype, role="weight")
+
+
+def _differing(
+    name: str, kind: str, source: tuple[int, ...], result: tuple[int, ...]
+) -> Comparison:
+    problem = f"its shape is {list(result)}, and {list(source)} in the source"
     return Comparison(name, kind, -math.inf, math.inf, math.inf, False, problem)

@@ -12,12 +12,13 @@ import torch
 from fp8kit.checkpoint.choosing import Choice
 from fp8kit.checkpoint.dialects import JsonObject, Spec
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
+from fp8kit.checkpoint.layers import FLOATS
 from fp8kit.checkpoint.layout import Layout, Shard, plan_shards
 from fp8kit.checkpoint.matrices import Matrix
-from fp8kit.checkpoint.pairing import FLOATS, named
-from fp8kit.checkpoint.reader import Checkpoint
+from fp8kit.checkpoint.naming import named
+from fp8kit.checkpoint.reader import STEMS, Checkpoint
 from fp8kit.checkpoint.recipe import Recipe
-from fp8kit.checkpoint.targets import dialect_for
+from fp8kit.checkpoint.targets import dialect_for, output_heads
 from fp8kit.formats import TENSOR, Scheme, scale_dtype, scale_shape
 
 # of the source; small enough that a slice and its codes stay in a shared cache
@@ -136,7 +137,7 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Choice) -> Work:
         places = []
         for kind, (dtype, extent) in (("weight", (scheme.dtype, shape)), ("weight_scale", scales)):
             empty = torch.empty(extent, dtype=dtype, device="meta")
-            name, stored = on_disk(named(layer, kind), empty, dialect)
+            name, stored = on_disk(named(layer, kind), empty, dialect, scheme)
             layout[name] = (stored.dtype, tuple(stored.shape))
             places.append(name)
         items[places[0]] = Item(places[0], matrix, places[1], scheme.dtype)
@@ -147,8 +148,9 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Choice) -> Work:
         layout[name] = (dtype, info.shape)
         items[name] = Item(name, Matrix.of(info), "", dtype)
     high = recipe.dtype or checkpoint.dtype
-    quantization = dialect.render(Spec(scheme, tuple(choice.ignore)))
+    heads = dict.fromkeys(output_heads(choice.matrices), scheme)
+    quantization = dialect.render(Spec(scheme, tuple(choice.ignore), others=heads))
     config = with_quantization(checkpoint.config, quantization, high)
-    stem = checkpoint.shards[0].removesuffix(".safetensors").partition("-")[0]
+    stem = next((s for s in STEMS if checkpoint.shards[0].startswith(s)), STEMS[0])
     shards = plan_shards(layout, recipe.max_shard_bytes, stem)
     return Work(scheme, layout, tuple(shards), items, config)

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from fp8kit import functional
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
+from fp8kit.checkpoint.filling import Filled
+from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.reader import Checkpoint
 from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.formats import QTensor
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
-from fp8kit.integrations.transformers_quantizer import check_version
+from fp8kit.integrations.transformers_quantizer import check_version, layers_in_model, plain
 
 
 def load(
@@ -30,8 +37,11 @@ def load(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
-) -> tuple[Any, list[str]]:
+) -> tuple[Any, Filled]:
     """Load a Transformers model from a checkpoint that has been opened.
+
+    Each tensor is read when it is placed. FP8 layers that the model merges with others, such as
+    single experts, are decoded to high precision.
 
     Args:
         checkpoint: of any dialect, or in high precision.
@@ -41,19 +51,25 @@ def load(
         strict: raise if the checkpoint holds tensors that the model does not use.
 
     Returns:
-        The model in eval mode, and the names of the tensors that it does not use.
+        The model in eval mode, and what to know about the load.
 
     Raises:
         CheckpointError: if Transformers has no such model, or tensors are missing.
         UnsupportedError: if this version of Transformers is too old.
 
     Example:
-        >>> model, unused = load(open_checkpoint("dir"), None)
+        >>> model, filled = load(open_checkpoint("dir"), None)
     """
     check_version()
-    model_class, hf_config = _model_class(checkpoint), _config(checkpoint)
-    state = checkpoint.mapped()
-    files = {t.untyped_storage().data_ptr() for t in state.values()}
+    model_class = _model_class(checkpoint)
+    kept, merged = _layers(checkpoint)
+    hf_config = _config(checkpoint, kept)
+    high = dtype or checkpoint.dtype
+    state = {name: _OnDisk(checkpoint, name) for name in checkpoint.tensors}
+    for layer in (checkpoint.layers[name] for name in merged):
+        for scale in (layer.scale, layer.input_scale):
+            state.pop(scale or "", None)
+        state[layer.weight] = _OnDisk(checkpoint, layer.weight, layer, high)
     placed = device is not None and device.type != "cpu" and _has_accelerate()
     options: dict[str, Any] = {"device_map": {"": device}} if placed else {}
     if config is not None:
@@ -62,21 +78,17 @@ def load(
         None,
         config=hf_config,
         state_dict=state,
-        dtype=dtype or checkpoint.dtype,
+        dtype=high,
         output_loading_info=True,
         **options,
     )
-    del state
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in files:
-            tensor.data = tensor.data.clone()  # the file may change or go; the model must not
     if device is not None:
         model.to(device)
     _check_loaded(model, info, strict)
     model.config.name_or_path = model.name_or_path = str(checkpoint.path.resolve())
     if model.can_generate() and (checkpoint.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-    return model.eval(), sorted(info["unexpected_keys"])
+    return model.eval(), Filled(sorted(info["unexpected_keys"]), merged)
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:
@@ -92,9 +104,9 @@ def skeleton(checkpoint: Checkpoint) -> Any:
         >>> fp8kit.plan(skeleton(open_checkpoint("dir")))
     """
     check_version()
-    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+    model_class, config = _model_class(checkpoint), _model_config(checkpoint)
     with torch.device("meta"):
-        model = _model_class(checkpoint)._from_config(config, dtype=checkpoint.dtype)
+        model = model_class._from_config(config, dtype=checkpoint.dtype)
     model.tie_weights()
     return model
 
@@ -140,6 +152,40 @@ def export(model: Any) -> Exported:
     return Exported(tensors, unquantized(model, tensors), config, texts)
 
 
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """A tensor that is read when the loader indexes it, which it does right before placing it."""
+
+    checkpoint: Checkpoint
+    name: str
+    codes: Layer | None = None  # a layer that is decoded
+    high: torch.dtype = torch.bfloat16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.high if self.codes else self.checkpoint.tensors[self.name].dtype
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: Any) -> Tensor:
+        tensor, layer = self.checkpoint.read(self.name), self.codes
+        if layer is not None:
+            q = QTensor(tensor, self.checkpoint.read(layer.scale), layer.group)
+            tensor = functional.dequantize(q, self.high)
+            tensor = tensor.transpose(-1, -2) if layer.transposed else tensor
+        return tensor[index]
+
+
+def _layers(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Divide the FP8 layers into those that stay one matrix in the model, and the others."""
+    if not checkpoint.layers:
+        return [], []
+    weights = {layer.weight: name for name, layer in checkpoint.layers.items()}
+    kept, merged = layers_in_model(skeleton(checkpoint), weights)
+    return [weights[w] for w in kept], [weights[w] for w in merged]
+
+
 def _model_class(checkpoint: Checkpoint) -> Any:
     named = checkpoint.config.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
@@ -156,8 +202,20 @@ def _model_class(checkpoint: Checkpoint) -> Any:
     return found
 
 
-def _config(checkpoint: Checkpoint) -> Any:
+def _config(checkpoint: Checkpoint, layers: Sequence[str]) -> Any:
     """Read the model's config, with the quantization that is announced put in our words."""
+    config = _model_config(checkpoint)
+    if checkpoint.spec is not None:
+        config.quantization_config = {
+            "quant_method": "fp8kit",
+            "scheme": plain(checkpoint.spec.scheme),
+            "layers": {name: plain(checkpoint.layers[name].scheme) for name in layers},
+        }
+    return config
+
+
+def _model_config(checkpoint: Checkpoint) -> Any:
+    """Read the model's config without its quantization."""
     try:
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     except Exception as error:  # of many kinds, by model and version
@@ -169,15 +227,9 @@ def _config(checkpoint: Checkpoint) -> Any:
                 "Correct it, or build the model yourself: fp8kit.load(dir, model=...).",
             )
         ) from error
-    if checkpoint.spec is not None:
-        text = config.get_text_config()
-        if text is not config and hasattr(text, "quantization_config"):
-            del text.quantization_config
-        config.quantization_config = {
-            "quant_method": "fp8kit",
-            "scheme": checkpoint.spec.scheme.name,
-            "layers": list(checkpoint.layers),
-        }
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return config
 
 

@@ -8,12 +8,12 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from fp8kit.checkpoint.choosing import Facts, Layer
+from fp8kit.checkpoint.choosing import Facts, KnownLayer
 from fp8kit.checkpoint.reader import Checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.integrations.transformers import skeleton
-from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide
+from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide, plain
 
 
 def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
@@ -35,15 +35,15 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
     """
     model = _skeleton(checkpoint)
     found = Facts(f"{type(model).__name__} of Transformers")
-    report = decide(model, Fp8KitConfig(scheme.name, exclude=[]))
+    report = decide(model, Fp8KitConfig(plain(scheme), exclude=[]))
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     head = model.get_output_embeddings()
-    known: dict[str, Layer] = {}
+    known: dict[str, KnownLayer] = {}
     for record in report.records:
         if record.name in linears:
             names = (record.name, *record.aliases)
             is_head = linears[record.name] is head
-            known |= dict.fromkeys(names, Layer(names, record.reason, is_head, record.shape))
+            known |= dict.fromkeys(names, KnownLayer(names, record.reason, is_head, record.shape))
     modules = dict(model.named_modules(remove_duplicate=False))
     met: set[str] = set()
     repeated = found.repeated = _repeated(model, checkpoint)
