@@ -578,6 +578,21 @@ def test_fp8_is_not_quantized_again(nano: Path, tmp_path: Path) -> None:
         stream(out, tmp_path / "again")
 
 
+def test_a_lone_file(tmp_path: Path) -> None:
+    source = plain(tmp_path / "source", weights())
+    (source / "tokenizer.json").write_text("{}")
+    lone = (source / "model.safetensors").rename(source / "lone.safetensors")
+    out = stream(lone, tmp_path / "out")
+    assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
+    assert len(open_checkpoint(out).layers) == 3
+    assert fp8kit.verify_checkpoint(lone, out).problems == []
+
+
+def test_no_devices(nano: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Got no devices"):
+        stream(nano, tmp_path / "out", devices=[])
+
+
 def test_the_source_is_no_destination(nano: Path) -> None:
     with pytest.raises(CheckpointError, match="is or holds the source"):
         stream(nano, nano, overwrite=True)

@@ -17,6 +17,7 @@ from fp8kit.checkpoint.recipe import Recipe
 from fp8kit.checkpoint.verifying import Verification, verify
 from fp8kit.checkpoint.work import Work, plan_work
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.formats import Scheme
 from fp8kit.report import Report
 
 THREADS_PER_GPU = 4
@@ -27,7 +28,7 @@ Runner = Callable[[Work, Sequence[int], Path, Path, Callable[[int], object]], No
 def quantize_checkpoint(
     source: str | Path,
     destination: str | Path,
-    recipe: Recipe | str = "FP8_DYNAMIC",
+    recipe: Recipe | Scheme | str = "FP8_DYNAMIC",
     *,
     overwrite: bool = False,
     devices: Sequence[torch.device | str] | None = None,
@@ -46,7 +47,8 @@ def quantize_checkpoint(
     beside it, and the same call continues there.
 
     Args:
-        source: a directory with a high-precision checkpoint; it is never written to.
+        source: a directory with a high-precision checkpoint, or one safetensors file; it is never
+            written to.
         destination: directory to make.
         recipe: how, or just the scheme.
         overwrite: replace a destination that is a checkpoint.
@@ -77,19 +79,18 @@ def quantize_checkpoint(
     choice = decide(checkpoint, recipe)
     work = plan_work(checkpoint, recipe, choice)
     report = _sized(choice, work)
-    with partial.locked():
+    runner = runner or _threads(workers_on(["cpu"]) if devices is None else devices)
+    run = {"source": journal.fingerprint(checkpoint), "plan": work.digest(), **recipe.to_dict()}
+    with partial.locked(), streaming.disk_errors(lambda: _kept(work, partial)):
         if partial.installed():
             partial.forget()
             return report
-        run = {
-            "source": journal.fingerprint(checkpoint),
-            "plan": work.digest(),
-            **recipe.to_dict(),
-        }
         partial.begin(run)
-        if runner is None:
-            runner = _threads(workers_on(["cpu"]) if devices is None else devices)
         _carry_out(work, checkpoint.path, partial, runner, progress)
+        # a lone file says nothing about what lies beside it
+        beside = origin if origin.is_dir() else None
+        directory.complete(partial.folder, work.shards, work.layout, work.config, source=beside)
+        partial.install()
     return report
 
 
@@ -219,7 +220,7 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
             ),
             name=error.name,
         ) from error
-    runner: Runner = module.Runner(address, device)
+    runner: Runner = module.Runner(address, torch.device(device).type)
     return runner
 
 
@@ -230,19 +231,17 @@ def _carry_out(
     whole = [i for i in every if streaming.is_whole(partial.folder, work.shards[i])]
     missing = [i for i in every if i not in set(whole)]
     partial.keep({work.shards[i].file for i in whole})
-
-    def kept() -> str:
-        count = sum(streaming.is_whole(partial.folder, s) for s in work.shards)
-        return f"{count} of {len(every)} files are complete and kept in {partial.home}."
-
     directory.check_space(partial.folder, sum(work.shards[i].size for i in missing))
     total = sum(work.source_bytes(i) for i in every)
     done = sum(work.source_bytes(i) for i in whole)
-    with _bar("quantize", total, done, progress) as bar, streaming.disk_errors(kept):
+    with _bar("quantize", total, done, progress) as bar:
         runner(work, missing, source, partial.folder, bar.update)
         partial.keep({s.file for s in work.shards})  # not what lost workers left
-        directory.complete(partial.folder, work.shards, work.layout, work.config, source=source)
-        partial.install()
+
+
+def _kept(work: Work, partial: journal.Partial) -> str:
+    count = sum(streaming.is_whole(partial.folder, s) for s in work.shards)
+    return f"{count} of {len(work.shards)} files are complete and kept in {partial.home}."
 
 
 def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
@@ -261,6 +260,8 @@ def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
 
 def _threads(devices: Sequence[torch.device | str]) -> Runner:
     found = [torch.device(d) for d in devices]
+    if not found:
+        raise ValueError(teach("Got no devices.", "Each one is a worker.", "Pass at least 'cpu'."))
 
     def run(
         work: Work,

@@ -16,7 +16,7 @@ from fp8kit.checkpoint import exporting, filling
 from fp8kit.checkpoint.dialects import Spec
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.targets import check_layers, dialect_for, output_heads
-from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, check_destination, write_checkpoint
+from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.modules.linear import Fp8Linear
@@ -137,85 +137,6 @@ def load(
     made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
     _warn(checkpoint, filled)
     return made
-
-
-def skeleton(source: str | Path) -> Any:
-    """Build the Transformers model of a high-precision directory without reading its weights.
-
-    Args:
-        source: a Transformers directory that is not quantized.
-
-    Returns:
-        The model on the meta device, fit for ``fp8kit.plan``.
-
-    Raises:
-        CheckpointError: if the directory is damaged, or quantized already.
-        ImportError: if Transformers is not there.
-
-    Example:
-        >>> print(fp8kit.plan(skeleton("bf16-dir")))
-    """
-    checkpoint = open_checkpoint(source)
-    if checkpoint.spec is not None:
-        raise CheckpointError(
-            teach(
-                f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
-                "A plan is made for a checkpoint in high precision.",
-                "Use inspect to see what is in it.",
-            )
-        )
-    return integration().skeleton(checkpoint)
-
-
-def check_scheme(scheme: str, target: str) -> None:
-    """Refuse a scheme that cannot be made from weights alone, or that the target cannot load.
-
-    Args:
-        scheme: a preset name.
-        target: who shall load the result.
-
-    Raises:
-        ValueError: if either is unknown, or they do not go together.
-    """
-    chosen = Scheme.of(scheme)
-    dialect_for(target, chosen)
-    if chosen.static:
-        raise ValueError(
-            teach(
-                f"Scheme {chosen} needs calibration data.",
-                "A checkpoint is quantized from its weights alone.",
-                "Use FP8_DYNAMIC or FP8_TENSOR, or fp8kit.convert(model, calibrate=...) in Python.",
-            )
-        )
-
-
-def check_request(
-    source: Path, destination: Path, scheme: str, target: str, overwrite: bool
-) -> None:
-    """Refuse what ``load`` and ``save`` would refuse later, before hours of work.
-
-    Args:
-        source: the directory to read.
-        destination: the directory to make.
-        scheme: a preset name.
-        target: who shall load the result.
-        overwrite: a checkpoint at the destination may be replaced.
-
-    Raises:
-        ValueError: for an unknown scheme or target.
-        CheckpointError: if the source is no checkpoint, or the destination is in the way.
-    """
-    check_scheme(scheme, target)
-    checkpoint = open_checkpoint(source)
-    if checkpoint.spec is not None:
-        raise CheckpointError(
-            teach(
-                f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
-                "A checkpoint in high precision is quantized.",
-                "Start from the original, or copy the directory if it is what you want.",
-            )
-        )
-    check_destination(destination.absolute(), source.absolute(), overwrite)
 
 
 def require_fp8(source: Path) -> Path:

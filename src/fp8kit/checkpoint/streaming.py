@@ -45,7 +45,7 @@ def write_shards(
         indices: which files of it.
         source: directory that is read.
         folder: directory that is written; files that have their names are whole.
-        devices: one worker thread for each entry; a device may appear more than once.
+        devices: one worker thread for each entry, at least one; a device may appear repeatedly.
         progress: called with the bytes of the source that were done since the last call.
 
     Raises:
