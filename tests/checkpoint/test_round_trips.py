@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import fp8kit
 from checkpoint_samples import SHARD
-from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named
+from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named, scheme_of
 from fp8kit.checkpoint.exporting import on_disk
 from fp8kit.checkpoint.reader import open_checkpoint
 from fp8kit.checkpoint.targets import check_layers, dialect_for
 from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.checkpoint.writer import write_checkpoint
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import SCHEMES, QTensor, Scheme
+from fp8kit.formats import BLOCK, GROUP128, ROW, SCHEMES, TENSOR, QTensor, Scheme
 from fp8kit.functional import dequantize
 from fp8kit.modules.linear import quantize_weight
 from numerics import activation_noise, assert_bits_equal, relative_error
@@ -101,7 +101,7 @@ def write_fp8(
 ) -> tuple[Path, Path]:
     """Quantize a checkpoint tensor by tensor; give it, and one of the decoded weights."""
     source = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items()}
-    dialect = dialect or dialect_for(target, scheme)
+    dialect = dialect or dialect_for(target or "vllm", scheme)
     written, decoded, quantized, dense = {}, {}, {}, []
     for name, tensor in source.items():
         layer = name.removesuffix(".weight")
@@ -318,3 +318,19 @@ def test_what_torchao_writes_is_read(tmp_path: Path) -> None:
         theirs = state[f"{name}.weight"].dequantize(torch.float32)
         assert_bits_equal(dequantize(q), theirs)
     assert_bits_equal(checkpoint.read("FP8_DYNAMIC.bias"), bias["FP8_DYNAMIC.bias"])
+
+
+@each("Llama")
+@pytest.mark.parametrize(
+    "scheme",
+    [scheme_of(BLOCK, GROUP128, ue8m0=True), scheme_of(TENSOR, TENSOR), scheme_of(ROW, TENSOR)],
+    ids=str,
+)
+def test_schemes_without_a_preset_load(dense: Path, scheme: Scheme) -> None:
+    fp8, decoded = write_fp8(dense, scheme, "")
+    model = fp8kit.load(fp8)
+    layers = [m for m in model.modules() if isinstance(m, fp8kit.Fp8Linear)]
+    assert {m.scheme for m in layers} == {scheme}
+    noise = relative_error(logits(model), logits(stock(decoded)))
+    low, high = activation_noise(LAYERS)
+    assert low <= noise <= high

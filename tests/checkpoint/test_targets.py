@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from fp8kit.checkpoint.dialects import AUTOFP8, Spec, scheme_of
+from fp8kit.checkpoint.dialects import AUTOFP8, Spec, dialect_named, scheme_of
 from fp8kit.checkpoint.targets import TARGETS, check_layers, dialect_for, misfit
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, Scheme
@@ -128,6 +128,30 @@ def test_experts_of_a_kind_that_engines_lack(scheme: str) -> None:
 def test_autofp8_brings_experts_of_one_scale() -> None:
     layers = {"l.experts.0.down_proj": SHAPE}
     check_layers("vllm", SCHEMES["FP8_TENSOR"], layers, [], dialect=AUTOFP8)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "target", "scheme", "better"),
+    [
+        ("autofp8", "transformers", "FP8_TENSOR", "compressed-tensors"),
+        ("mxfp8", "vllm", "MXFP8", "compressed-tensors"),
+        ("mxfp8-weight-scale", "transformers", "MXFP8", "mxfp8"),
+        ("compressed-tensors", "sglang", "MXFP8", "mxfp8"),
+        ("compressed-tensors", "transformers", "FP8_BLOCK", "fp8"),
+    ],
+)
+def test_dialects_that_a_target_does_not_read(
+    dialect: str, target: str, scheme: str, better: str
+) -> None:
+    layers = {"l.experts.0.down_proj": SHAPE}
+    message = f"in dialect {dialect} for target {target}. It cannot load .*Write dialect {better}"
+    with pytest.raises(CheckpointError, match=message):
+        check_layers(target, SCHEMES[scheme], layers, [], dialect=dialect_named(dialect))
+
+
+def test_transformers_loads_blocks_outside_of_experts() -> None:
+    ct = dialect_named("compressed-tensors")
+    check_layers("transformers", SCHEMES["FP8_BLOCK"], {"l.o_proj": SHAPE}, [], dialect=ct)
 
 
 def test_quantized_output_heads() -> None:

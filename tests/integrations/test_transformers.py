@@ -356,6 +356,33 @@ def test_unknown_architecture(tmp_path: Path, nano: Path, named: object) -> None
         load(tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 10**9},
+            r"has num_hidden_layers = 1000000000. The files hold",
+        ),
+        ({"num_hidden_layers": 6}, r"in the model and not in the checkpoint"),
+        ({"hidden_size": 0}, r"cannot (build|read) .*config.json"),
+        ({"num_attention_heads": 0}, r"cannot (build|read) .*config.json"),
+        ({"hidden_act": "nonsense"}, r"cannot (build|read) .*config.json"),
+        ({"vocab_size": 4000}, r"has shape \[4096, 256\]. LlamaForCausalLM.* needs \[4000, 256\]"),
+        ({"hidden_size": 2**40}, r"LlamaForCausalLM, built from config.json, needs \[4096, 1099"),
+        ({"intermediate_size": 2**70}, r"cannot (build|read) .*config.json"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_configs_that_do_not_fit_are_refused(
+    tmp_path: Path, nano: Path, changes: dict[str, Any], message: str, fp8: bool
+) -> None:
+    shutil.copytree(nano if fp8 else NANO, tmp_path / "c")
+    edit_json(tmp_path / "c" / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "c", scheme=None if fp8 else "FP8_DYNAMIC")
+
+
 def test_unreadable_model_config(tmp_path: Path, nano: Path) -> None:
     shutil.copytree(nano, tmp_path / "c")
     edit_json(tmp_path / "c" / "config.json", model_type="no-such-model")

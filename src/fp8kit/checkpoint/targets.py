@@ -34,6 +34,12 @@ _LOADED = {
     (TENSOR, None): "linear",
     (ROW, None): "linear",
 }
+# dialects that a target does not read
+_UNREADABLE = {
+    ("autofp8", "transformers"): "it expects weight_scale_inv where vLLM has weight_scale",
+    ("mxfp8", "vllm"): "it expects weight_scale where this dialect has weight_scale_inv",
+    ("mxfp8-weight-scale", "transformers"): "it expects weight_scale_inv",
+}
 # linear layers that the serving engines merge into one, which then has one kind of weight
 _MERGED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -139,6 +145,7 @@ def check_layers(
             )
         )
     dialect = dialect or dialect_for(target, scheme)
+    _check_dialect(target, scheme, dialect, any(".experts." in n for n in quantized))
     heads = output_heads(quantized)
     if heads and dialect is not COMPRESSED_TENSORS:
         raise CheckpointError(
@@ -151,6 +158,23 @@ def check_layers(
     if target in _ENGINES:
         _check_merged(target, quantized, set(dense))
         _check_experts(target, scheme, quantized, set(dense), dialect)
+
+
+def _check_dialect(target: str, scheme: Scheme, dialect: Dialect, experts: bool) -> None:
+    reason = _UNREADABLE.get((dialect.name, target), "")
+    if dialect is COMPRESSED_TENSORS and scheme.weight == MX and target == "sglang":
+        reason = "it has no MX in this dialect"
+    if dialect is COMPRESSED_TENSORS and scheme.weight in (BLOCK, MX) and experts:
+        if target == "transformers":
+            reason = f"it does not merge experts of {scheme.weight} weights in this dialect"
+    if reason:
+        raise CheckpointError(
+            teach(
+                f"Got {scheme} in dialect {dialect.name} for target {target}.",
+                f"It cannot load there: {reason}.",
+                f"Write dialect {dialect_for(target, scheme).name}.",
+            )
+        )
 
 
 def output_heads(names: Iterable[str]) -> list[str]:

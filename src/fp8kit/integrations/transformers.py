@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,16 @@ from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import QTensor
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
-from fp8kit.integrations.transformers_quantizer import check_version, layers_in_model, plain
+from fp8kit.integrations.transformers_quantizer import (
+    check_version,
+    layers_in_model,
+    not_quantized,
+    plain,
+)
+
+# what a model is built of one by one
+_COUNT = re.compile(r"(layer|expert|block|stage|depth)s?$|^n_layer")
+_FEW = 4096
 
 
 def load(
@@ -61,8 +71,9 @@ def load(
         >>> model, filled = load(open_checkpoint("dir"), None)
     """
     check_version()
-    model_class = _model_class(checkpoint)
-    kept, merged = _layers(checkpoint)
+    built = skeleton(checkpoint)
+    _check_shapes(checkpoint, built)
+    kept, merged = _layers(checkpoint, built)
     hf_config = _config(checkpoint, kept)
     high = dtype or checkpoint.dtype
     state = {name: _OnDisk(checkpoint, name) for name in checkpoint.tensors}
@@ -73,13 +84,15 @@ def load(
     placed = device is not None and device.type != "cpu" and _has_accelerate()
     options: dict[str, Any] = {"device_map": {"": device}} if placed else {}
     if config is not None:
+        config.deferred = True
         options["quantization_config"] = config
-    model, info = model_class.from_pretrained(
+    model, info = type(built).from_pretrained(
         None,
         config=hf_config,
         state_dict=state,
         dtype=high,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the info, and refused by name
         **options,
     )
     if device is not None:
@@ -98,16 +111,27 @@ def skeleton(checkpoint: Checkpoint) -> Any:
         checkpoint: of any dialect, or in high precision.
 
     Raises:
-        CheckpointError: if Transformers has no such model.
+        CheckpointError: if Transformers has no such model, or cannot build it from config.json.
 
     Example:
         >>> fp8kit.plan(skeleton(open_checkpoint("dir")))
     """
     check_version()
     model_class, config = _model_class(checkpoint), _model_config(checkpoint)
-    with torch.device("meta"):
-        model = model_class._from_config(config, dtype=checkpoint.dtype)
-    model.tie_weights()
+    _check_counts(checkpoint, config.to_dict())
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config, dtype=checkpoint.dtype)
+        model.tie_weights()
+    except Exception as error:  # of many kinds, by model and version
+        raise CheckpointError(
+            teach(
+                f"Transformers {transformers.__version__} cannot build {model_class.__name__} from "
+                f"config.json of {checkpoint.path}: {_first_line(error)}",
+                "It has to describe the model that the tensors belong to.",
+                "Get it again, or build the model yourself: fp8kit.load(dir, model=...).",
+            )
+        ) from error
     return model
 
 
@@ -177,12 +201,10 @@ class _OnDisk:
         return tensor[index]
 
 
-def _layers(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str]]:
     """Divide the FP8 layers into those that stay one matrix in the model, and the others."""
-    if not checkpoint.layers:
-        return [], []
     weights = {layer.weight: name for name, layer in checkpoint.layers.items()}
-    kept, merged = layers_in_model(skeleton(checkpoint), weights)
+    kept, merged = layers_in_model(model, weights)
     return [weights[w] for w in kept], [weights[w] for w in merged]
 
 
@@ -222,7 +244,7 @@ def _model_config(checkpoint: Checkpoint) -> Any:
         raise CheckpointError(
             teach(
                 f"Transformers {transformers.__version__} cannot read config.json of "
-                f"{checkpoint.path}: {error}.",
+                f"{checkpoint.path}: {_first_line(error)}",
                 "It has to describe a model that Transformers knows.",
                 "Correct it, or build the model yourself: fp8kit.load(dir, model=...).",
             )
@@ -231,6 +253,48 @@ def _model_config(checkpoint: Checkpoint) -> Any:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return config
+
+
+def _check_counts(checkpoint: Checkpoint, config: Any, place: str = "") -> None:
+    """Refuse more layers or experts than there are tensors, before they are built one by one."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, dict):
+            _check_counts(checkpoint, value, f"{place}{key}.")
+        elif _COUNT.search(str(key)) and type(value) is int:
+            if value > max(_FEW, len(checkpoint.tensors)):
+                raise CheckpointError(
+                    teach(
+                        f"config.json of {checkpoint.path} has {place}{key} = {value}.",
+                        f"The files hold {len(checkpoint.tensors)} tensors.",
+                        "Get config.json again: it does not belong to these files.",
+                    )
+                )
+
+
+def _check_shapes(checkpoint: Checkpoint, model: Any) -> None:
+    """Refuse what cannot fit before memory is taken for it; renamed tensors are checked later."""
+    wanted = model.state_dict()
+    for name, info in checkpoint.tensors.items():
+        found = tuple(wanted[name].shape) if name in wanted else info.shape
+        if found != info.shape and not checkpoint.is_scale(name):
+            raise _misfit(type(model), name, info.shape, found)
+
+
+def _misfit(
+    model_class: type, name: str, found: Sequence[int], wanted: Sequence[int]
+) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            f"{name} has shape {list(found)}.",
+            f"{model_class.__name__}, built from config.json, needs {list(wanted)}.",
+            "Get config.json or the tensors again: they do not belong together.",
+        )
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return f"{lines[0][:200].rstrip('.')}."
 
 
 def _has_accelerate() -> bool:
@@ -248,6 +312,8 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
                 "Repair the checkpoint, or exclude these layers.",
             )
         )
+    for name, found, wanted in info["mismatched_keys"]:
+        raise _misfit(type(model), name, found, wanted)
     for keys, what, remedy in (
         (info["missing_keys"], "are in the model and not in the checkpoint", "Complete it"),
         (info["unexpected_keys"] if strict else (), "are not used by the model", "Drop strict"),
@@ -260,3 +326,6 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
                     f"{remedy}, or load with the model class that the checkpoint was made from.",
                 )
             )
+    unfilled = getattr(quantizer, "unfilled", [])
+    if unfilled:
+        raise not_quantized(unfilled)

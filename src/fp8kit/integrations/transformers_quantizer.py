@@ -84,6 +84,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = quant_method
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
         self.layers, self.ignore = layers, list(ignore)
+        self.deferred = False  # whoever loads asks for missing tensors first
 
     def to_dict(self) -> JsonObject:
         """Give the quantization config that is saved: that of a compressed-tensors checkpoint."""
@@ -146,6 +147,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.scheme = scheme_of_plain(quantization_config.scheme)
         self.not_finite: list[str] = []
+        self.unfilled: list[str] = []
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         """Say whether ``save_pretrained`` works; ``fp8kit.save`` writes more schemes."""
@@ -204,15 +206,11 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
-        dense = [n for n, m in layers.items() if m.weight.dtype not in FP8_FORMATS]
-        if dense:
-            raise UnsupportedError(
-                teach(
-                    f"{', '.join(dense[:5])} could not be quantized while loading.",
-                    "This model class splits or joins these weights as it loads them.",
-                    "Exclude them, or load the model and call fp8kit.convert(model).",
-                )
-            )
+        self.unfilled = [n for n, m in layers.items() if m.weight.dtype not in FP8_FORMATS]
+        if self.unfilled:
+            if self.quantization_config.deferred:
+                return model
+            raise not_quantized(self.unfilled)
         for layer in layers.values():
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
@@ -233,6 +231,17 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         state = model.state_dict()
         renamed = (on_disk(n, t, COMPRESSED_TENSORS, self.scheme) for n, t in state.items())
         return dict(renamed), {}
+
+
+def not_quantized(layers: Sequence[str]) -> UnsupportedError:
+    """Say that the weights of layers came in a way in which they cannot be quantized."""
+    return UnsupportedError(
+        teach(
+            f"{', '.join(layers[:5])} could not be quantized while loading.",
+            "This model class splits or joins these weights as it loads them.",
+            "Exclude them, or load the model and call fp8kit.convert(model).",
+        )
+    )
 
 
 def check_version() -> None:

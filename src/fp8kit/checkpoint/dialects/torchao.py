@@ -56,7 +56,7 @@ def _described(name: str, text: str, source: Source) -> Numbers:
         acts = data.get("act_quant_kwargs")
         acts = None if acts is None else acts["_data"]
         if kind == "MXTensor" and data["elem_dtype"]["_data"] == "float8_e4m3fn":
-            group = GroupShape(1, data["block_size"])
+            group = _sides([1, data["block_size"]])
             if group == MX and (acts is None or acts["block_size"] == 32):
                 return Numbers(
                     MX, weight_only=acts is None, swizzled=bool(data["is_swizzled_scales"])
@@ -66,7 +66,7 @@ def _described(name: str, text: str, source: Source) -> Numbers:
             if acts is None:
                 return Numbers(weight, weight_only=True)
             return _with_activations(weight, acts, data)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise broken(name, text, f"a description of a tensor ({error})", file=file) from error
     raise broken(name, text, "a Float8Tensor, or an MXTensor of float8_e4m3fn by 32", file=file)
 
@@ -77,7 +77,7 @@ def _with_activations(weight: GroupShape, acts: JsonObject, data: JsonObject) ->
         granularity = granularity[0]
     word = granularity["_type"]
     if word == "PerBlock":
-        return Numbers(weight, GroupShape(*granularity["_data"]["block_size"]))
+        return Numbers(weight, _sides(granularity["_data"]["block_size"]))
     static = data.get("act_quant_scale") is not None or None
     return Numbers(weight, _GRANULARITIES[word], static=static)
 
@@ -86,8 +86,15 @@ def _weight(block: list[int], shape: tuple[int, ...]) -> GroupShape:
     sides = list(block[-2:])
     if sides == list(shape[-2:]) and all(b == s for b, s in zip(block, shape, strict=True)):
         return TENSOR
-    rows, cols = sides
-    return ROW if rows == 1 and cols == shape[-1] else GroupShape(rows, cols)
+    group = _sides(sides)
+    return ROW if (group.rows, group.cols) == (1, shape[-1]) else group
+
+
+def _sides(found: list[int]) -> GroupShape:
+    rows, cols = found
+    if not all(type(n) is int and 0 < n <= 2**40 for n in (rows, cols)):
+        raise ValueError(f"a group of {found!r}")
+    return GroupShape(rows, cols)
 
 
 def _codes(name: str) -> str:
