@@ -170,6 +170,21 @@ def test_embeddings_are_not_listed_and_dense_experts_are(tmp_path: Path) -> None
     assert quantization(tmp_path / "d")["ignore"] == ["a.experts", "b", "lm_head"]
 
 
+def test_embeddings_in_fp8_are_decoded_on_request(tmp_path: Path) -> None:
+    tensors = {
+        "model.embed_tokens.weight": fp8(codes(8, 16)),
+        "model.embed_tokens.weight_scale": torch.tensor([0.5]),
+        "a.weight": fp8(codes(32, 128)),
+        "a.weight_scale": torch.tensor(0.5),
+    }
+    source = make(tmp_path / "c", tensors, FP8)
+    with pytest.raises(CheckpointError, match=r"e\.g\. model\.embed_tokens\. vllm reads embedd"):
+        convert_checkpoint(source, tmp_path / "d", target="vllm")
+    convert_checkpoint(source, tmp_path / "d", target="vllm", unfit="dequantize")
+    found = load_file(tmp_path / "d" / SHARD)["model.embed_tokens.weight"]
+    assert_bits_equal(found.float(), values(source)["model.embed_tokens"].bfloat16().float())
+
+
 def test_a_file_is_a_source(tmp_path: Path) -> None:
     source = FOLDER / "comfyui-quant" / "diffusion.safetensors"
     convert_checkpoint(source, tmp_path / "d", target="vllm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,13 @@ from fp8kit.checkpoint.joining import Fp8Weight, joined_scheme, rows_of
 from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.targets import check_layers, dialect_for, misfit, output_heads
+from fp8kit.checkpoint.targets import (
+    check_layers,
+    dialect_for,
+    is_embedding,
+    misfit,
+    output_heads,
+)
 from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
@@ -27,7 +32,6 @@ from fp8kit.formats import ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, s
 UNFIT = ("refuse", "dequantize")
 # the halves of a stack that holds two projections, in the order of their rows
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
-_EMBEDDING = re.compile(r"(.*\.)?\w*(embed\w*|wte|wpe)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,7 @@ def _dense(checkpoint: Checkpoint) -> list[str]:
         layer, _, kind = name.rpartition(".")
         if checkpoint.is_scale(name) or layer in checkpoint.layers or name in checkpoint.layers:
             continue
-        if kind == "weight" and len(info.shape) == 2 and not _EMBEDDING.fullmatch(layer):
+        if kind == "weight" and len(info.shape) == 2 and not is_embedding(layer):
             found.append(layer)
         elif len(info.shape) == 3 and layer.endswith("experts"):
             found.append(layer)
