@@ -29,6 +29,7 @@ from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
 
+_EQUAL = 1e-5
 UNFIT = ("refuse", "dequantize")
 # the halves of a stack that holds two projections, in the order of their rows
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
@@ -189,6 +190,29 @@ def _check_target(job: _Job, target: str, dense: list[str], unfit: str) -> None:
     for scheme in {m.scheme for m in job.matrices}:
         shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme}
         check_layers(target, scheme, shapes, dense, dialect=job.dialect)
+    if target == "vllm" and job.dialect.name == "compressed-tensors":
+        _check_input_scales(job)
+
+
+def _check_input_scales(job: _Job) -> None:
+    """Refuse experts whose gate and up projection differ in their input scale, as vLLM does."""
+    halves = {name: first for first, second in _HALVES.values() for name in (first, second)}
+    scales: dict[str, tuple[str, float]] = {}
+    for m in job.matrices:
+        parent, _, last = m.name.rpartition(".")
+        if m.layer.input_scale is None or last not in halves or ".experts." not in m.name:
+            continue
+        held = job.checkpoint.read(m.layer.input_scale).flatten()
+        scale = held[m.expert if len(held) > 1 else 0].item()
+        other, theirs = scales.setdefault(f"{parent}.{halves[last]}", (m.name, scale))
+        if abs(scale - theirs) > _EQUAL:
+            raise CheckpointError(
+                teach(
+                    f"{other} has the input scale {theirs:.6g}, and {m.name} {scale:.6g}.",
+                    "vllm merges them and needs one scale in compressed-tensors.",
+                    "Write dialect autofp8, which takes the larger one.",
+                )
+            )
 
 
 def _dense(checkpoint: Checkpoint) -> list[str]:
