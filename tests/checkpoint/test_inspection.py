@@ -147,6 +147,7 @@ def test_layers_may_differ() -> None:
 def test_one_file_is_described() -> None:
     found = inspect(FOLDER / "comfyui-quant" / "diffusion.safetensors")
     assert (found.dialect, found.scheme, found.shards) == ("comfyui", "FP8_WEIGHT_ONLY", 1)
+    assert str(found).startswith(f"{FOLDER / 'comfyui-quant' / 'diffusion.safetensors'}: comfyui")
 
 
 def test_an_unknown_dialect_is_described(tmp_path: Path) -> None:

@@ -51,6 +51,22 @@ def test_a_scale_without_its_weight(weight: Kind | None) -> None:
     assert text.startswith(f"a.weight_scale_inv has no FP8 a.weight beside it{beside}.")
 
 
+def test_two_weights_for_one_layer() -> None:
+    found = interpret(
+        Source(
+            {},
+            {
+                "a.weight": (BF16, (4, 4)),
+                "a._weight_qdata": (E4, (4, 4)),
+                "a._weight_scale": (F32, (4, 1)),
+            },
+            {},
+            {"tensor_names": "[]", "a.weight": '{"_type": "Tensor"}'},
+        )
+    )
+    assert "a.weight and a._weight_qdata are both the tensor a.weight." in found.problems[0]
+
+
 def test_two_scales_for_one_weight() -> None:
     text = problem(
         read(BLOCK, a__weight=W, a__weight_scale=(F32, (2, 1)), a__weight_scale_inv=(F32, (2, 1)))
@@ -174,6 +190,11 @@ def test_a_parameter_called_scale_is_no_scale_of_a_weight() -> None:
     assert found.layers == {}
 
 
+def test_packed_experts_beside_exponents_are_no_fp8() -> None:
+    found = read(BLOCK, e__weight=(torch.int8, (8, 16)), e__scale=(E8, (8, 1)))
+    assert problem(found).startswith("e.scale has no FP8 e.weight beside it, but one of torch.int8")
+
+
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
@@ -209,6 +230,8 @@ def test_parts_of_a_fused_matrix() -> None:
     assert "qkv_proj.weight_scale is torch.float32 of shape [3]" in problem(read(DYNAMIC, **scale))
     gate = {"a__gate_up_proj__weight": W, "a__gate_up_proj__weight_scale": (F32, (2,))}
     assert read(STATIC, **gate, a__gate_up_proj__input_scale=(F32, (2,))).problems == []
+    wrong = scale | {"a__qkv_proj__weight_scale": (torch.int64, (3,))}
+    assert "is torch.int64 of shape [3]" in problem(read(DYNAMIC, heads, **wrong))
     other = {"a__b_proj__weight": W, "a__b_proj__weight_scale": (F32, (2,))}
     assert "of shape [2]" in problem(read(DYNAMIC, **other))
 

@@ -154,6 +154,13 @@ def test_transformers_loads_blocks_outside_of_experts() -> None:
     check_layers("transformers", SCHEMES["FP8_BLOCK"], {"l.o_proj": SHAPE}, [], dialect=ct)
 
 
+def test_embeddings_are_tables_and_not_projections() -> None:
+    for name in ("model.embed_tokens", "wte", "bert.token_type_embeddings"):
+        assert "reads embeddings in high precision" in misfit("vllm", DYNAMIC, name, SHAPE)
+    for name in ("x_embedder", "gpt_neox.embed_out", "a.patch_embedding", "wte.proj"):
+        assert not misfit("vllm", DYNAMIC, name, SHAPE)
+
+
 def test_quantized_output_heads() -> None:
     check_layers("vllm", DYNAMIC, {"lm_head": SHAPE}, [])
     with pytest.raises(CheckpointError, match=r"lm_head is FP8\. sglang reads the output head"):

@@ -141,6 +141,22 @@ def test_static_scales_of_experts(tmp_path: Path) -> None:
     }
 
 
+def test_experts_whose_input_scales_differ(tmp_path: Path) -> None:
+    tensors = {}
+    for i, part in enumerate(("gate_proj", "up_proj", "down_proj")):
+        tensors[f"{EXPERTS}.0.{part}.weight"] = fp8(codes(32, 32))
+        tensors[f"{EXPERTS}.0.{part}.weight_scale"] = torch.tensor(0.5)
+        tensors[f"{EXPERTS}.0.{part}.input_scale"] = torch.tensor(0.5 + i / 8)
+    source = make(tmp_path / "c", tensors, FP8 | {"activation_scheme": "static"})
+    message = r"gate_proj has the input scale 0\.5, and .*up_proj 0\.625.*Write dialect autofp8"
+    with pytest.raises(CheckpointError, match=message):
+        convert_checkpoint(source, tmp_path / "d", target="vllm")
+    convert_checkpoint(source, tmp_path / "d", target="vllm", dialect="autofp8")
+    tensors[f"{EXPERTS}.0.up_proj.input_scale"] = torch.tensor(0.5)
+    again = make(tmp_path / "e", tensors, FP8 | {"activation_scheme": "static"})
+    convert_checkpoint(again, tmp_path / "f", target="vllm")
+
+
 def test_a_quantized_head_is_named(tmp_path: Path) -> None:
     tensors = {
         "lm_head.weight": fp8(codes(32, 128)),
@@ -168,6 +184,21 @@ def test_embeddings_are_not_listed_and_dense_experts_are(tmp_path: Path) -> None
     source = make(tmp_path / "c", tensors, FP8)
     convert_checkpoint(source, tmp_path / "d", target="vllm")
     assert quantization(tmp_path / "d")["ignore"] == ["a.experts", "b", "lm_head"]
+
+
+def test_embeddings_in_fp8_are_decoded_on_request(tmp_path: Path) -> None:
+    tensors = {
+        "model.embed_tokens.weight": fp8(codes(8, 16)),
+        "model.embed_tokens.weight_scale": torch.tensor([0.5]),
+        "a.weight": fp8(codes(32, 128)),
+        "a.weight_scale": torch.tensor(0.5),
+    }
+    source = make(tmp_path / "c", tensors, FP8)
+    with pytest.raises(CheckpointError, match=r"e\.g\. model\.embed_tokens\. vllm reads embedd"):
+        convert_checkpoint(source, tmp_path / "d", target="vllm")
+    convert_checkpoint(source, tmp_path / "d", target="vllm", unfit="dequantize")
+    found = load_file(tmp_path / "d" / SHARD)["model.embed_tokens.weight"]
+    assert_bits_equal(found.float(), values(source)["model.embed_tokens"].bfloat16().float())
 
 
 def test_a_file_is_a_source(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def _has_largest(codes: Tensor) -> bool:
 
     In pieces that stay in cache, and as bytes: ``isnan`` is two hundred times slower.
     """
-    pieces = codes.reshape(-1).view(torch.uint8).split(_PIECE)
+    pieces = torch.split(codes.reshape(-1).view(torch.uint8), _PIECE)
     return any(bool((piece & 0x7F).amax() == 0x7F) for piece in pieces if piece.numel())
 
 

@@ -132,7 +132,7 @@ def inspect(path: str | Path) -> Inspection:
     for info in checkpoint.tensors.values():
         sizes[str(info.dtype).removeprefix("torch.")] += info.nbytes
     found = Inspection(
-        str(checkpoint.path),
+        str(path),
         bytes_by_dtype=dict(sizes.most_common()),
         tensors=len(checkpoint.tensors),
         shards=len(checkpoint.shards),

@@ -145,7 +145,8 @@ def _add_scale(found: Names, name: str, kinds: Kinds) -> bool:
         layer = layer.removesuffix(".weight")
     is_quantizer = kind == "qscale_act" and layer.endswith("_fake_quantizer")
     if kind in (*_WEIGHT_SCALES, *_INPUT_SCALES) and not is_quantizer:
-        if kind in _COMMON and layer not in found.layers:
+        exponents = kinds[name][0] == torch.float8_e8m0fnu  # a scale, whatever it belongs to
+        if kind in _COMMON and layer not in found.layers and not exponents:
             return False
         parts = found.layers.setdefault(layer, Parts())
         (parts.scales if kind in _WEIGHT_SCALES else parts.input_scales).append(name)

@@ -145,18 +145,29 @@ def _announced_scheme(announced: Announcement) -> Scheme:
 def _add_layer(
     found: Reading, name: str, parts: Parts, source: Source, announced: Announcement
 ) -> None:
-    ours = standard_names(name, parts.stack)
-    held = (parts.weight, *parts.scales, *parts.input_scales)
-    roles = ("weight",) * bool(parts.weight)
-    roles += ("weight_scale",) * len(parts.scales) + ("input_scale",) * len(parts.input_scales)
-    for role, on_disk in zip(roles, [h for h in held if h], strict=True):
-        found.tensors.setdefault(ours[role], on_disk)
     problems = _pairing_problems(name, parts, source.kinds)
-    if not parts.weight:
-        found.problems += problems
-        return
+    held = {
+        "weight": [parts.weight] if parts.weight else [],
+        "weight_scale": parts.scales,
+        "input_scale": parts.input_scales,
+    }
+    for role, ours in standard_names(name, parts.stack).items():
+        taken = [found.tensors[ours]] if held[role] and ours in found.tensors else []
+        if taken and not problems:
+            problems.append(_ambiguous(f"{taken[0]} and {held[role][0]}", ours))
+        for on_disk in held[role][:1]:
+            found.tensors[ours] = on_disk
     found.problems += problems
-    found.layers[name] = _layer(found, name, parts, source, announced, not problems)
+    if parts.weight:
+        found.layers[name] = _layer(found, name, parts, source, announced, not problems)
+
+
+def _ambiguous(names: str, ours: str) -> str:
+    return teach(
+        f"{names} are both the tensor {ours}.",
+        "A layer has one weight, and a weight one scale.",
+        "Remove the one that does not belong, or export the model again.",
+    )
 
 
 def _layer(
@@ -172,7 +183,7 @@ def _layer(
     widths: tuple[int, ...] = ()
     if sound:
         scale = kinds[parts.scales[0]]
-        if numbers.weight in (None, TENSOR) and len(scale[1]) == 1:
+        if numbers.weight in (None, TENSOR) and len(scale[1]) == 1 and scale[0] in FLOATS:
             widths = part_widths(name, shape, scale[1][0], source.config)
         numbers = replace(numbers, weight=ROW if widths else granularity(numbers, shape, scale))
         if not widths:

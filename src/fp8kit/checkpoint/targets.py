@@ -5,6 +5,7 @@ The rules were read in vLLM 0.33, SGLang 0.5.23 and Transformers 5.23.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -34,6 +35,9 @@ _LOADED = {
     (TENSOR, None): "linear",
     (ROW, None): "linear",
 }
+_EMBEDDING = re.compile(
+    r"(.*\.)?(embed(_tokens|_positions)?|((word|token|tok|position|token_type)_)?embeddings?|wte|wpe)"
+)
 # dialects that a target does not read
 _UNREADABLE = {
     ("autofp8", "transformers"): "it expects weight_scale_inv where vLLM has weight_scale",
@@ -177,6 +181,11 @@ def _check_dialect(target: str, scheme: Scheme, dialect: Dialect, experts: bool)
         )
 
 
+def is_embedding(name: str) -> bool:
+    """Say whether a layer of this name is a table that is looked up, not a linear layer."""
+    return _EMBEDDING.fullmatch(name) is not None
+
+
 def output_heads(names: Iterable[str]) -> list[str]:
     """List the output heads among layers: a config has to name them if they are quantized."""
     return [n for n in names if n.rpartition(".")[2] == "lm_head"]
@@ -197,6 +206,8 @@ def misfit(target: str, scheme: Scheme, name: str, shape: tuple[int, int]) -> st
     """
     rows, cols = shape
     last = name.rpartition(".")[2]
+    if is_embedding(name):
+        return f"{target} reads embeddings in high precision"
     if scheme.weight == MX and cols % 32:
         return f"MX groups have 32 columns; it has {cols}"
     if scheme.weight != BLOCK or (rows % 128 == 0 and cols % 128 == 0):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,18 +16,23 @@ from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.joining import Fp8Weight, joined_scheme, rows_of
 from fp8kit.checkpoint.layers import Layer
-from fp8kit.checkpoint.layout import Layout
 from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.targets import check_layers, dialect_for, misfit, output_heads
-from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, write_checkpoint
+from fp8kit.checkpoint.targets import (
+    check_layers,
+    dialect_for,
+    is_embedding,
+    misfit,
+    output_heads,
+)
+from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
 
+_EQUAL = 1e-5
 UNFIT = ("refuse", "dequantize")
 # the halves of a stack that holds two projections, in the order of their rows
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
-_EMBEDDING = re.compile(r"(.*\.)?\w*(embed\w*|wte|wpe)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +190,29 @@ def _check_target(job: _Job, target: str, dense: list[str], unfit: str) -> None:
     for scheme in {m.scheme for m in job.matrices}:
         shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme}
         check_layers(target, scheme, shapes, dense, dialect=job.dialect)
+    if target == "vllm" and job.dialect.name == "compressed-tensors":
+        _check_input_scales(job)
+
+
+def _check_input_scales(job: _Job) -> None:
+    """Refuse experts whose gate and up projection differ in their input scale, as vLLM does."""
+    halves = {name: first for first, second in _HALVES.values() for name in (first, second)}
+    scales: dict[str, tuple[str, float]] = {}
+    for m in job.matrices:
+        parent, _, last = m.name.rpartition(".")
+        if m.layer.input_scale is None or last not in halves or ".experts." not in m.name:
+            continue
+        held = job.checkpoint.read(m.layer.input_scale).flatten()
+        scale = held[m.expert if len(held) > 1 else 0].item()
+        other, theirs = scales.setdefault(f"{parent}.{halves[last]}", (m.name, scale))
+        if abs(scale - theirs) > _EQUAL:
+            raise CheckpointError(
+                teach(
+                    f"{other} has the input scale {theirs:.6g}, and {m.name} {scale:.6g}.",
+                    "vllm merges them and needs one scale in compressed-tensors.",
+                    "Write dialect autofp8, which takes the larger one.",
+                )
+            )
 
 
 def _dense(checkpoint: Checkpoint) -> list[str]:
@@ -195,7 +222,7 @@ def _dense(checkpoint: Checkpoint) -> list[str]:
         layer, _, kind = name.rpartition(".")
         if checkpoint.is_scale(name) or layer in checkpoint.layers or name in checkpoint.layers:
             continue
-        if kind == "weight" and len(info.shape) == 2 and not _EMBEDDING.fullmatch(layer):
+        if kind == "weight" and len(info.shape) == 2 and not is_embedding(layer):
             found.append(layer)
         elif len(info.shape) == 3 and layer.endswith("experts"):
             found.append(layer)

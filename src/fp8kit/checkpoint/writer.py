@@ -21,7 +21,8 @@ from fp8kit.checkpoint import directory
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.directory import check_destination as check_destination
 from fp8kit.checkpoint.layout import MAX_SHARD_BYTES as MAX_SHARD_BYTES
-from fp8kit.checkpoint.layout import Layout, Shard, plan_shards
+from fp8kit.checkpoint.layout import Layout as Layout
+from fp8kit.checkpoint.layout import Shard, plan_shards
 from fp8kit.errors import CheckpointError, teach
 
 

@@ -289,6 +289,11 @@ def test_dialects_that_are_only_read() -> None:
                 dialect_named(dialect.name)
 
 
+def test_misspelt_dialects() -> None:
+    with pytest.raises(ValueError, match=r"Did you mean 'compressed-tensors'\?"):
+        dialect_named("compressed_tensor")
+
+
 def test_granularity_of_activations_follows_the_weight() -> None:
     found = {g: Numbers().scheme(g, has_input_scale=False).activation for g in (TENSOR, ROW, BLOCK)}
     assert found == {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128}

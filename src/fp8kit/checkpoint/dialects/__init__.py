@@ -28,7 +28,7 @@ from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_PLAIN as MXFP8_PLAIN
 from fp8kit.checkpoint.dialects.quark import QUARK
 from fp8kit.checkpoint.dialects.torchao import TORCHAO
 from fp8kit.checkpoint.dialects.transformers_fp8 import TRANSFORMERS_FP8 as TRANSFORMERS_FP8
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, did_you_mean, teach
 
 # the first is the default; a config counts only where tensors do not give another dialect away
 DIALECTS: tuple[Dialect, ...] = (
@@ -97,7 +97,7 @@ def dialect_named(name: str) -> Dialect:
             teach(
                 f"Got dialect {name!r}.",
                 f"Those that are written are {', '.join(sorted(writable))}.",
-                "Name one of them, or name a target instead.",
+                "Name one of them, or name a target instead." + did_you_mean(name, writable),
             )
         )
     return writable[name]
