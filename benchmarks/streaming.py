@@ -36,12 +36,19 @@ with open("/proc/self/status") as status:
     peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 print(time.perf_counter() - start, time.process_time() - busy, peak)
 """
+# what is replaced goes right before, so that no case waits for memory that others have left
+CLEAR = """
+import os, shutil, sys, time
+shutil.rmtree(sys.argv[2], ignore_errors=True)
+os.sync()
+start, busy = time.perf_counter(), time.process_time()
+"""
 COPY = """
-import os, sys, time
+import os, sys
 from pathlib import Path
 from safetensors.torch import load_file, save_file
 source, destination, sync = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "sync"
-start, busy = time.perf_counter(), time.process_time()
+CLEAR
 destination.mkdir()
 for file in sorted(source.glob("*.safetensors")):
     save_file(load_file(file), destination / file.name, metadata={"format": "pt"})
@@ -50,10 +57,10 @@ for file in sorted(source.glob("*.safetensors")):
             os.fsync(handle)
 """
 QUANTIZE = """
-import sys, time
+import sys
 import fp8kit.integrations.transformers_facts
 from fp8kit.checkpoint_io import Recipe, quantize_checkpoint
-start, busy = time.perf_counter(), time.process_time()
+CLEAR
 quantize_checkpoint(sys.argv[1], sys.argv[2], Recipe(sys.argv[3]), progress=False)
 """
 
@@ -170,19 +177,19 @@ def measure(folder: Path, source: Path, total: int, runs: int) -> list[dict[str,
     peaks: dict[str, int] = dict.fromkeys(cases, 0)
     for run in range(runs + 1):
         for name, (code, option) in cases.items():
-            destination = folder / "destination"
-            command = [sys.executable, "-c", code + PEAK, str(source), str(destination), option]
-            os.sync()  # no case pays for what the one before left to write
+            script = code.replace("CLEAR", CLEAR) + PEAK
+            command = [sys.executable, "-c", script, str(source), str(folder / name), option]
             start = perf_counter()
             out = subprocess.run(command, capture_output=True, text=True, check=True)
             process = perf_counter() - start
             time, cpu, peak = out.stdout.split()
-            shutil.rmtree(destination)
             if run:
                 seconds[name].append(float(time))
                 busy[name].append(float(cpu))
                 whole[name].append(process)
                 peaks[name] = max(peaks[name], int(peak) * 1024)
+    for name in cases:
+        shutil.rmtree(folder / name)
     rates = {name: total / statistics.median(found) / 1e9 for name, found in seconds.items()}
     return [
         {
