@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -492,3 +493,42 @@ def test_misfits_of_joined_layers_are_named(tmp_path: Path, rows: int | None, me
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, model, scheme="FP8_DYNAMIC", exclude=[])
     untouched(model, before)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(3, 256, 128))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.embed, self.fc = Experts(), nn.Embedding(256, 128), nn.Linear(128, 128)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fp8_where_no_linear_layer_is(tmp_path: Path, stacked: bool, device: str) -> None:
+    source = nn.Module()
+    source.fc = nn.Linear(128, 128)
+    fp8kit.convert(source.bfloat16())
+    save(source, tmp_path / "c")
+    q = fp8kit.quantize(torch.randn(3, 256, 128), role="weight")
+    e = fp8kit.quantize(torch.randn(256, 128), role="weight")
+    tensors = {"embed.weight": e.data, "embed.weight_scale": e.scale}
+    if stacked:
+        tensors |= {"experts.gate_up_proj": q.data, "experts.gate_up_proj_scale": q.scale}
+    else:
+        for i, (first, name) in itertools.product(range(3), ((0, "gate_proj"), (128, "up_proj"))):
+            key, rows = f"experts.{i}.{name}.weight", slice(first, first + 128)
+            tensors |= {key: q.data[i, rows].clone(), f"{key}_scale": q.scale[i, rows].clone()}
+    edit_tensors(tmp_path / "c", **{k.replace(".", "__"): t for k, t in tensors.items()})
+    with torch.device(device):
+        model = Mixture().bfloat16()
+    count = 2 if stacked else 7
+    with pytest.warns(UserWarning, match=rf"{count} FP8 layers .* decoded .*: embed, experts"):
+        load(tmp_path / "c", model)
+    assert_bits_equal(model.experts.gate_up_proj, fp8kit.dequantize(q, torch.bfloat16))
+    assert_bits_equal(model.embed.weight, fp8kit.dequantize(e, torch.bfloat16))
+    assert isinstance(model.fc, Fp8Linear)

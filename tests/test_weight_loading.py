@@ -231,6 +231,21 @@ def test_memory_of_the_caller_may_be_used_again() -> None:
         assert_state(model, expected(weights(), joined, "FP8_DYNAMIC"))
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_parameters_of_a_trainer(joined: bool) -> None:
+    """They need gradients, are fp32, and may lie in memory in any way."""
+    parts = {n: nn.Parameter(t.float().t().contiguous().t()) for n, t in weights().items()}
+    assert not parts["attn.q_proj.weight"].is_contiguous()
+    model = on_meta(joined)
+    load_weights(model, shuffled(parts, 8), scheme="FP8_DYNAMIC")
+    for _ in range(2):
+        assert_state(model, expected(weights(), joined, "FP8_DYNAMIC"))
+        for tensor in model.state_dict(keep_vars=True).values():
+            assert tensor.grad_fn is None
+            assert tensor.is_contiguous()
+        load_weights(model, shuffled(parts, 9))
+
+
 def test_each_weight_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
     from fp8kit.checkpoint import arrivals

@@ -94,6 +94,10 @@ def load(
 ) -> Any:
     """Load an FP8 checkpoint bit for bit, or quantize a high-precision one while loading it.
 
+    Each tensor is read, quantized and placed before the next one. q/k/v, gate/up and experts may be
+    joined in the checkpoint, in the model, or in both. FP8 weights for which the model has no
+    linear layer, such as stacks of experts, are decoded, and a warning names them.
+
     Args:
         source: a checkpoint directory.
         model: the module to fill, in place; its parameters may be on meta. Without it, the

@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from checkpoint_samples import SHARD, Ragged, saved
+from checkpoint_samples import SHARD, Ragged, edit_json, saved
 from fp8kit.checkpoint.files import TensorInfo, read_header, read_json, read_tensor
 from fp8kit.checkpoint.inspection import inspect
 from fp8kit.checkpoint.reader import open_checkpoint
@@ -159,6 +159,22 @@ def test_what_is_no_config(tmp_path: Path, text: str, message: str) -> None:
         CheckpointError, match=f"config.json is damaged. What is wrong: .*{message}"
     ):
         read_json(tmp_path / "config.json")
+
+
+def test_control_characters_of_a_config_are_not_printed(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    quantization = json.loads((path / "config.json").read_text())["quantization_config"]
+    group = quantization["config_groups"].pop("group_0")
+    quantization["ignore"] = ["lm_head\x1b[2J"]
+    quantization["config_groups"]["\x1b[2Jgroup"] = group
+    edit_json(path / "config.json", quantization_config=quantization)
+    assert "lm_head\\x1b[2J" in str(inspect(path))
+    assert "\x1b" not in str(inspect(path))
+    group["weights"]["num_bits"] = 3
+    edit_json(path / "config.json", quantization_config=quantization)
+    with pytest.raises(CheckpointError, match=r"\\x1b\[2Jgroup has weights") as caught:
+        open_checkpoint(path)
+    assert "\x1b" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["config.json", SHARD, INDEX])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -354,6 +355,36 @@ def test_unknown_architecture(tmp_path: Path, nano: Path, named: object) -> None
     edit_json(tmp_path / "c" / "config.json", architectures=named)
     with pytest.raises(CheckpointError, match=r"has no model class of this name.*model=\.\.\."):
         load(tmp_path / "c")
+
+
+def test_weights_arrive_one_by_one(tmp_path: Path) -> None:
+    path = tiny("Qwen3Moe", tmp_path, **MOE)
+    wanted = load(path, scheme="FP8_DYNAMIC")
+    state = list(load_file(path / SHARD).items())
+    random.shuffle(state)
+    config = transformers.AutoConfig.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    fp8kit.load_weights(model, state, scheme="FP8_DYNAMIC")
+    assert_same(model, wanted, IDS % 160)
+    places = {name: t.data_ptr() for name, t in model.state_dict().items()}
+    for part in (state[::2], state[1::2]):  # experts of one stack come in two parts
+        fp8kit.load_weights(model, [(n, t + 1) for n, t in part], partial=True)
+    fp8kit.load_weights(model, [])
+    fp8kit.load_weights(model, reversed(state))
+    assert_same(model, wanted, IDS % 160)
+    assert {name: t.data_ptr() for name, t in model.state_dict().items()} == places
+
+
+def test_loading_again_into_the_same_model(nano: Path) -> None:
+    model = load(nano)
+    before = logits(model)
+    places = {name: t.data_ptr() for name, t in model.state_dict().items()}
+    for _ in range(2):
+        fp8kit.load_weights(model, stock(NANO).state_dict().items())
+        assert_bits_equal(logits(model), before)
+        assert load(nano, model) is model
+        assert_bits_equal(logits(model), before)
+    assert {name: t.data_ptr() for name, t in model.state_dict().items()} == places
 
 
 @pytest.mark.parametrize(

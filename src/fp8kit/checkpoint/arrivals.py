@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.checkpoint.joining import Fp8Weight, fp8_weight, is_finite, join, rows_of
+from fp8kit.checkpoint.joining import (
+    Fp8Weight,
+    check_shape,
+    fp8_weight,
+    is_finite,
+    join,
+    rows_of,
+)
 from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.routing import SCALES, Route, Shapes, find
@@ -55,8 +62,8 @@ class Arrivals:
         device: where everything goes; by default tensors stay, and those on meta go to the CPU.
         dtype: high precision that everything is cast to; by default tensors in memory keep theirs.
         high: high precision of decoded FP8 weights, if there is no ``dtype``.
-        owned: tensors may be kept; otherwise those that wait are copied, because the caller may
-            use their memory again.
+        owned: tensors may be kept, and those on meta take their dtype; otherwise what waits is
+            copied, because the caller may use its memory again, and the model's dtypes stay.
 
     Example:
         >>> arrivals = Arrivals(model, shapes)
@@ -110,6 +117,7 @@ class Arrivals:
                     "Drop one of the two; another load may bring it again.",
                 )
             )
+        tensor = tensor.detach()
         layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
         route = self._route(layer, kind)
         if route is None:
@@ -185,7 +193,7 @@ class Arrivals:
         return (found[0], found[0].weight) if found else None
 
     def _kept(self, tensor: Tensor) -> Tensor:
-        return tensor if self._owned else tensor.detach().clone()
+        return tensor if self._owned else tensor.clone()
 
     def _missing(self, layer: str, source: dict[str, Tensor]) -> str:
         """Name what a weight waits for; empty if it is whole."""
@@ -229,7 +237,7 @@ class Arrivals:
             last = [0]
             for target in route.split:
                 last.append(last[-1] + self.shapes[named(target, kind)][0])
-            _check_shape(layer, value.shape[:1], last[-1:])
+            check_shape(layer, value.shape[:1], last[-1:])
             for target, a, b in zip(route.split, last, last[1:], strict=False):
                 part = value[a:b] if isinstance(value, Tensor) else rows_of(value, a, b, layer)
                 self._deliver(Route(target, (target,)), target, part, kind)
@@ -249,7 +257,7 @@ class Arrivals:
         """Fill an FP8 layer, if all its parts are there."""
         name, shape = route.tensor("weight"), (owner.out_features, owner.in_features)
         if route.whole:
-            _check_shape(name, value.shape, shape)
+            check_shape(name, value.shape, shape)
             self._store(owner, route.target, value)
             return
         partial = self._begin(route, name, value.shape, shape)
@@ -315,8 +323,10 @@ class Arrivals:
         if self._dtype is not None and value.is_floating_point() and not key.endswith("_scale"):
             value = value.to(self._dtype)
         held, shape = getattr(module, key), self.shapes[name]
+        if not self._owned and value.is_floating_point():
+            value = value.to(held.dtype)
         if route.whole:
-            _check_shape(name, value.shape, shape)
+            check_shape(name, value.shape, shape)
             self._set(module, key, value)
             self.placed.add(name)
             return
@@ -345,7 +355,7 @@ class Arrivals:
         self, route: Route, name: str, part: torch.Size, matrix: tuple[int, ...]
     ) -> _Partial:
         if part[0] > matrix[0] or part[1:] != matrix[1:]:
-            _check_shape(route.sources[route.index], part, matrix)
+            check_shape(route.sources[route.index], part, matrix)
         experts = 1 if route.expert is None else self.shapes[name][0]
         partial = self._partial.setdefault(name, _Partial(route, experts, matrix[0]))
         partial.rows[route.expert or 0, route.index] = part[0]
@@ -358,7 +368,7 @@ class Arrivals:
         del self._partial[name]
         for expert in range(partial.experts):
             rows = sum(count for (e, _), count in partial.rows.items() if e == expert)
-            _check_shape(", ".join(partial.route.sources), (rows,), (partial.total,))
+            check_shape(", ".join(partial.route.sources), (rows,), (partial.total,))
         return True
 
     def _place(self, held: Tensor) -> torch.device:
@@ -372,8 +382,9 @@ class Arrivals:
                 held.copy_(moved)
             return
         borrowed = moved is value and not (fresh or self._owned)
-        if borrowed or moved.untyped_storage().nbytes() > moved.nbytes:  # or the rows of another
-            moved = moved.detach().clone()
+        part = moved.untyped_storage().nbytes() > moved.nbytes  # would keep the whole alive
+        if borrowed or part or not moved.is_contiguous():
+            moved = moved.clone(memory_format=torch.contiguous_format)
         value = moved
         if isinstance(held, nn.Parameter):
             value = nn.Parameter(value, requires_grad=held.requires_grad)
@@ -387,14 +398,3 @@ def _names(layer: Layer | None, name: str = "", static: bool = False) -> dict[st
         return {kind: named(name, kind) for kind in kinds}
     found = {"weight": layer.weight, "weight_scale": layer.scale}
     return found | ({"input_scale": layer.input_scale} if layer.input_scale else {})
-
-
-def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...] | list[int]) -> None:
-    if list(found) != list(wanted):
-        raise CheckpointError(
-            teach(
-                f"{name} has shape {list(found)}.",
-                f"The model needs {list(wanted)}.",
-                "Bring the tensors of the model that was built.",
-            )
-        )

@@ -88,6 +88,11 @@ def shown(name: object) -> str:
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
+def printable(text: str) -> str:
+    """Escape what would move the cursor or change colours where a text is printed."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fp8kit.checkpoint.files import printable
 from fp8kit.checkpoint.layers import FLOATS, Layer
 from fp8kit.checkpoint.pairing import group_repeated
 from fp8kit.checkpoint.reader import Checkpoint, scan
@@ -98,7 +99,7 @@ class Inspection:
         lines += [*self.notes, *(f"PROBLEM: {p}" for p in group_repeated(self.problems))]
         if not self.problems:
             lines.append("no problems found")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     def _rows(self) -> list[tuple[str, ...]]:
         """Describe layers, those that differ in nothing but numbers in their names together."""

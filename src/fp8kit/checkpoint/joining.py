@@ -176,3 +176,15 @@ def _check_cut(row: int, group: GroupShape, name: str, end: int = -1) -> None:
                 "Load into a model whose layers are those of the checkpoint.",
             )
         )
+
+
+def check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    """Refuse a tensor of another shape than the model's; raises ``CheckpointError``."""
+    if list(found) != list(wanted):
+        raise CheckpointError(
+            teach(
+                f"{name} has shape {list(found)}.",
+                f"The model needs {list(wanted)}.",
+                "Bring the tensors of the model that was built.",
+            )
+        )

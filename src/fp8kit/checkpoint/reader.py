@@ -20,7 +20,7 @@ from fp8kit.checkpoint.decoding import (
 from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
 from fp8kit.checkpoint.files import DTYPES as DTYPES
 from fp8kit.checkpoint.files import TensorInfo as TensorInfo
-from fp8kit.checkpoint.files import damaged, read_tensor, shown
+from fp8kit.checkpoint.files import damaged, printable, read_tensor, shown
 from fp8kit.checkpoint.files import read_header as read_header
 from fp8kit.checkpoint.files import read_json as read_json
 from fp8kit.checkpoint.layers import FLOATS, Layer
@@ -241,6 +241,7 @@ def _scan(
 
 def _placed(problem: str, tensors: Mapping[str, TensorInfo]) -> str:
     """Say in which file the tensor lies that a problem names, or what is beside a missing one."""
+    problem = printable(problem)
     words = [word.rstrip(".,;:") for word in problem.split()]
     words += [f"{word.rpartition('.')[0]}.weight" for word in words]
     shards = [tensors[word].shard for word in words if word in tensors]
