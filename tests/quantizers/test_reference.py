@@ -135,7 +135,7 @@ def check(
     bound: float | None = None,
     rounding: str | None = None,
 ) -> fp8kit.QTensor:
-    """Quantize, by what is dispatched to and by the reference; compare all bytes with the oracle."""
+    """Compare every byte of the oracle with what dispatch chooses and with the reference."""
     scale_ub = None if bound is None else torch.tensor(bound, device=x.device)
     q = fp8kit.quantize(
         x, group, dtype=dtype, role=role, scale_ub=scale_ub, scale_rounding=rounding

@@ -33,7 +33,7 @@ def _parse(source: Source) -> Announcement:
     if not source.metadata.get("tensor_names"):
         raise CheckpointError(
             teach(
-                "The headers' __metadata__ does not describe torchao's tensors (tensor_names).",
+                "The headers (__metadata__) do not describe torchao's tensors (tensor_names).",
                 "torchao writes its subclasses as safetensors since version 0.15.",
                 "Save the model again with a current torchao; pickled files are not read.",
             )
