@@ -173,7 +173,7 @@ def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool 
         (quark({}, {"qscheme": "per_channel"}), "dynamic, or static per_tensor"),
         (quark({}) | {"export": {"weight_format": "fake_quantized"}}, "has no codes"),
         (quark({}) | {"export": 3}, "export = 3"),
-        ({"quant_method": "torchao"}, "does not describe torchao's tensors"),
+        ({"quant_method": "torchao"}, "not describe torchao's tensors"),
         ({"quant_method": "gptq"}, "quant_method = 'gptq'. This version reads compressed-tensors"),
         ({"bits": 4}, "quant_method = None"),
     ],
