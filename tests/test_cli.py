@@ -13,8 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import fp8kit
+from checkpoint_samples import edit_tensors
 from fp8kit.bench import tuning
-from fp8kit.cli import main
+from fp8kit.checkpoint import streaming
+from fp8kit.cli import _in_shell_words, main
 from fp8kit.measurements import Case, Table
 
 NANO = Path(__file__).parents[1] / "examples" / "nano"
@@ -87,6 +89,72 @@ def test_quantize_refuses_bad_sources(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "count"), [("2GB", 1), ("500kB", 9), ("0.5 mb", 9), ("500000", 9)]
+)
+def test_quantize_takes_a_size_of_files(text: str, count: int, tmp_path: Path) -> None:
+    result = run("quantize", NANO, tmp_path / "out", "--max-shard-size", text, "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-shard-size", "5 apples"), "is no size; write it like 5GB"),
+        (("--max-shard-size", "0"), "is no size"),
+        (("--max-shard-size", "1.2.3GB"), "is no size"),
+        (("--dtype", "int8"), "bfloat16"),
+        (("--workers", "0"), "0 is not in the range"),
+        (("--device", "cpu", "--device", "tpu"), "'tpu' is no device"),
+        (("--scheme", "FP8"), "needs calibration data"),
+    ],
+)
+def test_quantize_refuses_bad_values(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in failure(run("quantize", NANO, tmp_path / "out", *options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_casts_the_rest(tmp_path: Path) -> None:
+    assert run("quantize", NANO, tmp_path / "out", "--dtype", "float16").exit_code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_quantize_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "write_shards", interrupted)
+        said = failure(run("quantize", NANO, tmp_path / "out"))
+    assert "the same command continues" in said
+    other = failure(run("quantize", NANO, tmp_path / "out", "--scheme", "FP8_BLOCK"))
+    assert "it was another one" in other
+    assert run("quantize", NANO, tmp_path / "out").exit_code == 0
+
+
+def test_quantize_on_a_cluster_needs_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fp8kit.integrations.ray", raising=False)
+    assert "pip install 'fp8kit[ray]'" in failure(run("quantize", NANO, tmp_path / "out", "--ray"))
+
+
+def test_verify(quantized: Path, tmp_path: Path) -> None:
+    result = run("verify", NANO, quantized)
+    assert result.exit_code == 0, result.output
+    assert "28 FP8 layers, 28 of them equal to a new quantization" in result.output
+    found = json.loads(run("verify", NANO, quantized, "--json").stdout)
+    assert found["ok"]
+    assert len(found["tensors"]) == 38
+    damaged = tmp_path / "damaged"
+    shutil.copytree(quantized, damaged)
+    edit_tensors(damaged, model__norm__weight=None)
+    result = run("verify", NANO, damaged)
+    assert result.exit_code == 1
+    assert "model.norm.weight: in the source, not in the result." in result.output
+    assert "is not." in failure(run("verify", NANO, NANO))
+
+
 def test_inspect(quantized: Path) -> None:
     result = run("inspect", quantized)
     assert result.exit_code == 0, result.output
@@ -130,6 +198,38 @@ def test_explain(quantized: Path) -> None:
     found = json.loads(run("explain", quantized, "--json").stdout)
     assert {entry["backend"] for entry in found} == {"dequantized"}
     assert "torch_native" in found[0]["declined"]
+
+
+def test_explain_of_high_precision_names_the_command(tmp_path: Path) -> None:
+    said = failure(run("explain", NANO))
+    assert f"Make one: fp8kit quantize {NANO} DESTINATION" in said
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        ("Got target='ollama'.", "Got --target ollama."),
+        ("strict=True, and 3 layers cannot", "--strict, and 3 layers cannot"),
+        ("Pass exclude=['*.a', 'b'].", "Pass --exclude '*.a' --exclude b."),
+        ("Got scheme=FP8_BLOCK for d, which", "Got --scheme FP8_BLOCK for d, which"),
+        ("pass overwrite=True.", "pass --overwrite."),
+        ("Use fp8kit.load(dir, scheme='FP8').", "Use fp8kit.load(dir, scheme='FP8')."),
+        ("Got sideways=3.", "Got sideways=3."),
+    ],
+)
+def test_errors_name_options_not_arguments(python: str, shell: str) -> None:
+    assert _in_shell_words(python) == shell
+
+
+def test_options_are_named_end_to_end(tmp_path: Path) -> None:
+    said = failure(run("quantize", NANO, tmp_path / "out", "--target", "vlm"))
+    assert "Got --target vlm." in said
+    assert "Did you mean 'vllm'?" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    said = failure(run("quantize", NANO, tmp_path / "full"))
+    assert "overwrite=True" not in said
+    assert "--overwrite" in said
 
 
 def test_explain_refuses_a_negative_row_count(quantized: Path) -> None:
@@ -231,3 +331,41 @@ def test_module_entry_point() -> None:
     command = [sys.executable, "-m", "fp8kit", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert fp8kit.__version__ in done.stdout
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_convert_checkpoint(tmp_path: Path) -> None:
+    result = run("convert-checkpoint", GOLDEN / "modelopt-flat", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["dialect"], found["scheme"]) == ("compressed-tensors", "FP8")
+    result = run("convert-checkpoint", tmp_path / "out", tmp_path / "again", "--dialect", "autofp8")
+    assert result.exit_code == 0, result.output
+    assert "autofp8, FP8" in result.output
+    assert f"written to {tmp_path / 'again'}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("fp8-block", ("--target", "transformers"), "do not load in transformers"),
+        ("fp8-block", ("--dialect", "quark"), "Those that are written are"),
+        ("fp8-block", ("--target", "tgi"), "Known targets are"),
+        ("fp8-block", ("--unfit", "drop"), "It is one of refuse, dequantize"),
+        ("nowhere", (), "There is no directory"),
+    ],
+)
+def test_convert_checkpoint_refuses(
+    source: str, options: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    result = run("convert-checkpoint", GOLDEN / source, tmp_path / "out", *options)
+    assert said in failure(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_of_one_file() -> None:
+    result = run("inspect", GOLDEN / "comfyui-scaled" / "diffusion.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "comfyui, FP8_TENSOR_BY_16BIT" in result.output

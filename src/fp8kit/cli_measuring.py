@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import click
 import torch
 
-import fp8kit
-from fp8kit import model_io
+from fp8kit import checkpoint_io
 from fp8kit.bench import linear, operands, tuning
+from fp8kit.checkpoint.recipe import Recipe
 from fp8kit.cli_options import json_option, known_device, print_result, row_counts
 from fp8kit.formats import Scheme
 
@@ -55,7 +55,7 @@ def bench(
     """Time the layers of the Transformers model SOURCE, or of --shapes, against bf16."""
     kind = Scheme.of(scheme)
     found = linear.bench(
-        _layer_shapes(source, shapes, kind), rows, kind, torch.device(device), accum=accum
+        _layer_shapes(source, shapes), rows, kind, torch.device(device), accum=accum
     )
     print_result(linear.to_dicts(found) if as_json else linear.render(found), as_json)
 
@@ -89,9 +89,7 @@ def tune(
         wishes = tuning.shipped_wishes()
     else:
         kinds = [Scheme.of(name) for name in scheme]
-        wishes = [
-            tuning.Wish(_layer_shapes(source, shapes, kind), rows, [kind], accum) for kind in kinds
-        ]
+        wishes = [tuning.Wish(_layer_shapes(source, shapes), rows, [kind], accum) for kind in kinds]
     said = None if as_json else (lambda text: click.echo(text, err=True))
     where = torch.device(device)
     with torch.cuda.device(where):
@@ -101,10 +99,11 @@ def tune(
     print_result({**facts, "left": outcome.left} if as_json else str(outcome), as_json)
 
 
-def _layer_shapes(source: Path | None, shapes: str | None, scheme: Scheme) -> list[tuple[int, int]]:
+def _layer_shapes(source: Path | None, shapes: str | None) -> list[tuple[int, int]]:
     if (source is None) == (shapes is None):
         raise click.UsageError("Name a model directory, or --shapes, and not both.")
     if source is None:
         return operands.parse_shapes(shapes or "")
-    decided = fp8kit.plan(model_io.skeleton(source), scheme)
+    checkpoint = checkpoint_io.high_precision(source)
+    decided = checkpoint_io.decide(checkpoint, Recipe())  # shapes are any scheme's
     return operands.unique((r.shape[0], r.shape[1]) for r in decided.report.converted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import click
 import torch
@@ -19,6 +20,25 @@ def known_device(_: click.Context, __: click.Parameter, name: str) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         raise click.BadParameter(f"{name!r}: this machine has no CUDA device; use cpu.")
     return name
+
+
+def known_devices(
+    context: click.Context, parameter: click.Parameter, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Check each device as ``known_device`` does."""
+    return tuple(known_device(context, parameter, name) for name in names)
+
+
+def byte_count(_: click.Context, __: click.Parameter, text: str) -> int:
+    """Read a size such as ``5GB``, in powers of a thousand."""
+    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    try:
+        number = float(match[1]) if match else 0
+    except ValueError:
+        number = 0
+    if match is None or number <= 0:
+        raise click.BadParameter(f"{text!r} is no size; write it like 5GB or 500MB.")
+    return int(number * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
 def row_counts(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:

@@ -20,10 +20,14 @@ from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import can_share
 from fp8kit.report import Record, Report
-from fp8kit.selection import check_patterns, exclusion, some_of
+from fp8kit.selection import (
+    SMALLEST_WEIGHT,
+    check_patterns,
+    exclusion,
+    size_obstacle,
+    some_of,
+)
 
-SMALLEST_SIDE = 64
-SMALLEST_WEIGHT = 128 * 128
 STORAGES = ("discard", "cpu_offload", "keep")
 
 
@@ -295,8 +299,8 @@ def _obstacle(linear: nn.Linear, holder: nn.Module, tied: set[int]) -> str:
         return "its forward was replaced on the instance, e.g. by an offload hook"
     if id(weight) in tied or (not weight.is_meta and weight.data_ptr() in tied):
         return "its weight is tied to another parameter"
-    if min(weight.shape) < SMALLEST_SIDE or weight.numel() < SMALLEST_WEIGHT:
-        return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
+    if too_small := size_obstacle(tuple(weight.shape)):
+        return too_small
     if not weight.is_meta and not weight.isfinite().all():
         return "its weight holds NaN or infinities"
     return ""

@@ -20,9 +20,10 @@ from fp8kit.errors import teach
 from fp8kit.formats import Scheme
 from fp8kit.matmul.problem import BACKENDS, linear_problem
 from fp8kit.measurements import table_for
-from fp8kit.modules.shared import JOINABLE, MOST_JOINED_ROWS
+from fp8kit.modules.shared import JOINABLE, MOST_JOINED_ROWS, can_share
 from fp8kit.report import Record, Report
 from fp8kit.selection import some_of
+from fp8kit.structure import sibling_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,30 @@ def leave_slower(
                 f"Whether FP8 is faster than bf16 on {name} was not measured for {some_of(names)}: "
                 "they are converted. `fp8kit tune` measures them on a GPU."
             )
+
+
+def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) -> None:
+    """Do as ``leave_slower`` for layers of which only names and shapes are known.
+
+    Args:
+        report: records of bf16 layers; siblings are told by their usual names.
+        scheme: what the layers would become.
+        rows: row counts that they will serve.
+    """
+    tree = nn.Module()
+    for record in report.converted:
+        *path, last = record.name.split(".")
+        parent = tree
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        n, k = record.shape
+        parent.add_module(last, nn.Linear(k, n, False, device="meta", dtype=torch.bfloat16))
+    if can_share(scheme):
+        report.groups = sibling_groups(tree, [r.name for r in report.converted])
+    leave_slower(tree, scheme, report, rows)
+    report.groups = []  # a checkpoint holds layers, whatever shares an input when they run
 
 
 def judge(

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from fp8kit import settings
-from fp8kit.errors import UnsupportedError, teach
+from fp8kit.errors import UnsupportedError, did_you_mean, teach
 from fp8kit.measurements import DENSE, Estimate
 
 # (name, module path, device types), the best first; no device types means any device
@@ -167,7 +167,11 @@ def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice
     names = ", ".join(name for name, *_ in table)
     if only is not None and not choice.declined:
         raise ValueError(
-            teach(f"Unknown backend {only!r}.", f"Known are {names}.", "Pass one of these or None.")
+            teach(
+                f"Unknown backend {only!r}.",
+                f"Known are {names}.",
+                "Pass one of these or None." + did_you_mean(only, (name for name, *_ in table)),
+            )
         )
     reasons = "\n".join(f"  {name}: {why}" for name, why in choice.declined)
     raise UnsupportedError(

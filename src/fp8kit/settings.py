@@ -21,6 +21,7 @@ BACKEND_NAMES = (
     "triton_scaled",
     "dequantized",
     "triton",
+    "cpu",
     "reference",
 )
 

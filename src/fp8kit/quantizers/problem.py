@@ -13,6 +13,7 @@ from fp8kit.formats import GroupShape
 
 BACKENDS: BackendTable = (
     ("triton", "fp8kit.quantizers.triton", ("cuda",)),
+    ("cpu", "fp8kit.quantizers.cpu", ("cpu",)),
     ("reference", "fp8kit.quantizers.reference", ()),
 )
 
