@@ -114,18 +114,44 @@ def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols:
     Returns:
         A ``CUtensorMap`` to pass to ``Kernel.launch``.
     """
-    one = [driver.cuuint32_t(1)] * 2
+    kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
+    swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    return _tensor_map(address, kind, (cols, rows), cols, (tile_cols, tile_rows), swizzle)
+
+
+@functools.lru_cache(maxsize=4096)
+def float_row_map(address: int, rows: int, cols: int, pitch: int, tile_cols: int) -> Any:
+    """Describe a row-major ``float32`` matrix, loaded as parts of one row; else as above.
+
+    Args:
+        address: of the first value, a multiple of 16 bytes.
+        rows: rows of the matrix; reads beyond them give zeros.
+        cols: values per row; reads beyond them give zeros.
+        pitch: values from row to row, a multiple of 4.
+        tile_cols: values of one load, at most 256.
+
+    Returns:
+        A ``CUtensorMap`` to pass to ``Kernel.launch``.
+    """
+    kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+    swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
+    return _tensor_map(address, kind, (cols, rows), 4 * pitch, (tile_cols, 1), swizzle)
+
+
+def _tensor_map(
+    address: int, kind: Any, shape: tuple[int, int], pitch: int, box: tuple[int, int], swizzle: Any
+) -> Any:
     return _checked(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            kind,
             2,
             address,
-            [driver.cuuint64_t(cols), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(cols)],
-            [driver.cuuint32_t(tile_cols), driver.cuuint32_t(tile_rows)],
-            one,
+            [driver.cuuint64_t(extent) for extent in shape],
+            [driver.cuuint64_t(pitch)],
+            [driver.cuuint32_t(extent) for extent in box],
+            [driver.cuuint32_t(1)] * 2,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
