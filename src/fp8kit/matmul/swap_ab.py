@@ -116,7 +116,9 @@ def choose_tile(m: int, n: int, k: int, processors: int) -> Tile:
         columns = -(-m // _MOST_TOKENS)
         tokens = -(-m // (16 * columns)) * 16
         cuts = [(g, split) for split in (1, 2, 3, 4) for g in (1, 2, 3)]
-        groups, split = min(cuts, key=lambda cut: _microseconds(*cut, tokens, m, n, k, processors))
+        groups, split = min(
+            cuts, key=lambda cut: _microseconds(cut[0], cut[1], tokens, m, n, k, processors)
+        )
         return _deepest(tokens, groups, 1 if groups == 3 else 2, split)
     tokens = max(8, 1 << (m - 1).bit_length())
     blocks, steps = -(-n // 64), -(-k // _TILE_K)
@@ -231,7 +233,7 @@ def _aligned(codes: Tensor) -> Tensor:
 
 
 def _by_column(scale: Tensor) -> Tensor:
-    # the tensor memory accelerator reads rows of 16 bytes and more: scales of a step next to each other
+    # the tensor memory accelerator wants the scales of one step along K next to each other
     rows, cols = scale.shape
     if scale.stride(0) == 1 and scale.stride(1) % 4 == 0 and scale.data_ptr() % _ALIGN == 0:
         return scale
