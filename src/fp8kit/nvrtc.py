@@ -13,7 +13,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ class KernelLaunch:
         i = self._moving[position]
         argument = self._arguments[i]
         if isinstance(argument, TileMap):
-            argument = self._arguments[i] = byte_tile_map(address, *argument.shape)
+            argument = self._arguments[i] = argument.maker(address, *argument.shape)
             self._parameters[i] = argument.getPtr()
         else:
             argument.value = address
@@ -152,17 +152,19 @@ class KernelLaunch:
 
 @dataclass(frozen=True, slots=True)
 class TileMap:
-    """A byte matrix as the tensor memory accelerator sees it; made by ``byte_tile_map``.
+    """A matrix as the tensor memory accelerator sees it.
 
     Args:
         address: of the first byte.
-        shape: rows and columns of the matrix, rows and columns of a tile.
         handle: the ``CUtensorMap``.
+        maker: ``byte_tile_map`` or ``float_row_map``, which made it.
+        shape: what else that was given.
     """
 
     address: int
-    shape: tuple[int, int, int, int]
     handle: Any
+    maker: Callable[..., TileMap]
+    shape: tuple[int, int, int, int]
 
     def getPtr(self) -> int:
         """Give the address of the ``CUtensorMap``, which is what a kernel's parameter copies."""
@@ -199,23 +201,50 @@ def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols:
     Returns:
         What to pass to ``Kernel.launch``.
     """
-    one = [driver.cuuint32_t(1)] * 2
-    handle = _checked(
+    kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
+    swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    handle = _tensor_map(address, kind, (cols, rows), cols, (tile_cols, tile_rows), swizzle)
+    return TileMap(address, handle, byte_tile_map, (rows, cols, tile_rows, tile_cols))
+
+
+@functools.lru_cache(maxsize=4096)
+def float_row_map(address: int, rows: int, cols: int, pitch: int, tile_cols: int) -> TileMap:
+    """Describe a row-major ``float32`` matrix, loaded as parts of one row; else as above.
+
+    Args:
+        address: of the first value, a multiple of 16 bytes.
+        rows: rows of the matrix; reads beyond them give zeros.
+        cols: values per row; reads beyond them give zeros.
+        pitch: values from row to row, a multiple of 4.
+        tile_cols: values of one load, at most 256.
+
+    Returns:
+        What to pass to ``Kernel.launch``.
+    """
+    kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+    swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
+    handle = _tensor_map(address, kind, (cols, rows), 4 * pitch, (tile_cols, 1), swizzle)
+    return TileMap(address, handle, float_row_map, (rows, cols, pitch, tile_cols))
+
+
+def _tensor_map(
+    address: int, kind: Any, shape: tuple[int, int], pitch: int, box: tuple[int, int], swizzle: Any
+) -> Any:
+    return _checked(
         driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            kind,
             2,
             address,
-            [driver.cuuint64_t(cols), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(cols)],
-            [driver.cuuint32_t(tile_cols), driver.cuuint32_t(tile_rows)],
-            one,
+            [driver.cuuint64_t(extent) for extent in shape],
+            [driver.cuuint64_t(pitch)],
+            [driver.cuuint32_t(extent) for extent in box],
+            [driver.cuuint32_t(1)] * 2,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzle,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return TileMap(address, (rows, cols, tile_rows, tile_cols), handle)
 
 
 def pointer(tensor: Tensor | None) -> ctypes.c_uint64:

@@ -9,6 +9,7 @@ import torch
 
 import fp8kit
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
+from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_bits_equal, assert_matmul
 
 swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
@@ -18,31 +19,62 @@ PROCESSORS = 132
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_the_cut_along_k_does_not_depend_on_m(n: int, k: int) -> None:
-    tiles = {swap_ab.choose_tile(m, n, k, PROCESSORS).cluster for m in range(1, 65)}
-    assert len(tiles) == 1
+def test_the_cut_along_k_of_few_rows_does_not_depend_on_m(n: int, k: int) -> None:
+    assert len({swap_ab.choose_tile(m, n, k, PROCESSORS).split for m in range(1, 65)}) == 1
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("m", [1, 8, 9, 33, 64])
+@pytest.mark.parametrize("m", [1, 8, 9, 33, 64, 65, 96, 128, 200, 256, 500, 512])
 def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int) -> None:
     tile = swap_ab.choose_tile(m, n, k, PROCESSORS)
-    assert m <= tile.tokens < 2 * max(m, 8)
-    assert tile.stages >= 2
-    assert tile.shared_bytes <= 227 * 1024
-    assert tile.resident * (tile.shared_bytes + 1024) <= 228 * 1024
-    # the sums of a block take the place of its drained ring
-    assert (
-        tile.tokens * 64 * tile.groups * 4 <= tile.stages * (64 * tile.groups + tile.tokens) * 128
+    assert tile.tokens == 8 or tile.tokens % 16 == 0
+    assert m <= 64 or tile.tokens * -(-m // tile.tokens) < m + 16 * -(-m // 128)
+    assert m > 64 or m <= tile.tokens < 2 * max(m, 8)
+    assert tile.stages >= max(2, tile.parts)
+    used = tile.shared_bytes + tile.static_bytes
+    assert tile.needed_bytes <= tile.shared_bytes
+    assert used <= 227 * 1024
+    assert tile.resident * (used + 1024) <= 228 * 1024
+    # an even spread, and no more, fits on a multiprocessor
+    assert (tile.resident + 1) * (used + 1024) > 228 * 1024
+    consumers = tile.registers or 65536 // -(-tile.threads // 128) // 128 // tile.resident
+    assert (1 + tile.parts) * tile.tokens // 2 < min(consumers, 255)
+    given = 128 * (tile.groups * tile.registers + 24) if tile.registers else 0
+    assert given <= 65536
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [1, 64, 65, 256, 512])
+def test_every_tile_has_a_block(m: int, n: int, k: int) -> None:
+    tile = swap_ab.choose_tile(m, n, k, PROCESSORS)
+    tiles = -(-n // tile.rows) * -(-m // tile.tokens)
+    blocks = tile.blocks(m, n, PROCESSORS)
+    assert blocks % tile.split == 0
+    assert blocks == tiles * tile.split or (
+        tile.split == 1 and blocks == PROCESSORS * tile.resident < tiles
     )
 
 
+def test_more_multiprocessors_are_used_when_k_is_long() -> None:
+    few = swap_ab.choose_tile(256, 4096, 14336, PROCESSORS)
+    assert few.split > 1
+    assert few.blocks(256, 4096, PROCESSORS) > PROCESSORS * 0.9
+
+
 def test_source_spells_out_the_registers() -> None:
-    text = swap_ab.source(swap_ab.Tile(16, 4, 2, 1, 1), True, 8, 32)
+    text = swap_ab.source(swap_ab.Tile(16, 1, 2, 4, 2, 1), True, True, 8, 32)
     assert "m64n16k32" in text
     assert "%7}, %8, %9, add" in text
     assert not re.search(r"@[A-Z]+@", text)
     assert "#define BLOCK_SCALES 1" in text
+
+
+def test_scales_by_column_are_kept_and_others_copied() -> None:
+    scale = torch.rand(7, 3)
+    moved = swap_ab._by_column(scale)
+    assert torch.equal(moved, scale)
+    assert moved.stride() == (1, 8)
+    assert swap_ab._by_column(moved) is moved
 
 
 def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +100,7 @@ HOPPER = pytest.mark.skipif(
 @HOPPER
 @pytest.mark.parametrize("groups", [(ROW, ROW), (TENSOR, ROW), (ROW, TENSOR), (GROUP128, BLOCK)])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (130, 304), (1000, 4112), (257, 14336), (1, 16)])
-@pytest.mark.parametrize("m", [1, 2, 8, 9, 33, 64])
+@pytest.mark.parametrize("m", [1, 2, 8, 9, 33, 64, 65, 100, 256, 300, 512])
 def test_swap_ab_matches_the_exact_product(m: int, n: int, k: int, groups: tuple) -> None:
     x = torch.randn(m, k, device="cuda") * torch.logspace(-1, 1, m, device="cuda")[:, None]
     w = torch.randn(n, k, device="cuda") * torch.logspace(-2, 0, n, device="cuda")[:, None]
@@ -77,6 +109,43 @@ def test_swap_ab_matches_the_exact_product(m: int, n: int, k: int, groups: tuple
     for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
         y = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype, backend="swap_ab")
         assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, backend="swap_ab")
+
+
+CUTS = [
+    swap_ab.Tile(8, 1, 1, 4, 1, 3),
+    swap_ab.Tile(8, 2, 2, 5, 4, 1),
+    swap_ab.Tile(16, 3, 2, 6, 2, 1),
+    swap_ab.Tile(48, 2, 1, 3, 3, 1),
+    swap_ab.Tile(80, 2, 2, 5, 1, 1),
+    swap_ab.Tile(112, 3, 1, 4, 2, 1),
+    swap_ab.Tile(128, 1, 2, 5, 4, 1),
+    swap_ab.Tile(128, 2, 2, 5, 3, 1),
+    swap_ab.Tile(128, 3, 1, 4, 1, 1),
+]
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("groups", [(ROW, ROW), (GROUP128, BLOCK)])
+@pytest.mark.parametrize("tile", CUTS, ids=str)
+def test_no_cut_is_wrong(
+    tile: swap_ab.Tile, groups: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap_ab, "choose_tile", lambda *_: tile)
+    for n, k in ((64, 128), (4096, 2048), (1000, 4112), (257, 7168), (3, 16)):
+        w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), groups[1], role="weight")
+        for m in (1, 65, 300, 1031):
+            x_q = fp8kit.quantize(torch.randn(m, k, device="cuda"), groups[0])
+            problem = matmul_problem(x_q, w_q)
+            arguments = (x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
+            y = swap_ab.run(*arguments)
+            assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), None, "swap_ab")
+            assert_bits_equal(swap_ab.run(*arguments), y)
+
+
+def matmul_problem(x: fp8kit.QTensor, w: fp8kit.QTensor) -> MatmulProblem:
+    groups = (x.group, w.group)
+    return MatmulProblem.of(x.data, w.data, groups, torch.bfloat16, None, "precise", False)
 
 
 @pytest.mark.gpu

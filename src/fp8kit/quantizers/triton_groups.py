@@ -123,6 +123,7 @@ def _groups_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HELD: tl.constexpr,
+    EVICTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
@@ -138,7 +139,7 @@ def _groups_kernel(
     for i in tl.static_range(HELD):
         col = (first + i * BLOCK_G)[None, :, None] * GROUP + lane
         offset = row[:, None, None] * stride_xm + col * stride_xk
-        x = tl.load(x_ptr + offset, mask=present & (col < K), other=0.0)
+        x = tl.load(x_ptr + offset, mask=present & (col < K), other=0.0, eviction_policy=EVICTION)
         held = appended(held, x)
     for i in tl.static_range(HELD):
         group = first + i * BLOCK_G
@@ -193,7 +194,7 @@ def quantize_groups(
         recipe.min_scale, K=k, GROUP=group, STATIC=recipe.static, DIVISION=recipe.division,
         FP8_MAX=recipe.fp8_max, SWIZZLE=swizzle, BLOCK_M=tile.rows, BLOCK_G=tile.groups,
         HELD=tile.held, num_warps=tile.warps, enable_fp_fusion=False,
-        OVERLAP=overlap, launch_pdl=overlap,
+        EVICTION=recipe.eviction, OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
 
 
@@ -218,6 +219,7 @@ def _blocks_kernel(
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
     HELD: tl.constexpr,
+    EVICTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
@@ -234,7 +236,8 @@ def _blocks_kernel(
     held = ()
     for i in tl.static_range(HELD):
         row = first + i * BLOCK_M
-        x = tl.load(x_block + row * stride_xm, mask=(row < M) & (col < K), other=0.0)
+        x = tl.load(x_block + row * stride_xm, mask=(row < M) & (col < K), other=0.0,
+                    eviction_policy=EVICTION)  # fmt: skip
         held = appended(held, x)
     where = scale_ptr + expert * stride_se + block_m * stride_sm + block_k * stride_sk
     if STATIC:
@@ -282,5 +285,5 @@ def quantize_blocks(
         x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
         K=x.shape[2], ROWS=rows, COLS=cols, STATIC=recipe.static, DIVISION=recipe.division,
         FP8_MAX=recipe.fp8_max, HELD=held, num_warps=warps, enable_fp_fusion=False,
-        OVERLAP=overlap, launch_pdl=overlap,
+        EVICTION=recipe.eviction, OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
