@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-gpu check bench clean
+.PHONY: demo test test-gpu check bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,7 +33,13 @@ test-gpu:
 bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/quantizers.py benchmarks/results/quantizers.json
 	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json
+	PYTHONPATH=src $(PYTHON) benchmarks/host.py benchmarks/results/host.json
+	PYTHONPATH=src $(PYTHON) benchmarks/skinny.py benchmarks/results/skinny.json
 	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json
+	PYTHONPATH=src $(PYTHON) benchmarks/compiled.py benchmarks/results/compiled.json
+
+bench-streaming: $(VENV)/.installed  ## needs no GPU, 12 GB of disk and an idle machine
+	$(BIN)/python benchmarks/streaming.py benchmarks/results/streaming.json
 
 clean:
 	rm -rf $(VENV) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -33,7 +33,12 @@ def main() -> None:
 def tables() -> str:
     """Render every result file that is there."""
     parts = []
-    for name, render in (("linear", linear), ("quantizers", quantizers), ("decoder_layer", layer)):
+    for name, render in (
+        ("linear", linear),
+        ("quantizers", quantizers),
+        ("decoder_layer", layer),
+        ("host", host),
+    ):
         file = RESULTS / f"{name}.json"
         if file.is_file():
             found = json.loads(file.read_text())
@@ -41,6 +46,9 @@ def tables() -> str:
             parts.append(
                 f"{render(found)}\nMeasured on one {where} (`benchmarks/results/{file.name}`).\n"
             )
+    file = RESULTS / "streaming.json"
+    if file.is_file():
+        parts.append(streaming(json.loads(file.read_text())))
     return "\n" + "\n".join(parts) + "\n"
 
 
@@ -134,6 +142,47 @@ def layer(found: dict[str, Any]) -> str:
         times = row["us"]
         cells = [f"{t:.0f} ({times['bf16'] / t:.2f}×)" for t in times.values()]
         lines.append(f"| {row['m']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def host(found: dict[str, Any]) -> str:
+    """An eager call: what it costs the host, and how that compares with the dense layer."""
+    names = [n for n in found["rows"][0]["us"] if not n.endswith("operator") and n != "nn.Linear"]
+    lines = [
+        "### The host's time of an eager call",
+        "",
+        "Microseconds until the CPU may go on, and ratio to `F.linear`; FP8 as modules.",
+        "",
+        f"| M | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for row in found["rows"]:
+        times = row["us"]
+        cells = [f"{times[n]:.1f} ({times[n] / times['F.linear']:.2f}×)" for n in names]
+        lines.append(f"| {row['m']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def streaming(found: dict[str, Any]) -> str:
+    """Streamed conversions against copies of the same bytes."""
+    lines = [
+        "### Quantizing a checkpoint on a CPU",
+        "",
+        "GB/s of bf16 read; against copying the same files with safetensors (without a sync, and "
+        "synced to disk as the conversion is) in the same run.",
+        "",
+        "| checkpoint | scheme | GB/s | × copy | × synced copy | peak memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        if not row["case"].startswith("copy"):
+            lines.append(
+                f"| {row['gigabytes']:.1f} GB | {row['case']} | {row['gb_per_s']:.2f}"
+                f" | {row['of_copy']:.2f} | {row['of_copy_synced']:.2f}"
+                f" | {row['peak_gb']:.2f} GB |"
+            )
+    where = f"{found['device']}, torch {found['torch']}"
+    lines += ["", f"Measured on {where} (`benchmarks/results/streaming.json`)."]
     return "\n".join(lines) + "\n"
 
 

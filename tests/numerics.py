@@ -155,3 +155,15 @@ def assert_logits_of_one_checkpoint(ours: Tensor, other: Tensor, unrounded: Tens
     difference = relative_error(ours, other)
     bound = math.sqrt(2) * noise * 1.5
     assert difference <= bound, f"logits differ by {difference:.3%}, over {bound:.3%}"
+
+
+def activation_noise(layers: int) -> tuple[float, float]:
+    """Bound what rounding activations to FP8 does to the logits of a decoder, as (lower, upper).
+
+    A decoder layer rounds its activations four times on the way to its output: before q/k/v, before
+    o, before gate/up and before down. Each adds a relative error of one operand to its branch. At
+    most, branches are all there is of the residual stream and the errors, independent, add up as a
+    root of squares; a margin of a half is for the nonlinearities between them. Under a third of one
+    rounding nothing was rounded: the same bound as everywhere for an end-to-end result.
+    """
+    return ONE_OPERAND / 3, ONE_OPERAND * math.sqrt(4 * layers) * 1.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -12,7 +13,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import fp8kit
-from fp8kit.cli import main
+from checkpoint_samples import edit_tensors
+from fp8kit.bench import tuning
+from fp8kit.checkpoint import streaming
+from fp8kit.cli import _in_shell_words, main
+from fp8kit.measurements import Case, Table
 
 NANO = Path(__file__).parents[1] / "examples" / "nano"
 
@@ -84,6 +89,72 @@ def test_quantize_refuses_bad_sources(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "count"), [("2GB", 1), ("500kB", 9), ("0.5 mb", 9), ("500000", 9)]
+)
+def test_quantize_takes_a_size_of_files(text: str, count: int, tmp_path: Path) -> None:
+    result = run("quantize", NANO, tmp_path / "out", "--max-shard-size", text, "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-shard-size", "5 apples"), "is no size; write it like 5GB"),
+        (("--max-shard-size", "0"), "is no size"),
+        (("--max-shard-size", "1.2.3GB"), "is no size"),
+        (("--dtype", "int8"), "bfloat16"),
+        (("--workers", "0"), "0 is not in the range"),
+        (("--device", "cpu", "--device", "tpu"), "'tpu' is no device"),
+        (("--scheme", "FP8"), "needs calibration data"),
+    ],
+)
+def test_quantize_refuses_bad_values(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in failure(run("quantize", NANO, tmp_path / "out", *options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_casts_the_rest(tmp_path: Path) -> None:
+    assert run("quantize", NANO, tmp_path / "out", "--dtype", "float16").exit_code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_quantize_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "write_shards", interrupted)
+        said = failure(run("quantize", NANO, tmp_path / "out"))
+    assert "the same command continues" in said
+    other = failure(run("quantize", NANO, tmp_path / "out", "--scheme", "FP8_BLOCK"))
+    assert "it was another one" in other
+    assert run("quantize", NANO, tmp_path / "out").exit_code == 0
+
+
+def test_quantize_on_a_cluster_needs_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fp8kit.integrations.ray", raising=False)
+    assert "pip install 'fp8kit[ray]'" in failure(run("quantize", NANO, tmp_path / "out", "--ray"))
+
+
+def test_verify(quantized: Path, tmp_path: Path) -> None:
+    result = run("verify", NANO, quantized)
+    assert result.exit_code == 0, result.output
+    assert "28 FP8 layers, 28 of them equal to a new quantization" in result.output
+    found = json.loads(run("verify", NANO, quantized, "--json").stdout)
+    assert found["ok"]
+    assert len(found["tensors"]) == 38
+    damaged = tmp_path / "damaged"
+    shutil.copytree(quantized, damaged)
+    edit_tensors(damaged, model__norm__weight=None)
+    result = run("verify", NANO, damaged)
+    assert result.exit_code == 1
+    assert "model.norm.weight: in the source, not in the result." in result.output
+    assert "is not." in failure(run("verify", NANO, NANO))
+
+
 def test_inspect(quantized: Path) -> None:
     result = run("inspect", quantized)
     assert result.exit_code == 0, result.output
@@ -129,8 +200,124 @@ def test_explain(quantized: Path) -> None:
     assert "torch_native" in found[0]["declined"]
 
 
+def test_explain_of_high_precision_names_the_command(tmp_path: Path) -> None:
+    said = failure(run("explain", NANO))
+    assert f"Make one: fp8kit quantize {NANO} DESTINATION" in said
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        ("Got target='ollama'.", "Got --target ollama."),
+        ("strict=True, and 3 layers cannot", "--strict, and 3 layers cannot"),
+        ("Pass exclude=['*.a', 'b'].", "Pass --exclude '*.a' --exclude b."),
+        ("Got scheme=FP8_BLOCK for d, which", "Got --scheme FP8_BLOCK for d, which"),
+        ("pass overwrite=True.", "pass --overwrite."),
+        ("Use fp8kit.load(dir, scheme='FP8').", "Use fp8kit.load(dir, scheme='FP8')."),
+        ("Got sideways=3.", "Got sideways=3."),
+    ],
+)
+def test_errors_name_options_not_arguments(python: str, shell: str) -> None:
+    assert _in_shell_words(python) == shell
+
+
+def test_options_are_named_end_to_end(tmp_path: Path) -> None:
+    said = failure(run("quantize", NANO, tmp_path / "out", "--target", "vlm"))
+    assert "Got --target vlm." in said
+    assert "Did you mean 'vllm'?" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    said = failure(run("quantize", NANO, tmp_path / "full"))
+    assert "overwrite=True" not in said
+    assert "--overwrite" in said
+
+
 def test_explain_refuses_a_negative_row_count(quantized: Path) -> None:
     assert "not negative" in failure(run("explain", quantized, "-m", -1))
+
+
+def test_plan_for_row_counts_says_what_was_not_measured() -> None:
+    result = run("plan", NANO, "-m", "1,64")
+    assert result.exit_code == 0, result.output
+    assert "Whether FP8 is faster than bf16" in result.output
+
+
+@pytest.mark.parametrize("rows", ["0", "1,-4", "many", "1,,2"])
+def test_row_counts_are_a_list_of_positive_numbers(rows: str) -> None:
+    assert "row counts" in failure(run("plan", NANO, "-m", rows))
+
+
+def test_bench_times_shapes() -> None:
+    options = ("--shapes", "128x256,64x64", "-m", "1,3", "--device", "cpu")
+    result = run("bench", *options, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [(t["n"], t["k"], t["m"]) for t in found] == [
+        (128, 256, 1),
+        (128, 256, 3),
+        (64, 64, 1),
+        (64, 64, 3),
+    ]
+    assert all(t["us"] > 0 and t["bf16_us"] > 0 and t["roofline_us"] > 0 for t in found)
+    assert "of the roofline" in run("bench", *options).output
+
+
+def test_bench_takes_the_layers_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        "fp8kit.cli_measuring.linear.bench", lambda *a, **_: asked.append(a[:2]) or []
+    )
+    result = run("bench", NANO, "-m", "2", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    ((shapes, rows),) = asked
+    config = json.loads((NANO / "config.json").read_text())
+    assert (config["intermediate_size"], config["hidden_size"]) in shapes
+    assert len(shapes) == len(set(shapes))
+    assert rows == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--shapes"),
+        ((NANO, "--shapes", "64x64"), "not both"),
+        (("--shapes", "64"), "Shapes are NxK"),
+        (("--shapes", "64x64", "--scheme", "FP9"), "Known schemes are"),
+    ],
+    ids=["nothing", "both", "shape", "scheme"],
+)
+def test_bench_refuses_bad_options(arguments: tuple[object, ...], said: str) -> None:
+    assert said in failure(run("bench", *arguments, "--device", "cpu"))
+
+
+def test_tune_needs_a_gpu() -> None:
+    assert "no backends to choose among" in failure(
+        run("tune", "--shapes", "64x64", "--device", "cpu")
+    )
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_tune_stores_or_writes_its_table(
+    stored: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The command alone: what it measures is tested where it is measured."""
+    kept: list[Table] = []
+    wishes: list[tuning.Wish] = []
+    case = Case("row*row", "precise", 16, 64, 128)
+    outcome = tuning.Outcome(Table("Toy", 1e12, 1e15, {case: {"bf16": 4.0, "swap_ab": 2.0}}))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(tuning, "keep", kept.append)
+    monkeypatch.setattr(tuning, "tune", lambda w, *_, **__: wishes.extend(w) or outcome)
+    place = () if stored else ("--output", tmp_path / "t.json")
+    schemes = ("--scheme", "FP8_BLOCK", "--scheme", "FP8")
+    result = run("tune", "--shapes", "64x128", "-m", "16", *schemes, *place)
+    assert result.exit_code == 0, result.output
+    assert "64x128 m=16 row*row precise: swap_ab 2.0 µs, 2.00 x bf16" in result.output
+    assert [w.schemes[0].name for w in wishes] == ["FP8_BLOCK", "FP8"]
+    assert kept == ([outcome.table] if stored else [])
+    if not stored:
+        assert Table.from_json((tmp_path / "t.json").read_text()) == outcome.table
 
 
 def test_env() -> None:
@@ -144,3 +331,41 @@ def test_module_entry_point() -> None:
     command = [sys.executable, "-m", "fp8kit", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert fp8kit.__version__ in done.stdout
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_convert_checkpoint(tmp_path: Path) -> None:
+    result = run("convert-checkpoint", GOLDEN / "modelopt-flat", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["dialect"], found["scheme"]) == ("compressed-tensors", "FP8")
+    result = run("convert-checkpoint", tmp_path / "out", tmp_path / "again", "--dialect", "autofp8")
+    assert result.exit_code == 0, result.output
+    assert "autofp8, FP8" in result.output
+    assert f"written to {tmp_path / 'again'}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("fp8-block", ("--target", "transformers"), "do not load in transformers"),
+        ("fp8-block", ("--dialect", "quark"), "Those that are written are"),
+        ("fp8-block", ("--target", "tgi"), "Known targets are"),
+        ("fp8-block", ("--unfit", "drop"), "It is one of refuse, dequantize"),
+        ("nowhere", (), "There is no directory"),
+    ],
+)
+def test_convert_checkpoint_refuses(
+    source: str, options: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    result = run("convert-checkpoint", GOLDEN / source, tmp_path / "out", *options)
+    assert said in failure(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_of_one_file() -> None:
+    result = run("inspect", GOLDEN / "comfyui-scaled" / "diffusion.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "comfyui, FP8_TENSOR_BY_16BIT" in result.output

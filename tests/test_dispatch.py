@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fp8kit.dispatch import choose, require
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul import problem as matmul
+from fp8kit.measurements import DENSE, Estimate, table_for
 from fp8kit.quantizers import problem as quantizers
 from fp8kit.quantizers.fused_problem import FUSED_BACKENDS
 
@@ -39,6 +41,7 @@ MUST_RUN = {
         "sm120": ("FP8", "MXFP8"),
         "cpu": (),
     },
+    "triton_scaled": {**dict.fromkeys(GPU, tuple(SCHEMES)), "cpu": ()},
     "dequantized": dict.fromkeys((*GPU, "cpu"), tuple(SCHEMES)),
     "reference": dict.fromkeys((*GPU, "cpu"), tuple(SCHEMES)),
 }
@@ -57,12 +60,13 @@ MUST_DECLINE_ROWS = [
     ("torch_native", "sm120", "FP8_DYNAMIC", "row-wise"),
     ("torch_native", "sm90", "FP8_WEIGHT_ONLY", "16-bit"),
     ("torch_native", "cpu", "FP8_DYNAMIC", "not on cpu"),
+    ("triton_scaled", "cpu", "FP8_DYNAMIC", "not on cpu"),
 ]
 
 
-def faked(scheme: str, device: str, **changes: object) -> matmul.MatmulProblem:
+def faked(scheme: str, place: str, /, **changes: object) -> matmul.MatmulProblem:
     """Describe a layer on hardware that need not be here."""
-    kind = "cpu" if device == "cpu" else "cuda"
+    kind = "cpu" if place == "cpu" else "cuda"
     values = {
         "m": 16,
         "n": 4096,
@@ -76,7 +80,7 @@ def faked(scheme: str, device: str, **changes: object) -> matmul.MatmulProblem:
         "accum": "precise",
         "batch_invariant": False,
         "device_type": kind,
-        "capability": GPU.get(device),
+        "capability": GPU.get(place),
     }
     return matmul.MatmulProblem(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -123,6 +127,73 @@ def test_batch_invariance_is_served_everywhere_and_never_by_a_library(
     assert choose(matmul.BACKENDS, problem).backend not in ("", "torch_native", "dequantized")
 
 
+# whose sums have one order whatever M is; everyone else declines with a reason
+INVARIANT = ("triton_scaled", "reference")
+
+
+@pytest.mark.parametrize("place", [*GPU, "cpu"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("backend", [name for name, *_ in matmul.BACKENDS])
+def test_batch_invariance_is_promised_or_declined(backend: str, scheme: str, place: str) -> None:
+    plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
+    if plain.module is None:
+        pytest.skip(plain.declined[0][1])
+    for m in (1, 64, 4096):
+        choice = choose(matmul.BACKENDS, faked(scheme, place, batch_invariant=True, m=m), backend)
+        assert (choice.module is not None) == (backend in INVARIANT)
+        assert backend in INVARIANT or len(dict(choice.declined)[backend]) > 10
+
+
+@pytest.mark.parametrize("place", [*GPU, "cpu"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_invariance_reaches_one_backend_at_every_row_count(scheme: str, place: str) -> None:
+    """Two backends would be two orders of summation."""
+    for device in ("", "NVIDIA H200"):
+        problems = [
+            faked(scheme, place, batch_invariant=True, m=2**i, device=device) for i in range(15)
+        ]
+        assert len({choose(matmul.BACKENDS, p).backend for p in problems}) == 1
+
+
+@pytest.mark.parametrize("place", [*GPU, "cpu"])
+@pytest.mark.parametrize("accum", ["precise", "fast"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("backend", [name for name, *_ in matmul.BACKENDS])
+def test_every_backend_that_runs_takes_both_kinds_of_sums(
+    backend: str, scheme: str, accum: str, place: str
+) -> None:
+    plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
+    asked = choose(matmul.BACKENDS, faked(scheme, place, accum=accum), backend)
+    assert asked.backend == plain.backend
+    assert asked.module is None or asked.problem.accum == accum
+
+
+@pytest.mark.parametrize(
+    ("device", "scheme", "m", "backend"),
+    [
+        ("sm89", "FP8_BLOCK", 4096, "triton_scaled"),
+        ("sm100", "FP8_BLOCK", 4096, "triton_scaled"),
+        ("sm120", "FP8_DYNAMIC", 4096, "triton_scaled"),
+        ("sm90", "MXFP8", 64, "triton_scaled"),
+        ("sm90", "MXFP8", 128, "dequantized"),
+        ("sm90", "FP8_WEIGHT_ONLY", 64, "triton_scaled"),
+        ("sm90", "FP8_WEIGHT_ONLY", 128, "dequantized"),
+        ("sm80", "FP8_DYNAMIC", 64, "triton_scaled"),
+        ("sm80", "FP8_DYNAMIC", 128, "dequantized"),
+    ],
+)
+def test_triton_serves_what_torch_lacks(device: str, scheme: str, m: int, backend: str) -> None:
+    assert choose(matmul.BACKENDS, faked(scheme, device, m=m)).backend == backend
+
+
+@pytest.mark.parametrize("device", GPU)
+@pytest.mark.parametrize("m", [1, 4096])
+def test_batch_invariance_has_tensor_cores(device: str, m: int) -> None:
+    for scheme in SCHEMES:
+        problem = faked(scheme, device, m=m, batch_invariant=True)
+        assert choose(matmul.BACKENDS, problem).backend == "triton_scaled"
+
+
 def test_cpu_prefers_the_dense_matmul_to_the_definition() -> None:
     assert choose(matmul.BACKENDS, faked("FP8_DYNAMIC", "cpu")).backend == "dequantized"
 
@@ -140,6 +211,118 @@ def test_every_table_ends_with_the_definition_and_has_unique_names(
 @dataclass(frozen=True)
 class Toy:
     device_type: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A problem that three backends take, two of which were timed."""
+
+    us: tuple[tuple[str, float], ...]
+    device_type: str = "cpu"
+    configuration: str = ""
+
+    def estimate(self) -> Estimate:
+        return Estimate(dict(self.us), "measured")
+
+
+TIMED = ("first", "second", "third")
+
+
+@pytest.fixture
+def timed_table(monkeypatch: pytest.MonkeyPatch) -> dispatch.BackendTable:
+    """Give backends that accept everything; the second can be cut in two ways."""
+    modules = {name: ModuleType(name) for name in TIMED}
+    for module in modules.values():
+        module.__dict__["supports"] = lambda _: None
+    modules["second"].__dict__["configurations"] = lambda _: ("narrow", "wide")
+    monkeypatch.setattr(dispatch, "_load", lambda path: (modules[path], ""))
+    return tuple((name, name, ()) for name in TIMED)
+
+
+@pytest.mark.parametrize(
+    ("us", "chosen", "configuration", "expected"),
+    [
+        ({}, "first", "", None),
+        ({"first": 2.0, "second": 1.0}, "second", "", 1.0),
+        ({"first": 1.0, "second": 2.0}, "first", "", 1.0),
+        ({"second": 1.0, "third": 2.0}, "first", "", None),  # a new backend waits for no table
+        ({"first": 2.0, "second:wide": 1.0, "second": 1.5}, "second", "wide", 1.0),
+        ({"first": 2.0, "second:gone": 1.0, "second": 1.5}, "second", "", 1.5),
+        ({"first": 2.0, "second:gone": 1.0}, "first", "", 2.0),
+        ({"first": 2.0, "unheard_of": 1.0, "bf16": 0.5}, "first", "", 2.0),
+    ],
+    ids=str,
+)
+def test_the_fastest_measured_backend_runs(
+    us: dict[str, float],
+    chosen: str,
+    configuration: str,
+    expected: float | None,
+    timed_table: dispatch.BackendTable,
+) -> None:
+    choice = choose.__wrapped__(timed_table, Timed(tuple(us.items())))
+    assert (choice.backend, choice.configuration) == (chosen, configuration)
+    assert choice.problem.configuration == configuration
+    assert choice.us == expected
+    assert choice.basis == ("" if expected is None else "measured")
+    assert {name for name, _ in choice.declined} == set(TIMED) - {chosen}
+
+
+def test_a_table_never_selects_a_backend_that_declines(
+    timed_table: dispatch.BackendTable,
+) -> None:
+    dispatch._load("second")[0].__dict__["supports"] = lambda _: "too odd"
+    choice = choose.__wrapped__(timed_table, Timed((("first", 2.0), ("second", 1.0))))
+    assert choice.backend == "first"
+    assert dict(choice.declined)["second"] == "too odd"
+
+
+def test_the_choice_tells_times_and_why_the_others_lost(timed_table: dispatch.BackendTable) -> None:
+    times = (("first", 2.0), ("second:wide", 1.0), ("bf16", 3.0))
+    choice = choose.__wrapped__(timed_table, Timed(times))
+    assert str(choice).splitlines()[1:] == [
+        "  second        chosen (wide), 1.0 µs, bf16 3.0 µs (measured)",
+        "  first         declined: 2.0 µs, slower than second",
+        "  third         declined: not measured, and after second in the order",
+    ]
+
+
+def test_a_wanted_configuration_is_kept(timed_table: dispatch.BackendTable) -> None:
+    times = (("first", 2.0), ("second:wide", 1.0), ("second:narrow", 3.0))
+    problem = Timed(times, configuration="narrow")
+    assert choose.__wrapped__(timed_table, problem, "second").configuration == "narrow"
+
+
+def test_measured_times_of_the_h200_choose_what_was_fastest() -> None:
+    table = table_for("NVIDIA H200")
+    assert table is not None
+    order = [name for name, *_ in matmul.BACKENDS]
+    for case in table.rows:
+        scheme = {"row*row": "FP8_DYNAMIC", "1x128*128x128": "FP8_BLOCK"}.get(case.scales)
+        if scheme is None:
+            continue
+        changes = {"m": case.m, "n": case.n, "k": case.k, "accum": case.accum}
+        choice = choose(matmul.BACKENDS, faked(scheme, "sm90", device=table.device, **changes))
+        if choice.us is None:  # one that was not measured stands before all that were
+            assert choice.backend == order[0] or choice.backend not in table.rows[case]
+        else:
+            assert choice.us == min(us for c, us in table.rows[case].items() if c != DENSE)
+
+
+def test_tables_speak_of_bf16_layers_alone() -> None:
+    known = faked("FP8_DYNAMIC", "sm90", device="NVIDIA H200")
+    assert known.estimate() is not None
+    for change in (
+        {"out_dtype": torch.float16},
+        {"w_dtype": torch.float8_e5m2},
+        {"x_dtype": torch.float8_e5m2},
+        {"device": ""},
+        {"device": "NVIDIA Unheard Of"},
+        {"batch_invariant": True},
+    ):
+        assert (
+            faked("FP8_DYNAMIC", "sm90", **{"device": "NVIDIA H200", **change}).estimate() is None
+        )
 
 
 def test_missing_dependency_is_a_reason() -> None:

@@ -10,7 +10,14 @@ from torch import nn
 
 import fp8kit
 from fp8kit import calibration, formats
-from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, teach
+from fp8kit.checkpoint.targets import dialect_for
+from fp8kit.errors import (
+    CheckpointError,
+    ConversionError,
+    UnsupportedError,
+    did_you_mean,
+    teach,
+)
 
 X = torch.ones(4, 256)
 W = fp8kit.quantize(torch.ones(128, 256), role="weight")
@@ -442,3 +449,32 @@ def test_exceptions_fit_the_builtin_hierarchy() -> None:
 
 def test_teach_joins_three_sentences() -> None:
     assert teach("A.", "B.", "C.") == "A. B. C."
+
+
+def test_a_mistyped_name_is_answered_with_the_closest() -> None:
+    assert did_you_mean("fp8_dynamc", ["FP8", "FP8_DYNAMIC"]) == " Did you mean 'FP8_DYNAMIC'?"
+    assert did_you_mean("marlin", ["FP8", "FP8_DYNAMIC"]) == ""
+    assert did_you_mean("x", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "closest"),
+    [
+        (lambda: fp8kit.Scheme.of("fp8-dynamic"), "FP8_DYNAMIC"),
+        (lambda: dialect_for("transformer", fp8kit.Scheme.of("FP8_DYNAMIC")), "transformers"),
+        (lambda: fp8kit.plan(siblings(), exclude=["*.q_prj"]), "q_proj"),
+        (lambda: fp8kit.plan(siblings(), include=["a.k_porj"]), "a.k_proj"),
+        (lambda: fp8kit.scaled_mm(Q, W, backend="dequantised"), "dequantized"),
+    ],
+    ids=["scheme", "target", "exclude", "include", "backend"],
+)
+def test_names_that_are_checked_are_suggested(call: Callable[[], object], closest: str) -> None:
+    with pytest.raises(ValueError, match=rf"Did you mean '{closest}'\?$"):
+        call()
+
+
+def siblings() -> nn.Module:
+    model = nn.Module()
+    model.a = nn.Module()
+    model.a.q_proj, model.a.k_proj = nn.Linear(128, 128), nn.Linear(128, 128)
+    return model

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 import fp8kit
 from fp8kit.matmul.problem import BACKENDS
+from fp8kit.measurements import table_for
 
 
 def model() -> nn.Sequential:
@@ -44,8 +46,10 @@ def test_data_is_plain_and_complete() -> None:
     data = json.loads(json.dumps(fp8kit.explain(model()).to_dict()))
     assert data[0]["layers"] == ["0", "1", "2"]
     assert data[0]["backend"] == "dequantized"
-    order = [name for name, *_ in BACKENDS]
-    assert list(data[0]["declined"]) == order[: order.index("dequantized")]
+    others = [name for name, *_ in BACKENDS if name != "dequantized"]
+    assert list(data[0]["declined"]) == others
+    assert data[0]["declined"]["reference"] == "not measured, and after dequantized in the order"
+    assert (data[0]["us"], data[0]["bf16_us"], data[0]["configuration"]) == (None, None, "")
     assert data[0]["problem"].endswith("on cpu")
 
 
@@ -67,6 +71,21 @@ def test_the_explained_backend_is_the_one_that_runs(
     monkeypatch.setattr(choice.module, "run", lambda *a: (ran.append(choice.backend), real(*a))[1])
     layer(torch.randn(4, 64, device=device))
     assert ran == [choice.backend]
+
+
+def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fp8kit.Fp8Linear(4096, 4096, bias=False, device="meta", dtype=torch.bfloat16)
+    h200 = {"device_type": "cuda", "capability": (9, 0), "device": "NVIDIA H200"}
+    on_h200 = dataclasses.replace(layer.problem(64), **h200)
+    monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: on_h200)
+    explanation = fp8kit.explain(layer, m=64)
+    found = explanation.to_dict()[0]
+    table = table_for("NVIDIA H200")
+    assert table is not None
+    times = table.rows[on_h200.case()]
+    assert found["bf16_us"] == times["bf16"]
+    assert found["basis"] == "measured"
+    assert f"µs, bf16 {times['bf16']:.1f} µs (measured)" in str(explanation)
 
 
 def test_zero_rows_can_be_explained() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -303,11 +304,14 @@ def test_save_needs_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
-def test_mx_has_no_target_yet(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8"])
+def test_every_target_gets_blocks_and_mx(tmp_path: Path, target: str, scheme: str) -> None:
     model = nn.Sequential(nn.Linear(256, 256))
-    fp8kit.convert(model, "MXFP8")
-    with pytest.raises(CheckpointError, match=f"MXFP8 for target {target}.*Convert the model with"):
-        save(model, tmp_path / "c", target=target)
+    fp8kit.convert(model, scheme)
+    save(model, tmp_path / "c", target=target)
+    again = load(tmp_path / "c", nn.Sequential(nn.Linear(256, 256, device="meta")))
+    for name, tensor in model.state_dict().items():
+        assert_bits_equal(again.state_dict()[name], tensor)
 
 
 def test_unknown_target(tmp_path: Path) -> None:
@@ -325,7 +329,7 @@ def test_half_converted_siblings(tmp_path: Path) -> None:
 
 
 def test_ragged_blocks(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"128 does not divide.*use FP8_DYNAMIC"):
+    with pytest.raises(CheckpointError, match=r"needs 128 to divide the columns.*use FP8_DYNAMIC"):
         save(converted("FP8_BLOCK"), tmp_path / "c")
 
 
@@ -355,3 +359,176 @@ def test_own_schemes_do_not_pass_for_presets() -> None:
     own = Scheme("FP8_TENSOR", ROW, ROW)
     with pytest.raises(ValueError, match="a scheme of your own, 'FP8_TENSOR'"):
         load(NANO, scheme=own)
+
+
+class Attention(nn.Module):
+    """One layer for q, k and v, or three."""
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        if joined:
+            self.qkv_proj = nn.Linear(128, 512)
+        else:
+            self.q_proj, self.k_proj = nn.Linear(128, 256), nn.Linear(128, 128)
+            self.v_proj = nn.Linear(128, 128)
+        self.o_proj = nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "qkv_proj"):
+            qkv = self.qkv_proj(x)
+        else:
+            qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        return self.o_proj(qkv[..., :256] + qkv[..., 256:])
+
+
+class Decoder(nn.Module):
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.attn = Attention(joined)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x)
+
+
+def decoder(joined: bool, device: str = "cpu") -> Decoder:
+    with torch.device(device):
+        return Decoder(joined).bfloat16().eval()
+
+
+def fp8_decoder(scheme: str, joined: bool = False) -> Decoder:
+    model = decoder(joined)
+    calibrate = (lambda m: m(torch.randn(9, 128).bfloat16())) if scheme == "FP8" else None
+    fp8kit.convert(model, scheme, exclude=[], calibrate=calibrate)
+    return model
+
+
+def values(model: Decoder, *names: str) -> torch.Tensor:
+    layers = [model.get_submodule(f"attn.{n}") for n in names]
+    return torch.cat([fp8kit.dequantize(layer.quantized_weight()) for layer in layers])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shard", [2**30, 30_000])
+def test_separate_fp8_layers_load_into_a_joined_one(
+    tmp_path: Path, scheme: str, shard: int
+) -> None:
+    source = fp8_decoder(scheme)
+    save(source, tmp_path / "c", max_shard_bytes=shard)
+    for device in ("meta", "cpu"):
+        model = load(tmp_path / "c", decoder(True, device))
+        joined = model.attn.qkv_proj
+        assert isinstance(joined, Fp8Linear)
+        assert_bits_equal(values(model, "qkv_proj"), values(source, "q_proj", "k_proj", "v_proj"))
+        assert joined.scheme.activation == source.attn.q_proj.scheme.activation
+        if scheme == "FP8":
+            largest = max(source.attn.get_submodule(f"{n}_proj").input_scale for n in "qkv")
+            assert_bits_equal(joined.input_scale, largest)
+        x = torch.randn(3, 128, dtype=torch.bfloat16)
+        assert_bits_equal(model(x), source(x))
+        place = joined.weight.data_ptr()
+        load(tmp_path / "c", model)
+        assert joined.weight.data_ptr() == place
+        assert_bits_equal(values(model, "qkv_proj"), values(source, "q_proj", "k_proj", "v_proj"))
+
+
+def test_one_scale_for_three_is_the_largest(tmp_path: Path) -> None:
+    source = fp8_decoder("FP8_TENSOR")
+    save(source, tmp_path / "c")
+    model = fp8_decoder("FP8_TENSOR", joined=True)
+    load(tmp_path / "c", model)
+    layer = model.attn.qkv_proj
+    parts = [source.attn.get_submodule(f"{n}_proj") for n in "qkv"]
+    scale = max(p.weight_scale for p in parts)
+    assert_bits_equal(layer.weight_scale, scale)
+    for part, codes in zip(parts, layer.weight.split([256, 128, 128]), strict=True):
+        dense = fp8kit.dequantize(part.quantized_weight())
+        assert_bits_equal(codes, fp8kit.quantize(dense, fp8kit.TENSOR, scale=scale).data)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "FP8_BLOCK"])
+def test_a_joined_fp8_layer_loads_into_separate_ones(tmp_path: Path, scheme: str) -> None:
+    source = fp8_decoder(scheme, joined=True)
+    save(source, tmp_path / "c", target="transformers")
+    model = load(tmp_path / "c", decoder(False, "meta"))
+    assert_bits_equal(values(model, "q_proj", "k_proj", "v_proj"), values(source, "qkv_proj"))
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    assert_bits_equal(model(x), source(x))
+
+
+def test_quantizing_a_joined_layer_from_parts(tmp_path: Path) -> None:
+    source = decoder(False)
+    save_file(source.state_dict(), tmp_path / SHARD)
+    model = load(tmp_path, decoder(True, "meta"), scheme="FP8_DYNAMIC", exclude=[])
+    fp8kit.convert(source, exclude=[])
+    assert_bits_equal(values(model, "qkv_proj"), values(source, "q_proj", "k_proj", "v_proj"))
+
+
+def test_fp8_and_dense_siblings_are_decoded_for_a_joined_layer(tmp_path: Path) -> None:
+    source = decoder(False)
+    fp8kit.convert(source, include=["q_proj", "o_proj"], exclude=[])
+    save(source, tmp_path / "c", target="transformers")
+    with pytest.warns(UserWarning, match=r"1 FP8 layers .* decoded to high precision: attn.q_proj"):
+        model = load(tmp_path / "c", decoder(True, "meta"))
+    q = fp8kit.dequantize(source.attn.q_proj.quantized_weight(), torch.bfloat16)
+    wanted = torch.cat([q, source.attn.k_proj.weight, source.attn.v_proj.weight])
+    assert type(model.attn.qkv_proj) is nn.Linear
+    assert_bits_equal(model.attn.qkv_proj.weight, wanted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "attn.qkv_proj.weight: attn.k_proj not on disk"),
+        (127, r"256 \(attn.q_proj\) \+ 127 \(attn.k_proj\) \+ 128 .* rows on disk, 512 in the m"),
+    ],
+)
+def test_misfits_of_joined_layers_are_named(tmp_path: Path, rows: int | None, message: str) -> None:
+    state = decoder(False).state_dict()
+    kept = state.pop("attn.k_proj.weight")
+    if rows is not None:
+        state["attn.k_proj.weight"] = kept[:rows].clone()
+    save_file(state, tmp_path / SHARD)
+    model = decoder(True)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, model, scheme="FP8_DYNAMIC", exclude=[])
+    untouched(model, before)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(3, 256, 128))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.embed, self.fc = Experts(), nn.Embedding(256, 128), nn.Linear(128, 128)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fp8_where_no_linear_layer_is(tmp_path: Path, stacked: bool, device: str) -> None:
+    source = nn.Module()
+    source.fc = nn.Linear(128, 128)
+    fp8kit.convert(source.bfloat16())
+    save(source, tmp_path / "c")
+    q = fp8kit.quantize(torch.randn(3, 256, 128), role="weight")
+    e = fp8kit.quantize(torch.randn(256, 128), role="weight")
+    tensors = {"embed.weight": e.data, "embed.weight_scale": e.scale}
+    if stacked:
+        tensors |= {"experts.gate_up_proj": q.data, "experts.gate_up_proj_scale": q.scale}
+    else:
+        for i, (first, name) in itertools.product(range(3), ((0, "gate_proj"), (128, "up_proj"))):
+            key, rows = f"experts.{i}.{name}.weight", slice(first, first + 128)
+            tensors |= {key: q.data[i, rows].clone(), f"{key}_scale": q.scale[i, rows].clone()}
+    edit_tensors(tmp_path / "c", **{k.replace(".", "__"): t for k, t in tensors.items()})
+    with torch.device(device):
+        model = Mixture().bfloat16()
+    count = 2 if stacked else 7
+    with pytest.warns(UserWarning, match=rf"{count} FP8 layers .* decoded .*: embed, experts"):
+        load(tmp_path / "c", model)
+    assert_bits_equal(model.experts.gate_up_proj, fp8kit.dequantize(q, torch.bfloat16))
+    assert_bits_equal(model.embed.weight, fp8kit.dequantize(e, torch.bfloat16))
+    assert isinstance(model.fc, Fp8Linear)

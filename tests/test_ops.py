@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import fp8kit
+from fp8kit import settings
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, min_scale
 from numerics import assert_bits_equal, relative_error
 
@@ -249,17 +250,55 @@ def test_an_unbacked_dimension_covers_one_row_too() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
-def test_the_graph_holds_the_operators_and_nothing_of_dispatch() -> None:
-    seen: list[str] = []
+def graph_of(model: nn.Module, x: Tensor, **inputs: Tensor) -> list[str]:
+    """Give the names of the calls in the one graph of a compiled model."""
+    graphs: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        seen.extend(str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        graphs.append([str(n.target) for n in graph.graph.nodes if n.op.startswith("call")])
         return graph.forward
 
-    torch.compile(converted(), backend=backend, fullgraph=True)(torch.randn(3, 128))
+    torch.compile(model, backend=backend, fullgraph=True)(x, **inputs)
+    assert len(graphs) == 1
+    return graphs[0]
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_the_graph_holds_the_operators_and_nothing_of_dispatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(settings, "COMPILED_QUANTIZER", "opaque")
+    seen = graph_of(converted(), torch.randn(3, 128))
     assert seen.count("fp8kit.linear") == 2
     assert len(seen) == 3
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK"])
+def test_the_graph_shows_how_inputs_are_quantized(scheme: str) -> None:
+    with torch.no_grad():
+        seen = graph_of(converted(scheme), torch.randn(3, 128))
+    assert seen.count("fp8kit.scaled_mm") == 2
+    assert [name for name in seen if "fp8kit" in name] == ["fp8kit.scaled_mm"] * 2
+    assert seen.count("clamp") >= 2
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("scheme", ["MXFP8", "FP8_WEIGHT_ONLY"])
+def test_other_schemes_keep_their_operator(scheme: str) -> None:
+    with torch.no_grad():
+        seen = graph_of(converted(scheme), torch.randn(3, 128))
+    assert seen.count("fp8kit.linear") == 2
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_graphs_with_gradients_keep_the_operator() -> None:
+    seen = graph_of(converted(), torch.randn(3, 128, requires_grad=True))
+    assert seen.count("fp8kit.linear") == 2
+    torch._dynamo.reset()
+    model = converted()
+    model.up.bias.requires_grad_(True)
+    assert graph_of(model, torch.randn(3, 128)).count("fp8kit.linear") == 2
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
@@ -290,11 +329,16 @@ def test_inductor_runs_a_converted_model(device: torch.device) -> None:
             assert relative_error(compiled(x), model(x)) < 5e-3
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_exported_program_survives_saving(scheme: str) -> None:
+def test_exported_program_survives_saving(scheme: str, strict: bool) -> None:
     model = converted(scheme).eval()
     batch = torch.export.Dim("batch", min=1, max=4096)
-    program = torch.export.export(model, (torch.randn(8, 128),), dynamic_shapes=({0: batch},))
+    program = torch.export.export(
+        model, (torch.randn(8, 128),), dynamic_shapes=({0: batch},), strict=strict
+    )
+    calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert calls.count("fp8kit.linear.default") == 2
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 import fp8kit
+from fp8kit import ConversionError
+from fp8kit.links import Link
+from fp8kit.modules import fused
 from fp8kit.structure import find_groups, sibling_groups, traced_groups
+from numerics import relative_error
 
 
 class Attention(nn.Module):
@@ -40,8 +47,8 @@ ODD = ("odd.left", "odd.right")
 EVERY = [*QKV, "cross_attn.q_proj", *CROSS, *ODD]
 
 
-def test_siblings_by_name_leave_cross_attention_alone() -> None:
-    assert sibling_groups(Block(), EVERY) == [QKV]
+def test_siblings_by_name_keep_queries_of_cross_attention_apart() -> None:
+    assert sibling_groups(Block(), EVERY) == [QKV, CROSS]
 
 
 def test_siblings_must_all_be_allowed() -> None:
@@ -75,14 +82,14 @@ def test_traced_groups_remove_their_hooks() -> None:
 
 def test_find_groups_prefers_the_run() -> None:
     model = Block()
-    assert find_groups(model, EVERY) == [QKV]
+    assert find_groups(model, EVERY) == [QKV, CROSS]
     assert ODD in find_groups(model, EVERY, lambda m: m(torch.randn(3, 128)))
 
 
 def test_convert_shares_inputs_and_reports_it() -> None:
     model = Block()
     report = fp8kit.convert(model)
-    assert report.groups == [QKV]
+    assert report.groups == [QKV, CROSS]
     assert model.self_attn.q_proj.shared is model.self_attn.v_proj.shared is not None
     assert model.cross_attn.q_proj.shared is None
     assert "shares its input with k_proj, v_proj" in str(report)
@@ -103,3 +110,143 @@ def test_convert_shared_equals_separate() -> None:
     fp8kit.convert(shared, calibrate=lambda m: m(x))
     fp8kit.convert(separate, fuse="none")
     assert torch.equal(shared(x), separate(x))
+
+
+def test_groups_never_overlap() -> None:
+    links = [Link("", None, ("self_attn.k_proj", "self_attn.v_proj")), Link("", None, ODD)]
+    assert find_groups(Block(), EVERY, None, links) == [links[0].consumers, ODD, CROSS]
+
+
+class Norm(nn.Module):
+    """An RMS norm of a user: the weight is added to one, in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * (1 + self.weight.float())).to(x.dtype)
+
+
+class Own(nn.Module):
+    """A block that no table knows."""
+
+    def __init__(self, stray: bool = False) -> None:
+        super().__init__()
+        self.before, self.between = Norm(128), nn.LayerNorm(128)
+        self.heads = nn.ModuleDict({"a": nn.Linear(128, 128), "b": nn.Linear(128, 256)})
+        self.up, self.act, self.down = nn.Linear(384, 256), nn.SiLU(), nn.Linear(256, 128)
+        self.memory = nn.ModuleDict({"k": nn.Linear(128, 128), "v": nn.Linear(128, 128)})
+        self.last = nn.Linear(128, 128)
+        self.stray = stray
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.before(x)
+        y = torch.cat([self.heads["a"](normed), self.heads["b"](normed)], -1)
+        y = x + self.down(self.act(self.up(y)))
+        y = y + normed if self.stray else y
+        y = y + self.memory["k"](x) * self.memory["v"](x)
+        return y + self.last(self.between(y))
+
+
+class Tower(nn.Module):
+    def __init__(self, stray: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Own(), Own(stray)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+STATED = {
+    "blocks.?": [
+        "before -> heads.a heads.b",
+        "act -> down",
+        "memory.k memory.v",
+        "between -> last",
+    ]
+}
+
+
+FUSED = ("act", "before", "between")
+
+
+def tower(device: torch.device, stray: bool = False) -> tuple[nn.Module, Tensor]:
+    model = Tower(stray).to(device, torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.uniform_(0.25, 0.75)
+    return model, torch.randn(2, 9, 128, device=device, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_users_rules_fuse(
+    traced: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu", "cuda"))
+    together, x = tower(device)
+    separate, dense = copy.deepcopy(together), copy.deepcopy(together)
+    fp8kit.convert(separate, fuse="none")
+    run = (lambda m: m(x)) if traced else None
+    report = fp8kit.convert(together, fuse=STATED, calibrate=run)
+    assert ("blocks.0.heads.a", "blocks.0.heads.b") in report.groups
+    assert ("blocks.1.memory.k", "blocks.1.memory.v") in report.groups
+    assert sorted(report.fused) == [f"blocks.{i}.{n}" for i in "01" for n in FUSED]
+    assert "On a GPU 6 modules write FP8: blocks.0.before, blocks.0.act" in str(report)
+    kinds = [type(m).__name__ for m in together.blocks[1].children()]
+    assert kinds.count("FusedNorm") == 2
+    assert kinds.count("FusedActivation") == 1
+    assert together.blocks[0].before.formula.weight_offset == 1
+    with torch.no_grad():
+        found, expected, exact = together(x), separate(x), dense(x)
+        assert together.blocks[0].before(x).isnan().all()
+    limit = relative_error(expected, exact)
+    assert relative_error(found, expected) < 0.5 * limit
+
+
+def test_rules_that_do_not_hold_are_refused_by_name() -> None:
+    model, x = tower(torch.device("cpu"), stray=True)
+    rules = {"blocks.1": ["before -> heads.a heads.b"]}
+    with pytest.raises(ConversionError, match=r"blocks.1.* met NaN.*reads blocks.1.before"):
+        fp8kit.convert(model, fuse=rules, calibrate=lambda m: m(x))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert type(model.blocks[0].up) is nn.Linear
+
+
+def test_a_rule_that_forgets_a_layer_is_refused() -> None:
+    model, x = tower(torch.device("cpu"))
+    with pytest.raises(ConversionError, match=r"blocks.0.heads.b met NaN"):
+        fp8kit.plan(model, fuse={"blocks.0": ["before -> heads.a"]}, calibrate=lambda m: m(x))
+
+
+def test_a_rule_with_a_foreign_layer_is_refused() -> None:
+    model, x = tower(torch.device("cpu"))
+    rules = {"blocks.0": ["before -> heads.a heads.b memory.k"]}
+    with pytest.raises(ConversionError, match=r"memory.k read its result 0 times"):
+        fp8kit.plan(model, fuse=rules, calibrate=lambda m: m(x))
+
+
+def test_a_rule_about_what_never_runs_is_refused() -> None:
+    model, _ = tower(torch.device("cpu"))
+    with pytest.raises(ConversionError, match=r"blocks.0.before ran 0 times"):
+        fp8kit.plan(model, fuse=STATED, calibrate=lambda m: None)
+
+
+def test_a_producer_without_a_fused_form_is_refused() -> None:
+    model, _ = tower(torch.device("cpu"))
+    with pytest.raises(ConversionError, match=r"blocks.0.up \(Linear\) before an arrow"):
+        fp8kit.plan(model, fuse={"blocks.0": ["up -> down"]})
+
+
+def test_rules_that_change_nothing_are_notes() -> None:
+    model, _ = tower(torch.device("cpu"))
+    plan = fp8kit.plan(model, exclude=["*.heads.b"], fuse={"blocks.0": STATED["blocks.?"][:2]})
+    assert "Not fused: blocks.0.before, because blocks.0.heads.b is not converted." in str(plan)
+    plan = fp8kit.plan(model, "MXFP8", fuse={"blocks.0": STATED["blocks.?"][:3]})
+    assert str(plan).count("because MXFP8 quantizes inputs in another way.") == 2
+    assert not any("Not fused: blocks.0.memory" in note for note in plan.report.notes)

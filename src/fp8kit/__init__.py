@@ -11,8 +11,15 @@ The data flow, which is also the order of the modules::
     conversion  plan and convert: dense layers become FP8 layers
     checkpoint  dialects of files on disk
     model_io    save and load: models to and from directories
+    weight_loading  load_weights: tensors as they arrive, in place
+    checkpoint_io  quantize_checkpoint, verify_checkpoint: directories of any size
+    bench       measuring, tuning, warming up
 """
 
+from fp8kit.bench.warming import warmup as warmup
+from fp8kit.checkpoint.recipe import Recipe as Recipe
+from fp8kit.checkpoint_io import quantize_checkpoint as quantize_checkpoint
+from fp8kit.checkpoint_io import verify_checkpoint as verify_checkpoint
 from fp8kit.conversion import Plan as Plan
 from fp8kit.conversion import convert as convert
 from fp8kit.conversion import plan as plan
@@ -39,5 +46,6 @@ from fp8kit.model_io import save as save
 from fp8kit.modules.linear import Fp8Linear as Fp8Linear
 from fp8kit.report import Report as Report
 from fp8kit.selection import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
+from fp8kit.weight_loading import load_weights as load_weights
 
 __version__ = "0.1.0"

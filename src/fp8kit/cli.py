@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import platform
+import re
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -15,8 +16,18 @@ import torch
 from torch import nn
 
 import fp8kit
-from fp8kit import model_io
+from fp8kit import checkpoint_io, crossover, model_io
+from fp8kit.checkpoint import translation
 from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
+from fp8kit.checkpoint.targets import TARGETS
+from fp8kit.checkpoint.translation import UNFIT
+from fp8kit.cli_measuring import bench, tune
+from fp8kit.cli_options import byte_count as _byte_count
+from fp8kit.cli_options import json_option as _json
+from fp8kit.cli_options import known_device as _known_device
+from fp8kit.cli_options import known_devices as _known_devices
+from fp8kit.cli_options import print_result as _print
+from fp8kit.cli_options import row_counts as _row_counts
 from fp8kit.formats import SCHEMES
 from fp8kit.settings import DISABLED_BACKENDS
 
@@ -31,7 +42,28 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except _EXPECTED as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(_in_shell_words(str(error))) from error
+
+
+# an argument of Python as errors write it: scheme='FP8', strict=True, exclude=["a", "b"]
+_ARGUMENT = re.compile(
+    r"\b(scheme|target|include|exclude|device|overwrite|strict)="
+    r"(?:(?P<flag>True)\b|(?P<list>\[[^\]]*\])|(?P<quote>['\"]?)(?P<word>[\w.*:-]+)(?P=quote))"
+)
+
+
+def _in_shell_words(text: str) -> str:
+    """Write the arguments that an error text names as options of the command line."""
+
+    def option(found: re.Match[str]) -> str:
+        name, values = f"--{found[1]}", found["word"] or ""
+        if found["list"]:
+            items = re.findall(r"['\"]([^'\"]*)['\"]", found["list"])
+            return " ".join(f"{name} {shlex.quote(item)}" for item in items) or name
+        return name if found["flag"] else f"{name} {shlex.quote(values)}"
+
+    calls = re.split(r"(fp8kit\.\w+\([^)]*\)+)", text)  # whole calls stay Python
+    return "".join(c if i % 2 else _ARGUMENT.sub(option, c) for i, c in enumerate(calls))
 
 
 def _selection(command: _F) -> _F:
@@ -55,16 +87,6 @@ def _selection(command: _F) -> _F:
     return command
 
 
-def _known_device(_: click.Context, __: click.Parameter, name: str) -> str:
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise click.BadParameter(f"{name!r} is no device; use cpu, cuda or cuda:N.") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise click.BadParameter(f"{name!r}: this machine has no CUDA device; use cpu.")
-    return name
-
-
 _target = click.option(
     "--target", default="vllm", show_default=True, help="vllm, sglang or transformers."
 )
@@ -75,7 +97,6 @@ _device = click.option(
     callback=_known_device,
     help="Where to run: cpu, cuda or cuda:N.",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 _source = click.argument("source", type=click.Path(path_type=Path))
 
 
@@ -85,12 +106,44 @@ def main() -> None:
     """FP8 (W8A8) for any PyTorch model: quantize, inspect and explain checkpoints."""
 
 
+main.add_command(bench)
+main.add_command(tune)
+
+
 @main.command()
 @_source
 @click.argument("destination", type=click.Path(path_type=Path))
 @_selection
 @_target
-@_device
+@click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    default=("cpu",),
+    show_default=True,
+    callback=_known_devices,
+    help="Where to run: cpu, cuda:N, or cuda for every GPU; may be repeated.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Threads per device.")
+@click.option(
+    "--dtype",
+    type=click.Choice(("bfloat16", "float16", "float32")),
+    help="Cast what stays in high precision; by default it stays as it is.",
+)
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    callback=_byte_count,
+    help="Start a new file before this size.",
+)
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="auto",
+    metavar="ADDRESS",
+    help="Spread the files over a Ray cluster; without an address, the one that is found.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
 @_json
 def quantize(
@@ -102,23 +155,86 @@ def quantize(
     no_default_exclude: bool,
     strict: bool,
     target: str,
-    device: str,
+    devices: tuple[str, ...],
+    workers: int | None,
+    dtype: str | None,
+    max_shard_size: int,
+    ray: str | None,
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Quantize the checkpoint SOURCE into the new folder DESTINATION."""
-    model_io.check_request(source, destination, scheme, target, overwrite)
-    model = model_io.load(
-        source,
-        scheme=scheme,
-        device=device,
-        strict=strict,
-        include=_patterns(include),
-        exclude=_exclusions(exclude, no_default_exclude),
+    """Quantize the checkpoint SOURCE into the new folder DESTINATION.
+
+    The model is never in memory. Interrupted, the same command continues where it was.
+    """
+    recipe = fp8kit.Recipe(
+        scheme,
+        target,
+        _patterns(include),
+        _exclusions(exclude, no_default_exclude),
+        strict,
+        getattr(torch, dtype) if dtype else None,
+        max_shard_size,
     )
-    model_io.save(model, destination, target=target, source=source, overwrite=overwrite)
+    runner = checkpoint_io.ray_runner(ray, device=devices[0]) if ray else None
+    try:
+        fp8kit.quantize_checkpoint(
+            source,
+            destination,
+            recipe,
+            overwrite=overwrite,
+            devices=checkpoint_io.workers_on(devices, workers),
+            runner=runner,
+        )
+    except KeyboardInterrupt as error:
+        raise click.ClickException(
+            "Interrupted. Complete files are kept; the same command continues."
+        ) from error
     result = inspect_checkpoint(destination)
     _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+
+
+@main.command("convert-checkpoint")
+@_source
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option("--target", help=f"Who loads it: {', '.join(TARGETS)}.  [default: vllm]")
+@click.option("--dialect", help="The dialect to write, if not the target's own.")
+@click.option(
+    "--unfit",
+    default=UNFIT[0],
+    show_default=True,
+    help=f"Layers that the target cannot load: {' or '.join(UNFIT)}.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+@_json
+def convert_checkpoint(
+    source: Path,
+    destination: Path,
+    target: str | None,
+    dialect: str | None,
+    unfit: str,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write the FP8 checkpoint SOURCE in another dialect, bit for bit, into DESTINATION."""
+    translation.convert_checkpoint(
+        source, destination, target=target, dialect=dialect, unfit=unfit, overwrite=overwrite
+    )
+    result = inspect_checkpoint(destination)
+    _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+
+
+@main.command()
+@_source
+@click.argument("result", type=click.Path(path_type=Path))
+@click.option("--workers", type=click.IntRange(1), help="Threads.")
+@_json
+def verify(source: Path, result: Path, workers: int | None, as_json: bool) -> None:
+    """Compare the FP8 checkpoint RESULT with its high-precision SOURCE, tensor by tensor."""
+    found = fp8kit.verify_checkpoint(source, result, workers=workers)
+    _print(found.to_dict() if as_json else str(found), as_json)
+    if found.problems:
+        sys.exit(1)
 
 
 @main.command()
@@ -136,6 +252,12 @@ def inspect(source: Path, as_json: bool) -> None:
 @_source
 @_selection
 @_target
+@click.option(
+    "-m",
+    "--rows",
+    callback=_row_counts,
+    help="Tokens in a call, separated by commas: mark layers that bf16 serves faster.",
+)
 @_json
 def plan(
     source: Path,
@@ -145,18 +267,17 @@ def plan(
     no_default_exclude: bool,
     strict: bool,
     target: str,
+    rows: list[int] | None,
     as_json: bool,
 ) -> None:
-    """Show what `quantize` would do to the Transformers model SOURCE, reading no weights."""
-    model_io.check_scheme(scheme, target)
-    decided = fp8kit.plan(
-        model_io.skeleton(source),
-        scheme,
-        include=_patterns(include),
-        exclude=_exclusions(exclude, no_default_exclude),
-        strict=strict,
+    """Show what `quantize` would do to the checkpoint SOURCE, reading no weights."""
+    recipe = fp8kit.Recipe(
+        scheme, target, _patterns(include), _exclusions(exclude, no_default_exclude), strict
     )
-    _print(decided.report.to_dict() if as_json else str(decided), as_json)
+    report = checkpoint_io.decide(checkpoint_io.high_precision(source), recipe).report
+    if rows is not None:
+        crossover.leave_slower_by_name(report, recipe.resolved, tuple(rows))
+    _print(report.to_dict() if as_json else str(report), as_json)
 
 
 @main.command()
@@ -166,7 +287,7 @@ def plan(
 @_json
 def explain(source: Path, rows: int, device: str, as_json: bool) -> None:
     """Say which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
-    model: nn.Module = model_io.load(source, device=device)
+    model: nn.Module = model_io.load(model_io.require_fp8(source), device=device)
     found = fp8kit.explain(model, rows)
     _print(found.to_dict() if as_json else str(found), as_json)
 
@@ -210,7 +331,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _print(content: object, as_json: bool) -> None:
-    click.echo(json.dumps(content, indent=2) if as_json else content)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from fp8kit import calibration, structure
+from fp8kit import calibration, crossover, structure
 from fp8kit.dispatch import choose
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme, scale_dtype, scale_shape
+from fp8kit.links import Link
 from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import can_share
 from fp8kit.report import Record, Report
-from fp8kit.selection import check_patterns, exclusion, some_of
+from fp8kit.selection import (
+    SMALLEST_WEIGHT,
+    check_patterns,
+    exclusion,
+    size_obstacle,
+    some_of,
+)
 
-SMALLEST_SIDE = 64
-SMALLEST_WEIGHT = 128 * 128
 STORAGES = ("discard", "cpu_offload", "keep")
 
 
@@ -36,6 +41,7 @@ class Plan:
         report: one record per layer; ``print(plan)`` shows it as a table.
         calibrate: runs the model on representative data, or ``None``.
         fuse: as in ``plan``.
+        links: what ``fuse`` says about this model, if it is a mapping.
 
     Example:
         >>> plan = fp8kit.plan(model, "FP8_BLOCK", exclude=["*.head"])
@@ -47,7 +53,8 @@ class Plan:
     scheme: Scheme
     report: Report
     calibrate: Callable[[nn.Module], object] | None = None
-    fuse: str = "all"
+    fuse: str | Mapping[str, Sequence[str]] = "all"
+    links: list[Link] = field(default_factory=list)
 
     def __str__(self) -> str:
         return str(self.report)
@@ -112,7 +119,7 @@ class Plan:
                 self.model.set_submodule(name, layer)
         structure.share_inputs(self.model, self.report.groups)
         if structure.level(self.fuse) > 1:
-            structure.fuse_producers(self.model)
+            self.report.fused = structure.fuse_producers(self.model, self.links)
         return self.report
 
 
@@ -124,7 +131,8 @@ def plan(
     exclude: Sequence[str] | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
-    fuse: str = "all",
+    fuse: str | Mapping[str, Sequence[str]] = "all",
+    m: int | Sequence[int] | None = None,
 ) -> Plan:
     """Decide which layers become FP8, without changing anything.
 
@@ -145,7 +153,14 @@ def plan(
             their usual names (q/k/v, gate/up).
         fuse: ``"inputs"`` lets layers with one input quantize it once; ``"all"`` also lets the
             norms and activations before them write FP8, where the model's code is known; ``"none"``
-            keeps every layer on its own.
+            keeps every layer on its own. For code of your own, a mapping from a pattern of blocks
+            to what is read by which layers in them, and by nothing else, in call order:
+            ``{"layers.*": ["norm -> attn.q attn.k attn.v", "act -> fc2", "cross.k cross.v"]}``;
+            ``calibrate`` then shows whether it is true.
+        m: row counts (tokens in a call) that the layers will serve, e.g. ``[1, 64]`` for decoding,
+            ``[1, 4096]`` for decoding and prefill. A layer that bf16 serves faster at any of them,
+            by the measured times of its GPU, is left alone. Without ``m`` only layers that FP8
+            makes faster at no row count are. Where nothing was measured the report says so.
 
     A pattern is a glob on the qualified name or on any dotted suffix of it (``"*.mlp.*"``,
     ``"o_proj"``), or ``"re:"`` and a regular expression matched from the start.
@@ -154,14 +169,14 @@ def plan(
         A ``Plan``: ``print`` it, or ``apply`` it.
 
     Raises:
-        ValueError: if the scheme is unknown.
-        ConversionError: if a pattern matches no layer, or ``strict`` finds a layer that cannot be
-            converted.
+        ValueError: if the scheme is unknown, or a row count is not positive.
+        ConversionError: if a pattern matches no layer, ``strict`` finds a layer that cannot be
+            converted, or a fusion rule names what does not exist or does not hold.
 
     Example:
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
     """
-    scheme = Scheme.of(scheme)
+    scheme, rows = Scheme.of(scheme), crossover.row_counts(m)
     if isinstance(model, nn.Linear):
         raise ConversionError(
             teach(
@@ -193,21 +208,16 @@ def plan(
             report.records.append(record)
         else:
             report.records.extend(_bypassed(module, found[0]))
-    _add_notes(report, model, scheme)
+    links = [] if isinstance(fuse, str) else structure.user_links(model, fuse, calibrate)
     if structure.level(fuse) and can_share(scheme):
         names_to_group = [r.name for r in report.converted]
-        report.groups = structure.find_groups(model, names_to_group, calibrate)
-    blocked = [r for r in report.skipped if r.warning]
-    if strict and blocked:
-        lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
-        raise ConversionError(
-            teach(
-                f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
-                "Every considered layer must be convertible.",
-                "Exclude these layers by name, or drop strict.",
-            )
-        )
-    return Plan(model, scheme, report, calibrate, fuse)
+        report.groups = structure.find_groups(model, names_to_group, calibrate, links)
+    crossover.leave_slower(model, scheme, report, rows, include or ())
+    _add_notes(report, model, scheme)
+    report.notes += structure.idle_links(links, scheme, [r.name for r in report.converted])
+    if strict:
+        _refuse_blocked(report)
+    return Plan(model, scheme, report, calibrate, fuse, links)
 
 
 def convert(
@@ -218,7 +228,8 @@ def convert(
     exclude: Sequence[str] | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
-    fuse: str = "all",
+    fuse: str | Mapping[str, Sequence[str]] = "all",
+    m: int | Sequence[int] | None = None,
     weight_storage: str = "discard",
 ) -> Report:
     """Replace the linear layers of a model by FP8 ones, in place.
@@ -231,6 +242,7 @@ def convert(
         strict: as in ``plan``.
         calibrate: as in ``plan``; needed by the static scheme ``FP8``.
         fuse: as in ``plan``.
+        m: as in ``plan``.
         weight_storage: as in ``Plan.apply``.
 
     Returns:
@@ -251,8 +263,22 @@ def convert(
         strict=strict,
         calibrate=calibrate,
         fuse=fuse,
+        m=m,
     )
     return decided.apply(weight_storage=weight_storage)
+
+
+def _refuse_blocked(report: Report) -> None:
+    blocked = [r for r in report.skipped if r.warning]
+    if blocked:
+        lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
+        raise ConversionError(
+            teach(
+                f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
+                "Every considered layer must be convertible.",
+                "Exclude these layers by name, or drop strict.",
+            )
+        )
 
 
 def _obstacle(linear: nn.Linear, holder: nn.Module, tied: set[int]) -> str:
@@ -273,8 +299,8 @@ def _obstacle(linear: nn.Linear, holder: nn.Module, tied: set[int]) -> str:
         return "its forward was replaced on the instance, e.g. by an offload hook"
     if id(weight) in tied or (not weight.is_meta and weight.data_ptr() in tied):
         return "its weight is tied to another parameter"
-    if min(weight.shape) < SMALLEST_SIDE or weight.numel() < SMALLEST_WEIGHT:
-        return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
+    if too_small := size_obstacle(tuple(weight.shape)):
+        return too_small
     if not weight.is_meta and not weight.isfinite().all():
         return "its weight holds NaN or infinities"
     return ""

@@ -1,19 +1,26 @@
 """Ordered backends, the reason each one gives for declining, and the choice among them.
 
 A backend is a module with two functions: ``supports(problem) -> None | reason`` and ``run(...)``.
+One that can be cut in several ways also has ``configurations(problem) -> names``; ``run`` finds the
+chosen one in ``problem.configuration``, where an empty name leaves the choice to the backend.
 Loading one is the package's only lazy import, so a missing triton is a reason, not an exception.
+
+Of the backends that take a problem the fastest runs, by the measured times that the problem's
+``estimate()`` gives. Without times the first of the order runs, and so does a first one that was
+not measured: a table can only reorder what it knows.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 from fp8kit import settings
-from fp8kit.errors import UnsupportedError, teach
+from fp8kit.errors import UnsupportedError, did_you_mean, teach
+from fp8kit.measurements import DENSE, Estimate
 
 # (name, module path, device types), the best first; no device types means any device
 BackendTable = tuple[tuple[str, str, tuple[str, ...]], ...]
@@ -21,22 +28,42 @@ BackendTable = tuple[tuple[str, str, tuple[str, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which backend computes a problem, and why the ones before it do not.
+    """Which backend computes a problem, how long it should take, and why the others do not.
 
     Args:
-        problem: what was asked.
+        problem: what was asked, with the chosen configuration.
         backend: the name that was chosen; empty if none fits.
         module: the backend module, ``None`` if none fits.
         declined: pairs of backend name and reason, in dispatch order.
+        us: microseconds that the whole layer should take; ``None`` if nothing was measured.
+        dense_us: the same of a dense bf16 layer.
+        basis: where the times come from: ``"measured"``, or from what they were estimated.
     """
 
     problem: Any
     backend: str
     module: ModuleType | None
     declined: tuple[tuple[str, str], ...]
+    us: float | None = None
+    dense_us: float | None = None
+    basis: str = ""
+
+    @property
+    def configuration(self) -> str:
+        """Name of the backend's configuration; empty if the backend decides."""
+        return getattr(self.problem, "configuration", "")
 
     def __str__(self) -> str:
-        lines = [f"{self.problem}", f"  {self.backend or 'nothing fits':<13} chosen"]
+        chosen = "chosen"
+        if self.configuration:
+            chosen += f" ({self.configuration})"
+        if self.us is not None:
+            chosen += f", {self.us:.1f} µs"
+        if self.us is not None and self.dense_us is not None:
+            chosen += f", bf16 {self.dense_us:.1f} µs"
+        if self.basis:
+            chosen += f" ({self.basis})"
+        lines = [f"{self.problem}", f"  {self.backend or 'nothing fits':<13} {chosen}"]
         return "\n".join(lines + [f"  {name:<13} declined: {why}" for name, why in self.declined])
 
 
@@ -52,7 +79,7 @@ def _load(path: str) -> tuple[ModuleType | None, str]:
 
 @functools.lru_cache(maxsize=4096)
 def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice:
-    """Pick the first backend of a table that supports a problem.
+    """Pick the backend of a table that computes a problem soonest.
 
     Args:
         table: backend names, module paths and device types, in order of preference.
@@ -62,7 +89,8 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
     Returns:
         The choice; its ``module`` is ``None`` if no backend fits.
     """
-    declined: list[tuple[str, str]] = []
+    fits: dict[str, ModuleType] = {}
+    reasons: dict[str, str] = {}
     for name, path, devices in table:
         if only is not None and name != only:
             continue
@@ -76,13 +104,58 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
         if module is not None:
             reason = module.supports(problem) or ""
             if not reason:
-                return Choice(problem, name, module, tuple(declined))
-        declined.append((name, reason))
-    return Choice(problem, "", None, tuple(declined))
+                fits[name] = module
+        reasons[name] = reason
+    if not fits:
+        return Choice(problem, "", None, tuple(reasons.items()))
+    return _fastest(fits, reasons, problem)
 
 
-def require(table: BackendTable, problem: Any, only: str | None = None) -> ModuleType:
-    """Return the chosen backend module, or raise with every backend's reason.
+def _fastest(fits: dict[str, ModuleType], reasons: dict[str, str], problem: Any) -> Choice:
+    estimate: Estimate | None = getattr(problem, "estimate", lambda: None)()
+    times = _times(fits, problem, estimate)
+    chosen, configuration, us = next(iter(fits)), "", None
+    if chosen in times:
+        chosen = min(times, key=lambda name: times[name][0])
+        us, configuration = times[chosen]
+    for name in fits:
+        if name in times and us is not None:
+            reasons[name] = f"{times[name][0]:.1f} µs, slower than {chosen}"
+        else:
+            reasons[name] = f"not measured, and after {chosen} in the order"
+    del reasons[chosen]
+    if configuration:
+        problem = replace(problem, configuration=configuration)
+    declined = tuple(reasons.items())
+    if estimate is None or us is None:
+        return Choice(problem, chosen, fits[chosen], declined)
+    dense = estimate.us.get(DENSE)
+    return Choice(problem, chosen, fits[chosen], declined, us, dense, estimate.basis)
+
+
+def _times(
+    fits: dict[str, ModuleType], problem: Any, estimate: Estimate | None
+) -> dict[str, tuple[float, str]]:
+    """Give the best microseconds of each backend, and the configuration that reaches them."""
+    times: dict[str, tuple[float, str]] = {}
+    wanted = getattr(problem, "configuration", "")
+    for candidate, us in ({} if estimate is None else estimate.us).items():
+        name, _, configuration = candidate.partition(":")
+        if name not in fits or configuration not in configurations(fits[name], problem):
+            continue
+        if wanted in ("", configuration) and us < times.get(name, (us + 1, ""))[0]:
+            times[name] = (us, configuration)
+    return times
+
+
+def configurations(module: ModuleType, problem: Any) -> tuple[str, ...]:
+    """Give the configurations a backend offers for a problem; the empty name is its own choice."""
+    offered = getattr(module, "configurations", None)
+    return ("",) if offered is None else ("", *offered(problem))
+
+
+def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice:
+    """Choose a backend, or raise with every backend's reason; arguments as of ``choose``.
 
     Raises:
         ValueError: if ``only`` names no backend of the table.
@@ -90,11 +163,15 @@ def require(table: BackendTable, problem: Any, only: str | None = None) -> Modul
     """
     choice = choose(table, problem, only)
     if choice.module is not None:
-        return choice.module
+        return choice
     names = ", ".join(name for name, *_ in table)
     if only is not None and not choice.declined:
         raise ValueError(
-            teach(f"Unknown backend {only!r}.", f"Known are {names}.", "Pass one of these or None.")
+            teach(
+                f"Unknown backend {only!r}.",
+                f"Known are {names}.",
+                "Pass one of these or None." + did_you_mean(only, (name for name, *_ in table)),
+            )
         )
     reasons = "\n".join(f"  {name}: {why}" for name, why in choice.declined)
     raise UnsupportedError(
@@ -104,3 +181,8 @@ def require(table: BackendTable, problem: Any, only: str | None = None) -> Modul
             "Change what the reasons name, or leave this layer in high precision.",
         )
     )
+
+
+def require(table: BackendTable, problem: Any, only: str | None = None) -> Any:
+    """Return the module of the chosen backend; as ``decide`` otherwise."""
+    return decide(table, problem, only).module

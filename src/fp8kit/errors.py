@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UnsupportedError(RuntimeError):
     """No backend can compute the problem; the text lists every backend with its reason."""
@@ -31,3 +34,22 @@ def teach(arrived: str, required: str, remedy: str) -> str:
         'Got K = 256. The weight has K = 128. Pass x with 128 columns.'
     """
     return f"{arrived} {required} {remedy}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Offer the known word that is closest to a mistyped one, as the end of an error text.
+
+    Args:
+        word: what the caller passed.
+        known: what would have been accepted.
+
+    Returns:
+        A sentence with a leading space, or an empty text if nothing is close.
+
+    Example:
+        >>> did_you_mean("fp8_dynamc", ["FP8", "FP8_DYNAMIC"])
+        " Did you mean 'FP8_DYNAMIC'?"
+    """
+    by_lower = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import did_you_mean, teach
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,8 @@ class Scheme:
                 teach(
                     f"Unknown scheme {scheme!r}.",
                     f"Known schemes are {', '.join(SCHEMES)}.",
-                    "Pass one of these names, or a fp8kit.Scheme of your own.",
+                    "Pass one of these names, or a fp8kit.Scheme of your own."
+                    + did_you_mean(str(scheme), SCHEMES),
                 )
             )
         return SCHEMES[scheme]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from fp8kit.formats import (
     fp8_format,
     min_scale,
 )
+from fp8kit.unchecked import linear_unchecked
 from fp8kit.validation import (
     activation_format,
     check_codes,
@@ -252,126 +252,3 @@ def linear(
         (activation, w_q.group),
         (rounding, accum, batch_invariant),
     )
-
-
-def linear_unchecked(
-    x: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    scale_ub: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    options: tuple[str, str, bool],
-) -> Tensor:
-    """Call the ``linear`` operator with arguments that are known to fit (modules check once).
-
-    Args:
-        x: activations ``[..., K]``.
-        w: codes ``[N, K]``.
-        w_scale: scales of ``w``.
-        bias: ``[N]`` or ``None``.
-        input_scale: static per-tensor scale or ``None``.
-        scale_ub: bound on amax or ``None``.
-        groups: granularities of ``(x, w)``.
-        options: ``(scale_rounding, accum, batch_invariant)``.
-
-    Returns:
-        ``[..., N]`` in the dtype of ``x``, or in autocast's where autocast is on.
-    """
-    x = autocast(x)
-    x_group, w_group = groups
-    y: Tensor = torch.ops.fp8kit.linear(
-        x,
-        w,
-        w_scale,
-        bias,
-        input_scale,
-        scale_ub,
-        None if x_group is None else [x_group.rows, x_group.cols],
-        [w_group.rows, w_group.cols],
-        x.dtype,
-        *options,
-    )
-    return y
-
-
-@dataclass(frozen=True, slots=True)
-class RowCodes:
-    """An input quantized for several products.
-
-    Args:
-        data: codes ``[M, K]``.
-        scale: scales of ``data``.
-        group: elements per scale.
-        shape: shape of the input, ``[..., K]``.
-        dtype: dtype of the input (or autocast's), which results get.
-    """
-
-    data: Tensor
-    scale: Tensor
-    group: GroupShape
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def quantize_rows(x: Tensor, group: GroupShape, dtype: torch.dtype, rounding: str) -> RowCodes:
-    """Quantize activations ``[..., K]`` once, for ``multiply_rows``; arguments are known to fit.
-
-    Args:
-        x: bf16, fp16 or fp32.
-        group: elements per scale.
-        dtype: dtype of the codes.
-        rounding: how scales are rounded.
-    """
-    x = autocast(x)
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    floor = min_scale(group, dtype, "activation")
-    data, scale = torch.ops.fp8kit.quantize(
-        rows, [group.rows, group.cols], dtype, floor, None, rounding
-    )
-    return RowCodes(data, scale, group, x.shape, x.dtype)
-
-
-def multiply_rows(
-    codes: RowCodes,
-    w_q: tuple[Tensor, Tensor, GroupShape],
-    bias: Tensor | None,
-    accum: str,
-    batch_invariant: bool,
-) -> Tensor:
-    """Multiply ``quantize_rows``'s result by a weight; arguments are known to fit.
-
-    Args:
-        codes: the quantized input.
-        w_q: codes ``[N, K]``, scales and granularity of the weight.
-        bias: ``[N]`` or ``None``.
-        accum: as in ``scaled_mm``.
-        batch_invariant: as in ``scaled_mm``.
-
-    Returns:
-        ``[..., N]`` in ``codes.dtype``.
-    """
-    weight, scale, group = w_q
-    y: Tensor = torch.ops.fp8kit.scaled_mm(
-        codes.data,
-        codes.scale,
-        weight,
-        scale,
-        bias,
-        [codes.group.rows, codes.group.cols],
-        [group.rows, group.cols],
-        codes.dtype,
-        accum,
-        batch_invariant,
-        None,
-    )
-    return y.view(*codes.shape[:-1], weight.shape[0])
-
-
-def autocast(x: Tensor) -> Tensor:
-    """Convert an input to the dtype of autocast, where autocast is on for its device."""
-    device_type = x.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        x = x.to(torch.get_autocast_dtype(device_type))
-    return x

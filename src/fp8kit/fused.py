@@ -217,12 +217,15 @@ def layer_norm_quantize(
     return _paired(found, options)
 
 
-def silu_mul_quantize(gate: Tensor, up: Tensor, **options: Unpack[QuantizeOptions]) -> QTensor:
+def silu_mul_quantize(
+    gate: Tensor, up: Tensor | None = None, **options: Unpack[QuantizeOptions]
+) -> QTensor:
     """Quantize ``silu(gate) * up``, rounding after each of the two (Llama's MLP).
 
     Args:
         gate: bf16, fp16 or fp32 ``[..., K]``, any strides.
-        up: shape and dtype of ``gate``, any strides: both may be halves of one ``[..., 2 K]``.
+        up: shape and dtype of ``gate``, any strides: both may be halves of one ``[..., 2 K]``;
+            ``None`` leaves the product out.
         **options: as in ``QuantizeOptions``.
 
     Returns:

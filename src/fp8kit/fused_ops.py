@@ -27,7 +27,8 @@ _TARGET = (
 
 
 def _register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    _library.define(schema)
+    # any strides will do: otherwise Inductor computes an input once more for each of its readers
+    _library.define(schema, tags=torch.Tag.flexible_layout)
     name = schema.partition("(")[0]
     _library.impl(name, impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8kit::{name}", fake, lib=_library)

@@ -15,8 +15,8 @@ from torch import nn
 from fp8kit.checkpoint import exporting, filling
 from fp8kit.checkpoint.dialects import Spec
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.targets import check_layers, dialect_for
-from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, check_destination, write_checkpoint
+from fp8kit.checkpoint.targets import check_layers, dialect_for, output_heads
+from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.modules.linear import Fp8Linear
@@ -66,8 +66,9 @@ def save(
         source = source or (known if known.name and known.is_dir() else None)
     else:
         exported = exporting.export_module(model)
-    quantization = dialect.render(Spec(scheme, tuple(exported.dense)))
-    tensors = dict(exporting.on_disk(n, t, dialect) for n, t in exported.tensors.items())
+    heads = dict.fromkeys(output_heads(layers), scheme)
+    quantization = dialect.render(Spec(scheme, tuple(exported.dense), others=heads))
+    tensors = dict(exporting.on_disk(n, t, dialect, scheme) for n, t in exported.tensors.items())
     return write_checkpoint(
         destination,
         {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()},
@@ -92,6 +93,10 @@ def load(
     strict: bool = False,
 ) -> Any:
     """Load an FP8 checkpoint bit for bit, or quantize a high-precision one while loading it.
+
+    Each tensor is read, quantized and placed before the next one. q/k/v, gate/up and experts may be
+    joined in the checkpoint, in the model, or in both. FP8 weights for which the model has no
+    linear layer, such as stacks of experts, are decoded, and a warning names them.
 
     Args:
         source: a checkpoint directory.
@@ -124,97 +129,35 @@ def load(
     if model is not None:
         chosen = None if checkpoint.spec or scheme is None else scheme
         selection = None if chosen is None else filling.Selection(chosen, include, exclude, strict)
-        unused = filling.fill(
+        filled = filling.fill(
             model, checkpoint, selection, device=where, dtype=dtype, strict=strict
         )
-        _warn(checkpoint, unused)
+        _warn(checkpoint, filled)
         return model
     hf = integration()
     config = None
     if checkpoint.spec is None:
         config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
-    made, unused = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
-    _warn(checkpoint, unused)
+    made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
+    _warn(checkpoint, filled)
     return made
 
 
-def skeleton(source: str | Path) -> Any:
-    """Build the Transformers model of a high-precision directory without reading its weights.
-
-    Args:
-        source: a Transformers directory that is not quantized.
-
-    Returns:
-        The model on the meta device, fit for ``fp8kit.plan``.
+def require_fp8(source: Path) -> Path:
+    """Give back the path of an FP8 checkpoint; refuse one in high precision.
 
     Raises:
-        CheckpointError: if the directory is damaged, or quantized already.
-        ImportError: if Transformers is not there.
-
-    Example:
-        >>> print(fp8kit.plan(skeleton("bf16-dir")))
+        CheckpointError: if it is no checkpoint, or not FP8.
     """
-    checkpoint = open_checkpoint(source)
-    if checkpoint.spec is not None:
+    if open_checkpoint(source).spec is None:
         raise CheckpointError(
             teach(
-                f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
-                "A plan is made for a checkpoint in high precision.",
-                "Use inspect to see what is in it.",
+                f"{source} is in high precision.",
+                "An FP8 checkpoint is needed.",
+                f"Make one: fp8kit quantize {source} DESTINATION.",
             )
         )
-    return integration().skeleton(checkpoint)
-
-
-def check_scheme(scheme: str, target: str) -> None:
-    """Refuse a scheme that cannot be made from weights alone, or that the target cannot load.
-
-    Args:
-        scheme: a preset name.
-        target: who shall load the result.
-
-    Raises:
-        ValueError: if either is unknown, or they do not go together.
-    """
-    chosen = Scheme.of(scheme)
-    dialect_for(target, chosen)
-    if chosen.static:
-        raise ValueError(
-            teach(
-                f"Scheme {chosen} needs calibration data.",
-                "A checkpoint is quantized from its weights alone.",
-                "Use FP8_DYNAMIC or FP8_TENSOR, or fp8kit.convert(model, calibrate=...) in Python.",
-            )
-        )
-
-
-def check_request(
-    source: Path, destination: Path, scheme: str, target: str, overwrite: bool
-) -> None:
-    """Refuse what ``load`` and ``save`` would refuse later, before hours of work.
-
-    Args:
-        source: the directory to read.
-        destination: the directory to make.
-        scheme: a preset name.
-        target: who shall load the result.
-        overwrite: a checkpoint at the destination may be replaced.
-
-    Raises:
-        ValueError: for an unknown scheme or target.
-        CheckpointError: if the source is no checkpoint, or the destination is in the way.
-    """
-    check_scheme(scheme, target)
-    checkpoint = open_checkpoint(source)
-    if checkpoint.spec is not None:
-        raise CheckpointError(
-            teach(
-                f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
-                "A checkpoint in high precision is quantized.",
-                "Start from the original, or copy the directory if it is what you want.",
-            )
-        )
-    check_destination(destination.absolute(), source.absolute(), overwrite)
+    return source
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -246,11 +189,9 @@ def integration() -> ModuleType:
         ) from error
 
 
-def _warn(checkpoint: Checkpoint, unused: Sequence[str]) -> None:
+def _warn(checkpoint: Checkpoint, filled: filling.Filled) -> None:
     notes = list(checkpoint.spec.unread) if checkpoint.spec else []
-    if unused:
-        listed = f"{', '.join(unused[:5])}{' and others' if len(unused) > 5 else ''}"
-        notes.append(f"{checkpoint.path} holds tensors that the model does not use: {listed}.")
+    notes += filled.notes(str(checkpoint.path))
     for note in notes:
         warnings.warn(note, stacklevel=3)
 

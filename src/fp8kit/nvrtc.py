@@ -12,7 +12,9 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
-from fp8kit import settings
+from fp8kit import settings, tape
 
 _ELF = b"\x7fELF"
 _ATTRIBUTE = driver.CUlaunchAttributeID
@@ -59,30 +61,115 @@ class Kernel:
             module = _checked(driver.cuModuleLoadData(image))
             self._function = _checked(driver.cuModuleGetFunction(module, name.encode()))
             _checked(driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared_bytes))
-        self._config = driver.CUlaunchConfig()
-        self._config.gridDimY = self._config.gridDimZ = 1
-        self._config.blockDimX = block
-        self._config.blockDimY = self._config.blockDimZ = 1
-        self._config.sharedMemBytes = shared_bytes
-        self._attributes = [_overlap_attribute(), _cluster_attribute(cluster)]
+        self._block, self._cluster, self._shared_bytes = block, cluster, shared_bytes
+        self._configs = {overlap: self._config(overlap) for overlap in (False, True)}
+        self._lock = threading.Lock()
 
     def launch(self, blocks: int, arguments: Sequence[Any], *, overlap: bool) -> None:
         """Launch on torch's current stream of the current device.
 
         Args:
             blocks: grid size along x, a multiple of the cluster.
-            arguments: ``ctypes`` values and tensor maps, in the order of the kernel's parameters.
+            arguments: ``ctypes`` values and tensor maps, in the order of the kernel's parameters;
+                a value that ``pointer`` made is an address, any other is a number.
             overlap: start before the previous kernel of the stream has ended (programmatic
                 dependent launch); the kernel itself waits before it reads that kernel's results.
         """
-        addresses = [a.getPtr() if hasattr(a, "getPtr") else ctypes.addressof(a) for a in arguments]
-        parameters = (ctypes.c_void_p * len(addresses))(*addresses)
-        config = self._config
-        config.gridDimX = blocks
-        config.hStream = torch.cuda.current_stream().cuda_stream
-        config.attrs = self._attributes if overlap else self._attributes[1:]
-        config.numAttrs = len(config.attrs)
-        _checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0))
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        parameters = _parameters(arguments)
+        config = self._configs[overlap]
+        with self._lock:  # threads share the configuration
+            config.gridDimX = blocks
+            self._start(config, parameters, stream)
+        if tape.recording():
+            tape.note(KernelLaunch(self, blocks, arguments, overlap))
+
+    def _start(self, config: Any, parameters: Any, stream: int) -> None:
+        config.hStream = stream
+        status = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)
+        if status[0]:
+            _checked(status)
+
+    def _config(self, overlap: bool) -> Any:
+        config = driver.CUlaunchConfig()
+        config.gridDimX = config.gridDimY = config.gridDimZ = 1
+        config.blockDimX = self._block
+        config.blockDimY = config.blockDimZ = 1
+        config.sharedMemBytes = self._shared_bytes
+        attributes = [_overlap_attribute()] if overlap else []
+        attributes.append(_cluster_attribute(self._cluster))
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        return config
+
+
+class KernelLaunch:
+    """A launch of a kernel that can be repeated with other addresses (see ``tape``).
+
+    Args:
+        kernel: the kernel.
+        blocks: grid size along x.
+        arguments: as of ``Kernel.launch``.
+        overlap: as of ``Kernel.launch``.
+    """
+
+    def __init__(
+        self, kernel: Kernel, blocks: int, arguments: Sequence[Any], overlap: bool
+    ) -> None:
+        self._kernel, self._lock = kernel, threading.Lock()
+        self._config = kernel._config(overlap)
+        self._config.gridDimX = blocks
+        # cells of its own: the values in them change
+        self._arguments = [pointer_to(a.value) if _is_pointer(a) else a for a in arguments]
+        self._parameters = _parameters(self._arguments)
+        self._moving = [
+            i for i, a in enumerate(arguments) if _is_pointer(a) or isinstance(a, TileMap)
+        ]
+        self.addresses = [
+            a.address if isinstance(a, TileMap) else a.value
+            for a in (arguments[i] for i in self._moving)
+        ]
+        self._last = list(self.addresses)
+
+    def replay(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch with other addresses, in the order of ``addresses``."""
+        with self._lock:  # threads share the cells
+            for position, address in enumerate(addresses):
+                if self._last[position] != address:
+                    self._move(position, address)
+            self._kernel._start(self._config, self._parameters, stream)
+
+    def _move(self, position: int, address: int) -> None:
+        i = self._moving[position]
+        argument = self._arguments[i]
+        if isinstance(argument, TileMap):
+            argument = self._arguments[i] = argument.make(address, *argument.shape)
+            self._parameters[i] = argument.getPtr()
+        else:
+            argument.value = address
+        self._last[position] = address
+
+
+@dataclass(frozen=True, slots=True)
+class TileMap:
+    """A matrix as the tensor memory accelerator sees it.
+
+    Args:
+        address: of the first byte.
+        make: makes such a map from an address and ``shape``.
+        shape: the other arguments of ``make``.
+        handle: the ``CUtensorMap``.
+    """
+
+    address: int
+    make: Callable[..., TileMap]
+    shape: tuple[int, int, int, int]
+    handle: Any
+
+    def getPtr(self) -> int:
+        """Give the address of the ``CUtensorMap``, which is what a kernel's parameter copies."""
+        pointer: int = self.handle.getPtr()
+        return pointer
 
 
 @functools.cache
@@ -98,7 +185,7 @@ def missing() -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols: int) -> Any:
+def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols: int) -> TileMap:
     """Describe a row-major byte matrix to the tensor memory accelerator.
 
     The map holds the address and the shape, nothing of the content, so caching it by address is
@@ -112,16 +199,18 @@ def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols:
         tile_cols: bytes of one row of a load: 128, stored in the 128-byte swizzle.
 
     Returns:
-        A ``CUtensorMap`` to pass to ``Kernel.launch``.
+        What to pass to ``Kernel.launch``.
     """
+    shape = (rows, cols, tile_rows, tile_cols)
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
     swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-    return _tensor_map(address, kind, (cols, rows), cols, (tile_cols, tile_rows), swizzle)
+    handle = _encoded(address, kind, (cols, rows), cols, (tile_cols, tile_rows), swizzle)
+    return TileMap(address, byte_tile_map, shape, handle)
 
 
 @functools.lru_cache(maxsize=4096)
-def float_row_map(address: int, rows: int, cols: int, pitch: int, tile_cols: int) -> Any:
-    """Describe a row-major ``float32`` matrix, loaded as parts of one row; else as above.
+def float_row_map(address: int, rows: int, cols: int, pitch: int, tile_cols: int) -> TileMap:
+    """Describe a row-major ``float32`` matrix that is loaded in parts of one row.
 
     Args:
         address: of the first value, a multiple of 16 bytes.
@@ -131,14 +220,15 @@ def float_row_map(address: int, rows: int, cols: int, pitch: int, tile_cols: int
         tile_cols: values of one load, at most 256.
 
     Returns:
-        A ``CUtensorMap`` to pass to ``Kernel.launch``.
+        What to pass to ``Kernel.launch``.
     """
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
     swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
-    return _tensor_map(address, kind, (cols, rows), 4 * pitch, (tile_cols, 1), swizzle)
+    handle = _encoded(address, kind, (cols, rows), 4 * pitch, (tile_cols, 1), swizzle)
+    return TileMap(address, float_row_map, (rows, cols, pitch, tile_cols), handle)
 
 
-def _tensor_map(
+def _encoded(
     address: int, kind: Any, shape: tuple[int, int], pitch: int, box: tuple[int, int], swizzle: Any
 ) -> Any:
     return _checked(
@@ -160,7 +250,22 @@ def _tensor_map(
 
 def pointer(tensor: Tensor | None) -> ctypes.c_uint64:
     """Pass a tensor's address as a kernel argument; ``None`` is a null pointer."""
-    return ctypes.c_uint64(0 if tensor is None else tensor.data_ptr())
+    return pointer_to(0 if tensor is None else tensor.data_ptr())
+
+
+def pointer_to(address: int) -> ctypes.c_uint64:
+    """Pass an address as a kernel argument."""
+    return ctypes.c_uint64(address)
+
+
+def _is_pointer(argument: Any) -> bool:
+    return isinstance(argument, ctypes.c_uint64)
+
+
+def _parameters(arguments: Sequence[Any]) -> Any:
+    """Give the array of addresses of arguments that the driver reads."""
+    addresses = [a.getPtr() if isinstance(a, TileMap) else ctypes.addressof(a) for a in arguments]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def cubin(source: str, architecture: str) -> bytes:

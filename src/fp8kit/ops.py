@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.dispatch import require
+from fp8kit.dispatch import decide, require
 from fp8kit.errors import teach
 from fp8kit.formats import GroupShape, min_scale, scale_dtype, scale_shape
 from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
@@ -25,7 +25,8 @@ _library: Any = torch.library.Library("fp8kit", "DEF")  # type: ignore[no-untype
 
 
 def _register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> str:
-    _library.define(schema)
+    # any strides will do: otherwise Inductor computes an input once more for each of its readers
+    _library.define(schema, tags=torch.Tag.flexible_layout)
     name = schema.partition("(")[0]
     _library.impl(name, impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8kit::{name}", fake, lib=_library)
@@ -97,7 +98,7 @@ def _dequantize_fake(
     return data.new_empty(data.shape, dtype=dtype)
 
 
-def _multiply(
+def multiply(
     x: Tensor,
     x_scale: Tensor | None,
     w: Tensor,
@@ -106,13 +107,29 @@ def _multiply(
     problem: MatmulProblem,
     backend: str | None = None,
 ) -> Tensor:
+    """Multiply by the backend that the problem chooses, or by a named one; the operators' body.
+
+    Args:
+        x: codes ``[M, K]``, or bf16, fp16 or fp32 for a weight-only product.
+        x_scale: scales of ``x``.
+        w: codes ``[N, K]``.
+        w_scale: scales of ``w``.
+        bias: ``[N]`` or ``None``.
+        problem: describes the product.
+        backend: compute with this backend or raise.
+
+    Raises:
+        UnsupportedError: if no backend, or not the named one, computes it.
+    """
     if x.shape[0] == 0 or w.shape[0] == 0:
         return x.new_empty(x.shape[0], w.shape[0], dtype=problem.out_dtype)
     if x.shape[1] == 0:
         zeros = x.new_zeros(x.shape[0], w.shape[0], dtype=problem.out_dtype)
         return zeros if bias is None else zeros + bias.to(problem.out_dtype)
-    run = require(MATMUL_BACKENDS, problem, backend).run
-    y: Tensor = run(x, x_scale, w, w_scale, bias, (problem.x_group, problem.w_group), problem)
+    choice = decide(MATMUL_BACKENDS, problem, backend)
+    assert choice.module is not None
+    groups = (problem.x_group, problem.w_group)
+    y: Tensor = choice.module.run(x, x_scale, w, w_scale, bias, groups, choice.problem)
     return y
 
 
@@ -131,7 +148,7 @@ def _scaled_mm(
 ) -> Tensor:
     groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
     problem = MatmulProblem.of(x, w, groups, out_dtype, bias, accum, batch_invariant)
-    return _multiply(x, x_scale, w, w_scale, bias, problem, backend)
+    return multiply(x, x_scale, w, w_scale, bias, problem, backend)
 
 
 def _scaled_mm_fake(
@@ -150,6 +167,61 @@ def _scaled_mm_fake(
     return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
 
 
+def quantize_rows(
+    rows: Tensor,
+    group: GroupShape | None,
+    dtype: torch.dtype,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    scale_rounding: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Quantize what a linear layer gets, as its scheme wants it; the operators' body.
+
+    Args:
+        rows: bf16, fp16 or fp32 ``[M, K]``.
+        group: elements per scale; ``None`` leaves the rows as they are.
+        dtype: dtype of the codes.
+        input_scale: static scale, or ``None`` to take scales from the data.
+        scale_ub: bound on amax or ``None``.
+        scale_rounding: how scales are rounded.
+
+    Returns:
+        What is multiplied, and its scales.
+    """
+    if group is None:
+        return rows, None
+    backend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(rows, group, dtype))
+    if input_scale is not None:
+        return backend.quantize_static(rows, input_scale, group, dtype), input_scale
+    floor = min_scale(group, dtype, "activation")
+    data, scale = backend.quantize(rows, group, dtype, floor, scale_ub, scale_rounding)
+    return data, scale
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    x_group: GroupShape | None,
+    w_group: GroupShape,
+    out_dtype: torch.dtype,
+    scale_rounding: str,
+    accum: str,
+    batch_invariant: bool,
+) -> Tensor:
+    """Quantize and multiply; the body of the operator ``linear``, with its arguments."""
+    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
+    data, x_scale = quantize_rows(rows, x_group, w.dtype, input_scale, scale_ub, scale_rounding)
+    problem = MatmulProblem.of(
+        data, w, (x_group, w_group), out_dtype, bias, accum, batch_invariant, after_quantize=True
+    )
+    y = multiply(data, x_scale, w, w_scale, bias, problem)
+    return y.view(*x.shape[:-1], w.shape[0])
+
+
 def _linear(
     x: Tensor,
     w: Tensor,
@@ -164,19 +236,11 @@ def _linear(
     accum: str,
     batch_invariant: bool,
 ) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
-    data, x_scale = rows, None
-    if x_group is not None and input_scale is not None:
-        data, x_scale = _quantize_static(rows, input_scale, x_group, w.dtype), input_scale
-    elif x_group is not None:
-        floor = min_scale(GroupShape(*x_group), w.dtype, "activation")
-        data, x_scale = _quantize(rows, x_group, w.dtype, floor, scale_ub, scale_rounding)
-    groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
-    problem = MatmulProblem.of(
-        data, w, groups, out_dtype, bias, accum, batch_invariant, after_quantize=True
+    x_shape = None if x_group is None else GroupShape(*x_group)
+    options = (out_dtype, scale_rounding, accum, batch_invariant)
+    return linear(
+        x, w, w_scale, bias, input_scale, scale_ub, x_shape, GroupShape(*w_group), *options
     )
-    y = _multiply(data, x_scale, w, w_scale, bias, problem)
-    return y.view(*x.shape[:-1], w.shape[0])
 
 
 def _linear_fake(

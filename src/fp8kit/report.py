@@ -46,6 +46,7 @@ class Report:
         model_bytes_before: size of all parameters and buffers before.
         notes: sentences about the whole model.
         groups: names of layers that share one quantized input, in call order.
+        fused: names of norms, activations and feed-forwards that write FP8, once converted.
 
     Example:
         >>> report = fp8kit.convert(model)
@@ -57,6 +58,7 @@ class Report:
     model_bytes_before: int = 0
     notes: list[str] = field(default_factory=list)
     groups: list[tuple[str, ...]] = field(default_factory=list)
+    fused: list[str] = field(default_factory=list)
 
     @property
     def converted(self) -> list[Record]:
@@ -91,6 +93,7 @@ class Report:
             "model_bytes_after": self.model_bytes_after,
             "notes": list(self.notes),
             "groups": [list(g) for g in self.groups],
+            "fused": list(self.fused),
             "records": [asdict(r) for r in self.records],
         }
 
@@ -110,7 +113,10 @@ class Report:
             also = f"also {', '.join(r.aliases)}" if r.aliases else ""
             note = "; ".join(filter(None, (r.reason, also, self._sharing(r.name))))
             rows.append((r.name, "x".join(map(str, r.shape)), r.action, size, note))
-        return "\n".join([table(rows), *self.notes, self.summary()])
+        notes = list(self.notes)
+        if self.fused:
+            notes.append(f"On a GPU {len(self.fused)} modules write FP8: {', '.join(self.fused)}.")
+        return "\n".join([table(rows), *notes, self.summary()])
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:

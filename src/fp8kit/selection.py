@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Sequence
 
-from fp8kit.errors import ConversionError, teach
+from fp8kit.errors import ConversionError, did_you_mean, teach
 
+SMALLEST_SIDE = 64
+SMALLEST_WEIGHT = 128 * 128
 DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     ("re:.*(^|\\.)(lm_head|output_head|score|classifier|embed_out)", "output head"),
     (
@@ -58,7 +61,8 @@ def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> 
                 teach(
                     f"The {argument} pattern {pattern!r} matches no linear layer.",
                     f"The model's linear layers are {some_of(names)}.",
-                    "Correct the pattern or remove it; patterns match whole names or suffixes.",
+                    "Correct the pattern or remove it; patterns match whole names or suffixes."
+                    + _closest(pattern, names),
                 )
             )
 
@@ -78,6 +82,22 @@ def exclusion(
             if any(matches(pattern, n) for n in names):
                 return f"{role}: kept in high precision by default"
     return ""
+
+
+def size_obstacle(shape: tuple[int, ...]) -> str:
+    """Say that a weight of this shape is too small to gain from FP8; empty if it is not."""
+    if min(shape) < SMALLEST_SIDE or math.prod(shape) < SMALLEST_WEIGHT:
+        return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
+    return ""
+
+
+def _closest(pattern: str, names: Sequence[str]) -> str:
+    """Offer a name, or the last part of one, for a pattern that matches none."""
+    if pattern.startswith("re:"):
+        return ""
+    bare = pattern.strip("*.")
+    endings = dict.fromkeys(n.rpartition(".")[2] for n in names)
+    return did_you_mean(bare, names if "." in bare else endings)
 
 
 def some_of(names: Sequence[str]) -> str:

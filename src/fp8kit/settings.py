@@ -1,7 +1,10 @@
 """Environment variables, read once at import and validated here and nowhere else.
 
 ``FP8KIT_DISABLE``: comma-separated names of backends that dispatch must not choose.
-``FP8KIT_CACHE_DIR``: where compiled kernels are kept; by default below the user's cache directory.
+``FP8KIT_COMPILED_QUANTIZER``: ``visible`` shows ``torch.compile`` how activations are quantized, so
+    that it fuses there; ``opaque`` keeps one operator per layer.
+``FP8KIT_CACHE_DIR``: where compiled kernels and tuned times are kept; by default below the
+    user's cache directory.
 """
 
 from __future__ import annotations
@@ -12,7 +15,15 @@ from pathlib import Path
 
 from fp8kit.errors import teach
 
-BACKEND_NAMES = ("swap_ab", "torch_native", "dequantized", "triton", "reference")
+BACKEND_NAMES = (
+    "swap_ab",
+    "torch_native",
+    "triton_scaled",
+    "dequantized",
+    "triton",
+    "cpu",
+    "reference",
+)
 
 
 def _backend_names(variable: str) -> frozenset[str]:
@@ -28,6 +39,19 @@ def _backend_names(variable: str) -> frozenset[str]:
     return names
 
 
+def _one_of(variable: str, words: tuple[str, ...]) -> str:
+    chosen = os.environ.get(variable) or words[0]
+    if chosen not in words:
+        raise ValueError(
+            teach(
+                f"The environment variable {variable} is {chosen!r}.",
+                f"It is {' or '.join(words)}.",
+                "Correct or unset the variable.",
+            )
+        )
+    return chosen
+
+
 def _cache_dir() -> Path:
     chosen = os.environ.get("FP8KIT_CACHE_DIR")
     if chosen:
@@ -40,4 +64,5 @@ def _cache_dir() -> Path:
 
 
 DISABLED_BACKENDS: frozenset[str] = _backend_names("FP8KIT_DISABLE")
+COMPILED_QUANTIZER: str = _one_of("FP8KIT_COMPILED_QUANTIZER", ("visible", "opaque"))
 CACHE_DIR: Path = _cache_dir()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import teach
-from fp8kit.modules.fused import FusedGatedMlp, FusedRMSNorm, activation_kind, takes_codes
-from fp8kit.modules.hooks import carry_hooks
+from fp8kit.errors import ConversionError, teach
+from fp8kit.formats import Scheme
+from fp8kit.links import Link, family_links, given_links, verify_links
+from fp8kit.modules.fused import Consumers, Fused, Producer, takes_codes
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.shared import SharedInput
+from fp8kit.modules.residual import install_residual_forwards
+from fp8kit.modules.shared import SharedInput, can_share
+from fp8kit.producers import can_produce, fuse_feed_forward, is_feed_forward, make_producer
+from fp8kit.selection import some_of
 
 # children of one module, in the order it calls them with one tensor
 _SIBLINGS = (
@@ -21,37 +25,48 @@ _SIBLINGS = (
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
 )
+# the same in cross attention, where queries read another tensor than keys and values
+_CROSS_SIBLINGS = (
+    ("k_proj", "v_proj"),
+    ("to_k", "to_v"),
+    ("add_k_proj", "add_v_proj"),
+)
 # libraries whose attention and feed-forward code never changes an input between siblings
 _UNCHANGING = ("transformers.models.", "diffusers.models.")
 _LEVELS = ("none", "inputs", "all")
-_PLAIN = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))
-_SANDWICH = (("input_layernorm", "self_attn"), ("pre_feedforward_layernorm", "mlp"))
-# per family: which norm of a decoder layer is read by whose projections, and by nothing else
-_DECODERS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _PLAIN),
-    **dict.fromkeys(("gemma2", "gemma3"), _SANDWICH),
-}
 _CROSS = ("cross", "encoder_attn", "enc_dec", "attn2")
 
 
 def find_groups(
-    model: nn.Module, names: Sequence[str], run: Callable[[nn.Module], object] | None = None
+    model: nn.Module,
+    names: Sequence[str],
+    run: Callable[[nn.Module], object] | None = None,
+    links: Iterable[Link] = (),
 ) -> list[tuple[str, ...]]:
-    """Group layers that read one tensor: by watching ``run``, or by their names without it.
+    """Group layers that read one tensor: by links, then by watching ``run``, else by their names.
 
     Args:
         model: the model, dense or converted.
         names: qualified names of the layers that may be grouped.
         run: calls the model on representative data.
+        links: what users say of their model; those of known families are added.
 
     Returns:
-        Groups of two or more names, in call order.
+        Groups of two or more names, in call order; no layer is in two of them.
 
     Example:
         >>> find_groups(model, ["mlp.gate_proj", "mlp.up_proj"])
         [('mlp.gate_proj', 'mlp.up_proj')]
     """
-    return sibling_groups(model, names) if run is None else traced_groups(model, names, run)
+    known = [link.layers for link in (*links, *family_links(model))]
+    others = sibling_groups(model, names) if run is None else traced_groups(model, names, run)
+    groups: list[tuple[str, ...]] = []
+    allowed, taken = set(names), set[str]()
+    for group in (*known, *others):
+        if len(group) > 1 and set(group) <= allowed and taken.isdisjoint(group):
+            groups.append(tuple(group))
+            taken |= set(group)
+    return groups
 
 
 def share_inputs(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
@@ -71,97 +86,126 @@ def share_inputs(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
         SharedInput([m for m in members if isinstance(m, Fp8Linear)], unchanging)
 
 
-def level(fuse: str) -> int:
-    """Rank how much is fused: 0 for ``"none"``, 1 for ``"inputs"``, 2 for ``"all"``.
+def level(fuse: str | Mapping[str, Sequence[str]]) -> int:
+    """Rank how much is fused: 0 for ``"none"``, 1 for ``"inputs"``, 2 for ``"all"`` or a mapping.
 
     Raises:
         ValueError: for any other word.
     """
+    if isinstance(fuse, Mapping):
+        return _LEVELS.index("all")
     if fuse not in _LEVELS:
         raise ValueError(
             teach(
                 f"Got fuse={fuse!r}.",
                 f"It is one of {', '.join(_LEVELS)}.",
-                "Pass one of these words; 'none' keeps every layer on its own.",
+                "Pass one of these words, or a mapping from blocks to rules for code of your own.",
             )
         )
     return _LEVELS.index(fuse)
 
 
-def fuse_producers(model: nn.Module) -> list[str]:
-    """Let norms and feed-forward activations write FP8 where the model's code is known.
+def user_links(
+    model: nn.Module,
+    rules: Mapping[str, Sequence[str]],
+    run: Callable[[nn.Module], object] | None = None,
+) -> list[Link]:
+    """Read what a user says about a dense model, and check it as far as that goes.
 
-    Known are the decoder layers of Transformers' Llama, Mistral, Qwen2, Qwen3 and Gemma families:
-    there the norm's result is read by the layers behind it and by nothing else.
+    Args:
+        model: the model.
+        rules: patterns of blocks to rules, as in ``links``.
+        run: calls the model on representative data; with it the rules are tried out.
+
+    Raises:
+        ConversionError: if a rule names what does not exist, a producer that has no fused form, or
+            does not hold in the run.
+    """
+    links = given_links(model, rules)
+    for link in links:
+        producer = model.get_submodule(link.name(link.producer or ""))
+        if link.producer is not None and not can_produce(producer):
+            raise ConversionError(
+                teach(
+                    f"Got {link.name(link.producer)} ({type(producer).__name__}) before an arrow.",
+                    "RMS and layer norms of one tensor, SiLU and GELU can write FP8.",
+                    "Name one of these, or only the layers, which then share their input.",
+                )
+            )
+    if run is not None:
+        verify_links(model, links, run)
+    return links
+
+
+def idle_links(links: Iterable[Link], scheme: Scheme, converted: Sequence[str]) -> list[str]:
+    """Say of each link why it changes nothing: an unfit scheme, or layers that stay dense."""
+    notes = []
+    for link in links:
+        dense = [name for name in link.layers if name not in converted]
+        what = " ".join(link.layers) if link.producer is None else link.name(link.producer)
+        if dense:
+            notes.append(f"Not fused: {what}, because {some_of(dense)} is not converted.")
+        elif not (can_share(scheme) if link.producer is None else takes_codes(scheme)):
+            notes.append(f"Not fused: {what}, because {scheme} quantizes inputs in another way.")
+    return notes
+
+
+def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
+    """Let norms, activations and feed-forwards write FP8 where it is known who reads them.
+
+    Known are the blocks of ``links.FAMILIES``, diffusers' ``FeedForward`` wherever it is used, and
+    what users say of their own models.
 
     Args:
         model: a converted model whose layers share their inputs.
+        links: what users say.
 
     Returns:
         Names of the modules that were replaced.
 
     Example:
         >>> fuse_producers(model)
-        ['model.layers.0.input_layernorm', 'model.layers.0.post_attention_layernorm', ...]
+        ['model.layers.0.mlp', 'model.layers.0.input_layernorm', ...]
     """
     replaced: list[str] = []
-    for prefix, layer in list(model.named_modules()):
-        pairs = _known_pairs(layer)
-        for norm_name, holder_name in pairs:
-            norm, holder = getattr(layer, norm_name), getattr(layer, holder_name)
-            fused = _fused_norm(norm, holder)
-            if fused is not None:
-                setattr(layer, norm_name, fused)
-                replaced.append(f"{prefix}.{norm_name}".lstrip("."))
-        mlp = layer.get_submodule("mlp") if pairs else None
-        kind = activation_kind(getattr(mlp, "act_fn", None))
-        if kind is not None and isinstance(getattr(mlp, "down_proj", None), Fp8Linear):
-            _replace_mlp(layer, pairs, kind)
-            replaced.append(f"{prefix}.mlp".lstrip("."))
+    families = family_links(model)
+    blocks = {link.block for link in families}
+    for name, module in list(model.named_modules()):
+        parent = name.rpartition(".")[0]
+        if isinstance(module, (Fused, nn.ModuleList)) or not name:
+            continue
+        in_block = parent in blocks and name.endswith("mlp")
+        fused = fuse_feed_forward(module) if in_block or is_feed_forward(module) else None
+        if fused is not None and fused.is_converted():
+            model.set_submodule(name, fused)
+            replaced.append(name)
+    for link in (*links, *families):
+        fused_producer = _producer(model, link)
+        if fused_producer is not None and link.producer is not None:
+            model.set_submodule(link.name(link.producer), fused_producer)
+            replaced.append(link.name(link.producer))
+    install_residual_forwards(model.get_submodule(name) for name in sorted(blocks))
     return replaced
 
 
-def _known_pairs(layer: nn.Module) -> tuple[tuple[str, str], ...]:
-    where, _, kind = f"{type(layer).__module__}.{type(layer).__name__}".rpartition(".")
-    family = where.removeprefix("transformers.models.").partition(".")[0]
-    if not where.startswith("transformers.models.") or not kind.endswith("DecoderLayer"):
-        return ()
-    return _DECODERS.get(family, ())
-
-
-def _fused_norm(norm: nn.Module, holder: nn.Module) -> FusedRMSNorm | None:
-    kind = type(norm).__name__
-    first = getattr(holder, "q_proj", None) or getattr(holder, "gate_proj", None)
-    group = first.shared if isinstance(first, Fp8Linear) else None
-    if not kind.endswith("RMSNorm") or not isinstance(group, SharedInput):
+def _producer(model: nn.Module, link: Link) -> Producer | None:
+    module = model.get_submodule(link.name(link.producer or ""))
+    members = [model.get_submodule(name) for name in link.layers]
+    layers = [m for m in members if isinstance(m, Fp8Linear) and takes_codes(m.scheme)]
+    if link.producer is None or isinstance(module, Fused) or len(layers) < len(members):
         return None
-    names = tuple(n for m in group.members for n, child in holder.named_children() if child is m)
-    if len(names) != len(group.members) or not takes_codes(group.members[0]):
+    if len(layers) == 1 and layers[0].shared is None:
+        share_inputs(model, [link.layers])
+    group = layers[0].shared
+    if not isinstance(group, SharedInput) or list(group.members) != layers:
         return None
-    gemma = kind.startswith("Gemma")
-    eps = float(getattr(norm, "eps" if gemma else "variance_epsilon"))
-    fused = FusedRMSNorm(norm, eps, gemma, (holder, names), group)
-    fused.train(norm.training)
-    carry_hooks(norm, fused)
-    return fused
-
-
-def _replace_mlp(layer: nn.Module, pairs: tuple[tuple[str, str], ...], kind: str) -> None:
-    mlp = layer.get_submodule("mlp")
-    fused = FusedGatedMlp(mlp, kind)
-    fused.train(mlp.training)
-    carry_hooks(mlp, fused)
-    for norm_name, holder_name in pairs:
-        norm = getattr(layer, norm_name)
-        if holder_name == "mlp" and isinstance(norm, FusedRMSNorm):
-            norm.consumers = (fused, norm.consumers[1])
-    layer.mlp = fused
+    return make_producer(module, Consumers(group, link.unchanged(model)))
 
 
 def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
     """Group layers by the usual names of siblings: q/k/v and gate/up.
 
-    Cross attention is left out, whose keys and values read another tensor.
+    In cross attention these are keys and values alone, which read another tensor.
 
     Args:
         model: the model.
@@ -177,9 +221,8 @@ def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ..
     allowed, groups = set(names), []
     for parent, module in model.named_modules():
         whose = f"{parent} {type(module).__name__}".lower()
-        if any(word in whose for word in _CROSS):
-            continue
-        for siblings in _SIBLINGS:
+        crossed = any(word in whose for word in _CROSS)
+        for siblings in _CROSS_SIBLINGS if crossed else _SIBLINGS:
             found = [f"{parent}.{s}" if parent else s for s in siblings]
             if set(found) <= allowed and _same_inputs(model, found):
                 groups.append(tuple(found))

@@ -10,16 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint_samples import NANO, SHARD, edit_json, edit_tensors, saved
-from fp8kit.checkpoint.inspection import LayerInfo, inspect
+from fp8kit.checkpoint.inspection import Inspection, LayerInfo, inspect
+from fp8kit.checkpoint.pairing import group_repeated
 from fp8kit.errors import CheckpointError
+from golden.generate import FOLDER
 
 
 def test_sound_checkpoint(tmp_path: Path) -> None:
     found = inspect(saved(tmp_path / "c", max_shard_bytes=20_000))
     assert (found.dialect, found.scheme) == ("compressed-tensors", "FP8_DYNAMIC")
     assert found.layers == [
-        LayerInfo("down", (129, 203), "row", "row", "float32", 129 * 203 + 4 * 129),
-        LayerInfo("up", (203, 129), "row", "row", "float32", 203 * 129 + 4 * 203),
+        LayerInfo("down", (129, 203), "FP8_DYNAMIC", "row", "row", "float32", 129 * 203 + 4 * 129),
+        LayerInfo("up", (203, 129), "FP8_DYNAMIC", "row", "row", "float32", 203 * 129 + 4 * 203),
     ]
     assert found.ignored == ["lm_head"]
     assert found.bytes_by_dtype["float8_e4m3fn"] == 2 * 203 * 129
@@ -69,9 +71,10 @@ def test_damage_is_listed(tmp_path: Path) -> None:
     edit_tensors(path, up__weight_scale=None, down__weight=torch.ones(129, 203))
     found = inspect(path)
     assert len(found.problems) == 2
-    assert "PROBLEM: up.weight is torch.float8_e4m3fn and has no up.weight_scale" in str(found)
+    told = "model.safetensors: up.weight is torch.float8_e4m3fn and has no up.weight_scale"
+    assert f"PROBLEM: {told}" in str(found)
     assert "no problems found" not in str(found)
-    assert found.layers == [LayerInfo("up", (203, 129), "row", "row", "", 203 * 129)]
+    assert found.layers == [LayerInfo("up", (203, 129), "FP8_DYNAMIC", "row", "row", "", 203 * 129)]
 
 
 def test_bad_scales_are_listed(tmp_path: Path) -> None:
@@ -96,3 +99,60 @@ def test_missing_shard_is_listed(tmp_path: Path) -> None:
 def test_nothing_to_describe(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no directory"):
         inspect(tmp_path / "none")
+
+
+def test_layers_that_differ_in_numbers_are_one_line() -> None:
+    layers = [
+        LayerInfo(f"layers.{i}.{n}_proj", (4, i // 3), "FP8", "tensor", "row", "float32", 2**20)
+        for n in ("up", "down")
+        for i in range(4)
+    ]
+    ignored = ["lm_head", "layers.0.gate", "layers.1.gate"]
+    found = Inspection("c", "fp8", "FP8", layers, ignored, ["layers.3.k_scale"])
+    lines = [line.split() for line in str(found).splitlines()]
+    assert ["layers.*.up_proj", "(3)", "4x0", "tensor", "row", "float32", "1.00"] in lines
+    assert ["layers.3.down_proj", "4x1", "tensor", "row", "float32", "1.00"] in lines
+    assert "left in high precision: lm_head, layers.*.gate (2)" in str(found)
+    assert "scales of the KV cache: layers.3.k_scale" in str(found)
+    assert len(found.to_dict()["layers"]) == 8
+
+
+def test_repeated_problems_are_one_line() -> None:
+    texts = [f"layers.{i}.weight has no scale." for i in range(5)] + ["b is bad."]
+    assert group_repeated(texts, shown=2) == [
+        "layers.0.weight has no scale.",
+        "layers.1.weight has no scale. (And 3 more like this.)",
+        "b is bad.",
+    ]
+    assert str(Inspection("c", problems=texts)).count("PROBLEM") == 4
+
+
+def test_scales_of_16_bit_are_noted() -> None:
+    found = inspect(FOLDER / "compressed-tensors-bf16-scales")
+    assert found.problems == []
+    assert any(note.startswith("2 scales have 16 bit, e.g. model.layers.0") for note in found.notes)
+
+
+def test_scales_of_the_cache_are_reported() -> None:
+    found = inspect(FOLDER / "modelopt-nested")
+    assert found.kv_scales == [f"model.layers.0.self_attn.{kv}_scale" for kv in "kv"]
+
+
+def test_layers_may_differ() -> None:
+    found = inspect(FOLDER / "modelopt-mixed")
+    assert {layer.scheme for layer in found.layers} == {"FP8", "FP8_DYNAMIC"}
+    assert "modelopt, FP8_DYNAMIC and others" in str(found) or "modelopt, FP8 and o" in str(found)
+
+
+def test_one_file_is_described() -> None:
+    found = inspect(FOLDER / "comfyui-quant" / "diffusion.safetensors")
+    assert (found.dialect, found.scheme, found.shards) == ("comfyui", "FP8_WEIGHT_ONLY", 1)
+    assert str(found).startswith(f"{FOLDER / 'comfyui-quant' / 'diffusion.safetensors'}: comfyui")
+
+
+def test_an_unknown_dialect_is_described(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    edit_json(path / "config.json", quantization_config={"quant_method": "awq"})
+    found = inspect(path)
+    assert (found.dialect, found.tensors) == ("", 9)
+    assert found.problems[0].startswith("config.json says quant_method = 'awq'. This version reads")

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint_samples import NANO, all_bytes
-from fp8kit.checkpoint import writer
+from fp8kit.checkpoint import directory
 from fp8kit.checkpoint.dialects import DIALECTS, Spec
 from fp8kit.checkpoint.reader import DTYPES
 from fp8kit.checkpoint.writer import write_checkpoint
@@ -174,13 +174,13 @@ def test_everything_is_durable_before_it_appears(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: set[tuple[str, bool]] = set()
-    sync = writer._sync
+    sync = directory.sync
 
     def watching(path: Path) -> None:
         sync(path)
         synced.add((path.name, (tmp_path / "c").exists()))
 
-    monkeypatch.setattr(writer, "_sync", watching)
+    monkeypatch.setattr(directory, "sync", watching)
     names = write(tmp_path / "c", state(), max_shard_bytes=700, source=NANO)
     assert len(names) > 6
     assert {(n, False) for n in names} < synced
@@ -217,7 +217,7 @@ def test_overwrite_replaces_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(writer, "_exchange", lambda *_: False)
+        monkeypatch.setattr(directory, "exchange", lambda *_: False)
     write(tmp_path / "c", state(), max_shard_bytes=700)
     tensors = state(1)
     write(tmp_path / "c", tensors, overwrite=True)
@@ -230,7 +230,7 @@ def test_directories_swap_in_one_step_here(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    if not writer._exchange(tmp_path / "a", tmp_path / "b"):
+    if not directory.exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this system or file system cannot swap directories")
     assert os.listdir(tmp_path / "a") == ["b"]
 
@@ -247,7 +247,7 @@ def test_failed_rename_puts_the_old_files_back(
             raise OSError("no")
         return rename(self, target)
 
-    monkeypatch.setattr(writer, "_exchange", lambda *_: False)
+    monkeypatch.setattr(directory, "exchange", lambda *_: False)
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(OSError, match="no"):
         write(tmp_path / "c", state(1), overwrite=True)

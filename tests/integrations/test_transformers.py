@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def test_shards(tmp_path: Path) -> None:
     assert stock(tmp_path / "c").config.quantization_config is not None
 
 
-@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK"])
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR"])
 def test_stock_transformers_computes_the_same(tmp_path: Path, scheme: str) -> None:
     model = converted(scheme)
     save(model, tmp_path / "c", target="transformers")
@@ -322,16 +323,28 @@ def test_unused_tensor(tmp_path: Path, nano: Path) -> None:
         load(tmp_path / "c", strict=True)
 
 
-def test_fp8_experts_are_refused(tmp_path: Path) -> None:
+def test_fp8_experts_are_decoded_and_named(tmp_path: Path) -> None:
     path = tiny("Qwen3Moe", tmp_path, **MOE)
-    save(load(path, scheme="FP8_DYNAMIC"), tmp_path / "c")
-    name = "model.layers.0.mlp.experts.0.up_proj.weight"
-    weight = load_file(tmp_path / "c" / SHARD)[name]
-    q = fp8kit.quantize(weight, ROW, role="weight")
-    key = name.replace(".", "__")
-    edit_tensors(tmp_path / "c", **{key: q.data, f"{key}_scale": q.scale})
-    with pytest.raises(CheckpointError, match=r"up_proj.weight is FP8, and Qwen3MoeForC"):
-        load(tmp_path / "c")
+    plain = load(path, scheme="FP8_DYNAMIC")
+    save(plain, tmp_path / "c")
+    state, decoded = load_file(tmp_path / "c" / SHARD), {}
+    changes: dict[str, Tensor | None] = {}
+    for name in (n for n in state if ".experts." in n):
+        q = fp8kit.quantize(state[name], ROW, role="weight")
+        key = name.replace(".", "__")
+        changes |= {key: q.data, f"{key}_scale": q.scale}
+        decoded[name] = fp8kit.dequantize(q, torch.bfloat16)
+    edit_tensors(tmp_path / "c", **changes)
+    with pytest.warns(UserWarning, match=r"24 FP8 layers for which .* no FP8 layer; they were dec"):
+        model = load(tmp_path / "c")
+    assert isinstance(model.model.layers[0].self_attn.q_proj, Fp8Linear)
+    prefix = "model.layers.1.mlp.experts"
+    experts = model.get_submodule(prefix)
+    for i in range(4):
+        gate_up = [decoded[f"{prefix}.{i}.{kind}_proj.weight"] for kind in ("gate", "up")]
+        assert_bits_equal(experts.gate_up_proj[i], torch.cat(gate_up))
+        assert_bits_equal(experts.down_proj[i], decoded[f"{prefix}.{i}.down_proj.weight"])
+    assert experts.down_proj.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -342,6 +355,63 @@ def test_unknown_architecture(tmp_path: Path, nano: Path, named: object) -> None
     edit_json(tmp_path / "c" / "config.json", architectures=named)
     with pytest.raises(CheckpointError, match=r"has no model class of this name.*model=\.\.\."):
         load(tmp_path / "c")
+
+
+def test_weights_arrive_one_by_one(tmp_path: Path) -> None:
+    path = tiny("Qwen3Moe", tmp_path, **MOE)
+    wanted = load(path, scheme="FP8_DYNAMIC")
+    state = list(load_file(path / SHARD).items())
+    random.shuffle(state)
+    config = transformers.AutoConfig.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    fp8kit.load_weights(model, state, scheme="FP8_DYNAMIC")
+    assert_same(model, wanted, IDS % 160)
+    places = {name: t.data_ptr() for name, t in model.state_dict().items()}
+    for part in (state[::2], state[1::2]):  # experts of one stack come in two parts
+        fp8kit.load_weights(model, [(n, t + 1) for n, t in part], partial=True)
+    fp8kit.load_weights(model, [])
+    fp8kit.load_weights(model, reversed(state))
+    assert_same(model, wanted, IDS % 160)
+    assert {name: t.data_ptr() for name, t in model.state_dict().items()} == places
+
+
+def test_loading_again_into_the_same_model(nano: Path) -> None:
+    model = load(nano)
+    before = logits(model)
+    places = {name: t.data_ptr() for name, t in model.state_dict().items()}
+    for _ in range(2):
+        fp8kit.load_weights(model, stock(NANO).state_dict().items())
+        assert_bits_equal(logits(model), before)
+        assert load(nano, model) is model
+        assert_bits_equal(logits(model), before)
+    assert {name: t.data_ptr() for name, t in model.state_dict().items()} == places
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"num_hidden_layers": 10**9},
+            r"has num_hidden_layers = 1000000000. The files hold",
+        ),
+        ({"num_hidden_layers": 6}, r"in the model and not in the checkpoint"),
+        ({"hidden_size": 0}, r"cannot (build|read) .*config.json"),
+        ({"num_attention_heads": 0}, r"cannot (build|read) .*config.json"),
+        ({"hidden_act": "nonsense"}, r"cannot (build|read) .*config.json"),
+        ({"vocab_size": 4000}, r"has shape \[4096, 256\]. LlamaForCausalLM.* needs \[4000, 256\]"),
+        ({"hidden_size": 2**40}, r"LlamaForCausalLM, built from config.json, needs \[4096, 1099"),
+        ({"intermediate_size": 2**70}, r"cannot (build|read) .*config.json"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_configs_that_do_not_fit_are_refused(
+    tmp_path: Path, nano: Path, changes: dict[str, Any], message: str, fp8: bool
+) -> None:
+    shutil.copytree(nano if fp8 else NANO, tmp_path / "c")
+    edit_json(tmp_path / "c" / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "c", scheme=None if fp8 else "FP8_DYNAMIC")
 
 
 def test_unreadable_model_config(tmp_path: Path, nano: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit.dispatch import choose
+from fp8kit.dispatch import choose, configurations
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
+from fp8kit.matmul import torch_native
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
 from fp8kit.matmul.torch_native import swizzle_mx_scale
+from fp8kit.ops import multiply
 from numerics import (
     assert_bits_equal,
     assert_matmul,
@@ -239,3 +243,92 @@ def test_torch_native_runs_the_common_schemes_on_this_gpu() -> None:
         x_q, w_q = operands(16, 256, 512, PAIRS[pair], device)
         y = fp8kit.scaled_mm(x_q, w_q, backend="torch_native")
         assert_matmul(y, dequantized(x_q), dequantized(w_q), backend="torch_native")
+
+
+@pytest.mark.parametrize("accum", ["precise", "fast"])
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "FP8", "row-tensor", "FP8_BLOCK"])
+def test_torch_is_asked_for_the_wanted_sums(
+    pair: str, out_dtype: torch.dtype, accum: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the recipe, cuBLAS may use its short accumulator only where it is wanted."""
+    asked: list[dict[str, object]] = []
+
+    def scaled_mm(x: Tensor, w: Tensor, *_: object, **options: object) -> Tensor:
+        asked.append(options)
+        return torch.zeros(x.shape[0], w.shape[1], dtype=options["output_dtype"])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch_native.F, "scaled_mm", scaled_mm)
+    x_q, w_q = operands(16, 128, 512, PAIRS[pair], torch.device("cpu"))
+    groups = PAIRS[pair]
+    problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, accum, False)
+    y = torch_native.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
+    assert y.dtype == out_dtype
+    (options,) = asked
+    # cuBLAS promotes its block recipe every 128 and knows no other way
+    fast = accum == "fast" and pair != "FP8_BLOCK"
+    assert options.get("use_fast_accum", False) is fast
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "row-tensor", "tensor-row"])
+def test_torch_may_scale_after_the_product(
+    pair: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration asks cuBLAS for the bare product, and is as precise as the other."""
+    asked: list[tuple[object, ...]] = []
+
+    def scaled_mm(x: Tensor, w: Tensor, *scales: object, **options: object) -> Tensor:
+        asked.append(scales)
+        assert options["output_dtype"] == torch.float32
+        return x.float() @ w.float()
+
+    monkeypatch.setattr(torch_native.F, "scaled_mm", scaled_mm)
+    groups = PAIRS[pair]
+    x_q, w_q = operands(17, 70, 200, groups, torch.device("cpu"))
+    b = torch.randn(70) if bias else None
+    problem = dataclasses.replace(
+        MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, b, "precise", False),
+        configuration=torch_native.SCALED_AFTER,
+    )
+    assert torch_native.configurations(problem) == (torch_native.SCALED_AFTER,)
+    y = torch_native.run(x_q.data, x_q.scale, w_q.data, w_q.scale, b, groups, problem)
+    assert_matmul(y, dequantized(x_q), dequantized(w_q), b, "torch_native")
+    ((one, *_),) = asked
+    assert isinstance(one, Tensor)
+    assert one.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("pair", "m", "out_dtype"),
+    [
+        ("FP8", 16, torch.bfloat16),
+        ("FP8_BLOCK", 16, torch.bfloat16),
+        ("FP8_DYNAMIC", 513, torch.bfloat16),
+        ("FP8_DYNAMIC", 16, torch.float16),
+    ],
+    ids=str,
+)
+def test_torch_offers_no_other_way_elsewhere(pair: str, m: int, out_dtype: torch.dtype) -> None:
+    x_q, w_q = operands(m, 16, 128, PAIRS[pair], torch.device("cpu"))
+    groups = PAIRS[pair]
+    problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, "precise", False)
+    assert torch_native.configurations(problem) == ()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("regime", regimes())
+@pytest.mark.parametrize("pair", QUANTIZED)
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_every_configuration_matches_the_exact_product(
+    backend: str, pair: str, regime: Regime
+) -> None:
+    x_q, w_q = operands(regime.m, regime.n, regime.k, PAIRS[pair], torch.device("cuda"))
+    skip_if_declined(backend, x_q, w_q, torch.bfloat16)
+    groups = PAIRS[pair]
+    problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, "precise", False)
+    module = choose(BACKENDS, problem, backend).module
+    for name in configurations(module, problem):
+        cut = dataclasses.replace(problem, configuration=name)
+        y = multiply(x_q.data, x_q.scale, w_q.data, w_q.scale, None, cut, backend)
+        assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)

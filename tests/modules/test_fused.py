@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -79,7 +80,7 @@ def test_fused_models_compute_what_separate_layers_do(name: str, device: torch.d
     fp8kit.convert(separate, fuse="none")
     fp8kit.convert(together, fuse="all")
     kinds = [type(m).__name__ for m in together.modules()]
-    assert kinds.count("FusedRMSNorm") == 4
+    assert kinds.count("FusedNorm") == 4
     assert kinds.count("FusedGatedMlp") == 2
     expected, found = logits(separate, tokens(device)), logits(together, tokens(device))
     assert found.isfinite().all()
@@ -112,9 +113,9 @@ def test_fused_state_dict_is_that_of_the_model(device: torch.device) -> None:
     assert kept == names
 
 
-def fused_norm(model: nn.Module) -> fused.FusedRMSNorm:
+def fused_norm(model: nn.Module) -> fused.FusedNorm:
     norm = model.model.layers[0].input_layernorm
-    assert isinstance(norm, fused.FusedRMSNorm)
+    assert isinstance(norm, fused.FusedNorm)
     return norm
 
 
@@ -188,8 +189,10 @@ def test_fused_models_survive_copies_and_casts(device: torch.device) -> None:
     expected = logits(model, tokens(device))
     twin = copy.deepcopy(model)
     norm = fused_norm(twin)
-    assert norm.consumers[0] is twin.model.layers[0].self_attn
-    assert norm.group is twin.model.layers[0].self_attn.q_proj.shared
+    attention = twin.model.layers[0].self_attn
+    assert norm.consumers.unchanged[0] == (twin.model.layers[0], "self_attn", attention)
+    assert norm.consumers.group is attention.q_proj.shared
+    assert norm.replaced[0]._parameters is norm._parameters
     assert_bits_equal(logits(twin, tokens(device)), expected)
     moved = twin.to("cpu").to(device)
     assert_bits_equal(logits(moved, tokens(device)), expected)
@@ -210,7 +213,7 @@ def test_excluded_layers_are_not_fused(device: torch.device) -> None:
     model = build("llama", device)
     fp8kit.convert(model, exclude=["*.k_proj", "*.down_proj"])
     kinds = [type(m).__name__ for m in model.modules()]
-    assert kinds.count("FusedRMSNorm") == 2
+    assert kinds.count("FusedNorm") == 2
     assert "FusedGatedMlp" not in kinds
     assert logits(model, tokens(device)).isfinite().all()
 
@@ -225,6 +228,38 @@ def test_unknown_models_are_left_alone() -> None:
 def test_unknown_fuse_words_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Got fuse='most'.*none, inputs, all"):
         fp8kit.convert(nn.Sequential(nn.Linear(128, 128)), fuse="most")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_fused_model_compiles_to_one_graph(name: str, device: torch.device) -> None:
+    model = build(name, device)
+    fp8kit.convert(model)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for rows in (17, 9, 30):
+            found = compiled(input_ids=tokens(device, rows), use_cache=False).logits
+            # in the graph every norm and activation is the model's own
+            assert relative_error(found, logits(model, tokens(device, rows))) < 0.02
+    assert counter.frame_count == 1
+
+
+def test_accelerate_style_forwards_are_respected(device: torch.device) -> None:
+    model = build("llama", device)
+    expected = logits(model, tokens(device))
+    fp8kit.convert(model)
+    down = model.model.layers[0].mlp.down_proj
+    seen: list[Tensor] = []
+    inner = down.forward
+
+    def hooked(x: Tensor) -> Tensor:  # what offloading puts on an instance, to bring the weight
+        seen.append(x)
+        return inner(x)
+
+    down.forward = hooked
+    assert relative_error(logits(model, tokens(device)), expected) < 0.2
+    assert seen[0].isfinite().all()
 
 
 @pytest.mark.gpu

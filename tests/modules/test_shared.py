@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 import fp8kit
 from fp8kit.modules.shared import SharedInput, can_join
@@ -234,21 +238,80 @@ def test_can_join_needs_equal_layers() -> None:
     assert not can_join([first, fast])
 
 
-def test_shared_compiles_without_a_break(device: torch.device) -> None:
-    class Mlp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q, self.k, self.v = siblings(device)
-            SharedInput([self.q, self.k, self.v])
+class Trio(nn.Module):
+    """Three siblings that share; after ``between``, what the others read has changed or not."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([self.q(x), self.k(x), self.v(x)], -1)
+    def __init__(self, device: torch.device, scheme: str, unchanging: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = siblings(device, scheme)
+        self.group = SharedInput([self.q, self.k, self.v], unchanging)
+        self.between: Callable[[Tensor], Tensor] = lambda x: x
 
-    model = Mlp()
-    x = tokens(device)
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.q(x)
+        x = self.between(x)
+        return torch.cat([first, self.k(x), self.v(x)], -1)
+
+
+def compiled_trio(model: Trio, x: Tensor) -> tuple[Tensor, list[str]]:
+    torch._dynamo.reset()
+    calls: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        calls.extend(str(n.target) for n in graph.graph.nodes if n.op.startswith("call"))
+        return graph.forward
+
+    y = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)(x)
+    assert model.group._traced is None
+    return y, calls
+
+
+@pytest.mark.parametrize("unchanging", [True, False])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shared_compiles_without_a_break(
+    scheme: str, unchanging: bool, device: torch.device
+) -> None:
+    model, x = Trio(device, scheme, unchanging), tokens(device)
     expected = model(x)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert_bits_equal(compiled(x), expected)
+    y, calls = compiled_trio(model, x)
+    assert_bits_equal(y, expected)
+    products = calls.count("fp8kit.scaled_mm") + calls.count("fp8kit.linear")
+    assert products == 3
+    quantized = calls.count("amax") + calls.count("fp8kit.quantize")
+    if scheme == "FP8_WEIGHT_ONLY":
+        assert quantized == 0
+    elif scheme != "MXFP8" or unchanging:
+        assert quantized == (1 if unchanging else 3)
+
+
+def test_a_graph_shares_nothing_with_another_tensor(device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", True), tokens(device)
+    model.between = lambda x: x + 1
+    expected = torch.cat([model.q(x), siblings_alone(model.k, x + 1), model.v(x + 1)], -1)
+    y, calls = compiled_trio(model, x)
+    assert_bits_equal(y, expected)
+    assert calls.count("amax") == 3
+
+
+def test_a_graph_with_gradients_shares_nothing(device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", True), tokens(device).requires_grad_()
+    y, calls = compiled_trio(model, x)
+    assert calls.count("fp8kit.linear") == 3
+    assert y.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore")  # what inductor warns about is not ours to fix
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_writes_the_codes_of_siblings_once(device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", True), tokens(device)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, dynamic=True)
+        y, code = run_and_get_code(compiled, x)
+        assert_bits_equal(y, model(x))  # its input is in memory: nothing was fused before it
+    buffers = re.findall(r"= empty_strided_\w+\(.*torch\.float8_e4m3fn\)", code[0])
+    assert len(buffers) == 1
+    assert code[0].count("scaled_mm.default(") == 3
 
 
 @pytest.mark.gpu

@@ -135,7 +135,7 @@ def check(
     bound: float | None = None,
     rounding: str | None = None,
 ) -> fp8kit.QTensor:
-    """Quantize and compare every scale and every byte with the oracle."""
+    """Compare every byte of the oracle with what dispatch chooses and with the reference."""
     scale_ub = None if bound is None else torch.tensor(bound, device=x.device)
     q = fp8kit.quantize(
         x, group, dtype=dtype, role=role, scale_ub=scale_ub, scale_rounding=rounding
@@ -149,6 +149,10 @@ def check(
     codes, values = q.data.cpu().view(torch.uint8), x.cpu().float()
     scales = q.scale.cpu()
     floor = formats.min_scale(group, dtype, role)
+    chosen = rounding or ("floor" if group == MX else "exact")
+    specified = reference.quantize(x, group, dtype, floor, scale_ub, chosen)
+    assert_bits_equal(specified[0], q.data)
+    assert_bits_equal(specified[1], q.scale)
     for place, members in groups_of(tuple(x.shape), group):
         group_values = [values[i].item() for i in members]
         if group == MX:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.pairing import named
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import FP8_FORMATS, Scheme
+from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.linear import Fp8Linear
 
 _QUANTIZATION = ("quantization_config", "compression_config")
@@ -131,16 +131,18 @@ def fp8_kind(model: nn.Module) -> tuple[Scheme, torch.dtype]:
     )
 
 
-def on_disk(name: str, tensor: Tensor, dialect: Dialect) -> tuple[str, Tensor]:
+def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tuple[str, Tensor]:
     """Give a tensor of ours the name and shape that a dialect writes.
 
     Args:
         name: our name, e.g. ``X.weight_scale``.
         tensor: the tensor.
         dialect: how it is written.
+        scheme: of its layer; one block or one row has a scale of that shape too.
     """
     layer, _, kind = name.rpartition(".")
-    if kind.endswith("_scale") and tuple(tensor.shape) == (1, 1):
+    per_tensor = kind == "input_scale" or (kind == "weight_scale" and scheme.weight == TENSOR)
+    if per_tensor and tuple(tensor.shape) == (1, 1):
         tensor = tensor.reshape(dialect.tensor_scale)
     return named(layer, dialect.suffixes.get(kind, kind)), tensor
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit import structure
-from fp8kit.checkpoint.pairing import named
+from fp8kit.checkpoint.arrivals import Arrivals
+from fp8kit.checkpoint.joining import joined_scheme
+from fp8kit.checkpoint.layers import Layer
+from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.reader import Checkpoint
+from fp8kit.checkpoint.routing import Shapes, find, fit
 from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, ConversionError, teach
-from fp8kit.formats import FP8_FORMATS, Scheme
-from fp8kit.modules.linear import Fp8Linear, quantize_weight
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+from fp8kit.formats import Scheme
+from fp8kit.modules.hooks import carry_hooks
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.selection import some_of
 
 
 @dataclass(slots=True)
@@ -38,11 +42,43 @@ class Selection:
 
 
 @dataclass(slots=True)
-class _Layers:
+class Filled:
+    """What to know about a load.
+
+    Args:
+        unused: names of the tensors that the model does not use.
+        decoded: names of the layers that are FP8 in the checkpoint and dense in the model.
+    """
+
+    unused: list[str] = field(default_factory=list)
+    decoded: list[str] = field(default_factory=list)
+
+    def notes(self, source: str) -> list[str]:
+        """Say it in sentences.
+
+        Args:
+            source: what was loaded.
+        """
+        found = []
+        if self.unused:
+            found.append(
+                f"{source} holds tensors that the model does not use: {some_of(self.unused)}."
+            )
+        if self.decoded:
+            found.append(
+                f"{source} holds {len(self.decoded)} FP8 layers for which the model has no FP8 "
+                f"layer; they were decoded to high precision: {some_of(self.decoded)}."
+            )
+        return found
+
+
+@dataclass(slots=True)
+class Layers:
     """New FP8 layers by every name they will have, and the layers that share an input."""
 
     made: dict[str, Fp8Linear] = field(default_factory=dict)
     groups: list[tuple[str, ...]] = field(default_factory=list)
+    ties: list[list[str]] = field(default_factory=list)
 
 
 def fill(
@@ -53,7 +89,7 @@ def fill(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
-) -> list[str]:
+) -> Filled:
     """Load a checkpoint into a module, in place; linear layers become FP8 on the way.
 
     Args:
@@ -66,7 +102,7 @@ def fill(
         strict: raise for tensors that the model does not use.
 
     Returns:
-        The names of the tensors that the model does not use.
+        What did not go the way of the others.
 
     Raises:
         CheckpointError: if names or shapes do not match; nothing has been changed then.
@@ -79,56 +115,137 @@ def fill(
     if selection is None:
         layers = _layers_in_checkpoint(model, checkpoint, high)
     else:
-        layers = _layers_by_plan(model, selection, high)
+        layers = layers_by_plan(model, selection, high)
     unused = _check(model, checkpoint, layers, strict)
-    ties = _ties(_state(model, layers))
+    arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
+    for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
+        arrivals.put(name, checkpoint.read(name))
+    end(model, layers, arrivals)
+    if device is not None:
+        model.to(device)
+    return Filled(unused, sorted(arrivals.decoded))
+
+
+def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
+    """Order tensors as they lie on disk, but bring what one weight waits for right after it.
+
+    Otherwise all the weights whose other parts or scales are in a later file would wait at once.
+    """
+
+    def place(name: str) -> tuple[str, int]:
+        return checkpoint.tensors[name].shard, checkpoint.tensors[name].offset
+
+    together: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names, key=place):
+        layer, _, kind = name.rpartition(".")
+        route = find(layer, kind, shapes)
+        together[route.target if route and route.target else layer].append(name)
+    return [name for group in together.values() for name in group]
+
+
+def begin(
+    model: nn.Module,
+    layers: Layers,
+    sources: Mapping[str, Layer] | None = None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    high: torch.dtype = torch.bfloat16,
+    owned: bool = True,
+) -> Arrivals:
+    """Put new FP8 layers into a model, and make ready for tensors to arrive.
+
+    Args:
+        model: the module to fill.
+        layers: what ``layers_by_plan`` gave; they learn here which of their tensors are tied.
+        sources: as in ``Arrivals``.
+        device: as in ``fill``.
+        dtype: as in ``fill``.
+        high: as in ``Arrivals``.
+        owned: as in ``Arrivals``.
+    """
+    wanted = _state(model, layers)
+    layers.ties = _ties(wanted)
+    shapes = _shapes(wanted)
     for name, layer in layers.made.items():
         model.set_submodule(name, layer)
     if dtype is not None:
         model.to(dtype)
-    names = set(checkpoint.tensors) - set(unused)
-    for name, tensor in checkpoint.stream(names):
-        _place(model, name, tensor, device, dtype)
-    for group in ties:
-        _tie(model, group, names)
-    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-    if device is not None:
-        model.to(device)
-    structure.share_inputs(model, layers.groups)
-    structure.fuse_producers(model)
-    return unused
+    return Arrivals(model, shapes, sources, device=device, dtype=dtype, high=high, owned=owned)
 
 
-def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> _Layers:
-    found = _Layers()
-    if checkpoint.spec is None:
-        return found
-    scheme = checkpoint.spec.scheme
+def end(model: nn.Module, layers: Layers, arrivals: Arrivals) -> None:
+    """Check that all has arrived, tie what is tied, and let layers share their input.
+
+    Raises:
+        CheckpointError: if a weight is not whole, or a tensor is still on meta.
+    """
+    arrivals.finish()
+    for group in layers.ties:
+        _tie(model, group, arrivals.placed)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    absent = [name for name, t in tensors if t.is_meta]
+    if absent:
+        raise CheckpointError(
+            teach(
+                f"{some_of(absent)} did not arrive and have no values.",
+                "A model on the meta device gets all its tensors.",
+                "Bring them too, or make them before loading.",
+            )
+        )
+    if layers.made:  # what was converted before was shared and fused before, as was asked then
+        structure.share_inputs(model, layers.groups)
+        structure.fuse_producers(model)
+
+
+def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> Layers:
+    found = Layers()
     names = _names_of_linears(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    for name in checkpoint.layers:
-        module = modules.get(name)
-        if module is None:  # an unused tensor; reported with the others
-            continue
-        if isinstance(module, Fp8Linear) and module.scheme == scheme:
-            continue
-        if type(module) is not nn.Linear or not name:
-            raise CheckpointError(
-                teach(
-                    f"{name or 'The model itself'} is {scheme} in the checkpoint and "
-                    f"{_described(module)} in the model.",
-                    "FP8 weights load into nn.Linear layers inside a model, or into Fp8Linear "
-                    "layers of the same scheme.",
-                    "Pass a dense model, built as before its conversion.",
+    shapes = _shapes(_state(model, found))
+    for name, source in checkpoint.layers.items():
+        route = find(name, "weight", shapes)
+        if route is None or route.expert is not None or source.weight == name:
+            continue  # unused and reported with the others, or decoded
+        siblings = {checkpoint.layers[n].scheme for n in route.sources if n in checkpoint.layers}
+        if len(siblings) > 1 or not checkpoint.layers.keys() >= set(route.sources):
+            continue  # a joined layer of one kind cannot hold them: decoded
+        scheme = source.scheme if route.split or route.whole else joined_scheme(source.scheme)
+        for target in route.split or (route.target,):
+            module = modules[target]
+            if not isinstance(module, nn.Linear):
+                continue  # an embedding, say: decoded
+            if isinstance(module, Fp8Linear) and module.scheme.activation == scheme.activation:
+                if module.scheme == scheme or len(route.sources) > 1:
+                    continue
+            if type(module) is not nn.Linear or not target:
+                raise CheckpointError(
+                    teach(
+                        f"{target or 'The model itself'} is {scheme} in the checkpoint and "
+                        f"{_described(module)} in the model.",
+                        "FP8 weights load into nn.Linear layers inside a model, or into Fp8Linear "
+                        "layers of the same scheme.",
+                        "Pass a dense model, built as before its conversion.",
+                    )
                 )
-            )
-        layer = _empty(module, scheme, dtype)
-        found.made.update(dict.fromkeys(names[module], layer))
+            if target not in found.made:
+                layer = _empty(module, scheme, dtype)
+                found.made.update(dict.fromkeys(names[module], layer))
     found.groups = _groups(model, found)
     return found
 
 
-def _layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -> _Layers:
+def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -> Layers:
+    """Make empty FP8 layers for what a plan selects.
+
+    Args:
+        model: the module they are for; it is not changed.
+        selection: scheme and patterns.
+        dtype: their compute dtype.
+
+    Raises:
+        ConversionError: if the scheme is static, and as ``fp8kit.plan`` raises it.
+    """
     scheme = Scheme.of(selection.scheme)
     if scheme.static:
         raise ConversionError(
@@ -145,7 +262,7 @@ def _layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) 
         exclude=selection.exclude,
         strict=selection.strict,
     ).report
-    found = _Layers(groups=report.groups)
+    found = Layers(groups=report.groups)
     for record in report.converted:
         module = model.get_submodule(record.name)
         assert isinstance(module, nn.Linear)
@@ -162,7 +279,7 @@ def _names_of_linears(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-def _groups(model: nn.Module, layers: _Layers) -> list[tuple[str, ...]]:
+def _groups(model: nn.Module, layers: Layers) -> list[tuple[str, ...]]:
     found = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) or n in layers.made]
     return structure.find_groups(model, found)
 
@@ -176,12 +293,11 @@ def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
     shape = (dense.in_features, dense.out_features)
     layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=dtype)
     layer.train(dense.training)
-    for hooks in _HOOKS:
-        setattr(layer, hooks, getattr(dense, hooks))
+    carry_hooks(dense, layer)
     return layer
 
 
-def _state(model: nn.Module, layers: _Layers) -> dict[str, Tensor]:
+def _state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
     """Give the tensors that the model will hold once its layers are swapped."""
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     kept = {n: t for n, t in state.items() if n.rpartition(".")[0] not in layers.made}
@@ -191,22 +307,27 @@ def _state(model: nn.Module, layers: _Layers) -> dict[str, Tensor]:
     return kept
 
 
-def _check(model: nn.Module, checkpoint: Checkpoint, layers: _Layers, strict: bool) -> list[str]:
+def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def _check(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: bool) -> list[str]:
     """Compare names and shapes before anything changes; list tensors the model has no use for."""
-    wanted, problems = _state(model, layers), []
-    scales = {named(n, kind) for n in checkpoint.layers for kind in ("weight_scale", "input_scale")}
-    for name, info in checkpoint.tensors.items():
-        if name in wanted and name not in scales and info.shape != wanted[name].shape:
-            found, shape = list(info.shape), list(wanted[name].shape)
-            problems.append(f"{name}: {found} on disk, {shape} in the model")
+    wanted = _state(model, layers)
+    tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
+    scales = {
+        scale: layer.weight
+        for layer in checkpoint.layers.values()
+        for scale in (layer.scale, layer.input_scale)
+        if scale is not None
+    }
+    found = fit(tensors, _shapes(wanted), scales)
+    problems = list(found.problems)
     tied = {name: group for group in _ties(wanted) for name in group}
-    made = _made_here(model, checkpoint, layers)
-    for name in wanted:
-        if not made.union(checkpoint.tensors).intersection(tied.get(name, (name,))):
-            problems.append(f"{name}: not on disk")
-    unused = sorted(n for n in checkpoint.tensors if n not in wanted)
+    here = found.covered | _made_here(model, layers, found.covered)
+    problems += [f"{n}: not on disk" for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
     if strict:
-        problems += [f"{name}: not in the model" for name in unused]
+        problems += [f"{name}: not in the model" for name in sorted(found.unused)]
     lost = [n for n, b in model.named_buffers() if b.is_meta and n not in wanted]
     problems += [f"{n}: a buffer on meta that checkpoints do not hold" for n in lost]
     if problems:
@@ -218,15 +339,15 @@ def _check(model: nn.Module, checkpoint: Checkpoint, layers: _Layers, strict: bo
                 "Pass the model that the checkpoint was made from.",
             )
         )
-    return unused
+    return sorted(found.unused)
 
 
-def _made_here(model: nn.Module, checkpoint: Checkpoint, layers: _Layers) -> set[str]:
+def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
     """Name the tensors that need not be on disk: scales of weights that are quantized here."""
     fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
     names = set()
     for name, layer in fp8.items():
-        if name not in checkpoint.layers:
+        if named(name, "weight") in covered:
             names.add(named(name, "weight_scale"))
             if layer.input_scale is not None and not layer.input_scale.is_meta:
                 names.add(named(name, "input_scale"))
@@ -239,58 +360,6 @@ def _ties(state: dict[str, Tensor]) -> list[list[str]]:
     for name, tensor in state.items():
         names[id(tensor)].append(name)
     return [group for group in names.values() if len(group) > 1]
-
-
-def _place(
-    model: nn.Module,
-    name: str,
-    tensor: Tensor,
-    device: torch.device | None,
-    dtype: torch.dtype | None,
-) -> None:
-    owner, _, kind = name.rpartition(".")
-    module = model.get_submodule(owner)
-    if kind == "_extra_state":
-        module.set_extra_state(tensor)
-        return
-    held = getattr(module, kind)
-    tensor = tensor.to(device or (torch.device("cpu") if held.is_meta else held.device))
-    entries = {kind: tensor}
-    if isinstance(module, Fp8Linear) and kind == "weight":
-        if tensor.dtype not in FP8_FORMATS:
-            entries = _quantized(module, name, tensor)
-        elif module.original_weight is not None:
-            module.original_weight = None  # it is not what these codes were made from
-    elif dtype is not None and tensor.is_floating_point() and not kind.endswith("_scale"):
-        entries = {kind: tensor.to(dtype)}
-    for key, value in entries.items():
-        _set(module, key, value)
-
-
-def _quantized(layer: Fp8Linear, name: str, dense: Tensor) -> dict[str, Tensor]:
-    q = quantize_weight(dense, layer.scheme)
-    if not q.scale.isfinite().all():
-        raise ConversionError(
-            teach(
-                f"{name} holds NaN or infinities.",
-                "Weights are finite.",
-                "Repair the checkpoint, or exclude this layer.",
-            )
-        )
-    if layer.original_weight is not None:
-        layer.original_weight.copy_(dense)
-    return {"weight": q.data, "weight_scale": q.scale}
-
-
-def _set(module: nn.Module, key: str, value: Tensor) -> None:
-    held = getattr(module, key)
-    if not held.is_meta and held.device == value.device:
-        with torch.no_grad():
-            held.copy_(value)
-    elif isinstance(held, nn.Parameter):
-        setattr(module, key, nn.Parameter(value, requires_grad=held.requires_grad))
-    else:
-        setattr(module, key, value)
 
 
 def _tie(model: nn.Module, names: Sequence[str], loaded: set[str]) -> None:

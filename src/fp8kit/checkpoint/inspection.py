@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8kit.checkpoint.pairing import named
+from fp8kit.checkpoint.files import printable
+from fp8kit.checkpoint.layers import FLOATS, Layer
+from fp8kit.checkpoint.pairing import group_repeated
 from fp8kit.checkpoint.reader import Checkpoint, scan
 from fp8kit.report import table
 
@@ -20,7 +23,8 @@ class LayerInfo:
 
     Args:
         name: of the layer, as in the checkpoint.
-        shape: of its weight, ``(N, K)``.
+        shape: of its weight, ``(N, K)``, or ``(E, N, K)`` for a stack of experts.
+        scheme: name of its scheme.
         weight: granularity of the weight.
         activation: granularity of its activations, ``"16 bit"`` if they are not quantized.
         scale_dtype: dtype of the weight's scale on disk; empty if it is missing.
@@ -29,6 +33,7 @@ class LayerInfo:
 
     name: str
     shape: tuple[int, ...]
+    scheme: str
     weight: str
     activation: str
     scale_dtype: str
@@ -40,16 +45,17 @@ class Inspection:
     """What a checkpoint directory holds.
 
     Args:
-        path: the directory.
+        path: the directory, or the file.
         dialect: how its quantization is written; empty for a high-precision checkpoint.
-        scheme: name of its scheme; empty likewise.
+        scheme: name of its scheme, of most of its layers if they differ; empty likewise.
         layers: its FP8 layers.
         ignored: names or patterns of the layers that its config leaves in high precision.
+        kv_scales: names of the scales of its KV cache.
         bytes_by_dtype: dtype to bytes of data.
         tensors: number of tensors.
         shards: number of files.
         problems: damage, one text each; empty for a sound checkpoint.
-        notes: what else the config asks for, and is not carried out.
+        notes: what is worth knowing and no damage.
 
     Example:
         >>> found = inspect("dir")
@@ -61,6 +67,7 @@ class Inspection:
     scheme: str = ""
     layers: list[LayerInfo] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    kv_scales: list[str] = field(default_factory=list)
     bytes_by_dtype: dict[str, int] = field(default_factory=dict)
     tensors: int = 0
     shards: int = 0
@@ -72,14 +79,12 @@ class Inspection:
         return asdict(self)
 
     def __str__(self) -> str:
-        rows = [("layer", "weight", "scales", "activations", "stored", "MiB")]
-        for layer in self.layers:
-            shape, size = "x".join(map(str, layer.shape)), f"{layer.bytes / _MIB:.2f}"
-            row = (layer.name, shape, layer.weight, layer.activation, layer.scale_dtype, size)
-            rows.append(row)
+        rows = [("layer", "weight", "scales", "activations", "stored", "MiB"), *self._rows()]
         total = sum(self.bytes_by_dtype.values())
         parts = (f"{d} {b / _MIB:.1f} MiB" for d, b in self.bytes_by_dtype.items())
-        kind = f"{self.dialect}, {self.scheme}" if self.dialect else "high precision"
+        others = len({layer.scheme for layer in self.layers}) > 1
+        kind = f"{self.dialect}, {self.scheme}{' and others' * others}"
+        kind = kind if self.dialect else "high precision"
         files = f"{self.shards} file{'' if self.shards == 1 else 's'}"
         lines = [
             f"{self.path}: {kind}, {self.tensors} tensors in {files}",
@@ -88,25 +93,36 @@ class Inspection:
         if self.layers:
             lines += ["", table(rows), ""]
         if self.ignored:
-            lines.append(f"left in high precision: {', '.join(self.ignored)}")
-        lines += [*self.notes, *(f"PROBLEM: {p}" for p in self.problems)]
+            lines.append(f"left in high precision: {', '.join(_alike(self.ignored))}")
+        if self.kv_scales:
+            lines.append(f"scales of the KV cache: {', '.join(_alike(self.kv_scales))}")
+        lines += [*self.notes, *(f"PROBLEM: {p}" for p in group_repeated(self.problems))]
         if not self.problems:
             lines.append("no problems found")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Describe layers, those that differ in nothing but numbers in their names together."""
+        names: dict[tuple[str, ...], list[str]] = {}
+        for layer in self.layers:
+            shape, size = "x".join(map(str, layer.shape)), f"{layer.bytes / _MIB:.2f}"
+            facts = (shape, layer.weight, layer.activation, layer.scale_dtype, size)
+            names.setdefault((_pattern(layer.name), *facts), []).append(layer.name)
+        return [(_alike(group)[0], *key[1:]) for key, group in names.items()]
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Describe a checkpoint directory and list its damage; weights are not loaded, scales are.
+    """Describe a checkpoint and list its damage; weights are not loaded, scales are.
 
     Args:
-        path: the directory.
+        path: a directory, or a safetensors file.
 
     Returns:
         An ``Inspection``: ``print`` it, or take ``to_dict()``.
 
     Raises:
         CheckpointError: only if there is nothing to describe: no such directory, no safetensors,
-            an unreadable config, or one of an unknown dialect.
+            or an unreadable config.
 
     Example:
         >>> inspect("dir").scheme
@@ -117,7 +133,7 @@ def inspect(path: str | Path) -> Inspection:
     for info in checkpoint.tensors.values():
         sizes[str(info.dtype).removeprefix("torch.")] += info.nbytes
     found = Inspection(
-        str(checkpoint.path),
+        str(path),
         bytes_by_dtype=dict(sizes.most_common()),
         tensors=len(checkpoint.tensors),
         shards=len(checkpoint.shards),
@@ -126,28 +142,47 @@ def inspect(path: str | Path) -> Inspection:
     if checkpoint.dialect is not None and checkpoint.spec is not None:
         found.dialect, found.scheme = checkpoint.dialect.name, checkpoint.spec.scheme.name
         found.ignored = list(checkpoint.spec.ignore)
+        found.kv_scales = list(checkpoint.kv_scales)
         found.notes = list(checkpoint.spec.unread)
-        found.layers = [_layer(checkpoint, name) for name in checkpoint.layers]
+        found.layers = [_layer(checkpoint, layer) for layer in checkpoint.layers.values()]
+        found.notes += _short_scales(checkpoint)
     if not found.problems:  # a scale of the wrong shape could not be read anyway
         found.problems = checkpoint.scale_problems()
     return found
 
 
-def _layer(checkpoint: Checkpoint, name: str) -> LayerInfo:
-    assert checkpoint.spec is not None
-    scheme = checkpoint.spec.scheme
-    parts = [
-        checkpoint.tensors.get(named(name, kind))
-        for kind in ("weight", "weight_scale", "input_scale")
-    ]
-    weight, scale, _ = parts
-    assert weight is not None
+def _layer(checkpoint: Checkpoint, layer: Layer) -> LayerInfo:
+    scheme, held = layer.scheme, (layer.weight, layer.scale, layer.input_scale)
+    scale = checkpoint.tensors.get(layer.scale)
     activation = "16 bit" if scheme.activation is None else str(scheme.activation)
     return LayerInfo(
-        name,
-        weight.shape,
+        layer.name,
+        layer.shape,
+        scheme.name,
         str(scheme.weight),
         f"static {activation}" if scheme.static else activation,
         "" if scale is None else str(scale.dtype).removeprefix("torch."),
-        sum(p.nbytes for p in parts if p is not None),
+        sum(checkpoint.tensors[n].nbytes for n in held if n in checkpoint.tensors),
     )
+
+
+def _short_scales(checkpoint: Checkpoint) -> list[str]:
+    short = [n for n, i in checkpoint.tensors.items() if i.dtype in FLOATS[:2]]
+    short = [n for n in short if checkpoint.is_scale(n)]
+    if not short:
+        return []
+    return [
+        f"{len(short)} scales have 16 bit, e.g. {short[0]}: they are read as they are, and are "
+        "coarser than the scales that were computed."
+    ]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _alike(names: list[str]) -> list[str]:
+    """Write names that differ in numbers only as one, with their count."""
+    count = Counter(_pattern(n) for n in names)
+    first = {_pattern(n): n for n in reversed(names)}
+    return [first[p] if n == 1 else f"{p} ({n})" for p, n in count.items()]

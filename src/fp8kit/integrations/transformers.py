@@ -8,19 +8,36 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from fp8kit import functional
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
+from fp8kit.checkpoint.filling import Filled
+from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.reader import Checkpoint
 from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.formats import QTensor
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
-from fp8kit.integrations.transformers_quantizer import check_version
+from fp8kit.integrations.transformers_quantizer import (
+    check_version,
+    layers_in_model,
+    not_quantized,
+    plain,
+)
+
+# what a model is built of one by one
+_COUNT = re.compile(r"(layer|expert|block|stage|depth)s?$|^n_layer")
+_FEW = 4096
 
 
 def load(
@@ -30,8 +47,11 @@ def load(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
-) -> tuple[Any, list[str]]:
+) -> tuple[Any, Filled]:
     """Load a Transformers model from a checkpoint that has been opened.
+
+    Each tensor is read when it is placed. FP8 layers that the model merges with others, such as
+    single experts, are decoded to high precision.
 
     Args:
         checkpoint: of any dialect, or in high precision.
@@ -41,42 +61,47 @@ def load(
         strict: raise if the checkpoint holds tensors that the model does not use.
 
     Returns:
-        The model in eval mode, and the names of the tensors that it does not use.
+        The model in eval mode, and what to know about the load.
 
     Raises:
         CheckpointError: if Transformers has no such model, or tensors are missing.
         UnsupportedError: if this version of Transformers is too old.
 
     Example:
-        >>> model, unused = load(open_checkpoint("dir"), None)
+        >>> model, filled = load(open_checkpoint("dir"), None)
     """
     check_version()
-    model_class, hf_config = _model_class(checkpoint), _config(checkpoint)
-    state = checkpoint.mapped()
-    files = {t.untyped_storage().data_ptr() for t in state.values()}
+    built = skeleton(checkpoint)
+    _check_shapes(checkpoint, built)
+    kept, merged = _layers(checkpoint, built)
+    hf_config = _config(checkpoint, kept)
+    high = dtype or checkpoint.dtype
+    state = {name: _OnDisk(checkpoint, name) for name in checkpoint.tensors}
+    for layer in (checkpoint.layers[name] for name in merged):
+        for scale in (layer.scale, layer.input_scale):
+            state.pop(scale or "", None)
+        state[layer.weight] = _OnDisk(checkpoint, layer.weight, layer, high)
     placed = device is not None and device.type != "cpu" and _has_accelerate()
     options: dict[str, Any] = {"device_map": {"": device}} if placed else {}
     if config is not None:
+        config.deferred = True
         options["quantization_config"] = config
-    model, info = model_class.from_pretrained(
+    model, info = type(built).from_pretrained(
         None,
         config=hf_config,
         state_dict=state,
-        dtype=dtype or checkpoint.dtype,
+        dtype=high,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the info, and refused by name
         **options,
     )
-    del state
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in files:
-            tensor.data = tensor.data.clone()  # the file may change or go; the model must not
     if device is not None:
         model.to(device)
     _check_loaded(model, info, strict)
     model.config.name_or_path = model.name_or_path = str(checkpoint.path.resolve())
     if model.can_generate() and (checkpoint.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-    return model.eval(), sorted(info["unexpected_keys"])
+    return model.eval(), Filled(sorted(info["unexpected_keys"]), merged)
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:
@@ -86,16 +111,27 @@ def skeleton(checkpoint: Checkpoint) -> Any:
         checkpoint: of any dialect, or in high precision.
 
     Raises:
-        CheckpointError: if Transformers has no such model.
+        CheckpointError: if Transformers has no such model, or cannot build it from config.json.
 
     Example:
         >>> fp8kit.plan(skeleton(open_checkpoint("dir")))
     """
     check_version()
-    config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-    with torch.device("meta"):
-        model = _model_class(checkpoint)._from_config(config, dtype=checkpoint.dtype)
-    model.tie_weights()
+    model_class, config = _model_class(checkpoint), _model_config(checkpoint)
+    _check_counts(checkpoint, config.to_dict())
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config, dtype=checkpoint.dtype)
+        model.tie_weights()
+    except Exception as error:  # of many kinds, by model and version
+        raise CheckpointError(
+            teach(
+                f"Transformers {transformers.__version__} cannot build {model_class.__name__} from "
+                f"config.json of {checkpoint.path}: {_first_line(error)}",
+                "It has to describe the model that the tensors belong to.",
+                "Get it again, or build the model yourself: fp8kit.load(dir, model=...).",
+            )
+        ) from error
     return model
 
 
@@ -140,6 +176,38 @@ def export(model: Any) -> Exported:
     return Exported(tensors, unquantized(model, tensors), config, texts)
 
 
+@dataclass(frozen=True, slots=True)
+class _OnDisk:
+    """A tensor that is read when the loader indexes it, which it does right before placing it."""
+
+    checkpoint: Checkpoint
+    name: str
+    codes: Layer | None = None  # a layer that is decoded
+    high: torch.dtype = torch.bfloat16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.high if self.codes else self.checkpoint.tensors[self.name].dtype
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: Any) -> Tensor:
+        tensor, layer = self.checkpoint.read(self.name), self.codes
+        if layer is not None:
+            q = QTensor(tensor, self.checkpoint.read(layer.scale), layer.group)
+            tensor = functional.dequantize(q, self.high)
+            tensor = tensor.transpose(-1, -2) if layer.transposed else tensor
+        return tensor[index]
+
+
+def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str]]:
+    """Divide the FP8 layers into those that stay one matrix in the model, and the others."""
+    weights = {layer.weight: name for name, layer in checkpoint.layers.items()}
+    kept, merged = layers_in_model(model, weights)
+    return [weights[w] for w in kept], [weights[w] for w in merged]
+
+
 def _model_class(checkpoint: Checkpoint) -> Any:
     named = checkpoint.config.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
@@ -156,29 +224,77 @@ def _model_class(checkpoint: Checkpoint) -> Any:
     return found
 
 
-def _config(checkpoint: Checkpoint) -> Any:
+def _config(checkpoint: Checkpoint, layers: Sequence[str]) -> Any:
     """Read the model's config, with the quantization that is announced put in our words."""
+    config = _model_config(checkpoint)
+    if checkpoint.spec is not None:
+        config.quantization_config = {
+            "quant_method": "fp8kit",
+            "scheme": plain(checkpoint.spec.scheme),
+            "layers": {name: plain(checkpoint.layers[name].scheme) for name in layers},
+        }
+    return config
+
+
+def _model_config(checkpoint: Checkpoint) -> Any:
+    """Read the model's config without its quantization."""
     try:
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     except Exception as error:  # of many kinds, by model and version
         raise CheckpointError(
             teach(
                 f"Transformers {transformers.__version__} cannot read config.json of "
-                f"{checkpoint.path}: {error}.",
+                f"{checkpoint.path}: {_first_line(error)}",
                 "It has to describe a model that Transformers knows.",
                 "Correct it, or build the model yourself: fp8kit.load(dir, model=...).",
             )
         ) from error
-    if checkpoint.spec is not None:
-        text = config.get_text_config()
-        if text is not config and hasattr(text, "quantization_config"):
-            del text.quantization_config
-        config.quantization_config = {
-            "quant_method": "fp8kit",
-            "scheme": checkpoint.spec.scheme.name,
-            "layers": list(checkpoint.layers),
-        }
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return config
+
+
+def _check_counts(checkpoint: Checkpoint, config: Any, place: str = "") -> None:
+    """Refuse more layers or experts than there are tensors, before they are built one by one."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if isinstance(value, dict):
+            _check_counts(checkpoint, value, f"{place}{key}.")
+        elif _COUNT.search(str(key)) and type(value) is int:
+            if value > max(_FEW, len(checkpoint.tensors)):
+                raise CheckpointError(
+                    teach(
+                        f"config.json of {checkpoint.path} has {place}{key} = {value}.",
+                        f"The files hold {len(checkpoint.tensors)} tensors.",
+                        "Get config.json again: it does not belong to these files.",
+                    )
+                )
+
+
+def _check_shapes(checkpoint: Checkpoint, model: Any) -> None:
+    """Refuse what cannot fit before memory is taken for it; renamed tensors are checked later."""
+    wanted = model.state_dict()
+    for name, info in checkpoint.tensors.items():
+        found = tuple(wanted[name].shape) if name in wanted else info.shape
+        if found != info.shape and not checkpoint.is_scale(name):
+            raise _misfit(type(model), name, info.shape, found)
+
+
+def _misfit(
+    model_class: type, name: str, found: Sequence[int], wanted: Sequence[int]
+) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            f"{name} has shape {list(found)}.",
+            f"{model_class.__name__}, built from config.json, needs {list(wanted)}.",
+            "Get config.json or the tensors again: they do not belong together.",
+        )
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return f"{lines[0][:200].rstrip('.')}."
 
 
 def _has_accelerate() -> bool:
@@ -196,6 +312,8 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
                 "Repair the checkpoint, or exclude these layers.",
             )
         )
+    for name, found, wanted in info["mismatched_keys"]:
+        raise _misfit(type(model), name, found, wanted)
     for keys, what, remedy in (
         (info["missing_keys"], "are in the model and not in the checkpoint", "Complete it"),
         (info["unexpected_keys"] if strict else (), "are not used by the model", "Drop strict"),
@@ -208,3 +326,6 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
                     f"{remedy}, or load with the model class that the checkpoint was made from.",
                 )
             )
+    unfilled = getattr(quantizer, "unfilled", [])
+    if unfilled:
+        raise not_quantized(unfilled)

@@ -8,7 +8,8 @@ compressed-tensors: nobody needs this package to load it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8kit import structure
-from fp8kit.checkpoint.dialects import DIALECTS, JsonObject, Spec
+from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, JsonObject, Spec
 from fp8kit.checkpoint.exporting import dense_linears, on_disk
+from fp8kit.checkpoint.joining import is_finite
 from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, teach
-from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
+from fp8kit.formats import FP8_FORMATS, SCHEMES, TENSOR, GroupShape, Scheme
 from fp8kit.modules.linear import Fp8Linear, quantize_weight
 from fp8kit.report import Record, Report
 
@@ -44,11 +46,13 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """What ``from_pretrained(..., quantization_config=...)`` takes to quantize while loading.
 
     Args:
-        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``.
+        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``; ``load`` gives those
+            of other schemes as ``plain`` does.
         include: as in ``fp8kit.plan``.
         exclude: as in ``fp8kit.plan``.
         strict: as in ``fp8kit.plan``.
-        layers: names of the layers that are FP8 in the checkpoint; only ``load`` gives them.
+        layers: the layers that are FP8 in the checkpoint, and their schemes as ``plain`` gives
+            them; only ``load`` does.
         ignore: names of the linear layers left in high precision; filled while loading.
 
     Raises:
@@ -61,15 +65,15 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        scheme: str = "FP8_DYNAMIC",
+        scheme: str | JsonObject = "FP8_DYNAMIC",
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         strict: bool = False,
-        layers: Sequence[str] | None = None,
+        layers: Mapping[str, str | JsonObject] | None = None,
         ignore: Sequence[str] = (),
         quant_method: str = "fp8kit",
     ) -> None:
-        if Scheme.of(scheme).static and layers is None:
+        if scheme_of_plain(scheme).static and layers is None:
             raise ValueError(
                 teach(
                     f"Got scheme {scheme} for quantization while loading.",
@@ -80,10 +84,14 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = quant_method
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
         self.layers, self.ignore = layers, list(ignore)
+        self.deferred = False  # whoever loads asks for missing tensors first
 
     def to_dict(self) -> JsonObject:
         """Give the quantization config that is saved: that of a compressed-tensors checkpoint."""
-        return DIALECTS[0].render(Spec(Scheme.of(self.scheme), tuple(self.ignore)))
+        try:
+            return COMPRESSED_TENSORS.render(Spec(scheme_of_plain(self.scheme), tuple(self.ignore)))
+        except CheckpointError:  # is_serializable says so before anything is saved
+            return {"quant_method": self.quant_method, "scheme": self.scheme}
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]
@@ -110,7 +118,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
                     )
                 )
             q = quantize_weight(dense, module.scheme)
-            if not q.scale.isfinite().all():
+            if not is_finite(q):
                 self.quantizer.not_finite.append(key)
             out[key], out[f"{key}_scale"] = (
                 nn.Parameter(t, requires_grad=False) for t in (q.data, q.scale)
@@ -137,12 +145,15 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: Fp8KitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.scheme = Scheme.of(quantization_config.scheme)
+        self.scheme = scheme_of_plain(quantization_config.scheme)
         self.not_finite: list[str] = []
+        self.unfilled: list[str] = []
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Say that ``save_pretrained`` works."""
-        return True
+        """Say whether ``save_pretrained`` works; ``fp8kit.save`` writes more schemes."""
+        schemes = {str(s) for s in (self.quantization_config.layers or {}).values()}
+        announced = self.quantization_config.to_dict()["quant_method"]
+        return len(schemes) < 2 and announced == COMPRESSED_TENSORS.name
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Refuse what would be wrong: quantizing on the fly into weights that live on disk."""
@@ -176,28 +187,30 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         if self.pre_quantized:
-            names = _layers_of_checkpoint(model, self.quantization_config.layers or ())
+            schemes = self.quantization_config.layers or {}
+            kept, _merged = layers_in_model(model, [f"{n}.weight" for n in schemes])
+            of = {
+                module: scheme_of_plain(schemes[k[: -len(".weight")]]) for k, module in kept.items()
+            }
+            names = list(of)
         else:
-            self.report = _decide(model, self.quantization_config)
+            self.report = decide(model, self.quantization_config)
             names = [n for r in self.report.converted for n in (r.name, *r.aliases)]
+            of = dict.fromkeys(names, self.scheme)
         made: dict[int, Fp8Linear] = {}
         for name in names:
             dense = model.get_submodule(name)
             if id(dense) not in made:
-                made[id(dense)] = _placeholder(dense, name, self.scheme, self.pre_quantized)
+                made[id(dense)] = _placeholder(dense, of[name], self.pre_quantized)
             model.set_submodule(name, made[id(dense)])
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
-        dense = [n for n, m in layers.items() if m.weight.dtype not in FP8_FORMATS]
-        if dense:
-            raise UnsupportedError(
-                teach(
-                    f"{', '.join(dense[:5])} could not be quantized while loading.",
-                    "This model class splits or joins these weights as it loads them.",
-                    "Exclude them, or load the model and call fp8kit.convert(model).",
-                )
-            )
+        self.unfilled = [n for n, m in layers.items() if m.weight.dtype not in FP8_FORMATS]
+        if self.unfilled:
+            if self.quantization_config.deferred:
+                return model
+            raise not_quantized(self.unfilled)
         for layer in layers.values():
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
@@ -215,7 +228,20 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         """Give ``save_pretrained`` the scales in the shapes they have on disk."""
         if self.scheme.weight != TENSOR:
             return None, {}
-        return dict(on_disk(n, t, DIALECTS[0]) for n, t in model.state_dict().items()), {}
+        state = model.state_dict()
+        renamed = (on_disk(n, t, COMPRESSED_TENSORS, self.scheme) for n, t in state.items())
+        return dict(renamed), {}
+
+
+def not_quantized(layers: Sequence[str]) -> UnsupportedError:
+    """Say that the weights of layers came in a way in which they cannot be quantized."""
+    return UnsupportedError(
+        teach(
+            f"{', '.join(layers[:5])} could not be quantized while loading.",
+            "This model class splits or joins these weights as it loads them.",
+            "Exclude them, or load the model and call fp8kit.convert(model).",
+        )
+    )
 
 
 def check_version() -> None:
@@ -231,10 +257,11 @@ def check_version() -> None:
         )
 
 
-def _decide(model: Any, config: Fp8KitConfig) -> Report:
+def decide(model: Any, config: Fp8KitConfig) -> Report:
     """Plan as ``fp8kit.plan`` does, and heed what only a Transformers model knows about itself."""
+    scheme = scheme_of_plain(config.scheme)
     report = plan(
-        model, config.scheme, include=config.include, exclude=config.exclude, strict=config.strict
+        model, scheme, include=config.include, exclude=config.exclude, strict=config.strict
     ).report
     blocked = []
     for record in report.converted:
@@ -272,28 +299,58 @@ def _reason(model: Any, record: Record, config: Fp8KitConfig) -> tuple[str, bool
     return "", False
 
 
-def _layers_of_checkpoint(model: Any, layers: Iterable[str]) -> list[str]:
-    """Find the modules that the FP8 layers of a checkpoint become, through renames by the model."""
+def plain(scheme: Scheme) -> str | JsonObject:
+    """Write a scheme as JSON can hold it: a preset by its name, another by its fields."""
+    if SCHEMES.get(scheme.name) == scheme:
+        return scheme.name
+    return {**asdict(scheme), "dtype": str(scheme.dtype).removeprefix("torch.")}
+
+
+def scheme_of_plain(scheme: str | JsonObject) -> Scheme:
+    """Undo ``plain``; raises ``ValueError`` for an unknown preset."""
+    if isinstance(scheme, str):
+        return Scheme.of(scheme)
+    groups = {
+        key: None if scheme[key] is None else GroupShape(**scheme[key])
+        for key in ("weight", "activation")
+    }
+    return Scheme(**{**scheme, **groups, "dtype": getattr(torch, scheme["dtype"])})
+
+
+def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Find the modules that layers of a checkpoint become, through renames by the model.
+
+    Args:
+        model: on any device, meta too.
+        weights: names of their codes in the checkpoint.
+
+    Returns:
+        Weights to modules that have them to themselves; and the weights that the model merges with
+        others, e.g. single experts, or holds elsewhere than in a linear layer. What the model does
+        not know is in neither.
+    """
     rules = get_model_conversion_mapping(model)
     renamings = [r for r in rules if isinstance(r, WeightRenaming)]
     converters = [r for r in rules if isinstance(r, WeightConverter)]
-    known, prefix, names = model.state_dict(), model.base_model_prefix, []
-    for layer in layers:
-        key = f"{layer}.weight"
+    known, prefix = model.state_dict(), model.base_model_prefix
+    kept: dict[str, str] = {}
+    merged: list[str] = []
+    for key in weights:
         name, converted = rename_source_key(key, renamings, converters, prefix, known)
         if name not in known and key in known:
             name, converted = key, None
-        if converted is not None:
-            raise CheckpointError(
-                teach(
-                    f"{key} is FP8, and {type(model).__name__} merges it with others on loading.",
-                    "This version loads FP8 layers that stay one matrix each, no experts.",
-                    "Use a checkpoint whose experts are in high precision.",
-                )
-            )
-        if name in known:  # one that is not comes back from the loader as unexpected
-            names.append(name.removesuffix(".weight"))
-    return names
+        module, _, kind = name.rpartition(".")
+        if name not in known:
+            continue
+        if (
+            converted is None
+            and kind == "weight"
+            and type(model.get_submodule(module)) is nn.Linear
+        ):
+            kept[key] = module
+        else:
+            merged.append(key)
+    return kept, merged
 
 
 def _ignored(model: nn.Module) -> list[str]:
@@ -308,15 +365,7 @@ def _ignored(model: nn.Module) -> list[str]:
     return sorted(set(found))
 
 
-def _placeholder(dense: nn.Module, name: str, scheme: Scheme, pre_quantized: bool) -> Fp8Linear:
-    if type(dense) is not nn.Linear:
-        raise CheckpointError(
-            teach(
-                f"{name} is FP8 in the checkpoint and {type(dense).__name__} in the model.",
-                "FP8 weights load into plain nn.Linear layers.",
-                "Load with the model class that the checkpoint was made from.",
-            )
-        )
+def _placeholder(dense: Any, scheme: Scheme, pre_quantized: bool) -> Fp8Linear:
     weight = dense.weight
     shape = (dense.in_features, dense.out_features)
     layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=weight.dtype)

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from fp8kit.dispatch import BackendTable
 from fp8kit.formats import GroupShape, Scheme
-from fp8kit.quantizers.problem import capability
+from fp8kit.measurements import Case, Estimate, table_for
+from fp8kit.quantizers.problem import capability, device_name
 
 BACKENDS: BackendTable = (
     ("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
+    ("triton_scaled", "fp8kit.matmul.triton_scaled", ("cuda",)),
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
 )
@@ -41,6 +43,8 @@ class MatmulProblem:
             else, so that the matmul may start to read the weight before it ends.
         device_type: ``"cpu"``, ``"cuda"``, …
         capability: CUDA compute capability, ``None`` elsewhere.
+        device: name of the GPU, under which its measured times are kept; empty elsewhere.
+        configuration: how the backend shall cut the problem; empty leaves that to the backend.
     """
 
     m: int
@@ -57,6 +61,8 @@ class MatmulProblem:
     device_type: str
     capability: tuple[int, int] | None
     after_quantize: bool = False
+    device: str = ""
+    configuration: str = ""
 
     @staticmethod
     def of(
@@ -85,7 +91,28 @@ class MatmulProblem:
             x.device.type,
             capability(x.device),
             after_quantize,
+            device_name(x.device),
         )
+
+    def estimate(self) -> Estimate | None:
+        """Give measured or estimated times of the layer this product belongs to, if there are any.
+
+        Tables hold layers with bf16 input and output and e4m3fn codes, without a bias. A product
+        whose bits must not depend on M has none: times depend on M, and so would the choice.
+        """
+        if self.batch_invariant:
+            return None
+        table = table_for(self.device)
+        wide = self.x_group is None and self.x_dtype == torch.bfloat16
+        e4m3 = self.w_dtype == torch.float8_e4m3fn and (wide or self.x_dtype == self.w_dtype)
+        if table is None or self.out_dtype != torch.bfloat16 or not e4m3:
+            return None
+        return table.estimate(self.case())
+
+    def case(self) -> Case:
+        """Give the row of a table of measured times that describes this problem."""
+        x = "none" if self.x_group is None else self.x_group
+        return Case(f"{x}*{self.w_group}", self.accum, self.m, self.n, self.k)
 
     def __str__(self) -> str:
         x = "unquantized" if self.x_group is None else f"per {self.x_group}"
@@ -141,4 +168,5 @@ def linear_problem(
         batch_invariant=batch_invariant,
         device_type=device.type,
         capability=capability(device),
+        device=device_name(device),
     )

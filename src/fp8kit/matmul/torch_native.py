@@ -5,7 +5,8 @@ and later. Torch wants N and K in multiples of 16 (128 for blocks); blocks also 
 number of weight scales along K in multiples of 4. Operands are padded with zero codes and the
 result is cropped, so any shape works.
 Row-wise kernels write ``bfloat16`` only: other output dtypes multiply the bare codes into
-``float32`` and apply the scales afterwards.
+``float32`` and apply the scales afterwards. For few rows that is a configuration for ``bfloat16``
+as well: cuBLAS has better kernels for it than CUTLASS for rows, and the result is small.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _ALIGN = 16
 _BLOCK_ALIGN = 128
 _BLOCK_M_ALIGN = 4
 _BLOCK_SCALE_ALIGN = 4
+SCALED_AFTER = "scaled_after"
+_MOST_ROWS_SCALED_AFTER = 512
 
 
 def supports(problem: MatmulProblem) -> str | None:
@@ -47,6 +50,14 @@ def supports(problem: MatmulProblem) -> str | None:
     if pair == (MX, MX):
         return None if problem.capability[0] >= 10 else "MX tensor cores start at sm100"
     return f"torch has no recipe for {pair[0]} by {pair[1]} scales"
+
+
+def configurations(problem: MatmulProblem) -> tuple[str, ...]:
+    """Offer to multiply bare codes where torch has a row-wise kernel, too."""
+    pair = (problem.x_group, problem.w_group)
+    rowwise = pair[0] in _ROWWISE and pair[1] in _ROWWISE and pair != (TENSOR, TENSOR)
+    few = problem.m <= _MOST_ROWS_SCALED_AFTER and problem.out_dtype == torch.bfloat16
+    return (SCALED_AFTER,) if rowwise and few else ()
 
 
 def run(
@@ -80,7 +91,8 @@ def _rowwise(
     x, w = _padded(x, 1, _ALIGN), _padded(w, _ALIGN, _ALIGN)
     fast = problem.accum == "fast"
     tensorwise = groups == (TENSOR, TENSOR)
-    if out_dtype == torch.bfloat16 or tensorwise:
+    inside_kernel = out_dtype == torch.bfloat16 and problem.configuration != SCALED_AFTER
+    if inside_kernel or tensorwise:
         kind = ScalingType.TensorWise if tensorwise else ScalingType.RowWise
         if not tensorwise:
             x_scale = x_scale.expand(rows, 1).contiguous()

@@ -19,9 +19,10 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Say whether a hook sees what goes into or comes out of a module."""
+    """Say whether a hook, or a forward put on the instance, sees what a module takes or gives."""
     return bool(
-        module._forward_hooks
+        "forward" in vars(module)
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

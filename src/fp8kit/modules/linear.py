@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8kit import functional, validation
+from fp8kit import functional, ops, unchecked, validation
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import (
     FP8_FORMATS,
@@ -22,9 +23,10 @@ from fp8kit.formats import (
     scale_shape,
 )
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
+from fp8kit.modules import eager
+from fp8kit.modules.parameters import frozen, moved
 
 _FROZEN = ("weight", "weight_scale", "input_scale")
-_BYTES = {1: torch.uint8, 4: torch.int32}
 
 
 class Fp8Linear(nn.Linear):
@@ -76,18 +78,19 @@ class Fp8Linear(nn.Linear):
         self.accum = "precise"
         self.batch_invariant = False
         self.original_weight: Tensor | None = None
+        self._tapes = eager.Tapes()
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
         shape = (out_features, in_features)
         scales = scale_shape(shape, self.scheme.weight)
         kind = scale_dtype(self.scheme.weight)
-        self.weight = _frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
-        self.weight_scale = _frozen(torch.empty(scales, dtype=kind, device=device))
+        self.weight = frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
+        self.weight_scale = frozen(torch.empty(scales, dtype=kind, device=device))
         if self.scheme.static:
-            self.input_scale = _frozen(torch.empty(1, 1, dtype=torch.float32, device=device))
+            self.input_scale = frozen(torch.empty(1, 1, dtype=torch.float32, device=device))
         else:
             self.register_parameter("input_scale", None)
         if bias:
-            self.bias = _frozen(torch.empty(out_features, dtype=self.compute_dtype, device=device))
+            self.bias = frozen(torch.empty(out_features, dtype=self.compute_dtype, device=device))
         else:
             self.register_parameter("bias", None)
 
@@ -149,18 +152,23 @@ class Fp8Linear(nn.Linear):
         validation.activation_format(weight.group, scheme, input_scale)
         n, k = weight.shape
         layer = cls(k, n, False, scheme, device="meta", dtype=dtype)
-        layer.weight = _frozen(weight.data)
-        layer.weight_scale = _frozen(weight.scale)
+        layer.weight = frozen(weight.data)
+        layer.weight_scale = frozen(weight.scale)
         if input_scale is not None:
             check_scale(input_scale, weight.shape, TENSOR, weight.device)
-            layer.input_scale = _frozen(input_scale)
+            layer.input_scale = frozen(input_scale)
         if bias is not None:
-            layer.bias = bias if isinstance(bias, nn.Parameter) else _frozen(bias)
+            layer.bias = bias if isinstance(bias, nn.Parameter) else frozen(bias)
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``input`` (or autocast's)."""
         x = input
+        if self.shared is None and not torch.compiler.is_compiling():
+            options = (self.accum, self.batch_invariant)
+            y = eager.replay(self._tapes, x, self._parameters, options)
+            if y is not None:
+                return y
         validation.check_float("x", x)
         validation.check_operands(x, self.weight, self.bias, self.accum)
         if self.shared is not None:
@@ -179,31 +187,30 @@ class Fp8Linear(nn.Linear):
         Returns:
             ``[..., N]`` in the dtype of ``x`` (or autocast's).
         """
-        return functional.linear_unchecked(
-            x,
-            weight,
-            scale,
-            bias,
-            self.input_scale,
-            None,
-            (self.scheme.activation, self.scheme.weight),
-            (
-                validation.default_rounding(self.scheme.activation, self.scheme.ue8m0),
-                self.accum,
-                self.batch_invariant,
-            ),
+        rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)
+        groups = (self.scheme.activation, self.scheme.weight)
+        options = (rounding, self.accum, self.batch_invariant)
+        if not torch.compiler.is_compiling():
+            constants = (weight, scale, bias, self.input_scale)
+            rest: tuple[Any, ...] = (None, *groups, x.dtype, *options)
+            call = functools.partial(ops.linear, x, *constants, *rest)
+            y = eager.run(self._tapes, call, x, constants, options[1:])
+            if y is not None:
+                return y
+        return unchecked.linear_unchecked(
+            x, weight, scale, bias, self.input_scale, None, groups, options
         )
 
-    def quantize_input(self, x: Tensor) -> functional.RowCodes:
+    def quantize_input(self, x: Tensor) -> unchecked.RowCodes:
         """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
         assert self.scheme.activation is not None
         rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)
-        return functional.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
+        return unchecked.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
 
-    def multiply(self, codes: functional.RowCodes) -> Tensor:
+    def multiply(self, codes: unchecked.RowCodes) -> Tensor:
         """Multiply what ``quantize_input`` of this layer or a sibling made: ``[..., N]``."""
         w_q = (self.weight, self.weight_scale, self.scheme.weight)
-        return functional.multiply_rows(codes, w_q, self.bias, self.accum, self.batch_invariant)
+        return unchecked.multiply_rows(codes, w_q, self.bias, self.accum, self.batch_invariant)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Give a dense layer: the original weight if it was kept, else the dequantized one.
@@ -263,7 +270,7 @@ class Fp8Linear(nn.Linear):
             self._parameters.update(held)
         for name, parameter in held.items():
             if parameter is not None:
-                self._parameters[name] = _moved(parameter, fn)
+                self._parameters[name] = moved(parameter, fn)
         probe = torch.empty(0, dtype=self.compute_dtype, device=self.weight.device)
         cast = fn(probe).dtype
         self.compute_dtype = cast if cast.is_floating_point else self.compute_dtype
@@ -284,7 +291,7 @@ class Fp8Linear(nn.Linear):
         state["_parameters"] = dict(self._parameters)
         for name, p in self._parameters.items():
             if p is not None and p.dtype in FP8_FORMATS:
-                state["_parameters"][name] = _frozen(p.detach().view(torch.uint8))
+                state["_parameters"][name] = frozen(p.detach().view(torch.uint8))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -292,7 +299,7 @@ class Fp8Linear(nn.Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         weight = self._parameters["weight"]
         assert weight is not None
-        self._parameters["weight"] = _frozen(weight.detach().view(self.scheme.dtype))
+        self._parameters["weight"] = frozen(weight.detach().view(self.scheme.dtype))
 
     def _load_from_state_dict(
         self,
@@ -382,19 +389,3 @@ def quantize_weight(weight: Tensor, scheme: Scheme) -> QTensor:
         scale_rounding="up" if scheme.ue8m0 and scheme.weight != MX else None,
         role="weight",
     )
-
-
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
-
-
-def _moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
-    bits = parameter.data.view(_BYTES[parameter.element_size()])
-    out = fn(bits)
-    if out.dtype != bits.dtype:  # .type(dtype) casts integers too
-        out = bits.to(out.device)
-    moved = out.view(parameter.dtype)
-    if torch._has_compatible_shallow_copy_type(parameter.data, moved):
-        parameter.data = moved  # the same Parameter object: optimizers and ties stay valid
-        return parameter
-    return _frozen(moved)

@@ -7,7 +7,8 @@ wide product saves nothing there, and its slices slow down whatever reads them. 
 other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
 costs time, never correctness. Where gradients are wanted every layer computes alone. What no
 tensor can tell, a weight or bias written through ``.data`` between two siblings, goes unseen.
-Under ``torch.compile`` nothing is shared: each layer is an operator of its own.
+Under ``torch.compile`` siblings share codes where the calling code is known not to change their
+input: the graph then holds one quantization, but each layer's own product.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit import functional
+from fp8kit import unchecked
 from fp8kit.formats import BLOCK, MX, ROW, Scheme
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.quantizers import traced
 
-_JOINABLE = (ROW, BLOCK, MX)
-_MOST_JOINED_ROWS = 512
+JOINABLE = (ROW, BLOCK, MX)
+MOST_JOINED_ROWS = 512
 
 
 @dataclass(slots=True)
@@ -33,7 +35,7 @@ class _Pending:
     x: Tensor
     state: tuple[bool, int, torch.dtype | None]
     results: dict[int, tuple[Tensor | None, tuple[int, ...]]]
-    codes: functional.RowCodes | None = None
+    codes: unchecked.RowCodes | None = None
 
 
 class SharedInput:
@@ -56,20 +58,21 @@ class SharedInput:
         self.members = tuple(members)
         self.unchanging = unchanging
         self._pending: _Pending | None = None
+        self._traced: tuple[Tensor, unchecked.RowCodes] | None = None
         for member in self.members:
             member.shared = self
 
     def __call__(self, member: Fp8Linear, x: Tensor) -> Tensor:
         """Give the result of one member for ``x``, computing its siblings' along with the first."""
-        if torch.compiler.is_compiling():  # what waits between calls would be state in the graph
-            return member.compute(x, member.weight, member.weight_scale, member.bias)
+        if torch.compiler.is_compiling():
+            return self._trace(member, x)
         waiting = self._take(member, x)
         if waiting is not None:
             return waiting
         countless = x.is_inference() and not self.unchanging
         if member is not self.members[0] or countless or self._trained(x) or not self._alike():
             return member.compute(x, member.weight, member.weight_scale, member.bias)
-        few = x.numel() <= _MOST_JOINED_ROWS * member.in_features
+        few = x.numel() <= MOST_JOINED_ROWS * member.in_features
         if not few or not can_join(self.members):
             return self._quantized_once(member, x)
         weight, scale = self._joined("weight"), self._joined("weight_scale")
@@ -90,7 +93,27 @@ class SharedInput:
     def __setstate__(self, state: tuple[tuple[Fp8Linear, ...], bool]) -> None:
         """Undo ``__getstate__``."""
         self.members, self.unchanging = state
-        self._pending = None
+        self._pending = self._traced = None
+
+    def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
+        """Compute a member in a graph. Inductor has no common subexpressions between kernels.
+
+        What is shared lives from the first sibling to the last within one trace, and is None again
+        at its end, so that the graph keeps no state. Changes of ``x`` go unseen while tracing.
+        """
+        if not (self.unchanging and traced.is_compiled()):
+            return member.compute(x, member.weight, member.weight_scale, member.bias)
+        if member is self.members[0]:
+            shared = x.shape[-1] > 0 and not self._trained(x) and self._alike()
+            self._traced = (x, member.quantize_input(x)) if shared else None
+        codes = None
+        if self._traced is not None and self._traced[0] is x:
+            codes = self._traced[1]
+        if member is self.members[-1]:
+            self._traced = None
+        if codes is None:
+            return member.compute(x, member.weight, member.weight_scale, member.bias)
+        return member.multiply(codes)
 
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
         """Hand out a result that waits for exactly this call; nothing may have changed since."""
@@ -104,7 +127,7 @@ class SharedInput:
             return self._from_codes(member, pending, pending.codes)
         return result if weights == _weight_state(member) else None
 
-    def offer(self, stand_in: Tensor, codes: functional.RowCodes) -> None:
+    def offer(self, stand_in: Tensor, codes: unchecked.RowCodes) -> None:
         """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
 
         Args:
@@ -117,15 +140,15 @@ class SharedInput:
         self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
 
     def _from_codes(
-        self, member: Fp8Linear, pending: _Pending, codes: functional.RowCodes
+        self, member: Fp8Linear, pending: _Pending, codes: unchecked.RowCodes
     ) -> Tensor:
-        few = codes.data.shape[0] <= _MOST_JOINED_ROWS
+        few = codes.data.shape[0] <= MOST_JOINED_ROWS
         if not few or member is not self.members[0] or not can_join(self.members):
             return member.multiply(codes)
         joined = (self._joined("weight"), self._joined("weight_scale"), member.scheme.weight)
         bias = None if member.bias is None else self._joined("bias")
         options = (member.accum, member.batch_invariant)
-        y = functional.multiply_rows(codes, joined, bias, *options)
+        y = unchecked.multiply_rows(codes, joined, bias, *options)
         parts = self._split(y)
         for other, part in zip(self.members[1:], parts[1:], strict=True):
             pending.results[id(other)] = (part, _weight_state(other))
@@ -190,7 +213,7 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         for m in members
     )
     edges = all(m.out_features % scheme.weight.rows == 0 for m in members[:-1])
-    return alike and scheme.weight in _JOINABLE and edges
+    return alike and scheme.weight in JOINABLE and edges
 
 
 def _kind(bias: Tensor | None) -> tuple[torch.dtype, torch.device] | None:

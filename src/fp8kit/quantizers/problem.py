@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from fp8kit.formats import GroupShape
 
 BACKENDS: BackendTable = (
     ("triton", "fp8kit.quantizers.triton", ("cuda",)),
+    ("cpu", "fp8kit.quantizers.cpu", ("cpu",)),
     ("reference", "fp8kit.quantizers.reference", ()),
 )
 
@@ -58,4 +60,18 @@ class DequantizeProblem:
 
 def capability(device: torch.device) -> tuple[int, int] | None:
     """Compute capability of a CUDA device, ``None`` for any other (never initialises CUDA)."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return _gpu(_index(device))[0] if device.type == "cuda" else None
+
+
+def device_name(device: torch.device) -> str:
+    """Name of a CUDA device, empty for any other (never initialises CUDA)."""
+    return _gpu(_index(device))[1] if device.type == "cuda" else ""
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _gpu(index: int) -> tuple[tuple[int, int], str]:
+    return torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)

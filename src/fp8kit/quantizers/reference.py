@@ -38,13 +38,24 @@ def quantize(
     """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments."""
     fmt = fp8_format(dtype)
     amax = _group_amax(x.float(), group)
+    scale = scales(amax, group, fmt, min_scale, scale_ub, scale_rounding)
+    return quantize_static(x, scale, group, dtype), scale
+
+
+def scales(
+    amax: Tensor,
+    group: GroupShape,
+    fmt: Fp8Format,
+    min_scale: float,
+    scale_ub: Tensor | None,
+    scale_rounding: str,
+) -> Tensor:
+    """Give the scales of groups with these ``float32`` maxima; arguments as in ``quantize``."""
     if scale_ub is not None:
         amax = torch.minimum(amax, scale_ub)
     if group == MX:
-        scale = _mx_exponents(amax, fmt, scale_rounding)
-    else:
-        scale = _float_scales(amax, fmt, min_scale, scale_rounding)
-    return quantize_static(x, scale, group, dtype), scale
+        return _mx_exponents(amax, fmt, scale_rounding)
+    return _float_scales(amax, fmt, min_scale, scale_rounding)
 
 
 def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
@@ -72,11 +83,7 @@ def expand_scale(scale: Tensor, shape: tuple[int, ...], group: GroupShape) -> Te
     Returns:
         A ``float32`` tensor; broadcastable along whole rows, else expanded to ``shape``.
     """
-    if group == MX:
-        # 2^(byte - 127) built from bits: torch has no arithmetic on E8M0, and byte 0 is subnormal
-        bits = scale.int() << 23
-        value = torch.where(scale == 0, 0x400000, bits).view(torch.float32)
-        scale = torch.where(scale == _E8M0_NAN, torch.nan, value)
+    scale = multipliers(scale, group)
     if group == TENSOR:
         return scale.reshape([1] * max(len(shape), 1))
     if group.rows > 1:
@@ -84,6 +91,16 @@ def expand_scale(scale: Tensor, shape: tuple[int, ...], group: GroupShape) -> Te
     if group.cols != -1:
         scale = scale.repeat_interleave(group.cols, -1)[..., : shape[-1]]
     return scale
+
+
+def multipliers(scale: Tensor, group: GroupShape) -> Tensor:
+    """Give scales as ``float32`` numbers, in the shape they have; only those of MX change."""
+    if group != MX:
+        return scale
+    # 2^(byte - 127) built from bits: torch has no arithmetic on E8M0, and byte 0 is subnormal
+    bits = scale.int() << 23
+    value = torch.where(scale == 0, 0x400000, bits).view(torch.float32)
+    return torch.where(scale == _E8M0_NAN, torch.nan, value)
 
 
 def _group_amax(x: Tensor, group: GroupShape) -> Tensor:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8kit.quantizers.triton_launch import launch
 from fp8kit.quantizers.triton_numerics import (
     LOADS,
     Recipe,
@@ -186,8 +187,9 @@ def quantize_groups(
     stride_sm, stride_sg = (0, 0) if swizzle else scale.stride()
     rows = triton.cdiv(m, 128) * 128 if swizzle else m
     across = triton.cdiv(across, 4) * 4 if swizzle else across
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(across, tile.groups * tile.held),)
-    _groups_kernel[grid](
+    blocks = triton.cdiv(rows, tile.rows) * triton.cdiv(across, tile.groups * tile.held)
+    launch(
+        _groups_kernel, blocks,
         x, scale, scale_ub, data, m, x.stride(0), x.stride(1), stride_sm, stride_sg,
         recipe.min_scale, K=k, GROUP=group, STATIC=recipe.static, DIVISION=recipe.division,
         FP8_MAX=recipe.fp8_max, SWIZZLE=swizzle, BLOCK_M=tile.rows, BLOCK_G=tile.groups,
@@ -278,7 +280,8 @@ def quantize_blocks(
     warps = min(16, max(1, rows * cols // 1024))
     # a thread loads 16 bytes of each tile, so that the threads of a warp read without gaps
     held = min(rows, max(1, rows * cols * x.element_size() // (warps * 32 * 16)))
-    _blocks_kernel[(scale.numel(),)](
+    launch(
+        _blocks_kernel, scale.numel(),
         x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
         K=x.shape[2], ROWS=rows, COLS=cols, STATIC=recipe.static, DIVISION=recipe.division,
         FP8_MAX=recipe.fp8_max, HELD=held, num_warps=warps, enable_fp_fusion=False,

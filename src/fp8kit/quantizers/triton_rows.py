@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8kit.quantizers.triton_launch import launch
 from fp8kit.quantizers.triton_numerics import (
     Recipe,
     amax_of,
@@ -163,7 +164,8 @@ def quantize_rows(
     overlap = overlaps(x.device)
     # 64 registers let 32 warps share a multiprocessor; Triton 3.9 spills one 16-bit value for it
     registers = 64 if tile.held > 5 else None
-    _rows_kernel[(triton.cdiv(m, tile.rows) * tile.slices,)](
+    launch(
+        _rows_kernel, triton.cdiv(m, tile.rows) * tile.slices,
         x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), recipe.min_scale,
         K=k, STATIC=recipe.static, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held, SLICES=tile.slices,

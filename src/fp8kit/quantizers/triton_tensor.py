@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8kit.quantizers.triton_launch import launch
 from fp8kit.quantizers.triton_numerics import (
     LOADS,
     Recipe,
@@ -193,11 +194,13 @@ def quantize_tensor(
     elif numel > SMALL or not contiguous:
         amax = x.new_empty(tile.partials)
         scan = triton.next_power_of_2(tile.partials)
-        _amax_kernel[(tile.partials,)](
+        launch(
+            _amax_kernel, tile.partials,
             x, amax, numel, *strides, K=k, BLOCK=tile.block * tile.held, num_warps=tile.warps,
             OVERLAP=overlap, launch_pdl=overlap,
         )  # fmt: skip
-    _tensor_kernel[(programs,)](
+    launch(
+        _tensor_kernel, programs,
         x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, recipe.min_scale,
         K=k, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK=tile.block, HELD=tile.held,
         SCAN=scan, num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,

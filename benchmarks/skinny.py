@@ -1,0 +1,254 @@
+"""Time the products that run for few rows: every backend and scheme, and cuts of the Triton one.
+
+    python benchmarks/skinny.py OUT.json [--shapes 8b] [--rows 1,4,16,64,256] [--sweep]
+
+Operands are quantized beforehand, except in the cases named ``linear``, which quantize per token
+first and let the product start early. Each result is compared with the exact product before it is
+timed. A case that fails is reported by its error and left out. With ``--sweep`` the Triton product
+is also cut in other ways than ``choose_tile`` does; ``best`` then names the fastest cut. What is
+not measured after ``--seconds`` is skipped, and said so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fp8kit
+from fp8kit.dispatch import choose
+from fp8kit.formats import GroupShape
+from fp8kit.matmul import triton_scaled
+from fp8kit.matmul.problem import BACKENDS, MatmulProblem
+from linear import BANDWIDTH, FLOPS, SHAPES
+from timing import Case, copies_past_l2, time_cases, write_results
+
+SCHEMES: dict[str, tuple[GroupShape | None, GroupShape]] = {
+    "row": (fp8kit.ROW, fp8kit.ROW),
+    "block": (fp8kit.GROUP128, fp8kit.BLOCK),
+    "mx": (fp8kit.MX, fp8kit.MX),
+    "weight_only": (None, fp8kit.ROW),
+}
+SWEPT = ("row", "block", "weight_only")
+TIMED = tuple(name for name, *_ in BACKENDS if name != "reference")
+# against the exact product of the same operands: the rounding of a bf16 result is 1.7e-3
+LARGEST_ERROR = 4e-3
+
+
+class Operands(NamedTuple):
+    """One activation and several equal-sized weights of one scheme."""
+
+    x: Tensor
+    x_scale: Tensor | None
+    weights: list[fp8kit.QTensor]
+    groups: tuple[GroupShape | None, GroupShape]
+
+    def problem(self, batch_invariant: bool = False) -> MatmulProblem:
+        """Describe the product."""
+        w, out = self.weights[0].data, torch.bfloat16
+        return MatmulProblem.of(self.x, w, self.groups, out, None, "precise", batch_invariant)
+
+
+def main() -> None:
+    """Measure, print a line per shape and M, and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shapes", default="8b")
+    parser.add_argument("--rows", default="1,4,16,64,256")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--seconds", type=float, default=85.0)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    deadline = time.monotonic() + arguments.seconds
+    prefixes = tuple(arguments.shapes.split(","))
+    rows: list[dict[str, Any]] = []
+    for name, (n, k) in SHAPES.items():
+        if not (name.startswith(prefixes) or "all" in prefixes):
+            continue
+        copies = copies_past_l2(n * k)
+        dense = [
+            torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)
+        ]
+        weights = {
+            s: [fp8kit.quantize(w, g, role="weight") for w in dense]
+            for s, (_, g) in SCHEMES.items()
+        }
+        for m in map(int, arguments.rows.split(",")):
+            if time.monotonic() > deadline:
+                sys.stdout.write(f"{name} m={m}: skipped, out of time\n")
+                continue
+            rows.append({"shape": name, "m": m, "n": n, "k": k, **roofline(m, n, k)})
+            rows[-1] |= measure(m, dense, weights, arguments.sweep, deadline)
+            report(rows[-1])
+            write_results(arguments.out, rows, what="products for few rows, microseconds")
+        del dense, weights
+        torch.cuda.empty_cache()
+
+
+def roofline(m: int, n: int, k: int) -> dict[str, float]:
+    """Give the least microseconds that memory or tensor cores allow."""
+    return {
+        "roofline_us": max((n * k + m * k + 2 * m * n) / BANDWIDTH, 2 * m * n * k / FLOPS) * 1e6
+    }
+
+
+def measure(
+    m: int,
+    dense: list[Tensor],
+    weights: dict[str, list[fp8kit.QTensor]],
+    sweep: bool,
+    deadline: float,
+) -> dict[str, Any]:
+    """Time every case of one shape and M together, so that drift hits them alike."""
+    x = torch.randn(m, dense[0].shape[1], device=dense[0].device, dtype=torch.bfloat16)
+    cases: dict[str, Case] = {"bf16": lambda i: F.linear(x, dense[i])}
+    failed: dict[str, str] = {}
+    swept: dict[str, Case] = {}
+    for scheme, groups in SCHEMES.items():
+        x_q = None if groups[0] is None else fp8kit.quantize(x, groups[0])
+        data, x_scale = (x, None) if x_q is None else (x_q.data, x_q.scale)
+        operands = Operands(data, x_scale, weights[scheme], groups)
+        exact = exact_product(operands)
+        found = dict(backend_cases(scheme, operands))
+        if scheme == "row":
+            found["linear/triton_scaled"] = linear_case(x, operands)
+        kept, errors = checked(found, exact)
+        cases, failed = cases | kept, failed | errors
+        if sweep and scheme in SWEPT and time.monotonic() < deadline:
+            kept, errors = checked(dict(swept_cases(scheme, operands)), exact)
+            swept, failed = swept | kept, failed | errors
+    times = time_cases(cases | swept, len(dense))
+    best = {
+        scheme: min((n for n in times if n.startswith(f"{scheme}/triton_scaled")), key=times.get)
+        for scheme in SWEPT
+        if any(n.startswith(f"{scheme}/triton_scaled") for n in times)
+    }
+    return {"us": times, "failed": failed} | ({"best": best} if sweep else {})
+
+
+def exact_product(operands: Operands) -> Tensor:
+    """Multiply what the operands stand for, in fp32 without TF32."""
+    x = operands.x.float()
+    if operands.x_scale is not None and operands.groups[0] is not None:
+        q = fp8kit.QTensor(operands.x, operands.x_scale, operands.groups[0])
+        x = fp8kit.dequantize(q)
+    return x @ fp8kit.dequantize(operands.weights[0]).t()
+
+
+def backend_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]:
+    """Give every backend that takes the operands, and the batch-invariant product."""
+    for name in TIMED:
+        for invariant in (False, True) if name == "triton_scaled" else (False,):
+            problem = operands.problem(invariant)
+            module = choose(BACKENDS, problem, name).module
+            if module is not None:
+                label = f"{scheme}/{name}" + ("_invariant" if invariant else "")
+                yield label, run_case(module.run, operands, (operands.groups, problem))
+
+
+def linear_case(x: Tensor, operands: Operands) -> Case:
+    """Quantize per token, then multiply with the product that starts early."""
+    problem = dataclasses.replace(operands.problem(), after_quantize=True)
+
+    def run(i: int) -> Tensor:
+        x_q, w_q = fp8kit.quantize(x), operands.weights[i]
+        return triton_scaled.run(
+            x_q.data, x_q.scale, w_q.data, w_q.scale, None, operands.groups, problem
+        )
+
+    return run
+
+
+def swept_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]:
+    """Give the Triton product in cuts near the chosen one."""
+    problem = operands.problem()
+    if triton_scaled.supports(problem) is not None:
+        return
+    chosen = triton_scaled.choose_tile(problem, triton_scaled.device_facts(operands.x.device))
+    for tile in candidates(chosen, triton_scaled.decoded(problem), problem):
+        label = "x".join(map(str, tile[:3])) + "".join(
+            f" {f}{v}" for f, v in zip(("split", "chunk", "warp", "stage"), tile[3:], strict=True)
+        )
+        yield (
+            f"{scheme}/triton_scaled {label}",
+            run_case(triton_scaled.run_tile, operands, (problem, tile)),
+        )
+
+
+def candidates(
+    chosen: triton_scaled.Tile, decoded: bool, problem: MatmulProblem
+) -> list[triton_scaled.Tile]:
+    """Vary one or two properties of a cut at a time."""
+    found = [chosen]
+    for splits in {1, chosen.splits * 2, max(1, chosen.splits // 2), 4} - {chosen.splits}:
+        if -(-problem.k // chosen.depth) >= 2 * splits:
+            found.append(chosen._replace(splits=splits))
+    found += [chosen._replace(stages=s) for s in {3, 5, 8} - {chosen.stages}]
+    if chosen.depth == 256:
+        found.append(chosen._replace(depth=128, stages=4))
+    elif triton_scaled.deepest(problem) > chosen.depth:
+        found.append(chosen._replace(depth=2 * chosen.depth, stages=max(2, chosen.stages // 2)))
+    if decoded:
+        found += [chosen._replace(cols=32), chosen._replace(cols=32, warps=4, stages=4)]
+        found.append(chosen._replace(rows=16))
+    elif problem.m <= 64:
+        found.append(chosen._replace(cols=128, stages=4))
+        found += [chosen._replace(cols=32, warps=2), chosen._replace(rows=8, warps=2)]
+    else:
+        found += [chosen._replace(rows=64), chosen._replace(rows=128, cols=64, warps=4, stages=4)]
+        found += [chosen._replace(rows=256, cols=64, warps=8, stages=3)]
+    return list(dict.fromkeys(found))
+
+
+def run_case(run: Callable[..., Tensor], operands: Operands, last: tuple[Any, ...]) -> Case:
+    """Bind operands to a product; the argument of the result chooses the copy of the weight."""
+
+    def case(i: int) -> Tensor:
+        w_q = operands.weights[i]
+        return run(operands.x, operands.x_scale, w_q.data, w_q.scale, None, *last)
+
+    return case
+
+
+def checked(cases: dict[str, Case], exact: Tensor) -> tuple[dict[str, Case], dict[str, str]]:
+    """Separate the cases that give the exact product from those that do not, or fail."""
+    kept: dict[str, Case] = {}
+    failed: dict[str, str] = {}
+    for name, case in cases.items():
+        try:
+            y = case(0)
+            assert isinstance(y, Tensor)
+            error = float((y.float() - exact).norm() / exact.norm())
+        except Exception as broken:
+            # a cut that the device has no room for is a result, not the end of the run
+            failed[name] = f"{type(broken).__name__}: {broken}".splitlines()[0][:200]
+            continue
+        if error < LARGEST_ERROR:
+            kept[name] = case
+        else:
+            failed[name] = f"relative error {error:.2e}"
+    return kept, failed
+
+
+def report(row: dict[str, Any]) -> None:
+    """Print one shape and M: times, failures and, of a sweep, the fastest cuts."""
+    times = row["us"]
+    line = f"{row['shape']:>11} m={row['m']:<5} roof {row['roofline_us']:6.1f}"
+    line += "".join(f"  {n} {t:.1f}" for n, t in times.items() if " " not in n)
+    for scheme, name in row.get("best", {}).items():
+        line += f"\n    best {scheme}: {name.partition(' ')[2] or 'chosen'} {times[name]:.1f}"
+    line += "".join(f"\n    failed {n}: {why}" for n, why in row["failed"].items())
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

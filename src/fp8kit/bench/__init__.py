@@ -1,0 +1,1 @@
+"""Measuring: timing cases against each other, benchmarks, tuning, warming up."""

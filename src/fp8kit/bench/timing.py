@@ -1,0 +1,139 @@
+"""How every figure of this project is measured, in one place.
+
+On a GPU each case is captured into a CUDA graph of many calls that rotate over copies of its
+operands, so that nothing it reads is left in the L2 cache. The graphs of all cases are then
+replayed in turn, round after round, and the median of a case's rounds is its time: drift of clocks
+and power hits all alike. On a CPU the calls themselves take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Case = Callable[[int], object]
+Timer = Callable[[Mapping[str, Case], int, "Effort", torch.device], dict[str, float]]
+
+_CUDA = torch.device("cuda")
+_MOST_CALLS = 200
+_MOST_COPIES = 64
+_CPU_CACHE = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Args:
+        round_ms: milliseconds of one round of one case.
+        rounds: how many rounds; the median counts.
+    """
+
+    round_ms: float = 4.0
+    rounds: int = 15
+
+
+THOROUGH = Effort()
+QUICK = Effort(round_ms=2.0, rounds=7)
+
+
+def time_cases(
+    cases: Mapping[str, Case],
+    copies: int,
+    effort: Effort = THOROUGH,
+    device: torch.device = _CUDA,
+) -> dict[str, float]:
+    """Time cases against each other.
+
+    Args:
+        cases: name to a function that is called with the index of the operand copy to use.
+        copies: how many copies of the operands there are.
+        effort: how long to measure.
+        device: where the cases run.
+
+    Returns:
+        Name to the median microseconds of one call.
+
+    Example:
+        >>> time_cases({"bf16": lambda i: F.linear(x, weights[i])}, len(weights))
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return _time_graphs(cases, copies, effort)
+    return _time_calls(cases, copies, effort)
+
+
+def copies_past_cache(bytes_per_call: int, device: torch.device = _CUDA) -> int:
+    """Give the number of operand copies that no L2 cache holds, at least 2, at most 64.
+
+    Args:
+        bytes_per_call: what one call reads of its own.
+        device: whose cache counts; of a CPU 32 MiB are assumed.
+    """
+    cache = _CPU_CACHE
+    if device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, min(_MOST_COPIES, -(-4 * cache // max(bytes_per_call, 1))))
+
+
+def _time_graphs(cases: Mapping[str, Case], copies: int, effort: Effort) -> dict[str, float]:
+    graphs = {name: _capture(case, copies, effort) for name, case in cases.items()}
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    start, end = _event(), _event()
+    for _ in range(effort.rounds):
+        for name, (graph, calls) in graphs.items():
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / calls)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _time_calls(cases: Mapping[str, Case], copies: int, effort: Effort) -> dict[str, float]:
+    calls = {}
+    for name, case in cases.items():
+        case(0)
+        start = time.perf_counter()
+        case(0)
+        once = max((time.perf_counter() - start) * 1e3, 1e-3)
+        calls[name] = max(copies, min(_MOST_CALLS, int(effort.round_ms / once)))
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(effort.rounds):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            for i in range(calls[name]):
+                case(i % copies)
+            times[name].append((time.perf_counter() - start) * 1e6 / calls[name])
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _capture(case: Case, copies: int, effort: Effort) -> tuple[torch.cuda.CUDAGraph, int]:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(min(copies, 3)):
+            case(i)
+    torch.cuda.current_stream().wait_stream(side)
+    start, end = _event(), _event()
+    start.record()
+    case(0)
+    end.record()
+    end.synchronize()
+    once = max(start.elapsed_time(end), 0.005)
+    calls = max(copies, min(_MOST_CALLS, int(effort.round_ms / once)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            case(i % copies)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, calls
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,103 @@
+"""The languages that FP8 checkpoints are written in: one file and one row per dialect.
+
+A dialect says how a checkpoint announces its numbers (``parse``, ``render``) and what the tensors
+beside a weight are called when it is written (``suffixes``). Everything else in the package speaks
+of ``weight``, ``weight_scale`` and ``input_scale``, in the shapes of ``formats.scale_shape``.
+"""
+
+from __future__ import annotations
+
+from fp8kit.checkpoint.dialects.autofp8 import AUTOFP8 as AUTOFP8
+from fp8kit.checkpoint.dialects.bare import BARE
+from fp8kit.checkpoint.dialects.base import Announcement as Announcement
+from fp8kit.checkpoint.dialects.base import Dialect as Dialect
+from fp8kit.checkpoint.dialects.base import JsonObject as JsonObject
+from fp8kit.checkpoint.dialects.base import Kinds as Kinds
+from fp8kit.checkpoint.dialects.base import Numbers as Numbers
+from fp8kit.checkpoint.dialects.base import Source as Source
+from fp8kit.checkpoint.dialects.base import Spec as Spec
+from fp8kit.checkpoint.dialects.base import quantization_config as quantization_config
+from fp8kit.checkpoint.dialects.base import scheme_of as scheme_of
+from fp8kit.checkpoint.dialects.comfyui import COMFYUI
+from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS as COMPRESSED_TENSORS
+from fp8kit.checkpoint.dialects.fbgemm import FBGEMM
+from fp8kit.checkpoint.dialects.mistral import MISTRAL
+from fp8kit.checkpoint.dialects.modelopt import MODELOPT
+from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_INVERSE as MXFP8_INVERSE
+from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_PLAIN as MXFP8_PLAIN
+from fp8kit.checkpoint.dialects.quark import QUARK
+from fp8kit.checkpoint.dialects.torchao import TORCHAO
+from fp8kit.checkpoint.dialects.transformers_fp8 import TRANSFORMERS_FP8 as TRANSFORMERS_FP8
+from fp8kit.errors import CheckpointError, did_you_mean, teach
+
+# the first is the default; a config counts only where tensors do not give another dialect away
+DIALECTS: tuple[Dialect, ...] = (
+    COMPRESSED_TENSORS,
+    TORCHAO,
+    MISTRAL,
+    COMFYUI,
+    MODELOPT,
+    QUARK,
+    FBGEMM,
+    MXFP8_INVERSE,
+    MXFP8_PLAIN,
+    TRANSFORMERS_FP8,
+    AUTOFP8,
+    BARE,
+)
+
+
+def detect(source: Source) -> Dialect | None:
+    """Say which dialect a checkpoint is written in: by its tensors first, then by its config.
+
+    Args:
+        source: what the checkpoint says about itself.
+
+    Returns:
+        The dialect, or ``None`` for a checkpoint in high precision.
+
+    Raises:
+        CheckpointError: if it announces a quantization that no dialect here understands.
+
+    Example:
+        >>> detect(Source({"quantization_config": {"quant_method": "fp8"}})).name
+        'autofp8'
+    """
+    for dialect in DIALECTS:
+        if dialect.detect(source):
+            return dialect
+    found = source.quantization
+    if not found:
+        return None
+    raise CheckpointError(
+        teach(
+            f"config.json says quant_method = {found.get('quant_method')!r}.",
+            f"This version reads {', '.join(d.name for d in DIALECTS)}.",
+            "Export the model to one of these, or start from its high-precision checkpoint.",
+        )
+    )
+
+
+def dialect_named(name: str) -> Dialect:
+    """Give the dialect of this name, to write in.
+
+    Args:
+        name: as ``inspect`` and the command line call it.
+
+    Raises:
+        ValueError: for an unknown name, or one that is only read.
+
+    Example:
+        >>> dialect_named("compressed-tensors").suffixes["weight_scale"]
+        'weight_scale'
+    """
+    writable = {d.name: d for d in DIALECTS if d.writable}
+    if name not in writable:
+        raise ValueError(
+            teach(
+                f"Got dialect {name!r}.",
+                f"Those that are written are {', '.join(sorted(writable))}.",
+                "Name one of them, or name a target instead." + did_you_mean(name, writable),
+            )
+        )
+    return writable[name]

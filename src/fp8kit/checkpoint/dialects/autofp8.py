@@ -1,0 +1,55 @@
+"""``fp8`` with ``weight_scale``: AutoFP8 and vLLM's own, one scale per tensor, static or dynamic.
+
+A dynamic engine scales activations per token where it can; so does this package. LoRAX reads
+these tensors without a config.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Source, Spec, strings
+from fp8kit.checkpoint.dialects.transformers_fp8 import fp8_numbers
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import ROW, TENSOR
+
+
+def _detect(source: Source) -> bool:
+    return source.method == "fp8"
+
+
+def _parse(source: Source) -> Announcement:
+    numbers = fp8_numbers(source.quantization)
+    ignore = strings(source.quantization, "ignored_layers", "modules_to_not_convert")
+    return Announcement(lambda _: numbers, ignore)
+
+
+def _render(spec: Spec) -> JsonObject:
+    scheme = spec.scheme
+    fits = scheme.weight == TENSOR and (scheme.static or scheme.activation == ROW)
+    if spec.others or not fits or scheme.dtype != torch.float8_e4m3fn:
+        raise CheckpointError(
+            teach(
+                f"Got scheme {scheme}{' and others' if spec.others else ''} to write as autofp8.",
+                "This dialect holds one scale per tensor, the same scheme everywhere.",
+                "Write dialect compressed-tensors, or convert with FP8 or FP8_TENSOR.",
+            )
+        )
+    left = sorted({"lm_head", *spec.ignore})
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "static" if scheme.static else "dynamic",
+        **({"kv_cache_scheme": "static"} if spec.kv_scales else {}),
+        "ignored_layers": left,
+        "modules_to_not_convert": left,
+    }
+
+
+AUTOFP8 = Dialect(
+    "autofp8",
+    _detect,
+    _parse,
+    _render,
+    {"weight": "weight", "weight_scale": "weight_scale", "input_scale": "input_scale"},
+    (),
+)

@@ -1,0 +1,299 @@
+"""What a dialect is: how a checkpoint says what its FP8 codes mean, in words of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
+from fp8kit.selection import some_of
+
+JsonObject = dict[str, Any]
+Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+_NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """All that a checkpoint says about itself before a tensor is read.
+
+    Args:
+        config: ``config.json``, empty if there is none.
+        kinds: name of each tensor on disk to its dtype and shape.
+        documents: further JSON files by name, such as ``hf_quant_config.json``.
+        metadata: text entries of the safetensors headers.
+    """
+
+    config: JsonObject
+    kinds: Kinds = field(default_factory=dict)
+    documents: Mapping[str, JsonObject] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def quantization(self) -> JsonObject:
+        """The quantization config; empty if there is none."""
+        return quantization_config(self.config) or {}
+
+    @property
+    def method(self) -> str:
+        """The announced ``quant_method``, in lower case and with dashes; empty if there is none."""
+        return str(self.quantization.get("quant_method") or "").lower().replace("_", "-")
+
+    def has(self, *endings: str) -> bool:
+        """Say whether a tensor's name ends in one of these."""
+        return any(name.endswith(endings) for name in self.kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How one layer computes; what a config leaves open, the tensors decide.
+
+    Args:
+        weight: granularity of the weight; ``None`` if the shape of its scale says it.
+        activation: granularity of the activations; ``None`` for the one natural to the weight
+            (rows for tensors and rows, 1x128 for blocks, MX for MX).
+        static: activations have an ``input_scale``; ``None`` if its presence says it.
+        weight_only: activations are not quantized, unless they are static.
+        ue8m0: scales are powers of two.
+        swizzled: MX scales are stored in 128x4 tiles (torchao).
+        transposed: stacks of experts are stored with K before N (FBGEMM).
+    """
+
+    weight: GroupShape | None = None
+    activation: GroupShape | None = None
+    static: bool | None = False
+    weight_only: bool = False
+    ue8m0: bool = False
+    swizzled: bool = False
+    transposed: bool = False
+
+    def scheme(self, weight: GroupShape, has_input_scale: bool) -> Scheme:
+        """Give the scheme of a layer once the granularity of its weight is known.
+
+        Args:
+            weight: granularity of the weight.
+            has_input_scale: an ``input_scale`` lies beside it.
+        """
+        if self.static or (self.static is None and has_input_scale):
+            return scheme_of(weight, TENSOR, static=True)
+        if self.weight_only:
+            return scheme_of(weight, None)
+        natural = _NATURAL.get(weight, GroupShape(1, weight.cols))
+        return scheme_of(weight, self.activation or natural, ue8m0=self.ue8m0)
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a checkpoint announces about its quantized layers.
+
+    Args:
+        numbers: name of a layer to how it computes.
+        ignore: names or patterns of the layers that are not quantized, as written.
+        unread: sentences about parts of the config that this package does not carry out.
+    """
+
+    numbers: Callable[[str], Numbers]
+    ignore: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How the quantized layers of a checkpoint compute, as it is read or to be written.
+
+    Args:
+        scheme: the scheme of the layers, of most of them if they differ.
+        ignore: names or patterns of the linear layers that are not quantized.
+        unread: sentences about parts of the config that this package does not carry out.
+        others: layers that the common name of linear layers does not cover, by name: those of
+            another scheme than ``scheme``, and a quantized output head.
+        kv_scales: the checkpoint holds scales of the KV cache.
+    """
+
+    scheme: Scheme
+    ignore: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    others: Mapping[str, Scheme] = field(default_factory=dict)
+    kv_scales: bool = False
+
+
+def _read_only(spec: Spec) -> JsonObject:
+    raise CheckpointError(
+        teach(
+            f"Got {spec.scheme} to write in a dialect that is read and not written.",
+            "What is written has to load in current engines.",
+            "Pass target='vllm', 'sglang' or 'transformers' for a dialect that does.",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One way to write FP8 layers to disk.
+
+    Args:
+        name: the word used in reports and on the command line.
+        detect: whether a checkpoint is of this dialect.
+        parse: read what it announces; raises ``CheckpointError`` if that cannot be honoured.
+        render: write a quantization config; raises ``CheckpointError`` if the dialect cannot hold
+            the scheme, or is only read.
+        suffixes: our name of each tensor of a layer, and the name it has on disk.
+        tensor_scale: shape of a per-tensor scale on disk.
+    """
+
+    name: str
+    detect: Callable[[Source], bool]
+    parse: Callable[[Source], Announcement]
+    render: Callable[[Spec], JsonObject] = _read_only
+    suffixes: Mapping[str, str] = field(default_factory=dict)
+    tensor_scale: tuple[int, ...] = (1,)
+
+    @property
+    def writable(self) -> bool:
+        """Whether checkpoints are written in it."""
+        return self.render is not _read_only
+
+
+def scheme_of(
+    weight: GroupShape,
+    activation: GroupShape | None,
+    *,
+    static: bool = False,
+    ue8m0: bool = False,
+) -> Scheme:
+    """Find the preset that computes so, or describe the scheme if there is none.
+
+    Args:
+        weight: granularity of the weight.
+        activation: granularity of the activations, ``None`` for 16 bit.
+        static: as in ``Scheme``.
+        ue8m0: as in ``Scheme``.
+
+    Example:
+        >>> scheme_of(BLOCK, GROUP128).name, scheme_of(BLOCK, GROUP128, ue8m0=True).name
+        ('FP8_BLOCK', 'FP8_BLOCK_UE8M0')
+    """
+    ue8m0 = ue8m0 and MX not in (weight, activation)
+    for preset in SCHEMES.values():
+        if (preset.weight, preset.activation, preset.static) == (weight, activation, static):
+            same = preset.ue8m0 == ue8m0
+            return preset if same else replace(preset, name=f"{preset.name}_UE8M0", ue8m0=ue8m0)
+    x = "16bit" if activation is None else f"{'static_' if static else ''}{activation}"
+    name = f"FP8_{weight}_BY_{x}{'_UE8M0' if ue8m0 else ''}".upper()
+    return Scheme(name, weight, activation, static, ue8m0)
+
+
+def quantization_config(config: JsonObject) -> JsonObject | None:
+    """Find the quantization config in a ``config.json``, wherever tools have put it.
+
+    Args:
+        config: the parsed file.
+
+    Returns:
+        The object, or ``None`` for a checkpoint that says nothing about quantization.
+
+    Raises:
+        CheckpointError: if it is there and is not a JSON object.
+
+    Example:
+        >>> quantization_config({"quantization_config": {"quant_method": "fp8"}})
+        {'quant_method': 'fp8'}
+    """
+    text = config.get("text_config")
+    for holder, key in (
+        (config, "quantization_config"),
+        (text, "quantization_config"),
+        (config, "compression_config"),
+        (text, "compression_config"),
+    ):
+        found = holder.get(key) if isinstance(holder, dict) else None
+        if found is None:
+            continue
+        if not isinstance(found, dict):
+            raise broken(key, found, "a JSON object", file="config.json")
+        # the oldest writers of compression_config did not name their method
+        method = "compressed-tensors" if key == "compression_config" else None
+        return {"quant_method": method, **found} if method else found
+    return None
+
+
+def broken(
+    key: str, found: object, wanted: str, *, file: str = "The quantization config"
+) -> CheckpointError:
+    """Say that an entry of a config cannot be honoured.
+
+    Args:
+        key: where it stands.
+        found: what is there.
+        wanted: what would be accepted.
+        file: the document, if it is not the quantization config.
+    """
+    shown = repr(found)
+    return CheckpointError(
+        teach(
+            f"{file} has {key} = {shown if len(shown) < 300 else shown[:300] + '...'}.",
+            f"It is {wanted}.",
+            "Correct it, or export the model again.",
+        )
+    )
+
+
+def strings(config: JsonObject, *keys: str) -> tuple[str, ...]:
+    """Read a list of names, under the first of these keys that is there.
+
+    Args:
+        config: the object it stands in.
+        keys: the names of the entry.
+
+    Raises:
+        CheckpointError: if it is anything else than a list of strings, or null.
+    """
+    for key in keys:
+        found = config.get(key)
+        if found is None:
+            continue
+        if not isinstance(found, list) or not all(isinstance(i, str) for i in found):
+            raise broken(key, found, "a list of names")
+        return tuple(found)
+    return ()
+
+
+def objects(config: JsonObject, key: str) -> JsonObject:
+    """Read an object, empty if it is absent or null; raises ``CheckpointError`` otherwise."""
+    found = config.get(key)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise broken(key, found, "an object or null")
+    return found
+
+
+def block_shape(config: JsonObject, key: str = "weight_block_size") -> GroupShape | None:
+    """Read a block size ``[rows, columns]``; ``None`` if it is absent or null.
+
+    Args:
+        config: the object it stands in.
+        key: its name.
+
+    Raises:
+        CheckpointError: if it is not two positive integers.
+    """
+    found = config.get(key)
+    if found is None:
+        return None
+    sides = found if isinstance(found, list) and len(found) == 2 else ()
+    if not sides or not all(isinstance(n, int) and 0 < n <= 2**20 for n in sides):
+        raise broken(key, found, "two positive integers [rows, columns], or null")
+    return GroupShape(*sides)
+
+
+def choice(config: JsonObject, key: str, allowed: Sequence[str | None]) -> str | None:
+    """Read a word out of a few; raises ``CheckpointError`` for any other value."""
+    found = config.get(key)
+    if not isinstance(found, str | None) or found not in allowed:
+        raise broken(key, found, f"one of {some_of([str(a) for a in allowed])}")
+    return found

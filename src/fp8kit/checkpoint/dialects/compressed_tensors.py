@@ -1,0 +1,191 @@
+"""compressed-tensors: ``float-quantized`` and ``mxfp8-quantized``, as llm-compressor writes them.
+
+What is written is the union of what vLLM (``format``, ``type``) and Transformers
+(``quantization_status``, ``lm_head`` in ``ignore``) need to load it; entries that
+``QuantizationArgs`` does not know are errors in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Numbers,
+    Source,
+    Spec,
+    broken,
+    objects,
+    strings,
+)
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
+
+_ARGS: JsonObject = {"num_bits": 8, "type": "float", "symmetric": True}
+_WEIGHTS: dict[GroupShape, JsonObject] = {
+    TENSOR: {"strategy": "tensor"},
+    ROW: {"strategy": "channel"},
+    BLOCK: {"strategy": "block", "block_structure": [128, 128]},
+    MX: {"strategy": "group", "group_size": 32},
+}
+_ACTIVATIONS: dict[tuple[GroupShape, bool], JsonObject] = {
+    (TENSOR, True): {"strategy": "tensor", "dynamic": False},
+    (TENSOR, False): {"strategy": "tensor", "dynamic": True},
+    (ROW, False): {"strategy": "token", "dynamic": True},
+    (GROUP128, False): {"strategy": "group", "group_size": 128, "dynamic": True},
+    (MX, False): {"strategy": "group", "group_size": 32, "dynamic": True},
+}
+# readers select MX by these, and read scales into bytes
+_MX_BYTES: JsonObject = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+_KV_CACHE: JsonObject = {**_ARGS, "strategy": "tensor", "dynamic": False}
+_FLOAT, _MX = "float-quantized", "mxfp8-quantized"
+_FORMATS = (_FLOAT, "naive-quantized", _MX)
+# these describe how the values were found; reading the values does not need them
+_HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
+
+
+def _detect(source: Source) -> bool:
+    others = source.has("_weight_qdata", ".qscale_weight", ".scale_weight")
+    return source.method == "compressed-tensors" and not others
+
+
+def _parse(source: Source) -> Announcement:
+    found = source.quantization
+    groups = found.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise broken("config_groups", groups, "an object with at least one group")
+    ignore = strings(found, "ignore")
+    read = [(_targets(name, group), _group(name, group, found)) for name, group in groups.items()]
+    sparsity = objects(found, "sparsity_config")
+    if sparsity.get("format", "dense") != "dense":
+        raise broken("sparsity_config", sparsity, "absent or dense")
+    if found.get("transform_config"):
+        raise broken("transform_config", found["transform_config"], "absent: weights as they are")
+    cache = "The config quantizes the KV cache; its scales are not used."
+    unread = (cache,) if found.get("kv_cache_scheme") else ()
+
+    def numbers(layer: str) -> Numbers:
+        # a layer's own name counts before patterns, and those before the names of classes
+        for is_match in (str.__eq__, _is_pattern_of):
+            for targets, group in read:
+                if any(is_match(target, layer) for target in targets):
+                    return group
+        return next((g for t, g in read if any(c.isidentifier() for c in t)), read[0][1])
+
+    return Announcement(numbers, ignore, unread)
+
+
+def _is_pattern_of(target: str, layer: str) -> bool:
+    return target.startswith("re:") and re.match(target[3:], layer) is not None
+
+
+def _targets(name: str, group: Any) -> tuple[str, ...]:
+    if not isinstance(group, dict):
+        raise broken(f"config_groups.{name}", group, "an object")
+    targets = strings(group, "targets")
+    for target in targets:
+        try:
+            re.compile(target[3:] if target.startswith("re:") else "")
+        except re.error as error:
+            key = f"config_groups.{name}.targets"
+            raise broken(key, target, "names or regular expressions") from error
+    return targets
+
+
+def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
+    layout = group.get("format") or found.get("format") or _FLOAT
+    if layout not in (*_FORMATS, "mixed-precision"):
+        raise broken("format", layout, " or ".join(_FORMATS))
+    if group.get("output_activations") is not None:
+        key = f"config_groups.{name}.output_activations"
+        raise broken(key, group["output_activations"], "null")
+    weights = _args(name, group, "weights")
+    inputs = _args(name, group, "input_activations")
+    if isinstance(weights.get("block_structure"), str):  # written so by early exporters
+        sides = weights["block_structure"].split("x")
+        weights["block_structure"] = [int(n) for n in sides if n.isdecimal() and len(n) < 6]
+    same = (g for g, w in _WEIGHTS.items() if {**_ARGS, **w, "dynamic": False} == weights)
+    weight = next(same, None)
+    if weight is not None and not inputs:
+        return Numbers(weight, weight_only=True)
+    for (activation, static), x in _ACTIVATIONS.items():
+        if weight is not None and {**_ARGS, **x} == inputs:
+            return Numbers(weight, activation, static)
+    raise CheckpointError(
+        teach(
+            f"Config group {name} has weights {weights} and input_activations {inputs or None}.",
+            "This version reads 8-bit symmetric floats: weights by tensor, channel, block or group "
+            "of 32, activations static by tensor, or dynamic.",
+            "Export the model with FP8, FP8_DYNAMIC, FP8_BLOCK or MXFP8.",
+        )
+    )
+
+
+def _args(name: str, group: JsonObject, key: str) -> JsonObject:
+    args = group.get(key)
+    if args is None:
+        return {}
+    if not isinstance(args, dict):
+        raise broken(f"config_groups.{name}.{key}", args, "an object or null")
+    known = {k: v for k, v in args.items() if v is not None and k not in _HISTORY}
+    return {"symmetric": True, "dynamic": False, **known}
+
+
+def _render(spec: Spec) -> JsonObject:
+    schemes: dict[Scheme, list[str]] = {spec.scheme: ["Linear"]}
+    for layer, scheme in sorted(spec.others.items()):
+        schemes.setdefault(scheme, []).append(layer)
+    layouts = [_MX if s.weight == MX else _FLOAT for s in schemes]
+    mixed = len(set(layouts)) > 1
+    groups = {
+        f"group_{i}": {
+            **_rendered(scheme),
+            "targets": targets,
+            **({"format": layout} if mixed else {}),
+        }
+        for i, ((scheme, targets), layout) in enumerate(zip(schemes.items(), layouts, strict=True))
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision" if mixed else layouts[0],
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": sorted({"lm_head", *spec.ignore} - spec.others.keys()),
+        "kv_cache_scheme": _KV_CACHE if spec.kv_scales else None,
+    }
+
+
+def _rendered(scheme: Scheme) -> Mapping[str, Any]:
+    weights = _WEIGHTS.get(scheme.weight)
+    inputs: JsonObject | None = {}
+    if scheme.activation is not None:
+        inputs = _ACTIVATIONS.get((scheme.activation, scheme.static))
+    if weights is None or inputs is None or scheme.ue8m0 or scheme.dtype != torch.float8_e4m3fn:
+        raise CheckpointError(
+            teach(
+                f"Scheme {scheme} has {scheme.weight} weights and {scheme.activation} activations"
+                f"{', powers of two as scales' if scheme.ue8m0 else ''}.",
+                "compressed-tensors cannot hold it.",
+                "Convert with FP8_DYNAMIC, FP8_TENSOR, FP8, FP8_BLOCK, MXFP8 or FP8_WEIGHT_ONLY.",
+            )
+        )
+    extra = _MX_BYTES if scheme.weight == MX else {}
+    return {
+        "weights": {**_ARGS, **weights, **extra, "dynamic": False},
+        "input_activations": {**_ARGS, **inputs, **extra} if inputs else None,
+    }
+
+
+COMPRESSED_TENSORS = Dialect(
+    "compressed-tensors",
+    _detect,
+    _parse,
+    _render,
+    {"weight": "weight", "weight_scale": "weight_scale", "input_scale": "input_scale"},
+)

@@ -1,0 +1,72 @@
+"""NVIDIA ModelOpt: nested in ``hf_quant_config.json``, or flat in ``config.json``, which wins."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Numbers,
+    Source,
+    broken,
+    objects,
+    strings,
+)
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
+
+FILE = "hf_quant_config.json"
+_ALGORITHMS = {
+    "FP8": Numbers(TENSOR, static=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": Numbers(ROW, ROW),
+    # the name says weight-only; vLLM quantizes activations by 1x128 all the same
+    "FP8_PB_WO": Numbers(BLOCK, GROUP128),
+    "FP8_BLOCK_SCALES": Numbers(BLOCK, GROUP128),
+    "MXFP8": Numbers(MX, MX),
+}
+
+
+def _detect(source: Source) -> bool:
+    return source.method.startswith("modelopt") or (not source.method and FILE in source.documents)
+
+
+def _parse(source: Source) -> Announcement:
+    found = source.quantization
+    if not source.method:
+        found = objects(source.documents[FILE], "quantization")
+    elif "quant_algo" not in found and isinstance(found.get("quantization"), dict):
+        found = found["quantization"]
+    ignore = strings(found, "ignore", "exclude_modules")
+    word = found.get("quant_algo")
+    if word == "MIXED_PRECISION":
+        return Announcement(_mixed(objects(found, "quantized_layers")), ignore)
+    numbers = _algorithm("quant_algo", word)
+    return Announcement(lambda _: numbers, ignore)
+
+
+def _mixed(layers: JsonObject) -> Callable[[str], Numbers]:
+    known = {
+        name: _algorithm(f"quantized_layers.{name}", objects(layers, name).get("quant_algo"))
+        for name in layers
+    }
+    if not known:
+        raise broken("quantized_layers", layers, "an object with at least one layer")
+
+    def numbers(layer: str) -> Numbers:
+        patterns = (n for pattern, n in known.items() if fnmatch.fnmatchcase(layer, pattern))
+        # a layer that is not listed and FP8 all the same: its tensors say the rest
+        return known.get(layer) or next(patterns, Numbers(static=None))
+
+    return numbers
+
+
+def _algorithm(key: str, word: object) -> Numbers:
+    found = _ALGORITHMS.get(str(word).upper())
+    if found is None:
+        raise broken(key, word, f"one of {', '.join(_ALGORITHMS)}")
+    return found
+
+
+MODELOPT = Dialect("modelopt", _detect, _parse)

@@ -1,0 +1,80 @@
+"""``mxfp8``: E8M0 bytes for every 32 columns, as MiniMax, SGLang and Transformers write them.
+
+There are two spellings: SGLang and Transformers read ``weight_scale_inv``, vLLM and SGLang read
+``weight_scale``. A file with both is refused by vLLM, so the writer has to choose.
+"""
+
+from __future__ import annotations
+
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Numbers,
+    Source,
+    Spec,
+    block_shape,
+    broken,
+    choice,
+    strings,
+)
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import MX, SCHEMES
+
+
+def _detect(source: Source) -> bool:
+    found = source.quantization
+    if source.method in ("auto-round", "intel/auto-round"):
+        return str(found.get("data_type")) == "mx_fp" and found.get("bits") == 8
+    blocks = found.get("weight_block_size") == [1, 32]
+    return source.method == "mxfp8" or (source.method == "fp8" and blocks)
+
+
+def _detect_inverse(source: Source) -> bool:
+    return _detect(source) and not source.has(".weight_scale")
+
+
+def _parse(source: Source) -> Announcement:
+    found = source.quantization
+    if block_shape(found) not in (None, MX):
+        raise broken("weight_block_size", found["weight_block_size"], "[1, 32]")
+    choice(found, "scale_fmt", ("ue8m0", None))
+    choice(found, "activation_scheme", ("dynamic", None))
+    ignore = strings(found, "ignored_layers", "modules_to_not_convert")
+    return Announcement(lambda _: Numbers(MX, MX), ignore)
+
+
+def _render(spec: Spec) -> JsonObject:
+    if spec.others or spec.scheme != SCHEMES["MXFP8"]:
+        raise CheckpointError(
+            teach(
+                f"Got scheme {spec.scheme}{' and others' * bool(spec.others)} to write as mxfp8.",
+                "This dialect holds MX weights and activations, everywhere the same.",
+                "Write dialect compressed-tensors, or convert with MXFP8.",
+            )
+        )
+    left = sorted({"lm_head", *spec.ignore})
+    return {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [1, 32],
+        "scale_fmt": "ue8m0",
+        "ignored_layers": left,
+        "modules_to_not_convert": left,
+    }
+
+
+MXFP8_INVERSE = Dialect(
+    "mxfp8",
+    _detect_inverse,
+    _parse,
+    _render,
+    {"weight": "weight", "weight_scale": "weight_scale_inv"},
+)
+MXFP8_PLAIN = Dialect(
+    "mxfp8-weight-scale",
+    _detect,
+    _parse,
+    _render,
+    {"weight": "weight", "weight_scale": "weight_scale"},
+)

@@ -1,0 +1,85 @@
+"""AMD Quark: a global config, and others for layers by name or pattern."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Numbers,
+    Source,
+    broken,
+    objects,
+    strings,
+)
+from fp8kit.formats import MX, ROW, TENSOR, GroupShape
+
+
+def _detect(source: Source) -> bool:
+    return source.method == "quark"
+
+
+def _parse(source: Source) -> Announcement:
+    found = source.quantization
+    ignore = strings(found, "exclude")
+    pack = objects(found, "export").get("weight_format")
+    if pack not in (None, "real_quantized"):
+        raise broken(
+            "export.weight_format", pack, "'real_quantized': fake quantization has no codes"
+        )
+    if found.get("global_quant_config") is None and "activation_scheme" in found:
+        # the custom mode of early exporters: AutoFP8's layout
+        return Announcement(lambda _: Numbers(TENSOR, static=None), ignore)
+    common = _numbers("global_quant_config", found.get("global_quant_config"))
+    special = objects(found, "layer_quant_config")
+    layers = {n: _numbers(f"layer_quant_config.{n}", c) for n, c in special.items()}
+
+    def numbers(layer: str) -> Numbers:
+        patterns = (n for pattern, n in layers.items() if fnmatch.fnmatchcase(layer, pattern))
+        return layers.get(layer) or next(patterns, common)
+
+    return Announcement(numbers, ignore)
+
+
+def _numbers(key: str, config: Any) -> Numbers:
+    if not isinstance(config, dict):
+        raise broken(key, config, "an object")
+    weight = _group(f"{key}.weight", objects(config, "weight"))
+    inputs = objects(config, "input_tensors")
+    if not inputs:
+        return Numbers(weight, weight_only=True)
+    if inputs.get("is_dynamic") is not True:
+        if inputs.get("qscheme") != "per_tensor":
+            raise broken(f"{key}.input_tensors", inputs, "dynamic, or static per_tensor")
+        return Numbers(weight, static=True)
+    # per channel of an activation means per token; a block weight brings groups along K
+    activation = None
+    if inputs.get("qscheme") == "per_tensor" and weight in (TENSOR, ROW):
+        activation = TENSOR
+    return Numbers(weight, activation)
+
+
+def _group(key: str, config: JsonObject) -> GroupShape:
+    dtype, scheme = config.get("dtype"), config.get("qscheme")
+    if dtype != "fp8_e4m3":
+        raise broken(f"{key}.dtype", dtype, "'fp8_e4m3'")
+    if scheme == "per_tensor":
+        return TENSOR
+    if scheme == "per_channel" and config.get("ch_axis") in (0, None):
+        return ROW
+    e8m0 = "e8m0" in f"{config.get('scale_format')} {config.get('scale_type')}"
+    if scheme == "per_group" and config.get("group_size") == 32 and e8m0:
+        return MX
+    block = config.get("block_size")
+    if scheme == "per_block" and isinstance(block, list) and len(block) == 2:
+        if block[1] == 32 and e8m0:
+            return MX
+        if all(isinstance(n, int) and 0 < n <= 2**20 for n in block):
+            return GroupShape(*block)
+    raise broken(key, config, "per_tensor, per_channel over axis 0, per_block, or groups of 32")
+
+
+QUARK = Dialect("quark", _detect, _parse)

@@ -1,0 +1,105 @@
+"""torchao's safetensors: subclasses taken apart, described by JSON in the headers of the files.
+
+``X.weight`` is stored as ``X._weight_qdata`` and ``X._weight_scale``. The scales of ``MXTensor``
+are usually swizzled into 128x4 tiles. Pickled version-1 files are not read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Numbers,
+    Source,
+    broken,
+    strings,
+)
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import MX, ROW, TENSOR, GroupShape
+
+_GRANULARITIES = {"PerRow": ROW, "PerTensor": TENSOR}
+
+
+def _detect(source: Source) -> bool:
+    return source.method == "torchao" or source.has("_weight_qdata")
+
+
+def _parse(source: Source) -> Announcement:
+    ignore = strings(source.quantization, "modules_to_not_convert")
+    if not source.metadata.get("tensor_names"):
+        raise CheckpointError(
+            teach(
+                "The headers (__metadata__) do not describe torchao's tensors (tensor_names).",
+                "torchao writes its subclasses as safetensors since version 0.15.",
+                "Save the model again with a current torchao; pickled files are not read.",
+            )
+        )
+
+    def numbers(layer: str) -> Numbers:
+        for name in (f"{layer}.weight", layer):
+            if name in source.metadata:
+                return _described(name, source.metadata[name], source)
+        raise broken(f"{layer}.weight", None, "a description", file="The safetensors header")
+
+    return Announcement(numbers, ignore)
+
+
+def _described(name: str, text: str, source: Source) -> Numbers:
+    file = "The safetensors header"
+    try:
+        described: Any = json.loads(text)
+        kind, data = described["_type"], described["_data"]
+        acts = data.get("act_quant_kwargs")
+        acts = None if acts is None else acts["_data"]
+        if kind == "MXTensor" and data["elem_dtype"]["_data"] == "float8_e4m3fn":
+            group = _sides([1, data["block_size"]])
+            if group == MX and (acts is None or acts["block_size"] == 32):
+                return Numbers(
+                    MX, weight_only=acts is None, swizzled=bool(data["is_swizzled_scales"])
+                )
+        if kind == "Float8Tensor":
+            weight = _weight(data["block_size"], source.kinds[_codes(name)][1])
+            if acts is None:
+                return Numbers(weight, weight_only=True)
+            return _with_activations(weight, acts, data)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise broken(name, text, f"a description of a tensor ({error})", file=file) from error
+    raise broken(name, text, "a Float8Tensor, or an MXTensor of float8_e4m3fn by 32", file=file)
+
+
+def _with_activations(weight: GroupShape, acts: JsonObject, data: JsonObject) -> Numbers:
+    granularity = acts["granularity"]
+    if isinstance(granularity, list):
+        granularity = granularity[0]
+    word = granularity["_type"]
+    if word == "PerBlock":
+        return Numbers(weight, _sides(granularity["_data"]["block_size"]))
+    static = data.get("act_quant_scale") is not None or None
+    return Numbers(weight, _GRANULARITIES[word], static=static)
+
+
+def _weight(block: list[int], shape: tuple[int, ...]) -> GroupShape:
+    sides = list(block[-2:])
+    if sides == list(shape[-2:]) and all(b == s for b, s in zip(block, shape, strict=True)):
+        return TENSOR
+    group = _sides(sides)
+    return ROW if (group.rows, group.cols) == (1, shape[-1]) else group
+
+
+def _sides(found: list[int]) -> GroupShape:
+    rows, cols = found
+    if not all(type(n) is int and 0 < n <= 2**40 for n in (rows, cols)):
+        raise ValueError(f"a group of {found!r}")
+    return GroupShape(rows, cols)
+
+
+def _codes(name: str) -> str:
+    layer, _, kind = name.rpartition(".")
+    return f"{layer}._{kind}_qdata" if layer else f"_{kind}_qdata"
+
+
+TORCHAO = Dialect("torchao", _detect, _parse)

@@ -1,0 +1,109 @@
+"""``fp8`` with ``weight_scale_inv``: DeepSeek, Transformers' finegrained FP8, Mistral on the hub.
+
+The name says inverse, the value multiplies. ``scale_fmt: ue8m0`` makes scales powers of two, kept
+in F32 (DeepSeek V3.1) or as E8M0 under the name ``scale`` (V4). ``weight_block_size: null`` is one
+scale per tensor, then with ``activation_scale`` if ``activation_scheme`` is static. AutoRound's
+``auto_round:fp8`` packs weights alike.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Numbers,
+    Source,
+    Spec,
+    block_shape,
+    broken,
+    choice,
+    strings,
+)
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import BLOCK, TENSOR, GroupShape
+
+
+def _detect(source: Source) -> bool:
+    found = source.quantization
+    if source.method in ("auto-round", "intel/auto-round"):
+        return "fp8" in str(found.get("packing_format")) or "fp8" in str(found.get("data_type"))
+    if source.method not in ("fp8", "deepseek-v4-fp8"):
+        return False
+    named = source.has("weight_scale_inv", "proj_scale_inv", "activation_scale")
+    e8m0 = any(
+        d == torch.float8_e8m0fnu and n.endswith("scale") for n, (d, _) in source.kinds.items()
+    )
+    return (
+        named or e8m0 or (found.get("weight_block_size") is not None and not source.has("_scale"))
+    )
+
+
+def _parse(source: Source) -> Announcement:
+    found = source.quantization
+    numbers = fp8_numbers(found)
+    if found.get("expert_dtype") not in (None, "fp8"):
+        raise broken("expert_dtype", found["expert_dtype"], "'fp8': FP4 experts are not read")
+    return Announcement(
+        lambda _: numbers, strings(found, "ignored_layers", "modules_to_not_convert")
+    )
+
+
+def fp8_numbers(found: JsonObject) -> Numbers:
+    """Read what a config with ``quant_method`` ``fp8`` says about every layer.
+
+    Args:
+        found: the quantization config.
+
+    Raises:
+        CheckpointError: if a value is none that this package carries out.
+    """
+    activation = choice(found, "activation_scheme", ("dynamic", "static", None))
+    choice(found, "fmt", ("e4m3", "float8_e4m3fn", None))
+    ue8m0 = choice(found, "scale_fmt", ("ue8m0", "float", None)) == "ue8m0"
+    block = block_shape(found)
+    static = activation == "static"
+    if block is None or static:
+        return Numbers(block, static=static)
+    return Numbers(block, GroupShape(1, block.cols), ue8m0=ue8m0)
+
+
+def _render(spec: Spec) -> JsonObject:
+    scheme = spec.scheme
+    dynamic = scheme.activation is not None and not scheme.static
+    block = scheme.weight == BLOCK and scheme.activation == GroupShape(1, 128)
+    tensor = scheme.weight == TENSOR and (dynamic or scheme.static)
+    if spec.others or not (block or tensor) or scheme.dtype != torch.float8_e4m3fn:
+        raise CheckpointError(
+            teach(
+                f"Got scheme {scheme}{' and others' if spec.others else ''} to write as fp8.",
+                "This dialect holds 128x128 blocks or one scale per tensor, the same everywhere.",
+                "Write dialect compressed-tensors, or convert with FP8_BLOCK.",
+            )
+        )
+    left = sorted({"lm_head", *spec.ignore})
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "static" if scheme.static else "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128] if block else None,
+        **({"scale_fmt": "ue8m0"} if scheme.ue8m0 else {}),
+        # vLLM reads the first, Transformers the second
+        "ignored_layers": left,
+        "modules_to_not_convert": left,
+    }
+
+
+TRANSFORMERS_FP8 = Dialect(
+    "fp8",
+    _detect,
+    _parse,
+    _render,
+    {
+        "weight": "weight",
+        "weight_scale": "weight_scale_inv",
+        "input_scale": "activation_scale",
+    },
+)

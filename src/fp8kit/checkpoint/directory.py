@@ -1,0 +1,217 @@
+"""The files of a checkpoint: what surrounds the tensors, and how a finished folder appears."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.layout import Layout, Shard, index_of
+from fp8kit.checkpoint.reader import open_checkpoint
+from fp8kit.errors import CheckpointError, teach
+
+# what a model needs beside its weights and config.json, copied from its source directory
+SIDE_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def check_destination(destination: Path, source: Path | None, overwrite: bool) -> None:
+    """Refuse a destination that is in the way, before any work is done.
+
+    Args:
+        destination: directory to make.
+        source: directory that is read.
+        overwrite: a checkpoint at the destination may be replaced.
+
+    Raises:
+        CheckpointError: if the destination is a file, the source, or not empty and not replaceable.
+    """
+    if source is not None and (source == destination or destination in source.parents):
+        raise CheckpointError(
+            teach(
+                f"The destination {destination} is or holds the source {source}.",
+                "The source is never written to.",
+                "Save into another directory.",
+            )
+        )
+    if destination.exists() and not destination.is_dir():
+        raise CheckpointError(
+            teach(
+                f"The destination {destination} is a file.",
+                "A checkpoint is a directory.",
+                "Choose another path.",
+            )
+        )
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            teach(
+                f"The destination {destination} exists and is not empty.",
+                "Nothing is replaced unasked.",
+                "Choose another path, or pass overwrite=True.",
+            )
+        )
+    if not (destination / "config.json").exists() and not any(destination.glob("*.safetensors")):
+        raise CheckpointError(
+            teach(
+                f"The destination {destination} holds neither config.json nor safetensors files.",
+                "overwrite=True replaces a whole directory, and only if it is a checkpoint.",
+                "Choose another path, or empty the directory yourself.",
+            )
+        )
+
+
+def check_space(folder: Path, wanted: int) -> None:
+    """Refuse a folder whose disk has fewer bytes free than are wanted."""
+    free = shutil.disk_usage(folder).free
+    if free < wanted:
+        raise CheckpointError(
+            teach(
+                f"{folder.parent} has {free} bytes free.",
+                f"The checkpoint needs {wanted}.",
+                "Make room, or choose another disk.",
+            )
+        )
+
+
+def complete(
+    folder: Path,
+    shards: Sequence[Shard],
+    layout: Layout,
+    config: JsonObject,
+    *,
+    source: Path | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Add everything that is not a shard, read the result back, and make it durable.
+
+    Args:
+        folder: holds the shards.
+        shards: the files.
+        layout: what they hold.
+        config: the content of ``config.json``.
+        source: directory whose tokenizer and the like are copied.
+        texts: further files by name, instead of the source's.
+
+    Returns:
+        The names of all files.
+
+    Raises:
+        CheckpointError: if the result does not read back.
+    """
+    if len(shards) > 1:
+        stem = shards[0].file.partition("-")[0]
+        write_json(folder / f"{stem}.safetensors.index.json", index_of(shards, layout))
+    write_json(folder / "config.json", config)
+    for name, text in (texts or {}).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    if source is not None:
+        _copy_side_files(source, folder)
+    problems = open_checkpoint(folder).scale_problems()
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    for entry in (*folder.rglob("*"), folder):
+        sync(entry)
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def write_json(file: Path, content: JsonObject) -> None:
+    """Write a JSON object, the same bytes for the same content."""
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    file.write_text(text, encoding="utf-8")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Show the bytes of a tensor; of one that is contiguous on the CPU, its own memory.
+
+    Args:
+        tensor: of any dtype and device.
+
+    Returns:
+        A writable view that keeps the memory alive.
+    """
+    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    raw._tensor = flat  # type: ignore[attr-defined]  # keeps the memory while the view lives
+    return memoryview(raw)
+
+
+def _copy_side_files(source: Path, folder: Path) -> None:
+    for pattern in SIDE_FILES:
+        for file in sorted(source.glob(pattern)):
+            copy = folder / file.relative_to(source)
+            if file.is_file() and not copy.exists():
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
+
+
+def install(folder: Path, destination: Path) -> None:
+    """Let a finished folder take the place of the destination, in one step where possible.
+
+    Args:
+        folder: on the same file system as the destination.
+        destination: absent, empty, or replaceable; its old files are deleted at last.
+    """
+    if not destination.exists() or not any(destination.iterdir()):
+        folder.rename(destination)
+    elif exchange(folder, destination):
+        shutil.rmtree(folder)  # now the old files
+    else:
+        aside = folder.with_name(f"{folder.name}.old")
+        destination.rename(aside)
+        try:
+            folder.rename(destination)
+        except BaseException:
+            aside.rename(destination)
+            raise
+        shutil.rmtree(aside)
+    sync(destination.parent)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two directories in one step where the system can; say whether it did."""
+    try:
+        swap = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    old, new = os.fsencode(a), os.fsencode(b)
+    return bool(swap(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE) == 0)
+
+
+def sync(path: Path) -> None:
+    """Make a file or a directory survive a loss of power."""
+    if os.name == "nt" and path.is_dir():  # directories cannot be opened there
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,156 @@
+"""The folder in which an interrupted conversion waits, and the promise that it is the same one.
+
+``.<name>.partial`` lies beside the destination and holds ``journal.json`` (source, recipe and plan
+of the run), ``lock`` and ``checkpoint``, the folder that becomes the destination by a rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fp8kit.checkpoint import directory
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.reader import Checkpoint, read_json
+from fp8kit.errors import CheckpointError, teach
+
+try:
+    import fcntl
+except ImportError:  # Windows: runs there are not kept apart
+    fcntl = None  # type: ignore[assignment]
+
+_VERSION = 1
+
+
+class Partial:
+    """An unfinished conversion on disk.
+
+    Args:
+        destination: the directory that is being made.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        self.destination = destination
+        self.home = destination.parent / f".{destination.name}.partial"
+        self.folder = self.home / "checkpoint"
+        self._journal = self.home / "journal.json"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes away; a lock ends with its process, however that ends.
+
+        Raises:
+            CheckpointError: if another process is at work here.
+        """
+        self.home.mkdir(parents=True, exist_ok=True)
+        with (self.home / "lock").open("a+b") as lock:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise CheckpointError(
+                        teach(
+                            f"Another process is writing {self.destination}.",
+                            "One at a time writes a checkpoint.",
+                            "Wait until it ends, or choose another destination.",
+                        )
+                    ) from error
+            yield
+
+    def begin(self, run: JsonObject) -> None:
+        """Start, or continue what was interrupted.
+
+        Args:
+            run: what this run is, as plain data; only the same one may continue.
+
+        Raises:
+            CheckpointError: if another run was interrupted here; every difference is named.
+        """
+        run = json.loads(json.dumps({"version": _VERSION, **run}))
+        if self._journal.exists():
+            before = read_json(self._journal).get("run")
+            self._compare(before if isinstance(before, dict) else {}, run)
+        else:
+            self._write({"run": run})
+        self.folder.mkdir(exist_ok=True)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Remove what an interrupted run left half done: everything but these files."""
+        for entry in self.folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name not in names:
+                entry.unlink()
+
+    def install(self) -> None:
+        """Let the finished checkpoint appear, and forget the run."""
+        # after the rename the folder's own number tells on which side of it the run ended
+        journal = read_json(self._journal)
+        self._write({**journal, "installing": self.folder.stat().st_ino})
+        directory.install(self.folder, self.destination)
+        self.forget()
+
+    def installed(self) -> bool:
+        """Say whether a run came to its end, and only its traces are left."""
+        if not self._journal.exists() or not self.destination.is_dir():
+            return False
+        return read_json(self._journal).get("installing") == self.destination.stat().st_ino
+
+    def forget(self) -> None:
+        """Remove everything that is left, the journal last: until then the end can be told."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for name in ("lock", "journal.new", "journal.json"):
+            with suppress(FileNotFoundError, PermissionError):  # Windows keeps open files
+                (self.home / name).unlink()
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove the folder of a run that ended while it cleaned up."""
+        with suppress(OSError):  # it is not there, or not empty
+            self.home.rmdir()
+
+    def _compare(self, before: JsonObject, now: JsonObject) -> None:
+        differences = [
+            f"{key}: {before.get(key)} then, {now.get(key)} now"
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key)
+        ]
+        if differences:
+            raise CheckpointError(
+                teach(
+                    f"A run that was interrupted left {self.home}, and it was another one "
+                    f"({'; '.join(differences)}).",
+                    "Only the same source with the same options can be continued.",
+                    f"Run it again as it was, or delete {self.home} to start anew.",
+                )
+            )
+
+    def _write(self, content: JsonObject) -> None:
+        draft = self.home / "journal.new"
+        directory.write_json(draft, content)
+        directory.sync(draft)
+        draft.replace(self._journal)
+        directory.sync(self.home)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Describe the files of a source, so that a change of any of them shows.
+
+    Sizes, times and headers are compared, not the data, which would have to be read for it.
+
+    Args:
+        checkpoint: one that has been opened.
+    """
+    found = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for shard in checkpoint.shards:
+        file = checkpoint.path / shard
+        status = os.stat(file)
+        found.update(f"{shard} {status.st_size} {status.st_mtime_ns} ".encode())
+        with file.open("rb") as f:
+            found.update(f.read(8 + int.from_bytes(f.read(8), "little")))
+    return found.hexdigest()

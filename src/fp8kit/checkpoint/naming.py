@@ -1,0 +1,178 @@
+"""What a tensor is, told from its name: a weight, one of its scales, or a scale of the KV cache.
+
+Exporters use a dozen words for four things. All of them are understood in every dialect; which word
+belongs to which dialect matters only when writing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8kit.checkpoint.dialects import Kinds
+from fp8kit.formats import FP8_FORMATS
+
+CODES = (*FP8_FORMATS, torch.float8_e5m2fnuz)
+_WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "qscale_weight", "scale")
+_INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "scale_input")
+# words that other parameters have as well: they count beside an FP8 weight only
+_COMMON = ("scale",)
+_MARKERS = ("scaled_fp8", "comfy_quant")
+_TORCHAO = re.compile(r"(?P<layer>.*\.)?_(?P<kind>\w+?)_(?P<part>qdata|scale|act_quant_scale)")
+_STACK_SCALES = {
+    "_scale": "scale",
+    "_scale_inv": "scale",
+    "_weight_scale": "scale",
+    "_weight_scale_inv": "scale",
+    "_input_scale": "input_scale",
+    "_activation_scale": "input_scale",
+}
+# each gives the module that holds the cache, and k or v, both if it says neither
+_KV_SCALES = (
+    re.compile(r"(?P<module>.*\.)?(?:[kv]|qkv)_proj\.(?P<kv>[kv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_proj\.output_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_fake_quantizer\.qscale_act"),
+    re.compile(r"(?P<module>.*\.self_attn\.)attn\.(?P<kv>[kv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>)kv_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_scale"),
+)
+
+
+@dataclass(slots=True)
+class Parts:
+    """The tensors of one layer, as names on disk; a sound layer has one of each at most.
+
+    Args:
+        weight: of its codes; empty if they are missing.
+        scales: of the scales of its weight.
+        input_scales: of the scales of its activations.
+        stack: the codes are a parameter of their own, e.g. ``experts.gate_up_proj``.
+    """
+
+    weight: str = ""
+    scales: list[str] = field(default_factory=list)
+    input_scales: list[str] = field(default_factory=list)
+    stack: bool = False
+
+
+@dataclass(slots=True)
+class Names:
+    """Every tensor of a checkpoint, sorted by what it is.
+
+    Args:
+        layers: our name of each layer to its tensors.
+        kv_scales: our name, ``X.k_scale`` or ``X.v_scale``, to names on disk.
+        plain: tensors that have nothing to do with FP8.
+        stray: FP8 tensors that are not the weight of a layer.
+    """
+
+    layers: dict[str, Parts] = field(default_factory=dict)
+    kv_scales: dict[str, list[str]] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+    stray: list[str] = field(default_factory=list)
+
+
+def named(layer: str, kind: str) -> str:
+    """Name a tensor of a layer; the layer that is the whole model has no name."""
+    return f"{layer}.{kind}" if layer else kind
+
+
+def sort_names(kinds: Kinds) -> Names:
+    """Sort the tensors of a quantized checkpoint by what they are.
+
+    Args:
+        kinds: name of each tensor on disk to its dtype and shape.
+
+    Returns:
+        The layers with all that belongs to them, and the rest.
+
+    Example:
+        >>> sort_names({"a.weight": (E4M3, (2, 3)), "a.weight_scale": (F32, (2, 1))}).layers
+        {'a': Parts(weight='a.weight', scales=['a.weight_scale'], input_scales=[], stack=False)}
+    """
+    found = Names()
+    for name, (dtype, shape) in sorted(kinds.items()):
+        if dtype in CODES:
+            _add_codes(found, name, len(shape))
+    for name, (dtype, _) in sorted(kinds.items()):
+        if dtype in CODES:
+            continue
+        if not (_add_scale(found, name, kinds) or _add_cache(found, name)):
+            if name.rpartition(".")[2] not in _MARKERS:
+                found.plain.append(name)
+    return found
+
+
+def _add_codes(found: Names, name: str, dims: int) -> None:
+    layer, _, kind = name.rpartition(".")
+    subclass = _TORCHAO.fullmatch(name)
+    stack = kind != "weight"
+    if subclass and subclass["part"] == "qdata":
+        layer, stack = (subclass["layer"] or "").rstrip("."), subclass["kind"] != "weight"
+        layer = named(layer, subclass["kind"]) if stack else layer
+    elif stack and dims == 3:
+        layer = name
+    elif stack:
+        found.stray += [] if kind in _MARKERS else [name]
+        return
+    if layer in found.layers:
+        found.stray.append(name)
+    else:
+        found.layers[layer] = Parts(name, stack=stack)
+
+
+def _add_scale(found: Names, name: str, kinds: Kinds) -> bool:
+    """Note a scale under its layer, which need not have FP8 codes: that is damage, told later."""
+    subclass = _TORCHAO.fullmatch(name)
+    if subclass and subclass["part"] != "qdata":
+        layer = (subclass["layer"] or "").rstrip(".")
+        if subclass["kind"] != "weight":
+            layer = named(layer, subclass["kind"])
+        if subclass["kind"] == "weight" or layer in found.layers:
+            parts = found.layers.setdefault(layer, Parts())
+            (parts.scales if subclass["part"] == "scale" else parts.input_scales).append(name)
+            return True
+    for ending, role in _STACK_SCALES.items():
+        stack = found.layers.get(name.removesuffix(ending)) if name.endswith(ending) else None
+        if stack is not None and stack.stack:
+            (stack.scales if role == "scale" else stack.input_scales).append(name)
+            return True
+    layer, _, kind = name.rpartition(".")
+    if kind in _COMMON and layer.endswith(".weight") and layer in kinds:
+        layer = layer.removesuffix(".weight")
+    is_quantizer = kind == "qscale_act" and layer.endswith("_fake_quantizer")
+    if kind in (*_WEIGHT_SCALES, *_INPUT_SCALES) and not is_quantizer:
+        exponents = kinds[name][0] == torch.float8_e8m0fnu  # a scale, whatever it belongs to
+        if kind in _COMMON and layer not in found.layers and not exponents:
+            return False
+        parts = found.layers.setdefault(layer, Parts())
+        (parts.scales if kind in _WEIGHT_SCALES else parts.input_scales).append(name)
+        return True
+    return False
+
+
+def _add_cache(found: Names, name: str) -> bool:
+    for pattern in _KV_SCALES:
+        match = pattern.fullmatch(name)
+        if match:
+            module = match["module"] or ""
+            for kv in match["kv"] or "kv":
+                found.kv_scales.setdefault(f"{module}{kv}_scale", []).append(name)
+            return True
+    return False
+
+
+def standard_names(layer: str, stack: bool) -> Mapping[str, str]:
+    """Give our names of the tensors of a layer.
+
+    Args:
+        layer: its name.
+        stack: its codes are a parameter of their own, with scales named after it.
+    """
+    kinds = ("weight", "weight_scale", "input_scale")
+    if stack:
+        return dict(zip(kinds, (layer, f"{layer}_scale", f"{layer}_input_scale"), strict=True))
+    return {kind: named(layer, kind) for kind in kinds}

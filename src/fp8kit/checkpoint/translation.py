@@ -1,0 +1,344 @@
+"""Write an FP8 checkpoint again in another dialect: the same numbers, without a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fp8kit import functional
+from fp8kit.checkpoint.decoding import check_codes
+from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named
+from fp8kit.checkpoint.exporting import on_disk, with_quantization
+from fp8kit.checkpoint.joining import Fp8Weight, joined_scheme, rows_of
+from fp8kit.checkpoint.layers import Layer
+from fp8kit.checkpoint.naming import named
+from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
+from fp8kit.checkpoint.targets import (
+    check_layers,
+    dialect_for,
+    is_embedding,
+    misfit,
+    output_heads,
+)
+from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
+
+_EQUAL = 1e-5
+UNFIT = ("refuse", "dequantize")
+# the halves of a stack that holds two projections, in the order of their rows
+_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """One matrix of the result: a layer of the source, or a slice of a stack of experts."""
+
+    name: str
+    scheme: Scheme
+    layer: Layer
+    first: int
+    last: int
+    expert: int = -1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.last - self.first, self.layer.shape[-1]
+
+
+@dataclass(slots=True)
+class _Job:
+    checkpoint: Checkpoint
+    dialect: Dialect
+    matrices: list[_Matrix]
+    unfit: list[_Matrix] = field(default_factory=list)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    target: str | None = None,
+    dialect: str | None = None,
+    unfit: str = "refuse",
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[str]:
+    """Write an FP8 checkpoint in another dialect, without quantizing anything again.
+
+    Codes and scales keep their bits; stacks of experts become one matrix per expert, and one scale
+    per tensor becomes one per row where the target needs it. Tensors are read, renamed and written
+    one at a time; the destination appears complete or not at all.
+
+    Args:
+        source: a directory, or a safetensors file, of any dialect this package reads.
+        destination: directory to make.
+        target: who shall load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; by default
+            ``"vllm"``, unless a dialect is named.
+        dialect: name of the dialect to write, if not the target's own.
+        unfit: what happens to layers that the target cannot load: ``"refuse"``, or
+            ``"dequantize"`` to write them in the model's high precision.
+        overwrite: replace a destination that is a checkpoint.
+        max_shard_bytes: start a new file before this size is exceeded.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ValueError: for an unknown target, dialect or ``unfit``.
+        CheckpointError: if the source is damaged or in high precision, if the numbers do not go
+            into the dialect, if the target cannot load them, or if the destination is in the way.
+
+    Example:
+        >>> convert_checkpoint("modelopt-dir", "dir", target="transformers")
+        ['config.json', 'model.safetensors']
+    """
+    if unfit not in UNFIT:
+        raise ValueError(
+            teach(
+                f"Got unfit={unfit!r}.",
+                f"It is one of {', '.join(UNFIT)}.",
+                "Pass what shall happen to layers that the target cannot load.",
+            )
+        )
+    checkpoint = open_checkpoint(source)
+    scheme = _scheme(checkpoint)
+    if target is None and dialect is None:
+        target = "vllm"
+    written = dialect_named(dialect) if dialect else dialect_for(target or "vllm", scheme)
+    job = _Job(checkpoint, written, list(_matrices(checkpoint)))
+    dense = _dense(checkpoint)
+    if target is not None:
+        _check_target(job, target, dense, unfit)
+    spec = _spec(job, dense)
+    quantization = written.render(spec)
+    layout = _layout(job)
+    is_folder = Path(source).is_dir()
+    return write_checkpoint(
+        destination,
+        layout,
+        _stream(job),
+        config=with_quantization(checkpoint.config, quantization, checkpoint.dtype),
+        source=source if is_folder else None,
+        overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def _scheme(checkpoint: Checkpoint) -> Scheme:
+    if checkpoint.spec is None or not checkpoint.layers:
+        raise CheckpointError(
+            teach(
+                f"{checkpoint.path} is in high precision.",
+                "A dialect is a way to write FP8 layers.",
+                "Quantize it with fp8kit quantize.",
+            )
+        )
+    return checkpoint.spec.scheme
+
+
+def _matrices(checkpoint: Checkpoint) -> Iterator[_Matrix]:
+    """List what is written, experts one by one."""
+    for layer in checkpoint.layers.values():
+        if len(layer.shape) == 2:
+            yield _Matrix(layer.name, layer.scheme, layer, 0, layer.shape[0])
+            continue
+        if str(checkpoint.config.get("model_type")) == "gpt_oss":
+            raise CheckpointError(
+                teach(
+                    f"{layer.name} interleaves the rows of two projections (GPT-OSS).",
+                    "No engine loads such experts in FP8 by a dialect that is written here.",
+                    "Keep this checkpoint as it is, or start from the original one.",
+                )
+            )
+        parent, _, last = layer.name.rpartition(".")
+        parts = _HALVES.get(last, (last,))
+        rows = layer.shape[1] // len(parts)
+        for expert in range(layer.shape[0]):
+            for i, part in enumerate(parts):
+                name = named(parent, f"{expert}.{part}")
+                yield _Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
+
+
+def _check_target(job: _Job, target: str, dense: list[str], unfit: str) -> None:
+    assert job.checkpoint.dialect is not None
+    if job.checkpoint.dialect.name == "mistral":
+        raise CheckpointError(
+            teach(
+                f"{job.checkpoint.path} has Mistral's own names of layers.",
+                f"{target} expects those of Transformers in a checkpoint with config.json.",
+                "Use the repository's model.safetensors files, or name a dialect instead.",
+            )
+        )
+    experts = any(m.expert >= 0 or ".experts." in m.name for m in job.matrices)
+    if experts and target != "transformers" and not job.dialect.name.startswith("autofp8"):
+        # engines have no experts of one scale with dynamic activations, but the same by rows
+        for i, m in enumerate(job.matrices):
+            if m.scheme == SCHEMES["FP8_TENSOR"]:
+                job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
+    if unfit == "dequantize":
+        every, job.matrices = job.matrices, []
+        for m in every:
+            fits = not misfit(target, m.scheme, m.name, m.shape)
+            (job.matrices if fits else job.unfit).append(m)
+        dense += [m.name for m in job.unfit]
+    for scheme in {m.scheme for m in job.matrices}:
+        shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme}
+        check_layers(target, scheme, shapes, dense, dialect=job.dialect)
+    if target == "vllm" and job.dialect.name == "compressed-tensors":
+        _check_input_scales(job)
+
+
+def _check_input_scales(job: _Job) -> None:
+    """Refuse experts whose gate and up projection differ in their input scale, as vLLM does."""
+    halves = {name: first for first, second in _HALVES.values() for name in (first, second)}
+    scales: dict[str, tuple[str, float]] = {}
+    for m in job.matrices:
+        parent, _, last = m.name.rpartition(".")
+        if m.layer.input_scale is None or last not in halves or ".experts." not in m.name:
+            continue
+        held = job.checkpoint.read(m.layer.input_scale).flatten()
+        scale = held[m.expert if len(held) > 1 else 0].item()
+        other, theirs = scales.setdefault(f"{parent}.{halves[last]}", (m.name, scale))
+        if abs(scale - theirs) > _EQUAL:
+            raise CheckpointError(
+                teach(
+                    f"{other} has the input scale {theirs:.6g}, and {m.name} {scale:.6g}.",
+                    "vllm merges them and needs one scale in compressed-tensors.",
+                    "Write dialect autofp8, which takes the larger one.",
+                )
+            )
+
+
+def _dense(checkpoint: Checkpoint) -> list[str]:
+    """Name the matrices in high precision that engines would take for quantized linear layers."""
+    found = []
+    for name, info in checkpoint.tensors.items():
+        layer, _, kind = name.rpartition(".")
+        if checkpoint.is_scale(name) or layer in checkpoint.layers or name in checkpoint.layers:
+            continue
+        if kind == "weight" and len(info.shape) == 2 and not is_embedding(layer):
+            found.append(layer)
+        elif len(info.shape) == 3 and layer.endswith("experts"):
+            found.append(layer)
+    return found
+
+
+def _spec(job: _Job, dense: list[str]) -> Spec:
+    assert job.checkpoint.spec is not None
+    if not job.matrices:
+        raise CheckpointError(
+            teach(
+                f"No layer of {job.checkpoint.path} loads in the target.",
+                "Something has to stay FP8.",
+                "Name another target.",
+            )
+        )
+    schemes = Counter(m.scheme for m in job.matrices)
+    main = schemes.most_common(1)[0][0]
+    others = {m.name: m.scheme for m in job.matrices if m.scheme != main}
+    heads = output_heads(m.name for m in job.matrices)
+    others |= {m.name: m.scheme for m in job.matrices if m.name in heads}
+    cache = bool(job.checkpoint.kv_scales)
+    return Spec(main, tuple(sorted(set(dense))), others=others, kv_scales=cache)
+
+
+def _layout(job: _Job) -> Layout:
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, tensor in _announced(job):
+        if name in layout:
+            raise CheckpointError(
+                teach(
+                    f"Two tensors of {job.checkpoint.path} would be called {name}.",
+                    "Experts are written one by one, under names that were free.",
+                    "Keep this checkpoint as it is, or start from the original one.",
+                )
+            )
+        layout[name] = (tensor.dtype, tuple(tensor.shape))
+    return layout
+
+
+def _announced(job: _Job) -> Iterator[tuple[str, Tensor]]:
+    """Give all tensors of the result without data."""
+    checkpoint = job.checkpoint
+    with torch.device("meta"):
+        for name in _plain(checkpoint):
+            info = checkpoint.tensors[name]
+            yield name, torch.empty(info.shape, dtype=info.dtype)
+        for name in checkpoint.kv_scales:
+            yield _cache_scale(job, name, torch.empty(_cache_shape(checkpoint, name)))
+        for m in job.matrices:
+            group = m.scheme.weight
+            codes = torch.empty(m.shape, dtype=torch.float8_e4m3fn)
+            scale = torch.empty(scale_shape(m.shape, group), dtype=scale_dtype(group))
+            yield _renamed(job, m, "weight", codes)
+            yield _renamed(job, m, "weight_scale", scale)
+            if m.scheme.static:
+                yield _renamed(job, m, "input_scale", torch.empty(1, 1))
+        for m in job.unfit:
+            yield named(m.name, "weight"), torch.empty(m.shape, dtype=checkpoint.dtype)
+
+
+def _stream(job: _Job) -> Iterator[tuple[str, Tensor]]:
+    """Give all tensors of the result, layer by layer; a stack is read once."""
+    checkpoint = job.checkpoint
+    for name in _plain(checkpoint):
+        yield name, checkpoint.read(name)
+    for name in checkpoint.kv_scales:
+        yield _cache_scale(job, name, checkpoint.read(name))
+    unfit = {m.name for m in job.unfit}
+    by_layer: dict[str, list[_Matrix]] = {}
+    for m in (*job.matrices, *job.unfit):
+        by_layer.setdefault(m.layer.name, []).append(m)
+    for matrices in by_layer.values():
+        layer = matrices[0].layer
+        codes, scale = checkpoint.read(layer.weight), checkpoint.read(layer.scale)
+        check_codes(codes, f"{checkpoint.tensors[layer.weight].shard}: {layer.weight}")
+        inputs = checkpoint.read(layer.input_scale) if layer.input_scale else None
+        for m in matrices:
+            part = _part(m, codes, scale)
+            if m.name in unfit:
+                yield named(m.name, "weight"), functional.dequantize(part, checkpoint.dtype)
+                continue
+            yield _renamed(job, m, "weight", part.data)
+            yield _renamed(job, m, "weight_scale", part.scale)
+            if inputs is not None:
+                one = inputs[m.expert if len(inputs) > 1 else 0].reshape(1, 1)
+                yield _renamed(job, m, "input_scale", one)
+
+
+def _part(m: _Matrix, codes: Tensor, scale: Tensor) -> QTensor:
+    """Cut one matrix out of a layer, with scales as fine as its scheme has them."""
+    stacked = m.expert >= 0
+    whole = QTensor(
+        codes[m.expert] if stacked else codes, scale[m.expert] if stacked else scale, m.layer.group
+    )
+    q = rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
+    if (q.group, m.scheme.weight) == (ROW, TENSOR):  # spread over the rows of a stack when read
+        return QTensor(q.data, q.scale[:1], TENSOR)
+    if (q.group, m.scheme.weight) == (TENSOR, ROW):
+        return QTensor(q.data, q.scale.expand(len(q.data), 1).contiguous(), ROW)
+    return q
+
+
+def _renamed(job: _Job, m: _Matrix, kind: str, tensor: Tensor) -> tuple[str, Tensor]:
+    return on_disk(named(m.name, kind), tensor, job.dialect, m.scheme)
+
+
+def _plain(checkpoint: Checkpoint) -> list[str]:
+    owned = {layer.weight for layer in checkpoint.layers.values()}
+    return [n for n in checkpoint.tensors if n not in owned and not checkpoint.is_scale(n)]
+
+
+def _cache_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
+    shape = checkpoint.tensors[name].shape
+    return shape if len(shape) == 3 else (1,)
+
+
+def _cache_scale(job: _Job, name: str, scale: Tensor) -> tuple[str, Tensor]:
+    return name, scale.reshape(job.dialect.tensor_scale) if scale.dim() == 1 else scale

@@ -1,0 +1,109 @@
+"""The commands that measure: ``bench`` and ``tune``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import torch
+
+from fp8kit import checkpoint_io
+from fp8kit.bench import linear, operands, tuning
+from fp8kit.checkpoint.recipe import Recipe
+from fp8kit.cli_options import json_option, known_device, print_result, row_counts
+from fp8kit.formats import Scheme
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _measured(command: _F) -> _F:
+    options = (
+        click.argument("source", type=click.Path(path_type=Path), required=False),
+        click.option("--shapes", help="NxK or names such as 'Llama 8B', separated by commas."),
+        click.option(
+            "-m",
+            "--rows",
+            default="1,16,64,256,1024,4096",
+            show_default=True,
+            callback=row_counts,
+            help="Tokens in a call, separated by commas.",
+        ),
+        click.option("--accum", default="precise", type=click.Choice(["precise", "fast"])),
+        click.option("--device", default="cuda", show_default=True, callback=known_device),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_measured
+@click.option("--scheme", default="FP8_DYNAMIC", show_default=True, metavar="NAME")
+@json_option
+def bench(
+    source: Path | None,
+    shapes: str | None,
+    rows: list[int],
+    accum: str,
+    device: str,
+    scheme: str,
+    as_json: bool,
+) -> None:
+    """Time the layers of the Transformers model SOURCE, or of --shapes, against bf16."""
+    kind = Scheme.of(scheme)
+    found = linear.bench(
+        _layer_shapes(source, shapes), rows, kind, torch.device(device), accum=accum
+    )
+    print_result(linear.to_dicts(found) if as_json else linear.render(found), as_json)
+
+
+@click.command()
+@_measured
+@click.option("--scheme", multiple=True, default=("FP8_DYNAMIC",), metavar="NAME", help="Repeat.")
+@click.option("--shipped-shapes", is_flag=True, help="Measure what the tables in the wheel hold.")
+@click.option("--seconds", type=float, help="Start no further shape after this time.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write a table, store nothing.")
+@json_option
+def tune(
+    source: Path | None,
+    shapes: str | None,
+    rows: list[int],
+    accum: str,
+    device: str,
+    scheme: tuple[str, ...],
+    shipped_shapes: bool,
+    seconds: float | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure which backend is fastest for the layers of SOURCE, and remember it.
+
+    The times are kept below FP8KIT_CACHE_DIR for this device, driver and versions.
+    """
+    if torch.device(device).type != "cuda":
+        raise click.BadParameter(f"{device!r} has no backends to choose among; use cuda or cuda:N.")
+    if shipped_shapes:
+        wishes = tuning.shipped_wishes()
+    else:
+        kinds = [Scheme.of(name) for name in scheme]
+        wishes = [tuning.Wish(_layer_shapes(source, shapes), rows, [kind], accum) for kind in kinds]
+    said = None if as_json else (lambda text: click.echo(text, err=True))
+    where = torch.device(device)
+    with torch.cuda.device(where):
+        outcome = tuning.tune(wishes, where, seconds=seconds, progress=said)
+    tuning.keep(outcome.table) if output is None else outcome.table.write(output)
+    facts = {"table": json.loads(outcome.table.to_json()), "faults": outcome.faults}
+    print_result({**facts, "left": outcome.left} if as_json else str(outcome), as_json)
+
+
+def _layer_shapes(source: Path | None, shapes: str | None) -> list[tuple[int, int]]:
+    if (source is None) == (shapes is None):
+        raise click.UsageError("Name a model directory, or --shapes, and not both.")
+    if source is None:
+        return operands.parse_shapes(shapes or "")
+    checkpoint = checkpoint_io.high_precision(source)
+    decided = checkpoint_io.decide(checkpoint, Recipe())  # shapes are any scheme's
+    return operands.unique((r.shape[0], r.shape[1]) for r in decided.report.converted)

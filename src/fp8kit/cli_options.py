@@ -1,0 +1,57 @@
+"""What several commands share: options, checks of their values, and how results are printed."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import click
+import torch
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+
+
+def known_device(_: click.Context, __: click.Parameter, name: str) -> str:
+    """Refuse a device that torch does not know or this machine does not have."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise click.BadParameter(f"{name!r} is no device; use cpu, cuda or cuda:N.") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter(f"{name!r}: this machine has no CUDA device; use cpu.")
+    return name
+
+
+def known_devices(
+    context: click.Context, parameter: click.Parameter, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Check each device as ``known_device`` does."""
+    return tuple(known_device(context, parameter, name) for name in names)
+
+
+def byte_count(_: click.Context, __: click.Parameter, text: str) -> int:
+    """Read a size such as ``5GB``, in powers of a thousand."""
+    match = re.fullmatch(r"([0-9.]+) *([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    try:
+        number = float(match[1]) if match else 0
+    except ValueError:
+        number = 0
+    if match is None or number <= 0:
+        raise click.BadParameter(f"{text!r} is no size; write it like 5GB or 500MB.")
+    return int(number * 1000 ** " KMGT".index(match[2].upper() or " "))
+
+
+def row_counts(_: click.Context, __: click.Parameter, text: str | None) -> list[int] | None:
+    """Read positive row counts, separated by commas."""
+    try:
+        rows = None if text is None else [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is no list of row counts such as 1,64.") from error
+    if rows is not None and min(rows) < 1:
+        raise click.BadParameter(f"{text!r}: row counts are positive.")
+    return rows
+
+
+def print_result(content: object, as_json: bool) -> None:
+    """Print a text, or plain data as JSON."""
+    click.echo(json.dumps(content, indent=2) if as_json else content)

@@ -1,0 +1,210 @@
+"""Leave in high precision what FP8 does not make faster, as far as measured times can tell.
+
+A layer is judged at the row counts it will serve. Given row counts are a promise that no call gets
+slower: FP8 must win at each of them. Without them the layer stays FP8 if it wins at any that was
+measured; a layer on meta is then not judged, so that a checkpoint does not depend on the machine
+that makes it. Siblings that will share their input are judged together, because together they run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8kit.dispatch import Choice, choose
+from fp8kit.errors import teach
+from fp8kit.formats import Scheme
+from fp8kit.matmul.problem import BACKENDS, linear_problem
+from fp8kit.measurements import table_for
+from fp8kit.modules.shared import JOINABLE, MOST_JOINED_ROWS, can_share
+from fp8kit.report import Record, Report
+from fp8kit.selection import some_of
+from fp8kit.structure import sibling_groups
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Times of some layers at one row count.
+
+    Args:
+        m: rows of the input.
+        us: microseconds in FP8.
+        dense_us: microseconds in bf16.
+        basis: where they come from.
+    """
+
+    m: int
+    us: float
+    dense_us: float
+    basis: str
+
+    @property
+    def slower(self) -> bool:
+        """Whether bf16 is faster; a tie goes to the smaller weight."""
+        return self.us > self.dense_us
+
+    def __str__(self) -> str:
+        times = f"{self.dense_us:.1f} µs, FP8 {self.us:.1f} µs ({self.basis})"
+        return f"bf16 is faster at m={self.m}: {times}"
+
+
+def row_counts(m: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Check the row counts that a user names.
+
+    Raises:
+        ValueError: if there are none, or one is not positive.
+    """
+    if m is None:
+        return None
+    rows = (m,) if isinstance(m, int) else tuple(m)
+    if min(rows, default=0) < 1:
+        raise ValueError(
+            teach(
+                f"Got m={m!r}.",
+                "Row counts are positive numbers of tokens in a call.",
+                "Pass m=[1, 4096] for decode and prefill, or leave it out.",
+            )
+        )
+    return rows
+
+
+def leave_slower(
+    model: nn.Module,
+    scheme: Scheme,
+    report: Report,
+    rows: tuple[int, ...] | None,
+    wanted: Sequence[str] = (),
+) -> None:
+    """Turn planned conversions that would not pay into skips with a reason.
+
+    Args:
+        model: the model.
+        scheme: what its layers would become.
+        report: records and groups so far; both are changed, and notes are added.
+        rows: row counts that the layers will serve, ``None`` if that is not known.
+        wanted: names of layers that stay FP8 if ``rows`` is ``None``.
+    """
+    grouped = {name for group in report.groups for name in group}
+    records = {r.name: r for r in report.converted}
+    teams = [[records[n] for n in group] for group in report.groups]
+    teams += [[r] for r in report.converted if r.name not in grouped]
+    unknown: dict[str, list[str]] = defaultdict(list)
+    for team in teams:
+        layers = [_linear(model, r.name) for r in team]
+        if rows is None and (layers[0].weight.is_meta or any(r.name in wanted for r in team)):
+            continue
+        device = _serving(layers[0].weight)
+        verdicts = [judge(layers, scheme, device, m) for m in rows or _measured(layers, scheme)]
+        known = [v for v in verdicts if v is not None]
+        if len(known) < len(verdicts) or not known:
+            unknown[_name(device)] += [r.name for r in team]
+        slower = [v for v in known if v.slower]
+        if slower and (rows is not None or len(slower) == len(verdicts)):
+            _skip(team, slower, known)
+    left = {r.name for r in report.skipped}
+    report.groups = [g for g in report.groups if left.isdisjoint(g)]
+    for name, names in unknown.items():
+        if rows is not None or name not in ("cpu", "meta"):
+            report.notes.append(
+                f"Whether FP8 is faster than bf16 on {name} was not measured for {some_of(names)}: "
+                "they are converted. `fp8kit tune` measures them on a GPU."
+            )
+
+
+def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) -> None:
+    """Do as ``leave_slower`` for layers of which only names and shapes are known.
+
+    Args:
+        report: records of bf16 layers; siblings are told by their usual names.
+        scheme: what the layers would become.
+        rows: row counts that they will serve.
+    """
+    tree = nn.Module()
+    for record in report.converted:
+        *path, last = record.name.split(".")
+        parent = tree
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        n, k = record.shape
+        parent.add_module(last, nn.Linear(k, n, False, device="meta", dtype=torch.bfloat16))
+    if can_share(scheme):
+        report.groups = sibling_groups(tree, [r.name for r in report.converted])
+    leave_slower(tree, scheme, report, rows)
+    report.groups = []  # a checkpoint holds layers, whatever shares an input when they run
+
+
+def judge(
+    layers: Sequence[nn.Linear], scheme: Scheme, device: torch.device, m: int
+) -> Verdict | None:
+    """Compare layers that share an input with their dense form; ``None`` without measured times.
+
+    Args:
+        layers: one layer, or siblings.
+        scheme: what they would become.
+        device: where they will run.
+        m: rows of the input.
+    """
+    alone = [_choice((mod.out_features, mod.in_features), mod, scheme, device, m) for mod in layers]
+    dense = [choice.dense_us for choice in alone]
+    if len(layers) > 1 and m <= MOST_JOINED_ROWS and scheme.weight in JOINABLE:
+        features = sum(mod.out_features for mod in layers)
+        ran = [_choice((features, layers[0].in_features), layers[0], scheme, device, m)]
+    else:
+        ran = alone
+    times = [choice.us for choice in ran]
+    if None in times or None in dense:
+        return None
+    total, dense_total = sum(t for t in times if t), sum(t for t in dense if t)
+    return Verdict(m, total, dense_total, ran[0].basis.partition(";")[0])
+
+
+def _choice(
+    shape: tuple[int, int], layer: nn.Linear, scheme: Scheme, device: torch.device, m: int
+) -> Choice:
+    bias = layer.bias is not None
+    problem = linear_problem(shape, scheme, layer.weight.dtype, device, bias, m)
+    return choose(BACKENDS, problem)
+
+
+def _measured(layers: Sequence[nn.Linear], scheme: Scheme) -> list[int]:
+    """Row counts at which the device has times for a scheme."""
+    device, first = _serving(layers[0].weight), layers[0]
+    shape = (first.out_features, first.in_features)
+    problem = linear_problem(shape, scheme, first.weight.dtype, device, False, 1)
+    table, case = table_for(problem.device), problem.case()
+    rows = {} if table is None else table.rows
+    return sorted({c.m for c in rows if (c.scales, c.accum) == (case.scales, case.accum)})
+
+
+def _skip(team: Sequence[Record], slower: Sequence[Verdict], known: Sequence[Verdict]) -> None:
+    worst = max(slower, key=lambda v: v.us / v.dense_us)
+    faster = [str(v.m) for v in known if not v.slower]
+    reason = str(worst)
+    if faster:
+        reason += f"; FP8 is faster at m={', '.join(faster)}"
+    for record in team:
+        record.action, record.reason = "skip", reason
+        record.bytes_after = record.bytes_before
+
+
+def _serving(weight: torch.Tensor) -> torch.device:
+    """Where a weight will be read; one on meta will go to the GPU, if there is one."""
+    if weight.is_meta and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return weight.device
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _linear(model: nn.Module, name: str) -> nn.Linear:
+    module = model.get_submodule(name)
+    assert isinstance(module, nn.Linear)
+    return module

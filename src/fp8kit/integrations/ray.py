@@ -1,0 +1,119 @@
+"""Spread the files of a checkpoint over the machines of a Ray cluster: one file, one task.
+
+The plan is made before, so who writes a file changes nothing about it. Every machine sees source
+and destination under the same paths. A task whose worker is lost runs again elsewhere; it writes
+under a name of its own, so the lost one cannot harm it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import ray
+import torch
+
+from fp8kit.checkpoint.streaming import is_whole, write_shards
+from fp8kit.checkpoint.work import Work
+from fp8kit.errors import CheckpointError, teach
+
+# how often a file is tried again after its worker was lost
+RETRIES = 10
+
+
+def _write(work: Work, index: int, source: str, folder: str, device: str) -> None:
+    """Write one file; runs on a worker."""
+    for place in (source, folder):
+        if not Path(place).is_dir():
+            raise CheckpointError(
+                teach(
+                    f"The machine {socket.gethostname()} does not see {place}.",
+                    "All machines share source and destination.",
+                    "Use a file system that every machine mounts under the same path.",
+                )
+            )
+    if is_whole(Path(folder), work.shards[index]):  # by a worker that was lost afterwards
+        return
+    write_shards(work, [index], Path(source), Path(folder), [torch.device(device)])
+
+
+class Runner:
+    """Carries out a plan of work on a Ray cluster; see ``quantize_checkpoint``.
+
+    Args:
+        address: of the cluster; ``None`` takes the one that is found, else starts one here.
+        device: ``"cpu"``, or ``"cuda"`` for one GPU per task.
+
+    Example:
+        >>> quantize_checkpoint(source, destination, runner=Runner("auto"))
+    """
+
+    write = staticmethod(_write)
+
+    def __init__(self, address: str | None = None, device: str = "cpu") -> None:
+        self.address, self.device = address, device
+
+    def __call__(
+        self,
+        work: Work,
+        indices: Sequence[int],
+        source: Path,
+        folder: Path,
+        progress: Callable[[int], object],
+    ) -> None:
+        """Write some files of a plan, each in a task of its own.
+
+        Args:
+            work: the plan.
+            indices: which files of it.
+            source: directory that is read, on every machine.
+            folder: directory that is written, on every machine.
+            progress: called with the bytes of the source that were done since the last call.
+
+        Raises:
+            CheckpointError: if a machine does not see the directories, or what the task raised.
+        """
+        own = not ray.is_initialized()
+        if own:
+            ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
+        try:
+            self._run(work, indices, source, folder, progress)
+        finally:
+            if own:
+                ray.shutdown()
+        missing = [s.file for i in indices if not is_whole(folder, s := work.shards[i])]
+        if missing:
+            raise CheckpointError(
+                teach(
+                    f"{missing[0]} was written by another machine and is not in {folder}.",
+                    "All machines share source and destination.",
+                    "Use a file system that every machine mounts under the same path.",
+                )
+            )
+
+    def _run(
+        self,
+        work: Work,
+        indices: Sequence[int],
+        source: Path,
+        folder: Path,
+        progress: Callable[[int], object],
+    ) -> None:
+        gpus = 1 if self.device.startswith("cuda") else 0
+        task = ray.remote(self.write).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
+        plan = ray.put(work)
+        running = {
+            task.remote(plan, index, str(source), str(folder), self.device): index
+            for index in indices
+        }
+        try:
+            while running:
+                (ready, *_), _ = ray.wait(list(running), num_returns=1)
+                ray.get(ready)
+                progress(work.source_bytes(running.pop(ready)))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+        finally:
+            for left in running:
+                ray.cancel(left, force=True)

@@ -1,0 +1,100 @@
+"""What Transformers knows about the tensors of a checkpoint, from its model class on meta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from fp8kit.checkpoint.choosing import Facts, KnownLayer
+from fp8kit.checkpoint.reader import Checkpoint
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import Scheme
+from fp8kit.integrations.transformers import skeleton
+from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide, plain
+
+
+def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
+    """Tell what the tensors of a checkpoint are in the model they belong to.
+
+    Args:
+        checkpoint: in high precision, of a model that Transformers knows.
+        scheme: what the layers would become.
+
+    Returns:
+        Linear layers, embeddings, and tensors of other use, by their names on disk.
+
+    Raises:
+        CheckpointError: if Transformers has no such model.
+
+    Example:
+        >>> facts(open_checkpoint("dir"), Scheme.of("FP8_DYNAMIC")).layers["lm_head"].head
+        True
+    """
+    model = _skeleton(checkpoint)
+    found = Facts(f"{type(model).__name__} of Transformers")
+    report = decide(model, Fp8KitConfig(plain(scheme), exclude=[]))
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    head = model.get_output_embeddings()
+    known: dict[str, KnownLayer] = {}
+    for record in report.records:
+        if record.name in linears:
+            names = (record.name, *record.aliases)
+            is_head = linears[record.name] is head
+            known |= dict.fromkeys(names, KnownLayer(names, record.reason, is_head, record.shape))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    met: set[str] = set()
+    repeated = found.repeated = _repeated(model, checkpoint)
+    for name, in_model in _names_in_model(model, checkpoint).items():
+        layer, _, kind = name.rpartition(".")
+        owner = in_model.rpartition(".")[0]
+        module = modules.get(owner)
+        met |= set() if name in repeated else {owner}
+        if kind != "weight" or len(checkpoint.tensors[name].shape) != 2:
+            continue
+        if owner in known:
+            found.layers[layer] = known[owner]
+        elif isinstance(module, nn.Embedding):
+            found.embeddings.add(layer)
+        elif module is not None:
+            found.others[layer] = f"a parameter of {type(module).__name__}, not an nn.Linear"
+        else:
+            found.others[layer] = f"{type(model).__name__} does not use it"
+    found.absent = {n: known[n] for n in linears if n not in met}
+    return found
+
+
+def _skeleton(checkpoint: Checkpoint) -> Any:
+    try:
+        return skeleton(checkpoint)
+    except Exception as error:  # of many kinds, by model and version
+        raise CheckpointError(
+            teach(
+                f"Transformers cannot build the model of {checkpoint.path}: {error}.",
+                "Its config.json describes a model of this version of Transformers.",
+                "Names and shapes can decide instead.",
+            )
+        ) from error
+
+
+def _names_in_model(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
+    """Follow the loader's renames; what it merges with others, such as experts, is left out."""
+    rules = get_model_conversion_mapping(model)
+    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+    converters = [r for r in rules if isinstance(r, WeightConverter)]
+    known, prefix, names = model.state_dict(), model.base_model_prefix, {}
+    for key in checkpoint.tensors:
+        name, converted = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, converted = key, None
+        if converted is None:
+            names[key] = name
+    return names
+
+
+def _repeated(model: Any, checkpoint: Checkpoint) -> set[str]:
+    """Name tensors on disk that the model ties to another one that is there as well."""
+    links = getattr(model, "all_tied_weights_keys", None) or {}
+    return {n for n, other in links.items() if {n, other} <= set(checkpoint.tensors)}

@@ -1,0 +1,264 @@
+"""Measured times of linear layers per device: a table in the wheel, and what ``fp8kit tune`` adds.
+
+A time is that of a whole linear layer, 16 bit in and out with cold weights, by each backend and by
+a dense bf16 layer. What a table does not hold is estimated from its neighbours: a layer of ``m``
+rows takes ``(roofline + 4 µs) * r``, where ``r`` changes slowly with the shape, so ``r`` is the
+geometric mean over the nearest measured layers, weighted by one over the squared distance. Distance
+counts octaves of N and K once and of M twice, because M decides which limit a kernel runs into.
+Beyond two octaves nothing is claimed, and dispatch falls back to the order of its backends.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8kit import settings
+from fp8kit.errors import teach
+
+SCHEMA = 1
+DENSE = "bf16"
+_NEIGHBOURS = 4
+_FARTHEST = 2.0
+# launch, ramp and drain of a layer's kernels: with it r spreads least over the H200's table
+_OVERHEAD_US = 4.0
+_COLUMNS = ("scales", "accum", "m", "n", "k", "us")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A linear layer as a table knows it.
+
+    Args:
+        scales: granularities of activation and weight, e.g. ``"row*row"``.
+        accum: ``"precise"`` or ``"fast"``.
+        m: rows of the input.
+        n: output features.
+        k: input features.
+    """
+
+    scales: str
+    accum: str
+    m: int
+    n: int
+    k: int
+
+    def distance(self, other: Case) -> float:
+        """Octaves between two shapes, those of M counted twice."""
+        pairs = ((self.m, other.m, 2.0), (self.n, other.n, 1.0), (self.k, other.k, 1.0))
+        return math.hypot(*(weight * math.log2(a / b) for a, b, weight in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a table says about one layer.
+
+    Args:
+        us: microseconds by candidate (``"backend"`` or ``"backend:configuration"``, and
+            ``"bf16"`` for the dense layer).
+        basis: ``"measured"``, or from what it was estimated.
+    """
+
+    us: Mapping[str, float]
+    basis: str
+
+
+@dataclass(slots=True)
+class Table:
+    """Measured times of one device.
+
+    Args:
+        device: name of the GPU, as CUDA gives it.
+        bandwidth: bytes per second that its memory delivers.
+        flops: FP8 operations per second that it sustains.
+        rows: microseconds by layer and candidate.
+        facts: where and when it was measured: versions, driver, commit.
+    """
+
+    device: str
+    bandwidth: float
+    flops: float
+    rows: dict[Case, dict[str, float]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def roofline(self, case: Case, candidate: str = "") -> float:
+        """Give the least microseconds a layer can take: its bytes, or its operations.
+
+        Args:
+            case: the layer.
+            candidate: ``"bf16"`` for the dense layer, which reads twice the weight at half the
+                rate; anything else is FP8.
+        """
+        wide = 2 if candidate == DENSE else 1
+        m, n, k = case.m, case.n, case.k
+        moved = wide * n * k + 2 * m * k + 2 * m * n
+        return max(moved / self.bandwidth, wide * 2 * m * n * k / self.flops) * 1e6
+
+    def estimate(self, case: Case) -> Estimate | None:
+        """Look a layer up, or estimate it from its neighbours; ``None`` if there are none near."""
+        found = self.rows.get(case)
+        if found is not None:
+            return Estimate(found, "measured")
+        if not min(case.m, case.n, case.k):
+            return None
+        alike = [c for c in self.rows if (c.scales, c.accum) == (case.scales, case.accum)]
+        near = sorted((case.distance(c), c.m, c.n, c.k, c) for c in alike)[:_NEIGHBOURS]
+        near = [entry for entry in near if entry[0] <= _FARTHEST]
+        if not near:
+            return None
+        sums: dict[str, tuple[float, float]] = {}
+        for distance, *_, other in near:
+            weight = 1 / distance**2
+            for name, us in self.rows[other].items():
+                ratio = math.log(us / (self.roofline(other, name) + _OVERHEAD_US))
+                total, weights = sums.get(name, (0.0, 0.0))
+                sums[name] = (total + weight * ratio, weights + weight)
+        times = {
+            name: (self.roofline(case, name) + _OVERHEAD_US) * math.exp(total / weights)
+            for name, (total, weights) in sums.items()
+        }
+        first = near[0][-1]
+        basis = f"estimated; nearest measured is {first.n}x{first.k} at m={first.m}"
+        return Estimate(times, basis)
+
+    def merge(self, other: Table) -> None:
+        """Take over the rows of a newer table of the same device."""
+        for case, times in other.rows.items():
+            self.rows[case] = {**self.rows.get(case, {}), **times}
+        self.facts = {**self.facts, **other.facts}
+
+    def to_json(self) -> str:
+        """Write everything as JSON, a row a line."""
+        head = {"schema": SCHEMA, "device": self.device, **self.facts}
+        head |= {"bandwidth": self.bandwidth, "flops": self.flops, "columns": list(_COLUMNS)}
+        order = sorted(self.rows, key=lambda c: (c.scales, c.accum, c.n, c.k, c.m))
+        lines = []
+        for c in order:
+            times = {name: round(us, 2) for name, us in sorted(self.rows[c].items())}
+            lines.append(json.dumps([c.scales, c.accum, c.m, c.n, c.k, times]))
+        text = json.dumps(head, indent=1)[:-2]
+        return f'{text},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+
+    @staticmethod
+    def from_json(text: str) -> Table:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: if it is not such a table, or one of another schema.
+        """
+        try:
+            data = json.loads(text)
+            schema, columns = data.pop("schema"), data.pop("columns")
+            if schema != SCHEMA or tuple(columns) != _COLUMNS:
+                raise ValueError(f"schema {schema!r}, columns {columns!r}")
+            table = Table(
+                data.pop("device"), float(data.pop("bandwidth")), float(data.pop("flops"))
+            )
+            for scales, accum, m, n, k, us in data.pop("rows"):
+                case = Case(str(scales), str(accum), int(m), int(n), int(k))
+                times = {str(name): float(t) for name, t in us.items()}
+                if min(m, n, k) < 1 or not all(0 < t < math.inf for t in times.values()):
+                    raise ValueError(f"row {case} {times}")
+                table.rows[case] = times
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                teach(
+                    f"Not a table of measured times: {error!r}.",
+                    f"Schema {SCHEMA} has the columns {', '.join(_COLUMNS)}.",
+                    "Write a new one with fp8kit tune.",
+                )
+            ) from error
+        table.facts = data
+        return table
+
+    def write(self, path: Path) -> None:
+        """Write the table; it appears whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(self.to_json())
+        os.replace(file.name, path)
+
+
+@functools.cache
+def table_for(device: str) -> Table | None:
+    """Give the table of a device: the one in the wheel, and over it what ``tune`` measured here.
+
+    Args:
+        device: name of the GPU, e.g. ``"NVIDIA H200"``; empty for a device that is none.
+    """
+    if not device:
+        return None
+    shipped = resources.files("fp8kit").joinpath("tables", f"{_slug(device)}.json")
+    table = Table.from_json(shipped.read_text()) if shipped.is_file() else None
+    tuned = _read_tuned(device) if (settings.CACHE_DIR / "tables").is_dir() else None
+    if table is None or tuned is None:
+        return table or tuned
+    table.merge(tuned)
+    return table
+
+
+def tuned_path(device: str) -> Path:
+    """Where ``tune`` keeps the times of a device, under its driver, torch, Triton and kernels."""
+    key = "\0".join((str(SCHEMA), device, *fingerprint().values()))
+    digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+    return settings.CACHE_DIR / "tables" / f"{_slug(device)}-{digest}.json"
+
+
+@functools.cache
+def fingerprint() -> dict[str, str]:
+    """What a time depends on beside the device and the layer: driver, versions, kernels."""
+    kernels = hashlib.sha256()
+    for folder in ("matmul", "quantizers"):
+        files = resources.files("fp8kit").joinpath(folder).iterdir()
+        for file in sorted((f for f in files if f.is_file()), key=lambda f: f.name):
+            kernels.update(file.name.encode() + b"\0" + file.read_bytes())
+    return {
+        "driver": _driver(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "kernels": kernels.hexdigest()[:16],
+    }
+
+
+def _read_tuned(device: str) -> Table | None:
+    path = tuned_path(device)
+    try:
+        return Table.from_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} is not used: {error}", stacklevel=2)
+        return None
+
+
+def _slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+
+
+def _driver() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return f"CUDA {torch.version.cuda}"
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found.group() if found else text.strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

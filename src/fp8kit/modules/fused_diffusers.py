@@ -1,0 +1,119 @@
+"""Adaptive norms and feed-forwards of diffusers whose result goes straight into FP8."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp8kit.modules.fused import (
+    Consumers,
+    Fused,
+    NormFormula,
+    Producer,
+    activation_codes,
+    any_trained,
+    can_multiply,
+    row_codes,
+)
+from fp8kit.modules.hooks import is_watched
+
+
+@dataclass(frozen=True, slots=True)
+class Modulation:
+    """How an adaptive norm cuts its projection, by the index of each part.
+
+    Args:
+        parts: how many there are.
+        shift: which one is added to the norm.
+        scale: by which one, plus one, the norm is multiplied.
+        returned: which ones it hands out after the norm; without any, the norm comes alone.
+    """
+
+    parts: int
+    shift: int
+    scale: int
+    returned: tuple[int, ...] = ()
+
+
+class FusedAdaptiveNorm(Producer):
+    """``norm(x) * (1 + scale) + shift`` of diffusers' adaptive layer norms, quantized.
+
+    Args:
+        norm: the module it replaces, with ``silu``, ``linear``, ``norm``, and ``emb`` or none.
+        eps: added to the variance.
+        modulation: how its projection is cut.
+        consumers: the layers behind it.
+    """
+
+    def __init__(
+        self, norm: nn.Module, eps: float, modulation: Modulation, consumers: Consumers
+    ) -> None:
+        super().__init__(norm, consumers)
+        self.formula = NormFormula("layer_norm", eps)
+        self.modulation = modulation
+        names = list(inspect.signature(norm.forward).parameters)
+        self.embedding = "emb" if "emb" in names else names[1]
+        self.positional = names[1] == self.embedding
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Norm ``[B, S, K]`` with the embedding that the replaced module would take."""
+        emb = args[0] if args and self.positional else kwargs.get(self.embedding)
+        if not isinstance(emb, Tensor) or len(args) + len(kwargs) != 1:
+            return self.unfused(x, *args, **kwargs)
+        if not (self.may_offer(x, emb) and self._is_plain(x, emb)):
+            return self.unfused(x, *args, **kwargs)
+        cut = self.modulation
+        parts = self.linear(self.silu(emb)).chunk(cut.parts, dim=1)
+        pair = (parts[cut.scale], parts[cut.shift])
+        q = self.formula.quantize(x, self.norm, self.consumers.scheme, pair)
+        stand_in = self.consumers.hand_over(q, x)
+        return (stand_in, *(parts[i] for i in cut.returned)) if cut.returned else stand_in
+
+    def _is_plain(self, x: Tensor, emb: Tensor) -> bool:
+        shapes = x.dim() == 3 and emb.dim() == 2
+        projection = self.linear
+        dtypes = emb.dtype == x.dtype == getattr(projection, "weight", x).dtype
+        trained = any_trained(projection, self.norm)
+        return shapes and dtypes and not trained and not is_watched(self.norm)
+
+
+class FusedFeedForward(Fused):
+    """diffusers' ``FeedForward``: projection, activation, dropout, projection.
+
+    Args:
+        feed_forward: the module it replaces, whose ``net`` is these in order.
+        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        gated: the first projection gives values and their gate, in this order.
+    """
+
+    def __init__(self, feed_forward: nn.Module, kind: str, gated: bool) -> None:
+        super().__init__(feed_forward)
+        self.kind = kind
+        self.gated = gated
+
+    def is_converted(self) -> bool:
+        """Say whether the last projection takes codes."""
+        return can_multiply(self.get_submodule("net.2"))
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute ``[..., K]`` from ``[..., K]``."""
+        x = hidden_states
+        if args or kwargs or not self.may_fuse(x):
+            same: Tensor = self.unfused(x, *args, **kwargs)
+            return same
+        first, dropout, down, *rest = self.net
+        quiet = not any(is_watched(m) for m in (self.net, first, dropout))
+        idle = all(not d.training or d.p == 0 for d in (dropout, *rest))
+        if not (quiet and idle and can_multiply(down)) or any_trained(first.proj):
+            y: Tensor = self.unfused(x)
+            return y
+        h, up = first.proj(x), None
+        if self.gated:
+            up, h = h.chunk(2, dim=-1)
+        y = down.multiply(row_codes(activation_codes(self.kind, h, up, down.scheme), h.dtype))
+        for module in rest:
+            y = module(y)
+        return y

@@ -1,0 +1,138 @@
+"""Quantize on a CPU piece by piece, so that everything between input and codes stays in cache.
+
+The numbers are those of ``reference``, bit for bit. What makes it faster: maxima are taken of the
+bits, one piece at a time is widened to fp32, and nothing is clamped or searched for NaN where the
+scale rules both out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
+from fp8kit.quantizers import reference
+from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
+
+# elements: input, fp32 copy and codes of a piece stay in cache; several threads get pieces
+# that outweigh the cost of waiting for each other after every operation
+_PIECE, _PIECE_PER_THREAD = 2**18, 2**20
+_BITS = {
+    torch.bfloat16: (torch.int16, 0x7FFF),
+    torch.float16: (torch.int16, 0x7FFF),
+    torch.float32: (torch.int32, 0x7FFFFFFF),
+}
+
+
+def supports(problem: QuantizeProblem | DequantizeProblem) -> str | None:
+    """Accept quantization of the three float dtypes."""
+    if isinstance(problem, DequantizeProblem):
+        return "only quantizes"
+    return None if problem.in_dtype in _BITS else f"reads no {problem.in_dtype}"
+
+
+def quantize(
+    x: Tensor,
+    group: GroupShape,
+    dtype: torch.dtype,
+    min_scale: float,
+    scale_ub: Tensor | None,
+    scale_rounding: str,
+) -> tuple[Tensor, Tensor]:
+    """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments."""
+    if not _divides(x, group):
+        return reference.quantize(x, group, dtype, min_scale, scale_ub, scale_rounding)
+    fmt = fp8_format(dtype)
+    options = (group, fmt, min_scale, scale_ub, scale_rounding)
+    # amax / (amax / fp8_max) exceeds fp8_max by a rounding error at most, which the cast takes back
+    clamped = scale_ub is not None or (group == MX and scale_rounding == "floor")
+    rows = x.reshape(-1, x.shape[-1])
+    codes = torch.empty(rows.shape, dtype=dtype)
+    if group == TENSOR:
+        parts = [_amax(piece, group) for piece, *_ in _pieces(rows, codes, group)]
+        scale = reference.scales(torch.stack(parts).amax(0), *options)
+        for piece, out, wide in _pieces(rows, codes, group):
+            _divide(piece, out, wide, scale, group, fmt.max if clamped else None)
+    else:
+        found = []
+        for piece, out, wide in _pieces(rows, codes, group):
+            found.append(reference.scales(_amax(piece, group), *options))
+            _divide(piece, out, wide, found[-1], group, fmt.max if clamped else None)
+        scale = torch.cat(found).reshape(*x.shape[:-1], -1) if group.rows == 1 else torch.cat(found)
+    return _with_nan(codes, scale, group, fmt.nan_code).view(x.shape), scale
+
+
+def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
+    """Quantize with given scales, for one scale per tensor; others are left to ``reference``."""
+    fmt = fp8_format(dtype)
+    if group != TENSOR or not _divides(x, group) or not scale.isfinite().all():
+        return reference.quantize_static(x, scale, group, dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    codes = torch.empty(rows.shape, dtype=dtype)
+    for piece, out, wide in _pieces(rows, codes, group):
+        if _amax(piece, group).isnan().any():
+            out.copy_(reference.quantize_static(piece, scale, group, dtype))
+        else:
+            _divide(piece, out, wide, scale, group, fmt.max)
+    return codes.view(x.shape)
+
+
+def _divides(x: Tensor, group: GroupShape) -> bool:
+    """Say whether the groups cover a matrix, or a stack of rows, without ragged edges."""
+    if x.numel() == 0 or (group.rows > 1 and (x.dim() != 2 or x.shape[0] % group.rows)):
+        return False
+    return group.cols == -1 or x.shape[-1] % group.cols == 0
+
+
+def _pieces(x: Tensor, codes: Tensor, group: GroupShape) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Cut input and output into runs of whole rows and groups, with fp32 room for each."""
+    threads = torch.get_num_threads()
+    step = max(1, (_PIECE if threads == 1 else _PIECE_PER_THREAD * threads) // x.shape[1])
+    if group.rows > 1:
+        step = -(-step // group.rows) * group.rows
+    room = torch.empty(min(step, len(x)), x.shape[1])
+    for piece, out in zip(x.split(step), codes.split(step), strict=True):
+        yield piece, out, room[: len(piece)]
+
+
+def _amax(x: Tensor, group: GroupShape) -> Tensor:
+    """Take the largest magnitude of each group; as bits it is NaN above infinity above the rest."""
+    integer, mask = _BITS[x.dtype]
+    bits = x.view(integer) & mask
+    if group == TENSOR:
+        found = bits.amax().reshape(1, 1)
+    elif group.cols == -1:
+        found = bits.amax(-1, keepdim=True)
+    else:
+        found = bits.view(-1, group.rows, bits.shape[1]).amax(1) if group.rows > 1 else bits
+        found = found.view(len(found), -1, group.cols).amax(-1)
+    return found.view(x.dtype).float()
+
+
+def _divide(
+    x: Tensor, out: Tensor, wide: Tensor, scale: Tensor, group: GroupShape, largest: float | None
+) -> None:
+    """Write the codes of a piece; those of groups with a NaN scale are not defined."""
+    divisor = reference.multipliers(scale, group)
+    wide.copy_(x)
+    if group == TENSOR or group.cols == -1:
+        wide /= divisor
+    elif group.rows == 1:
+        wide.view(len(wide), -1, group.cols).div_(divisor[:, :, None])
+    else:
+        blocks = wide.view(len(divisor), group.rows, -1, group.cols)
+        blocks /= divisor[:, None, :, None]
+    if largest is not None:
+        wide.clamp_(-largest, largest)
+    out.copy_(wide)
+
+
+def _with_nan(codes: Tensor, scale: Tensor, group: GroupShape, nan_code: int) -> Tensor:
+    """Give groups whose scale is NaN the one code that NaN has."""
+    matrix = scale.reshape(-1, scale.shape[-1])
+    if reference.multipliers(matrix, group).isnan().any():
+        nan = reference.expand_scale(matrix, tuple(codes.shape), group).isnan()
+        codes.view(torch.uint8).masked_fill_(nan, nan_code)
+    return codes

@@ -1,0 +1,236 @@
+"""compressed-tensors: its configs read, written, refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from fp8kit.checkpoint.dialects import (
+    COMPRESSED_TENSORS,
+    Announcement,
+    Source,
+    Spec,
+    detect,
+    quantization_config,
+    scheme_of,
+)
+from fp8kit.errors import CheckpointError
+from fp8kit.formats import BLOCK, GROUP128, ROW, SCHEMES, TENSOR, Scheme
+
+DYNAMIC = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "channel",
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}
+HELD = tuple(SCHEMES)
+
+
+def announced(config: dict[str, Any]) -> Announcement:
+    source = Source(config)
+    assert detect(source) is COMPRESSED_TENSORS
+    return COMPRESSED_TENSORS.parse(source)
+
+
+def scheme_in(config: dict[str, Any], layer: str = "x") -> Scheme:
+    numbers = announced(config).numbers(layer)
+    assert numbers.weight is not None
+    return numbers.scheme(numbers.weight, has_input_scale=False)
+
+
+def changed(**group: Any) -> dict[str, Any]:
+    found = copy.deepcopy(DYNAMIC)
+    found["config_groups"]["group_0"].update(group)
+    return {"quantization_config": found}
+
+
+def test_render_writes_the_union_that_every_engine_needs() -> None:
+    assert COMPRESSED_TENSORS.render(Spec(SCHEMES["FP8_DYNAMIC"])) == DYNAMIC
+
+
+def test_render_block() -> None:
+    group = COMPRESSED_TENSORS.render(Spec(SCHEMES["FP8_BLOCK"]))["config_groups"]["group_0"]
+    assert group["weights"]["strategy"] == "block"
+    assert group["weights"]["block_structure"] == [128, 128]
+    assert group["input_activations"]["group_size"] == 128
+
+
+def test_render_always_ignores_the_head() -> None:
+    spec = Spec(SCHEMES["FP8_DYNAMIC"], ("model.layers.0.mlp.gate",))
+    assert COMPRESSED_TENSORS.render(spec)["ignore"] == ["lm_head", "model.layers.0.mlp.gate"]
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_parse_undoes_render(name: str) -> None:
+    config = {
+        "quantization_config": COMPRESSED_TENSORS.render(Spec(SCHEMES[name], ("a", "re:.*b")))
+    }
+    assert scheme_in(config) == SCHEMES[name]
+    assert announced(config).ignore == ("a", "lm_head", "re:.*b")
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme("UE8M0", BLOCK, GROUP128, ue8m0=True),
+        Scheme("E5M2", ROW, ROW, dtype=torch.float8_e5m2),
+        Scheme("ODD", GROUP128, ROW),
+    ],
+    ids=str,
+)
+def test_render_refuses_what_it_cannot_say(scheme: Scheme) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot hold it.*Convert with FP8_DYNAMIC"):
+        COMPRESSED_TENSORS.render(Spec(scheme))
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "text"])
+def test_config_is_found_wherever_tools_put_it(key: str) -> None:
+    config = {"text_config": {"quantization_config": DYNAMIC}} if key == "text" else {key: DYNAMIC}
+    assert quantization_config(config) == DYNAMIC
+    assert scheme_in(config) == SCHEMES["FP8_DYNAMIC"]
+
+
+def test_old_config_without_a_method() -> None:
+    old = {k: v for k, v in DYNAMIC.items() if k != "quant_method"}
+    assert scheme_in({"compression_config": old}) == SCHEMES["FP8_DYNAMIC"]
+
+
+def test_no_config_means_high_precision() -> None:
+    assert detect(Source({"hidden_size": 4})) is None
+
+
+def test_spellings_that_exporters_use() -> None:
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": "128x128",
+        "group_size": None,
+        "observer": "minmax",
+    }
+    inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128}
+    config = changed(weights=weights, input_activations={**inputs, "dynamic": True})
+    config["quantization_config"]["quant_method"] = "compressed_tensors"
+    assert scheme_in(config) == SCHEMES["FP8_BLOCK"]
+
+
+def test_groups_may_differ_by_layer() -> None:
+    config = changed()
+    groups = config["quantization_config"]["config_groups"]
+    for name, targets in (("one", ["a.down"]), ("two", ["re:b\\..*"])):
+        groups[name] = copy.deepcopy(groups["group_0"])
+        groups[name].update(input_activations=None, targets=targets)
+    groups["two"]["weights"]["strategy"] = "tensor"
+    found = {name: scheme_in(config, name).name for name in ("a.down", "b.up", "c.a.down", "a")}
+    assert found == {
+        "a.down": "FP8_WEIGHT_ONLY",
+        "b.up": "FP8_TENSOR_BY_16BIT",
+        "c.a.down": "FP8_DYNAMIC",
+        "a": "FP8_DYNAMIC",
+    }
+
+
+def test_render_names_the_layers_of_other_schemes() -> None:
+    others = {"b": SCHEMES["MXFP8"], "a": SCHEMES["FP8"], "c": SCHEMES["FP8"]}
+    found = COMPRESSED_TENSORS.render(Spec(SCHEMES["FP8_DYNAMIC"], others=others))
+    assert found["format"] == "mixed-precision"
+    targets = [g["targets"] for g in found["config_groups"].values()]
+    assert targets == [["Linear"], ["a", "c"], ["b"]]
+    formats = [g["format"] for g in found["config_groups"].values()]
+    assert formats == ["float-quantized", "float-quantized", "mxfp8-quantized"]
+    config = {"quantization_config": found}
+    for name in ("a", "b", "c", "d"):
+        assert scheme_in(config, name) == others.get(name, SCHEMES["FP8_DYNAMIC"])
+
+
+def test_render_mx() -> None:
+    found = COMPRESSED_TENSORS.render(Spec(SCHEMES["MXFP8"]))
+    common = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+        "scale_dtype": "torch.uint8",
+        "zp_dtype": "torch.uint8",
+    }
+    assert found["format"] == "mxfp8-quantized"
+    assert found["config_groups"] == {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**common, "dynamic": False},
+            "input_activations": {**common, "dynamic": True},
+        }
+    }
+
+
+def test_the_library_that_defines_the_format_accepts_what_is_written() -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    for scheme in (
+        *SCHEMES.values(),
+        scheme_of(TENSOR, TENSOR),
+        scheme_of(ROW, TENSOR, static=True),
+    ):
+        found = COMPRESSED_TENSORS.render(Spec(scheme, kv_scales=True))
+        read = quantization.QuantizationConfig.model_validate(found)
+        assert read.format == found["format"]
+        assert read.kv_cache_scheme.num_bits == 8
+
+
+WEIGHTS = DYNAMIC["config_groups"]["group_0"]["weights"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quantization_config": [1]}, r"quantization_config = \[1\]"),
+        ({"quantization_config": {**DYNAMIC, "config_groups": {}}}, "at least one group"),
+        ({"quantization_config": {**DYNAMIC, "config_groups": {"a": 3}}}, "config_groups.a = 3"),
+        ({"quantization_config": {**DYNAMIC, "ignore": "lm_head"}}, "a list of names"),
+        ({"quantization_config": {**DYNAMIC, "format": "nvfp4-pack-quantized"}}, "nvfp4-pack"),
+        (changed(targets=["re:("]), "names or regular expressions"),
+        (changed(targets="Linear"), "a list of names"),
+        ({"quantization_config": {**DYNAMIC, "transform_config": {"a": 1}}}, "transform_config"),
+        ({"quantization_config": {**DYNAMIC, "sparsity_config": {"format": "2:4"}}}, "2:4"),
+        (changed(weights=4), r"weights = 4"),
+        (changed(weights=None), "8-bit symmetric floats"),
+        (changed(weights={**WEIGHTS, "num_bits": 4}), "8-bit symmetric floats"),
+        (changed(weights={**WEIGHTS, "symmetric": False}), "8-bit symmetric floats"),
+        (changed(weights={**WEIGHTS, "type": "int"}), "8-bit symmetric floats"),
+        (changed(weights={**WEIGHTS, "group_size": [[]]}), "8-bit symmetric floats"),
+        (changed(output_activations={"num_bits": 8}), "output_activations"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        announced(config)
+
+
+def test_unread_parts_are_said() -> None:
+    found = {**DYNAMIC, "kv_cache_scheme": {"num_bits": 8}}
+    assert announced({"quantization_config": found}).unread == (
+        "The config quantizes the KV cache; its scales are not used.",
+    )

@@ -1,0 +1,303 @@
+"""What each dialect's config may say, what it then means, and what is refused by name.
+
+Whole checkpoints of every dialect are in ``tests/golden``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from fp8kit.checkpoint.dialects import (
+    DIALECTS,
+    Numbers,
+    Source,
+    Spec,
+    detect,
+    dialect_named,
+    scheme_of,
+)
+from fp8kit.errors import CheckpointError
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
+
+E4, F32, E8 = torch.float8_e4m3fn, torch.float32, torch.float8_e8m0fnu
+KINDS = {"a.weight": (E4, (256, 128))}
+FP8 = {"quant_method": "fp8"}
+QUARK = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+
+
+def quark(weight: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    group = {"weight": {**QUARK, **weight}, "input_tensors": inputs and {**QUARK, **inputs}}
+    return {"quant_method": "quark", "global_quant_config": group}
+
+
+def read(config: dict[str, Any], scale: str = "weight_scale", **more: Any) -> tuple[str, Numbers]:
+    """Give the dialect of a quantization config, and how it says layer ``a`` computes."""
+    kinds = KINDS | {f"a.{scale}": (F32, ())}
+    source = Source({"quantization_config": config} if config else {}, kinds, **more)
+    dialect = detect(source)
+    assert dialect is not None
+    return dialect.name, dialect.parse(source).numbers("a")
+
+
+@pytest.mark.parametrize(
+    ("config", "scale", "name", "numbers"),
+    [
+        (FP8, "weight_scale", "autofp8", Numbers(static=False)),
+        (FP8, "weight_scale_inv", "fp8", Numbers(static=False)),
+        (
+            FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+            "weight_scale_inv",
+            "fp8",
+            Numbers(BLOCK, GROUP128, ue8m0=True),
+        ),
+        (
+            FP8 | {"weight_block_size": [32, 64]},
+            "weight_scale_inv",
+            "fp8",
+            Numbers(GroupShape(32, 64), GroupShape(1, 64)),
+        ),
+        (FP8 | {"activation_scheme": "static"}, "weight_scale", "autofp8", Numbers(static=True)),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:fp8"},
+            "weight_scale_inv",
+            "fp8",
+            Numbers(static=False),
+        ),
+        (
+            {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8},
+            "weight_scale",
+            "mxfp8-weight-scale",
+            Numbers(MX, MX),
+        ),
+        (FP8 | {"weight_block_size": [1, 32]}, "weight_scale_inv", "mxfp8", Numbers(MX, MX)),
+        ({"quant_method": "MXFP8"}, "weight_scale", "mxfp8-weight-scale", Numbers(MX, MX)),
+        ({"quant_method": "w8a8_fp8"}, "weight_scale", "bare", Numbers(static=None)),
+        ({"quant_method": "awq"}, "qscale_weight", "mistral", Numbers(static=None)),
+        (quark({}), "weight_scale", "quark", Numbers(TENSOR, weight_only=True)),
+        (
+            quark({}, {}) | {"export": {}},
+            "weight_scale",
+            "quark",
+            Numbers(TENSOR, weight_only=True),
+        ),
+        (
+            quark({}, {"is_dynamic": True}),
+            "weight_scale",
+            "quark",
+            Numbers(TENSOR, TENSOR),
+        ),
+        (
+            quark({"qscheme": "per_block", "block_size": [128, 128]}, {"is_dynamic": True}),
+            "weight_scale",
+            "quark",
+            Numbers(BLOCK),
+        ),
+        (
+            quark(
+                {"qscheme": "per_block", "block_size": [1, 32], "scale_type": "float8_e8m0fnu"},
+                {"is_dynamic": True},
+            ),
+            "weight_scale",
+            "quark",
+            Numbers(MX),
+        ),
+        (
+            {"quant_method": "quark", "activation_scheme": "static"},
+            "weight_scale",
+            "quark",
+            Numbers(TENSOR, static=None),
+        ),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "fp8_pb_wo"}},
+            "weight_scale",
+            "modelopt",
+            Numbers(BLOCK, GROUP128),
+        ),
+        (
+            {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION"}
+            | {"quantized_layers": {"b": {"quant_algo": "FP8"}}},
+            "weight_scale",
+            "modelopt",
+            Numbers(static=None),
+        ),
+    ],
+)
+def test_what_a_config_means(
+    config: dict[str, Any], scale: str, name: str, numbers: Numbers
+) -> None:
+    assert read(config, scale) == (name, numbers)
+
+
+def test_flat_modelopt_counts_more_than_nested() -> None:
+    nested = {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}
+    assert read({}, documents=nested) == ("modelopt", Numbers(TENSOR, static=True))
+    flat = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    assert read(flat, documents=nested) == ("modelopt", Numbers(MX, MX))
+
+
+@pytest.mark.parametrize(("word", "static"), [("NO_SCALES", False), ("TENSOR", True), (None, None)])
+def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool | None) -> None:
+    params = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": word}}
+    found = read({}, "qscale_weight", documents={"params.json": params})
+    assert found == ("mistral", Numbers(static=static))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (FP8 | {"activation_scheme": "magic"}, "activation_scheme = 'magic'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt = 'e5m2'"),
+        (FP8 | {"scale_fmt": 3}, "scale_fmt = 3"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size = \[128\]"),
+        (FP8 | {"weight_block_size": [0, 128]}, "two positive integers"),
+        (FP8 | {"weight_block_size": "big"}, "two positive integers"),
+        (FP8 | {"ignored_layers": "lm_head"}, "a list of names"),
+        (
+            FP8 | {"weight_block_size": [128, 128], "expert_dtype": "fp4"},
+            "FP4 experts are not read",
+        ),
+        ({"quant_method": "mxfp8", "weight_block_size": [1, 16]}, r"\[1, 32\]"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "a positive number"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "x"}, "a positive number"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4'"),
+        ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, r"quant_algo = \['FP8'\]"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "at least one layer"),
+        ({"quant_method": "quark"}, "global_quant_config = None"),
+        (quark({"dtype": "int8"}), "dtype = 'int8'"),
+        (quark({"qscheme": "per_group", "group_size": 64}), "groups of 32"),
+        (quark({"qscheme": "per_channel", "ch_axis": 1}), "per_channel over axis 0"),
+        (quark({}, {"qscheme": "per_channel"}), "dynamic, or static per_tensor"),
+        (quark({}) | {"export": {"weight_format": "fake_quantized"}}, "has no codes"),
+        (quark({}) | {"export": 3}, "export = 3"),
+        ({"quant_method": "torchao"}, "not describe torchao's tensors"),
+        ({"quant_method": "gptq"}, "quant_method = 'gptq'. This version reads compressed-tensors"),
+        ({"bits": 4}, "quant_method = None"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(config, "scales" if config.get("expert_dtype") is None else "weight_scale_inv")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"qformat_weight": "int4"}, "params.json has qformat_weight = 'int4'"),
+        ({"qscheme_act": "ROW"}, "params.json has qscheme_act = 'ROW'"),
+        ({"qscheme_act": ["TENSOR"]}, r"qscheme_act = \['TENSOR'\]"),
+    ],
+)
+def test_params_that_cannot_be_honoured(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read({}, "x", documents={"params.json": {"quantization": params}})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "a description of a tensor"),
+        ("[]", "a description of a tensor"),
+        ("[" * 100_000, "a description of a tensor"),
+        (json.dumps({"_type": "Int4Tensor", "_data": {}}), "a Float8Tensor, or an MXTensor"),
+        (json.dumps({"_type": "Float8Tensor", "_data": {}}), "'block_size'"),
+        (
+            json.dumps({"_type": "Float8Tensor", "_data": {"block_size": []}}),
+            "a description of a tensor",
+        ),
+    ],
+)
+def test_torchao_descriptions_that_cannot_be_read(text: str, message: str) -> None:
+    kinds = {"a._weight_qdata": (E4, (4, 4)), "a._weight_scale": (F32, (4, 1))}
+    source = Source({}, kinds, {}, {"tensor_names": "[]", "a.weight": text})
+    dialect = detect(source)
+    assert dialect is not None
+    with pytest.raises(CheckpointError, match=message):
+        dialect.parse(source).numbers("a")
+    with pytest.raises(CheckpointError, match=r"has b\.weight = None"):
+        dialect.parse(source).numbers("b")
+
+
+def test_torchao_blocks_and_groups() -> None:
+    acts = {"granularity": {"_type": "PerBlock", "_data": {"block_size": [1, 128]}}}
+    data = {"block_size": [128, 128], "act_quant_kwargs": {"_data": acts}}
+    kinds = {"a._weight_qdata": (E4, (256, 256))}
+    text = json.dumps({"_type": "Float8Tensor", "_data": data})
+    source = Source({}, kinds, {}, {"tensor_names": "[]", "a.weight": text})
+    found = dialect_of(source).parse(source).numbers("a")
+    assert (found.weight, found.activation) == (BLOCK, GROUP128)
+
+
+def dialect_of(source: Source) -> Any:
+    found = detect(source)
+    assert found is not None
+    return found
+
+
+def test_fbgemm_says_that_nothing_is_clipped() -> None:
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    source = Source({"quantization_config": config})
+    assert (
+        "activation_scale_ub = 1200.0 is not applied" in dialect_of(source).parse(source).unread[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("dialect", "scheme"),
+    [
+        ("fp8", SCHEMES["FP8_DYNAMIC"]),
+        ("fp8", SCHEMES["FP8_WEIGHT_ONLY"]),
+        ("fp8", scheme_of(BLOCK, None)),
+        ("autofp8", SCHEMES["FP8_BLOCK"]),
+        ("autofp8", SCHEMES["FP8_DYNAMIC"]),
+        ("mxfp8", SCHEMES["FP8_BLOCK"]),
+        ("mxfp8-weight-scale", scheme_of(MX, None)),
+    ],
+)
+def test_dialects_refuse_what_they_cannot_say(dialect: str, scheme: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"Got scheme .* to write as .*Write dialect compr"):
+        dialect_named(dialect).render(Spec(scheme))
+
+
+@pytest.mark.parametrize("name", ["fp8", "autofp8", "mxfp8"])
+def test_dialects_of_one_scheme_refuse_others(name: str) -> None:
+    scheme = SCHEMES["MXFP8" if name == "mxfp8" else "FP8_TENSOR"]
+    with pytest.raises(CheckpointError, match="and others to write as"):
+        dialect_named(name).render(Spec(scheme, others={"lm_head": scheme}))
+
+
+def test_ignore_lists_are_written_for_every_reader() -> None:
+    names = ["lm_head", "model.layers.0.mlp.gate"]
+    for dialect, scheme in (("fp8", "FP8_BLOCK"), ("autofp8", "FP8"), ("mxfp8", "MXFP8")):
+        found = dialect_named(dialect).render(Spec(SCHEMES[scheme], (names[1],)))
+        assert found["ignored_layers"] == found["modules_to_not_convert"] == names
+
+
+def test_dialects_that_are_only_read() -> None:
+    only_read = {d.name for d in DIALECTS if not d.writable}
+    assert only_read == {
+        *("torchao", "mistral", "comfyui", "modelopt", "quark", "fbgemm", "bare"),
+    }
+    for dialect in DIALECTS:
+        if not dialect.writable:
+            with pytest.raises(CheckpointError, match="read and not written"):
+                dialect.render(Spec(SCHEMES["FP8"]))
+            with pytest.raises(ValueError, match="Those that are written are autofp8, compressed"):
+                dialect_named(dialect.name)
+
+
+def test_misspelt_dialects() -> None:
+    with pytest.raises(ValueError, match=r"Did you mean 'compressed-tensors'\?"):
+        dialect_named("compressed_tensor")
+
+
+def test_granularity_of_activations_follows_the_weight() -> None:
+    found = {g: Numbers().scheme(g, has_input_scale=False).activation for g in (TENSOR, ROW, BLOCK)}
+    assert found == {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128}
+    assert Numbers(static=None).scheme(TENSOR, has_input_scale=True) == SCHEMES["FP8"]
+    assert (
+        Numbers(weight_only=True).scheme(ROW, has_input_scale=False) == SCHEMES["FP8_WEIGHT_ONLY"]
+    )

@@ -1,0 +1,137 @@
+"""How much memory loading takes: the final model, one layer, and five per cent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fp8kit
+from checkpoint_samples import edit_json
+
+if not Path("/proc/self/clear_refs").exists():
+    pytest.skip("needs the memory counters of Linux", allow_module_level=True)
+
+WIDTH, BLOCKS, SHARDS = 1024, 32, 4
+LAYER = 2 * 4 * WIDTH * WIDTH  # bytes of the largest layer in bf16, gate and up joined
+
+
+def measured(way: str, small: Path, large: Path) -> dict[str, int]:
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(tests.parent / "src")}
+    # memory that malloc keeps for later would count as taken
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    run = [sys.executable, str(tests / "peak.py"), way, str(small), str(large)]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def bound(found: dict[str, int]) -> float:
+    return 1.05 * found["final"] + LAYER
+
+
+def write(path: Path, blocks: int, width: int, fp8: bool) -> Path:
+    path.mkdir()
+    tensors: dict[str, torch.Tensor] = {}
+    for i in range(blocks):
+        for name, (n, k) in {
+            "gate_proj": (2 * width, width),
+            "up_proj": (2 * width, width),
+            "down_proj": (width, 2 * width),
+        }.items():
+            key = f"{i}.{name}.weight"
+            if fp8:
+                tensors[key] = torch.full((n, k), 0.5).to(torch.float8_e4m3fn)
+                tensors[f"{key}_scale"] = torch.ones(n, 1)
+            else:
+                tensors[key] = torch.full((n, k), 0.5, dtype=torch.bfloat16)
+    names, index = list(tensors), {}
+    for shard in range(SHARDS):  # gate and up of one block lie in different files
+        file = f"model-{shard}.safetensors"
+        part = {n: tensors[n] for n in names[shard::SHARDS]}
+        if part:
+            save_file(part, path / file)
+            index |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (path / "shape.json").write_text(json.dumps({"blocks": blocks, "width": width}))
+    config: dict[str, Any] = {"dtype": "bfloat16"}
+    if fp8:
+        config["quantization_config"] = quantization()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def quantization() -> dict[str, Any]:
+    arguments = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {**arguments, "strategy": "channel", "dynamic": False}
+    inputs = {**arguments, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    path = tmp_path_factory.mktemp("dense")
+    return write(path / "small", 1, 256, False), write(path / "large", BLOCKS, WIDTH, False)
+
+
+@pytest.mark.parametrize("way", ["quantize", "join", "fp8"])
+def test_loading_into_a_model_on_meta(tmp_path: Path, dense: tuple[Path, Path], way: str) -> None:
+    small, large = dense
+    if way == "fp8":
+        small = write(tmp_path / "small", 1, 256, True)
+        large = write(tmp_path / "large", BLOCKS, WIDTH, True)
+    found = measured(way, small, large)
+    assert found["final"] > 180 * 2**20
+    assert 0.95 * found["final"] < found["peak"] < bound(found), found
+    assert found["reload"] < 0.05 * found["final"] + 2 * LAYER, found
+
+
+def test_the_bound_can_fail(dense: tuple[Path, Path]) -> None:
+    found = measured("naive", *dense)
+    assert found["peak"] > 1.5 * found["final"]
+    assert found["peak"] > bound(found)
+
+
+@pytest.mark.parametrize("way", ["hf-quantize", "hf-fp8"])
+def test_loading_a_transformers_model(tmp_path: Path, way: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    for name, layers, width in (("small", 1, 256), ("large", 12, WIDTH)):
+        config = transformers.LlamaConfig(
+            vocab_size=256,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            architectures=["LlamaForCausalLM"],
+        )
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).bfloat16()
+        state = {
+            n: torch.full(t.shape, 0.5, dtype=torch.bfloat16) for n, t in model.state_dict().items()
+        }
+        path = tmp_path / name
+        path.mkdir()
+        save_file(state, path / "model.safetensors")
+        config.save_pretrained(path)
+        edit_json(path / "config.json", dtype="bfloat16")
+        if way == "hf-fp8":
+            fp8kit.save(fp8kit.load(path, scheme="FP8_DYNAMIC"), tmp_path / f"{name}-fp8")
+    ending = "-fp8" if way == "hf-fp8" else ""
+    found = measured(way, tmp_path / f"small{ending}", tmp_path / f"large{ending}")
+    assert found["final"] > 180 * 2**20
+    assert 0.95 * found["final"] < found["peak"] < bound(found), found

@@ -1,0 +1,489 @@
+"""The golden checkpoints: one tiny folder per dialect, to its published layout.
+
+What a dialect looks like and what its numbers mean is told here from each format's own description,
+without this package. ``PYTHONPATH=tests python -m golden.generate`` writes them again; the tests
+compare the files byte for byte.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from golden.layout import (
+    ARGS,
+    DOWN,
+    IGNORE,
+    LEFT,
+    OUT,
+    W1,
+    W2,
+    Golden,
+    by_block,
+    by_mx,
+    by_row,
+    by_tensor,
+    codes,
+    compressed,
+    exponents,
+    fp8,
+    power,
+    rest,
+    scales,
+    spread,
+    values,
+    write,
+)
+
+FOLDER = Path(__file__).parent
+ATTENTION = "model.layers.0.self_attn"
+EXPERTS = "model.layers.0.mlp.experts"
+TOKEN = {"strategy": "token", "dynamic": True}
+GROUP = {"strategy": "group", "dynamic": True}
+BYTES = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
+HF_BLOCK = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    **LEFT,
+}
+MX = {
+    "quant_method": "mxfp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [1, 32],
+    "scale_fmt": "ue8m0",
+    **LEFT,
+}
+
+
+def cache(tensors: dict[str, Tensor], key: str, value: str, shape: tuple[int, ...]) -> None:
+    tensors[key], tensors[value] = torch.full(shape, 0.5), torch.full(shape, 0.75)
+
+
+KV = {f"{ATTENTION}.k_scale": 0.5, f"{ATTENTION}.v_scale": 0.75}
+
+
+def compressed_tensors() -> dict[str, Golden]:
+    static = by_tensor("weight_scale", "input_scale", (1,))
+    cache(static["tensors"], *KV, (1,))
+    tensor = {"strategy": "tensor"}
+    kv = {**ARGS, "strategy": "tensor", "dynamic": False}
+    mx = {"strategy": "group", "group_size": 32, **BYTES}
+    mixed = by_row("weight_scale")
+    mixed["tensors"][f"{OUT}.weight_scale"] = torch.tensor([0.02])
+    mixed["truth"][OUT] = values(W1, torch.tensor([[0.02]]))
+    groups = compressed({"strategy": "channel"}, TOKEN)
+    one = compressed({"strategy": "tensor"}, None)["config_groups"]["group_0"]
+    groups["config_groups"]["group_1"] = {**one, "targets": [OUT]}
+    short = by_row("weight_scale")
+    for layer, w in ((OUT, W1), (DOWN, W2)):
+        scale = short["tensors"][f"{layer}.weight_scale"].bfloat16()
+        short["tensors"][f"{layer}.weight_scale"] = scale
+        short["truth"][layer] = values(w, scale.float())
+    name = "compressed-tensors"
+    return {
+        "compressed-tensors-static": Golden(
+            name,
+            "FP8",
+            quantization=compressed(
+                tensor, {"strategy": "tensor", "dynamic": False}, kv_cache_scheme=kv
+            ),
+            writable=True,
+            cache=KV,
+            **static,
+        ),
+        "compressed-tensors-dynamic": Golden(
+            name,
+            "FP8_DYNAMIC",
+            quantization=compressed({"strategy": "channel"}, TOKEN),
+            writable=True,
+            **by_row("weight_scale"),
+        ),
+        "compressed-tensors-bf16-scales": Golden(
+            name,
+            "FP8_DYNAMIC",
+            quantization=compressed({"strategy": "channel"}, TOKEN),
+            **short,
+        ),
+        "compressed-tensors-block": Golden(
+            name,
+            "FP8_BLOCK",
+            quantization=compressed(BLOCKS, {**GROUP, "group_size": 128}),
+            writable=True,
+            **by_block("weight_scale"),
+        ),
+        "compressed-tensors-mxfp8": Golden(
+            name,
+            "MXFP8",
+            quantization=compressed(
+                mx, {**GROUP, "group_size": 32, **BYTES}, format="mxfp8-quantized"
+            ),
+            writable=True,
+            **by_mx("weight_scale"),
+        ),
+        "compressed-tensors-two-groups": Golden(
+            name,
+            {OUT: "FP8_TENSOR_BY_16BIT", DOWN: "FP8_DYNAMIC"},
+            quantization=groups,
+            **mixed,
+        ),
+    }
+
+
+def fp8_method() -> dict[str, Golden]:
+    mistral = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    auto = {"quant_method": "fp8", "activation_scheme": "static", **LEFT}
+    static = by_tensor("weight_scale", "input_scale", ())
+    cache(static["tensors"], *KV, ())
+    two = codes(2, 16, 32)
+    stack = {
+        f"{EXPERTS}.down_proj": fp8(two),
+        f"{EXPERTS}.down_proj_scale_inv": scales(2, 1, 1),
+    }
+    up = codes(2, 256, 8, seed=2)
+    stack |= {
+        f"{EXPERTS}.gate_up_proj": fp8(up),
+        f"{EXPERTS}.gate_up_proj_scale_inv": scales(2, 2, 1, seed=4),
+    }
+    fnuz = by_tensor("weight_scale", "", ())
+    for layer in (OUT, DOWN):
+        # the same bits are half the value; 0x80 is NaN and 0x7F is 240, which e4m3fn has not
+        raw = fnuz["tensors"][f"{layer}.weight"].view(torch.uint8)
+        raw = torch.where((raw & 127) < 1, 0, raw).to(torch.uint8)
+        fnuz["tensors"][f"{layer}.weight"] = raw.view(torch.float8_e4m3fnuz)
+        fnuz["truth"][layer] = values(raw, fnuz["tensors"][f"{layer}.weight_scale"] / 2)
+    return {
+        "fp8-block": Golden(
+            "fp8",
+            "FP8_BLOCK",
+            quantization=HF_BLOCK,
+            writable=True,
+            **by_block("weight_scale_inv"),
+        ),
+        "fp8-block-ue8m0": Golden(
+            "fp8",
+            "FP8_BLOCK_UE8M0",
+            quantization=HF_BLOCK | {"scale_fmt": "ue8m0"},
+            writable=True,
+            **by_block("weight_scale_inv", power),
+        ),
+        "fp8-block-e8m0": Golden(
+            "fp8",
+            "FP8_BLOCK_UE8M0",
+            quantization=HF_BLOCK | {"scale_fmt": "ue8m0", "expert_dtype": "fp8"},
+            **by_block("scale", lambda e: e.view(torch.float8_e8m0fnu)),
+        ),
+        "fp8-block-experts": Golden(
+            "fp8",
+            "FP8_BLOCK",
+            rest() | stack,
+            {
+                f"{EXPERTS}.down_proj": values(two, spread(scales(2, 1, 1), (16, 32), 128, 128)),
+                f"{EXPERTS}.gate_up_proj": values(
+                    up, spread(scales(2, 2, 1, seed=4), (256, 8), 128, 128)
+                ),
+            },
+            HF_BLOCK,
+        ),
+        "fp8-mistral": Golden(
+            "fp8",
+            "FP8",
+            quantization=mistral,
+            **by_tensor("weight_scale_inv", "activation_scale", ()),
+        ),
+        "autofp8-static": Golden(
+            "autofp8",
+            "FP8",
+            quantization=auto | {"kv_cache_scheme": "static"},
+            writable=True,
+            cache=KV,
+            **static,
+        ),
+        "autofp8-dynamic": Golden(
+            "autofp8",
+            "FP8_TENSOR",
+            quantization=auto | {"activation_scheme": "dynamic"},
+            writable=True,
+            **by_tensor("weight_scale", "", ()),
+        ),
+        "autofp8-fnuz": Golden(
+            "autofp8",
+            "FP8_TENSOR",
+            quantization=auto | {"activation_scheme": "dynamic"},
+            **fnuz,
+        ),
+        "mxfp8": Golden(
+            "mxfp8", "MXFP8", quantization=MX, writable=True, **by_mx("weight_scale_inv")
+        ),
+        "mxfp8-weight-scale": Golden(
+            "mxfp8-weight-scale",
+            "MXFP8",
+            quantization=MX,
+            writable=True,
+            **by_mx("weight_scale"),
+        ),
+    }
+
+
+def fbgemm() -> dict[str, Golden]:
+    layers = by_row("weight_scale")
+    up, down = codes(2, 8, 16, seed=1), codes(2, 12, 8, seed=6)
+    s_up, s_down = scales(2, 1, 16), scales(2, 8, 1, seed=5)
+    layers["tensors"] |= {
+        f"{EXPERTS}.gate_up_proj": fp8(up),
+        f"{EXPERTS}.gate_up_proj_scale": s_up,
+        f"{EXPERTS}.down_proj": fp8(down),
+        f"{EXPERTS}.down_proj_scale": s_down,
+    }
+    layers["truth"] |= {
+        f"{EXPERTS}.gate_up_proj": values(up, s_up).mT,
+        f"{EXPERTS}.down_proj": values(down, s_down.mT).mT,
+    }
+    config = {
+        "quant_method": "fbgemm_fp8",
+        "activation_scale_ub": 1200.0,
+        "modules_to_not_convert": IGNORE,
+    }
+    return {"fbgemm": Golden("fbgemm", "FP8_DYNAMIC", quantization=config, **layers)}
+
+
+def modelopt() -> dict[str, Golden]:
+    nested = by_tensor("weight_scale", "input_scale", ())
+    cache(nested["tensors"], f"{ATTENTION}.k_proj.k_scale", f"{ATTENTION}.v_proj.v_scale", ())
+    file = {
+        "producer": {"name": "modelopt", "version": "0.33.0"},
+        "quantization": {
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head", "*.mlp.gate"],
+        },
+    }
+    flat = {"quant_method": "modelopt", "ignore": IGNORE, "producer": {"name": "modelopt"}}
+    blocks = by_block("weight_scale")
+    for name, t in blocks["tensors"].items():
+        if name.endswith("weight_scale"):
+            blocks["tensors"][name] = t.view(t.shape[0], 1, t.shape[1], 1)
+    mixed = by_row("weight_scale", column=False)
+    mixed["tensors"][f"{OUT}.weight_scale"] = torch.tensor(0.02)
+    mixed["tensors"][f"{OUT}.input_scale"] = torch.tensor(0.5)
+    mixed["truth"][OUT] = values(W1, torch.tensor([[0.02]]))
+    layers = {
+        OUT: {"quant_algo": "FP8"},
+        "*.down_proj": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    }
+    return {
+        "modelopt-nested": Golden(
+            "modelopt",
+            "FP8",
+            extra={
+                "hf_quant_config.json": file,
+                "config.json": {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"},
+            },
+            cache=KV,
+            **nested,
+        ),
+        "modelopt-flat": Golden(
+            "modelopt",
+            "FP8",
+            quantization=flat | {"quant_algo": "FP8"},
+            **by_tensor("weight_scale", "input_scale", ()),
+        ),
+        "modelopt-channel": Golden(
+            "modelopt",
+            "FP8_DYNAMIC",
+            quantization=flat | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+            **by_row("weight_scale", column=False),
+        ),
+        "modelopt-block": Golden(
+            "modelopt", "FP8_BLOCK", quantization=flat | {"quant_algo": "FP8_PB_WO"}, **blocks
+        ),
+        "modelopt-mxfp8": Golden(
+            "modelopt",
+            "MXFP8",
+            quantization=flat | {"quant_algo": "MXFP8"},
+            **by_mx("weight_scale"),
+        ),
+        "modelopt-mixed": Golden(
+            "modelopt",
+            {OUT: "FP8", DOWN: "FP8_DYNAMIC"},
+            quantization=flat | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers},
+            inputs={OUT: 0.5},
+            **mixed,
+        ),
+    }
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Store the byte of row r and column c at tile (r // 128, c // 4), as cuBLAS documents it."""
+    rows, cols = -(-scale.shape[0] // 128), -(-scale.shape[1] // 4)
+    flat = torch.zeros(rows * cols * 512, dtype=torch.uint8)
+    for r in range(scale.shape[0]):
+        for c in range(scale.shape[1]):
+            tile = r // 128 * cols + c // 4
+            flat[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4] = scale[r, c]
+    return flat.view(rows * 32, cols * 16)
+
+
+def torchao() -> dict[str, Golden]:
+    up, w_mx, w2 = "model.layers.0.mlp.up_proj", codes(130, 32, seed=8), codes(10, 16)
+    e, s = exponents(130, 1), scales(24, 1)
+    one = torch.tensor([[0.03]])
+    tensors = {
+        f"{OUT}._weight_qdata": fp8(W1),
+        f"{OUT}._weight_scale": s,
+        f"{DOWN}._weight_qdata": fp8(w2),
+        f"{DOWN}._weight_scale": one,
+        f"{up}._weight_qdata": fp8(w_mx),
+        f"{up}._weight_scale": swizzled(e).view(torch.float8_e8m0fnu),
+    }
+    acts = {"_type": "QuantizeTensorToFloat8Kwargs", "_data": {"granularity": {"_type": "PerRow"}}}
+    mx_acts = {"_type": "QuantizeTensorToMXKwargs", "_data": {"block_size": 32}}
+    described: dict[str, Any] = {
+        f"{OUT}.weight": ("Float8Tensor", {"block_size": [1, 32], "act_quant_kwargs": acts}),
+        f"{DOWN}.weight": ("Float8Tensor", {"block_size": [10, 16], "act_quant_kwargs": None}),
+        f"{up}.weight": (
+            "MXTensor",
+            {
+                "elem_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"},
+                "block_size": 32,
+                "act_quant_kwargs": mx_acts,
+                "is_swizzled_scales": True,
+            },
+        ),
+    }
+    names = ["qdata", "scale"]
+    metadata = {
+        n: json.dumps({"_type": kind, "_data": data, "_tensor_data_names": names})
+        for n, (kind, data) in described.items()
+    }
+    metadata |= {n: json.dumps({"_type": "Tensor"}) for n in rest()}
+    metadata["tensor_names"] = json.dumps([*described, *rest()])
+    return {
+        "torchao": Golden(
+            "torchao",
+            {OUT: "FP8_DYNAMIC", DOWN: "FP8_TENSOR_BY_16BIT", up: "MXFP8"},
+            rest() | tensors,
+            {OUT: values(W1, s), DOWN: values(w2, one), up: values(w_mx, power(e))},
+            {"quant_method": "torchao", "quant_type": {"default": {"_version": 2}}},
+            metadata=metadata,
+        )
+    }
+
+
+def quark() -> dict[str, Golden]:
+    def config(weight: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+        fp8_ = {"dtype": "fp8_e4m3", "symmetric": True}
+        return {
+            "quant_method": "quark",
+            "global_quant_config": {
+                "weight": {**fp8_, "is_dynamic": False, **weight},
+                "input_tensors": {**fp8_, **inputs},
+                "output_tensors": None,
+                "bias": None,
+            },
+            "exclude": IGNORE,
+            "export": {"weight_format": "real_quantized", "kv_cache_group": []},
+        }
+
+    static = by_tensor("weight_scale", "input_scale", ())
+    cache(
+        static["tensors"],
+        f"{ATTENTION}.k_proj.output_scale",
+        f"{ATTENTION}.v_proj.output_scale",
+        (1,),
+    )
+    group = {"qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    return {
+        "quark-tensor": Golden(
+            "quark",
+            "FP8",
+            quantization=config(
+                {"qscheme": "per_tensor"}, {"qscheme": "per_tensor", "is_dynamic": False}
+            ),
+            cache=KV,
+            **static,
+        ),
+        "quark-channel": Golden(
+            "quark",
+            "FP8_DYNAMIC",
+            quantization=config(
+                {"qscheme": "per_channel", "ch_axis": 0},
+                {"qscheme": "per_channel", "is_dynamic": True},
+            ),
+            **by_row("weight_scale", column=False),
+        ),
+        "quark-mxfp8": Golden(
+            "quark",
+            "MXFP8",
+            quantization=config(group, {**group, "is_dynamic": True}),
+            **by_mx("weight_scale", e8m0=True),
+        ),
+    }
+
+
+def without_a_config() -> dict[str, Golden]:
+    """Give the dialects whose tensors say everything: Mistral's own, ComfyUI, LoRAX."""
+    names = {OUT: "layers.0.attention.wo", DOWN: "layers.0.feed_forward.w2"}
+    found = by_tensor("qscale_weight", "qscale_act", ())
+    for ours, native in names.items():
+        found["truth"][native], found["inputs"][native] = (
+            found[part].pop(ours) for part in ("truth", "inputs")
+        )
+    renamed = {}
+    for name, t in found["tensors"].items():
+        for ours, native in names.items():
+            name = name.replace(ours, native)
+        renamed[name] = t
+    native = "layers.0.attention"
+    cache(
+        renamed,
+        f"{native}.k_fake_quantizer.qscale_act",
+        f"{native}.v_fake_quantizer.qscale_act",
+        (),
+    )
+    found["tensors"] = renamed
+    params = {"dim": 8, "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}}
+    old, new = by_tensor("scale_weight", "", ()), by_row("weight_scale")
+    old["tensors"]["scaled_fp8"] = fp8(torch.zeros(2, dtype=torch.uint8))
+    text = json.dumps({"format": "float8_e4m3fn"}).encode()
+    for layer in (OUT, DOWN):
+        new["tensors"][f"{layer}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+    fused, w = f"{ATTENTION}.qkv_proj", codes(16, 32)
+    parts = torch.tensor([0.01, 0.03, 0.02])
+    bare = by_row("weight_scale")
+    bare["tensors"] |= {f"{fused}.weight": fp8(w), f"{fused}.weight_scale": parts}
+    rows = torch.cat([parts[i].expand(n, 1) for i, n in enumerate((8, 4, 4))])
+    bare["truth"][fused] = values(w, rows)
+    model = {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "bfloat16"}
+    return {
+        "mistral": Golden(
+            "mistral",
+            "FP8",
+            extra={"params.json": params},
+            file="consolidated.safetensors",
+            cache={f"{native}.k_scale": 0.5, f"{native}.v_scale": 0.75},
+            **found,
+        ),
+        "comfyui-scaled": Golden(
+            "comfyui", "FP8_TENSOR_BY_16BIT", file="diffusion.safetensors", **old
+        ),
+        "comfyui-quant": Golden("comfyui", "FP8_WEIGHT_ONLY", file="diffusion.safetensors", **new),
+        "bare": Golden("bare", "FP8_DYNAMIC", extra={"config.json": model}, **bare),
+    }
+
+
+def goldens() -> dict[str, Golden]:
+    """Give all golden checkpoints by the name of their folder."""
+    families = (compressed_tensors, fp8_method, fbgemm, modelopt, torchao, quark, without_a_config)
+    return {name: golden for family in families for name, golden in family().items()}
+
+
+if __name__ == "__main__":
+    for name, golden in goldens().items():
+        write(golden, FOLDER / name)

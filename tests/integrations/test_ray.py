@@ -1,0 +1,114 @@
+"""The files of a checkpoint spread over a Ray cluster of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpoint_samples import NANO, all_bytes
+from fp8kit.checkpoint import journal
+from fp8kit.checkpoint_io import Recipe, quantize_checkpoint, ray_runner
+from fp8kit.errors import CheckpointError, ConversionError
+
+ray = pytest.importorskip("ray")
+RECIPE = Recipe("FP8_DYNAMIC", max_shard_bytes=500_000)
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join((str(tests.parent / "src"), str(tests)))
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    path = tmp_path_factory.mktemp("wanted") / "out"
+    quantize_checkpoint(NANO, path, RECIPE, progress=False)
+    return all_bytes(path)
+
+
+def test_the_same_bytes(cluster: None, wanted: dict[str, bytes], tmp_path: Path) -> None:
+    quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=ray_runner(), progress=False)
+    assert all_bytes(tmp_path / "out") == wanted
+    assert os.listdir(tmp_path) == ["out"]
+    assert ray.is_initialized()  # a cluster that was there stays
+
+
+def test_lost_workers(cluster: None, wanted: dict[str, bytes], tmp_path: Path) -> None:
+    """The first workers of some files are killed before the files are whole."""
+    runner, deaths = ray_runner(), tmp_path / "deaths"
+    deaths.mkdir()
+    write = runner.write
+
+    def dying(work, index, source, folder, device):  # type: ignore[no-untyped-def]
+        from fp8kit.checkpoint import streaming
+
+        mark = deaths / str(index)
+        if index % 4 == 0 and not mark.exists():
+            mark.touch()
+            streaming.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+        write(work, index, source, folder, device)
+
+    runner.write = dying
+    quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=runner, progress=False)
+    assert all_bytes(tmp_path / "out") == wanted
+    assert len(list(deaths.iterdir())) == 3
+    assert sorted(os.listdir(tmp_path)) == ["deaths", "out"]
+
+
+def test_what_a_worker_raises_arrives(
+    cluster: None, wanted: dict[str, bytes], tmp_path: Path
+) -> None:
+    runner = ray_runner()
+    write = runner.write
+
+    def failing(work, index, source, folder, device):  # type: ignore[no-untyped-def]
+        from fp8kit.errors import ConversionError
+
+        if index == 3:
+            raise ConversionError("the fourth file")
+        write(work, index, source, folder, device)
+
+    runner.write = failing
+    with pytest.raises(ConversionError, match="the fourth file"):
+        quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=runner, progress=False)
+    assert not (tmp_path / "out").exists()
+    # what the cluster left, this machine continues
+    quantize_checkpoint(NANO, tmp_path / "out", RECIPE, progress=False)
+    assert all_bytes(tmp_path / "out") == wanted
+
+
+def test_a_machine_that_does_not_see_the_files(cluster: None, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(NANO, source)
+    runner = ray_runner()
+    write = runner.write
+
+    def elsewhere(work, index, source, folder, device):  # type: ignore[no-untyped-def]
+        write(work, index, "/nowhere/at/all", folder, device)
+
+    runner.write = elsewhere
+    with pytest.raises(CheckpointError, match="does not see /nowhere/at/all"):
+        quantize_checkpoint(source, tmp_path / "out", RECIPE, runner=runner, progress=False)
+
+
+def test_files_that_only_the_other_machine_has(cluster: None, tmp_path: Path) -> None:
+    runner = ray_runner()
+    runner.write = lambda *_: None
+    with pytest.raises(CheckpointError, match="was written by another machine and is not in"):
+        quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=runner, progress=False)
+    assert journal.Partial(tmp_path / "out").home.exists()

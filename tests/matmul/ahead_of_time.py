@@ -1,0 +1,138 @@
+"""Compile the Triton product for several GPUs without one, and count what came out, as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, GroupShape, scale_dtype, scale_shape
+from fp8kit.matmul import triton_scaled
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.triton_kernels import product_kernel
+
+E4M3 = torch.float8_e4m3fn
+PAIRS = {
+    "row-row": (ROW, ROW),
+    "groups-block": (GROUP128, BLOCK),
+    "mx-mx": (MX, MX),
+    "16bit-row": (None, ROW),
+}
+KB = 1024
+DEVICES = {
+    "sm80": ((8, 0), triton_scaled.Device(108, 164 * KB)),
+    "sm89": ((8, 9), triton_scaled.Device(128, 100 * KB)),
+    "sm90": ((9, 0), triton_scaled.Device(132, 228 * KB)),
+    "sm100": ((10, 0), triton_scaled.Device(148, 228 * KB)),
+}
+# device, scales, rows, options
+VARIANTS = (
+    *((device, "row-row", 16, "") for device in DEVICES),
+    *((device, "16bit-row", 16, "") for device in DEVICES),
+    ("sm89", "row-row", 16, "fast"),
+    ("sm90", "row-row", 16, "fast"),
+    ("sm90", "row-row", 4096, ""),
+    ("sm90", "groups-block", 64, ""),
+    ("sm90", "groups-block", 4096, ""),
+    ("sm100", "groups-block", 4096, ""),
+    ("sm90", "row-row", 4096, "invariant"),
+    ("sm90", "mx-mx", 64, ""),
+    ("sm90", "16bit-row", 64, ""),
+)
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.uint8: "u8",
+    E4M3: "fp8e4nv",
+}
+COUNTED = {
+    "wgmma_fp8": r"wgmma\.mma_async\S*e4m3\.e4m3",
+    "mma_fp8": r"mma\.sync\S*e4m3\.e4m3",
+    "mma_16bit": r"mma\.sync\S*bf16\.bf16",
+    "tcgen05": r"tcgen05\.mma\S*f8f6f4",
+    "copies_of_16": r"cp\.async\.cg\.shared\.global[^;]*, 0x10",
+    "copies_of_8": r"cp\.async\.ca\.shared\.global[^;]*, 0x8,",
+    "additions": r"\badd(?:\.rn)?\.f32",
+    "paired_decodes": r"cvt\.rn\.f16x2\.e4m3x2",
+    "scalar_conversions": r"cvt\.rn\.bf16\.f(?:32|16)",
+}
+
+
+def main() -> None:
+    """Print one JSON object: variant to counts."""
+    found = {}
+    for device, pair, m, option in VARIANTS:
+        found[f"{device} {pair} {m} {option}".strip()] = counts(device, PAIRS[pair], m, option)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def counts(
+    device: str, groups: tuple[GroupShape | None, GroupShape], m: int, option: str
+) -> dict[str, int]:
+    """Compile one variant and count its instructions."""
+    n, k = 4096, 4096
+    capability, limits = DEVICES[device]
+    w = torch.empty(n, k, dtype=E4M3, device="meta")
+    x = torch.empty(m, k, dtype=torch.bfloat16 if groups[0] is None else E4M3, device="meta")
+    scales = [
+        None if g is None else torch.empty(scale_shape(t.shape, g), dtype=scale_dtype(g))
+        for t, g in ((w, groups[1]), (x, groups[0]))
+    ]
+    problem = MatmulProblem(
+        m, n, k, *groups, x.dtype, w.dtype, torch.bfloat16, False,
+        "fast" if option == "fast" else "precise", option == "invariant", "cuda", capability,
+        after_quantize=True,
+    )  # fmt: skip
+    tile = triton_scaled.choose_tile(problem, limits)
+    y = torch.empty(0, dtype=torch.float32 if tile.splits > 1 else torch.bfloat16)
+    arguments = triton_scaled.product_arguments((w, x, *scales, None, y), problem)
+    kernel = triton.compile(
+        source(arguments, triton_scaled.product_constants(problem, tile)),
+        target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
+        options=triton_scaled.launch_options(problem, tile),
+    )
+    text = kernel.asm["ptx"]
+    return {name: len(re.findall(p, text)) for name, p in COUNTED.items()} | {
+        "stack": stack_bytes(kernel.asm["cubin"])
+    }
+
+
+def source(arguments: tuple[object, ...], constants: dict[str, object]) -> ASTSource:
+    """Specialise the kernel as the launcher does: ones are constants, multiples of 16 are known."""
+    signature, compiled_in, known = {}, {}, {}
+    for i, name in enumerate(product_kernel.arg_names):
+        value = arguments[i] if i < len(arguments) else constants[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+        elif i >= len(arguments) or value is None or (value == 1 and name != "M"):
+            signature[name], compiled_in[(i,)] = "constexpr", value
+        else:
+            signature[name] = "i32"
+        if isinstance(value, torch.Tensor) or (
+            signature[name] == "i32" and name != "M" and int(str(value)) % 16 == 0
+        ):
+            known[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=product_kernel, signature=signature, constexprs=compiled_in, attrs=known)
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Give the local memory of a kernel: what did not fit in registers."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = [str(tool), "-res-usage", file.name]
+        out = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", out)[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""Eager layers repeat their launches, and never a stale one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8kit
+from fp8kit import tape
+from fp8kit.modules import eager
+from numerics import assert_bits_equal
+from taped import CpuBackends, install
+
+SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8", "FP8_TENSOR")
+
+
+@pytest.fixture
+def cpu_backends(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
+    return install(monkeypatch)
+
+
+def dense(bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
+    return nn.Linear(160, 96, bias=bias, dtype=dtype)
+
+
+def made(scheme: str = "FP8_DYNAMIC", linear: nn.Linear | None = None) -> fp8kit.Fp8Linear:
+    scale = torch.full((1, 1), 0.01) if scheme == "FP8" else None
+    return fp8kit.Fp8Linear.from_linear(linear or dense(), scheme, scale).requires_grad_(False)
+
+
+def operator(layer: fp8kit.Fp8Linear, x: Tensor) -> Tensor:
+    """Compute by the registered operator, which nothing shortens."""
+    weight = layer.quantized_weight()
+    options = {"scheme": layer.scheme, "accum": layer.accum}
+    return fp8kit.linear(x, weight, layer.bias, input_scale=layer.input_scale, **options)
+
+
+def warmed(layer: fp8kit.Fp8Linear, x: Tensor, backends: CpuBackends) -> fp8kit.Fp8Linear:
+    for _ in range(3):
+        layer(x)
+    backends.calls.clear()
+    layer(x)
+    assert backends.calls == [], "the layer is taped"
+    return layer
+
+
+def x_of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, 160, dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), ()], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_taped_layer_computes_what_the_operator_computes(
+    scheme: str, bias: bool, shape: tuple[int, ...], cpu_backends: CpuBackends
+) -> None:
+    layer = made(scheme, dense(bias))
+    for turn in range(4):
+        x = x_of(*shape)
+        cpu_backends.calls.clear()
+        y = layer(x)
+        assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
+        assert_bits_equal(y, operator(layer, x))
+
+
+def test_shapes_and_dtypes_have_tapes_of_their_own(cpu_backends: CpuBackends) -> None:
+    layer = made()
+    inputs = [x_of(3), x_of(4), x_of(3, dtype=torch.float32), x_of(1, 3)]
+    for _ in range(3):
+        for x in inputs:
+            assert_bits_equal(layer(x), operator(layer, x))
+    cpu_backends.calls.clear()
+    for x in inputs:
+        layer(x)
+    assert cpu_backends.calls == []
+
+
+def test_few_shapes_are_kept(cpu_backends: CpuBackends) -> None:
+    layer = made()
+    for m in range(1, 2 * eager._MOST_SHAPES):
+        layer(x_of(m))
+    assert 0 < len(layer._tapes) <= eager._MOST_SHAPES
+
+
+def test_a_reload_in_place_is_seen(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    layer.load_state_dict(dense().state_dict())
+    assert_bits_equal(layer(x), operator(layer, x))
+    layer.load_state_dict(made().state_dict())
+    cpu_backends.calls.clear()
+    y = layer(x)
+    assert cpu_backends.calls == []  # the storage is the same
+    assert_bits_equal(y, operator(layer, x))
+
+
+def replace_weight(layer: fp8kit.Fp8Linear) -> None:
+    other = made()
+    layer.weight, layer.weight_scale = other.weight, other.weight_scale
+
+
+def swap_data(layer: fp8kit.Fp8Linear) -> None:
+    other = made()
+    layer.weight.data, layer.weight_scale.data = other.weight.data, other.weight_scale.data
+
+
+def cast(layer: fp8kit.Fp8Linear) -> None:
+    layer.half()
+    layer.bfloat16()
+    layer.float()
+
+
+def drop_bias(layer: fp8kit.Fp8Linear) -> None:
+    layer.bias = None
+
+
+def fast(layer: fp8kit.Fp8Linear) -> None:
+    layer.accum = "fast"
+
+
+@pytest.mark.parametrize("change", [replace_weight, swap_data, cast, drop_bias, fast])
+def test_a_change_of_the_layer_is_seen(
+    change: Callable[[fp8kit.Fp8Linear], None], cpu_backends: CpuBackends
+) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    change(layer)
+    for _ in range(4):
+        assert_bits_equal(layer(x), operator(layer, x))
+
+
+def test_a_bias_of_another_dtype_at_the_old_address_is_seen() -> None:
+    layer = made()
+    constants = (layer.weight, layer.weight_scale, layer.bias, None)
+    alias = nn.Parameter(layer.bias.detach().view(torch.float16), requires_grad=False)
+    other = (layer.weight, layer.weight_scale, alias, None)
+    assert alias.data_ptr() == layer.bias.data_ptr()
+    assert eager._state(constants) != eager._state(other)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_modes_see_the_operator(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    with Seen() as seen:
+        layer(x)
+    assert "fp8kit.linear.default" in seen.names
+
+
+class Marked(Tensor):
+    """A subclass that sees every operation on it."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        cls.seen.append(str(func))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_subclasses_see_the_operator(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    Marked.seen.clear()
+    layer(x.as_subclass(Marked))
+    assert any("linear" in name for name in Marked.seen)
+    weight = layer.weight.detach().as_subclass(Marked)
+    Marked.seen.clear()
+    layer.compute(x, weight, layer.weight_scale, layer.bias)
+    assert any("linear" in name for name in Marked.seen)
+
+
+def test_gradients_flow(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    wanted = x.clone().requires_grad_()
+    layer(wanted).sum().backward()
+    assert wanted.grad is not None
+    with torch.no_grad():
+        assert not layer(wanted).requires_grad
+    layer.bias.requires_grad_(True)
+    layer(x).sum().backward()
+    assert layer.bias.grad is not None
+
+
+def test_autocast_decides_the_dtype(cpu_backends: CpuBackends) -> None:
+    x = x_of(3, dtype=torch.float32)
+    layer = warmed(made(), x, cpu_backends)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    assert layer(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.repeat(1, 2)[:, ::2],
+        lambda x: nn.Parameter(x, requires_grad=False),
+        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+        lambda x: torch.complex(x.float(), x.float()).conj().imag,
+        lambda x: torch._neg_view(x),
+    ],
+    ids=["strided", "parameter", "unaligned", "imaginary", "negative"],
+)
+def test_inputs_that_a_tape_cannot_take_run_in_full(
+    other: Callable[[Tensor], Tensor], cpu_backends: CpuBackends
+) -> None:
+    x = other(x_of(3))
+    layer = warmed(made(), x_of(3).to(x.dtype), cpu_backends)
+    for _ in range(3):
+        assert_bits_equal(layer(x), operator(layer, x))
+
+
+def test_bad_input_is_refused_as_before(cpu_backends: CpuBackends) -> None:
+    layer = warmed(made(), x_of(3), cpu_backends)
+    with pytest.raises(ValueError, match="of the same K"):
+        layer(torch.randn(3, 159))
+    with pytest.raises(TypeError, match="bfloat16, float16 or float32"):
+        layer(torch.ones(3, 160, dtype=torch.int64))
+    assert layer(x_of(0)).shape == (0, 96)
+
+
+def test_hooks_run(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    layer.register_forward_hook(lambda *_: torch.zeros(1))
+    layer.register_forward_pre_hook(lambda _, args: (args[0] * 0,))
+    assert torch.equal(layer(x), torch.zeros(1))
+
+
+def test_copies_and_pickles_start_without_tapes(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
+    copies.append(torch.load(file, weights_only=False))
+    for twin in copies:
+        assert len(twin._tapes) == 0
+        with torch.no_grad():
+            twin.weight_scale.mul_(2)
+        for _ in range(3):
+            assert_bits_equal(twin(x), operator(twin, x))
+    assert len(layer._tapes) == 1
+
+
+def test_compiled_layers_hold_the_operator(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    assert_bits_equal(compiled(x), layer(x))
+    compiled(x)
+    layer(x_of(9))
+    compiled(x)
+    assert len(graphs) == 1
+    assert "fp8kit" in graphs[0].code
+
+
+@pytest.mark.filterwarnings("ignore:.*batching rule:UserWarning")
+def test_vmap_sees_the_operator(cpu_backends: CpuBackends) -> None:
+    x = x_of(2, 3)
+    layer = warmed(made(), x[0], cpu_backends)
+    assert_bits_equal(torch.vmap(layer)(x), torch.stack([operator(layer, part) for part in x]))
+
+
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(160, 128).bfloat16() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate_proj(x) - self.up_proj(x)
+
+
+def test_joined_siblings_are_taped_too(cpu_backends: CpuBackends) -> None:
+    model = nn.Sequential(Siblings())
+    fp8kit.convert(model)
+    first, second = model[0].gate_proj, model[0].up_proj
+    for turn in range(4):
+        x = x_of(3)
+        cpu_backends.calls.clear()
+        y = model(x)
+        assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
+        assert_bits_equal(y, operator(first, x) - operator(second, x))
+
+
+def test_a_failing_call_leaves_no_recording(
+    cpu_backends: CpuBackends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, layer = x_of(3), made()
+    layer(x)
+
+    def broken(*_: object) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cpu_backends, "run", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            layer(x)
+    assert not tape.recording()
+    for _ in range(3):
+        assert_bits_equal(layer(x), operator(layer, x))
+
+
+def test_real_backends_of_a_cpu_are_not_taped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "TAPED_DEVICES", ("cpu",))
+    x, layer = x_of(3), made()
+    for _ in range(3):
+        assert_bits_equal(layer(x), operator(layer, x))
+    ((_, taped),) = layer._tapes.values()
+    assert taped is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 3, 16, 64, 200])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "FP8"])
+def test_on_a_gpu_the_bits_stay_the_same(scheme: str, m: int) -> None:
+    """Streams, graphs, reloads and other inputs, against the operator."""
+    linear = nn.Linear(1024, 768, device="cuda", dtype=torch.bfloat16)
+    layer = made(scheme, linear).to("cuda")
+    inputs = [torch.randn(m, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
+    for x in inputs:
+        assert_bits_equal(layer(x), operator(layer, x))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results = [layer(x) for x in inputs * 50]
+    results += [layer(x) for x in inputs * 50]
+    torch.cuda.synchronize()
+    for y, x in zip(results, inputs * 100, strict=True):
+        assert_bits_equal(y, operator(layer, x))
+    graph = torch.cuda.CUDAGraph()
+    held = inputs[0].clone()
+    with torch.cuda.graph(graph):
+        y = layer(held)
+    held.copy_(inputs[1])
+    layer.load_state_dict(made(scheme, nn.Linear(1024, 768, dtype=torch.bfloat16)).state_dict())
+    graph.replay()
+    assert_bits_equal(y, operator(layer, inputs[1]))
+
+
+@pytest.mark.gpu
+def test_on_hopper_a_decode_step_is_taped() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the own kernels are Hopper's")
+    layer = made("FP8_DYNAMIC", nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16))
+    x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        layer(x)
+    ((_, taped),) = layer._tapes.values()
+    assert taped is not None
+    assert len(taped.steps) == 2

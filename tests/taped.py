@@ -1,0 +1,144 @@
+"""Kernels that take addresses and run on a CPU, so that tapes can be tested where there is no GPU.
+
+Like a real kernel they know nothing but addresses and numbers: a tape that passes a stale or wrong
+address computes a wrong result, or reads memory that a test has poisoned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8kit import tape
+from fp8kit.dispatch import choose
+from fp8kit.formats import GroupShape
+from fp8kit.matmul import reference as multiplier
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.modules import eager
+from fp8kit.quantizers import reference as quantizer
+
+Layout = tuple[tuple[int, ...], torch.dtype]
+
+
+class CpuLaunch:
+    """A launch that calls a function on the memory behind its addresses."""
+
+    def __init__(
+        self, kernel: Callable[..., None], layouts: Sequence[Layout | None], addresses: list[int]
+    ) -> None:
+        self.kernel, self.layouts, self.addresses = kernel, layouts, addresses
+        self.streams: list[int] = []
+
+    def replay(self, addresses: Sequence[int], stream: int) -> None:
+        self.streams.append(stream)
+        with _disable_current_modes(), torch.no_grad():
+            self.kernel(*[at(a, lay) for a, lay in zip(addresses, self.layouts, strict=True)])
+
+
+def at(address: int, layout: Layout | None) -> Tensor | None:
+    if layout is None:
+        return None
+    shape, dtype = layout
+    if address == 0:
+        return torch.empty(shape, dtype=dtype)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    memory = (ctypes.c_char * count).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def launch(kernel: Callable[..., None], *tensors: Tensor | None) -> None:
+    """Run a kernel on tensors by their addresses, and note it where a tape is recorded."""
+    layouts = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
+    made = CpuLaunch(kernel, layouts, [0 if t is None else t.data_ptr() for t in tensors])
+    made.replay(made.addresses, 0)
+    if tape.recording():
+        tape.note(made)
+
+
+class CpuBackends:
+    """A quantizer and a matmul made of such kernels; they count how often Python runs them."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def quantize(
+        self,
+        x: Tensor,
+        group: GroupShape,
+        dtype: torch.dtype,
+        floor: float,
+        scale_ub: Tensor | None,
+        rounding: str,
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("quantize")
+        x = x.contiguous().resolve_neg()
+        with _disable_current_modes():
+            shape = quantizer.quantize(x, group, dtype, floor, None, rounding)[1].shape
+        scale = torch.empty(shape, dtype=torch.float32)
+        data = torch.empty(x.shape, dtype=dtype)
+
+        def kernel(x: Tensor, data: Tensor, scale: Tensor) -> None:
+            codes, found = quantizer.quantize(x, group, dtype, floor, None, rounding)
+            data.copy_(codes)
+            scale.copy_(found)
+
+        launch(kernel, x, data, scale)
+        return data, scale
+
+    def quantize_static(
+        self, x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype
+    ) -> Tensor:
+        self.calls.append("quantize")
+        x = x.contiguous().resolve_neg()
+        data = torch.empty(x.shape, dtype=dtype)
+        launch(
+            lambda x, scale, data: data.copy_(quantizer.quantize_static(x, scale, group, dtype)),
+            x,
+            scale,
+            data,
+        )
+        return data
+
+    def run(
+        self,
+        x: Tensor,
+        x_scale: Tensor | None,
+        w: Tensor,
+        w_scale: Tensor,
+        bias: Tensor | None,
+        groups: tuple[GroupShape | None, GroupShape],
+        problem: MatmulProblem,
+    ) -> Tensor:
+        self.calls.append("multiply")
+        y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype)
+
+        def kernel(*memory: Tensor) -> None:
+            *operands, y = memory
+            y.copy_(multiplier.run(*operands, groups, problem))
+
+        launch(kernel, x, x_scale, w, w_scale, bias, y)
+        return y
+
+    dequantize = staticmethod(quantizer.dequantize)
+
+    @staticmethod
+    def supports(_: object) -> None:
+        return None
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
+    """Let layers on a CPU run such kernels, and be taped."""
+    made = CpuBackends()
+    # names of their own, because choices are cached by the table
+    where = f"cpu backends {id(made)}"
+    monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", (("reference", where, ()),))
+    monkeypatch.setattr("fp8kit.ops.QUANTIZER_BACKENDS", (("reference", where, ()),))
+    monkeypatch.setattr("fp8kit.dispatch._load", lambda _: (made, ""))
+    monkeypatch.setattr(eager, "TAPED_DEVICES", ("cpu",))
+    choose.cache_clear()
+    return made

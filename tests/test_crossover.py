@@ -1,0 +1,175 @@
+"""Layers that FP8 does not make faster stay as they are, at the row counts they serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+import fp8kit
+from fp8kit import crossover
+from fp8kit.dispatch import choose
+from fp8kit.matmul import problem as matmul
+from fp8kit.measurements import Case, Table
+
+FIRST = "torch_native"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Case, tuple[float, float]]], None]:
+    """Pretend that layers run on a GPU with a table of (FP8, bf16) times."""
+    real = crossover.linear_problem
+    gpu = {"device_type": "cuda", "capability": (8, 9), "device": "Toy GPU"}
+    table = Table("Toy GPU", 1e12, 1e15)
+
+    def tables(device: str) -> Table | None:
+        return table if device == "Toy GPU" else None
+
+    def pretend(times: dict[Case, tuple[float, float]]) -> None:
+        table.rows = {c: {FIRST: fp8, "bf16": dense} for c, (fp8, dense) in times.items()}
+        choose.cache_clear()
+
+    monkeypatch.setattr(crossover, "table_for", tables)
+    monkeypatch.setattr(matmul, "table_for", tables)
+    only = tuple(row for row in matmul.BACKENDS if row[0] == FIRST)
+    monkeypatch.setattr(crossover, "BACKENDS", only)
+    monkeypatch.setattr(
+        crossover, "linear_problem", lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu)
+    )
+    yield pretend
+    choose.cache_clear()
+
+
+def row(m: int, n: int, k: int) -> Case:
+    return Case("row*row", "precise", m, n, k)
+
+
+def two(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(1024, 512), nn.Linear(512, 1024)).to(dtype)
+
+
+MIXED = {
+    row(1, 512, 1024): (1.0, 2.0),
+    row(256, 512, 1024): (5.0, 4.0),
+    row(1, 1024, 512): (1.0, 2.0),
+    row(256, 1024, 512): (3.0, 4.0),
+}
+
+
+def converted(plan: fp8kit.Plan) -> list[str]:
+    return [r.name for r in plan.report.converted]
+
+
+@pytest.mark.parametrize(
+    ("m", "names"),
+    [(None, ["0", "1"]), (1, ["0", "1"]), (256, ["1"]), ([1, 200], ["1"]), ((1,), ["0", "1"])],
+    ids=str,
+)
+def test_every_given_row_count_must_gain(
+    m: int | Sequence[int] | None, names: list[str], measured: Callable[..., None]
+) -> None:
+    measured(MIXED)
+    plan = fp8kit.plan(two(), m=m)
+    assert converted(plan) == names
+    assert not any("not measured" in note for note in plan.report.notes)
+
+
+def test_the_reason_names_row_count_and_times(measured: Callable[..., None]) -> None:
+    measured(MIXED)
+    report = fp8kit.convert(two(), m=[1, 256])
+    record = report.skipped[0]
+    assert record.name == "0"
+    assert record.reason == (
+        "bf16 is faster at m=256: 4.0 µs, FP8 5.0 µs (measured); FP8 is faster at m=1"
+    )
+    assert record.bytes_after == record.bytes_before
+    assert not record.warning
+
+
+def test_without_row_counts_a_layer_that_never_gains_is_left(
+    measured: Callable[..., None],
+) -> None:
+    measured({**MIXED, row(1, 512, 1024): (3.0, 2.0)})
+    model = two()
+    assert converted(fp8kit.plan(model)) == ["1"]
+    assert converted(fp8kit.plan(model, include=["0", "1"])) == ["0", "1"]
+    assert converted(fp8kit.plan(model, include=["0", "1"], m=256)) == ["1"]
+
+
+def test_what_a_checkpoint_becomes_does_not_depend_on_the_machine(
+    measured: Callable[..., None],
+) -> None:
+    measured(dict.fromkeys(MIXED, (3.0, 2.0)))
+    model = two().to("meta")
+    plan = fp8kit.plan(model)
+    assert converted(plan) == ["0", "1"]
+    assert plan.report.notes == []
+    assert converted(fp8kit.plan(model, m=1)) == []
+
+
+def test_a_tie_goes_to_fp8(measured: Callable[..., None]) -> None:
+    measured(dict.fromkeys(MIXED, (2.0, 2.0)))
+    assert converted(fp8kit.plan(two(), m=[1, 256])) == ["0", "1"]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(512, 1024), nn.Linear(512, 256)
+        self.v_proj = nn.Linear(512, 256)
+
+
+def test_siblings_are_judged_as_they_run(measured: Callable[..., None]) -> None:
+    alone = {row(m, n, 512): (3.0, 2.0) for m in (16, 1024) for n in (256, 1024)}
+    joined = row(16, 1536, 512)
+    model = nn.Sequential(Attention()).bfloat16()
+    measured({**alone, joined: (5.9, 9.0)})
+    plan = fp8kit.plan(model, m=16)
+    assert len(converted(plan)) == 3
+    assert len(plan.report.groups) == 1
+    measured({**alone, joined: (6.1, 9.0)})  # three dense layers take 3 * 2.0
+    plan = fp8kit.plan(model, m=16)
+    assert converted(plan) == []
+    assert plan.report.groups == []
+    measured({**alone, joined: (5.9, 9.0)})  # above 512 rows nothing is joined
+    assert converted(fp8kit.plan(model, m=1024)) == []
+    assert len(converted(fp8kit.plan(model, m=16, fuse="none"))) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_was_not_measured_is_converted_and_said(
+    dtype: torch.dtype, measured: Callable[..., None]
+) -> None:
+    measured(MIXED)
+    plan = fp8kit.plan(two(dtype), m=256)
+    assert converted(plan) == ["0", "1"]
+    assert any("was not measured for 0, 1" in note for note in plan.report.notes)
+
+
+def test_without_a_table_the_report_says_so() -> None:
+    model = two()
+    silent, asked = fp8kit.plan(model), fp8kit.plan(model, m=1)
+    assert converted(silent) == converted(asked) == ["0", "1"]
+    assert not any("not measured" in note for note in silent.report.notes)
+    (note,) = (n for n in asked.report.notes if "not measured" in n)
+    assert note.startswith("Whether FP8 is faster than bf16 on cpu was not measured for 0, 1")
+
+
+@pytest.mark.parametrize("m", [0, -1, [], [4, 0]], ids=str)
+def test_row_counts_are_positive(m: int | list[int]) -> None:
+    with pytest.raises(ValueError, match="Row counts are positive"):
+        fp8kit.plan(two(), m=m)
+
+
+def test_the_h200_serves_a_llama_faster_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = crossover.linear_problem
+    gpu = {"device_type": "cuda", "capability": (9, 0), "device": "NVIDIA H200"}
+    monkeypatch.setattr(
+        crossover, "linear_problem", lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu)
+    )
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4096, 28672, bias=False)).bfloat16()
+    assert converted(fp8kit.plan(model, m=[1, 16, 64, 4096])) == ["0"]

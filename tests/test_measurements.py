@@ -1,0 +1,205 @@
+"""Tables of measured times: what is in them, what is estimated from them, where they are kept."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from fp8kit import measurements, settings
+from fp8kit.dispatch import choose
+from fp8kit.matmul.problem import BACKENDS
+from fp8kit.measurements import DENSE, Case, Table, table_for
+
+H200 = "NVIDIA H200"
+SHIPPED = sorted(p.name for p in resources.files("fp8kit").joinpath("tables").iterdir())
+CASE = Case("row*row", "precise", 16, 4096, 4096)
+
+
+def shipped(name: str) -> Table:
+    return Table.from_json(resources.files("fp8kit").joinpath("tables", name).read_text())
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Keep tuned tables in a folder of this test, and forget what other tests read."""
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    table_for.cache_clear()
+    yield tmp_path
+    table_for.cache_clear()
+    choose.cache_clear()
+
+
+def made(times: dict[Case, dict[str, float]], device: str = "toy") -> Table:
+    return Table(device, 4e12, 1e15, times)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_table_names_its_device_and_versions(name: str) -> None:
+    table = shipped(name)
+    assert name == f"{measurements._slug(table.device)}.json"
+    assert {"driver", "torch", "triton"} <= set(table.facts)
+    known = {backend for backend, *_ in BACKENDS} | {DENSE}
+    for case, times in table.rows.items():
+        assert {c.partition(":")[0] for c in times} <= known, case
+        assert DENSE in times, case
+        assert len(times) > 1, case
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_shipped_time_beats_the_roofline(name: str) -> None:
+    table = shipped(name)
+    for case, times in table.rows.items():
+        for candidate, us in times.items():
+            # clocks and bandwidth of the roofline are sustained ones; a short burst may pass them
+            assert us > 0.9 * table.roofline(case, candidate), (case, candidate)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shape_that_was_not_measured_is_estimated_within_a_quarter(name: str) -> None:
+    """Leave every (N, K) out in turn: its times must follow from the other shapes'."""
+    table = shipped(name)
+    errors = []
+    for n, k in {(c.n, c.k) for c in table.rows}:
+        others = {c: t for c, t in table.rows.items() if (c.n, c.k) != (n, k)}
+        left = Table(table.device, table.bandwidth, table.flops, others)
+        for case in (c for c in table.rows if (c.n, c.k) == (n, k)):
+            estimate = left.estimate(case)
+            if estimate is not None:
+                times = table.rows[case]
+                errors += [
+                    abs(estimate.us[c] / us - 1) for c, us in times.items() if c in estimate.us
+                ]
+    errors.sort()
+    assert len(errors) > 100
+    assert statistics.median(errors) < 0.08
+    assert errors[int(0.9 * len(errors))] < 1 / 4
+
+
+def test_a_measured_case_is_given_as_it_is() -> None:
+    table = made({CASE: {DENSE: 13.0, "swap_ab": 8.0}})
+    estimate = table.estimate(CASE)
+    assert estimate is not None
+    assert estimate.us == {DENSE: 13.0, "swap_ab": 8.0}
+    assert estimate.basis == "measured"
+
+
+def test_a_near_case_scales_with_the_roofline() -> None:
+    table = made({CASE: {DENSE: 20.0, "swap_ab": 10.0}})
+    twice = Case("row*row", "precise", 16, 8192, 4096)
+    estimate = table.estimate(twice)
+    assert estimate is not None
+    for name, us in table.rows[CASE].items():
+        grown = (table.roofline(twice, name) + 4) / (table.roofline(CASE, name) + 4)
+        assert estimate.us[name] == pytest.approx(us * grown)
+    assert estimate.basis == "estimated; nearest measured is 4096x4096 at m=16"
+
+
+def test_nearer_neighbours_weigh_more() -> None:
+    near, far = (
+        Case("row*row", "precise", 16, 4096, 8192),
+        Case("row*row", "precise", 16, 4096, 1024),
+    )
+    table = made({near: {"swap_ab": 100.0}, far: {"swap_ab": 1.0}})
+    ratios = {c: table.rows[c]["swap_ab"] / (table.roofline(c) + 4) for c in (near, far)}
+    estimate = table.estimate(CASE)
+    assert estimate is not None
+    found = estimate.us["swap_ab"] / (table.roofline(CASE) + 4)
+    assert found == pytest.approx((ratios[near] ** 4 * ratios[far]) ** 0.2)
+
+
+@pytest.mark.parametrize(
+    "far",
+    [
+        Case("row*row", "precise", 16, 4096, 4096 * 5),
+        Case("row*row", "precise", 64, 4096, 2048),
+        Case("row*tensor", "precise", 16, 4096, 4096),
+        Case("row*row", "fast", 16, 4096, 4096),
+        Case("row*row", "precise", 0, 4096, 4096),
+    ],
+    ids=["long", "more-rows", "other-scales", "other-sums", "empty"],
+)
+def test_nothing_is_claimed_of_what_is_far_or_different(far: Case) -> None:
+    assert made({CASE: {DENSE: 1.0}}).estimate(far) is None
+
+
+def test_a_table_survives_writing(tmp_path: Path) -> None:
+    table = made({CASE: {DENSE: 13.25, "swap_ab:wide": 8.5}})
+    table.facts = {"driver": "1.2", "commit": "abc"}
+    table.write(tmp_path / "a" / "t.json")
+    assert Table.from_json((tmp_path / "a" / "t.json").read_text()) == table
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["t.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 2},
+        {"columns": ["m"]},
+        {"bandwidth": "wide"},
+        {"rows": [["row*row", "precise", 1, 2, 3, {"bf16": -1.0}]]},
+        {"rows": [["row*row", "precise", 0, 2, 3, {"bf16": 1.0}]]},
+        {"rows": [["row*row", 1]]},
+        {"rows": 7},
+    ],
+    ids=str,
+)
+def test_a_damaged_table_is_refused(change: dict[str, object]) -> None:
+    data = json.loads(made({CASE: {DENSE: 13.0}}).to_json())
+    assert Table.from_json(json.dumps(data)).rows
+    with pytest.raises(ValueError, match="fp8kit tune"):
+        Table.from_json(json.dumps({**data, **change}))
+
+
+def test_text_that_is_no_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="Not a table of measured times"):
+        Table.from_json("{")
+
+
+def test_tuned_times_come_before_shipped_ones(cache: Path) -> None:
+    before = table_for(H200)
+    assert before is not None
+    own, other = before.rows[CASE], Case("row*row", "precise", 16, 12345, 4096)
+    tuned = Table(H200, 1.0, 1.0, {CASE: {"torch_native": 1.0}, other: {DENSE: 2.0}})
+    tuned.write(measurements.tuned_path(H200))
+    table_for.cache_clear()
+    after = table_for(H200)
+    assert after is not None
+    assert after.rows[CASE] == {**own, "torch_native": 1.0}
+    assert after.rows[other] == {DENSE: 2.0}
+    assert after.bandwidth == before.bandwidth
+
+
+def test_a_device_of_its_own_is_known_once_it_is_tuned(cache: Path) -> None:
+    assert table_for("NVIDIA L4") is None
+    made({CASE: {DENSE: 13.0}}, "NVIDIA L4").write(measurements.tuned_path("NVIDIA L4"))
+    table_for.cache_clear()
+    found = table_for("NVIDIA L4")
+    assert found is not None
+    assert found.rows == {CASE: {DENSE: 13.0}}
+    assert table_for("") is None
+
+
+def test_tuned_times_hold_for_one_driver_and_version(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = {measurements.tuned_path(H200), measurements.tuned_path("NVIDIA L4")}
+    for key in ("driver", "torch", "triton", "kernels"):
+        changed = {**measurements.fingerprint(), key: "another"}
+        monkeypatch.setattr(measurements, "fingerprint", lambda changed=changed: changed)
+        paths.add(measurements.tuned_path(H200))
+    assert len(paths) == 6
+    assert all(p.parent == cache / "tables" for p in paths)
+
+
+def test_a_damaged_cache_is_named_and_left_alone(cache: Path) -> None:
+    path = measurements.tuned_path(H200)
+    path.parent.mkdir()
+    path.write_text("{}")
+    with pytest.warns(UserWarning, match=path.name):
+        table = table_for(H200)
+    assert table is not None
+    assert path.read_text() == "{}"

@@ -1,0 +1,168 @@
+"""Launches through the driver: what they pass, and what a repeated one changes; CUDA is faked."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8kit import nvrtc, tape
+
+STREAM = 77
+
+
+class FakeDriver:
+    """The bindings' own structures, with calls that note instead of reaching a GPU."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.launched: list[dict[str, Any]] = []
+        self.kinds: list[Any] = []
+        self.status = real.CUresult.CUDA_SUCCESS
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, _: int) -> Any:
+        addresses = (ctypes.c_void_p * len(self.kinds)).from_address(parameters)
+        values = [
+            address if kind == "map" else kind.from_address(address).value
+            for kind, address in zip(self.kinds, addresses, strict=True)
+        ]
+        self.launched.append(
+            {
+                "grid": config.gridDimX,
+                "block": config.blockDimX,
+                "shared": config.sharedMemBytes,
+                "stream": int(config.hStream),
+                "attributes": [int(a.id) for a in config.attrs],
+                "values": values,
+            }
+        )
+        return (self.status,)
+
+    def cuTensorMapEncodeTiled(self, *_: Any) -> Any:
+        return self.status, self._real.CUtensorMap()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    made = FakeDriver(nvrtc.driver)
+    monkeypatch.setattr(nvrtc, "driver", made)
+    monkeypatch.setattr(nvrtc.torch, "cuda", SimpleNamespace(current_device=lambda: 0))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+    nvrtc.byte_tile_map.cache_clear()
+    yield made
+    nvrtc.byte_tile_map.cache_clear()
+
+
+@pytest.fixture
+def kernel(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> nvrtc.Kernel:
+    functions = {
+        "cuModuleLoadData": lambda _: (fake.status, "module"),
+        "cuModuleGetFunction": lambda *_: (fake.status, "function"),
+        "cuFuncSetAttribute": lambda *_: (fake.status,),
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(fake, name, function, raising=False)
+    monkeypatch.setattr(nvrtc, "cubin", lambda *_: b"image")
+    cuda = SimpleNamespace(
+        device=lambda _: contextlib.nullcontext(),
+        current_stream=lambda: None,
+        current_device=lambda: 0,
+        get_device_capability=lambda _: (9, 0),
+    )
+    monkeypatch.setattr(nvrtc.torch, "cuda", cuda)
+    return nvrtc.Kernel("source", "name", 160, 2, 4096, torch.device("cuda", 0))
+
+
+def arguments(x: Tensor, y: Tensor, fake: FakeDriver) -> tuple[Any, ...]:
+    """A tile map, three pointers of which one is null, and two numbers."""
+    fake.kinds = ["map", *[ctypes.c_uint64] * 3, *[ctypes.c_int] * 2]
+    return (
+        nvrtc.byte_tile_map(x.data_ptr(), 4, 16, 2, 16),
+        nvrtc.pointer(x),
+        nvrtc.pointer(None),
+        nvrtc.pointer(y),
+        ctypes.c_int(-3),
+        ctypes.c_int(9),
+    )
+
+
+def test_a_launch_passes_grid_stream_attributes_and_arguments(
+    kernel: nvrtc.Kernel, fake: FakeDriver
+) -> None:
+    x, y = torch.zeros(4, 16), torch.zeros(4, 16)
+    given = arguments(x, y, fake)
+    kernel.launch(6, given, overlap=True)
+    kernel.launch(8, given, overlap=False)
+    first, second = fake.launched
+    assert (first["grid"], first["block"], first["shared"]) == (6, 160, 4096)
+    assert first["stream"] == STREAM
+    assert first["values"] == [given[0].getPtr(), x.data_ptr(), 0, y.data_ptr(), -3, 9]
+    ids = nvrtc._ATTRIBUTE
+    cluster = int(ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+    early = int(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+    assert first["attributes"] == [early, cluster]
+    assert (second["grid"], second["attributes"]) == (8, [cluster])
+
+
+def test_a_repeated_launch_changes_addresses_and_stream_alone(
+    kernel: nvrtc.Kernel, fake: FakeDriver
+) -> None:
+    x, y = torch.zeros(4, 16), torch.zeros(4, 16)
+    given = arguments(x, y, fake)
+    made = nvrtc.KernelLaunch(kernel, 6, given, True)
+    assert made.addresses == [x.data_ptr(), x.data_ptr(), 0, y.data_ptr()]
+    kernel.launch(6, given, overlap=True)
+    made.replay(made.addresses, STREAM)
+    other, result = torch.zeros(4, 16), torch.zeros(4, 16)
+    made.replay([other.data_ptr(), other.data_ptr(), 0, result.data_ptr()], 5)
+    original, same, moved = fake.launched
+    assert same == original
+    assert moved["stream"] == 5
+    wanted = nvrtc.byte_tile_map(other.data_ptr(), 4, 16, 2, 16).getPtr()
+    assert moved["values"] == [wanted, other.data_ptr(), 0, result.data_ptr(), -3, 9]
+    assert {k: v for k, v in moved.items() if k not in ("stream", "values")} == {
+        k: v for k, v in original.items() if k not in ("stream", "values")
+    }
+    assert given[1].value == x.data_ptr()  # the caller's own values stay
+
+
+def test_a_launch_is_noted_on_a_tape(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
+    x = torch.zeros(4, 16)
+
+    def call() -> Tensor:
+        y = torch.empty(4, 16)
+        kernel.launch(6, arguments(x, y, fake), overlap=True)
+        return y
+
+    _, made = tape.record(call, x, [])
+    assert made is not None
+    ((step, *_),) = made.steps
+    assert isinstance(step, nvrtc.KernelLaunch)
+    made._launch((x.data_ptr(), 4096, 0), STREAM)
+    assert fake.launched[-1]["values"][1:4] == [x.data_ptr(), 0, 4096]
+
+
+def test_a_failed_launch_raises(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
+    x = torch.zeros(4, 16)
+    given = arguments(x, x, fake)
+    made = nvrtc.KernelLaunch(kernel, 6, given, False)
+    fake.status = fake.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        kernel.launch(6, given, overlap=False)
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        made.replay(made.addresses, STREAM)
+
+
+def test_tile_maps_are_cached_by_address_and_shape(fake: FakeDriver) -> None:
+    first = nvrtc.byte_tile_map(4096, 4, 16, 2, 16)
+    assert nvrtc.byte_tile_map(4096, 4, 16, 2, 16) is first
+    assert nvrtc.byte_tile_map(8192, 4, 16, 2, 16) is not first
+    assert (first.address, first.shape) == (4096, (4, 16, 2, 16))
