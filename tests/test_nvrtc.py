@@ -145,9 +145,9 @@ def test_a_repeated_launch_keeps_the_kind_of_its_maps(
     given = [make(x.data_ptr(), *shape) for make in (nvrtc.byte_tile_map, nvrtc.float_row_map)]
     made = nvrtc.KernelLaunch(kernel, 6, given, True)
     made.replay([other.data_ptr(), other.data_ptr()], 5)
-    wanted = [m.maker(other.data_ptr(), *shape) for m in given]
+    wanted = [m.make(other.data_ptr(), *shape) for m in given]
     assert fake.launched[-1]["values"] == [m.getPtr() for m in wanted]
-    assert [m.maker for m in wanted] == [nvrtc.byte_tile_map, nvrtc.float_row_map]
+    assert [m.make for m in wanted] == [nvrtc.byte_tile_map, nvrtc.float_row_map]
 
 
 def test_a_launch_is_noted_on_a_tape(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:

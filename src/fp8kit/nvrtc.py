@@ -143,7 +143,7 @@ class KernelLaunch:
         i = self._moving[position]
         argument = self._arguments[i]
         if isinstance(argument, TileMap):
-            argument = self._arguments[i] = argument.maker(address, *argument.shape)
+            argument = self._arguments[i] = argument.make(address, *argument.shape)
             self._parameters[i] = argument.getPtr()
         else:
             argument.value = address
@@ -156,15 +156,15 @@ class TileMap:
 
     Args:
         address: of the first byte.
+        make: makes such a map from an address and ``shape``.
+        shape: the other arguments of ``make``.
         handle: the ``CUtensorMap``.
-        maker: ``byte_tile_map`` or ``float_row_map``, which made it.
-        shape: what else that was given.
     """
 
     address: int
-    handle: Any
-    maker: Callable[..., TileMap]
+    make: Callable[..., TileMap]
     shape: tuple[int, int, int, int]
+    handle: Any
 
     def getPtr(self) -> int:
         """Give the address of the ``CUtensorMap``, which is what a kernel's parameter copies."""
@@ -201,15 +201,16 @@ def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols:
     Returns:
         What to pass to ``Kernel.launch``.
     """
+    shape = (rows, cols, tile_rows, tile_cols)
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
     swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
-    handle = _tensor_map(address, kind, (cols, rows), cols, (tile_cols, tile_rows), swizzle)
-    return TileMap(address, handle, byte_tile_map, (rows, cols, tile_rows, tile_cols))
+    handle = _encoded(address, kind, (cols, rows), cols, (tile_cols, tile_rows), swizzle)
+    return TileMap(address, byte_tile_map, shape, handle)
 
 
 @functools.lru_cache(maxsize=4096)
 def float_row_map(address: int, rows: int, cols: int, pitch: int, tile_cols: int) -> TileMap:
-    """Describe a row-major ``float32`` matrix, loaded as parts of one row; else as above.
+    """Describe a row-major ``float32`` matrix that is loaded in parts of one row.
 
     Args:
         address: of the first value, a multiple of 16 bytes.
@@ -223,11 +224,11 @@ def float_row_map(address: int, rows: int, cols: int, pitch: int, tile_cols: int
     """
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
     swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
-    handle = _tensor_map(address, kind, (cols, rows), 4 * pitch, (tile_cols, 1), swizzle)
-    return TileMap(address, handle, float_row_map, (rows, cols, pitch, tile_cols))
+    handle = _encoded(address, kind, (cols, rows), 4 * pitch, (tile_cols, 1), swizzle)
+    return TileMap(address, float_row_map, (rows, cols, pitch, tile_cols), handle)
 
 
-def _tensor_map(
+def _encoded(
     address: int, kind: Any, shape: tuple[int, int], pitch: int, box: tuple[int, int], swizzle: Any
 ) -> Any:
     return _checked(
