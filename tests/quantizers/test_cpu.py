@@ -15,7 +15,16 @@ from fp8kit.quantizers import cpu, reference
 from fp8kit.quantizers.problem import BACKENDS, DequantizeProblem, QuantizeProblem
 from numerics import assert_bits_equal
 
-GROUPS = (ROW, TENSOR, GROUP128, BLOCK, MX, GroupShape(1, 64), GroupShape(4, 32))
+GROUPS = (
+    ROW,
+    TENSOR,
+    GROUP128,
+    BLOCK,
+    MX,
+    GroupShape(1, 64),
+    GroupShape(4, 32),
+    GroupShape(4, -1),
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 BAD = (float("nan"), -float("nan"), float("inf"), -float("inf"))

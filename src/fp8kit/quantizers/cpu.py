@@ -80,8 +80,10 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
 
 
 def _divides(x: Tensor, group: GroupShape) -> bool:
-    """Say whether the groups cover a matrix, or a stack of rows, without ragged edges."""
-    if x.numel() == 0 or (group.rows > 1 and (x.dim() != 2 or x.shape[0] % group.rows)):
+    """Say whether groups that a piece can hold cover a matrix, or a stack of rows, evenly."""
+    if x.numel() == 0:
+        return False
+    if group.rows > 1 and (group.cols == -1 or x.dim() != 2 or x.shape[0] % group.rows):
         return False
     return group.cols == -1 or x.shape[-1] % group.cols == 0
 
