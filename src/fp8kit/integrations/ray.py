@@ -100,20 +100,26 @@ class Runner:
         folder: Path,
         progress: Callable[[int], object],
     ) -> None:
-        gpus = 1 if self.device.startswith("cuda") else 0
+        kind = "GPU" if self.device.startswith("cuda") else "CPU"
+        gpus = 1 if kind == "GPU" else 0
         task = ray.remote(self.write).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
         plan = ray.put(work)
-        running = {
-            task.remote(plan, index, str(source), str(folder), self.device): index
-            for index in indices
-        }
+        waiting = list(reversed(indices))
+        running: dict[Any, int] = {}
         try:
-            while running:
+            while waiting or running:
+                slots = max(1, int(ray.cluster_resources().get(kind, 1)))  # a cluster may grow
+                while waiting and len(running) < 2 * slots:
+                    index = waiting.pop()
+                    started = task.remote(plan, index, str(source), str(folder), self.device)
+                    running[started] = index
                 (ready, *_), _ = ray.wait(list(running), num_returns=1)
+                index = running.pop(ready)
                 ray.get(ready)
-                progress(work.source_bytes(running.pop(ready)))
+                progress(work.source_bytes(index))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
         finally:
-            for left in running:
-                ray.cancel(left, force=True)
+            # not cancelled: Ray aborts this process if a task ends while it is being cancelled
+            if running:
+                ray.wait(list(running), num_returns=len(running))
