@@ -12,8 +12,10 @@ from torch import nn
 import fp8kit
 from fp8kit import crossover
 from fp8kit.dispatch import choose
+from fp8kit.formats import SCHEMES
 from fp8kit.matmul import problem as matmul
 from fp8kit.measurements import Case, Table
+from fp8kit.report import Record, Report
 
 FIRST = "torch_native"
 
@@ -87,6 +89,22 @@ def test_the_reason_names_row_count_and_times(measured: Callable[..., None]) -> 
     )
     assert record.bytes_after == record.bytes_before
     assert not record.warning
+
+
+def test_layers_known_by_name_are_judged_with_their_siblings(
+    measured: Callable[..., None],
+) -> None:
+    parts = {row(1, 1024, 512): (3.0, 2.0), row(1, 256, 512): (3.0, 2.0)}
+    measured({**parts, row(1, 1536, 512): (3.0, 4.0)})
+    shapes = {"q_proj": (1024, 512), "k_proj": (256, 512), "v_proj": (256, 512)}
+    names = {f"layers.0.attn.{name}": shape for name, shape in shapes.items()}
+    names["layers.0.mlp.fc"] = (256, 512)
+    report = Report("FP8_DYNAMIC")
+    report.records = [Record(n, "Linear", shape, "convert") for n, shape in names.items()]
+    crossover.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
+    assert [r.name for r in report.skipped] == ["layers.0.mlp.fc"]
+    assert "bf16 is faster at m=1" in report.skipped[0].reason
+    assert report.groups == []
 
 
 def test_without_row_counts_a_layer_that_never_gains_is_left(

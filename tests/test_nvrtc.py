@@ -57,8 +57,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(nvrtc.torch, "cuda", SimpleNamespace(current_device=lambda: 0))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
     nvrtc.byte_tile_map.cache_clear()
+    nvrtc.float_row_map.cache_clear()
     yield made
     nvrtc.byte_tile_map.cache_clear()
+    nvrtc.float_row_map.cache_clear()
 
 
 @pytest.fixture
@@ -132,6 +134,20 @@ def test_a_repeated_launch_changes_addresses_and_stream_alone(
         k: v for k, v in original.items() if k not in ("stream", "values")
     }
     assert given[1].value == x.data_ptr()  # the caller's own values stay
+
+
+def test_a_repeated_launch_keeps_the_kind_of_its_maps(
+    kernel: nvrtc.Kernel, fake: FakeDriver
+) -> None:
+    x, other = torch.zeros(4, 16), torch.ones(4, 16)
+    fake.kinds = ["map", "map"]
+    shape = (4, 16, 16, 8)
+    given = [make(x.data_ptr(), *shape) for make in (nvrtc.byte_tile_map, nvrtc.float_row_map)]
+    made = nvrtc.KernelLaunch(kernel, 6, given, True)
+    made.replay([other.data_ptr(), other.data_ptr()], 5)
+    wanted = [m.make(other.data_ptr(), *shape) for m in given]
+    assert fake.launched[-1]["values"] == [m.getPtr() for m in wanted]
+    assert [m.make for m in wanted] == [nvrtc.byte_tile_map, nvrtc.float_row_map]
 
 
 def test_a_launch_is_noted_on_a_tape(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
