@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8kit.dispatch import decide, require
 from fp8kit.errors import teach
-from fp8kit.formats import GroupShape, min_scale, scale_dtype, scale_shape
+from fp8kit.formats import GROUP128, GroupShape, min_scale, scale_dtype, scale_shape
 from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
 from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.quantizers.problem import BACKENDS as QUANTIZER_BACKENDS
@@ -193,8 +193,19 @@ def quantize_rows(
     backend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(rows, group, dtype))
     if input_scale is not None:
         return backend.quantize_static(rows, input_scale, group, dtype), input_scale
-    floor = min_scale(group, dtype, "activation")
-    data, scale = backend.quantize(rows, group, dtype, floor, scale_ub, scale_rounding)
+    arguments = (
+        rows,
+        group,
+        dtype,
+        min_scale(group, dtype, "activation"),
+        scale_ub,
+        scale_rounding,
+    )
+    if group == GROUP128 and "column" in getattr(backend, "SCALE_LAYOUTS", ()):
+        # as block-scaled products load them; they would copy others
+        data, scale = backend.quantize(*arguments, "column")
+    else:
+        data, scale = backend.quantize(*arguments)
     return data, scale
 
 

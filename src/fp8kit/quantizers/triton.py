@@ -32,6 +32,9 @@ from fp8kit.quantizers.triton_tensor import quantize_tensor, tensor_tile
 _MAX_BLOCK = 32768  # elements per group that one program holds in registers
 
 
+SCALE_LAYOUTS = ("row", "column")
+
+
 def supports(problem: QuantizeProblem | DequantizeProblem) -> str | None:
     """Accept what the kernels cover, or give the reason why not."""
     if isinstance(problem, DequantizeProblem):
