@@ -83,7 +83,9 @@ def _divides(x: Tensor, group: GroupShape) -> bool:
     """Say whether the groups cover a matrix, or a stack of rows, without ragged edges."""
     if x.numel() == 0 or (group.rows > 1 and (x.dim() != 2 or x.shape[0] % group.rows)):
         return False
-    return group.cols == -1 or x.shape[-1] % group.cols == 0
+    if group.cols == -1:
+        return group.rows <= 1
+    return x.shape[-1] % group.cols == 0
 
 
 def _pieces(x: Tensor, codes: Tensor, group: GroupShape) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
