@@ -192,9 +192,7 @@ def candidates(
         if -(-problem.k // chosen.depth) >= 2 * splits:
             found.append(chosen._replace(splits=splits))
     found += [chosen._replace(stages=s) for s in {3, 5, 8} - {chosen.stages}]
-    if chosen.depth == 256:
-        found.append(chosen._replace(depth=128, stages=4))
-    elif triton_scaled.deepest(problem) > chosen.depth:
+    if triton_scaled.deepest(problem) > chosen.depth:
         found.append(chosen._replace(depth=2 * chosen.depth, stages=max(2, chosen.stages // 2)))
     if decoded:
         found += [chosen._replace(cols=32), chosen._replace(cols=32, warps=4, stages=4)]

@@ -31,8 +31,9 @@ def dense(bias: bool = True, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
 
 
 def made(scheme: str = "FP8_DYNAMIC", linear: nn.Linear | None = None) -> fp8kit.Fp8Linear:
-    scale = torch.full((1, 1), 0.01) if scheme == "FP8" else None
-    return fp8kit.Fp8Linear.from_linear(linear or dense(), scheme, scale).requires_grad_(False)
+    linear = linear or dense()
+    scale = torch.full((1, 1), 0.01, device=linear.weight.device) if scheme == "FP8" else None
+    return fp8kit.Fp8Linear.from_linear(linear, scheme, scale).requires_grad_(False)
 
 
 def operator(layer: fp8kit.Fp8Linear, x: Tensor) -> Tensor:

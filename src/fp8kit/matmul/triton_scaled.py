@@ -115,10 +115,6 @@ def choose_tile(problem: MatmulProblem, device: Device) -> Tile:
         # chunks, and partial sums that come from tensor memory, need registers of their own
         narrow = invariant or (grouped and problem.capability and problem.capability[0] == 10)
         rows, cols, warps, resident, most = 64 if narrow else 128, 128, 8, 1, 1
-        # a promotion waits for the tensor core: every 256 of K it does so half as often
-        roomy = device.shared >= 3 * 256 * (rows + cols) + _RESERVED
-        if roomy and not narrow and not grouped and problem.k % 256 == 0:
-            depth = 256
     steps = -(-problem.k // depth)
     tiles = -(-n // 64) if invariant else -(-n // cols) * -(-m // rows)
     parts = 1

@@ -112,9 +112,10 @@ def _mean(held, K: tl.constexpr, HELD: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constexpr,
+def _statistics(held, eps, K: tl.constexpr, CENTERED: tl.constexpr,
                           HELD: tl.constexpr):  # fmt: skip
     BLOCK_K: tl.constexpr = held[0].shape[1]
+    mean = _mean(held, K, HELD) if CENTERED else None
     squares = tl.zeros(held[0].shape, tl.float32)
     for i in tl.static_range(HELD):
         x = widen(held[i])
@@ -123,7 +124,7 @@ def _reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constex
             if (i + 1) * BLOCK_K > K:
                 x = tl.where(tl.arange(0, BLOCK_K)[None, :] + i * BLOCK_K < K, x, 0.0)
         squares = tl.fma(x, x, squares)
-    return tl.rsqrt(tl.sum(squares, 1) * (1.0 / K) + eps)[:, None]
+    return mean, tl.rsqrt(tl.sum(squares, 1) * (1.0 / K) + eps)[:, None]
 
 
 @triton.jit
@@ -205,7 +206,7 @@ def _norm_kernel(
     stride_gb,
     stride_sb,
     eps,
-    offset,  # added to the weight, or None
+    offset,  # of the weight, or None
     min_scale,
     K: tl.constexpr,
     CENTERED: tl.constexpr,
@@ -228,9 +229,7 @@ def _norm_kernel(
     weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
     if residual_ptr is not None:
         held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD, EVICTION)
-    mean = _mean(held, K, HELD) if CENTERED else None
-    inverse = _reciprocal_deviation(held, mean, eps, K, CENTERED, HELD)
-    batch = (row // rows_per_batch)[:, None]
+    mean, inverse = _statistics(held, eps, K, CENTERED, HELD)
     bits, results = tl.zeros([BLOCK_M, BLOCK_K], tl.int32), ()
     for i in tl.static_range(HELD):
         col = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
@@ -240,6 +239,7 @@ def _norm_kernel(
         if bias_ptr is not None:
             n += widen(tl.load(bias_ptr + col, mask=col < K, other=0.0))
         if gain_ptr is not None:
+            batch = (row // rows_per_batch)[:, None]
             gains, shifts = gain_ptr + batch * stride_gb + col, shift_ptr + batch * stride_sb + col
             n = _modulated(n, gains, shifts, (row < M)[:, None] & (col < K), STEPWISE, DTYPE)
         if (i + 1) * BLOCK_K > K:
