@@ -220,12 +220,19 @@ def _write(
     X_ROWS: tl.constexpr,
 ):
     """Apply the scales that factor out of the sum, add the bias, round once."""
-    if W_KIND == FACTOR:
-        total *= tl.load(w_scale_ptr + n // W_ROWS * stride_wsn, mask=n < N, other=0.0)[None, :]
     if X_KIND == FACTOR:
         total *= tl.load(x_scale_ptr + m // X_ROWS * stride_xsm, mask=m < M, other=0.0)[:, None]
+    scale = tl.full([1, total.shape[1]], 1.0, tl.float32)
+    if W_KIND == FACTOR:
+        scale = tl.load(w_scale_ptr + n // W_ROWS * stride_wsn, mask=n < N, other=0.0)[None, :]
     if bias_ptr is not None:
-        total += widen(tl.load(bias_ptr + n, mask=n < N, other=0.0))[None, :]
+        bias = widen(tl.load(bias_ptr + n, mask=n < N, other=0.0))[None, :]
+        # spelled out: whether a compiler contracts a product and a sum would depend on the kernel
+        total = tl.fma(
+            total, tl.broadcast_to(scale, total.shape), tl.broadcast_to(bias, total.shape)
+        )
+    elif W_KIND == FACTOR:
+        total *= scale
     inside = (m < M)[:, None] & (n < N)[None, :]
     tl.store(y_ptr + m[:, None] * N + n[None, :], total.to(y_ptr.dtype.element_ty), mask=inside)
 

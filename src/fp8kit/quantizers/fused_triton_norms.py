@@ -112,10 +112,9 @@ def _mean(held, K: tl.constexpr, HELD: tl.constexpr):
 
 
 @triton.jit
-def _statistics(held, eps, K: tl.constexpr, CENTERED: tl.constexpr,
+def _reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constexpr,
                           HELD: tl.constexpr):  # fmt: skip
     BLOCK_K: tl.constexpr = held[0].shape[1]
-    mean = _mean(held, K, HELD) if CENTERED else None
     squares = tl.zeros(held[0].shape, tl.float32)
     for i in tl.static_range(HELD):
         x = widen(held[i])
@@ -124,7 +123,7 @@ def _statistics(held, eps, K: tl.constexpr, CENTERED: tl.constexpr,
             if (i + 1) * BLOCK_K > K:
                 x = tl.where(tl.arange(0, BLOCK_K)[None, :] + i * BLOCK_K < K, x, 0.0)
         squares = tl.fma(x, x, squares)
-    return mean, tl.rsqrt(tl.sum(squares, 1) * (1.0 / K) + eps)[:, None]
+    return tl.rsqrt(tl.sum(squares, 1) * (1.0 / K) + eps)[:, None]
 
 
 @triton.jit
@@ -229,7 +228,8 @@ def _norm_kernel(
     weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
     if residual_ptr is not None:
         held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD, EVICTION)
-    mean, inverse = _statistics(held, eps, K, CENTERED, HELD)
+    mean = _mean(held, K, HELD) if CENTERED else None
+    inverse = _reciprocal_deviation(held, mean, eps, K, CENTERED, HELD)
     bits, results = tl.zeros([BLOCK_M, BLOCK_K], tl.int32), ()
     for i in tl.static_range(HELD):
         col = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
@@ -239,9 +239,9 @@ def _norm_kernel(
         if bias_ptr is not None:
             n += widen(tl.load(bias_ptr + col, mask=col < K, other=0.0))
         if gain_ptr is not None:
-            batch = (row // rows_per_batch)[:, None]
+            batch, mask = (row // rows_per_batch)[:, None], (row < M)[:, None] & (col < K)
             gains, shifts = gain_ptr + batch * stride_gb + col, shift_ptr + batch * stride_sb + col
-            n = _modulated(n, gains, shifts, (row < M)[:, None] & (col < K), STEPWISE, DTYPE)
+            n = _modulated(n, gains, shifts, mask, STEPWISE, DTYPE)
         if (i + 1) * BLOCK_K > K:
             n = tl.where(col < K, n, 0.0)
         results = appended(results, narrow(n, DTYPE, PACK))
