@@ -29,7 +29,6 @@ from fp8kit.quantizers.fused_triton_emission import (
 from fp8kit.quantizers.triton_numerics import (
     INTERPRETED,
     appended,
-    eviction,
     join_stream,
     magnitude,
     overlaps,
@@ -139,7 +138,6 @@ def _activation_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
-    EVICTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
@@ -152,12 +150,10 @@ def _activation_kernel(
     for i in tl.static_range(HELD):
         col = first + i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         mask = (row < M)[:, None] & (col < K)
-        gate = tl.load(gate_ptr + row[:, None] * stride_gm + col, mask=mask, other=0.0,
-                       eviction_policy=EVICTION)  # fmt: skip
+        gate = tl.load(gate_ptr + row[:, None] * stride_gm + col, mask=mask, other=0.0)
         gates = appended(gates, gate)
         if up_ptr is not None:
-            up = tl.load(up_ptr + row[:, None] * stride_um + col, mask=mask, other=0.0,
-                         eviction_policy=EVICTION)  # fmt: skip
+            up = tl.load(up_ptr + row[:, None] * stride_um + col, mask=mask, other=0.0)
             ups = appended(ups, up)
     bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
     results = ()
@@ -190,6 +186,5 @@ def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Outp
         gate, up, *output.arguments()[:3], m, gate.stride(0), 0 if up is None else up.stride(0),
         output.min_scale, K=k, KIND=kind, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
-        EVICTION=eviction(gate, up),
         OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -26,14 +26,7 @@ from fp8kit.quantizers.fused_triton_emission import (
     row_cut,
     store_result,
 )
-from fp8kit.quantizers.triton_numerics import (
-    appended,
-    eviction,
-    join_stream,
-    magnitude,
-    overlaps,
-    widen,
-)
+from fp8kit.quantizers.triton_numerics import appended, join_stream, magnitude, overlaps, widen
 
 MOST_TILES = 5  # of a row in registers; its weights take as many again
 
@@ -150,14 +143,12 @@ def _modulated(n, gains, shifts, mask, STEPWISE: tl.constexpr, DTYPE: tl.constex
 
 
 @triton.jit
-def _load_rows(ptr, stride, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr,
-               EVICTION: tl.constexpr):  # fmt: skip
+def _load_rows(ptr, stride, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr):
     tiles = ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         mask = (row < M)[:, None] & (at < K)
-        tile = tl.load(ptr + row[:, None] * stride + at, mask=mask, other=0.0,
-                       eviction_policy=EVICTION)  # fmt: skip
+        tile = tl.load(ptr + row[:, None] * stride + at, mask=mask, other=0.0)
         tiles = appended(tiles, tile)
     return tiles
 
@@ -176,8 +167,8 @@ def _load_weights(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexp
 
 @triton.jit
 def _add(held, residual_ptr, stride, total_ptr, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
-         HELD: tl.constexpr, EVICTION: tl.constexpr):  # fmt: skip
-    others, totals = _load_rows(residual_ptr, stride, row, M, K, BLOCK_K, HELD, EVICTION), ()
+         HELD: tl.constexpr):  # fmt: skip
+    others, totals = _load_rows(residual_ptr, stride, row, M, K, BLOCK_K, HELD), ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         total = narrow(widen(held[i]) + widen(others[i]), held[i].dtype)
@@ -217,17 +208,16 @@ def _norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
-    EVICTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PACK: tl.constexpr = gain_ptr is None and (CENTERED or not STEPWISE)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD, EVICTION)
+    held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
     weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
     if residual_ptr is not None:
-        held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD, EVICTION)
+        held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD)
     mean = _mean(held, K, HELD) if CENTERED else None
     inverse = _reciprocal_deviation(held, mean, eps, K, CENTERED, HELD)
     bits, results = tl.zeros([BLOCK_M, BLOCK_K], tl.int32), ()
@@ -274,6 +264,5 @@ def quantize_norm(
         settings.eps, settings.weight_offset or None, output.min_scale,
         K=k, CENTERED=settings.centered, STEPWISE=settings.stepwise, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
-        EVICTION=eviction(x, residual),
         OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps, enable_fp_fusion=False,
     )  # fmt: skip

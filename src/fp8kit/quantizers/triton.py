@@ -25,7 +25,7 @@ from fp8kit.formats import (
 from fp8kit.quantizers import reference
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
-from fp8kit.quantizers.triton_numerics import INTERPRETED, SAFE_SCALE, Recipe, eviction
+from fp8kit.quantizers.triton_numerics import INTERPRETED, SAFE_SCALE, Recipe
 from fp8kit.quantizers.triton_rows import quantize_rows, row_tile
 from fp8kit.quantizers.triton_tensor import quantize_tensor, tensor_tile
 
@@ -94,7 +94,7 @@ def quantize(
         return reference.quantize(x, group, dtype, min_scale, scale_ub, scale_rounding)
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     division = _division(group, min_scale, scale_ub, scale_rounding)
-    recipe = Recipe(min_scale, False, division, fp8_format(dtype).max, eviction(x))
+    recipe = Recipe(min_scale, False, division, fp8_format(dtype).max)
     _launch(x, scale, scale_ub, data, group, recipe)
     return data, scale
 
@@ -104,7 +104,7 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         division = "mx floor" if group == MX else "ieee"
-        recipe = Recipe(0.0, True, division, fp8_format(dtype).max, eviction(x))
+        recipe = Recipe(0.0, True, division, fp8_format(dtype).max)
         _launch(x, scale, None, data, group, recipe)
     return data
 
@@ -129,7 +129,7 @@ def quantize_mx_swizzled(
     scale = torch.empty(size, dtype=torch.uint8, device=x.device)
     if x.numel():
         division = _division(MX, 0.0, None, scale_rounding)
-        recipe = Recipe(0.0, False, division, fp8_format(dtype).max, eviction(x))
+        recipe = Recipe(0.0, False, division, fp8_format(dtype).max)
         _launch(x, scale, None, data, MX, recipe, swizzled=True)
     return data, scale
 

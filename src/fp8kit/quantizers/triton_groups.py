@@ -123,7 +123,6 @@ def _groups_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HELD: tl.constexpr,
-    EVICTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
@@ -139,7 +138,7 @@ def _groups_kernel(
     for i in tl.static_range(HELD):
         col = (first + i * BLOCK_G)[None, :, None] * GROUP + lane
         offset = row[:, None, None] * stride_xm + col * stride_xk
-        x = tl.load(x_ptr + offset, mask=present & (col < K), other=0.0, eviction_policy=EVICTION)
+        x = tl.load(x_ptr + offset, mask=present & (col < K), other=0.0)
         held = appended(held, x)
     for i in tl.static_range(HELD):
         group = first + i * BLOCK_G
@@ -194,7 +193,7 @@ def quantize_groups(
         recipe.min_scale, K=k, GROUP=group, STATIC=recipe.static, DIVISION=recipe.division,
         FP8_MAX=recipe.fp8_max, SWIZZLE=swizzle, BLOCK_M=tile.rows, BLOCK_G=tile.groups,
         HELD=tile.held, num_warps=tile.warps, enable_fp_fusion=False,
-        EVICTION=recipe.eviction, OVERLAP=overlap, launch_pdl=overlap,
+        OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
 
 
@@ -219,7 +218,6 @@ def _blocks_kernel(
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
     HELD: tl.constexpr,
-    EVICTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
@@ -236,8 +234,7 @@ def _blocks_kernel(
     held = ()
     for i in tl.static_range(HELD):
         row = first + i * BLOCK_M
-        x = tl.load(x_block + row * stride_xm, mask=(row < M) & (col < K), other=0.0,
-                    eviction_policy=EVICTION)  # fmt: skip
+        x = tl.load(x_block + row * stride_xm, mask=(row < M) & (col < K), other=0.0)
         held = appended(held, x)
     where = scale_ptr + expert * stride_se + block_m * stride_sm + block_k * stride_sk
     if STATIC:
@@ -285,5 +282,5 @@ def quantize_blocks(
         x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
         K=x.shape[2], ROWS=rows, COLS=cols, STATIC=recipe.static, DIVISION=recipe.division,
         FP8_MAX=recipe.fp8_max, HELD=held, num_warps=warps, enable_fp_fusion=False,
-        EVICTION=recipe.eviction, OVERLAP=overlap, launch_pdl=overlap,
+        OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

@@ -47,38 +47,18 @@ class Recipe(NamedTuple):
         static: scales are given, not computed.
         division: what is known of the operands, see ``encode_quotient``.
         fp8_max: the format's maximum.
-        eviction: L2 policy of the input, see ``eviction``.
     """
 
     min_scale: float
     static: bool
     division: str
     fp8_max: float
-    eviction: str
 
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
     """Say whether kernels on a device can start before the one ahead of them ends (sm90)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.cache
-def _l2_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
-
-
-def eviction(*inputs: torch.Tensor | None) -> str:
-    """Choose the L2 policy of inputs that are read once.
-
-    Inputs that fit in the L2 cache go first, so that the codes stay behind for the kernel that
-    reads them: 2 to 5 % faster on an H200. For larger ones the hint costs 2 to 9 %.
-    """
-    tensors = [x for x in inputs if x is not None]
-    size = sum(x.numel() * x.element_size() for x in tensors)
-    return "evict_first" if size <= _l2_bytes(tensors[0].device) else ""
 
 
 @triton.jit

@@ -93,7 +93,6 @@ def _rows_kernel(
     BLOCK_K: tl.constexpr,
     HELD: tl.constexpr,
     SLICES: tl.constexpr,
-    EVICTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
@@ -112,8 +111,7 @@ def _rows_kernel(
     else:
         for i in tl.static_range(HELD):
             mask = present[:, None] & (i * BLOCK_K + col < K)
-            x = tl.load(x_row + (i * BLOCK_K + col) * stride_xk, mask=mask, other=0.0,
-                        eviction_policy=EVICTION)  # fmt: skip
+            x = tl.load(x_row + (i * BLOCK_K + col) * stride_xk, mask=mask, other=0.0)
             held = appended(held, x)
         for i in tl.static_range(HELD):
             bits = tl.maximum(bits, magnitude(held[i]))
@@ -170,5 +168,5 @@ def quantize_rows(
         K=k, STATIC=recipe.static, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held, SLICES=tile.slices,
         num_warps=tile.warps, maxnreg=registers, enable_fp_fusion=False,
-        EVICTION=recipe.eviction, OVERLAP=overlap, launch_pdl=overlap,
+        OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

@@ -129,7 +129,6 @@ def _tensor_kernel(
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
     SCAN: tl.constexpr,
-    EVICTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     join_stream(OVERLAP)
@@ -147,13 +146,12 @@ def _tensor_kernel(
     steps = tl.cdiv(numel, HELD * BLOCK)
     step = tl.program_id(0)
     while step < steps:
-        # backwards after an amax: what it read last is still in the L2 cache
-        first = (steps - 1 - step if SCAN > 0 else step).to(tl.int64) * (HELD * BLOCK)
+        first = (steps - 1 - step).to(tl.int64) * (HELD * BLOCK)
         held = ()
         for i in tl.static_range(HELD):
             index = first + i * BLOCK + tl.arange(0, BLOCK)
             at = x_ptr + _offsets(index, stride_xm, stride_xk, K)
-            x = tl.load(at, mask=index < numel, other=0.0, eviction_policy=EVICTION)
+            x = tl.load(at, mask=index < numel, other=0.0)
             held = appended(held, x)
         # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
         if SCAN > 0 or FP8_MAX == 224.0:
@@ -204,5 +202,5 @@ def quantize_tensor(
         x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, recipe.min_scale,
         K=k, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK=tile.block, HELD=tile.held,
         SCAN=scan, num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
-        EVICTION=recipe.eviction, OVERLAP=overlap, launch_pdl=overlap,
+        OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
