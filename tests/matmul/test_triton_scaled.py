@@ -259,7 +259,8 @@ def test_column_major_scales(device: torch.device) -> None:
 
 @pytest.mark.parametrize("pair", ["row-row", "groups-block", "16bit-row", "mx-mx"])
 def test_who_sums_the_chunks_changes_no_bit(pair: str, device: torch.device) -> None:
-    operands = Operands((21, 130, 1000), PAIRS[pair], device)
+    # the tensor core's partial sums are short: it takes many until their order shows in fp32
+    operands = Operands((21, 130, 1000 if device.type == "cpu" else 32200), PAIRS[pair], device)
     bias = torch.randn(130, device=device)
     problem = operands.problem(torch.float32, bias)
     warps = 2 if triton_scaled.decoded(problem) else 4
