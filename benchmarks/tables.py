@@ -37,6 +37,7 @@ def tables() -> str:
         ("linear", linear),
         ("quantizers", quantizers),
         ("decoder_layer", layer),
+        ("compiled", compiled_layer),
         ("host", host),
     ):
         file = RESULTS / f"{name}.json"
@@ -127,11 +128,16 @@ def quantizers(found: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def layer(found: dict[str, Any]) -> str:
+def compiled_layer(found: dict[str, Any]) -> str:
+    """The same layer under ``torch.compile``."""
+    return layer(found, "### The same under torch.compile")
+
+
+def layer(found: dict[str, Any], title: str = "### A Llama-8B decoder layer") -> str:
     """A decoder layer: microseconds of each variant."""
     names = list(found["rows"][0]["us"])
     lines = [
-        "### A Llama-8B decoder layer",
+        title,
         "",
         "Transformers' own code, random weights, CUDA graph; microseconds and speed-up over bf16.",
         "",

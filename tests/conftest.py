@@ -10,6 +10,8 @@ import hypothesis
 import pytest
 import torch
 
+from fp8kit import settings
+
 HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 # read when triton is first imported, so it is set before any test module can import it
@@ -65,3 +67,9 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def visible_quantizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show compilers how activations are quantized, which is not the default."""
+    monkeypatch.setattr(settings, "COMPILED_QUANTIZER", "visible")

@@ -54,8 +54,8 @@ def test_no_shipped_time_beats_the_roofline(name: str) -> None:
     table = shipped(name)
     for case, times in table.rows.items():
         for candidate, us in times.items():
-            # clocks and bandwidth of the roofline are sustained ones; a short burst may pass them
-            assert us > 0.9 * table.roofline(case, candidate), (case, candidate)
+            # the roofline's clocks are sustained ones; the data sheet's are 1979 TFLOPS for 1400
+            assert us > 0.7 * table.roofline(case, candidate), (case, candidate)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

@@ -273,6 +273,7 @@ def test_the_graph_holds_the_operators_and_nothing_of_dispatch(
     assert len(seen) == 3
 
 
+@pytest.mark.usefixtures("visible_quantizer")
 @pytest.mark.usefixtures("_fresh_compiler")
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK"])
 def test_the_graph_shows_how_inputs_are_quantized(scheme: str) -> None:

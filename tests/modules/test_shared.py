@@ -266,6 +266,7 @@ def compiled_trio(model: Trio, x: Tensor) -> tuple[Tensor, list[str]]:
     return y, calls
 
 
+@pytest.mark.usefixtures("visible_quantizer")
 @pytest.mark.parametrize("unchanging", [True, False])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_shared_compiles_without_a_break(
@@ -284,6 +285,7 @@ def test_shared_compiles_without_a_break(
         assert quantized == (1 if unchanging else 3)
 
 
+@pytest.mark.usefixtures("visible_quantizer")
 def test_a_graph_shares_nothing_with_another_tensor(device: torch.device) -> None:
     model, x = Trio(device, "FP8_DYNAMIC", True), tokens(device)
     model.between = lambda x: x + 1
@@ -300,6 +302,7 @@ def test_a_graph_with_gradients_shares_nothing(device: torch.device) -> None:
     assert y.requires_grad
 
 
+@pytest.mark.usefixtures("visible_quantizer")
 @pytest.mark.filterwarnings("ignore")  # what inductor warns about is not ours to fix
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_writes_the_codes_of_siblings_once(device: torch.device) -> None:

@@ -98,6 +98,7 @@ def test_eager_calls_are_not_traced() -> None:
     assert not visible(ROW)
 
 
+@pytest.mark.usefixtures("visible_quantizer")
 def test_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "is_compiled", lambda: True)
     assert visible(ROW)
@@ -110,6 +111,7 @@ def test_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not visible(ROW)
 
 
+@pytest.mark.usefixtures("visible_quantizer")
 @pytest.mark.parametrize(("capability", "wanted"), [((8, 0), False), ((8, 9), True), ((9, 0), 1)])
 def test_gpus_that_cannot_convert_keep_the_operator(
     capability: tuple[int, int], wanted: bool, monkeypatch: pytest.MonkeyPatch
