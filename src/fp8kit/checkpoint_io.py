@@ -20,7 +20,7 @@ from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import Scheme
 from fp8kit.report import Report
 
-THREADS_PER_GPU = 4
+THREADS_PER_GPU = 8
 # (work, indices of files, source, folder, progress) -> None
 Runner = Callable[[Work, Sequence[int], Path, Path, Callable[[int], object]], None]
 
@@ -172,7 +172,7 @@ def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.d
     Args:
         devices: ``"cpu"``, ``"cuda:N"``, or ``"cuda"`` for every GPU there is.
         count: threads per device; by default one for each processor that this process may use, and
-            four for a GPU, so that reading, computing and writing overlap.
+            eight for a GPU, so that reading, computing and writing overlap.
 
     Raises:
         ValueError: if ``count`` is not positive.
