@@ -107,8 +107,8 @@ class Tape:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Repeat the call with another input of the same shape, dtype and alignment."""
-        y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        scratch = torch.empty(self.scratch, dtype=torch.uint8, device=self.device)
+        y = x.new_empty(self.shape, dtype=self.dtype)  # torch.empty parses its device for longer
+        scratch = x.new_empty(self.scratch, dtype=torch.uint8)
         bases = (x.data_ptr(), y.data_ptr(), scratch.data_ptr())
         stream = 0
         index = self.device.index

@@ -1,15 +1,20 @@
 // y[M, N] = (x[M, K] @ w[N, K].T) * scales + bias on Hopper.
 //
-// The weight gives the 64-row operand of wgmma and the tokens are its columns, so a tile wastes no
-// rows however few tokens there are. One warp streams weight and token tiles through a ring in
-// shared memory; consumer warpgroups multiply a tile of 128 along K, then add it to fp32 registers,
-// because the tensor core itself keeps only about 14 bits of a sum. While one warpgroup adds or
-// writes its result, another multiplies. Blocks of a cluster split K and add their parts through
-// distributed shared memory in a fixed order, so bits do not depend on timing. Without a split, a
-// block takes tile after tile. Weights start to stream before the kernel that quantizes x has ended.
+// A tile has 64 rows per consumer warpgroup and COLS columns. Few tokens are its columns and weights
+// its rows, so that nothing is wasted; with block scales and many tokens it is the other way round
+// (TOKEN_ROWS), because a thread then needs two scales per step instead of two per eight columns.
 //
-// Set by the host: TOKENS, GROUPS, PARTS, STAGES, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
-// BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND.
+// One warp streams weights and one streams tokens through a ring in shared memory. Weights start
+// before the kernel that quantizes x has ended, WINDOW tiles at a time: more requests would only
+// stand in the way of the quantizer's and of the tokens'. Consumer warpgroups multiply a tile of 128
+// along K, then add it to fp32 registers, because the tensor core keeps only about 14 bits of a sum;
+// in a RUN of several, the next product is under way meanwhile. Blocks of a cluster split K: each sends its parts
+// to the blocks that own them, which add in a fixed order, so bits do not depend on timing. Without a
+// split a block takes tile after tile, and its warpgroups work SKEW steps apart, so that one
+// multiplies while another writes.
+//
+// Set by the host: COLS, GROUPS, RUN, STAGES, WINDOW, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
+// TOKEN_ROWS, BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -19,17 +24,26 @@ typedef unsigned long long u64;
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
 constexpr int ROWS = 64 * GROUPS, TILE_K = 128, CONSUMERS = 128 * GROUPS;
-constexpr int W_BYTES = ROWS * TILE_K, X_BYTES = TOKENS * TILE_K, STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int SCALES = (TOKENS + 31) / 32 * 32;  // of one stage, in steps of 128 bytes
-constexpr int SCALE_BYTES = BLOCK_SCALES ? SCALES * 4 : 0;
-constexpr int ACC = TOKENS / 2;
-static_assert(TOKENS == 8 || TOKENS % 16 == 0, "stmatrix stores 16 tokens at once");
+constexpr int ROW_BYTES = ROWS * TILE_K, COL_BYTES = COLS * TILE_K;
+constexpr int STAGE_BYTES = ROW_BYTES + COL_BYTES;
+constexpr int W_AT = TOKEN_ROWS ? ROW_BYTES : 0, X_AT = TOKEN_ROWS ? 0 : ROW_BYTES;
+constexpr int W_BYTES = TOKEN_ROWS ? COL_BYTES : ROW_BYTES, X_BYTES = STAGE_BYTES - W_BYTES;
+constexpr int TOKENS = TOKEN_ROWS ? ROWS : COLS, WEIGHTS = TOKEN_ROWS ? COLS : ROWS;
+constexpr int SCALE_BYTES = BLOCK_SCALES ? (TOKENS + 31) / 32 * 128 : 0;  // of one stage
+constexpr int ACC = COLS / 2, FRAGMENTS = COLS / 8;  // a fragment: four results of a thread
+constexpr int SKEW = SPLIT == 1 && GROUPS > 1 && STAGES > 2 * GROUPS ? STAGES / 2 / (GROUPS - 1) : 0;
+// fragments that one block of a cluster owns
+constexpr int SHARE = FRAGMENTS == 1 ? 1 : ((FRAGMENTS + SPLIT - 1) / SPLIT + 1) / 2 * 2;
+constexpr int PART_BYTES = SHARE * CONSUMERS * 16;
+static_assert(COLS == 8 || COLS % 16 == 0, "stmatrix stores 16 columns at once");
 static_assert(REGISTERS == 0 || PRODUCERS == 128, "setmaxnreg acts on whole warpgroups");
-static_assert(STAGES >= PARTS, "products in flight hold their slots");
-constexpr int OUT_TOKENS = TOKENS > 64 && TOKENS % 32 == 0 ? TOKENS / 2 : TOKENS;  // written at once
-constexpr int OUT_PITCH = 144;         // bytes between tokens of 64 results; avoids bank conflicts
-constexpr int SUM_PITCH = ROWS + 4;    // floats between tokens of partial sums; likewise
-constexpr int F32 = 32, BF16 = 8;      // tags of OUT_KIND and BIAS_KIND; anything else is fp16
+static_assert(STAGES >= (RUN == 1 ? 1 : 2) && STAGES >= WINDOW, "products in flight hold their slots");
+static_assert(SPLIT == 1 || RUN <= 4, "the parts of K are multiples of 4 tiles");
+static_assert(!TOKEN_ROWS || COLS == 128, "results leave in lines of 64, block scales in 128");
+constexpr int PASS = TOKEN_ROWS ? 64 : COLS > 64 && COLS % 32 == 0 ? COLS / 2 : COLS;  // at once
+constexpr int LINES = TOKEN_ROWS ? 64 : PASS;
+constexpr int LINE = 144;           // bytes between lines of 64 results; avoids bank conflicts
+constexpr int F32 = 32, BF16 = 8;   // tags of OUT_KIND and BIAS_KIND; anything else is fp16
 
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
@@ -65,7 +79,7 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
 __device__ __forceinline__ void multiply(float (&d)[ACC], u64 a, u64 b, int add) {
   asm volatile(
       "{\n.reg .pred add;\nsetp.ne.b32 add, @ADD@, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n@TOKENS@k32.f32.e4m3.e4m3 {@D@}, @A@, @B@, add, 1, 1;\n}"
+      "wgmma.mma_async.sync.aligned.m64n@COLS@k32.f32.e4m3.e4m3 {@D@}, @A@, @B@, add, 1, 1;\n}"
       : @OUT@ : "l"(a), "l"(b), "r"(add));
 }
 
@@ -79,21 +93,14 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
 __device__ __forceinline__ void group_barrier(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 2) : "memory");
 }
 
-__device__ __forceinline__ float4 read_peer(u32 address, int peer) {
-  float4 v;
+__device__ __forceinline__ u32 in_block(u32 address, int rank) {
   u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(peer));
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote));
-  return v;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
 }
 
 __device__ __forceinline__ float read_bias(const void* bias, int row) {
@@ -114,50 +121,37 @@ __device__ __forceinline__ u32 narrow(float low, float high) {
   return bits;
 }
 
-__device__ __forceinline__ void write(void* y, long long at, float value) {
-  if (OUT_KIND == F32)
-    ((float*)y)[at] = value;
-  else
-    ((u16*)y)[at] = (u16)narrow(value, 0);
-}
-
-__device__ __forceinline__ void write_quad(void* y, long long at, const float (&v)[4]) {
-  if (OUT_KIND == F32)
-    *(float4*)((float*)y + at) = make_float4(v[0], v[1], v[2], v[3]);
-  else
-    *(uint2*)((u16*)y + at) = make_uint2(narrow(v[0], v[1]), narrow(v[2], v[3]));
-}
-
 struct Problem {
-  const float* x_scale;  // [M] * x_stride; with block scales it comes through the ring
-  const float* w_scale;  // [N] * w_stride; blocks: [ceil(N/128), K/128]
-  const void* bias;      // [N] or null
-  void* y;               // [M, N]
-  int m, n, x_stride, w_stride;
+  const float* row_scale;  // of the tile's rows, as many as there are tokens or weight rows
+  const float* col_scale;
+  const void* bias;  // [N] or null
+  void* y;           // [M, N]
+  int m, n, row_stride, col_stride;
 };
 
 // Scales of a tile, copied while it is multiplied.
 struct Scales {
-  float x[GROUPS][TOKENS], w[ROWS];
+  float row[ROWS], col[GROUPS][COLS];
 
-  __device__ void fetch(const Problem& p, int n0, int t0) {
+  __device__ void fetch(const Problem& p, int row0, int col0) {
+    if (BLOCK_SCALES) return;
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
+    const int rows = TOKEN_ROWS ? p.m : p.n, cols = TOKEN_ROWS ? p.n : p.m;
     auto copy = [](float* to, const float* from) {
       asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared(to)), "l"(from)
                    : "memory");
     };
-    if (BLOCK_SCALES) return;
-    for (int i = thread; i < TOKENS; i += 128)
-      copy(&x[group][i], p.x_scale + (long long)min(t0 + i, p.m - 1) * p.x_stride);
+    for (int i = thread; i < COLS; i += 128)
+      copy(&col[group][i], p.col_scale + (long long)min(col0 + i, cols - 1) * p.col_stride);
     if (thread < 64) {
-      const int row = group * 64 + thread;
-      copy(&w[row], p.w_scale + (long long)min(n0 + row, p.n - 1) * p.w_stride);
+      const int i = group * 64 + thread;
+      copy(&row[i], p.row_scale + (long long)min(row0 + i, rows - 1) * p.row_stride);
     }
   }
   __device__ static void arrive() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 };
 
-// Weight and token tiles in an order that keeps few weights and tokens in use at a time.
+// Tiles in an order that keeps few weights and tokens in use at a time.
 struct Order {
   int w_tiles, t_tiles, span;
 
@@ -165,128 +159,140 @@ struct Order {
   __device__ void at(int unit, int& n0, int& t0) const {
     const int band = unit / (span * w_tiles), width = min(span, t_tiles - band * span);
     const int inside = unit - band * span * w_tiles;
-    n0 = inside / width * ROWS;
+    n0 = inside / width * WEIGHTS;
     t0 = (band * span + inside % width) * TOKENS;
   }
 };
 
-// Fragment i of a thread: token i / 4 * 8 + q * 2 + i % 2, row i % 4 / 2 * 8 + g of its warp's 16.
-__device__ __forceinline__ void write_tile(const Problem& p, float (&acc)[ACC], u8* out,
-                                           const Scales& scales, int n0, int t0) {
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32;
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+// Result i of a thread: column i / 4 * 8 + q * 2 + i % 2, row i % 4 / 2 * 8 + g of its warp's 16.
+__device__ __forceinline__ void scale_tile(const Problem& p, float (&acc)[ACC], const Scales& scales,
+                                           int n0) {
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int row_g = threadIdx.x / 32 * 16 + g;
+  auto bias_at = [&](int i) { return read_bias(p.bias, min(n0 + i, p.n - 1)); };
   Scales::arrive();
   group_barrier(group);
-  const int row0 = n0 + group * 64;
-  const int row_g = group * 64 + warp * 16 + g;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const float w_s = scales.w[row_g + half * 8];
-    const float b = p.bias ? read_bias(p.bias, min(n0 + row_g + half * 8, p.n - 1)) : 0.0f;
+    const float row_scale = BLOCK_SCALES ? 1.0f : scales.row[row_g + half * 8];
+    const float row_bias = p.bias && !TOKEN_ROWS ? bias_at(row_g + half * 8) : 0.0f;
 #pragma unroll
     for (int i = half * 2; i < ACC; i += 4)
 #pragma unroll
       for (int j = 0; j < 2; j++) {
+        const int col = i / 4 * 8 + q * 2 + j;
+        const float x_s = TOKEN_ROWS ? row_scale : scales.col[group][col];
+        const float w_s = TOKEN_ROWS ? scales.col[group][col] : row_scale;
         float sum = acc[i + j];
-        if (!BLOCK_SCALES) sum = sum * scales.x[group][i / 4 * 8 + q * 2 + j] * w_s;
-        acc[i + j] = p.bias ? sum + b : sum;
+        if (!BLOCK_SCALES) sum = sum * x_s * w_s;
+        acc[i + j] = p.bias ? sum + (TOKEN_ROWS ? bias_at(col) : row_bias) : sum;
       }
   }
+}
+
+// Writes the fragments that this block owns: 8 results of a token along N at a time.
+__device__ __forceinline__ void write_tile(const Problem& p, const float (&acc)[ACC], u8* out,
+                                           int rank, int n0, int t0) {
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32;
+  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+  const int row0 = group * 64;
+  auto owned = [&](int col) { return SPLIT == 1 || col / 8 / SHARE == rank; };
   if (OUT_KIND == F32) {
 #pragma unroll
     for (int i = 0; i < ACC; i++) {
-      const int token = t0 + i / 4 * 8 + q * 2 + i % 2, row = row0 + warp * 16 + i % 4 / 2 * 8 + g;
-      if (token < p.m && row < p.n) write(p.y, (long long)token * p.n + row, acc[i]);
+      const int col = i / 4 * 8 + q * 2 + i % 2, row = row0 + warp * 16 + i % 4 / 2 * 8 + g;
+      const int token = t0 + (TOKEN_ROWS ? row : col), at = n0 + (TOKEN_ROWS ? col : row);
+      if (owned(col) && token < p.m && at < p.n) ((float*)p.y)[(long long)token * p.n + at] = acc[i];
     }
     group_barrier(group);
     return;
   }
-  // transposed on the way: 8 rows of one token become 16 bytes
   const int matrix = lane / 8;
-  const u32 to = shared(out) + (matrix / 2 * 8 + lane % 8) * OUT_PITCH + warp * 32 + matrix % 2 * 16;
+  // 16 columns of a warp's 16 rows: as they lie, or transposed on the way
+  const u32 to = shared(out) + (TOKEN_ROWS ? (warp * 16 + lane % 16) * LINE + lane / 16 * 16
+                                           : (matrix / 2 * 8 + lane % 8) * LINE + warp * 32 +
+                                                 matrix % 2 * 16);
 #pragma unroll
-  for (int from = 0; from < ACC; from += OUT_TOKENS / 2) {
+  for (int from = 0; from < COLS; from += PASS) {
 #pragma unroll
-    for (int i = 0; i < OUT_TOKENS / 2; i += 8) {
-      const float* v = acc + from + i;
-      if (TOKENS == 8)
+    for (int i = 0; i < PASS; i += 16) {
+      const float* v = acc + (from + i) / 2;
+      if (!owned(from + i)) continue;
+      if (COLS == 8)
         asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
                      "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])) : "memory");
+      else if (TOKEN_ROWS)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         to + i * 2),
+                     "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
+                     "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
       else
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         to + i / 4 * 8 * OUT_PITCH),
+                         to + i * LINE),
                      "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
                      "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
     }
     group_barrier(group);
-    for (int i = thread; i < OUT_TOKENS * 8; i += 128) {
-      const int token = t0 + from * 2 + i / 8, row = row0 + i % 8 * 8;
-      if (token >= p.m || row >= p.n) continue;
-      const uint4 eight = *(const uint4*)(out + i / 8 * OUT_PITCH + i % 8 * 16);
-      u16* to_y = (u16*)p.y + (long long)token * p.n + row;
+#pragma unroll 4
+    for (int i = thread; i < LINES * 8; i += 128) {
+      const int line = i / 8, eighth = i % 8 * 8;
+      const int token = t0 + (TOKEN_ROWS ? row0 : from) + line;
+      const int at = n0 + (TOKEN_ROWS ? from : row0) + eighth;
+      if (!owned(from + (TOKEN_ROWS ? eighth : line)) || token >= p.m || at >= p.n) continue;
+      const uint4 eight = *(const uint4*)(out + line * LINE + eighth * 2);
+      u16* to_y = (u16*)p.y + (long long)token * p.n + at;
       if (p.n % 8 == 0) {
         *(uint4*)to_y = eight;
       } else {
         const u32 pair[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
         for (int j = 0; j < 8; j++)
-          if (row + j < p.n) to_y[j] = (u16)(pair[j / 2] >> (j % 2 * 16));
+          if (at + j < p.n) to_y[j] = (u16)(pair[j / 2] >> (j % 2 * 16));
       }
     }
     group_barrier(group);
   }
 }
 
-// Adds the parts of all blocks that split K: four weight rows of one token at a time, every load
-// issued before the first sum.
-__device__ __forceinline__ void add_parts(const Problem& p, const float* sums, const Scales& scales,
-                                          int rank, int n0, int t0) {
-  constexpr int QUADS = TOKENS * ROWS / 4, EACH = CONSUMERS * SPLIT;
-  constexpr int ROUNDS = (QUADS + EACH - 1) / EACH;
-  static_assert(EACH % (ROWS / 4) == 0, "a thread keeps its rows");
-  const int mine = threadIdx.x + rank * CONSUMERS;
-  const int row = 4 * mine % ROWS, used = max(0, min(p.m - t0, TOKENS)) * (ROWS / 4);
-  if (n0 + row >= p.n) return;
-  float4 value[ROUNDS][SPLIT];
+// Sends every block of the cluster its fragments of this block's part, then adds what arrives.
+__device__ __forceinline__ void add_parts(float (&acc)[ACC], u32 parts, u32 arrived, int rank) {
+  const u32 mine = threadIdx.x * 16;
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // all barriers have been set up
 #pragma unroll
-  for (int round = 0; round < ROUNDS; round++) {
-    const int quad = mine + round * EACH;
+  for (int owner = 0; owner < SPLIT; owner++) {
+    if (owner == rank) continue;
+    const u32 to = in_block(parts + (rank - (rank > owner)) * PART_BYTES + mine, owner);
+    const u32 barrier = in_block(arrived, owner);
 #pragma unroll
-    for (int part = 0; part < SPLIT; part++)
-      if (quad < used)
-        value[round][part] = read_peer(shared(sums + 4 * quad / ROWS * SUM_PITCH + row), part);
+    for (int f = owner * SHARE; f < FRAGMENTS && f < (owner + 1) * SHARE; f++)
+      asm volatile(
+          "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], "
+          "{%1, %2, %3, %4}, [%5];" ::"r"(to + (f - owner * SHARE) * CONSUMERS * 16),
+          "f"(acc[4 * f]), "f"(acc[4 * f + 1]), "f"(acc[4 * f + 2]), "f"(acc[4 * f + 3]),
+          "r"(barrier) : "memory");
   }
-  float b[4] = {0, 0, 0, 0};
-  if (p.bias) {
+  if (rank * SHARE >= FRAGMENTS) return;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra again;\n}" ::"r"(arrived) : "memory");
 #pragma unroll
-    for (int i = 0; i < 4; i++) b[i] = read_bias(p.bias, min(n0 + row + i, p.n - 1));
-  }
+  for (int f = 0; f < FRAGMENTS; f++) {
+    if (f / SHARE != rank) continue;
+    float sum[4] = {0, 0, 0, 0};
 #pragma unroll
-  for (int round = 0; round < ROUNDS; round++) {
-    const int quad = mine + round * EACH, token = 4 * quad / ROWS;
-    if (quad >= used) return;
-    float4 sum = value[round][0];
+    for (int part = 0; part < SPLIT; part++) {
+      float v[4] = {acc[4 * f], acc[4 * f + 1], acc[4 * f + 2], acc[4 * f + 3]};
+      if (part != rank)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                     : "r"(parts + (part - (part > rank)) * PART_BYTES +
+                           f % SHARE * CONSUMERS * 16 + mine));
 #pragma unroll
-    for (int part = 1; part < SPLIT; part++) {
-      sum.x += value[round][part].x;
-      sum.y += value[round][part].y;
-      sum.z += value[round][part].z;
-      sum.w += value[round][part].w;
+      for (int i = 0; i < 4; i++) sum[i] = part == 0 ? v[i] : sum[i] + v[i];
     }
-    float four[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      if (!BLOCK_SCALES) four[i] = four[i] * scales.x[0][token] * scales.w[row + i];
-      if (p.bias) four[i] += b[i];
-    }
-    const long long at = (long long)(t0 + token) * p.n + n0 + row;
-    if (p.n % 4 == 0) {
-      write_quad(p.y, at, four);
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        if (n0 + row + i < p.n) write(p.y, at + i, four[i]);
-    }
+    for (int i = 0; i < 4; i++) acc[4 * f + i] = sum[i];
   }
 }
 
@@ -296,158 +302,167 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     const float* __restrict__ w_scale, const void* __restrict__ bias, void* __restrict__ y, int m,
     int n, int k, int x_stride, int w_stride, int span) {
   extern __shared__ u8 dynamic[];
-  __shared__ alignas(8) u64 full[STAGES], empty[STAGES];
+  __shared__ alignas(8) u64 w_full[STAGES], x_full[STAGES], empty[STAGES], arrived;
   __shared__ Scales scales;
   u8* const base = dynamic + ((1024 - shared(dynamic) % 1024) % 1024);
   const u32 ring = shared(base), scale_ring = ring + STAGES * STAGE_BYTES;
-  float* const sums = (float*)base;  // [TOKENS][SUM_PITCH], after the ring
+  u8* const after = base + STAGES * (STAGE_BYTES + SCALE_BYTES);  // parts of peers, then results
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int rank = 0;
   if (SPLIT > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  const Problem p = {x_scale, w_scale, bias, y, m, n, x_stride, w_stride};
-  const Order order = {(n + ROWS - 1) / ROWS, (m + TOKENS - 1) / TOKENS, span};
+  const Problem p = {TOKEN_ROWS ? x_scale : w_scale, TOKEN_ROWS ? w_scale : x_scale, bias, y, m, n,
+                     TOKEN_ROWS ? x_stride : w_stride, TOKEN_ROWS ? w_stride : x_stride};
+  const Order order = {(n + WEIGHTS - 1) / WEIGHTS, (m + TOKENS - 1) / TOKENS, span};
   const int clusters = gridDim.x / SPLIT, own = blockIdx.x / SPLIT, units = order.count();
-  // the cut of K does not depend on PARTS; what lies beyond K reads as zeros
+  // the cut of K does not depend on RUN; what lies beyond K reads as zeros
   const int tiles = (k + TILE_K - 1) / TILE_K;
   const int part = SPLIT == 1 ? tiles : ((tiles + SPLIT - 1) / SPLIT + 3) / 4 * 4;
   const int first = rank * part;
-  const int count = (max(0, min(part, tiles - first)) + PARTS - 1) / PARTS * PARTS;
+  const int count = (max(0, min(part, tiles - first)) + RUN - 1) / RUN * RUN;
 
   if (threadIdx.x == 0) {
+    auto init = [](u64* barrier, int arrivals) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals));
+    };
     for (int s = 0; s < STAGES; s++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&full[s])));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(&empty[s])),
-                   "r"(4 * GROUPS));
+      init(&w_full[s], 1);
+      init(&x_full[s], 1);
+      init(&empty[s], 4 * GROUPS);
     }
+    init(&arrived, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (SPLIT > 1)
+      expect(shared(&arrived),
+             (SPLIT - 1) * max(0, min(SHARE, FRAGMENTS - rank * SHARE)) * CONSUMERS * 16);
   }
   __syncthreads();
+  if (SPLIT > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 
   if (warp >= 4 * GROUPS) {
     if (REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    if (warp == 4 * GROUPS && lane == 0) {
-      const u64 once = 0x12F0000000000000ull, keep = 0x14F0000000000000ull;  // L2 evict first, last
-      const u64 w_policy = STREAMED ? once : keep;
-      int n0, t0;
-      auto load_w = [&](int c, int s) {
-        const u32 barrier = shared(&full[s]);
-        expect(barrier, STAGE_BYTES + SCALE_BYTES * TOKENS / SCALES);
-        load(ring + s * STAGE_BYTES, &w_map, (first + c) * TILE_K, n0, barrier, w_policy);
-      };
-      auto load_x = [&](int c, int s) {
-        const u32 barrier = shared(&full[s]);
-        load(ring + s * STAGE_BYTES + W_BYTES, &x_map, (first + c) * TILE_K, t0, barrier, keep);
-        if (BLOCK_SCALES)
-          load(scale_ring + s * SCALE_BYTES, &x_scale_map, t0, first + c, barrier, keep);
-      };
-      const int ahead = min(count, STAGES);
-      order.at(own, n0, t0);
-      for (int c = 0; c < ahead; c++) load_w(c, c);
-      asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-      for (int c = 0; c < ahead; c++) load_x(c, c);
+    const u64 once = 0x12F0000000000000ull, keep = 0x14F0000000000000ull;  // L2 evict first, last
+    const bool weights = warp == 4 * GROUPS;
+    if (lane == 0 && warp <= 4 * GROUPS + 1) {
+      if (!weights) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
       int step = 0;
       for (int unit = own; unit < units; unit += clusters) {
+        int n0, t0;
         order.at(unit, n0, t0);
         for (int c = 0; c < count; c++, step++) {
-          if (step < ahead) continue;
-          const int s = step % STAGES;
-          wait(shared(&empty[s]), (step / STAGES + 1) & 1);
-          load_w(c, s);
-          load_x(c, s);
+          const int s = step % STAGES, past = step - WINDOW;
+          const int col = (first + c) * TILE_K;
+          const u32 slot = ring + s * STAGE_BYTES;
+          if (step >= STAGES) wait(shared(&empty[s]), (step / STAGES + 1) & 1);
+          if (weights) {
+            if (WINDOW < STAGES && past >= 0) wait(shared(&w_full[past % STAGES]), past / STAGES & 1);
+            expect(shared(&w_full[s]), W_BYTES);
+            load(slot + W_AT, &w_map, col, n0, shared(&w_full[s]), STREAMED ? once : keep);
+          } else {
+            expect(shared(&x_full[s]), X_BYTES + (BLOCK_SCALES ? TOKENS * 4 : 0));
+            load(slot + X_AT, &x_map, col, t0, shared(&x_full[s]), keep);
+            if (BLOCK_SCALES)
+              load(scale_ring + s * SCALE_BYTES, &x_scale_map, t0, first + c, shared(&x_full[s]),
+                   keep);
+          }
         }
       }
     }
-    __syncwarp();
-    if (SPLIT > 1) {
-      cluster_barrier();
-      cluster_barrier();
-    }
-  } else {
-    if (REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    const int group = warp / 4, q = lane % 4;
-    const u32 mine = ring + group * 64 * TILE_K;
-    u8* const out = base + STAGES * (STAGE_BYTES + SCALE_BYTES) + group * OUT_TOKENS * OUT_PITCH;
-    float acc[ACC], product[PARTS][ACC];
-    int slot = 0;
-    u32 parity = 0;
-    for (int unit = own; unit < units; unit += clusters) {
-      int n0, t0;
-      order.at(unit, n0, t0);
-      scales.fetch(p, n0, t0);
-#pragma unroll
-      for (int i = 0; i < ACC; i++) acc[i] = 0;
-      for (int c = 0; c < count; c += PARTS) {
-        int slots[PARTS];
+    if (SPLIT > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    return;
+  }
+
+  if (REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int group = warp / 4;
+  const u32 my_rows = ring + group * 64 * TILE_K;
+  u8* const out = after + (SPLIT - 1) * PART_BYTES + group * LINES * LINE;
+  float acc[ACC], product[RUN == 1 ? 1 : 2][ACC];
+  int slot = 0, done = 0;  // the next to multiply, the next to add
+  u32 parity = 0;
+  if (SKEW > 0 && group > 0 && count > SKEW * group) wait(shared(&w_full[SKEW * group]), 0);
+  for (int unit = own; unit < units; unit += clusters) {
+    int n0, t0;
+    order.at(unit, n0, t0);
+    const int row0 = TOKEN_ROWS ? t0 : n0, col0 = TOKEN_ROWS ? n0 : t0;
+    scales.fetch(p, row0, col0);
 #if BLOCK_SCALES
-        float w_s[PARTS];
-        const int block = min(n0 + group * 64, n - 1) / 128;
-#pragma unroll
-        for (int i = 0; i < PARTS; i++)
-          w_s[i] = w_scale[(long long)block * tiles + min(first + c + i, tiles - 1)];
+    float w_s[2];
+    const float* const w_scales =
+        w_scale + (long long)(min(n0 + (TOKEN_ROWS ? 0 : group * 64), n - 1) / 128) * tiles;
 #endif
-#pragma unroll
-        for (int i = 0; i < PARTS; i++) {
-          wait(shared(&full[slot]), parity);
-          slots[i] = slot;
-          if (++slot == STAGES) {
-            slot = 0;
-            parity ^= 1;
-          }
-          const u64 a = descriptor(mine + slots[i] * STAGE_BYTES);
-          const u64 b = descriptor(ring + slots[i] * STAGE_BYTES + W_BYTES);
-          pin(product[i]);
-          asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-          for (int j = 0; j < TILE_K / 32; j++) multiply(product[i], a + j * 2, b + j * 2, j > 0);
-          asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        }
-#pragma unroll
-        for (int i = 0; i < PARTS; i++) {
-          if (PARTS - 1 - i == 0) wait_products<0>();
-          if (PARTS - 1 - i == 1) wait_products<1>();
-          pin(product[i]);
+    int c = 0;
+    auto multiply_tile = [&](int i) {
 #if BLOCK_SCALES
-          const u32 at = scale_ring + slots[i] * SCALE_BYTES + q * 8;
-#pragma unroll
-          for (int j = 0; j < ACC; j += 4) {
-            float even, odd;
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(even), "=f"(odd)
-                         : "r"(at + j * 8));
-            even *= w_s[i];
-            odd *= w_s[i];
-            acc[j] += product[i][j] * even;
-            acc[j + 1] += product[i][j + 1] * odd;
-            acc[j + 2] += product[i][j + 2] * even;
-            acc[j + 3] += product[i][j + 3] * odd;
-          }
-          __syncwarp();
-          if (lane == 0) release(shared(&empty[slots[i]]));
-#else
-          if (lane == 0) release(shared(&empty[slots[i]]));
-#pragma unroll
-          for (int j = 0; j < ACC; j++) acc[j] += product[i][j];
+      w_s[i] = w_scales[min(first + c, tiles - 1)];
 #endif
-        }
+      c++;
+      wait(shared(&w_full[slot]), parity);
+      wait(shared(&x_full[slot]), parity);
+      const u64 a = descriptor(my_rows + slot * STAGE_BYTES);
+      const u64 b = descriptor(ring + slot * STAGE_BYTES + ROW_BYTES);
+      pin(product[i]);
+      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+      for (int j = 0; j < TILE_K / 32; j++) multiply(product[i], a + j * 2, b + j * 2, j > 0);
+      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      if (++slot == STAGES) {
+        slot = 0;
+        parity ^= 1;
       }
-      if (SPLIT == 1) {
-        write_tile(p, acc, out, scales, n0, t0);
+    };
+    auto add_product = [&](int i) {
+      pin(product[i]);
+#if BLOCK_SCALES
+      const u32 at = scale_ring + done * SCALE_BYTES;
+      if (TOKEN_ROWS) {
+        float s[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          asm volatile("ld.shared.f32 %0, [%1];" : "=f"(s[half])
+                       : "r"(at + (warp * 16 + half * 8 + lane / 4) * 4));
+        __syncwarp();
+        if (lane == 0) release(shared(&empty[done]));
+#pragma unroll
+        for (int j = 0; j < ACC; j++) acc[j] += product[i][j] * (s[j % 4 / 2] * w_s[i]);
       } else {
-        Scales::arrive();
-        asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 #pragma unroll
-        for (int i = 0; i < ACC; i++) {
-          const int token = i / 4 * 8 + q * 2 + i % 2;
-          sums[token * SUM_PITCH + warp * 16 + i % 4 / 2 * 8 + lane / 4] = acc[i];
+        for (int j = 0; j < ACC; j += 4) {
+          float even, odd;
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(even), "=f"(odd)
+                       : "r"(at + lane % 4 * 8 + j * 8));
+          even *= w_s[i];
+          odd *= w_s[i];
+          acc[j] += product[i][j] * even;
+          acc[j + 1] += product[i][j + 1] * odd;
+          acc[j + 2] += product[i][j + 2] * even;
+          acc[j + 3] += product[i][j + 3] * odd;
+        }
+        __syncwarp();
+        if (lane == 0) release(shared(&empty[done]));
+      }
+#else
+      if (lane == 0) release(shared(&empty[done]));
+#pragma unroll
+      for (int j = 0; j < ACC; j++) acc[j] += product[i][j];
+#endif
+      if (++done == STAGES) done = 0;
+    };
+#pragma unroll
+    for (int i = 0; i < ACC; i++) acc[i] = 0;
+    while (c < count) {
+#pragma unroll
+      for (int i = 0; i < RUN; i++) {
+        multiply_tile(i % 2);
+        if (i > 0) {
+          wait_products<1>();
+          add_product((i - 1) % 2);
         }
       }
+      wait_products<0>();
+      add_product((RUN - 1) % 2);
     }
-    if (SPLIT > 1) {
-      cluster_barrier();
-      int n0, t0;
-      order.at(own, n0, t0);
-      add_parts(p, sums, scales, rank, n0, t0);
-      cluster_barrier();  // a peer may still read this block's sums
-    }
+    if (SPLIT > 1) add_parts(acc, shared(after), shared(&arrived), rank);
+    scale_tile(p, acc, scales, n0);
+    write_tile(p, acc, out, rank, n0, t0);
   }
 }

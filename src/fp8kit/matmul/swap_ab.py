@@ -25,14 +25,14 @@ from fp8kit.matmul.problem import MatmulProblem
 
 MOST_ROWS = 512
 _FEW_ROWS = 64
-_MOST_TOKENS = 128
+_MOST_COLS = 128
 _TILE_K = 128
 _ALIGN = 16
-_OUT_PITCH = 144
-_SHARED_PER_BLOCK = 227 * 1024
+_LINE = 144
 _SHARED_PER_PROCESSOR = 228 * 1024
 _SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
+_READ = "_fp8kit_read"
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 
 
@@ -41,31 +41,46 @@ class Tile:
     """How one problem is cut.
 
     Args:
-        tokens: columns of a tile: 8 or a multiple of 16.
-        groups: consumer warpgroups of a block, 64 weight rows each.
-        parts: tiles along K that a warpgroup multiplies before it waits for the first, 1 or 2.
+        cols: columns of a tile: 8 or a multiple of 16.
+        groups: consumer warpgroups of a block, 64 rows of the tile each.
+        run: products along K of which each is added while the next is computed; 1 saves the
+            registers of a second one.
         stages: tiles of 128 along K in shared memory.
+        window: weight tiles that are requested and have not arrived, at most.
         split: blocks of a cluster that split K.
         resident: blocks per multiprocessor if they are spread evenly. No more may fit: blocks that
             start while the quantizer still runs would crowd where it is not.
+        token_rows: tokens are the rows and weights the columns, instead of the other way round.
     """
 
-    tokens: int
+    cols: int
     groups: int
-    parts: int
+    run: int
     stages: int
+    window: int
     split: int
     resident: int
+    token_rows: bool = False
 
     @property
     def rows(self) -> int:
-        """Weight rows of a tile."""
+        """Rows of a tile."""
         return 64 * self.groups
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return self.rows if self.token_rows else self.cols
+
+    @property
+    def weights(self) -> int:
+        """Weight rows of a tile."""
+        return self.cols if self.token_rows else self.rows
 
     @property
     def registers(self) -> int:
         """Registers per consumer thread if they are taken from the producer, else 0."""
-        accumulators = (1 + self.parts) * self.tokens // 2
+        accumulators = (2 if self.run == 1 else 3) * self.cols // 2
         if self.resident > 1 or self.groups == 1 or accumulators <= 96:
             return 0
         return (65536 // 128 - 24) // self.groups // 8 * 8
@@ -73,7 +88,7 @@ class Tile:
     @property
     def threads(self) -> int:
         """Threads of a block; a whole warpgroup produces if it is to give registers away."""
-        return 128 * self.groups + (128 if self.registers else 32)
+        return 128 * self.groups + (128 if self.registers else 64)
 
     @property
     def shared_bytes(self) -> int:
@@ -82,25 +97,27 @@ class Tile:
 
     @property
     def needed_bytes(self) -> int:
-        """Room to align, the ring with its scales, and results on their way out."""
-        ring = self.stages * _stage_bytes(self.tokens, self.groups)
-        halved = self.tokens > 64 and self.tokens % 32 == 0
-        results = self.groups * (self.tokens // 2 if halved else self.tokens) * _OUT_PITCH
-        sums = self.tokens * (self.rows + 4) * 4
-        return 1024 + (max(ring, sums) if self.split > 1 else ring + results)
+        """Room to align, the ring with its scales, parts of peers, and results on their way out."""
+        ring = self.stages * _stage_bytes(self.rows + self.cols, self.tokens)
+        fragments = self.cols // 8
+        share = 1 if fragments == 1 else _up(_up(fragments, self.split) // self.split, 2)
+        parts = (self.split - 1) * share * 2048 * self.groups
+        halved = self.cols > 64 and self.cols % 32 == 0
+        lines = 64 if self.token_rows else self.cols // 2 if halved else self.cols
+        return 1024 + ring + parts + self.groups * lines * _LINE
 
     @property
     def static_bytes(self) -> int:
         """Static shared memory: barriers and the scales of a tile."""
-        return 16 * self.stages + 4 * (self.groups * self.tokens + self.rows)
+        return 24 * self.stages + 8 + 4 * (self.groups * self.cols + self.rows)
 
     def blocks(self, m: int, n: int, processors: int) -> int:
         """Blocks to launch: one per tile while K is split, else few that take tile after tile."""
-        tiles = -(-n // self.rows) * -(-m // self.tokens)
+        tiles = -(-n // self.weights) * -(-m // self.tokens)
         return tiles * self.split if self.split > 1 else min(tiles, processors * self.resident)
 
 
-def choose_tile(m: int, n: int, k: int, processors: int) -> Tile:
+def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
     """Cut a problem so that every multiprocessor has work.
 
     Up to 64 rows the weights alone matter, and the cut along K depends on N and K only: it decides
@@ -111,53 +128,77 @@ def choose_tile(m: int, n: int, k: int, processors: int) -> Tile:
         n: rows of ``w``.
         k: columns of both.
         processors: multiprocessors of the GPU.
+        block_scales: scales per 1x128 and 128x128 elements.
     """
-    if m > _FEW_ROWS:
-        columns = -(-m // _MOST_TOKENS)
-        tokens = -(-m // (16 * columns)) * 16
-        cuts = [(g, split) for split in (1, 2, 3, 4) for g in (1, 2, 3)]
-        groups, split = min(
-            cuts, key=lambda cut: _microseconds(cut[0], cut[1], tokens, m, n, k, processors)
-        )
-        return _deepest(tokens, groups, 1 if groups == 3 else 2, split)
-    tokens = max(8, 1 << (m - 1).bit_length())
-    blocks, steps = -(-n // 64), -(-k // _TILE_K)
-    split = 1
-    while split < 4 and blocks * split * split <= processors and steps >= 8 * split:
-        split *= 2
-    # blocks with rings of 64 KiB that share a multiprocessor hide each other's start and end
-    groups = 2 if blocks >= 2 * processors else 1
-    stages = 64 * 1024 // _stage_bytes(tokens, groups)
-    resident = min(3, -(-(-(-n // (64 * groups)) * split) // processors))
-    parts = 2 if resident == 1 else 1
-    return Tile(tokens, groups, parts, max(stages, 6 if resident == 1 else 2), split, resident)
+    if m <= _FEW_ROWS:
+        return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors)
+    cols = -(-m // (16 * -(-m // _MOST_COLS))) * 16
+    tiles = [
+        _deepest(_MOST_COLS if token_rows else cols, groups, split, 1, token_rows)
+        for token_rows in ((True, False) if block_scales else (False,))
+        for split in (1, 2, 3, 4)
+        for groups in (1, 2, 3)
+    ]
+    return min(tiles, key=lambda tile: _microseconds(tile, m, n, k, processors, block_scales))
 
 
-def _microseconds(
-    groups: int, split: int, tokens: int, m: int, n: int, k: int, processors: int
-) -> float:
-    # fitted to 60 measured cuts of 7 layers at 128 to 512 rows on an H200; most within 10 %
-    tiles, steps = -(-n // (64 * groups)) * -(-m // tokens), -(-k // _TILE_K)
-    # clusters of 3 and 4 do not fill the processing clusters of 16 and 18 multiprocessors
-    room = {1: processors, 2: processors // 2, 3: processors * 39 // 132, 4: processors * 30 // 132}
-    rounds = -(-tiles // room[split])
-    step = {1: 0.30, 2: 0.42, 3: 0.58}[groups] * (0.35 + 0.65 * tokens / _MOST_TOKENS)
-    fixed = {1: 3.5, 2: 5.5, 3: 6.5, 4: 7.5}[split]
-    if split > 1:
-        return rounds * (fixed + -(-steps // split) * step)
-    return fixed + rounds * (steps * step + (rounds > 1))
+def _few_rows(cols: int, n: int, k: int, processors: int) -> Tile:
+    # the best of 970 measured cuts of 12 layers on an H200, except that all of a layer split alike
+    tiles, steps = -(-n // 64), -(-k // _TILE_K)
+    fill = tiles / processors
+    if fill <= 0.5:
+        room = _clusters(processors)
+        split = max(s for s in (1, 2, 3, 4) if s == 1 or (steps >= 8 * s and tiles <= room[s]))
+        return _deepest(cols, 1, split, 1)
+    if fill <= 1.5 and steps >= 24:
+        if fill > 1:
+            return _deepest(cols, 1, 2, 3)
+        return _deepest(cols, 2, 2, 1) if fill >= 0.72 else _deepest(cols, 1, 2, 2)
+    if fill <= 1.5:
+        return _deepest(cols, 1, 1, 1 if fill <= 1 else 2)
+    return _deepest(cols, 2, 1, 1)
 
 
-def _stage_bytes(tokens: int, groups: int) -> int:
-    return (64 * groups + tokens) * _TILE_K + -(-tokens // 32) * 128
+def _microseconds(tile: Tile, m: int, n: int, k: int, processors: int, block_scales: bool) -> float:
+    # fitted to 700 measured cuts of 11 layers at 96 to 512 rows on an H200: the best one, or one
+    # that takes 0.6 % longer in the mean
+    tiles = -(-n // tile.weights) * -(-m // tile.tokens)
+    steps = -(-k // _TILE_K)
+    part = steps if tile.split == 1 else _up(-(-steps // tile.split), 4)
+    step = (0.27, 0.36, 0.50)[tile.groups - 1]
+    if block_scales and not tile.token_rows:
+        step *= 1.37
+    rounds = -(-tiles // _clusters(processors)[tile.split])
+    sums = (0.0, 2.6, 2.7, 3.3)[tile.split - 1]
+    multiply = sums + rounds * (part * step + 1.4 * tile.groups * tile.cols / _MOST_COLS)
+    read = 2.3 + tiles * tile.split * part * (tile.rows + tile.cols) * _TILE_K / 12e6
+    return max(multiply, read)
 
 
-def _deepest(tokens: int, groups: int, parts: int, split: int) -> Tile:
-    for stages in range(16, 2, -1):
-        tile = Tile(tokens, groups, parts, stages, split, 1)
-        if tile.needed_bytes + tile.static_bytes <= _SHARED_PER_BLOCK:
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def _clusters(processors: int) -> dict[int, int]:
+    # those of 3 and 4 do not fill the processing clusters of 16 and 18 multiprocessors
+    return {1: processors, 2: processors // 2, 3: processors * 39 // 132, 4: processors * 30 // 132}
+
+
+def _stage_bytes(lines: int, tokens: int) -> int:
+    return lines * _TILE_K + -(-tokens // 32) * 128
+
+
+def _deepest(cols: int, groups: int, split: int, resident: int, token_rows: bool = False) -> Tile:
+    """Give as many stages as there is room for."""
+    run = 1 if groups == 3 or resident > 1 else 4
+    # enough to keep the memory busy; what has to arrive before it would wait behind more
+    window = {(1, 3): 4, (2, 1): 4, (2, 2): 3}.get((groups, resident), 6)
+    for stages in range(24, 1, -1):
+        ahead = min(stages, window) if cols <= _FEW_ROWS else stages
+        tile = Tile(cols, groups, run, stages, ahead, split, resident, token_rows)
+        if tile.needed_bytes + tile.static_bytes <= _SHARED_PER_PROCESSOR // resident - 1024:
             return tile
-    raise AssertionError(f"no ring fits beside {tokens} tokens")
+    raise AssertionError(f"no ring fits beside {cols} columns")
 
 
 def supports(problem: MatmulProblem) -> str | None:
@@ -193,8 +234,8 @@ def run(
     bias = None if bias is None else bias.contiguous()
     y = torch.empty(m, n, dtype=problem.out_dtype, device=x.device)
     with torch.cuda.device(x.device):
-        tile = choose_tile(m, n, k, _processors(x.device.index))
         blocks = groups[1] == BLOCK
+        tile = choose_tile(m, n, k, _processors(x.device.index), blocks)
         x_map = nvrtc.byte_tile_map(x.data_ptr(), m, k, tile.tokens, _TILE_K)
         x_scale = _by_column(x_scale) if blocks else x_scale
         kernel = _kernel(
@@ -208,7 +249,7 @@ def run(
         kernel.launch(
             tile.blocks(m, n, _processors(x.device.index)),
             (
-                nvrtc.byte_tile_map(w.data_ptr(), n, k, tile.rows, _TILE_K),
+                nvrtc.byte_tile_map(w.data_ptr(), n, k, tile.weights, _TILE_K),
                 x_map,
                 _scale_map(x_scale, tile.tokens) if blocks else x_map,
                 nvrtc.pointer(x_scale),
@@ -222,9 +263,23 @@ def run(
                 ctypes.c_int(0 if groups[1] == TENSOR else 1),
                 ctypes.c_int(_SPAN // tile.tokens),
             ),
-            overlap=problem.after_quantize,
+            overlap=problem.after_quantize and _settled(w),
         )
     return y
+
+
+def _settled(w: Tensor) -> bool:
+    """Say whether an earlier call has waited for this weight as it is now.
+
+    A weight is loaded before the kernels ahead have ended, so none of them may be writing it. A
+    call on another stream has waited too, and the event between the streams ends the overlap.
+    """
+    if w.is_inference():
+        return False  # changes are not counted
+    now = (w._version, w.data_ptr())
+    settled: bool = getattr(w, _READ, None) == now
+    setattr(w, _READ, now)
+    return settled
 
 
 def _aligned(codes: Tensor) -> Tensor:
@@ -278,20 +333,22 @@ def source(tile: Tile, block_scales: bool, streamed: bool, out: int, bias: int) 
         bias: tag of the bias's dtype.
     """
     constants = {
-        "TOKENS": tile.tokens,
+        "COLS": tile.cols,
         "GROUPS": tile.groups,
-        "PARTS": tile.parts,
+        "RUN": tile.run,
         "STAGES": tile.stages,
+        "WINDOW": tile.window,
         "SPLIT": tile.split,
         "RESIDENT": tile.resident,
         "PRODUCERS": tile.threads - 128 * tile.groups,
         "REGISTERS": tile.registers,
+        "TOKEN_ROWS": int(tile.token_rows),
         "BLOCK_SCALES": int(block_scales),
         "STREAMED": int(streamed),
         "OUT_KIND": out,
         "BIAS_KIND": bias,
     }
-    registers = tile.tokens // 2
+    registers = tile.cols // 2
     text = resources.files("fp8kit.matmul").joinpath("swap_ab.cu").read_text()
     for mark, value in (
         ("@D@", ", ".join(f"%{i}" for i in range(registers))),
@@ -299,7 +356,7 @@ def source(tile: Tile, block_scales: bool, streamed: bool, out: int, bias: int) 
         ("@A@", f"%{registers}"),
         ("@B@", f"%{registers + 1}"),
         ("@ADD@", f"%{registers + 2}"),
-        ("@TOKENS@", str(tile.tokens)),
+        ("@COLS@", str(tile.cols)),
     ):
         text = text.replace(mark, value)
     return "".join(f"#define {k} {v}\n" for k, v in constants.items()) + text

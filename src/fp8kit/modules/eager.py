@@ -4,8 +4,8 @@ Where nobody else would see the registered operator, its body is called directly
 autocast, no tracer, no dispatch mode, a plain CUDA tensor; callers leave this module out under a
 compiler. The second call with a shape is recorded, and later ones repeat the tape (see ``tape``),
 if all the call does is launch kernels of this package. What a tape fixes is checked at every call:
-shapes, dtypes, and the addresses of weight, scales and bias, so a reload in place goes on with the
-new values, and a move or a new Parameter is recorded anew.
+shapes, dtypes, the addresses of weight, scales and bias, and the weight's version, so a reload in
+place, a move or a new Parameter is recorded anew.
 """
 
 from __future__ import annotations
@@ -98,13 +98,17 @@ def run(
     if not _plain(x, constants):
         return None
     key, state = (x.shape, x.dtype, constants[0].shape, options), _state(constants)
-    found = tapes.get(key)
+    found, once = tapes.get(key), ("once", *state)
     if found is not None and found[0] == state:
         return call() if found[1] is None else found[1](x)
-    if found is None or not all(t is None or t.is_contiguous() for t in constants):
+    if (
+        found is None
+        or found[0] != once
+        or not all(t is None or t.is_contiguous() for t in constants)
+    ):
         if len(tapes) >= _MOST_SHAPES:
             tapes.clear()
-        tapes[key] = ((), None)
+        tapes[key] = (once, None)
         return call()
     y, taped = tape.record(call, x, constants)
     tapes[key] = (state, taped)
@@ -129,10 +133,15 @@ def _plain(x: Tensor, constants: Constants) -> bool:
 
 
 def _state(constants: Constants) -> State:
-    """Give what a tape fixes of its constants; a cast may put a new bias at an old address."""
+    """Give what a tape fixes of its constants.
+
+    A cast may put a new bias at an old address. A weight that has changed is not read early until
+    a call has waited for it, so the launches of another version are not repeated.
+    """
     weight, scale, bias, input_scale = constants
     return (
         weight.data_ptr(),
+        -1 if weight.is_inference() else weight._version,
         scale.data_ptr(),
         None if bias is None else (bias.data_ptr(), bias.dtype),
         None if input_scale is None else input_scale.data_ptr(),

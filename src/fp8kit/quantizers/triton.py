@@ -22,13 +22,14 @@ from fp8kit.formats import (
     scale_dtype,
     scale_shape,
 )
-from fp8kit.quantizers import reference
+from fp8kit.quantizers import cuda_rows, reference
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
 from fp8kit.quantizers.triton_numerics import INTERPRETED, SAFE_SCALE, Recipe
 from fp8kit.quantizers.triton_rows import quantize_rows, row_tile
 from fp8kit.quantizers.triton_tensor import quantize_tensor, tensor_tile
 
+E4M3_MAX = fp8_format(torch.float8_e4m3fn).max
 _MAX_BLOCK = 32768  # elements per group that one program holds in registers
 
 
@@ -190,9 +191,13 @@ def _launch(
             scales = scale.reshape(stack.shape[0], *scale.shape[-2:])
             quantize_blocks(stack, scales, scale_ub, raw, group.rows, group.cols, recipe)
         elif group.cols == -1:
+            rows, exact = x.reshape(m, k), recipe.division == "corrected"
+            if exact and recipe.fp8_max == E4M3_MAX and cuda_rows.takes(rows, count):
+                cuda_rows.quantize_rows(rows, scale.reshape(m), raw, recipe.min_scale)
+                return
             tile = row_tile(m, k, x.element_size(), count)
             tile = tile._replace(held=0) if recipe.static else tile
-            quantize_rows(x.reshape(m, k), scale.reshape(m), scale_ub, raw, recipe, tile)
+            quantize_rows(rows, scale.reshape(m), scale_ub, raw, recipe, tile)
         else:
             scales = scale if swizzled else scale.reshape(1, -1) if m == 1 else scale.flatten(0, -2)
             column = swizzled or scales.stride(0) == 1

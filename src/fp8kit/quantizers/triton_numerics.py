@@ -63,15 +63,15 @@ def overlaps(device: torch.device) -> bool:
 
 @triton.jit
 def join_stream(OVERLAP: tl.constexpr):
-    """Wait for the kernel ahead in the stream, then let the one behind start to prepare.
+    """Let the kernel behind in the stream start to prepare, then wait for the one ahead.
 
-    Called before any memory is touched, in a kernel launched with ``launch_pdl``. The wait comes
-    first, so that whatever the next kernel reads early, such as a weight, was complete before this
-    one began; what this kernel writes, the next one waits for.
+    Called before any memory is touched, in a kernel launched with ``launch_pdl``. The kernel behind
+    waits for this one before it reads what this one or an earlier one writes. What it reads before,
+    such as a weight, has to be older than the kernel ahead: that is for it to make sure.
     """
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

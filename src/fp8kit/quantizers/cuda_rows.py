@@ -1,0 +1,129 @@
+"""One scale per row, for few rows on Hopper: a cluster of blocks per row (``cuda_rows.cu``).
+
+Few rows are a matter of latency. The Triton kernel reads a row as often as programs share it; here
+its blocks tell each other their maxima, so a row is read once, into registers, by as many threads
+as it has 16-byte vectors. Bit-equal to ``reference``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    from fp8kit import nvrtc
+except ImportError:  # without the extra ``cuda``
+    nvrtc = None  # type: ignore[assignment]
+
+_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
+_MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 512, 8, 4
+_ALIGN = 16
+_LAYERS = 4  # blocks per multiprocessor up to which latency counts, not bandwidth
+
+
+class RowCut(NamedTuple):
+    """How a row is spread.
+
+    Args:
+        blocks: blocks of its cluster, a power of two.
+        threads: threads per block.
+        vectors: 16-byte vectors per thread.
+    """
+
+    blocks: int
+    threads: int
+    vectors: int
+
+
+def row_cut(vectors: int) -> RowCut | None:
+    """Spread a row of 16-byte vectors; ``None`` if it is too long to be held.
+
+    Args:
+        vectors: 16-byte vectors of the row.
+    """
+    blocks = 1
+    while blocks < _MOST_BLOCKS and vectors > blocks * _MOST_THREADS:
+        blocks *= 2
+    each = 1
+    while each < _MOST_VECTORS and vectors > blocks * _MOST_THREADS * each:
+        each *= 2
+    threads = -(-vectors // (blocks * each * 32)) * 32
+    return RowCut(blocks, threads, each) if threads <= _MOST_THREADS else None
+
+
+def takes(x: Tensor, processors: int) -> bool:
+    """Say whether ``x [M, K]`` has few and regular rows, and the kernel can be compiled here.
+
+    Args:
+        x: bf16, fp16 or fp32.
+        processors: multiprocessors of the GPU.
+    """
+    (m, k), size = x.shape, x.element_size()
+    if x.dtype not in _KINDS or not x.is_cuda or k * size % _ALIGN or x.stride(1) != 1:
+        return False
+    if m > _LAYERS * processors or x.stride(0) * size % _ALIGN or x.data_ptr() % _ALIGN:
+        return False
+    cut = row_cut(k * size // _ALIGN)
+    return cut is not None and m * cut.blocks <= _LAYERS * processors and _compiles(x.device)
+
+
+def quantize_rows(x: Tensor, scale: Tensor, data: Tensor, min_scale: float) -> None:
+    """Quantize ``x`` row by row into ``data`` and ``scale``.
+
+    Args:
+        x: ``[M, K]`` that ``takes`` accepts.
+        scale: ``float32 [M]``, contiguous.
+        data: ``uint8 [M, K]``, contiguous: e4m3fn codes.
+        min_scale: floor under the scales, such that quotients are exact (``SAFE_SCALE``).
+    """
+    m, k = x.shape
+    vectors = k * x.element_size() // _ALIGN
+    cut = row_cut(vectors)
+    assert cut is not None
+    _kernel(_KINDS[x.dtype], cut, x.device.index).launch(
+        m * cut.blocks,
+        (
+            nvrtc.pointer(x),
+            nvrtc.pointer(scale),
+            nvrtc.pointer(data),
+            ctypes.c_longlong(x.stride(0) * x.element_size()),
+            ctypes.c_int(vectors),
+            ctypes.c_float(min_scale),
+        ),
+        overlap=True,
+    )
+
+
+@functools.cache
+def _compiles(device: torch.device) -> bool:
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return nvrtc is not None and nvrtc.missing() is None
+
+
+@functools.cache
+def _kernel(kind: int, cut: RowCut, device: int) -> Any:
+    return nvrtc.Kernel(
+        source(kind, cut),
+        "quantize_rows",
+        block=cut.threads,
+        cluster=cut.blocks,
+        shared_bytes=0,
+        device=torch.device("cuda", device),
+    )
+
+
+def source(kind: int, cut: RowCut) -> str:
+    """Write the CUDA source of one variant.
+
+    Args:
+        kind: tag of the input's dtype, a value of ``_KINDS``.
+        cut: how a row is spread.
+    """
+    text = resources.files("fp8kit.quantizers").joinpath("cuda_rows.cu").read_text()
+    return f"#define KIND {kind}\n#define VECTORS {cut.vectors}\n{text}"

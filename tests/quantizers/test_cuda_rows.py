@@ -1,0 +1,128 @@
+"""The quantizer of few rows on Hopper: its cut on any machine, its bits on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8kit.formats import ROW
+from fp8kit.quantizers import cuda_rows, reference, triton
+from numerics import assert_bits_equal
+
+E4M3 = torch.float8_e4m3fn
+FLOOR = 1 / (448 * 512)
+PROCESSORS = 132
+LENGTHS = (8, 16, 24, 136, 1000, 1032, 4096, 4104, 7168, 8192, 14336, 28672, 65536, 131072)
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="the kernel is written for sm90",
+)
+
+
+@pytest.mark.parametrize("vectors", [1, 31, 512, 513, 1792, 3584, 4096, 8191, 16384])
+def test_every_vector_has_a_thread(vectors: int) -> None:
+    cut = cuda_rows.row_cut(vectors)
+    assert cut is not None
+    assert cut.threads % 32 == 0
+    assert cut.threads <= 512
+    assert cut.blocks in (1, 2, 4, 8)
+    assert cut.blocks * cut.threads * cut.vectors >= vectors
+    # and no warp of a block is without work in each of its passes
+    assert cut.blocks * (cut.threads - 32) * cut.vectors < vectors
+
+
+def test_rows_too_long_to_hold_are_left_to_another_kernel() -> None:
+    assert cuda_rows.row_cut(16385) is None
+
+
+def test_source_states_its_variant() -> None:
+    cut = cuda_rows.RowCut(2, 256, 4)
+    text = cuda_rows.source(32, cut)
+    assert text.startswith("#define KIND 32\n#define VECTORS 4\n")
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(2, 64),
+        torch.zeros(2, 64, dtype=torch.float64),
+    ],
+    ids=["cpu", "float64"],
+)
+def test_what_it_does_not_take(x: Tensor) -> None:
+    assert not cuda_rows.takes(x, PROCESSORS)
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_what_it_takes_on_a_gpu() -> None:
+    base = torch.zeros(64, 4104, device="cuda", dtype=torch.bfloat16)
+    assert cuda_rows.takes(base, PROCESSORS)
+    assert cuda_rows.takes(base[::3, 8:], PROCESSORS)
+    assert not cuda_rows.takes(base[:, 1:4097], PROCESSORS)
+    assert not cuda_rows.takes(base[:, :-4], PROCESSORS)
+    assert not cuda_rows.takes(base.t(), PROCESSORS)
+    assert not cuda_rows.takes(base.new_zeros(4096, 4096), PROCESSORS)
+
+
+def check(x: Tensor, floor: float = FLOOR) -> None:
+    """Compare every bit with the reference, over memory that held something else."""
+    assert cuda_rows.takes(x, PROCESSORS)
+    expected, expected_scale = reference.quantize(x, ROW, E4M3, floor, None, "exact")
+    data = torch.full(x.shape, 0xAA, device="cuda", dtype=torch.uint8)
+    scale = torch.full((len(x),), torch.nan, device="cuda")
+    cuda_rows.quantize_rows(x, scale, data, floor)
+    assert_bits_equal(scale, expected_scale[:, 0])
+    assert_bits_equal(data.view(E4M3), expected)
+    called, called_scale = triton.quantize(x, ROW, E4M3, floor, None, "exact")
+    assert_bits_equal(called_scale, expected_scale)
+    assert_bits_equal(called, expected)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("k", LENGTHS)
+def test_lengths(k: int, dtype: torch.dtype) -> None:
+    if cuda_rows.row_cut(k * dtype.itemsize // 16) is None:
+        pytest.skip("too long to hold")
+    for m in (1, 7, 64):
+        scales = torch.logspace(-4, 2, m, device="cuda")[:, None]
+        check((torch.randn(m, k, device="cuda") * scales).to(dtype))
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_hard_values(dtype: torch.dtype) -> None:
+    info, k = torch.finfo(dtype), 4096
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()
+    ties = torch.cat([(codes[1:] + codes[:-1]) / 2, codes[-1:]])
+    rows = [torch.randn(k) * 2.0**e for e in (0, -20, 10)]
+    rows += [ties.repeat(k // len(ties) + 1)[:k] * s for s in (1.0, 1.1, -0.7)]
+    rows += [torch.rand(k) * info.max, torch.rand(k) * info.tiny, torch.full((k,), -info.max)]
+    rows += [torch.zeros(k), -torch.zeros(k), torch.full((k,), info.smallest_normal / 2)]
+    for at in (0, k // 2, k - 1):
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            row = torch.randn(k)
+            row[at] = bad
+            rows.append(row)
+    check(torch.stack(rows).to(dtype).cuda())
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_number_under_many_scales(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype)
+    check(every[every.isfinite()][None])
+    for largest in (3e-4, 0.011, 1.0, 1.7, 448.0, 30000.0):
+        check(every[every.abs() <= largest][None][:, : 8 * 6000])
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_rows_apart_in_memory() -> None:
+    base = torch.randn(99, 5000, device="cuda", dtype=torch.bfloat16)
+    check(base[::3, 8:4104])
