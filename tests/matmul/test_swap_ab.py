@@ -69,14 +69,6 @@ def test_source_spells_out_the_registers() -> None:
     assert "#define BLOCK_SCALES 1" in text
 
 
-def test_scales_by_column_are_kept_and_others_copied() -> None:
-    scale = torch.rand(7, 3)
-    moved = swap_ab._by_column(scale)
-    assert torch.equal(moved, scale)
-    assert moved.stride() == (1, 8)
-    assert swap_ab._by_column(moved) is moved
-
-
 def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("libnvrtc.so not found")

@@ -16,6 +16,7 @@ BACKENDS: BackendTable = (
     ("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
     ("triton_scaled", "fp8kit.matmul.triton_scaled", ("cuda",)),
+    ("deep_gemm", "fp8kit.matmul.deep_gemm", ("cuda",)),
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
 )
