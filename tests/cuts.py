@@ -1,0 +1,17 @@
+"""Cuts of the own kernel that between them take every path of its source."""
+
+from __future__ import annotations
+
+from fp8kit.matmul.swap_ab import Tile
+
+CUTS = [
+    Tile(8, 1, 1, 4, 1, 3),
+    Tile(8, 2, 2, 5, 4, 1),
+    Tile(16, 3, 2, 6, 2, 1),
+    Tile(48, 2, 1, 3, 3, 1),
+    Tile(80, 2, 2, 5, 1, 1),
+    Tile(112, 3, 1, 4, 2, 1),
+    Tile(128, 1, 2, 5, 4, 1),
+    Tile(128, 2, 2, 5, 3, 1),
+    Tile(128, 3, 1, 4, 1, 1),
+]
