@@ -20,9 +20,10 @@ from torch import Tensor
 
 import fp8kit
 from fp8kit import tape
+from fp8kit.bench import tuning
 from fp8kit.bench.operands import candidates
 from fp8kit.dispatch import Choice, choose
-from fp8kit.formats import BLOCK, GROUP128, SCHEMES, min_scale
+from fp8kit.formats import BLOCK, GROUP128, SCHEMES, Scheme, min_scale
 from fp8kit.matmul import deep_gemm
 from fp8kit.matmul import problem as matmul
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
@@ -399,6 +400,53 @@ def test_a_table_decides_and_the_choice_says_so(
 def test_tuning_considers_it(library: Library) -> None:
     assert ("deep_gemm", "") in candidates(faked())
     assert ("deep_gemm", "") not in candidates(faked("FP8_DYNAMIC"))
+
+
+@pytest.fixture
+def here(library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Let the library compute on the CPU, as on an H200, and nothing else."""
+    table = (("deep_gemm", "fp8kit.matmul.deep_gemm", ()),)
+    monkeypatch.setattr(matmul, "capability", lambda _: (9, 0))
+    monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", table)
+    monkeypatch.setattr("fp8kit.bench.operands.BACKENDS", table)
+    return library
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_layer_runs_on_it(dtype: torch.dtype, here: Library) -> None:
+    layer = fp8kit.Fp8Linear.from_linear(torch.nn.Linear(256, 192).to(dtype), "FP8_BLOCK")
+    x = torch.randn(2, 3, 256, dtype=dtype)
+    if dtype == torch.float32:
+        with pytest.raises(fp8kit.UnsupportedError, match="deep_gemm: writes bfloat16 only"):
+            layer(x)
+        return
+    y = layer(x)
+    assert len(here.given) == 1
+    x_q = fp8kit.quantize(x.flatten(0, 1), GROUP128)
+    w = fp8kit.dequantize(fp8kit.QTensor(layer.weight, layer.weight_scale, BLOCK))
+    assert_matmul(y.flatten(0, 1), fp8kit.dequantize(x_q), w, layer.bias, "deep_gemm")
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_tuning_times_it_if_it_is_right(right: bool, here: Library) -> None:
+    def biased(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], d: Tensor) -> None:
+        here.product(a, b, d)
+        d.mul_(0.98)
+
+    if not right:
+        setattr(here, NEW, biased)
+        deep_gemm._product.cache_clear()
+    wish = tuning.Wish([(128, 256)], [5], [Scheme.of("FP8_BLOCK")])
+    cpu = torch.device("cpu")
+    outcome = tuning.tune([wish], cpu, timer=lambda cases, *_: dict.fromkeys(cases, 1.0))
+    assert here.given
+    if right:
+        assert outcome.faults == []
+        assert [set(times) for times in outcome.table.rows.values()] == [{DENSE, "deep_gemm"}]
+    else:
+        assert "deep_gemm on" in outcome.faults[0]
+        assert "relative error" in outcome.faults[0]
+        assert outcome.table.rows == {}
 
 
 def real(m: int, n: int, k: int) -> tuple[fp8kit.QTensor, fp8kit.QTensor]:

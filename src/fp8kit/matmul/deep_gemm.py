@@ -39,7 +39,7 @@ def supports(problem: MatmulProblem) -> str | None:
     if problem.capability is not None and problem.capability[0] == 10:
         return "takes UE8M0 scales alone on sm100, and these may be any"
     if problem.capability is None or problem.capability[0] != 9:
-        return "its FP8 kernels start at sm90"
+        return "multiplies by such scales on sm90"
     if problem.x_dtype != torch.float8_e4m3fn or problem.w_dtype != torch.float8_e4m3fn:
         return "multiplies e4m3fn codes only"
     if problem.out_dtype != torch.bfloat16:
