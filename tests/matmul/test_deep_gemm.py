@@ -151,7 +151,7 @@ def test_the_library_gets_the_layouts_that_it_wants(
 
 
 def test_codes_and_scales_in_any_layout_are_brought_into_it(library: Library) -> None:
-    x_q, w_q, problem = operands(9, 128, 256)
+    x_q, w_q, problem = operands(9, 192, 256)
     plain = deep_gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, GROUPS, problem)
     memory = torch.zeros(9 * 256 + 1, dtype=torch.uint8)
     unaligned = memory[1:].view(9, 256).copy_(x_q.data.view(torch.uint8)).view(E4M3)
