@@ -31,7 +31,7 @@ test-gpu:
 
 # On a Hopper machine; `pip install nvidia-cuda-sanitizer-api` where there is no CUDA toolkit.
 sanitize:
-	PYTHONPATH=src:tests $(PYTHON) tests/sanitize.py
+	PYTHONPATH=src $(PYTHON) tests/sanitize.py
 
 # On a GPU machine; then `python benchmarks/tables.py` renews the tables of the README.
 bench:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 import fp8kit
+from cuts import CUTS
 from fp8kit import fused, nvrtc
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul import swap_ab, triton_scaled
@@ -92,8 +93,8 @@ def check(sanitizer: str, tool: str) -> str:
         sanitizer: path of ``compute-sanitizer``.
         tool: ``"memcheck"`` or ``"racecheck"``.
     """
-    _, output = sanitize(sanitizer, tool, ("broken",), tool)
-    if not findings(output):
+    status, output = sanitize(sanitizer, tool, ("broken",), tool)
+    if status != FOUND or not findings(output):  # a program that fails is counted as an error, too
         return f"{tool}: finds nothing in a kernel that is broken, so it proves nothing\n{output}"
     status, output = sanitize(sanitizer, tool, KERNELS, "kernels")
     found = findings(output)
@@ -250,8 +251,6 @@ def triton_calls(device: str) -> Calls:
 
 def own_calls() -> Calls:
     """Give calls of the own kernel in every cut, with both kinds of scales and all dtypes."""
-    from cuts import CUTS
-
     calls: Calls = {}
     for number, tile in enumerate(CUTS):
         for pair in (PAIRS[0], PAIRS[2]):
