@@ -99,6 +99,8 @@ HEAVY = (
     "accelerate",
     "compressed_tensors",
     "ray",
+    "deep_gemm",
+    "vllm",
 )
 IMPORT_MILLISECONDS = 160
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -173,7 +172,11 @@ def test_the_exit_status_tells(
     verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checked: list[str] = []
-    check: Callable[[str, str], str] = lambda _, tool: checked.append(tool) or verdict  # noqa: E731
+
+    def check(_: str, tool: str) -> str:
+        checked.append(tool)
+        return verdict
+
     monkeypatch.setattr(sanitize, "check", check)
     monkeypatch.setattr(sanitize.sys, "argv", ["sanitize.py", "--sanitizer", "there"])
     assert sanitize.main() == (1 if verdict else 0)

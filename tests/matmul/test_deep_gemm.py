@@ -463,8 +463,8 @@ def real(m: int, n: int, k: int) -> tuple[fp8kit.QTensor, fp8kit.QTensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (576, 1024), (2112, 7168), (4096, 512)])
-@pytest.mark.parametrize("m", [1, 3, 64, 130, 1000, 4096])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (2112, 7168)])
+@pytest.mark.parametrize("m", [1, 130, 4096])  # few: the library compiles for each
 def test_the_real_library_matches_the_exact_product(m: int, n: int, k: int) -> None:
     x_q, w_q = real(m, n, k)
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
