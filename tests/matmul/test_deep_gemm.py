@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -78,15 +78,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ModuleType | 
         choose.cache_clear()
 
     def put(library: ModuleType | None) -> None:
-        monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
-        if library is not None:
-            monkeypatch.setitem(sys.modules, "deep_gemm", library)
+        monkeypatch.setitem(sys.modules, "deep_gemm", library)  # to import None says it is absent
         clear()
 
     installed = [n for n in sys.modules if n.partition(".")[0] == "vllm"]
     for name in installed:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if not (Path(p) / "deep_gemm").is_dir()])
     put(None)
     yield put
     for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
@@ -260,15 +257,16 @@ def test_it_declines_and_says_why(changes: dict[str, object], word: str, library
     assert library.given == []
 
 
-class Broken:
-    """A finder under which importing ``deep_gemm`` fails as without a CUDA toolkit."""
+def break_import(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let importing ``deep_gemm`` raise, as it does without a CUDA toolkit."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def find_spec(self, name: str, *_: object) -> None:
+    def find_spec(name: str, *_: object) -> None:
         if name == "deep_gemm":
-            raise self.error
+            raise error
+
+    monkeypatch.delitem(sys.modules, "deep_gemm")
+    finder = SimpleNamespace(find_spec=find_spec)
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
 
 
 def test_no_library_is_a_reason(install: Callable[[ModuleType | None], None]) -> None:
@@ -297,7 +295,7 @@ def test_a_library_that_does_not_import_is_a_reason(
     install: Callable[[ModuleType | None], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "meta_path", [Broken(error), *sys.meta_path])
+    break_import(error, monkeypatch)
     (reason,) = dict(only(faked()).declined).values()
     assert f"deep_gemm does not import ({type(error).__name__}: {error})" in reason
     assert "CUDA_HOME" in reason
@@ -328,7 +326,7 @@ def test_the_copy_of_vllm_serves_in_processes_that_import_vllm(
     if other == "too old":
         install(Library("gemm_of_the_past"))
     if other == "broken":
-        monkeypatch.setattr(sys, "meta_path", [Broken(ImportError("torn")), *sys.meta_path])
+        break_import(ImportError("torn"), monkeypatch)
     vendor(tmp_path, monkeypatch, PRODUCT)
     assert only(faked()).module is None
     assert "vllm" not in sys.modules  # whose import changes settings of torch
@@ -362,7 +360,7 @@ def test_a_vllm_without_a_copy_that_works_is_a_reason(
 def test_only_a_problem_it_could_take_imports_it(
     install: Callable[[ModuleType | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "meta_path", [Broken(ImportError("imported")), *sys.meta_path])
+    break_import(ImportError("imported"), monkeypatch)
     others = [faked(scheme) for scheme in SCHEMES if scheme != "FP8_BLOCK"]
     for problem in (*others, faked(n=96), faked(capability=(8, 9))):
         assert "imported" not in str(only(problem))
