@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-gpu check bench bench-streaming clean
+.PHONY: demo test test-gpu sanitize check bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,10 @@ check: $(VENV)/.installed
 # On a GPU machine the environment (torch with CUDA, triton) is the machine's own.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) -p no:benchmark
+
+# On a Hopper machine; `pip install nvidia-cuda-sanitizer-api` where there is no CUDA toolkit.
+sanitize:
+	PYTHONPATH=src $(PYTHON) tests/sanitize.py
 
 # On a GPU machine; then `python benchmarks/tables.py` renews the tables of the README.
 bench:

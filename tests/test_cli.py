@@ -324,6 +324,7 @@ def test_env() -> None:
     found = json.loads(run("env", "--json").stdout)
     assert found["fp8kit"] == fp8kit.__version__
     assert found["torch"].startswith("2.")
+    assert {"triton", "cuda-bindings", "deep_gemm", "transformers", "devices"} <= set(found)
     assert f"fp8kit: {fp8kit.__version__}" in run("env").output
 
 

@@ -187,12 +187,18 @@ def test_tuned_times_hold_for_one_driver_and_version(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = {measurements.tuned_path(H200), measurements.tuned_path("NVIDIA L4")}
-    for key in ("driver", "torch", "triton", "kernels"):
+    for key in ("driver", "torch", "triton", "deep_gemm", "kernels"):
         changed = {**measurements.fingerprint(), key: "another"}
         monkeypatch.setattr(measurements, "fingerprint", lambda changed=changed: changed)
         paths.add(measurements.tuned_path(H200))
-    assert len(paths) == 6
+    assert len(paths) == 7
     assert all(p.parent == cache / "tables" for p in paths)
+
+
+def test_the_first_package_that_is_installed_has_the_version() -> None:
+    assert measurements._version("not-a-package", "torch") == measurements._version("torch")
+    assert measurements._version("torch", "pytest").startswith("2.")
+    assert measurements._version("not-a-package") == "none"
 
 
 def test_a_damaged_cache_is_named_and_left_alone(cache: Path) -> None:

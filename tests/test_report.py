@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from fp8kit.errors import ConversionError
 from fp8kit.report import Record, Report, table
 
 MIB = 2**20
@@ -68,3 +71,16 @@ def test_data_survives_json() -> None:
 def test_table_aligns_columns_without_trailing_spaces() -> None:
     text = table([("a", "b"), ("long", "1"), ("", "22")])
     assert text == "a     b\n----  --\nlong  1\n      22"
+
+
+def test_strict_refuses_by_name_what_deserves_attention() -> None:
+    r = report()
+    blocked = [x for x in r.skipped if x.warning]
+    assert len(r.skipped) > len(blocked) == 1  # what was excluded on purpose is no obstacle
+    with pytest.raises(ConversionError) as error:
+        r.refuse_blocked()
+    assert str(error.value).startswith(
+        f"strict=True, and 1 layers cannot be converted:\n  odd: {blocked[0].reason}\n"
+    )
+    r.records.remove(blocked[0])
+    r.refuse_blocked()

@@ -300,8 +300,8 @@ def env(as_json: bool) -> None:
         "fp8kit": fp8kit.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        **{name: _version(name) for name in ("torch", "triton", "safetensors", "transformers")},
-        "compressed-tensors": _version("compressed-tensors"),
+        **{name: _version(name) for name in ("torch", "triton", "cuda-bindings", "deep_gemm")},
+        **{n: _version(n) for n in ("safetensors", "transformers", "compressed-tensors")},
         "cuda": torch.version.cuda or "none",
         "devices": [
             "{} sm{}{}".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i))

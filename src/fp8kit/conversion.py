@@ -216,7 +216,7 @@ def plan(
     _add_notes(report, model, scheme)
     report.notes += structure.idle_links(links, scheme, [r.name for r in report.converted])
     if strict:
-        _refuse_blocked(report)
+        report.refuse_blocked()
     return Plan(model, scheme, report, calibrate, fuse, links)
 
 
@@ -266,19 +266,6 @@ def convert(
         m=m,
     )
     return decided.apply(weight_storage=weight_storage)
-
-
-def _refuse_blocked(report: Report) -> None:
-    blocked = [r for r in report.skipped if r.warning]
-    if blocked:
-        lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
-        raise ConversionError(
-            teach(
-                f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
-                "Every considered layer must be convertible.",
-                "Exclude these layers by name, or drop strict.",
-            )
-        )
 
 
 def _obstacle(linear: nn.Linear, holder: nn.Module, tied: set[int]) -> str:

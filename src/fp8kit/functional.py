@@ -141,8 +141,8 @@ def scaled_mm(
         w_q: weight ``[N, K]``.
         bias: ``[N]``, any float dtype.
         out_dtype: bf16, fp16 or fp32.
-        accum: ``"precise"`` sums in fp32 (promoted at least every 512 of K, every 128 for block
-            scales); ``"fast"`` permits Hopper's short accumulator, biased on same-sign data.
+        accum: ``"precise"`` sums in fp32, or promotes to it so often (every 128 of K) that data of
+            one sign is biased by less than 1e-3; ``"fast"`` permits Hopper's short accumulator.
         batch_invariant: a row's bits depend neither on M nor on its neighbours.
         backend: compute with this backend or fail; ``None`` takes the first that fits.
 

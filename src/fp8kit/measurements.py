@@ -10,6 +10,7 @@ Beyond two octaves nothing is claimed, and dispatch falls back to the order of i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -229,6 +230,7 @@ def fingerprint() -> dict[str, str]:
         "driver": _driver(),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "deep_gemm": _version("deep_gemm", "vllm"),  # vLLM brings a copy
         "kernels": kernels.hexdigest()[:16],
     }
 
@@ -257,8 +259,9 @@ def _driver() -> str:
     return found.group() if found else text.strip()
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
+def _version(*packages: str) -> str:
+    """Give the version of the first of these distributions that is installed."""
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return "none"

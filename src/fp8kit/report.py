@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fp8kit.errors import ConversionError, teach
+
 _MIB = 2**20
 
 
@@ -74,6 +76,23 @@ class Report:
     def model_bytes_after(self) -> int:
         """Size of all parameters and buffers after conversion."""
         return self.model_bytes_before + sum(r.bytes_after - r.bytes_before for r in self.converted)
+
+    def refuse_blocked(self) -> None:
+        """Do what ``strict`` asks for: refuse layers that should be converted and cannot be.
+
+        Raises:
+            ConversionError: if there are skipped layers with a warning; it names them all.
+        """
+        blocked = [r for r in self.skipped if r.warning]
+        if blocked:
+            lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
+            raise ConversionError(
+                teach(
+                    f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
+                    "Every considered layer must be convertible.",
+                    "Exclude these layers by name, or drop strict.",
+                )
+            )
 
     def summary(self) -> str:
         """Say in one line how many layers, which scheme, and how many bytes."""

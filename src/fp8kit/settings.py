@@ -19,6 +19,7 @@ BACKEND_NAMES = (
     "swap_ab",
     "torch_native",
     "triton_scaled",
+    "deep_gemm",
     "dequantized",
     "triton",
     "cpu",

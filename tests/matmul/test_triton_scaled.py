@@ -325,6 +325,25 @@ def test_a_step_that_spans_two_scales_is_refused(device: torch.device) -> None:
         operands.multiply(problem, tile=CUT._replace(depth=64))
 
 
+@pytest.mark.parametrize(
+    ("pair", "accum", "deepest"),
+    [
+        ("row-row", "precise", 128),
+        ("row-row", "fast", 512),
+        ("groups-block", "fast", 128),
+        ("16bit-row", "precise", 512),
+        ("mx-mx", "precise", 512),
+    ],
+)
+def test_a_step_is_no_deeper_than_its_sums_allow(pair: str, accum: str, deepest: int) -> None:
+    operands = Operands((3, 64, 2048), PAIRS[pair], torch.device("cpu"))
+    problem = operands.problem(accum=accum)
+    assert triton_scaled.deepest(problem) == deepest
+    triton_scaled.product_constants(problem, CUT._replace(depth=deepest))
+    with pytest.raises(AssertionError):
+        triton_scaled.product_constants(problem, CUT._replace(depth=2 * deepest))
+
+
 def test_an_invariant_cut_of_k_depends_on_n_and_k_only() -> None:
     cuts: dict[object, set[tuple[int, int, bool]]] = {}
     for problem in problems():

@@ -116,9 +116,9 @@ def test_hard_values(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_number_under_many_scales(dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(dtype)
-    check(every[every.isfinite()][None])
-    for largest in (3e-4, 0.011, 1.0, 1.7, 448.0, 30000.0):
-        check(every[every.abs() <= largest][None][:, : 8 * 6000])
+    for largest in (3e-4, 0.011, 1.0, 1.7, 448.0, 30000.0, torch.finfo(dtype).max):
+        row = every[every.abs() <= largest]
+        check(row[None, : len(row) // 8 * 8])
 
 
 @pytest.mark.gpu

@@ -242,16 +242,8 @@ def _add(
 
 
 def _check(choice: Choice, recipe: Recipe) -> None:
-    blocked = [r for r in choice.report.skipped if r.warning]
-    if recipe.strict and blocked:
-        lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
-        raise ConversionError(
-            teach(
-                f"strict was asked for, and {len(blocked)} layers cannot be converted:\n{lines}\n",
-                "Every considered layer must be convertible.",
-                "Exclude these layers by name, or leave strict out.",
-            )
-        )
+    if recipe.strict:
+        choice.report.refuse_blocked()
     shapes = {name: (m.rows, m.cols) for name, m in choice.matrices.items()}
     if not shapes:
         raise ConversionError(

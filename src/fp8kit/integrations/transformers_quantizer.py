@@ -33,7 +33,7 @@ from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, JsonObject, Spec
 from fp8kit.checkpoint.exporting import dense_linears, on_disk
 from fp8kit.checkpoint.joining import is_finite
 from fp8kit.conversion import plan
-from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, teach
+from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, TENSOR, GroupShape, Scheme
 from fp8kit.modules.linear import Fp8Linear, quantize_weight
 from fp8kit.report import Record, Report
@@ -263,21 +263,13 @@ def decide(model: Any, config: Fp8KitConfig) -> Report:
     report = plan(
         model, scheme, include=config.include, exclude=config.exclude, strict=config.strict
     ).report
-    blocked = []
     for record in report.converted:
         reason, obstacle = _reason(model, record, config)
         if reason:
             record.action, record.reason, record.warning = "skip", reason, obstacle
             record.bytes_after = record.bytes_before
-            blocked += [f"{record.name}: {reason}"] if obstacle else []
-    if config.strict and blocked:
-        raise ConversionError(
-            teach(
-                f"strict=True, but there are obstacles. {'; '.join(blocked)}.",
-                "Every considered layer must be convertible.",
-                "Exclude these layers by name, or drop strict.",
-            )
-        )
+    if config.strict:
+        report.refuse_blocked()
     report.groups = structure.find_groups(model, [r.name for r in report.converted])
     return report
 

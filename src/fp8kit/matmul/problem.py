@@ -16,6 +16,7 @@ BACKENDS: BackendTable = (
     ("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
     ("triton_scaled", "fp8kit.matmul.triton_scaled", ("cuda",)),
+    ("deep_gemm", "fp8kit.matmul.deep_gemm", ("cuda",)),
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
 )
@@ -37,7 +38,7 @@ class MatmulProblem:
         w_dtype: dtype of the weight codes.
         out_dtype: dtype of ``y``.
         bias: whether a bias is added.
-        accum: ``"precise"`` (promoted to fp32 at least every 512 of K) or ``"fast"``.
+        accum: ``"precise"`` (data of one sign is biased by less than 1e-3) or ``"fast"``.
         batch_invariant: the bits of a row must not depend on the other rows.
         after_quantize: the kernel just before on this stream quantized ``x`` and wrote nothing
             else, so that the matmul may start to read the weight before it ends.

@@ -22,12 +22,12 @@ from torch import Tensor
 from fp8kit import nvrtc
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
 MOST_ROWS = 512
 _FEW_ROWS = 64
 _MOST_COLS = 128
 _TILE_K = 128
-_ALIGN = 16
 _LINE = 144
 _SHARED_PER_PROCESSOR = 228 * 1024
 _SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
@@ -213,8 +213,8 @@ def supports(problem: MatmulProblem) -> str | None:
         return f"has no {problem.x_group} by {problem.w_group} scales"
     if problem.x_dtype != torch.float8_e4m3fn or problem.w_dtype != torch.float8_e4m3fn:
         return "multiplies e4m3fn codes only"
-    if problem.k % _ALIGN:
-        return f"needs K in multiples of {_ALIGN}, got {problem.k}"
+    if problem.k % ALIGN:
+        return f"needs K in multiples of {ALIGN}, got {problem.k}"
     return nvrtc.missing()
 
 
@@ -230,14 +230,14 @@ def run(
     """Multiply ``x [M, K]`` by ``w [N, K]``."""
     assert x_scale is not None
     (m, k), n = x.shape, w.shape[0]
-    x, w, w_scale = _aligned(x), _aligned(w), w_scale.contiguous()
+    x, w, w_scale = aligned(x), aligned(w), w_scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     y = torch.empty(m, n, dtype=problem.out_dtype, device=x.device)
     with torch.cuda.device(x.device):
         blocks = groups[1] == BLOCK
         tile = choose_tile(m, n, k, _processors(x.device.index), blocks)
         x_map = nvrtc.byte_tile_map(x.data_ptr(), m, k, tile.tokens, _TILE_K)
-        x_scale = _by_column(x_scale) if blocks else x_scale
+        x_scale = by_column(x_scale) if blocks else x_scale
         kernel = _kernel(
             tile,
             blocks,
@@ -280,21 +280,6 @@ def _settled(w: Tensor) -> bool:
     settled: bool = getattr(w, _READ, None) == now
     setattr(w, _READ, now)
     return settled
-
-
-def _aligned(codes: Tensor) -> Tensor:
-    codes = codes.contiguous()
-    return codes if codes.data_ptr() % _ALIGN == 0 else codes.clone()
-
-
-def _by_column(scale: Tensor) -> Tensor:
-    # the tensor memory accelerator wants the scales of one step along K next to each other
-    rows, cols = scale.shape
-    if scale.stride(0) == 1 and scale.stride(1) % 4 == 0 and scale.data_ptr() % _ALIGN == 0:
-        return scale
-    padded = scale.new_empty(cols, -(-rows // 4) * 4)
-    padded[:, :rows] = scale.t()
-    return padded.t()[:rows]
 
 
 def _scale_map(scale: Tensor, tokens: int) -> Any:

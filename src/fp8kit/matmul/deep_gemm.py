@@ -1,0 +1,114 @@
+"""DeepGEMM's 1x128 by 128x128 product on Hopper, where the package ``deep_gemm`` is at hand.
+
+https://github.com/deepseek-ai/DeepGEMM, imported when a problem first needs it; where the process
+has imported vLLM, the copy in vLLM's wheel will do. Sums are promoted to fp32 every 128 of K, so
+they are precise. What is declined follows from ``csrc/apis/gemm.hpp`` and ``csrc/utils/layout.hpp``
+of its source; N and K are further kept to multiples of 64 and 128, the shapes that its first
+releases took and that engines give it. A bias is added to the rounded result.
+
+It compiles a kernel for every N, K and cut of M when it first meets them, with nvcc: call
+``fp8kit.warmup`` with the row counts that matter. No table in the wheel knows it, so it runs where
+``fp8kit tune`` has measured it to be the fastest, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit import tape
+from fp8kit.formats import BLOCK, GROUP128, GroupShape
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.tma import aligned, by_column
+
+_NAMES = ("fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt")  # since 2.0, and before
+_ABSENT = ("deep_gemm", "vllm.third_party", "vllm.third_party.deep_gemm")
+_MULTIPLES = {"N": 64, "K": 128}
+
+
+def supports(problem: MatmulProblem) -> str | None:
+    """Say why DeepGEMM does not take a problem: what it lacks, or that it is not there."""
+    if (problem.x_group, problem.w_group) != (GROUP128, BLOCK):
+        return f"has no {problem.x_group} by {problem.w_group} scales, only {GROUP128} by {BLOCK}"
+    if problem.capability is not None and problem.capability[0] == 10:
+        return "takes UE8M0 scales alone on sm100, and these may be any"
+    if problem.capability is None or problem.capability[0] != 9:
+        return "multiplies by such scales on sm90"
+    if problem.x_dtype != torch.float8_e4m3fn or problem.w_dtype != torch.float8_e4m3fn:
+        return "multiplies e4m3fn codes only"
+    if problem.out_dtype != torch.bfloat16:
+        return f"writes bfloat16 only, got {problem.out_dtype}"
+    if problem.batch_invariant:
+        return "chooses its tiles by M, and promises nothing about bits"
+    for side, extent in (("N", problem.n), ("K", problem.k)):
+        if extent % _MULTIPLES[side]:
+            return f"needs {side} in multiples of {_MULTIPLES[side]}, got {extent}"
+    return _product()[1]
+
+
+def run(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    groups: tuple[GroupShape | None, GroupShape],
+    problem: MatmulProblem,
+) -> Tensor:
+    """Multiply ``x [M, K]`` by ``w [N, K]``; ``groups`` are 1x128 and 128x128."""
+    product, missing = _product()
+    assert product is not None, missing
+    assert x_scale is not None
+    assert groups == (GROUP128, BLOCK)
+    if tape.recording():
+        tape.note(None)  # what the library launches cannot be repeated without it
+    y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype, device=x.device)
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+        product((aligned(x), by_column(x_scale)), (aligned(w), w_scale.contiguous()), y)
+    return y if bias is None else y.add_(bias)
+
+
+@functools.cache
+def _product() -> tuple[Callable[..., None] | None, str | None]:
+    """Give the function that multiplies, or the reason why there is none."""
+    reasons = []
+    for load in (_installed, _vendored) if "vllm" in sys.modules else (_installed,):
+        try:
+            module = load()
+        except ModuleNotFoundError as error:
+            if error.name in _ABSENT:
+                continue
+            reasons.append(_broken(error))
+        except Exception as error:  # it asserts, and its libraries fail as their loader likes
+            reasons.append(_broken(error))
+        else:
+            for name in _NAMES:
+                if hasattr(module, name):
+                    return getattr(module, name), None
+            reasons.append(f"deep_gemm has neither {' nor '.join(_NAMES)}; use another release")
+    return None, reasons[0] if reasons else "deep_gemm is not installed"
+
+
+def _installed() -> Any:
+    import deep_gemm
+
+    return deep_gemm
+
+
+def _vendored() -> Any:
+    import vllm.third_party.deep_gemm as copy
+
+    return copy
+
+
+def _broken(error: Exception) -> str:
+    return (
+        f"deep_gemm does not import ({type(error).__name__}: {error}); it wants the torch it was"
+        " built for, and a CUDA toolkit under CUDA_HOME"
+    )

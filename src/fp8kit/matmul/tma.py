@@ -1,0 +1,38 @@
+"""Operands as the tensor memory accelerator loads them; what already fits is not copied."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+ALIGN = 16  # bytes, of addresses and of strides
+
+
+def aligned(codes: Tensor) -> Tensor:
+    """Give codes ``[rows, K]``, K a multiple of 16, in rows without gaps from a 16-byte boundary.
+
+    Args:
+        codes: one byte an element, any strides.
+    """
+    codes = codes.contiguous()
+    return codes if codes.data_ptr() % ALIGN == 0 else codes.clone()
+
+
+def by_column(scale: Tensor) -> Tensor:
+    """Put the scales of one step along K next to each other, as the quantizer for layers does.
+
+    Args:
+        scale: ``float32 [rows, cols]``, any strides.
+
+    Returns:
+        The same scales, with rows adjacent and columns a multiple of four values apart.
+
+    Example:
+        >>> by_column(torch.ones(7, 3)).stride()
+        (1, 8)
+    """
+    rows, cols = scale.shape
+    if scale.stride(0) == 1 and scale.stride(1) % 4 == 0 and scale.data_ptr() % ALIGN == 0:
+        return scale
+    padded = scale.new_empty(cols, -(-rows // 4) * 4)
+    padded[:, :rows] = scale.t()
+    return padded.t()[:rows]

@@ -1,0 +1,23 @@
+"""Cuts of the own kernel that between them take every path of its source."""
+
+from __future__ import annotations
+
+from fp8kit.matmul.swap_ab import Tile
+
+CUTS = [
+    Tile(8, 1, 1, 12, 3, 1, 3),
+    Tile(8, 2, 4, 9, 2, 4, 1),
+    Tile(16, 3, 2, 6, 6, 2, 1),
+    Tile(16, 1, 4, 20, 5, 3, 1),
+    Tile(48, 2, 1, 5, 3, 3, 1),
+    Tile(64, 1, 4, 10, 6, 4, 1),
+    Tile(80, 2, 2, 5, 5, 1, 1),
+    Tile(112, 3, 1, 4, 4, 2, 1),
+    Tile(128, 1, 2, 6, 6, 4, 1),
+    Tile(128, 2, 4, 4, 4, 3, 1),
+    Tile(128, 2, 8, 6, 6, 1, 1),
+    Tile(128, 3, 1, 4, 4, 1, 1),
+    Tile(128, 1, 4, 6, 6, 3, 1, True),
+    Tile(128, 2, 4, 6, 6, 1, 1, True),
+    Tile(128, 3, 1, 4, 4, 2, 1, True),
+]

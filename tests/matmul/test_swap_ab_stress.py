@@ -1,0 +1,268 @@
+"""Ten thousand launches of the own kernel on two streams, each result of which is compared.
+
+A launch that starts early, reads what the next one overwrites or leaves a result unwritten shows
+once in thousands of times. So results are poisoned before they are computed, inputs alternate so
+that stale codes are wrong codes, and nothing but this package's kernels runs between the launches
+of a chain: torch's own poisoning of memory would put a kernel between a quantizer and the product
+that is to start early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit import ops
+from fp8kit.formats import BLOCK, GROUP128, ROW, GroupShape
+from fp8kit.matmul.problem import MatmulProblem
+from numerics import assert_matmul, bits
+
+swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+
+LAUNCHES = 10_000
+CHAIN = 4  # launches in a row, each with an input of its own
+POISON = float("nan")
+H200_PROCESSORS = 132
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="the kernel is written for sm90",
+)
+
+
+class Kind(NamedTuple):
+    """A product, how it is cut (``None``: as layers are) and whether blocks take several tiles."""
+
+    name: str
+    shape: tuple[int, int, int]
+    groups: tuple[GroupShape, GroupShape]
+    tile: Any
+    persistent: bool = False
+
+
+ROWS, BLOCKS = (ROW, ROW), (GROUP128, BLOCK)
+Tile = swap_ab.Tile
+KINDS = (
+    Kind("as a layer", (16, 4096, 4096), ROWS, None),
+    Kind("split in four", (13, 1000, 4112), ROWS, Tile(16, 1, 2, 8, 4, 4, 1)),
+    Kind("split in three, blocks", (45, 1000, 4224), BLOCKS, Tile(48, 2, 1, 4, 3, 3, 1)),
+    Kind("persistent", (33, 16400, 512), ROWS, Tile(48, 1, 1, 6, 4, 1, 1), True),
+    Kind("persistent, blocks", (150, 10000, 640), BLOCKS, Tile(80, 2, 2, 5, 5, 1, 1), True),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
+    m, n, k = kind.shape
+    tile = kind.tile or swap_ab.choose_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS)
+    assert ("split" in kind.name) <= (tile.split > 1)
+    assert is_persistent(kind, H200_PROCESSORS) == kind.persistent
+    assert tile.shared_bytes + tile.static_bytes <= 227 * 1024
+    assert k % 16 == 0
+
+
+def is_persistent(kind: Kind, processors: int) -> bool:
+    """Say whether a block takes tile after tile."""
+    m, n, k = kind.shape
+    tile = kind.tile or swap_ab.choose_tile(m, n, k, processors, kind.groups == BLOCKS)
+    tiles = -(-n // tile.weights) * -(-m // tile.tokens)
+    return tile.split == 1 and tile.blocks(m, n, processors) < tiles
+
+
+class Given:
+    """``torch`` for the kernel's module, where ``empty`` gives the result that was poisoned."""
+
+    def __init__(self) -> None:
+        self.result: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Give the result once."""
+        found, self.result = self.result, None
+        assert found is not None
+        assert (found.shape, found.dtype, found.device) == (shape, dtype, device)
+        return found
+
+
+class Product:
+    """A quantized layer of one kind with ``CHAIN`` inputs, called by the number of the input."""
+
+    def __init__(self, kind: Kind, after_quantizer: bool, given: Given) -> None:
+        (m, n, k), self.groups = kind.shape, kind.groups
+        sizes = torch.logspace(-1, 1, CHAIN, device="cuda")
+        self.xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * s for s in sizes]
+        self.w = fp8kit.quantize(torch.randn(n, k, device="cuda"), self.groups[1], role="weight")
+        self.bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        self.codes = None if after_quantizer else [self.quantized(i) for i in range(CHAIN)]
+        self.given = given
+        self.problem = MatmulProblem.of(
+            self.quantized(0)[0], self.w.data, self.groups, torch.bfloat16, self.bias, "precise",
+            False, after_quantizer,
+        )  # fmt: skip
+
+    def quantized(self, i: int) -> tuple[Tensor, Tensor]:
+        """Quantize input ``i`` as layers do."""
+        group, dtype = self.groups[0], torch.float8_e4m3fn
+        data, scale = ops.quantize_rows(self.xs[i], group, dtype, None, None, "exact")
+        assert scale is not None
+        return data, scale
+
+    def __call__(self, i: int, y: Tensor) -> None:
+        """Write the product of input ``i`` to ``y``; no launch but ours comes in between."""
+        self.multiply(self.quantized(i) if self.codes is None else self.codes[i], y)
+
+    def multiply(self, codes: tuple[Tensor, Tensor], y: Tensor) -> None:
+        """Write the product of quantized rows to ``y``."""
+        self.given.result = y
+        data, scale = codes
+        swap_ab.run(data, scale, self.w.data, self.w.scale, self.bias, self.groups, self.problem)
+
+    def expected(self) -> Tensor:
+        """Compute every result by itself, and hold it to the exact product."""
+        m, n = self.xs[0].shape[0], self.w.data.shape[0]
+        results = torch.full((CHAIN, m, n), POISON, device="cuda", dtype=torch.bfloat16)
+        w = fp8kit.dequantize(self.w)
+        for i, y in enumerate(results):
+            codes = self.quantized(i)
+            torch.cuda.synchronize()
+            self.multiply(codes, y)
+            x = fp8kit.dequantize(fp8kit.QTensor(*codes, self.groups[0]))
+            assert_matmul(y, x, w, self.bias, "swap_ab")
+        return results
+
+
+def wrong_values(
+    launch: Callable[[int, Tensor], None],
+    expected: Tensor,
+    streams: Sequence[Any],
+    launches: int = LAUNCHES,
+) -> list[int]:
+    """Launch chains on streams in turn and count, on the device, values with other bits.
+
+    Args:
+        launch: computes result ``i`` of a chain into a tensor.
+        expected: the results of a chain, stacked.
+        streams: of CUDA; on a CPU anything.
+        launches: how many in all.
+
+    Returns:
+        The count of each stream.
+    """
+    outputs = [torch.empty_like(expected) for _ in streams]
+    counts = [torch.zeros((), dtype=torch.int64, device=expected.device) for _ in streams]
+    on: Callable[[Any], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    if expected.is_cuda:
+        on = torch.cuda.stream
+        torch.cuda.synchronize()
+    for _ in range(launches // (len(streams) * len(expected))):
+        for stream, output, count in zip(streams, outputs, counts, strict=True):
+            with on(stream):
+                output.fill_(POISON)
+                for i, y in enumerate(output):
+                    launch(i, y)
+                count += (bits(output) != bits(expected)).sum()
+    if expected.is_cuda:
+        torch.cuda.synchronize()
+    return [int(count) for count in counts]
+
+
+@pytest.mark.parametrize("fault", ["none", "unwritten", "last bit", "stale"])
+def test_one_wrong_launch_of_ten_thousand_is_counted(fault: str) -> None:
+    expected = torch.randn(CHAIN, 3, 5).bfloat16()
+    calls = SimpleNamespace(count=0)
+
+    def launch(i: int, y: Tensor) -> None:
+        calls.count += 1
+        last = calls.count == LAUNCHES
+        if last and fault == "unwritten":
+            y[:2] = expected[i, :2]
+            return
+        y.copy_(expected[i - 1] if last and fault == "stale" else expected[i])
+        if last and fault == "last bit":
+            y.view(torch.int16)[1, 1] ^= 1
+
+    found = wrong_values(launch, expected, ["first", "second"])
+    assert calls.count == LAUNCHES
+    assert found[0] == 0
+    assert found[1] == {"none": 0, "unwritten": 5, "last bit": 1, "stale": 15}[fault]
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Given:
+    """Let the test decide where results are written, and torch launch nothing by itself."""
+    made = Given()
+    monkeypatch.setattr(swap_ab, "torch", made)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    return made
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("after_quantizer", [False, True], ids=["alone", "after-quantizer"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_ten_thousand_launches_on_two_streams_are_right(
+    kind: Kind, after_quantizer: bool, given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    assert is_persistent(kind, processors) == kind.persistent
+    if kind.tile is not None:
+        monkeypatch.setattr(swap_ab, "choose_tile", lambda *_: kind.tile)
+    product = Product(kind, after_quantizer, given)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    assert wrong_values(product, product.expected(), streams) == [0, 0]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile the kernel without its wait for the quantizer."""
+    patient = swap_ab.source
+
+    def source(*arguments: Any) -> str:
+        text = patient(*arguments)
+        assert text.count("griddepcontrol.wait;") == 2
+        return text.replace("griddepcontrol.wait;", "")
+
+    monkeypatch.setattr(swap_ab, "source", source)
+    swap_ab._kernel.cache_clear()
+    yield
+    swap_ab._kernel.cache_clear()
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_a_product_that_does_not_wait_would_show(given: Given, impatient: None) -> None:
+    # codes cannot be there before a whole row was read, which takes longer the longer it is
+    kind = Kind("long rows", (64, 1024, 28672), (ROW, ROW), None)
+    product = Product(kind, True, given)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    expected = product.expected()
+    assert sum(wrong_values(product, expected, streams, 2000)) > 0
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_threads_that_share_a_layer_get_their_own_results() -> None:
+    # a bias that may be trained would keep the layer from being taped
+    dense = nn.Linear(4096, 4096, False, device="cuda", dtype=torch.bfloat16)
+    layer = fp8kit.Fp8Linear.from_linear(dense)
+    xs = [torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16) * s for s in (1, 2, 3, 4)]
+    expected = torch.stack([layer(x) for x in xs])
+    assert any(taped is not None for _, taped in layer._tapes.values())
+
+    def work(stream: torch.cuda.Stream) -> int:
+        def launch(i: int, y: Tensor) -> None:
+            y.copy_(layer(xs[i]))
+
+        return wrong_values(launch, expected, [stream], LAUNCHES // 2)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, [torch.cuda.Stream(), torch.cuda.Stream()])) == [0, 0]

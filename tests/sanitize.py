@@ -1,0 +1,305 @@
+"""Run every kernel of the package under NVIDIA's compute-sanitizer, and fail on what it finds.
+
+    python tests/sanitize.py [--tools memcheck,racecheck] [--sanitizer PATH]
+
+Needs a GPU and ``compute-sanitizer``, from the CUDA toolkit or ``pip install
+nvidia-cuda-sanitizer-api``. Only kernels of the package are instrumented. A tool is believed only
+after it has found what is wrong with a kernel that is broken on purpose, and a run counts only if
+each kernel was launched. torch's allocator is off: what it hands out lies in one large block, where
+an access beyond a tensor is none beyond the block. Errors that calls into the driver return are not
+reported: the bindings look for entry points that older drivers do not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8kit
+from cuts import CUTS
+from fp8kit import fused, nvrtc
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
+from fp8kit.matmul import swap_ab, triton_scaled
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.quantizers import fused_triton, triton
+
+Calls = dict[str, Callable[[], object]]
+
+TRITON_KERNELS = (
+    "_rows_kernel",
+    "_groups_kernel",
+    "_blocks_kernel",
+    "_amax_kernel",
+    "_tensor_kernel",
+    "_norm_kernel",
+    "_activation_kernel",
+    "product_kernel",
+    "sum_kernel",
+)
+KERNELS = ("swap_ab", *TRITON_KERNELS)
+TOOLS = ("memcheck", "racecheck")
+FOUND = 7  # exit status of the sanitizer where it has found something
+E4M3 = torch.float8_e4m3fn
+PAIRS: tuple[tuple[GroupShape | None, GroupShape], ...] = (
+    (ROW, ROW),
+    (ROW, TENSOR),
+    (GROUP128, BLOCK),
+    (MX, MX),
+    (None, ROW),
+)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+BROKEN = {
+    "memcheck": "y[64] = threadIdx.x;",
+    "racecheck": "__shared__ int s[64]; s[threadIdx.x] = 1; y[threadIdx.x] = s[63 - threadIdx.x];",
+}
+
+
+def main() -> int:
+    """Run the tools, print what they say, and give the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", default=",".join(TOOLS), help="separated by commas")
+    parser.add_argument("--sanitizer", default="", help="path of compute-sanitizer")
+    parser.add_argument("--program", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.program == "kernels":
+        return run_kernels()
+    if arguments.program:
+        return run_broken(arguments.program)
+    sanitizer = arguments.sanitizer or find_sanitizer()
+    if not sanitizer:
+        return _say("compute-sanitizer is not here; pip install nvidia-cuda-sanitizer-api", 2)
+    verdicts = [check(sanitizer, tool) for tool in arguments.tools.split(",")]
+    for verdict in filter(None, verdicts):
+        _say(verdict)
+    return 1 if any(verdicts) else _say(f"{len(KERNELS)} kernels, nothing found", 0)
+
+
+def check(sanitizer: str, tool: str) -> str:
+    """Say what one tool found wrong, or that it cannot be believed; empty if all is well.
+
+    Args:
+        sanitizer: path of ``compute-sanitizer``.
+        tool: ``"memcheck"`` or ``"racecheck"``.
+    """
+    status, output = sanitize(sanitizer, tool, ("broken",), tool)
+    if status != FOUND or not findings(output):  # a program that fails is counted as an error, too
+        return f"{tool}: finds nothing in a kernel that is broken, so it proves nothing\n{output}"
+    status, output = sanitize(sanitizer, tool, KERNELS, "kernels")
+    found = findings(output)
+    if found:
+        return f"{tool}: {found} findings\n{output}"
+    if found is None or status:
+        return f"{tool}: did not come to its end, status {status}\n{output}"
+    return ""
+
+
+def sanitize(sanitizer: str, tool: str, kernels: Sequence[str], program: str) -> tuple[int, str]:
+    """Run a program of this file under a tool that instruments the named kernels.
+
+    Returns:
+        Exit status and output of both.
+    """
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    options += ["--target-processes", "application-only", "--destroy-on-device-error", "kernel"]
+    if tool == "memcheck":
+        options += ["--report-api-errors", "no", "--padding", "64"]
+    for name in kernels:
+        options += ["--kernel-name", f"kernel_substring={name}"]
+    done = subprocess.run(
+        [sanitizer, *options, sys.executable, __file__, "--program", program],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def findings(output: str) -> int | None:
+    """Give how many errors or hazards a tool reports; ``None`` if it did not get that far."""
+    counts = re.findall(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) ", output, re.MULTILINE)
+    return sum(map(int, counts)) if counts else None
+
+
+def find_sanitizer() -> str:
+    """Look for ``compute-sanitizer`` on the path and in NVIDIA's packages; empty if it is not."""
+    found = shutil.which("compute-sanitizer")
+    nvidia = importlib.util.find_spec("nvidia")
+    for folder in (nvidia and nvidia.submodule_search_locations) or ():
+        packaged = sorted(Path(folder).glob("*/*/compute-sanitizer"))
+        found = found or next((str(p) for p in packaged if os.access(p, os.X_OK)), None)
+    return found or ""
+
+
+def run_kernels() -> int:
+    """Launch every kernel of the package; fail if one was not reached."""
+    seen: set[str] = set()
+    with noted(seen):
+        for name, call in {**triton_calls("cuda"), **own_calls()}.items():
+            call()
+            torch.cuda.synchronize()
+            _say(name)
+    missing = sorted(set(KERNELS) - seen)
+    return _say(f"never launched: {', '.join(missing)}", 1) if missing else 0
+
+
+def run_broken(tool: str) -> int:
+    """Launch a kernel with a fault that the tool is made for: an overrun by one, or a race."""
+    y = torch.zeros(64, dtype=torch.int32, device="cuda")
+    source = f'extern "C" __global__ void broken(int* y) {{ {BROKEN[tool]} }}'
+    kernel = nvrtc.Kernel(source, "broken", 64, 1, 0, y.device)
+    with contextlib.suppress(RuntimeError):  # the tool may end the kernel, which is an error too
+        kernel.launch(1, (nvrtc.pointer(y),), overlap=False)
+        torch.cuda.synchronize()
+    return 0
+
+
+@contextlib.contextmanager
+def noted(seen: set[str]) -> Iterator[None]:
+    """Collect the names of kernels that are launched."""
+    undo: list[Callable[[], None]] = []
+
+    def swap(holder: Any, name: str, new: Any) -> None:
+        old = getattr(holder, name)
+        undo.append(lambda: setattr(holder, name, old))
+        setattr(holder, name, new)
+
+    launch = nvrtc.Kernel.launch
+
+    def launched(self: nvrtc.Kernel, *arguments: Any, **options: Any) -> None:
+        seen.add("swap_ab")
+        launch(self, *arguments, **options)
+
+    swap(nvrtc.Kernel, "launch", launched)
+    assert fused_triton.__name__ in sys.modules  # else dispatch would load it too late to watch
+    for module in [m for n, m in sys.modules.items() if n.startswith("fp8kit.")]:
+        for name in set(TRITON_KERNELS) & set(vars(module)):
+            swap(module, name, Watched(getattr(module, name), seen))
+    try:
+        yield
+    finally:
+        for step in undo:
+            step()
+
+
+class Watched:
+    """A kernel of Triton that notes its launches."""
+
+    def __init__(self, kernel: Any, seen: set[str]) -> None:
+        self._kernel, self._seen = kernel, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def __getitem__(self, grid: Any) -> Any:
+        self._seen.add(self._kernel.fn.__name__)
+        return self._kernel[grid]
+
+
+def triton_calls(device: str) -> Calls:
+    """Give calls of every Triton kernel in its variants, on small shapes without even sides."""
+    calls: Calls = {}
+    x = torch.randn(5, 264, device=device).bfloat16()
+    weight = torch.randn(264, device=device).bfloat16()
+    floor = 1e-10
+    for group in (ROW, TENSOR, GROUP128, BLOCK, MX):
+        rounding = "floor" if group == MX else "exact"
+        scale = fp8kit.quantize(x, group).scale
+        arguments = (x, group, E4M3, floor, None, rounding)
+        calls[f"quantize {group}"] = lambda a=arguments: triton.quantize(*a)
+        calls[f"static {group}"] = lambda g=group, s=scale: triton.quantize_static(x, s, g, E4M3)
+        if group.rows == 1 and group.cols > 0:
+            calls[f"by column {group}"] = lambda a=arguments: triton.quantize(*a, "column")
+    strided = torch.randn(264, 5, device=device).t()
+    calls["quantize tensor, strided"] = lambda: triton.quantize(
+        strided, TENSOR, E4M3, floor, None, "exact"
+    )
+    calls["quantize MX, tiles"] = lambda: triton.quantize_mx_swizzled(x, E4M3)
+    for group in (ROW, GROUP128):
+        calls |= {
+            f"rms norm {group}": lambda g=group: fused.rms_norm_quantize(x, weight, group=g),
+            f"add, norm {group}": lambda g=group: fused.add_rms_norm_quantize(
+                x, x, weight, group=g
+            ),
+            f"layer norm {group}": lambda g=group: fused.layer_norm_quantize(x, weight, group=g),
+            f"silu {group}": lambda g=group: fused.silu_mul_quantize(x, x, group=g),
+        }
+    for pair in PAIRS:
+        for m in (3, 70):
+            for invariant in (False, True):
+                operands = quantized(m, 200, 1040, pair, device)
+                problem = described(operands, pair, None, torch.bfloat16, invariant)
+                if triton_scaled.supports(problem) is None:
+                    calls[f"triton product {m} {problem}"] = lambda o=operands, g=pair, p=problem: (
+                        triton_scaled.run(*o, None, g, p)
+                    )
+    return calls
+
+
+def own_calls() -> Calls:
+    """Give calls of the own kernel in every cut, with both kinds of scales and all dtypes."""
+    calls: Calls = {}
+    for number, tile in enumerate(CUTS):
+        for pair in (PAIRS[0], PAIRS[2]):
+            for m, n, k in ((tile.tokens + 1, 200, 1040), (1, 7, 16)):
+                out = FLOATS[number % 3]
+                bias = torch.randn(n, device="cuda").to(FLOATS[(number + m) % 3])
+                operands = quantized(m, n, k, pair, "cuda")
+                problem = described(operands, pair, bias, out, False)
+                calls[f"{tile} {problem}"] = lambda t=tile, o=operands, b=bias, g=pair, p=problem: (
+                    own_product(t, o, b, g, p)
+                )
+    return calls
+
+
+def own_product(
+    tile: Any, operands: Any, bias: Tensor, pair: Any, problem: MatmulProblem
+) -> Tensor:
+    """Multiply by the own kernel, cut as told."""
+    chosen = swap_ab.choose_tile
+    swap_ab.choose_tile = lambda *_: tile
+    try:
+        return swap_ab.run(*operands, bias, pair, problem)
+    finally:
+        swap_ab.choose_tile = chosen
+
+
+def quantized(m: int, n: int, k: int, pair: Any, device: str) -> tuple[Any, ...]:
+    """Draw operands: ``x``, its scales, ``w`` and its scales."""
+    x = torch.randn(m, k, device=device).bfloat16()
+    w = fp8kit.quantize(torch.randn(n, k, device=device), pair[1], role="weight")
+    if pair[0] is None:
+        return x, None, w.data, w.scale
+    x_q = fp8kit.quantize(x, pair[0])
+    return x_q.data, x_q.scale, w.data, w.scale
+
+
+def described(
+    operands: Any, pair: Any, bias: Tensor | None, out: torch.dtype, invariant: bool
+) -> MatmulProblem:
+    """Describe a product, by a quantizer just before where that changes the kernel."""
+    x, _, w, _ = operands
+    return MatmulProblem.of(x, w, pair, out, bias, "precise", invariant, after_quantize=True)
+
+
+def _say(text: str, status: int = 0) -> int:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""The run under compute-sanitizer: what it launches, and that nothing passes for a clean run."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fp8kit
+from fp8kit import fused_ops
+
+sanitize = pytest.importorskip("sanitize", reason="triton or cuda-bindings is not installed")
+triton_rows = pytest.importorskip("fp8kit.quantizers.triton_rows")
+SOURCE = Path(fp8kit.__file__).parent
+
+BROKEN = """========= COMPUTE-SANITIZER
+========= Invalid __global__ write of size 4 bytes
+=========     at broken+0x30
+=========     by thread (1,0,0) in block (0,0,0)
+=========
+========= ERROR SUMMARY: 1 error
+"""
+RACE = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at swap_ab+0x1230
+=========     and Read access at swap_ab+0x1280 [64 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+CLEAN = {
+    "memcheck": "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n",
+    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n",
+}
+CUT_SHORT = "========= COMPUTE-SANITIZER\n========= Error: process didn't terminate successfully\n"
+
+
+def launched(tree: ast.Module) -> set[str]:
+    """Find the names of kernels that a module launches, with ``launch`` or a grid."""
+    names = set()
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
+        if isinstance(call.func, ast.Name) and call.func.id == "launch":
+            names.add(ast.unparse(call.args[0]))
+        if isinstance(call.func, ast.Subscript):
+            names.add(ast.unparse(call.func.value))
+        if ast.unparse(call.func) == "nvrtc.Kernel":
+            names.add(str(ast.literal_eval(call.args[1])))
+    return {name for name in names if name.endswith("_kernel") or name == "swap_ab"}
+
+
+def test_every_kernel_of_the_package_is_on_the_list() -> None:
+    found = set().union(*(launched(ast.parse(p.read_text())) for p in SOURCE.rglob("*.py")))
+    assert found == set(sanitize.KERNELS)
+
+
+def test_the_search_for_kernels_can_fail() -> None:
+    code = "launch(novel_kernel, 3, x)\nother_kernel[(1,)](x)\nnvrtc.Kernel(text, 'swap_ab')"
+    assert launched(ast.parse(code)) == {"novel_kernel", "other_kernel", "swap_ab"}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_triton_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not sanitize.triton.INTERPRETED.value:
+        pytest.skip("a GPU is present, so the kernels are compiled for it")
+    # on a CPU dispatch would leave the fused kernels out
+    table = (("triton", "fp8kit.quantizers.fused_triton", ()),)
+    monkeypatch.setattr(fused_ops, "FUSED_BACKENDS", table)
+    seen: set[str] = set()
+    with sanitize.noted(seen):
+        for call in sanitize.triton_calls("cpu").values():
+            call()
+    assert seen == set(sanitize.TRITON_KERNELS)
+    assert not isinstance(triton_rows._rows_kernel, sanitize.Watched)
+
+
+def scripted(folder: Path, says: dict[tuple[str, str], tuple[str, int]]) -> str:
+    """Write a program that answers as ``compute-sanitizer`` for (tool, program) pairs."""
+    path = folder / "compute-sanitizer"
+    path.write_text(
+        "#!/usr/bin/env python3\n"
+        "import os, sys\n"
+        "assert os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] == '1'\n"
+        "tool = sys.argv[sys.argv.index('--tool') + 1]\n"
+        "kernels = [a for a in sys.argv if a.startswith('kernel_substring=')]\n"
+        "program = sys.argv[-1]\n"
+        f"assert len(kernels) == ({len(sanitize.KERNELS)} if program == 'kernels' else 1)\n"
+        f"text, status = {says!r}[tool, 'kernels' if program == 'kernels' else 'broken']\n"
+        "print(text, end='')\n"
+        "sys.exit(status)\n"
+    )
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize(
+    ("broken", "kernels", "said"),
+    [
+        ((BROKEN, 7), ("clean", 0), ""),
+        ((BROKEN, 7), (BROKEN, 7), "1 findings"),
+        ((BROKEN, 7), (RACE, 7), "1 findings"),
+        ((BROKEN, 7), (RACE, 0), "1 findings"),
+        ((BROKEN, 7), ("clean", 1), "did not come to its end, status 1"),
+        ((BROKEN, 7), (CUT_SHORT, 255), "did not come to its end"),
+        ((BROKEN, 7), ("", 0), "did not come to its end"),
+        (("clean", 0), ("clean", 0), "proves nothing"),
+        (("clean", 7), ("clean", 0), "proves nothing"),
+        ((BROKEN, 1), ("clean", 0), "proves nothing"),  # it failed before its kernel could
+        ((CUT_SHORT, 255), ("clean", 0), "proves nothing"),
+    ],
+)
+def test_only_a_clean_run_of_a_tool_that_finds_faults_passes(
+    tool: str, broken: tuple[str, int], kernels: tuple[str, int], said: str, tmp_path: Path
+) -> None:
+    def filled(answer: tuple[str, int]) -> tuple[str, int]:
+        return (CLEAN[tool] if answer[0] == "clean" else answer[0]), answer[1]
+
+    says = {(tool, "broken"): filled(broken), (tool, "kernels"): filled(kernels)}
+    verdict = sanitize.check(scripted(tmp_path, says), tool)
+    assert bool(verdict) == bool(said)
+    assert said in verdict
+
+
+def test_own_calls_cover_every_cut_kind_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the calls of the own kernel with everything below the launch faked."""
+    variants: list[tuple[Any, ...]] = []
+    launches: list[tuple[Any, ...]] = []
+
+    def kernel(*variant: Any) -> SimpleNamespace:
+        variants.append(variant[:5])
+        return SimpleNamespace(launch=lambda *a, **options: launches.append((*a, options)))
+
+    on_cpu = sanitize.quantized
+    monkeypatch.setattr(sanitize, "quantized", lambda *a: on_cpu(*a[:4], "cpu"))
+    randn = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, device=None: randn(*shape))
+    monkeypatch.setattr(sanitize.swap_ab, "_kernel", kernel)
+    monkeypatch.setattr(sanitize.swap_ab, "_processors", lambda _: 132)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    for name in ("byte_tile_map", "float_row_map"):
+        monkeypatch.setattr(sanitize.nvrtc, name, lambda *shape: shape)
+    for call in sanitize.own_calls().values():
+        call()
+    assert len(launches) == len(variants)
+    assert all(options == {"overlap": True} for *_, options in launches)
+    tiles, blocks, streamed, out, bias = (set(column) for column in zip(*variants, strict=True))
+    assert tiles == set(sanitize.CUTS)
+    assert blocks == streamed == {False, True}
+    assert out == bias == {8, 16, 32}
+
+
+def test_the_sanitizer_is_found_on_the_path_and_in_packages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    packages = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda _: packages)
+    assert sanitize.find_sanitizer() == ""
+    packaged = tmp_path / "nvidia" / "cu13" / "compute-sanitizer"
+    packaged.mkdir(parents=True)
+    inside = scripted(packaged, {})
+    assert sanitize.find_sanitizer() == inside
+    assert sanitize.find_sanitizer() != scripted(tmp_path, {}) == sanitize.find_sanitizer()
+
+
+@pytest.mark.parametrize("verdict", ["", "racecheck: 3 findings"])
+def test_the_exit_status_tells(
+    verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[str] = []
+
+    def check(_: str, tool: str) -> str:
+        checked.append(tool)
+        return verdict
+
+    monkeypatch.setattr(sanitize, "check", check)
+    monkeypatch.setattr(sanitize.sys, "argv", ["sanitize.py", "--sanitizer", "there"])
+    assert sanitize.main() == (1 if verdict else 0)
+    assert checked == ["memcheck", "racecheck"]
+    assert (verdict or "nothing found") in capsys.readouterr().out
+
+
+def test_no_sanitizer_is_no_clean_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "")
+    monkeypatch.setattr(sanitize.sys, "argv", ["sanitize.py"])
+    assert sanitize.main() == 2
+    assert "pip install nvidia-cuda-sanitizer-api" in capsys.readouterr().out
