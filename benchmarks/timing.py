@@ -16,11 +16,12 @@ from fp8kit.bench.timing import copies_past_cache
 from fp8kit.bench.timing import time_cases as time_cases
 
 RESULTS = Path(__file__).resolve().parent / "results"
+_CUDA = torch.device("cuda")
 
 
-def copies_past_l2(bytes_per_call: int) -> int:
+def copies_past_l2(bytes_per_call: int, device: torch.device = _CUDA) -> int:
     """Give the number of operand copies that no L2 cache holds, at least 2, at most 64."""
-    return copies_past_cache(bytes_per_call)
+    return copies_past_cache(bytes_per_call, device)
 
 
 def environment() -> dict[str, Any]:
