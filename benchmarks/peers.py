@@ -69,10 +69,9 @@ class Libraries:
     found: dict[str, Any] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
-    def describe(self) -> dict[str, str]:
-        """Give a line per library for the result file."""
-        versions = {n: str(getattr(m, "__version__", "present")) for n, m in self.found.items()}
-        return versions | self.missing
+    def versions(self) -> dict[str, str]:
+        """Give the version of every library that is there, for the result file."""
+        return {n: str(getattr(m, "__version__", "present")) for n, m in self.found.items()}
 
 
 def load_libraries() -> Libraries:

@@ -28,6 +28,9 @@ graphs whose calls rotate over copies of the weight, so that none is in the L2 c
 of a line take turns in one run. Accumulation is precise where nothing else is said; peers run as
 they ship. The roofline is the larger of the bytes that must move at 4.3 TB/s and the operations at
 1400 TFLOPS. What was tried on the way is in the [performance log](performance-log.md).
+
+`make bench` measures on a GPU machine, `make tables` writes this; the head of `benchmarks/peers.py`
+says how to bring the peers.
 """
 LIBRARIES = {"vllm": "vLLM", "deepgemm": "DeepGEMM", "torch": "torch", "torchao": "torchao"}
 DECODER_LAYER = (
@@ -43,8 +46,8 @@ KINDS = {
     "tensor": "Per-token activations by one weight scale (`FP8_TENSOR`)",
     "block": "1x128 groups by 128x128 blocks (`FP8_BLOCK`), against peers with block scales",
     "weight_only": "16-bit activations by per-row weights (`FP8_WEIGHT_ONLY`)",
-    "static": "One scale each, the input's calibrated (`FP8`)",
-    "quantized": "The product alone, per token by per row, of inputs that are codes already",
+    "static": "One scale each, the input's calibrated (`FP8`), against peers with the same",
+    "quantized": "The product alone, of codes per token by codes per row, against peers' products",
 }
 
 
@@ -126,12 +129,13 @@ def overview(rows: list[Row]) -> str:
     )
     others = f"the best peer ({libraries(rows)})" if libraries(rows) else "the best peer"
     title = (
-        f"Whole linear layers, bf16 in and out, {models(rows)}: time of {others} or of bf16 by "
-        "fp8kit's, geometric mean and worst layer. Ours is precise, peers are as they ship.\n\n"
+        f"Time of whole linear layers, bf16 in and out, {models(rows)}: {others} and bf16 by "
+        "fp8kit, geometric mean and worst layer. Ours adds precisely, peers as they ship.\n\n"
     )
-    columns = ["M", "row-wise: best peer", "worst", "of the roofline", "bf16", "worst"]
-    columns += ["row-wise, fast: best peer"] if fast else []
-    columns += ["block-wise: best block peer", "worst", "bf16, worst"]
+    columns = ["M", "row-wise: best peer / ours", "worst", "of the roofline"]
+    columns += ["bf16 / ours", "worst"]
+    columns += ["`fast`: best peer / ours"] if fast else []
+    columns += ["block-wise: best block peer / ours", "worst", "bf16 / ours, worst"]
     lines = []
     for m, line in row.items():
         cells = [str(m), *peer_cells(line), f"{line.roofline:.0%}"]
@@ -154,8 +158,9 @@ def linear(found: dict[str, Any]) -> str:
     """Whole linear layers: per row count for each case, then every layer."""
     rows = found["rows"]
     parts = [
-        f"bf16 in and out, {models(rows)}. Ratios are the other's time by fp8kit's: above 1 fp8kit "
-        "is faster.",
+        f"bf16 in and out, {models(rows)}. Ratios are the other's time by fp8kit's, geometric mean "
+        "and worst layer: above 1 fp8kit is faster. Where nothing else is said, the best peer is "
+        f"the fastest of all, whatever its scales. {present(found)}".rstrip(),
     ]
     for kind, title in KINDS.items():
         lines = summarize(rows, kind)
@@ -168,11 +173,18 @@ def linear(found: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def present(found: dict[str, Any]) -> str:
+    """Say in which version the peers took part, if the file knows."""
+    names = {name: found.get("peers", {}).get(name) for name in LIBRARIES}
+    known = [f"{LIBRARIES[name]} ({version})" for name, version in names.items() if version]
+    return f"Peers: {', '.join(known)}." if known else ""
+
+
 def summary_table(lines: list[Summary]) -> str:
     """One case: geometric means over layers and the worst of them."""
     with_peers = any(line.of_peer is not None for line in lines)
-    columns = ["M", "layers", "of the roofline", "bf16", "worst"]
-    columns += ["best peer", "worst"] if with_peers else []
+    columns = ["M", "layers", "of the roofline", "bf16 / ours", "worst"]
+    columns += ["best peer / ours", "worst"] if with_peers else []
     cells = []
     for line in lines:
         ratio, shape = line.worst_of_bf16

@@ -257,11 +257,14 @@ def test_runs_add_up_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = run_main(out, "--rows", "4,1", "--cases", "row")
     assert [row["m"] for row in found["rows"]] == [1, 4]
     assert set(found["rows"][0]["us"]) == {"bf16", "fp8kit_row"}
-    assert found["peers"]["vllm"].startswith("OSError: ")
-    assert found["peers"]["deepgemm"] == "not asked for (DG_ROOT)"
+    assert found["absent"]["vllm"].startswith("OSError: ")
+    assert found["absent"]["deepgemm"] == "not asked for (DG_ROOT)"
+    out.write_text(json.dumps(found | {"peers": {"vllm": "0.25"}}))
     found = run_main(out, "--rows", "2,4", "--cases", "block", "--append")
     assert [row["m"] for row in found["rows"]] == [1, 2, 4]
     assert "fp8kit_block" in found["rows"][2]["us"]
+    assert found["peers"] == {"vllm": "0.25"}
+    assert set(found["absent"]) == {"deepgemm", "torchao"}
     linear.main([str(out), "--device", "cpu", "--rows", "1", "--append"])
     shapes = [(row["shape"], row["m"]) for row in json.loads(out.read_text())["rows"]]
     assert shapes[:2] == [("8b.o", 1), ("odd.smollm_qkv", 1)]

@@ -77,12 +77,14 @@ def test_curves_are_of_layers_that_have_all_three() -> None:
 
 
 def document(rows: list[summary.Row]) -> dict[str, Any]:
-    return {"device": "a GPU", "torch": "2", "triton": "3", "rows": rows}
+    found = {"device": "a GPU", "torch": "2", "triton": "3", "rows": rows}
+    return found | {"peers": {"vllm": "present", "torchao": "0.18.0"}}
 
 
 def test_tables_say_what_was_measured() -> None:
     text = tables.full({"linear": document(ROWS)})
     assert "3 layers (Llama 8B, odd shapes)" in text
+    assert "Peers: vLLM (present), torchao (0.18.0)." in text
     assert "| 1 | 3 | 40% | 2.62 | 1.50 (8b.qkv) | 0.87 | 0.50 (8b.qkv) |" in text
     assert (
         "| 1 | 2.0 | 12.0 | 4.0 | – | 5.0 | 6.0 (deepgemm_block) | 6.0 (deepgemm_block) |" in text
@@ -130,7 +132,7 @@ def test_the_check_of_tables_can_fail(tmp_path: Path, monkeypatch: pytest.Monkey
         tables.main()
     monkeypatch.setattr(sys, "argv", ["tables.py"])
     tables.main()
-    assert readme.read_text().startswith(f"before\n{tables.BEGIN}\n\nWhole linear layers")
+    assert readme.read_text().startswith(f"before\n{tables.BEGIN}\n\nTime of whole")
     assert readme.read_text().endswith(f"\n\n{tables.END}\nafter\n")
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     tables.main()
