@@ -81,10 +81,14 @@ def relative_errors(y: Tensor, exact: Tensor) -> tuple[float, float]:
 def capture_once(case: Case) -> None:
     """Capture two calls and replay them, so that a case which cannot be captured says so here."""
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case(0)
-        case(1)
+    stream, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            case(0)
+            case(1)
+    finally:
+        # a capture that failed leaves its own stream current
+        torch.cuda.set_stream(stream)
     graph.replay()
     torch.cuda.synchronize()
 

@@ -133,8 +133,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(arguments.device)
     torchao = TorchAO(arguments.torchao_mode, arguments.torchao_seconds)
     libraries = load_libraries()
-    for name, why in libraries.missing.items():
-        print(f"{name}: {why}", flush=True)
     bench = Bench(arguments.cases, all_peers(torchao), libraries, arguments.torchao_rows, device)
     earlier = earlier_run(arguments.out) if arguments.append else {"rows": []}
     rows = {(row["shape"], row["m"]): row for row in earlier["rows"]}

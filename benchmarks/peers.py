@@ -15,7 +15,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -74,10 +74,11 @@ class Libraries:
         return {n: str(getattr(m, "__version__", "present")) for n, m in self.found.items()}
 
 
-def load_libraries() -> Libraries:
-    """Load each library that the environment names, and keep the reasons of those that are not."""
+def load_libraries(names: Iterable[str] = ("vllm", "deepgemm", "torchao")) -> Libraries:
+    """Load the libraries that the environment names, and tell and keep why others are missing."""
     libraries = Libraries()
-    for name, (variable, load) in LOADERS.items():
+    for name in names:
+        variable, load = LOADERS[name]
         where = os.environ.get(variable, "")
         if not where:
             libraries.missing[name] = f"not asked for ({variable})"
@@ -87,6 +88,8 @@ def load_libraries() -> Libraries:
         except Exception as broken:
             # a library that does not load costs its own columns only
             libraries.missing[name] = reason(broken)
+    for name, why in libraries.missing.items():
+        print(f"{name}: {why}", flush=True)
     return libraries
 
 

@@ -251,6 +251,21 @@ def quantizers(found: dict[str, Any]) -> str:
     return text + table(["granularity", "M", "K", "µs", "TB/s", "× vLLM"], lines)
 
 
+def fused(found: dict[str, Any]) -> str:
+    """Norms and activations that write FP8, against the same in two steps and without FP8."""
+    lines = []
+    for row in found["rows"]:
+        if row["m"] in (16, 4096):
+            lines.append([row["case"], str(row["m"]), row["group"], f"{row['us']:.2f}"])
+            lines[-1] += [f"{row['tb_per_s']:.2f}", f"{row['unfused_us'] / row['us']:.2f}"]
+            lines[-1] += [f"{row['alone_us'] / row['us']:.2f}"]
+    text = (
+        "Against torch's function with a quantizer behind it, and against that function alone.\n\n"
+    )
+    columns = ["function and K", "M", "granularity", "µs", "TB/s", "unfused / ours", "alone / ours"]
+    return text + table(columns, lines)
+
+
 def layer(found: dict[str, Any]) -> str:
     """A decoder layer: microseconds of each variant, and speed-up over bf16."""
     lines = []
@@ -302,6 +317,7 @@ def streaming(found: dict[str, Any]) -> str:
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "linear": ("Whole linear layers", linear),
     "quantizers": ("Quantizing activations", quantizers),
+    "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),
     "compiled": ("The same under torch.compile", compiled),
     "host": ("The host's time of an eager call", host),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import tables
 from summary import COMPARISONS
 from timing import Case
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 # aligned for every peer, for none of the block peers, and for no peer at all
 ALIGNED, RAGGED, ODD = (256, 384), (144, 208), (131, 200)
@@ -355,6 +359,34 @@ def test_torchao_stops_compiling_when_its_time_is_spent() -> None:
     added = {"torchao_test": peers.Peer((), peers.TorchAO(seconds=0).case("PerRow"))}
     failed = one_row(bench(["row"], **added), ALIGNED, 16)["failed"]
     assert failed == {"torchao_test": "0 seconds of compiling are spent"}
+
+
+UNCAPTURABLE = """
+import json, math, torch, layers, linear, peers
+def build(libraries, layer):
+    return lambda i: layer.x @ layer.dense[i].t() * (1 if layer.x.isnan().any().item() else 1)
+device = torch.device("cuda")
+waits = {"waits": peers.Peer((), build)}
+bench = linear.Bench(["row", "block"], waits, peers.Libraries(), (), device)
+print(json.dumps(list(linear.measure_all(bench, {"8b.test": (256, 384)}, [1, 2048], math.inf))))
+"""
+
+
+@pytest.mark.gpu
+def test_a_case_that_cannot_be_captured_does_not_stop_the_run() -> None:
+    # a process of its own: a failed capture leaves the random numbers of a device unusable
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "benchmarks")])
+    ran = subprocess.run(
+        [sys.executable, "-c", UNCAPTURABLE],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for row in json.loads(ran.stdout.splitlines()[-1]):
+        assert set(row["failed"]) == {"waits"}
+        assert set(row["us"]) == {"bf16", "fp8kit_row", "fp8kit_block"}
+        assert min(row["us"].values()) > 0
 
 
 def test_torchao_is_compiled_for_the_rows_asked() -> None:
