@@ -207,9 +207,9 @@ def measure_all(
                 continue
             x = normal(generator, m, k)
             scale = (x.abs().max().float() / E4M3FN.max).reshape(1, 1)
-            layer = Layer(x, dense, weights, scale, fp8kit.quantize(x))
             try:
-                found = measure(bench, layer)
+                # nothing here may outlive the weights, which fill the GPU for large layers
+                found = measure(bench, Layer(x, dense, weights, scale, fp8kit.quantize(x)))
             except torch.OutOfMemoryError as broken:
                 print(f"{name} m={m}: skipped, {reason(broken)}", flush=True)
                 torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -24,8 +25,9 @@ def copies_past_l2(bytes_per_call: int, device: torch.device = _CUDA) -> int:
     return copies_past_cache(bytes_per_call, device)
 
 
+@functools.cache
 def environment() -> dict[str, Any]:
-    """Describe device, versions and commit, for the head of a result file."""
+    """Describe device, versions and commit, for the head of a result file; asked for once."""
     query = [
         "nvidia-smi",
         "--query-gpu=driver_version,clocks.sm,power.limit",
