@@ -272,6 +272,9 @@ def test_runs_add_up_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     linear.main([str(out), "--device", "cpu", "--rows", "1", "--append"])
     shapes = [(row["shape"], row["m"]) for row in json.loads(out.read_text())["rows"]]
     assert shapes[:2] == [("8b.o", 1), ("odd.smollm_qkv", 1)]
+    other = {"commit": found["commit"].removesuffix("-dirty") + "-dirty"}
+    out.write_text(json.dumps(found | other))
+    run_main(out, "--rows", "1", "--append")
     out.write_text(json.dumps(found | {"device": "NVIDIA H100"}))
     with pytest.raises(SystemExit, match=r"measured with device NVIDIA H100, this is cpu: write"):
         run_main(out, "--append")
