@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-gpu sanitize check bench bench-streaming clean
+.PHONY: demo test test-gpu sanitize check tables bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python benchmarks/tables.py --check
+	$(BIN)/python benchmarks/plot.py --check
 
 # On a GPU machine the environment (torch with CUDA, triton) is the machine's own.
 test-gpu:
@@ -33,10 +34,14 @@ test-gpu:
 sanitize:
 	PYTHONPATH=src $(PYTHON) tests/sanitize.py
 
-# On a GPU machine; then `python benchmarks/tables.py` renews the tables of the README.
+tables: $(VENV)/.installed  ## the tables and the plot of the documents, from benchmarks/results
+	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python benchmarks/plot.py
+
+# On a GPU machine; then `make tables`. The head of benchmarks/peers.py says how to bring peers.
 bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/quantizers.py benchmarks/results/quantizers.json
-	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json
+	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json --shapes all --torchao-rows 1,64,4096
 	PYTHONPATH=src $(PYTHON) benchmarks/host.py benchmarks/results/host.json
 	PYTHONPATH=src $(PYTHON) benchmarks/skinny.py benchmarks/results/skinny.json
 	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json

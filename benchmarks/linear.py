@@ -1,19 +1,22 @@
 """Time whole linear layers, bf16 in and bf16 out: fp8kit, bf16, and the peers that are present.
 
-    python benchmarks/linear.py OUT.json [--shapes 8b,dit] [--rows 1,16,64,256,1024,4096]
+    python benchmarks/linear.py OUT.json [--shapes 8b,odd.llama2 | all] [--rows 1,16,4096]
+        [--cases row,block] [--torchao-rows 1,64,4096] [--seconds 500] [--append]
 
-Peers, each optional: vLLM's compiled operators (VLLM_SO=/path/to/_C_stable_libtorch.abi3.so) and
-DeepGEMM (DG_ROOT=the folder that holds deep_gemm, CUDA_HOME). They run as they ship, with fast
-accumulation where that is their default; fp8kit runs with its default, precise. DeepGEMM has no
-quantizer, so vLLM's group quantizer runs before it.
+fp8kit runs with its default, precise accumulation, unless a case is called fast; peers run as they
+ship. See `peers.py` for how to bring them. Static and already quantized inputs are measured for a
+few row counts only. Every case is compared with the fp32 product before it is timed. The file is
+written after every row, so nothing measured is lost; with `--append` a later run adds to it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,153 +25,267 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fp8kit
-from timing import Case, copies_past_l2, time_cases, write_results
+from checking import Checked, reason
+from fp8kit.formats import E4M3FN
+from layers import SHAPES, chosen, roofline_us
+from peers import Layer, Libraries, Peer, TorchAO, all_peers, load_libraries, peer_cases
+from summary import COMPARISONS, ratios
+from timing import Case, copies_past_l2, environment, time_cases, write_results
 
-SHAPES = {
-    "8b.qkv": (6144, 4096),
-    "8b.o": (4096, 4096),
-    "8b.gate_up": (28672, 4096),
-    "8b.down": (4096, 14336),
-    "70b.qkv": (10240, 8192),
-    "70b.o": (8192, 8192),
-    "70b.gate_up": (57344, 8192),
-    "70b.down": (8192, 28672),
-    "ds.gate_up": (4096, 7168),
-    "ds.down": (7168, 2048),
-    "dit.qkv": (9216, 3072),
+ROWS = "1,2,4,8,16,32,64,96,128,256,512,1024,4096,16384"
+FEW_ROWS = (1, 64, 4096)
+GROUPS = {"row": fp8kit.ROW, "tensor": fp8kit.TENSOR, "block": fp8kit.BLOCK}
+# rounding to FP8 costs 3.8 % on such data, and 5 % in the worst of a thousand parts of a result
+DENSE_ERROR, FP8_ERROR = 0.01, 0.07
+# two runs may stand in one file only if these agree
+SAME = ("device", "torch", "cuda", "triton", "commit")
+
+Row = dict[str, Any]
+
+
+def always(m: int) -> bool:
+    """Measure at any number of rows."""
+    del m
+    return True
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One case of fp8kit.
+
+    Args:
+        build: gives the case for a layer.
+        serves: which row counts it is measured for.
+    """
+
+    build: Callable[[Layer], Case]
+    serves: Callable[[int], bool] = always
+
+
+def dynamic(granularity: str, **options: Any) -> Callable[[Layer], Case]:
+    """Build ``fp8kit.linear`` on weights of one granularity."""
+
+    def build(layer: Layer) -> Case:
+        weights = layer.weights[granularity]
+        return lambda i: fp8kit.linear(layer.x, weights[i], **options)
+
+    return build
+
+
+def static(layer: Layer) -> Case:
+    """Build ``fp8kit.linear`` with a calibrated input scale."""
+    weights, scale = layer.weights["tensor"], layer.x_scale
+    return lambda i: fp8kit.linear(layer.x, weights[i], input_scale=scale)
+
+
+def quantized(layer: Layer) -> Case:
+    """Build the product of codes that are there already."""
+    weights = layer.weights["row"]
+    return lambda i: fp8kit.scaled_mm(layer.x_q, weights[i])
+
+
+OURS = {
+    "row": Ours(dynamic("row")),
+    "tensor": Ours(dynamic("tensor")),
+    "block": Ours(dynamic("block")),
+    "row_fast": Ours(dynamic("row", accum="fast"), lambda m: m >= 1024),
+    "weight_only": Ours(dynamic("row", scheme="FP8_WEIGHT_ONLY"), lambda m: m <= 16),
+    "static": Ours(static, FEW_ROWS.__contains__),
+    "quantized": Ours(quantized, FEW_ROWS.__contains__),
 }
-BANDWIDTH, FLOPS = 4.3e12, 1400e12
-E4M3 = torch.float8_e4m3fn
-SCHEMES = {"row": fp8kit.ROW, "tensor": fp8kit.TENSOR, "block": fp8kit.BLOCK}
 
 
-def main() -> None:
-    """Measure, print a line per shape and M, and write the result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--shapes", default="8b")
-    parser.add_argument("--rows", default="1,16,64,256,1024,4096")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    prefixes = tuple(arguments.shapes.split(","))
-    vllm, deep_gemm = load_vllm(), load_deep_gemm()
-    rows: list[dict[str, Any]] = []
-    for name, (n, k) in SHAPES.items():
-        if not (name.startswith(prefixes) or "all" in prefixes):
-            continue
-        copies = copies_past_l2(n * k)
-        dense = [
-            torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)
-        ]
-        weights = {
-            s: [fp8kit.quantize(w, g, role="weight") for w in dense] for s, g in SCHEMES.items()
+@dataclass(frozen=True)
+class Bench:
+    """What a run measures.
+
+    Args:
+        cases: names in ``OURS``.
+        peers: by the name they have in result files.
+        libraries: what could be loaded.
+        torchao_rows: row counts that torchao is compiled for.
+        device: where to measure.
+    """
+
+    cases: Sequence[str]
+    peers: Mapping[str, Peer]
+    libraries: Libraries
+    torchao_rows: Sequence[int]
+    device: torch.device
+
+    def ours(self, m: int) -> list[str]:
+        """Give the cases of fp8kit that are measured at a row count."""
+        return [name for name in self.cases if OURS[name].serves(m)]
+
+    def wanted(self, m: int) -> dict[str, Peer]:
+        """Give the peers that are measured at a row count."""
+        ours = ("", *self.ours(m))
+        return {
+            name: peer
+            for name, peer in self.peers.items()
+            if peer.beside in ours and ("torchao" not in peer.needs or m in self.torchao_rows)
         }
-        for m in map(int, arguments.rows.split(",")):
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            cases: dict[str, Case] = {"bf16": lambda i, x=x, d=dense: F.linear(x, d[i])}
-            for scheme, quantized in weights.items():
-                cases[f"fp8kit_{scheme}"] = lambda i, x=x, q=quantized: fp8kit.linear(x, q[i])
-            if vllm is not None:
-                cases |= vllm_cases(vllm, x, weights)
-            if vllm is not None and deep_gemm is not None:
-                cases["deepgemm_block"] = deep_gemm_case(vllm, deep_gemm, x, weights["block"])
-            errors = check(cases, x, dense[0])
-            times = time_cases(cases, copies)
-            floor = max((n * k + m * k * 2 + m * n * 2) / BANDWIDTH, 2 * m * n * k / FLOPS) * 1e6
-            rows.append(
-                {"shape": name, "m": m, "n": n, "k": k, "roofline_us": floor, "us": times}
-                | {"relative_error": errors}
-            )
-            report(rows[-1])
-        write_results(arguments.out, rows, what="linear, bf16 in and out, microseconds")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print a line per shape and M, and write the result file."""
+    arguments = parse(argv)
+    device = torch.device(arguments.device)
+    torchao = TorchAO(arguments.torchao_mode, arguments.torchao_seconds)
+    libraries = load_libraries()
+    bench = Bench(arguments.cases, all_peers(torchao), libraries, arguments.torchao_rows, device)
+    earlier = earlier_run(arguments.out) if arguments.append else {"rows": []}
+    rows = {(row["shape"], row["m"]): row for row in earlier["rows"]}
+    versions = earlier.get("peers", {}) | libraries.versions()
+    facts = {
+        "what": "linear, bf16 in and out, microseconds",
+        "peers": versions,
+        "absent": {n: why for n, why in libraries.missing.items() if n not in versions},
+        "torchao_mode": arguments.torchao_mode,
+    }
+    deadline = time.monotonic() + arguments.seconds
+    broken: list[str] = []
+    for row in measure_all(bench, chosen(arguments.shapes), arguments.rows, deadline):
+        rows[row["shape"], row["m"]] = row
+        report(row)
+        broken += [f"{row['shape']} m={row['m']}: {name}" for name in own_failures(row)]
+        write_results(arguments.out, in_order(rows), **facts)
+    if broken:
+        raise SystemExit("fp8kit failed, see above: " + "; ".join(broken))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("out", type=Path)
+    add("--shapes", default="8b", help="starts of names in layers.py, or all")
+    add("--rows", type=integers, default=integers(ROWS))
+    add("--cases", type=case_names, default=list(OURS), help=f"of {', '.join(OURS)}")
+    add("--torchao-rows", type=integers, default=[], help="compiled per shape, so few of them")
+    add("--torchao-mode", default="max-autotune-no-cudagraphs")
+    add("--torchao-seconds", type=float, default=180.0, help="of compiling, in all")
+    add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
+    add("--append", action="store_true", help="keep what OUT has of other shapes and rows")
+    add("--device", default="cuda", help="a CPU shows that everything runs, and no more")
+    return parser.parse_args(argv)
+
+
+def integers(text: str) -> list[int]:
+    """Read numbers separated by commas."""
+    return [int(word) for word in text.split(",")]
+
+
+def case_names(text: str) -> list[str]:
+    """Read names of cases separated by commas."""
+    names = text.split(",")
+    for name in names:
+        if name not in OURS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(OURS)}")
+    return names
+
+
+def measure_all(
+    bench: Bench, shapes: Mapping[str, tuple[int, int]], counts: Sequence[int], deadline: float
+) -> Iterator[Row]:
+    """Give a row per layer and row count, until the time is up."""
+    # a failed capture leaves the default generator unusable, so numbers come from another one
+    generator = torch.Generator(bench.device).manual_seed(0)
+    for name, (n, k) in shapes.items():
+        if time.monotonic() > deadline:
+            print(f"{name}: skipped, out of time", flush=True)
+            continue
+        dense = [normal(generator, n, k) * 0.02 for _ in range(copies_past_l2(n * k, bench.device))]
+        weights = {
+            s: [fp8kit.quantize(w, g, role="weight") for w in dense] for s, g in GROUPS.items()
+        }
+        for m in counts:
+            if time.monotonic() > deadline:
+                print(f"{name} m={m}: skipped, out of time", flush=True)
+                continue
+            x = normal(generator, m, k)
+            scale = (x.abs().max().float() / E4M3FN.max).reshape(1, 1)
+            try:
+                # nothing here may outlive the weights, which fill the GPU for large layers
+                found = measure(bench, Layer(x, dense, weights, scale, fp8kit.quantize(x)))
+            except torch.OutOfMemoryError as broken:
+                print(f"{name} m={m}: skipped, {reason(broken)}", flush=True)
+                torch.cuda.empty_cache()
+                continue
+            yield {"shape": name, "m": m, "n": n, "k": k, **found}
         del dense, weights
-        torch.cuda.empty_cache()
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def report(row: dict[str, Any]) -> None:
-    """Print one measurement with ratios to bf16 and to the best peer."""
-    times = row["us"]
-    peers = [t for n, t in times.items() if not n.startswith(("fp8kit", "bf16"))]
+@torch.no_grad()
+def measure(bench: Bench, layer: Layer) -> Row:
+    """Check and time every case of one layer and row count, against each other."""
+    x, dense = layer.x, layer.dense
+    m, (n, k) = x.shape[0], dense[0].shape
+    exact = x.float() @ dense[0].float().t()
+    checked = Checked()
+    checked.add("bf16", lambda i: F.linear(x, dense[i]), exact, DENSE_ERROR)
+    for name in bench.ours(m):
+        checked.add(f"fp8kit_{name}", OURS[name].build(layer), exact, FP8_ERROR)
+    for name, case in peer_cases(bench.wanted(m), bench.libraries, layer, checked.failed):
+        checked.add(name, case, exact, FP8_ERROR)
+    del exact
+    times = time_cases(checked.cases, len(dense), device=bench.device)
+    found: Row = {"roofline_us": roofline_us(m, n, k), "us": times}
+    found["relative_error"] = checked.errors
+    return found | ({"failed": checked.failed} if checked.failed else {})
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Draw a bf16 matrix."""
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+
+
+def own_failures(row: Row) -> list[str]:
+    """Name the cases that are no peer's and did not run: those are errors."""
+    return [n for n in row.get("failed", {}) if n.startswith(("fp8kit", "bf16"))]
+
+
+def earlier_run(path: Path) -> dict[str, Any]:
+    """Read the result file of an earlier run that this one may add to, if there is one.
+
+    Raises:
+        SystemExit: if that run had another device, commit or version.
+    """
+    if not path.is_file():
+        return {"rows": []}
+    found: dict[str, Any] = json.loads(path.read_text())
+    now = environment()
+    for key in SAME:
+        # the file itself makes a tree dirty
+        if str(found.get(key)).removesuffix("-dirty") != str(now[key]).removesuffix("-dirty"):
+            raise SystemExit(
+                f"{path} was measured with {key} {found.get(key)}, this is {now[key]}: "
+                "write another file, or leave out --append"
+            )
+    return found
+
+
+def in_order(rows: Mapping[tuple[str, int], Row]) -> list[Row]:
+    """Sort rows by layer, as ``SHAPES`` has them, and M."""
+    order = {name: i for i, name in enumerate(SHAPES)}
+    return [rows[key] for key in sorted(rows, key=lambda key: (order[key[0]], key[1]))]
+
+
+def report(row: Row) -> None:
+    """Print one measurement: times, ratios to the best peers, what failed and why."""
     line = f"{row['shape']:>11} m={row['m']:<6} roof {row['roofline_us']:7.1f}"
-    line += "".join(f"  {n} {t:.1f}" for n, t in times.items())
-    if peers:
-        line += f"  | best peer / fp8kit_row {min(peers) / times['fp8kit_row']:.2f}"
-    line += f"  bf16 / fp8kit_row {times['bf16'] / times['fp8kit_row']:.2f}"
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def check(cases: dict[str, Case], x: Tensor, w: Tensor) -> dict[str, float]:
-    """Compare every case with the fp32 product, so that no wrong kernel is timed."""
-    exact = x.float() @ w.float().t()
-    errors = {}
-    for name, case in cases.items():
-        y = case(0)
-        assert isinstance(y, Tensor)
-        errors[name] = float((y.float() - exact).norm() / exact.norm())
-        limit = 0.01 if name == "bf16" else 0.06
-        if not errors[name] < limit:
-            raise SystemExit(f"{name} is wrong: relative error {errors[name]:.3f}")
-    return errors
-
-
-def load_vllm() -> Any:
-    """Load vLLM's operator library, if it is given."""
-    path = os.environ.get("VLLM_SO")
-    if not path:
-        return None
-    torch.ops.load_library(path)
-    return torch.ops._C
-
-
-def load_deep_gemm() -> Any:
-    """Import DeepGEMM, if it is given."""
-    root = os.environ.get("DG_ROOT")
-    if not root:
-        return None
-    sys.path.insert(0, root)
-    import deep_gemm
-
-    return deep_gemm
-
-
-def vllm_cases(vllm: Any, x: Tensor, weights: dict[str, list[fp8kit.QTensor]]) -> dict[str, Case]:
-    """Per-token quantizer and CUTLASS product, as vLLM calls them."""
-    m, k = x.shape
-    codes, scale = torch.empty(m, k, device="cuda", dtype=E4M3), torch.empty(m, 1, device="cuda")
-
-    def linear(weight: list[fp8kit.QTensor]) -> Callable[[int], Tensor]:
-        y = torch.empty(m, weight[0].shape[0], device="cuda", dtype=torch.bfloat16)
-
-        def run(i: int) -> Tensor:
-            vllm.dynamic_per_token_scaled_fp8_quant(codes, x, scale, None)
-            vllm.cutlass_scaled_mm(y, codes, weight[i].data.t(), scale, weight[i].scale, None)
-            return y
-
-        return run
-
-    return {"vllm_row": linear(weights["row"]), "vllm_tensor": linear(weights["tensor"])}
-
-
-def deep_gemm_case(
-    vllm: Any, deep_gemm: Any, x: Tensor, weights: list[fp8kit.QTensor]
-) -> Callable[[int], Tensor]:
-    """Group quantizer of vLLM, scales written column-major, and DeepGEMM's block product."""
-    (m, k), n = x.shape, weights[0].shape[0]
-    codes = torch.empty(m, k, device="cuda", dtype=E4M3)
-    aligned = -(-m // 4) * 4
-    scale = torch.empty(k // 128, aligned, device="cuda").t()[:m]
-    y = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-
-    def run(i: int) -> Tensor:
-        vllm.per_token_group_fp8_quant(
-            x, codes, scale, 128, 1e-10, -448.0, 448.0, False, True, True
-        )
-        deep_gemm.fp8_gemm_nt((codes, scale), (weights[i].data, weights[i].scale), y)
-        return y
-
-    return run
+    line += "".join(f"  {n} {t:.1f}" for n, t in row["us"].items())
+    for kind in COMPARISONS:
+        found = ratios(row, kind)
+        if found is not None and found.peer:
+            line += f"  | {found.peer} / {kind} {found.of_peer:.2f}"
+    line += "".join(f"\n    failed {n}: {why}" for n, why in row.get("failed", {}).items())
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.quantizers import reference, triton
+from peers import load_libraries
 from timing import Case, copies_past_l2, time_cases, write_results
 
 E4M3 = torch.float8_e4m3fn
@@ -90,7 +90,7 @@ def main() -> None:
     arguments = parser.parse_args()
     only = arguments.only.split(",")
     torch.manual_seed(0)
-    vllm = load_vllm()
+    vllm = load_libraries(["vllm"]).found.get("vllm")
     shapes = [(n, *s) for n in KINDS for s in LARGE[n]]
     shapes += [(n, *s) for n in SMALL_KINDS for s in SMALL]
     rows: list[dict[str, Any]] = []
@@ -102,15 +102,6 @@ def main() -> None:
     write_results(arguments.out, rows, what=what, vllm=vllm is not None)
     failed = sum(not row["passed"] for row in rows)
     sys.stdout.write(f"{len(rows) - failed} of {len(rows)} reach their targets\n")
-
-
-def load_vllm() -> Any:
-    """Load vLLM's operator library, if it is given."""
-    path = os.environ.get("VLLM_SO")
-    if not path:
-        return None
-    torch.ops.load_library(path)
-    return torch.ops._C
 
 
 def measure(name: str, m: int, k: int, vllm: Any) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fp8kit
+from checking import Checked
 from fp8kit.dispatch import choose
 from fp8kit.formats import GroupShape
 from fp8kit.matmul import triton_scaled
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
-from linear import BANDWIDTH, FLOPS, SHAPES
+from layers import BANDWIDTH, FLOPS, chosen
 from timing import Case, copies_past_l2, time_cases, write_results
 
 SCHEMES: dict[str, tuple[GroupShape | None, GroupShape]] = {
@@ -68,11 +69,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     deadline = time.monotonic() + arguments.seconds
-    prefixes = tuple(arguments.shapes.split(","))
     rows: list[dict[str, Any]] = []
-    for name, (n, k) in SHAPES.items():
-        if not (name.startswith(prefixes) or "all" in prefixes):
-            continue
+    for name, (n, k) in chosen(arguments.shapes).items():
         copies = copies_past_l2(n * k)
         dense = [
             torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)
@@ -109,9 +107,7 @@ def measure(
 ) -> dict[str, Any]:
     """Time every case of one shape and M together, so that drift hits them alike."""
     x = torch.randn(m, dense[0].shape[1], device=dense[0].device, dtype=torch.bfloat16)
-    cases: dict[str, Case] = {"bf16": lambda i: F.linear(x, dense[i])}
-    failed: dict[str, str] = {}
-    swept: dict[str, Case] = {}
+    kept, swept = Checked({"bf16": lambda i: F.linear(x, dense[i])}), Checked()
     for scheme, groups in SCHEMES.items():
         x_q = None if groups[0] is None else fp8kit.quantize(x, groups[0])
         data, x_scale = (x, None) if x_q is None else (x_q.data, x_q.scale)
@@ -120,17 +116,18 @@ def measure(
         found = dict(backend_cases(scheme, operands))
         if scheme == "row":
             found["linear/triton_scaled"] = linear_case(x, operands)
-        kept, errors = checked(found, exact)
-        cases, failed = cases | kept, failed | errors
+        for name, case in found.items():
+            kept.add(name, case, exact, LARGEST_ERROR)
         if sweep and scheme in SWEPT and time.monotonic() < deadline:
-            kept, errors = checked(dict(swept_cases(scheme, operands)), exact)
-            swept, failed = swept | kept, failed | errors
-    times = time_cases(cases | swept, len(dense))
+            for name, case in swept_cases(scheme, operands):
+                swept.add(name, case, exact, LARGEST_ERROR)
+    times = time_cases(kept.cases | swept.cases, len(dense))
     best = {
         scheme: min((n for n in times if n.startswith(f"{scheme}/triton_scaled")), key=times.get)
         for scheme in SWEPT
         if any(n.startswith(f"{scheme}/triton_scaled") for n in times)
     }
+    failed = kept.failed | swept.failed
     return {"us": times, "failed": failed} | ({"best": best} if sweep else {})
 
 
@@ -214,26 +211,6 @@ def run_case(run: Callable[..., Tensor], operands: Operands, last: tuple[Any, ..
         return run(operands.x, operands.x_scale, w_q.data, w_q.scale, None, *last)
 
     return case
-
-
-def checked(cases: dict[str, Case], exact: Tensor) -> tuple[dict[str, Case], dict[str, str]]:
-    """Separate the cases that give the exact product from those that do not, or fail."""
-    kept: dict[str, Case] = {}
-    failed: dict[str, str] = {}
-    for name, case in cases.items():
-        try:
-            y = case(0)
-            assert isinstance(y, Tensor)
-            error = float((y.float() - exact).norm() / exact.norm())
-        except Exception as broken:
-            # a cut that the device has no room for is a result, not the end of the run
-            failed[name] = f"{type(broken).__name__}: {broken}".splitlines()[0][:200]
-            continue
-        if error < LARGEST_ERROR:
-            kept[name] = case
-        else:
-            failed[name] = f"relative error {error:.2e}"
-    return kept, failed
 
 
 def report(row: dict[str, Any]) -> None:

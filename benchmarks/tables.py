@@ -1,196 +1,328 @@
-"""Write the benchmark tables of the README from the result files, or check that they are current.
+"""Write the benchmark tables of the documents from the result files, or check that they did.
 
-python benchmarks/tables.py [--check]
+    python benchmarks/tables.py [--check]
+
+The README gets one line per row count between two marks; `docs/benchmarks.md` gets everything.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
+
+from layers import MODELS
+from summary import COMPARISONS, Row, Summary, ratios, summarize, unmeasured
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+INTRODUCTION = """# Benchmarks
+
+Written by `python benchmarks/tables.py` from `benchmarks/results/`. Times are medians of CUDA
+graphs whose calls rotate over copies of the weight, so that none is in the L2 cache; all candidates
+of a line take turns in one run. Accumulation is precise where nothing else is said; peers run as
+they ship. The roofline is the larger of the bytes that must move at 4.3 TB/s and the operations at
+1400 TFLOPS. What was tried on the way is in the [performance log](performance-log.md).
+
+`make bench` measures on a GPU machine, `make tables` writes this; the head of `benchmarks/peers.py`
+says how to bring the peers.
+"""
+LIBRARIES = {"vllm": "vLLM", "deepgemm": "DeepGEMM", "torch": "torch", "torchao": "torchao"}
+DECODER_LAYER = (
+    "A Llama-8B decoder layer, Transformers' own code, random weights; microseconds and speed-up "
+    "over bf16."
+)
+EAGER_LAYER = (
+    "FP8 layers on their own, with shared inputs, and with norms and activations that write FP8."
+)
+KINDS = {
+    "row": "Per-token activations by per-row weights (`FP8_DYNAMIC`)",
+    "row_fast": 'The same with `accum="fast"`',
+    "tensor": "Per-token activations by one weight scale (`FP8_TENSOR`)",
+    "block": "1x128 groups by 128x128 blocks (`FP8_BLOCK`), against peers with block scales",
+    "weight_only": "16-bit activations by per-row weights (`FP8_WEIGHT_ONLY`)",
+    "static": "One scale each, the input's calibrated (`FP8`), against peers with the same",
+    "quantized": "The product alone, of codes per token by codes per row, against peers' products",
+}
 
 
 def main() -> None:
-    """Replace what stands between the two marks in the README."""
-    text = README.read_text()
+    """Write both documents, or say which of them is not current."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    readme = README.read_text()
+    found = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
+    for path, wanted in ((README, between_marks(readme, compact(found))), (DOCUMENT, full(found))):
+        if not check:
+            path.write_text(wanted)
+        elif not path.is_file() or path.read_text() != wanted:
+            name = path.relative_to(ROOT)
+            raise SystemExit(f"{name} is not what `python benchmarks/tables.py` writes. Run it.")
+
+
+def between_marks(text: str, tables: str) -> str:
+    """Replace what stands between the two marks."""
     head, rest = text.split(BEGIN)
-    tail = rest.split(END)[1]
-    wanted = f"{head}{BEGIN}\n{tables()}{END}{tail}"
-    if "--check" in sys.argv:
-        if wanted != text:
-            raise SystemExit("README.md is not what `python benchmarks/tables.py` writes. Run it.")
-    else:
-        README.write_text(wanted)
+    return f"{head}{BEGIN}\n\n{tables}\n{END}{rest.split(END)[1]}"
 
 
-def tables() -> str:
-    """Render every result file that is there."""
+def compact(found: dict[str, Any]) -> str:
+    """Render what the README shows: one line per row count, and a decoder layer."""
     parts = []
-    for name, render in (
-        ("linear", linear),
-        ("quantizers", quantizers),
-        ("decoder_layer", layer),
-        ("compiled", compiled_layer),
-        ("host", host),
-    ):
-        file = RESULTS / f"{name}.json"
-        if file.is_file():
-            found = json.loads(file.read_text())
-            where = f"{found['device']}, torch {found['torch']}, Triton {found['triton']}"
-            parts.append(
-                f"{render(found)}\nMeasured on one {where} (`benchmarks/results/{file.name}`).\n"
-            )
-    file = RESULTS / "streaming.json"
-    if file.is_file():
-        parts.append(streaming(json.loads(file.read_text())))
-    return "\n" + "\n".join(parts) + "\n"
+    if "linear" in found:
+        parts.append(overview(found["linear"]["rows"]) + source("linear", found["linear"]))
+    if "decoder_layer" in found:
+        one = found["decoder_layer"]
+        parts.append(decoder_layer(one) + source("decoder_layer", one))
+    return "\n".join(parts)
+
+
+def full(found: dict[str, Any]) -> str:
+    """Render every result file that has a table."""
+    parts = [INTRODUCTION]
+    for name, (title, render) in SECTIONS.items():
+        if name in found:
+            parts.append(f"## {title}\n\n{render(found[name])}{source(name, found[name])}")
+    return "\n".join(parts)
+
+
+def source(name: str, found: dict[str, Any]) -> str:
+    """Say where the numbers come from."""
+    where = f"{found['device']}, torch {found['torch']}"
+    if "triton" in found:
+        where = f"one {where}, Triton {found['triton']}"
+    return f"\nMeasured on {where} (`benchmarks/results/{name}.json`).\n"
+
+
+def table(columns: list[str], lines: list[list[str]]) -> str:
+    """Lay out cells in Markdown."""
+    head, *body = [f"| {' | '.join(cells)} |\n" for cells in (columns, *lines)]
+    return f"{head}{'|---' * len(columns)}|\n{''.join(body)}"
+
+
+def models(rows: list[Row]) -> str:
+    """Name the models whose layers were measured, and count the layers."""
+    shapes = {row["shape"] for row in rows}
+    prefixes = {shape.split(".")[0] for shape in shapes}
+    names = ", ".join(text for prefix, text in MODELS.items() if prefix in prefixes)
+    return f"{len(shapes)} layers ({names})"
+
+
+def libraries(rows: list[Row]) -> str:
+    """Name the libraries that took part."""
+    prefixes = {name.split("_")[0] for row in rows for name in row["us"]}
+    return ", ".join(text for prefix, text in LIBRARIES.items() if prefix in prefixes)
+
+
+def overview(rows: list[Row]) -> str:
+    """One line per row count: row-wise and block-wise against their peers, and bf16."""
+    row, fast, block = (
+        {line.m: line for line in summarize(rows, kind)} for kind in ("row", "row_fast", "block")
+    )
+    others = f"the best peer ({libraries(rows)})" if libraries(rows) else "the best peer"
+    title = (
+        f"Time of whole linear layers, bf16 in and out, {models(rows)}: {others} and bf16 by "
+        "fp8kit, geometric mean and worst layer. Ours adds precisely, peers as they ship.\n\n"
+    )
+    columns = ["M", "row-wise: best peer / ours", "worst", "of the roofline"]
+    columns += ["bf16 / ours", "worst"]
+    columns += ["`fast`: best peer / ours"] if fast else []
+    columns += ["block-wise: best block peer / ours", "worst", "bf16 / ours, worst"]
+    lines = []
+    for m, line in row.items():
+        cells = [str(m), *peer_cells(line), f"{line.roofline:.0%}"]
+        cells += [f"{line.of_bf16:.2f}", f"{line.worst_of_bf16[0]:.2f}"]
+        cells += [peer_cells(fast.get(m))[0]] if fast else []
+        cells += peer_cells(block.get(m))
+        cells += [f"{block[m].worst_of_bf16[0]:.2f}" if m in block else "–"]
+        lines.append(cells)
+    return title + table(columns, lines)
+
+
+def peer_cells(line: Summary | None) -> list[str]:
+    """Give mean and worst ratio to the best peer."""
+    if line is None or line.of_peer is None or line.worst_of_peer is None:
+        return ["–", "–"]
+    return [f"{line.of_peer:.2f}", f"{line.worst_of_peer[0]:.2f}"]
 
 
 def linear(found: dict[str, Any]) -> str:
-    """Whole linear layers: microseconds, and ratios to bf16 and to the best peer."""
-    lines = [
-        "### A whole linear layer",
-        "",
-        "bf16 in, bf16 out, per-token activations by per-row weights, precise accumulation; the "
-        "peers as they ship. Microseconds; cold weights, CUDA graph.",
-        "",
-        "| layer | M | bf16 | best peer | fp8kit | × bf16 | × best peer | of the roofline |",
-        "|---|---|---|---|---|---|---|---|",
+    """Whole linear layers: per row count for each case, then every layer."""
+    rows = found["rows"]
+    parts = [
+        f"bf16 in and out, {models(rows)}. Ratios are the other's time by fp8kit's, geometric mean "
+        "and worst layer: above 1 fp8kit is faster. Where nothing else is said, the best peer is "
+        f"the fastest of all, whatever its scales. {present(found)}".rstrip(),
     ]
-    for row in found["rows"]:
-        if not row["shape"].startswith("8b") or row["m"] == 1024:
-            continue
-        times = row["us"]
-        ours, dense = times["fp8kit_row"], times["bf16"]
-        peers = {n: t for n, t in times.items() if not n.startswith(("fp8kit", "bf16"))}
-        best = min(peers, key=peers.__getitem__) if peers else ""
-        peer = f"{peers[best]:.1f} ({best})" if peers else "–"
-        ratio = f"{peers[best] / ours:.2f}" if peers else "–"
-        lines.append(
-            f"| {row['shape']} {row['n']}×{row['k']} | {row['m']} | {dense:.1f} | {peer}"
-            f" | {ours:.1f} | {dense / ours:.2f} | {ratio} | {row['roofline_us'] / ours:.0%} |"
-        )
-    lines += ["", *means(found["rows"])]
-    return "\n".join(lines) + "\n"
+    for kind, title in KINDS.items():
+        lines = summarize(rows, kind)
+        if lines:
+            parts.append(f"### {title}\n\n{summary_table(lines)}".rstrip())
+    parts += ["### Every layer", every_layer(rows).rstrip()]
+    missing = unmeasured(rows)
+    if missing:
+        parts += ["### What did not run", failures(missing).rstrip()]
+    return "\n\n".join(parts) + "\n"
 
 
-def means(rows: list[dict[str, Any]]) -> list[str]:
-    """Geometric means over all measured layers, per M."""
-    layers = len({row["shape"] for row in rows})
-    lines = [
-        f"Geometric means over all {layers} measured layers (Llama 8B and 70B, DeepSeek, DiT):",
-        "",
-        "| M | × bf16 | × best peer | of the roofline |",
-        "|---|---|---|---|",
-    ]
-    for m in sorted({row["m"] for row in rows}):
-        dense, peers, roof = [], [], []
-        for row in rows:
-            if row["m"] == m:
-                times = row["us"]
-                ours = times["fp8kit_row"]
-                dense.append(times["bf16"] / ours)
-                roof.append(row["roofline_us"] / ours)
-                others = [t for n, t in times.items() if not n.startswith(("fp8kit", "bf16"))]
-                peers += [min(others) / ours] if others else []
-        ratio = f"{geometric_mean(peers):.2f}" if peers else "–"
-        lines.append(
-            f"| {m} | {geometric_mean(dense):.2f} | {ratio} | {geometric_mean(roof):.0%} |"
-        )
-    return lines
+def present(found: dict[str, Any]) -> str:
+    """Say in which version the peers took part, if the file knows."""
+    names = {name: found.get("peers", {}).get(name) for name in LIBRARIES}
+    known = [f"{LIBRARIES[name]} ({version})" for name, version in names.items() if version]
+    return f"Peers: {', '.join(known)}." if known else ""
+
+
+def summary_table(lines: list[Summary]) -> str:
+    """One case: geometric means over layers and the worst of them."""
+    with_peers = any(line.of_peer is not None for line in lines)
+    columns = ["M", "layers", "of the roofline", "bf16 / ours", "worst"]
+    columns += ["best peer / ours", "worst"] if with_peers else []
+    cells = []
+    for line in lines:
+        ratio, shape = line.worst_of_bf16
+        cells.append([str(line.m), str(line.layers), f"{line.roofline:.0%}", f"{line.of_bf16:.2f}"])
+        cells[-1] += [f"{ratio:.2f} ({shape})"]
+        if with_peers and line.of_peer is not None and line.worst_of_peer is not None:
+            ratio, shape = line.worst_of_peer
+            cells[-1] += [f"{line.of_peer:.2f}", f"{ratio:.2f} ({shape})"]
+        elif with_peers:
+            cells[-1] += ["–", "–"]
+    return table(columns, cells)
+
+
+def every_layer(rows: list[Row]) -> str:
+    """Microseconds of every layer and row count, with the fastest peers by name."""
+    kinds = [k for k in COMPARISONS if any(f"fp8kit_{k}" in row["us"] for row in rows)]
+    columns = ["M", "roofline", "bf16", *(k.replace("_", " ") for k in kinds)]
+    columns += ["best peer", "best block peer"]
+    parts = ["Microseconds.\n"]
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        mine = [row for row in rows if row["shape"] == shape]
+        cells = []
+        for row in mine:
+            times = row["us"]
+            cells.append([str(row["m"]), f"{row['roofline_us']:.1f}", micro(times.get("bf16"))])
+            cells[-1] += [micro(times.get(f"fp8kit_{kind}")) for kind in kinds]
+            cells[-1] += [named_peer(row, "row"), named_peer(row, "block")]
+        parts.append(f"**{shape}**, {mine[0]['n']}×{mine[0]['k']}\n\n{table(columns, cells)}")
+    return "\n".join(parts)
+
+
+def micro(us: float | None) -> str:
+    """Write microseconds, or a dash where nothing was measured."""
+    return "–" if us is None else f"{us:.1f}"
+
+
+def named_peer(row: Row, kind: str) -> str:
+    """Write time and name of the fastest peer of a case."""
+    found = ratios(row, kind)
+    if found is None or not found.peer:
+        return "–"
+    return f"{row['us'][found.peer]:.1f} ({found.peer})"
+
+
+def failures(missing: dict[tuple[str, str], list[str]]) -> str:
+    """Say which cases could not be timed, where, and why."""
+    lines = []
+    for (name, why), places in missing.items():
+        shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+        lines.append([f"`{name}`", shown, why.replace("|", "\\|")])
+    return table(["case", "where", "why"], lines)
 
 
 def quantizers(found: dict[str, Any]) -> str:
     """Quantizers: bandwidth, counting bytes read and codes written."""
-    lines = [
-        "### Quantizing activations",
-        "",
-        "TB/s counting 2 bytes read and 1 written per element; microseconds for few rows.",
-        "",
-        "| granularity | M | K | µs | TB/s | × vLLM |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in found["rows"]:
         if row["m"] not in (1, 4096) or row["k"] not in (4096, 14336):
             continue
-        peer = f"{row['vllm_us'] / row['us']:.2f}" if row.get("vllm_us") else "–"
-        lines.append(
-            f"| {row['kernel']} | {row['m']} | {row['k']} | {row['us']:.2f} | {row['tbps']:.2f}"
-            f" | {peer} |"
-        )
-    return "\n".join(lines) + "\n"
+        lines.append([row["kernel"], str(row["m"]), str(row["k"])])
+        lines[-1] += [f"{row['us']:.2f}", f"{row['tbps']:.2f}"]
+        lines[-1] += [f"{row['vllm_us'] / row['us']:.2f}" if row.get("vllm_us") else "–"]
+    text = "TB/s counting 2 bytes read and 1 written per element; microseconds for few rows.\n\n"
+    return text + table(["granularity", "M", "K", "µs", "TB/s", "× vLLM"], lines)
 
 
-def compiled_layer(found: dict[str, Any]) -> str:
-    """The same layer under ``torch.compile``."""
-    return layer(found, "### The same under torch.compile")
+def fused(found: dict[str, Any]) -> str:
+    """Norms and activations that write FP8, against the same in two steps and without FP8."""
+    lines = []
+    for row in found["rows"]:
+        if row["m"] in (16, 4096):
+            lines.append([row["case"], str(row["m"]), row["group"], f"{row['us']:.2f}"])
+            lines[-1] += [f"{row['tb_per_s']:.2f}", f"{row['unfused_us'] / row['us']:.2f}"]
+            lines[-1] += [f"{row['alone_us'] / row['us']:.2f}"]
+    text = (
+        "Against torch's function with a quantizer behind it, and against that function alone.\n\n"
+    )
+    columns = ["function and K", "M", "granularity", "µs", "TB/s", "unfused / ours", "alone / ours"]
+    return text + table(columns, lines)
 
 
-def layer(found: dict[str, Any], title: str = "### A Llama-8B decoder layer") -> str:
-    """A decoder layer: microseconds of each variant."""
-    names = list(found["rows"][0]["us"])
-    lines = [
-        title,
-        "",
-        "Transformers' own code, random weights, CUDA graph; microseconds and speed-up over bf16.",
-        "",
-        f"| M | {' | '.join(names)} |",
-        f"|---|{'---|' * len(names)}",
-    ]
+def layer(found: dict[str, Any]) -> str:
+    """A decoder layer: microseconds of each variant, and speed-up over bf16."""
+    lines = []
     for row in found["rows"]:
         times = row["us"]
-        cells = [f"{t:.0f} ({times['bf16'] / t:.2f}×)" for t in times.values()]
-        lines.append(f"| {row['m']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([str(row["m"])])
+        lines[-1] += [f"{t:.0f} ({times['bf16'] / t:.2f}×)" for t in times.values()]
+    return table(["M", *found["rows"][0]["us"]], lines)
+
+
+def decoder_layer(found: dict[str, Any]) -> str:
+    """A decoder layer as Transformers runs it."""
+    return f"{DECODER_LAYER} {EAGER_LAYER}\n\n{layer(found)}"
+
+
+def compiled(found: dict[str, Any]) -> str:
+    """The same layer under ``torch.compile``."""
+    return f"{DECODER_LAYER}\n\n{layer(found)}"
 
 
 def host(found: dict[str, Any]) -> str:
     """An eager call: what it costs the host, and how that compares with the dense layer."""
     names = [n for n in found["rows"][0]["us"] if not n.endswith("operator") and n != "nn.Linear"]
-    lines = [
-        "### The host's time of an eager call",
-        "",
-        "Microseconds until the CPU may go on, and ratio to `F.linear`; FP8 as modules.",
-        "",
-        f"| M | {' | '.join(names)} |",
-        f"|---|{'---|' * len(names)}",
-    ]
+    lines = []
     for row in found["rows"]:
         times = row["us"]
-        cells = [f"{times[n]:.1f} ({times[n] / times['F.linear']:.2f}×)" for n in names]
-        lines.append(f"| {row['m']} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([str(row["m"])])
+        lines[-1] += [f"{times[n]:.1f} ({times[n] / times['F.linear']:.2f}×)" for n in names]
+    text = "Microseconds until the CPU may go on, and ratio to `F.linear`; FP8 as modules.\n\n"
+    return text + table(["M", *names], lines)
 
 
 def streaming(found: dict[str, Any]) -> str:
     """Streamed conversions of the largest checkpoint against copies of the same bytes."""
-    lines = [
-        "### Quantizing a checkpoint on a CPU",
-        "",
-        "GB/s of bf16 read; against copying the same files with safetensors (without a sync, and "
-        "synced to disk as the conversion is) in the same run.",
-        "",
-        "| checkpoint | scheme | GB/s | × copy | × synced copy | peak memory |",
-        "|---|---|---|---|---|---|",
-    ]
-    largest = max(row["gigabytes"] for row in found["rows"])
+    largest, lines = max(row["gigabytes"] for row in found["rows"]), []
     for row in found["rows"]:
         if not row["case"].startswith("copy") and row["gigabytes"] == largest:
-            lines.append(
-                f"| {row['gigabytes']:.1f} GB | {row['case']} | {row['gb_per_s']:.2f}"
-                f" | {row['of_copy']:.2f} | {row['of_copy_synced']:.2f}"
-                f" | {row['peak_gb']:.2f} GB |"
-            )
-    where = f"{found['device']}, torch {found['torch']}"
-    lines += ["", f"Measured on {where} (`benchmarks/results/streaming.json`)."]
-    return "\n".join(lines) + "\n"
+            lines.append([f"{row['gigabytes']:.1f} GB", row["case"], f"{row['gb_per_s']:.2f}"])
+            lines[-1] += [f"{row['of_copy']:.2f}", f"{row['of_copy_synced']:.2f}"]
+            lines[-1] += [f"{row['peak_gb']:.2f} GB"]
+    text = (
+        "GB/s of bf16 read; against copying the same files with safetensors (without a sync, and "
+        "synced to disk as the conversion is) in the same run.\n\n"
+    )
+    columns = ["checkpoint", "scheme", "GB/s", "× copy", "× synced copy", "peak memory"]
+    return text + table(columns, lines)
+
+
+SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "linear": ("Whole linear layers", linear),
+    "quantizers": ("Quantizing activations", quantizers),
+    "fused": ("Norms and activations that write FP8", fused),
+    "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),
+    "compiled": ("The same under torch.compile", compiled),
+    "host": ("The host's time of an eager call", host),
+    "streaming": ("Quantizing a checkpoint on a CPU", streaming),
+}
 
 
 if __name__ == "__main__":

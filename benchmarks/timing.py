@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -16,15 +17,17 @@ from fp8kit.bench.timing import copies_past_cache
 from fp8kit.bench.timing import time_cases as time_cases
 
 RESULTS = Path(__file__).resolve().parent / "results"
+_CUDA = torch.device("cuda")
 
 
-def copies_past_l2(bytes_per_call: int) -> int:
+def copies_past_l2(bytes_per_call: int, device: torch.device = _CUDA) -> int:
     """Give the number of operand copies that no L2 cache holds, at least 2, at most 64."""
-    return copies_past_cache(bytes_per_call)
+    return copies_past_cache(bytes_per_call, device)
 
 
+@functools.cache
 def environment() -> dict[str, Any]:
-    """Describe device, versions and commit, for the head of a result file."""
+    """Describe device, versions and commit, for the head of a result file; asked for once."""
     query = [
         "nvidia-smi",
         "--query-gpu=driver_version,clocks.sm,power.limit",

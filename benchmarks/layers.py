@@ -1,0 +1,68 @@
+"""The layers that are measured, and the least time that one can take."""
+
+from __future__ import annotations
+
+# (N, K) by model and layer; what attention and feed-forward read together is joined
+SHAPES = {
+    "8b.qkv": (6144, 4096),
+    "8b.o": (4096, 4096),
+    "8b.gate_up": (28672, 4096),
+    "8b.down": (4096, 14336),
+    "70b.qkv": (10240, 8192),
+    "70b.o": (8192, 8192),
+    "70b.gate_up": (57344, 8192),
+    "70b.down": (8192, 28672),
+    "ds.gate_up": (4096, 7168),
+    "ds.down": (7168, 2048),
+    "dit.qkv": (9216, 3072),
+    # N and K that are no multiples of 128, or long on one side, or too small to fill a GPU
+    "odd.bert_fc1": (3072, 768),
+    "odd.smollm_qkv": (960, 576),  # SmolLM2 135M: 9 heads and 2 times 3 of 64
+    "odd.siglip_fc1": (4304, 1152),  # SigLIP So400m
+    "odd.siglip_fc2": (1152, 4304),
+    "odd.mamba2_in": (10576, 2560),  # Mamba-2 2.7B: 2 * 5120 + 2 * 128 + 80
+    "odd.falcon_qkv": (4672, 4544),  # Falcon 7B: 71 heads and one for k and v, of 64
+    "odd.gpt_oss_qkv": (5120, 2880),  # GPT-OSS 20B
+    "odd.gpt_oss_o": (2880, 4096),
+    "odd.llama2_gate": (11008, 4096),  # Llama 2 7B, not joined
+    "odd.llama2_down": (4096, 11008),
+    "odd.ds_qkv_a": (2112, 7168),  # DeepSeek V3: ranks 1536 and 512, and 64 of rotary keys
+    "odd.ds_kv_b": (32768, 512),
+    "odd.vgg16_fc6": (4096, 25088),
+    "odd.vgg16_head": (1000, 4096),
+    "odd.mamba2_130m_in": (3352, 768),
+    "odd.gpt2_xl_head": (50257, 1600),
+    "odd.qwen_0.5b_head": (151936, 896),
+}
+MODELS = {
+    "8b": "Llama 8B",
+    "70b": "Llama 70B",
+    "ds": "DeepSeek V3",
+    "dit": "Flux",
+    "odd": "odd shapes",
+}
+# what one H200 reaches, not its data sheet
+BANDWIDTH, FLOPS = 4.3e12, 1400e12
+
+
+def chosen(prefixes: str) -> dict[str, tuple[int, int]]:
+    """Give the layers whose name starts with one of some words, separated by commas.
+
+    Args:
+        prefixes: such as ``"8b,odd.llama2"``, or ``"all"``.
+
+    Raises:
+        SystemExit: if a word names no layer.
+    """
+    words = [w.strip() for w in prefixes.split(",")]
+    for word in words:
+        if word != "all" and not (word and any(name.startswith(word) for name in SHAPES)):
+            raise SystemExit(f"no layer starts with {word!r}: known are {', '.join(SHAPES)}")
+    if "all" in words:
+        return SHAPES
+    return {name: shape for name, shape in SHAPES.items() if name.startswith(tuple(words))}
+
+
+def roofline_us(m: int, n: int, k: int) -> float:
+    """Give the least microseconds of a whole layer, 16 bit in and out, FP8 weight ``[n, k]``."""
+    return max((n * k + 2 * m * k + 2 * m * n) / BANDWIDTH, 2 * m * n * k / FLOPS) * 1e6

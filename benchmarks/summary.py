@@ -1,0 +1,153 @@
+"""What the times of layers say: ratios to peers, to bf16 and to the roofline, and their means.
+
+Plain Python, so that tables and plots need neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import Any
+
+Row = dict[str, Any]
+
+_BLOCK_PEERS = ("vllm_block", "torch_block", "deepgemm_block")
+# a caller of the default scheme could use any of these instead
+_PEERS = (
+    "vllm_row",
+    "vllm_tensor",
+    "torch_row_fast",
+    "torchao_row",
+    "torchao_tensor",
+    *_BLOCK_PEERS,
+)
+# each case of fp8kit, and the peers that do the same work
+COMPARISONS: dict[str, tuple[str, ...]] = {
+    "row": _PEERS,
+    "row_fast": _PEERS,
+    "tensor": _PEERS,
+    "block": _BLOCK_PEERS,
+    "weight_only": (),
+    "static": ("vllm_static",),
+    "quantized": ("vllm_quantized", "torch_quantized_fast"),
+}
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """One case of fp8kit for one layer and row count, against the others.
+
+    Args:
+        shape: name of the layer.
+        us: microseconds of fp8kit.
+        of_bf16: time of bf16 by ours.
+        roofline: least possible time by ours.
+        peer: the fastest peer, empty if there is none.
+        of_peer: its time by ours, 0 if there is none.
+    """
+
+    shape: str
+    us: float
+    of_bf16: float
+    roofline: float
+    peer: str = ""
+    of_peer: float = 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One case of fp8kit at one row count, over layers; means are geometric.
+
+    Args:
+        m: rows.
+        layers: how many were measured.
+        roofline: mean part of the roofline.
+        of_bf16: mean of bf16's time by ours.
+        worst_of_bf16: the least of them, and its layer.
+        of_peer: mean of the best peer's time by ours, over layers that have a peer; or ``None``.
+        worst_of_peer: the least of them, and its layer.
+    """
+
+    m: int
+    layers: int
+    roofline: float
+    of_bf16: float
+    worst_of_bf16: tuple[float, str]
+    of_peer: float | None
+    worst_of_peer: tuple[float, str] | None
+
+
+def best(times: dict[str, float], names: Iterable[str]) -> str:
+    """Name the fastest of some cases, or nothing if none was measured."""
+    return min((n for n in names if n in times), key=times.__getitem__, default="")
+
+
+def ratios(row: Row, kind: str) -> Ratios | None:
+    """Compare one case of fp8kit with the peers that do the same; ``None`` if not measured."""
+    times = row["us"]
+    us = times.get(f"fp8kit_{kind}")
+    if us is None or "bf16" not in times:
+        return None
+    peer = best(times, COMPARISONS[kind])
+    of_peer = times[peer] / us if peer else 0.0
+    return Ratios(row["shape"], us, times["bf16"] / us, row["roofline_us"] / us, peer, of_peer)
+
+
+def summarize(rows: Sequence[Row], kind: str) -> list[Summary]:
+    """Give a line per row count for one case of fp8kit."""
+    lines = []
+    for m in sorted({row["m"] for row in rows}):
+        found = [r for row in rows if row["m"] == m and (r := ratios(row, kind)) is not None]
+        if not found:
+            continue
+        peers = [(r.of_peer, r.shape) for r in found if r.peer]
+        lines.append(
+            Summary(
+                m,
+                len(found),
+                geometric_mean(r.roofline for r in found),
+                geometric_mean(r.of_bf16 for r in found),
+                min((r.of_bf16, r.shape) for r in found),
+                geometric_mean(ratio for ratio, _ in peers) if peers else None,
+                min(peers) if peers else None,
+            )
+        )
+    return lines
+
+
+def curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
+    """Give the part of the roofline over M for fp8kit, the best peer and bf16.
+
+    Only layers count that have all three, so that the curves compare.
+
+    Returns:
+        Name to points ``(M, geometric mean)``; fast accumulation where it was measured.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    for m in sorted({row["m"] for row in rows}):
+        parts: dict[str, list[float]] = {}
+        for row in rows:
+            ours = ratios(row, "row") if row["m"] == m else None
+            if ours is None or not ours.peer:
+                continue
+            roof, times = row["roofline_us"], row["us"]
+            parts.setdefault("fp8kit", []).append(roof / times["fp8kit_row"])
+            parts.setdefault("best peer", []).append(roof / times[ours.peer])
+            parts.setdefault("bf16", []).append(roof / times["bf16"])
+            if "fp8kit_row_fast" in times:
+                parts.setdefault("fp8kit, fast", []).append(roof / times["fp8kit_row_fast"])
+        layers = len(parts.get("fp8kit", ()))
+        for name, values in parts.items():
+            if len(values) == layers:
+                found.setdefault(name, []).append((m, geometric_mean(values)))
+    return found
+
+
+def unmeasured(rows: Sequence[Row]) -> dict[tuple[str, str], list[str]]:
+    """Collect what failed: from case and reason to the layers and row counts."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, why in row.get("failed", {}).items():
+            found.setdefault((name, why), []).append(f"{row['shape']} M={row['m']}")
+    return found
