@@ -60,9 +60,8 @@ def test_every_tile_has_a_block(m: int, n: int, k: int) -> None:
     tiles = -(-n // tile.weights) * -(-m // tile.tokens)
     blocks = tile.blocks(m, n, PROCESSORS)
     assert blocks % tile.split == 0
-    assert blocks == tiles * tile.split or (
-        tile.split == 1 and blocks == PROCESSORS * tile.resident < tiles
-    )
+    assert blocks <= tiles * tile.split
+    assert blocks == tiles * tile.split or blocks > 0.9 * PROCESSORS * tile.resident
 
 
 def test_more_multiprocessors_are_used_when_k_is_long() -> None:

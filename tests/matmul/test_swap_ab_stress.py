@@ -53,6 +53,7 @@ KINDS = (
     Kind("as a layer", (16, 4096, 4096), ROWS, None),
     Kind("split in four", (13, 1000, 4112), ROWS, Tile(16, 1, 2, 8, 4, 4, 1)),
     Kind("split in three, blocks", (45, 1000, 4224), BLOCKS, Tile(48, 2, 1, 4, 3, 3, 1)),
+    Kind("a split tail", (128, 10240, 1024), ROWS, Tile(128, 2, 4, 5, 5, 2, 1), True),
     Kind("persistent", (33, 16400, 512), ROWS, Tile(48, 1, 1, 6, 4, 1, 1), True),
     Kind("persistent, blocks", (150, 10000, 640), BLOCKS, Tile(80, 2, 2, 5, 5, 1, 1), True),
 )
@@ -62,7 +63,7 @@ KINDS = (
 def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
     m, n, k = kind.shape
     tile = kind.tile or swap_ab.choose_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS)
-    assert ("split" in kind.name) <= (tile.split > 1)
+    assert ("split in" in kind.name) <= (tile.split > 1)
     assert is_persistent(kind, H200_PROCESSORS) == kind.persistent
     assert tile.shared_bytes + tile.static_bytes <= 227 * 1024
     assert k % 16 == 0
@@ -73,7 +74,7 @@ def is_persistent(kind: Kind, processors: int) -> bool:
     m, n, k = kind.shape
     tile = kind.tile or swap_ab.choose_tile(m, n, k, processors, kind.groups == BLOCKS)
     tiles = -(-n // tile.weights) * -(-m // tile.tokens)
-    return tile.split == 1 and tile.blocks(m, n, processors) < tiles
+    return tile.blocks(m, n, processors) < tiles * tile.split
 
 
 class Given:

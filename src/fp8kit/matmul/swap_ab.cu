@@ -8,10 +8,10 @@
 // before the kernel that quantizes x has ended, WINDOW tiles at a time: more requests would only
 // stand in the way of the quantizer's and of the tokens'. Consumer warpgroups multiply a tile of 128
 // along K, then add it to fp32 registers, because the tensor core keeps only about 14 bits of a sum;
-// in a RUN of several, the next product is under way meanwhile. Blocks of a cluster split K: each sends its parts
-// to the blocks that own them, which add in a fixed order, so bits do not depend on timing. Without a
-// split a block takes tile after tile, and its warpgroups work SKEW steps apart, so that one
-// multiplies while another writes.
+// in a RUN of several, the next product is under way meanwhile. A block takes tile after tile, and
+// its warpgroups work SKEW steps apart, so that one multiplies while another writes. The tiles that
+// are too few for all blocks are split along K by the blocks of a cluster: each sends its parts to
+// the blocks that own them, which add in a fixed order, so bits do not depend on timing.
 //
 // Set by the host: COLS, GROUPS, RUN, STAGES, WINDOW, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
 // TOKEN_ROWS, BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND.
@@ -31,7 +31,7 @@ constexpr int W_BYTES = TOKEN_ROWS ? COL_BYTES : ROW_BYTES, X_BYTES = STAGE_BYTE
 constexpr int TOKENS = TOKEN_ROWS ? ROWS : COLS, WEIGHTS = TOKEN_ROWS ? COLS : ROWS;
 constexpr int SCALE_BYTES = BLOCK_SCALES ? (TOKENS + 31) / 32 * 128 : 0;  // of one stage
 constexpr int ACC = COLS / 2, FRAGMENTS = COLS / 8;  // a fragment: four results of a thread
-constexpr int SKEW = SPLIT == 1 && GROUPS > 1 && STAGES > 2 * GROUPS ? STAGES / 2 / (GROUPS - 1) : 0;
+constexpr int SKEW = GROUPS > 1 && STAGES > 2 * GROUPS ? STAGES / 2 / (GROUPS - 1) : 0;
 // fragments that one block of a cluster owns
 constexpr int SHARE = FRAGMENTS == 1 ? 1 : ((FRAGMENTS + SPLIT - 1) / SPLIT + 1) / 2 * 2;
 constexpr int PART_BYTES = SHARE * CONSUMERS * 16;
@@ -156,11 +156,37 @@ struct Order {
   int w_tiles, t_tiles, span;
 
   __device__ int count() const { return w_tiles * t_tiles; }
-  __device__ void at(int unit, int& n0, int& t0) const {
-    const int band = unit / (span * w_tiles), width = min(span, t_tiles - band * span);
-    const int inside = unit - band * span * w_tiles;
+  __device__ void at(int tile, int& n0, int& t0) const {
+    const int band = tile / (span * w_tiles), width = min(span, t_tiles - band * span);
+    const int inside = tile - band * span * w_tiles;
     n0 = inside / width * WEIGHTS;
     t0 = (band * span + inside % width) * TOKENS;
+  }
+};
+
+// What a block does, round by round: tiles of its own while there are enough for all, at last one
+// that its cluster splits along K.
+struct Rounds {
+  int tiles, steps, rank;  // steps: of 128 along K, a multiple of RUN
+  int full, left, parted;  // rounds of whole tiles, tiles after them, whether they are split
+
+  __device__ Rounds(int tiles, int k, int rank) : tiles(tiles), rank(rank) {
+    const int blocks = gridDim.x;
+    steps = (k + TILE_K - 1) / TILE_K;
+    full = tiles / blocks;
+    left = tiles - full * blocks;
+    parted = SPLIT > 1 && left > 0 && left <= blocks / SPLIT;
+  }
+  __device__ int count() const { return full + (left > 0); }
+  __device__ bool split(int round) const { return parted && round == full; }
+  // The first step and the number of steps, with those beyond K, which read zeros and keep a RUN
+  // whole; the cut of K does not depend on RUN. No steps where no tile is left for the block.
+  __device__ bool at(int round, int& tile, int& first, int& count) const {
+    const int part = split(round) ? ((steps + SPLIT - 1) / SPLIT + 3) / 4 * 4 : steps;
+    tile = round * gridDim.x + (split(round) ? blockIdx.x / SPLIT : blockIdx.x);
+    first = split(round) ? rank * part : 0;
+    count = (max(0, min(part, steps - first)) + RUN - 1) / RUN * RUN;
+    return tile < tiles;
   }
 };
 
@@ -190,13 +216,14 @@ __device__ __forceinline__ void scale_tile(const Problem& p, float (&acc)[ACC], 
   }
 }
 
-// Writes the fragments that this block owns: 8 results of a token along N at a time.
+// Writes the fragments that this block owns, all if its rank is -1: 8 results of a token along N at
+// a time.
 __device__ __forceinline__ void write_tile(const Problem& p, const float (&acc)[ACC], u8* out,
                                            int rank, int n0, int t0) {
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int row0 = group * 64;
-  auto owned = [&](int col) { return SPLIT == 1 || col / 8 / SHARE == rank; };
+  auto owned = [&](int col) { return SPLIT == 1 || rank < 0 || col / 8 / SHARE == rank; };
   if (OUT_KIND == F32) {
 #pragma unroll
     for (int i = 0; i < ACC; i++) {
@@ -313,12 +340,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   const Problem p = {TOKEN_ROWS ? x_scale : w_scale, TOKEN_ROWS ? w_scale : x_scale, bias, y, m, n,
                      TOKEN_ROWS ? x_stride : w_stride, TOKEN_ROWS ? w_stride : x_stride};
   const Order order = {(n + WEIGHTS - 1) / WEIGHTS, (m + TOKENS - 1) / TOKENS, span};
-  const int clusters = gridDim.x / SPLIT, own = blockIdx.x / SPLIT, units = order.count();
-  // the cut of K does not depend on RUN; what lies beyond K reads as zeros
-  const int tiles = (k + TILE_K - 1) / TILE_K;
-  const int part = SPLIT == 1 ? tiles : ((tiles + SPLIT - 1) / SPLIT + 3) / 4 * 4;
-  const int first = rank * part;
-  const int count = (max(0, min(part, tiles - first)) + RUN - 1) / RUN * RUN;
+  const Rounds rounds(order.count(), k, rank);
 
   if (threadIdx.x == 0) {
     auto init = [](u64* barrier, int arrivals) {
@@ -344,10 +366,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     const bool weights = warp == 4 * GROUPS;
     if (lane == 0 && warp <= 4 * GROUPS + 1) {
       if (!weights) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-      int step = 0;
-      for (int unit = own; unit < units; unit += clusters) {
-        int n0, t0;
-        order.at(unit, n0, t0);
+      int step = 0, tile, first, count, n0, t0;
+      for (int round = 0; round < rounds.count() && rounds.at(round, tile, first, count); round++) {
+        order.at(tile, n0, t0);
         for (int c = 0; c < count; c++, step++) {
           const int s = step % STAGES, past = step - WINDOW;
           const int col = (first + c) * TILE_K;
@@ -367,7 +388,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
         }
       }
     }
-    if (SPLIT > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
     return;
   }
 
@@ -379,21 +399,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   float acc[ACC], product[RUN == 1 ? 1 : 2][ACC];
   int slot = 0, done = 0;  // the next to multiply, the next to add
   u32 parity = 0;
-  if (SKEW > 0 && group > 0 && count > SKEW * group) wait(shared(&w_full[SKEW * group]), 0);
-  for (int unit = own; unit < units; unit += clusters) {
-    int n0, t0;
-    order.at(unit, n0, t0);
+  int tile, first, count, n0, t0;
+  if (SKEW > 0 && group > 0 && rounds.count() > 1 && rounds.steps > SKEW * group)
+    wait(shared(&w_full[SKEW * group]), 0);
+  for (int round = 0; round < rounds.count() && rounds.at(round, tile, first, count); round++) {
+    order.at(tile, n0, t0);
     const int row0 = TOKEN_ROWS ? t0 : n0, col0 = TOKEN_ROWS ? n0 : t0;
     scales.fetch(p, row0, col0);
 #if BLOCK_SCALES
     float w_s[2];
     const float* const w_scales =
-        w_scale + (long long)(min(n0 + (TOKEN_ROWS ? 0 : group * 64), n - 1) / 128) * tiles;
+        w_scale + (long long)(min(n0 + (TOKEN_ROWS ? 0 : group * 64), n - 1) / 128) * rounds.steps;
 #endif
     int c = 0;
     auto multiply_tile = [&](int i) {
 #if BLOCK_SCALES
-      w_s[i] = w_scales[min(first + c, tiles - 1)];
+      w_s[i] = w_scales[min(first + c, rounds.steps - 1)];
 #endif
       c++;
       wait(shared(&w_full[slot]), parity);
@@ -461,8 +482,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       wait_products<0>();
       add_product((RUN - 1) % 2);
     }
-    if (SPLIT > 1) add_parts(acc, shared(after), shared(&arrived), rank);
+    const bool split = rounds.split(round);
+    if (split) add_parts(acc, shared(after), shared(&arrived), rank);
     scale_tile(p, acc, scales, n0);
-    write_tile(p, acc, out, rank, n0, t0);
+    write_tile(p, acc, out, split ? rank : -1, n0, t0);
   }
 }

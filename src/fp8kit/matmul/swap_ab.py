@@ -112,9 +112,9 @@ class Tile:
         return 24 * self.stages + 8 + 4 * (self.groups * self.cols + self.rows)
 
     def blocks(self, m: int, n: int, processors: int) -> int:
-        """Blocks to launch: one per tile while K is split, else few that take tile after tile."""
+        """Blocks to launch: as many as there is room for and work."""
         tiles = -(-n // self.weights) * -(-m // self.tokens)
-        return tiles * self.split if self.split > 1 else min(tiles, processors * self.resident)
+        return min(tiles, _clusters(processors)[self.split] * self.resident) * self.split
 
 
 def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
@@ -163,15 +163,19 @@ def _microseconds(tile: Tile, m: int, n: int, k: int, processors: int, block_sca
     # fitted to 700 measured cuts of 11 layers at 96 to 512 rows on an H200: the best one, or one
     # that takes 0.6 % longer in the mean
     tiles = -(-n // tile.weights) * -(-m // tile.tokens)
+    clusters = _clusters(processors)[tile.split]
+    full, left = divmod(tiles, clusters * tile.split)
     steps = -(-k // _TILE_K)
-    part = steps if tile.split == 1 else _up(-(-steps // tile.split), 4)
+    part, sums = steps, 0.0
+    if tile.split > 1 and 0 < left <= clusters:
+        part, sums = _up(-(-steps // tile.split), 4), (2.6, 2.7, 3.3)[tile.split - 2]
     step = (0.27, 0.36, 0.50)[tile.groups - 1]
     if block_scales and not tile.token_rows:
         step *= 1.37
-    rounds = -(-tiles // _clusters(processors)[tile.split])
-    sums = (0.0, 2.6, 2.7, 3.3)[tile.split - 1]
-    multiply = sums + rounds * (part * step + 1.4 * tile.groups * tile.cols / _MOST_COLS)
-    read = 2.3 + tiles * tile.split * part * (tile.rows + tile.cols) * _TILE_K / 12e6
+    write = 1.4 * tile.groups * tile.cols / _MOST_COLS
+    multiply = full * (steps * step + write) + (left > 0) * (part * step + write + sums)
+    passed = full * clusters * tile.split * steps + left * max(steps, part * tile.split)
+    read = 2.3 + passed * (tile.rows + tile.cols) * _TILE_K / 12e6
     return max(multiply, read)
 
 

@@ -48,7 +48,7 @@ __device__ __forceinline__ u32 encode(float low, float high) {
   return codes;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS) quantize_rows(
+extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS) cluster_rows_kernel(
     const u8* __restrict__ x, float* __restrict__ scales, u8* __restrict__ codes,
     long long row_bytes, int vectors, float min_scale) {
   __shared__ u32 maxima[MOST_WARPS * MOST_BLOCKS];

@@ -23,7 +23,7 @@ except ImportError:  # without the extra ``cuda``
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 _MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 512, 8, 4
 _ALIGN = 16
-_LAYERS = 4  # blocks per multiprocessor up to which latency counts, not bandwidth
+_MOST_ROWS = 128  # beyond, bandwidth counts and not latency
 
 
 class RowCut(NamedTuple):
@@ -66,10 +66,10 @@ def takes(x: Tensor, processors: int) -> bool:
     (m, k), size = x.shape, x.element_size()
     if x.dtype not in _KINDS or not x.is_cuda or k * size % _ALIGN or x.stride(1) != 1:
         return False
-    if m > _LAYERS * processors or x.stride(0) * size % _ALIGN or x.data_ptr() % _ALIGN:
+    if m > _MOST_ROWS or x.data_ptr() % _ALIGN or (m > 1 and x.stride(0) * size % _ALIGN):
         return False
     cut = row_cut(k * size // _ALIGN)
-    return cut is not None and m * cut.blocks <= _LAYERS * processors and _compiles(x.device)
+    return cut is not None and m * cut.blocks <= 2 * processors and _compiles(x.device)
 
 
 def quantize_rows(x: Tensor, scale: Tensor, data: Tensor, min_scale: float) -> None:
@@ -110,7 +110,7 @@ def _compiles(device: torch.device) -> bool:
 def _kernel(kind: int, cut: RowCut, device: int) -> Any:
     return nvrtc.Kernel(
         source(kind, cut),
-        "quantize_rows",
+        "cluster_rows_kernel",
         block=cut.threads,
         cluster=cut.blocks,
         shared_bytes=0,
