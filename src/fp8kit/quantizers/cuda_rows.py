@@ -21,7 +21,7 @@ except ImportError:  # without the extra ``cuda``
     nvrtc = None  # type: ignore[assignment]
 
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
-_MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 512, 8, 4
+_THREADS, _MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 128, 512, 8, 4
 _ALIGN = 16
 _MOST_ROWS = 128  # beyond, bandwidth counts and not latency
 
@@ -46,11 +46,10 @@ def row_cut(vectors: int) -> RowCut | None:
     Args:
         vectors: 16-byte vectors of the row.
     """
-    blocks = 1
-    while blocks < _MOST_BLOCKS and vectors > blocks * _MOST_THREADS:
+    blocks = each = 1
+    while blocks < _MOST_BLOCKS and vectors > 2 * blocks * _THREADS:
         blocks *= 2
-    each = 1
-    while each < _MOST_VECTORS and vectors > blocks * _MOST_THREADS * each:
+    while each < _MOST_VECTORS and vectors > each * blocks * _THREADS:
         each *= 2
     threads = -(-vectors // (blocks * each * 32)) * 32
     return RowCut(blocks, threads, each) if threads <= _MOST_THREADS else None
@@ -69,7 +68,7 @@ def takes(x: Tensor, processors: int) -> bool:
     if m > _MOST_ROWS or x.data_ptr() % _ALIGN or (m > 1 and x.stride(0) * size % _ALIGN):
         return False
     cut = row_cut(k * size // _ALIGN)
-    return cut is not None and m * cut.blocks <= 2 * processors and _compiles(x.device)
+    return cut is not None and m * cut.blocks <= 4 * processors and _compiles(x.device)
 
 
 def quantize_rows(x: Tensor, scale: Tensor, data: Tensor, min_scale: float) -> None:
