@@ -5,7 +5,7 @@ ones). Where a norm's sums are exact in fp32, no order of summation matters, so 
 them must agree bit for bit; these inputs are small integers.
 """
 
-from __future__ import annotations
+from __future__ import itertools
 
 from collections.abc import Iterator
 
@@ -450,8 +450,8 @@ def test_tiles_cover_a_row_and_fit() -> None:
             assert tile.cols % 128 == 0
             assert tile.held == 1 or tile.cols * (tile.held - 1) < k
             for m in (1, 4096):
-                for whole in (False, True):
-                    cut = activation_tile(m, k, itemsize, 128, whole)
+                for whole, paired in itertools.product((False, True), repeat=2):
+                    cut = activation_tile(m, k, itemsize, 128, whole, paired)
                     assert not whole or cut.cols * cut.held >= k
                     assert cut.warps in (1, 2, 4, 8, 16, 32)
 

@@ -51,7 +51,9 @@ class ActivationTile(NamedTuple):
     warps: int
 
 
-def activation_tile(m: int, k: int, itemsize: int, group: int, whole_rows: bool) -> ActivationTile:
+def activation_tile(
+    m: int, k: int, itemsize: int, group: int, whole_rows: bool, paired: bool
+) -> ActivationTile:
     """Choose a tile for ``m`` rows of ``k`` elements; no choice changes the result.
 
     Args:
@@ -60,6 +62,7 @@ def activation_tile(m: int, k: int, itemsize: int, group: int, whole_rows: bool)
         itemsize: bytes per element.
         group: columns that a tile needs, a power of two.
         whole_rows: a program needs all of a row, for its amax.
+        paired: two operands are read.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     whole = max(triton.next_power_of_2(k), 16, group)
@@ -68,6 +71,10 @@ def activation_tile(m: int, k: int, itemsize: int, group: int, whole_rows: bool)
         return ActivationTile(rows, whole, 1, max(1, min(4, rows * whole // lanes)))
     if not whole_rows:
         return ActivationTile(1, 4 * lanes, 2 if m * k > _CROWDED * lanes else 1, 4)
+    held = triton.cdiv(k, 16 * lanes)
+    if paired and 2 < held <= MOST_TILES:
+        # both rows fit in the registers of 32 warps that load 8 bytes at a time
+        return ActivationTile(1, 16 * lanes, held, 32)
     warps, held = row_cut(k, lanes, MOST_TILES)
     return ActivationTile(1, warps * lanes, held, warps)
 
@@ -180,7 +187,8 @@ def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Outp
     m, k = gate.shape
     constants, overlap = output.constants, overlaps(output.data.device)
     whole_rows = constants["SCALES"] == "row"
-    tile = activation_tile(m, k, gate.element_size(), constants["GROUP"], whole_rows)
+    sizes = (gate.element_size(), constants["GROUP"])
+    tile = activation_tile(m, k, *sizes, whole_rows, up is not None)
     across = triton.cdiv(k, tile.held * tile.cols)
     _activation_kernel[(triton.cdiv(m, tile.rows) * across,)](
         gate, up, *output.arguments()[:3], m, gate.stride(0), 0 if up is None else up.stride(0),

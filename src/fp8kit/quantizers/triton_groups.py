@@ -64,14 +64,15 @@ def group_tile(
         processors: multiprocessors of the GPU.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
-    budget = max(1, 4 * lanes // group)
     crowded = m * k > 16 * LOADS * lanes * processors
+    small = crowded and group < 128 and not column  # many scales: fewer tiles, of more warps
+    budget, loads = max(1, (8 if small else 4) * lanes // group), LOADS // 2 if small else LOADS
     most = max(1, budget // 8) if column else budget
     count = triton.cdiv(k, group)
-    # as many neighbours as leave at most an eighth of the lanes idle
-    spans = (1 << i for i in range((LOADS * most if crowded else most).bit_length() - 1, -1, -1))
-    span = next(n for n in spans if -count % n * 8 <= count)
-    held = min(LOADS, span) if crowded else 1
+    # as many neighbours as leave at most one lane in eight idle
+    spans = (1 << i for i in range((loads * most if crowded else most).bit_length() - 1, -1, -1))
+    span = next(n for n in spans if -count % n * 7 <= count)
+    held = min(loads, span) if crowded else 1
     groups = min(span // held, most)
     rows = min(budget // groups, triton.next_power_of_2(m))
     return GroupTile(rows, groups, held, min(16, max(1, rows * groups * group // lanes)))
@@ -274,9 +275,9 @@ def quantize_blocks(
         recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
     """
     overlap = overlaps(x.device)
-    warps = min(16, max(1, rows * cols // 1024))
-    # a thread loads 16 bytes of each tile, so that the threads of a warp read without gaps
-    held = min(rows, max(1, rows * cols * x.element_size() // (warps * 32 * 16)))
+    warps = min(8, max(1, rows * cols // 2048))
+    # two loads of 16 bytes per thread and tile, and two blocks' warps on a multiprocessor's quarter
+    held = min(rows, max(1, rows * cols * x.element_size() // (warps * 32 * 32)))
     launch(
         _blocks_kernel, scale.numel(),
         x, scale, scale_ub, data, x.shape[1], *x.stride(), *scale.stride(), recipe.min_scale,
