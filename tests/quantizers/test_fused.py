@@ -5,8 +5,9 @@ ones). Where a norm's sums are exact in fp32, no order of summation matters, so 
 them must agree bit for bit; these inputs are small integers.
 """
 
-from __future__ import itertools
+from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
