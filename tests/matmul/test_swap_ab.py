@@ -71,7 +71,7 @@ def test_more_multiprocessors_are_used_when_k_is_long() -> None:
 
 
 def test_source_spells_out_the_registers() -> None:
-    text = swap_ab.source(swap_ab.Tile(16, 1, 4, 4, 2, 2, 1), True, True, 8, 32)
+    text = swap_ab.source(swap_ab.Tile(16, 1, 4, 4, 4, 2, 2, 1), True, True, 8, 32)
     assert "m64n16k32" in text
     assert "%7}, %8, %9, add" in text
     assert not re.search(r"@[A-Z]+@", text)

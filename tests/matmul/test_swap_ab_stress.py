@@ -51,11 +51,11 @@ ROWS, BLOCKS = (ROW, ROW), (GROUP128, BLOCK)
 Tile = swap_ab.Tile
 KINDS = (
     Kind("as a layer", (16, 4096, 4096), ROWS, None),
-    Kind("split in four", (13, 1000, 4112), ROWS, Tile(16, 1, 2, 8, 4, 4, 1)),
-    Kind("split in three, blocks", (45, 1000, 4224), BLOCKS, Tile(48, 2, 1, 4, 3, 3, 1)),
-    Kind("a split tail", (128, 10240, 1024), ROWS, Tile(128, 2, 4, 5, 5, 2, 1), True),
-    Kind("persistent", (33, 16400, 512), ROWS, Tile(48, 1, 1, 6, 4, 1, 1), True),
-    Kind("persistent, blocks", (150, 10000, 640), BLOCKS, Tile(80, 2, 2, 5, 5, 1, 1), True),
+    Kind("split in four", (13, 1000, 4112), ROWS, Tile(16, 1, 2, 8, 4, 4, 4, 1)),
+    Kind("split in three, blocks", (45, 1000, 4224), BLOCKS, Tile(48, 2, 1, 4, 4, 3, 3, 1)),
+    Kind("a split tail", (128, 10240, 1024), ROWS, Tile(128, 2, 4, 5, 5, 5, 2, 1), True),
+    Kind("persistent", (33, 16400, 512), ROWS, Tile(48, 1, 1, 6, 4, 4, 1, 1), True),
+    Kind("persistent, blocks", (150, 10000, 640), BLOCKS, Tile(80, 2, 2, 5, 5, 5, 1, 1), True),
 )
 
 

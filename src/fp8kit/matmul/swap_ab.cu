@@ -4,7 +4,7 @@
 // its rows, so that nothing is wasted; with block scales and many tokens it is the other way round
 // (TOKEN_ROWS), because a thread then needs two scales per step instead of two per eight columns.
 //
-// One warp streams weights and one streams tokens through a ring in shared memory. Weights start
+// One warp streams weights and one streams tokens through rings in shared memory. Weights start
 // before the kernel that quantizes x has ended, WINDOW tiles at a time: more requests would only
 // stand in the way of the quantizer's and of the tokens'. Consumer warpgroups multiply a tile of 128
 // along K, then add it to fp32 registers, because the tensor core keeps only about 14 bits of a sum;
@@ -13,7 +13,7 @@
 // are too few for all blocks are split along K by the blocks of a cluster: each sends its parts to
 // the blocks that own them, which add in a fixed order, so bits do not depend on timing.
 //
-// Set by the host: COLS, GROUPS, RUN, STAGES, WINDOW, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
+// Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, WINDOW, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
 // TOKEN_ROWS, BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND.
 
 typedef unsigned char u8;
@@ -25,19 +25,17 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 
 constexpr int ROWS = 64 * GROUPS, TILE_K = 128, CONSUMERS = 128 * GROUPS;
 constexpr int ROW_BYTES = ROWS * TILE_K, COL_BYTES = COLS * TILE_K;
-constexpr int STAGE_BYTES = ROW_BYTES + COL_BYTES;
-constexpr int W_AT = TOKEN_ROWS ? ROW_BYTES : 0, X_AT = TOKEN_ROWS ? 0 : ROW_BYTES;
-constexpr int W_BYTES = TOKEN_ROWS ? COL_BYTES : ROW_BYTES, X_BYTES = STAGE_BYTES - W_BYTES;
+constexpr int W_BYTES = TOKEN_ROWS ? COL_BYTES : ROW_BYTES, X_BYTES = TOKEN_ROWS ? ROW_BYTES : COL_BYTES;
 constexpr int TOKENS = TOKEN_ROWS ? ROWS : COLS, WEIGHTS = TOKEN_ROWS ? COLS : ROWS;
 constexpr int SCALE_BYTES = BLOCK_SCALES ? (TOKENS + 31) / 32 * 128 : 0;  // of one stage
 constexpr int ACC = COLS / 2, FRAGMENTS = COLS / 8;  // a fragment: four results of a thread
-constexpr int SKEW = GROUPS > 1 && STAGES > 2 * GROUPS ? STAGES / 2 / (GROUPS - 1) : 0;
+constexpr int SKEW = GROUPS > 1 && X_STAGES > 2 * GROUPS ? X_STAGES / 2 / (GROUPS - 1) : 0;
 // fragments that one block of a cluster owns
 constexpr int SHARE = FRAGMENTS == 1 ? 1 : ((FRAGMENTS + SPLIT - 1) / SPLIT + 1) / 2 * 2;
 constexpr int PART_BYTES = SHARE * CONSUMERS * 16;
 static_assert(COLS == 8 || COLS % 16 == 0, "stmatrix stores 16 columns at once");
 static_assert(REGISTERS == 0 || PRODUCERS == 128, "setmaxnreg acts on whole warpgroups");
-static_assert(STAGES >= (RUN == 1 ? 1 : 2) && STAGES >= WINDOW, "products in flight hold their slots");
+static_assert(X_STAGES >= (RUN == 1 ? 1 : 2) && STAGES >= X_STAGES && STAGES >= WINDOW, "products in flight hold their slots");
 static_assert(SPLIT == 1 || RUN <= 4, "the parts of K are multiples of 4 tiles");
 static_assert(!TOKEN_ROWS || COLS == 128, "results leave in lines of 64, block scales in 128");
 constexpr int PASS = TOKEN_ROWS ? 64 : COLS > 64 && COLS % 32 == 0 ? COLS / 2 : COLS;  // at once
@@ -161,6 +159,20 @@ struct Order {
     const int inside = tile - band * span * w_tiles;
     n0 = inside / width * WEIGHTS;
     t0 = (band * span + inside % width) * TOKENS;
+  }
+};
+
+// A place in a ring, and the parity of the barrier's phase that fills it.
+template <int STAGES_>
+struct Slot {
+  int at = 0;
+  u32 parity = 0;
+
+  __device__ void advance() {
+    if (++at == STAGES_) {
+      at = 0;
+      parity ^= 1;
+    }
   }
 };
 
@@ -329,11 +341,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     const float* __restrict__ w_scale, const void* __restrict__ bias, void* __restrict__ y, int m,
     int n, int k, int x_stride, int w_stride, int span) {
   extern __shared__ u8 dynamic[];
-  __shared__ alignas(8) u64 w_full[STAGES], x_full[STAGES], empty[STAGES], arrived;
+  __shared__ alignas(8) u64 w_full[STAGES], w_empty[STAGES], x_full[X_STAGES], x_empty[X_STAGES];
+  __shared__ alignas(8) u64 arrived;
   __shared__ Scales scales;
   u8* const base = dynamic + ((1024 - shared(dynamic) % 1024) % 1024);
-  const u32 ring = shared(base), scale_ring = ring + STAGES * STAGE_BYTES;
-  u8* const after = base + STAGES * (STAGE_BYTES + SCALE_BYTES);  // parts of peers, then results
+  const u32 w_ring = shared(base), x_ring = w_ring + STAGES * W_BYTES;
+  const u32 scale_ring = x_ring + X_STAGES * X_BYTES;
+  u8* const after = base + STAGES * W_BYTES + X_STAGES * (X_BYTES + SCALE_BYTES);  // parts, results
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int rank = 0;
   if (SPLIT > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -348,8 +362,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     };
     for (int s = 0; s < STAGES; s++) {
       init(&w_full[s], 1);
+      init(&w_empty[s], 4 * GROUPS);
+    }
+    for (int s = 0; s < X_STAGES; s++) {
       init(&x_full[s], 1);
-      init(&empty[s], 4 * GROUPS);
+      init(&x_empty[s], 4 * GROUPS);
     }
     init(&arrived, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -370,17 +387,18 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       for (int round = 0; round < rounds.count() && rounds.at(round, tile, first, count); round++) {
         order.at(tile, n0, t0);
         for (int c = 0; c < count; c++, step++) {
-          const int s = step % STAGES, past = step - WINDOW;
-          const int col = (first + c) * TILE_K;
-          const u32 slot = ring + s * STAGE_BYTES;
-          if (step >= STAGES) wait(shared(&empty[s]), (step / STAGES + 1) & 1);
+          const int col = (first + c) * TILE_K, past = step - WINDOW;
           if (weights) {
+            const int s = step % STAGES;
+            if (step >= STAGES) wait(shared(&w_empty[s]), (step / STAGES + 1) & 1);
             if (WINDOW < STAGES && past >= 0) wait(shared(&w_full[past % STAGES]), past / STAGES & 1);
             expect(shared(&w_full[s]), W_BYTES);
-            load(slot + W_AT, &w_map, col, n0, shared(&w_full[s]), STREAMED ? once : keep);
+            load(w_ring + s * W_BYTES, &w_map, col, n0, shared(&w_full[s]), STREAMED ? once : keep);
           } else {
+            const int s = step % X_STAGES;
+            if (step >= X_STAGES) wait(shared(&x_empty[s]), (step / X_STAGES + 1) & 1);
             expect(shared(&x_full[s]), X_BYTES + (BLOCK_SCALES ? TOKENS * 4 : 0));
-            load(slot + X_AT, &x_map, col, t0, shared(&x_full[s]), keep);
+            load(x_ring + s * X_BYTES, &x_map, col, t0, shared(&x_full[s]), keep);
             if (BLOCK_SCALES)
               load(scale_ring + s * SCALE_BYTES, &x_scale_map, t0, first + c, shared(&x_full[s]),
                    keep);
@@ -394,11 +412,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   if (REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int group = warp / 4;
-  const u32 my_rows = ring + group * 64 * TILE_K;
   u8* const out = after + (SPLIT - 1) * PART_BYTES + group * LINES * LINE;
   float acc[ACC], product[RUN == 1 ? 1 : 2][ACC];
-  int slot = 0, done = 0;  // the next to multiply, the next to add
-  u32 parity = 0;
+  Slot<STAGES> w, w_done;  // the next to multiply, the next to add
+  Slot<X_STAGES> x, x_done;
   int tile, first, count, n0, t0;
   if (SKEW > 0 && group > 0 && rounds.count() > 1 && rounds.steps > SKEW * group)
     wait(shared(&w_full[SKEW * group]), 0);
@@ -417,24 +434,27 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       w_s[i] = w_scales[min(first + c, rounds.steps - 1)];
 #endif
       c++;
-      wait(shared(&w_full[slot]), parity);
-      wait(shared(&x_full[slot]), parity);
-      const u64 a = descriptor(my_rows + slot * STAGE_BYTES);
-      const u64 b = descriptor(ring + slot * STAGE_BYTES + ROW_BYTES);
+      wait(shared(&w_full[w.at]), w.parity);
+      wait(shared(&x_full[x.at]), x.parity);
+      const u32 w_tile = w_ring + w.at * W_BYTES, x_tile = x_ring + x.at * X_BYTES;
+      const u64 a = descriptor((TOKEN_ROWS ? x_tile : w_tile) + group * 64 * TILE_K);
+      const u64 b = descriptor(TOKEN_ROWS ? w_tile : x_tile);
       pin(product[i]);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
       for (int j = 0; j < TILE_K / 32; j++) multiply(product[i], a + j * 2, b + j * 2, j > 0);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      if (++slot == STAGES) {
-        slot = 0;
-        parity ^= 1;
-      }
+      w.advance();
+      x.advance();
+    };
+    auto let_go = [&]() {
+      release(shared(&w_empty[w_done.at]));
+      release(shared(&x_empty[x_done.at]));
     };
     auto add_product = [&](int i) {
       pin(product[i]);
 #if BLOCK_SCALES
-      const u32 at = scale_ring + done * SCALE_BYTES;
+      const u32 at = scale_ring + x_done.at * SCALE_BYTES;
       if (TOKEN_ROWS) {
         float s[2];
 #pragma unroll
@@ -442,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
           asm volatile("ld.shared.f32 %0, [%1];" : "=f"(s[half])
                        : "r"(at + (warp * 16 + half * 8 + lane / 4) * 4));
         __syncwarp();
-        if (lane == 0) release(shared(&empty[done]));
+        if (lane == 0) let_go();
 #pragma unroll
         for (int j = 0; j < ACC; j++) acc[j] += product[i][j] * (s[j % 4 / 2] * w_s[i]);
       } else {
@@ -459,14 +479,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
           acc[j + 3] += product[i][j + 3] * odd;
         }
         __syncwarp();
-        if (lane == 0) release(shared(&empty[done]));
+        if (lane == 0) let_go();
       }
 #else
-      if (lane == 0) release(shared(&empty[done]));
+      if (lane == 0) let_go();
 #pragma unroll
       for (int j = 0; j < ACC; j++) acc[j] += product[i][j];
 #endif
-      if (++done == STAGES) done = 0;
+      w_done.advance();
+      x_done.advance();
     };
 #pragma unroll
     for (int i = 0; i < ACC; i++) acc[i] = 0;

@@ -45,7 +45,8 @@ class Tile:
         groups: consumer warpgroups of a block, 64 rows of the tile each.
         run: products along K of which each is added while the next is computed; 1 saves the
             registers of a second one.
-        stages: tiles of 128 along K in shared memory.
+        stages: weight tiles of 128 along K in shared memory.
+        x_stages: token tiles likewise.
         window: weight tiles that are requested and have not arrived, at most.
         split: blocks of a cluster that split K.
         resident: blocks per multiprocessor if they are spread evenly. No more may fit: blocks that
@@ -57,6 +58,7 @@ class Tile:
     groups: int
     run: int
     stages: int
+    x_stages: int
     window: int
     split: int
     resident: int
@@ -98,7 +100,8 @@ class Tile:
     @property
     def needed_bytes(self) -> int:
         """Room to align, the ring with its scales, parts of peers, and results on their way out."""
-        ring = self.stages * _stage_bytes(self.rows + self.cols, self.tokens)
+        ring = self.stages * self.weights * _TILE_K
+        ring += self.x_stages * (self.tokens * _TILE_K + _up(self.tokens, 32) * 4)
         fragments = self.cols // 8
         share = 1 if fragments == 1 else _up(_up(fragments, self.split) // self.split, 2)
         parts = (self.split - 1) * share * 2048 * self.groups
@@ -109,7 +112,7 @@ class Tile:
     @property
     def static_bytes(self) -> int:
         """Static shared memory: barriers and the scales of a tile."""
-        return 24 * self.stages + 8 + 4 * (self.groups * self.cols + self.rows)
+        return 16 * (self.stages + self.x_stages) + 8 + 4 * (self.groups * self.cols + self.rows)
 
     def blocks(self, m: int, n: int, processors: int) -> int:
         """Blocks to launch: as many as there is room for and work."""
@@ -189,18 +192,16 @@ def _clusters(processors: int) -> dict[int, int]:
     return {1: processors, 2: processors // 2, 3: processors * 39 // 132, 4: processors * 30 // 132}
 
 
-def _stage_bytes(lines: int, tokens: int) -> int:
-    return lines * _TILE_K + -(-tokens // 32) * 128
-
-
 def _deepest(cols: int, groups: int, split: int, resident: int, token_rows: bool = False) -> Tile:
     """Give as many stages as there is room for."""
     run = 1 if groups == 3 or resident > 1 else 4
     # enough to keep the memory busy; what has to arrive before it would wait behind more
     window = 6 if (groups, resident) == (1, 1) else 4
     for stages in range(24, 1, -1):
-        ahead = min(stages, window) if cols <= _FEW_ROWS else stages
-        tile = Tile(cols, groups, run, stages, ahead, split, resident, token_rows)
+        few = cols <= _FEW_ROWS
+        ahead = min(stages, window) if few else stages
+        x_stages = min(stages, 4) if few else stages
+        tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
         if tile.needed_bytes + tile.static_bytes <= _SHARED_PER_PROCESSOR // resident - 1024:
             return tile
     raise AssertionError(f"no ring fits beside {cols} columns")
@@ -327,6 +328,7 @@ def source(tile: Tile, block_scales: bool, streamed: bool, out: int, bias: int) 
         "GROUPS": tile.groups,
         "RUN": tile.run,
         "STAGES": tile.stages,
+        "X_STAGES": tile.x_stages,
         "WINDOW": tile.window,
         "SPLIT": tile.split,
         "RESIDENT": tile.resident,
