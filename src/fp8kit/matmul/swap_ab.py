@@ -26,6 +26,7 @@ from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
 MOST_ROWS = 512
 _FEW_ROWS = 64
+_ONE_ROUND = 256  # rows up to which few blocks take a second tile
 _MOST_COLS = 128
 _TILE_K = 128
 _LINE = 144
@@ -137,7 +138,7 @@ def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
         return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors)
     cols = -(-m // (16 * -(-m // _MOST_COLS))) * 16
     tiles = [
-        _deepest(_MOST_COLS if token_rows else cols, groups, split, 1, token_rows)
+        _deepest(_MOST_COLS if token_rows else cols, groups, split, 1, token_rows, m <= _ONE_ROUND)
         for token_rows in ((True, False) if block_scales else (False,))
         for split in (1, 2, 3, 4)
         for groups in (1, 2, 3)
@@ -192,15 +193,24 @@ def _clusters(processors: int) -> dict[int, int]:
     return {1: processors, 2: processors // 2, 3: processors * 39 // 132, 4: processors * 30 // 132}
 
 
-def _deepest(cols: int, groups: int, split: int, resident: int, token_rows: bool = False) -> Tile:
+def _deepest(
+    cols: int,
+    groups: int,
+    split: int,
+    resident: int,
+    token_rows: bool = False,
+    one_round: bool = True,
+) -> Tile:
     """Give as many stages as there is room for."""
     run = 1 if groups == 3 or resident > 1 else 4
+    few = cols <= _FEW_ROWS
+    # tokens come soon after they are asked for, weights are to be here before the tokens are
+    shallow = few or (groups == 2 and not token_rows and one_round)
     # enough to keep the memory busy; what has to arrive before it would wait behind more
     window = 6 if (groups, resident) == (1, 1) else 4
     for stages in range(24, 1, -1):
-        few = cols <= _FEW_ROWS
+        x_stages = min(stages, 4) if shallow else stages
         ahead = min(stages, window) if few else stages
-        x_stages = min(stages, 4) if few else stages
         tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
         if tile.needed_bytes + tile.static_bytes <= _SHARED_PER_PROCESSOR // resident - 1024:
             return tile
