@@ -32,12 +32,18 @@ class CpuLaunch:
         self, kernel: Callable[..., None], layouts: Sequence[Layout | None], addresses: list[int]
     ) -> None:
         self.kernel, self.layouts, self.addresses = kernel, layouts, addresses
+        self.passed = list(addresses)
+        self.moved: list[int] = []
         self.streams: list[int] = []
 
-    def replay(self, addresses: Sequence[int], stream: int) -> None:
+    def move(self, position: int, address: int) -> None:
+        self.moved.append(position)
+        self.passed[position] = address
+
+    def start(self, stream: int) -> None:
         self.streams.append(stream)
         with _disable_current_modes(), torch.no_grad():
-            self.kernel(*[at(a, lay) for a, lay in zip(addresses, self.layouts, strict=True)])
+            self.kernel(*[at(a, lay) for a, lay in zip(self.passed, self.layouts, strict=True)])
 
 
 def at(address: int, layout: Layout | None) -> Tensor | None:
@@ -55,7 +61,7 @@ def launch(kernel: Callable[..., None], *tensors: Tensor | None) -> None:
     """Run a kernel on tensors by their addresses, and note it where a tape is recorded."""
     layouts = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
     made = CpuLaunch(kernel, layouts, [0 if t is None else t.data_ptr() for t in tensors])
-    made.replay(made.addresses, 0)
+    made.start(0)
     if tape.recording():
         tape.note(made)
 

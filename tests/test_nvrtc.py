@@ -122,12 +122,15 @@ def test_a_repeated_launch_changes_addresses_and_stream_alone(
     made = nvrtc.KernelLaunch(kernel, 6, given, True)
     assert made.addresses == [x.data_ptr(), x.data_ptr(), 0, y.data_ptr()]
     kernel.launch(6, given, overlap=True)
-    made.replay(made.addresses, STREAM)
+    made.start(STREAM)
     other, result = torch.zeros(4, 16), torch.zeros(4, 16)
-    made.replay([other.data_ptr(), other.data_ptr(), 0, result.data_ptr()], 5)
-    original, same, moved = fake.launched
+    for position, tensor in ((0, other), (1, other), (3, result)):
+        made.move(position, tensor.data_ptr())
+    for stream in (5, 5, 0, STREAM):
+        made.start(stream)
+    original, same, moved, *later = fake.launched
     assert same == original
-    assert moved["stream"] == 5
+    assert [launched["stream"] for launched in (moved, *later)] == [5, 5, 0, STREAM]
     wanted = nvrtc.byte_tile_map(other.data_ptr(), 4, 16, 2, 16).getPtr()
     assert moved["values"] == [wanted, other.data_ptr(), 0, result.data_ptr(), -3, 9]
     assert {k: v for k, v in moved.items() if k not in ("stream", "values")} == {
@@ -144,7 +147,9 @@ def test_a_repeated_launch_keeps_the_kind_of_its_maps(
     shape = (4, 16, 16, 8)
     given = [make(x.data_ptr(), *shape) for make in (nvrtc.byte_tile_map, nvrtc.float_row_map)]
     made = nvrtc.KernelLaunch(kernel, 6, given, True)
-    made.replay([other.data_ptr(), other.data_ptr()], 5)
+    for position in range(2):
+        made.move(position, other.data_ptr())
+    made.start(5)
     wanted = [m.make(other.data_ptr(), *shape) for m in given]
     assert fake.launched[-1]["values"] == [m.getPtr() for m in wanted]
     assert [m.make for m in wanted] == [nvrtc.byte_tile_map, nvrtc.float_row_map]
@@ -160,10 +165,11 @@ def test_a_launch_is_noted_on_a_tape(kernel: nvrtc.Kernel, fake: FakeDriver) -> 
 
     _, made = tape.record(call, x, [])
     assert made is not None
-    ((step, *_),) = made.steps
+    (step,) = made.steps
     assert isinstance(step, nvrtc.KernelLaunch)
-    made._launch((x.data_ptr(), 4096, 0), STREAM)
-    assert fake.launched[-1]["values"][1:4] == [x.data_ptr(), 0, 4096]
+    other = torch.zeros(4, 16)
+    y = made(other)
+    assert fake.launched[-1]["values"][1:4] == [other.data_ptr(), 0, y.data_ptr()]
 
 
 def test_a_failed_launch_raises(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
@@ -174,7 +180,7 @@ def test_a_failed_launch_raises(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
         kernel.launch(6, given, overlap=False)
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        made.replay(made.addresses, STREAM)
+        made.start(STREAM)
 
 
 def test_tile_maps_are_cached_by_address_and_shape(fake: FakeDriver) -> None:

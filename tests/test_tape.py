@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -40,19 +42,110 @@ def test_a_tape_repeats_with_another_input() -> None:
     assert torch.equal(made(x), 2 * x + 3)
 
 
-def test_all_but_the_result_share_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, constant = torch.randn(5, 7), torch.randn(5, 7)
+def taped(x: Tensor, constant: Tensor) -> tape.Tape:
     made = tape.record(lambda: twice_plus(x, constant), x, [constant])[1]
     assert made is not None
-    sizes: list[int] = []
-    empty = torch.Tensor.new_empty
-    monkeypatch.setattr(
-        torch.Tensor,
-        "new_empty",
-        lambda *a, **k: (sizes.append(empty(*a, **k).nbytes), empty(*a, **k))[1],
-    )
+    return made
+
+
+def test_all_but_the_result_share_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(5, 7)
+    made = taped(x, torch.randn(5, 7))
+    allocated: list[Tensor] = []
+    empty = made._empty
+    monkeypatch.setattr(made, "_empty", lambda *a: (allocated.append(empty(*a)), allocated[-1])[1])
+    y = made(x)
+    assert [t.nbytes for t in allocated] == [x.nbytes, 256]
+    assert allocated[0] is y
+    assert (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device)
+
+
+def test_results_are_inference_tensors_where_the_caller_is_in_inference_mode() -> None:
+    x = torch.randn(5, 7)
+    made = taped(x, torch.randn(5, 7))
+    assert not made(x).is_inference()
+    with torch.inference_mode():
+        assert made(x).is_inference()
+
+
+def on_blocks(made: tape.Tape, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Let a tape allocate these blocks, until a test puts others in their place."""
+    blocks = {"y": torch.empty(5, 7), "scratch": torch.empty(256, dtype=torch.uint8)}
+    by_dtype = {torch.float32: "y", torch.uint8: "scratch"}
+    monkeypatch.setattr(made, "_empty", lambda *layout: blocks[by_dtype[layout[-1]]])
+    return blocks
+
+
+def test_only_addresses_that_changed_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first launch takes the input and scratch; the second scratch, a constant, the result."""
+    x, constant = torch.randn(5, 7), torch.randn(5, 7)
+    made = taped(x, constant)
+    blocks = on_blocks(made, monkeypatch)
     made(x)
-    assert sizes == [x.nbytes, 256]
+    first, second = made.steps
+    held = [x, *blocks.values()]  # so that no new block is at an old address
+    for changed, moves in {
+        "nothing": ([], []),
+        "x": ([0], []),
+        "y": ([], [2]),
+        "scratch": ([1], [0]),
+    }.items():
+        first.moved.clear()
+        second.moved.clear()
+        if changed == "x":
+            x = torch.randn(5, 7)
+        elif changed in blocks:
+            blocks[changed] = torch.empty_like(blocks[changed])
+        held += [x, *blocks.values()]
+        assert torch.equal(made(x), 2 * x + constant)
+        assert (first.moved, second.moved) == moves
+
+
+def test_a_move_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, other, constant = torch.randn(3, 5, 7)
+    made = taped(x, constant)
+    blocks = on_blocks(made, monkeypatch)
+    made(x)
+    before = blocks["y"]
+    blocks["y"] = torch.empty(5, 7)
+
+    def broken(position: int, address: int) -> None:
+        raise RuntimeError("no such address")
+
+    with monkeypatch.context() as patched:
+        ((_, position, offset),) = made._moves[tape._Y]
+        patched.setattr(made, "_moves", [made._moves[0], [(broken, position, offset)], []])
+        with pytest.raises(RuntimeError, match="no such address"):
+            made(other)  # the input has moved by now
+    blocks["y"] = before
+    assert torch.equal(made(x), 2 * x + constant)
+
+
+def test_threads_share_a_tape() -> None:
+    """Launches give other threads a turn, as CUDA's do; each must still see its own addresses."""
+    x, constant = torch.zeros(64), torch.ones(64)
+
+    def slow(a: Tensor, out: Tensor) -> None:
+        time.sleep(0.0005)
+        out.copy_(2 * a)
+
+    def call() -> Tensor:
+        doubled, y = torch.empty_like(x), torch.empty_like(x)
+        launch(slow, x, doubled)
+        launch(lambda a, b, out: (time.sleep(0.0005), out.copy_(a + b)), doubled, constant, y)
+        return y
+
+    made = tape.record(call, x, [constant])[1]
+    assert made is not None
+
+    def many(start: int) -> list[tuple[Tensor, Tensor]]:
+        inputs = [torch.full((64,), float(start + i)) for i in range(20)]
+        return [(i, made(i)) for i in inputs]
+
+    with ThreadPoolExecutor(4) as pool:
+        for pairs in pool.map(many, range(0, 400, 100)):
+            for given, y in pairs:
+                assert torch.equal(y, 2 * given + 1)
 
 
 def test_views_are_followed_into_their_tensor() -> None:
@@ -152,10 +245,10 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
     x = torch.randn(2, 2)
     y, made = tape.record(lambda: twice_plus(x, x), x, [])
     assert made is not None
-    made.device = torch.device("cuda", 1)
+    made.index = 1
     where = [current]
     entered: list[int] = []
-    empty = torch.empty
+    empty = made._empty
 
     @contextlib.contextmanager
     def device(index: int) -> object:
@@ -168,13 +261,18 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
         assert where[0] == index
         return 100 + index
 
-    fake = SimpleNamespace(current_device=lambda: where[0], device=device)
-    monkeypatch.setattr(tape.torch, "cuda", fake)
-    monkeypatch.setattr(tape.torch._C, "_cuda_getCurrentRawStream", raw_stream, raising=False)
-    monkeypatch.setattr(tape.torch, "empty", lambda *a, device, **k: empty(*a, **k))
+    def allocate(*layout: object) -> Tensor:
+        assert where[0] == 1
+        return empty(*layout)
+
+    monkeypatch.setattr(tape.torch, "cuda", SimpleNamespace(device=device))
+    monkeypatch.setattr(tape, "_current_device", lambda: where[0])
+    monkeypatch.setattr(tape, "_current_stream", raw_stream)
+    monkeypatch.setattr(made, "_empty", allocate)
     assert torch.equal(made(x), y)
     assert entered == ([1] if current == 0 else [])
-    assert {s for step, *_ in made.steps for s in step.streams[1:]} == {101}
+    assert where == [current]
+    assert {s for step in made.steps for s in step.streams[1:]} == {101}
 
 
 class Compiled:

@@ -81,15 +81,14 @@ class Kernel:
         config = self._configs[overlap]
         with self._lock:  # threads share the configuration
             config.gridDimX = blocks
-            self._start(config, parameters, stream)
-        if tape.recording():
-            tape.note(KernelLaunch(self, blocks, arguments, overlap))
-
-    def _start(self, config: Any, parameters: Any, stream: int) -> None:
-        config.hStream = stream
-        status = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)
+            config.hStream = stream
+            status = driver.cuLaunchKernelEx(
+                config, self._function, ctypes.addressof(parameters), 0
+            )
         if status[0]:
             _checked(status)
+        if tape.recording():
+            tape.note(KernelLaunch(self, blocks, arguments, overlap))
 
     def _config(self, overlap: bool) -> Any:
         config = driver.CUlaunchConfig()
@@ -117,12 +116,13 @@ class KernelLaunch:
     def __init__(
         self, kernel: Kernel, blocks: int, arguments: Sequence[Any], overlap: bool
     ) -> None:
-        self._kernel, self._lock = kernel, threading.Lock()
-        self._config = kernel._config(overlap)
+        self._function, self._config = kernel._function, kernel._config(overlap)
         self._config.gridDimX = blocks
+        self._config.hStream = self._stream = 0
         # cells of its own: the values in them change
         self._arguments = [pointer_to(a.value) if _is_pointer(a) else a for a in arguments]
         self._parameters = _parameters(self._arguments)
+        self._address = ctypes.addressof(self._parameters)
         self._moving = [
             i for i, a in enumerate(arguments) if _is_pointer(a) or isinstance(a, TileMap)
         ]
@@ -130,17 +130,9 @@ class KernelLaunch:
             a.address if isinstance(a, TileMap) else a.value
             for a in (arguments[i] for i in self._moving)
         ]
-        self._last = list(self.addresses)
 
-    def replay(self, addresses: Sequence[int], stream: int) -> None:
-        """Launch with other addresses, in the order of ``addresses``."""
-        with self._lock:  # threads share the cells
-            for position, address in enumerate(addresses):
-                if self._last[position] != address:
-                    self._move(position, address)
-            self._kernel._start(self._config, self._parameters, stream)
-
-    def _move(self, position: int, address: int) -> None:
+    def move(self, position: int, address: int) -> None:
+        """Pass another address from now on; ``position`` counts in ``addresses``."""
         i = self._moving[position]
         argument = self._arguments[i]
         if isinstance(argument, TileMap):
@@ -148,7 +140,14 @@ class KernelLaunch:
             self._parameters[i] = argument.getPtr()
         else:
             argument.value = address
-        self._last[position] = address
+
+    def start(self, stream: int) -> None:
+        """Launch again, on a stream of the kernel's device, given by its handle."""
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        status = driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)
+        if status[0]:
+            _checked(status)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
@@ -125,28 +128,56 @@ def drop_bias(layer: fp8kit.Fp8Linear) -> None:
     layer.bias = None
 
 
+def bias_in_a_buffer(layer: fp8kit.Fp8Linear) -> None:
+    bias = layer.bias.detach() + 1
+    del layer.bias
+    layer.register_buffer("bias", bias)
+
+
+def fewer_outputs(layer: fp8kit.Fp8Linear) -> None:
+    address = layer.weight.data_ptr()
+    layer.weight.data = layer.weight.data[:64]
+    layer.bias.data = layer.bias.data[:64]
+    layer.weight_scale.data = layer.weight_scale.data[:64]
+    assert layer.weight.data_ptr() == address
+
+
 def fast(layer: fp8kit.Fp8Linear) -> None:
     layer.accum = "fast"
 
 
-@pytest.mark.parametrize("change", [replace_weight, swap_data, cast, drop_bias, fast])
+@pytest.mark.parametrize(
+    "change",
+    [replace_weight, swap_data, cast, drop_bias, bias_in_a_buffer, fewer_outputs, fast],
+)
 def test_a_change_of_the_layer_is_seen(
     change: Callable[[fp8kit.Fp8Linear], None], cpu_backends: CpuBackends
 ) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
     change(layer)
+    cpu_backends.calls.clear()
+    layer(x)
+    assert cpu_backends.calls == ["quantize", "multiply"]
     for _ in range(4):
         assert_bits_equal(layer(x), operator(layer, x))
 
 
-def test_a_bias_of_another_dtype_at_the_old_address_is_seen() -> None:
-    layer = made()
-    constants = (layer.weight, layer.weight_scale, layer.bias, None)
-    alias = nn.Parameter(layer.bias.detach().view(torch.float16), requires_grad=False)
-    other = (layer.weight, layer.weight_scale, alias, None)
+def test_each_constant_is_part_of_the_state() -> None:
+    layer = made("FP8")
+    constants = (layer.weight, layer.weight_scale, layer.bias, layer.input_scale)
+    states = {eager._state(*constants)}
+    for i, constant in enumerate(constants):
+        for other in (constant.clone(), None if i > 1 else constant[:64].clone()):
+            states.add(eager._state(*constants[:i], other, *constants[i + 1 :]))
+    assert len(states) == 1 + 2 * len(constants)
+    alias = layer.bias.detach().view(torch.float16)  # what a cast may leave at the old address
     assert alias.data_ptr() == layer.bias.data_ptr()
-    assert eager._state(constants) != eager._state(other)
+    states.add(eager._state(*constants[:2], alias, constants[3]))
+    with torch.no_grad():
+        layer.weight.zero_()
+    states.add(eager._state(*constants))
+    assert len(states) == 3 + 2 * len(constants)
 
 
 class Seen(TorchDispatchMode):
@@ -167,6 +198,42 @@ def test_dispatch_modes_see_the_operator(cpu_backends: CpuBackends) -> None:
     with Seen() as seen:
         layer(x)
     assert "fp8kit.linear.default" in seen.names
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_see_the_operator(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    with Functions() as seen:
+        layer(x)
+    assert any("fp8kit.linear" in name for name in seen.names)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_traces_hold_the_operator(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    traced = torch.jit.trace(layer, x, check_trace=False)
+    assert "fp8kit::linear" in str(traced.inlined_graph)
+
+
+def test_forward_derivatives_are_not_lost(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    with forward_ad.dual_level():
+        assert eager.replay(layer._tapes, x, layer._parameters, ("precise", False)) is None
+    assert eager.replay(layer._tapes, x, layer._parameters, ("precise", False)) is not None
 
 
 class Marked(Tensor):
@@ -231,6 +298,7 @@ def test_inputs_that_a_tape_cannot_take_run_in_full(
 ) -> None:
     x = other(x_of(3))
     layer = warmed(made(), x_of(3).to(x.dtype), cpu_backends)
+    assert eager.replay(layer._tapes, x, layer._parameters, ("precise", False)) is None
     for _ in range(3):
         assert_bits_equal(layer(x), operator(layer, x))
 
@@ -241,7 +309,54 @@ def test_bad_input_is_refused_as_before(cpu_backends: CpuBackends) -> None:
         layer(torch.randn(3, 159))
     with pytest.raises(TypeError, match="bfloat16, float16 or float32"):
         layer(torch.ones(3, 160, dtype=torch.int64))
-    assert layer(x_of(0)).shape == (0, 96)
+    for _ in range(3):
+        assert layer(x_of(0)).shape == (0, 96)
+    assert len(layer._tapes) == 1
+
+
+def test_layers_of_other_devices_keep_no_tapes() -> None:
+    layer, x = made(), x_of(3)
+    for _ in range(3):
+        layer(x)
+    assert not layer._tapes
+
+
+@pytest.mark.parametrize(
+    "other",
+    [Tensor.to_sparse, Tensor.to_sparse_csr, lambda x: x.to("meta")],
+    ids=["coo", "csr", "elsewhere"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_inputs_without_an_address_are_left_to_the_operator(
+    other: Callable[[Tensor], Tensor], cpu_backends: CpuBackends
+) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    assert eager.replay(layer._tapes, x, layer._parameters, ("precise", False)) is not None
+    assert eager.replay(layer._tapes, other(x), layer._parameters, ("precise", False)) is None
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_weights_of_inference_mode_are_taped(inference: bool, cpu_backends: CpuBackends) -> None:
+    with torch.inference_mode(inference):
+        layer, x = made(), x_of(3)
+    assert layer.weight.is_inference() == inference
+    for _ in range(3):
+        with torch.inference_mode():
+            y = layer(x)
+        assert_bits_equal(y, operator(layer, x))
+    warmed(layer, x, cpu_backends)
+
+
+def test_threads_share_a_layer(cpu_backends: CpuBackends) -> None:
+    layer = warmed(made(), x_of(3), cpu_backends)
+    inputs = [[x_of(3) for _ in range(10)] for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda given: [layer(x) for x in given], inputs))
+    assert cpu_backends.calls == []
+    for given, ys in zip(inputs, results, strict=True):
+        for x, y in zip(given, ys, strict=True):
+            assert_bits_equal(y, operator(layer, x))
 
 
 def test_hooks_run(cpu_backends: CpuBackends) -> None:
@@ -368,6 +483,27 @@ def test_on_a_gpu_the_bits_stay_the_same(scheme: str, m: int) -> None:
     layer.load_state_dict(made(scheme, nn.Linear(1024, 768, dtype=torch.bfloat16)).state_dict())
     graph.replay()
     assert_bits_equal(y, operator(layer, inputs[1]))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_threads_and_streams_share_a_layer() -> None:
+    layer = made("FP8_DYNAMIC", nn.Linear(1024, 768, device="cuda", dtype=torch.bfloat16))
+    inputs = torch.randn(4, 100, 2, 1024, device="cuda", dtype=torch.bfloat16)
+    wanted = [[operator(layer, x) for x in part] for part in inputs]
+    for _ in range(3):
+        layer(inputs[0, 0])
+    torch.cuda.synchronize()
+
+    def work(part: Tensor) -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [layer(x) for x in part]
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    with ThreadPoolExecutor(4) as pool:
+        for expected, results in zip(wanted, pool.map(work, inputs), strict=True):
+            for one, y in zip(expected, results, strict=True):
+                assert_bits_equal(y, one)
 
 
 @pytest.mark.gpu

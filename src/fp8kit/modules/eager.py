@@ -26,13 +26,14 @@ _PLAIN = (
 )  # a subclass, such as a distributed tensor, has a meaning of its own
 _MOST_SHAPES = 64
 _ALIGN = 16
-# bound once: looking five names up through torch costs more than calling them
+_strided = torch.strided
+# bound once: looking the names up through torch costs more than calling them
 _dispatch_modes, _function_modes = (
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
 )
 _transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
-_autocast, _grad_enabled = torch.is_autocast_enabled, torch.is_grad_enabled
+_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 Key = tuple[object, ...]
 Constants = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 State = tuple[object, ...]
@@ -64,14 +65,21 @@ def replay(
     Returns:
         The result; ``None`` if the call has to be made in full.
     """
-    weight, scale = parameters.get("weight"), parameters.get("weight_scale")
-    if not tapes or weight is None or scale is None:
+    if not tapes:
         return None
-    constants = (weight, scale, parameters.get("bias"), parameters.get("input_scale"))
-    if not _plain(x, constants):
+    try:
+        weight, scale = parameters["weight"], parameters["weight_scale"]
+        bias, input_scale = parameters["bias"], parameters["input_scale"]
+    except KeyError:
         return None
-    found = tapes.get((x.shape, x.dtype, weight.shape, options))
-    if found is None or found[1] is None or found[0] != _state(constants):
+    if weight is None or scale is None or type(x) is not Tensor:
+        return None
+    # an x of a recorded shape has elements; on the device of the tape it is where the weight is,
+    # as long as the weight is at its address, and of a kind that is taped
+    found = tapes.get((x.shape, x.dtype, options))
+    if found is None or found[1] is None or x.device != found[1].device:
+        return None
+    if not _plain(x, weight, bias) or found[0] != _state(weight, scale, bias, input_scale):
         return None
     return found[1](x)
 
@@ -95,9 +103,11 @@ def run(
     Returns:
         The result; ``None`` if the registered operator has to be called.
     """
-    if not _plain(x, constants):
+    if type(x) is not Tensor or x.device.type not in TAPED_DEVICES or not x.numel():
         return None
-    key, state = (x.shape, x.dtype, constants[0].shape, options), _state(constants)
+    if x.device != constants[0].device or not _plain(x, constants[0], constants[2]):
+        return None
+    key, state = (x.shape, x.dtype, options), _state(*constants)
     found, once = tapes.get(key), ("once", *state)
     if found is not None and found[0] == state:
         return call() if found[1] is None else found[1](x)
@@ -115,32 +125,31 @@ def run(
     return y
 
 
-def _plain(x: Tensor, constants: Constants) -> bool:
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Say whether nothing but this call would see it, and ``x`` is what a tape can take."""
-    if type(x) is not Tensor or type(constants[0]) not in _PLAIN or forward_ad._current_level >= 0:
+    if type(weight) not in _PLAIN:
         return False
-    if _dispatch_modes() or _function_modes() or _transforms() is not None or _tracing():
+    if _dispatch_modes() or _function_modes() or _autocast() or _tracing():
         return False
-    kind, bias = x.device.type, constants[2]
-    if kind not in TAPED_DEVICES or x.get_device() != constants[0].get_device():
+    # a transform wraps tensors that then have no address, so it is asked for before the address
+    if _transforms() is not None or forward_ad._current_level >= 0:
         return False
-    if x.layout is not torch.strided or not x.is_contiguous() or x.is_neg():
+    if _grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return False
-    if x.data_ptr() % _ALIGN or not x.numel() or _autocast(kind):
+    if x.layout is not _strided or not x.is_contiguous() or x.is_neg():
         return False
-    trained = x.requires_grad or (bias is not None and bias.requires_grad)
-    return not (trained and _grad_enabled())
+    return not x.data_ptr() % _ALIGN
 
 
-def _state(constants: Constants) -> State:
+def _state(weight: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> State:
     """Give what a tape fixes of its constants.
 
     A cast may put a new bias at an old address. A weight that has changed is not read early until
     a call has waited for it, so the launches of another version are not repeated.
     """
-    weight, scale, bias, input_scale = constants
     return (
         weight.data_ptr(),
+        weight.shape,
         -1 if weight.is_inference() else weight._version,
         scale.data_ptr(),
         None if bias is None else (bias.data_ptr(), bias.dtype),

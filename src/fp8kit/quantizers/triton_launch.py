@@ -29,14 +29,17 @@ class TritonLaunch:
         self._arguments = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         self.addresses = [self._arguments[i] for i in self._at]
 
-    def replay(self, addresses: Sequence[int], stream: int) -> None:
-        """Launch with other addresses, which are aligned to 16 bytes where the first ones were."""
-        arguments = self._arguments.copy()
-        for i, address in zip(self._at, addresses, strict=True):
-            arguments[i] = address
+    def move(self, position: int, address: int) -> None:
+        """Pass another address from now on, aligned to 16 bytes where the first one was."""
+        self._arguments[self._at[position]] = address
+
+    def start(self, stream: int) -> None:
+        """Launch again, on a stream of the current device, given by its handle."""
         # no metadata and no hooks: profilers that hook into Triton see the first launch only
         self._run(
-            self._blocks, 1, 1, stream, self._function, self._metadata, None, None, None, *arguments
+            self._blocks,
+            *(1, 1, stream, self._function, self._metadata, None, None, None),
+            *self._arguments,
         )
 
 
