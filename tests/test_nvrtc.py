@@ -155,6 +155,21 @@ def test_a_repeated_launch_keeps_the_kind_of_its_maps(
     assert [m.make for m in wanted] == [nvrtc.byte_tile_map, nvrtc.float_row_map]
 
 
+def test_what_is_passed_twice_is_moved_once(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
+    x, other = torch.zeros(4, 16), torch.ones(4, 16)
+    tile_map, pointer = nvrtc.byte_tile_map(x.data_ptr(), 4, 16, 2, 16), nvrtc.pointer(x)
+    fake.kinds = ["map", "map", *[ctypes.c_uint64] * 3]
+    given = (tile_map, tile_map, pointer, pointer, nvrtc.pointer(x))
+    made = nvrtc.KernelLaunch(kernel, 6, given, True)
+    assert made.addresses == [x.data_ptr()] * 3
+    for turn in (other, x):
+        for position in range(3):
+            made.move(position, turn.data_ptr())
+        made.start(STREAM)
+        handle = nvrtc.byte_tile_map(turn.data_ptr(), 4, 16, 2, 16).getPtr()
+        assert fake.launched[-1]["values"] == [handle] * 2 + [turn.data_ptr()] * 3
+
+
 def test_a_launch_is_noted_on_a_tape(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
     x = torch.zeros(4, 16)
 

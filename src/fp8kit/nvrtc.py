@@ -120,24 +120,29 @@ class KernelLaunch:
         self._config.gridDimX = blocks
         self._config.hStream = self._stream = 0
         # cells of its own: the values in them change
-        self._arguments = [pointer_to(a.value) if _is_pointer(a) else a for a in arguments]
+        cells = {id(a): pointer_to(a.value) for a in arguments if _is_pointer(a)}
+        self._arguments = [cells.get(id(a), a) for a in arguments]
         self._parameters = _parameters(self._arguments)
         self._address = ctypes.addressof(self._parameters)
-        self._moving = [
-            i for i, a in enumerate(arguments) if _is_pointer(a) or isinstance(a, TileMap)
-        ]
+        places: dict[int, list[int]] = {}  # a map that is passed twice is made once
+        for i, argument in enumerate(self._arguments):
+            if _is_pointer(argument) or isinstance(argument, TileMap):
+                places.setdefault(id(argument), []).append(i)
+        self._moving = list(places.values())
         self.addresses = [
             a.address if isinstance(a, TileMap) else a.value
-            for a in (arguments[i] for i in self._moving)
+            for a in (self._arguments[i] for i, *_ in self._moving)
         ]
 
     def move(self, position: int, address: int) -> None:
         """Pass another address from now on; ``position`` counts in ``addresses``."""
-        i = self._moving[position]
-        argument = self._arguments[i]
+        places = self._moving[position]
+        argument = self._arguments[places[0]]
         if isinstance(argument, TileMap):
-            argument = self._arguments[i] = argument.make(address, *argument.shape)
-            self._parameters[i] = argument.getPtr()
+            argument = argument.make(address, *argument.shape)
+            handle = argument.getPtr()
+            for i in places:
+                self._arguments[i], self._parameters[i] = argument, handle
         else:
             argument.value = address
 

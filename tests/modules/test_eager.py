@@ -177,7 +177,11 @@ def test_each_constant_is_part_of_the_state() -> None:
     with torch.no_grad():
         layer.weight.zero_()
     states.add(eager._state(*constants))
-    assert len(states) == 3 + 2 * len(constants)
+    before = layer.weight._version
+    held, layer.weight.data = layer.weight.data, layer.weight.data.clone()
+    assert (layer.weight._version, layer.weight.data_ptr() == held.data_ptr()) == (before, False)
+    states.add(eager._state(*constants))
+    assert len(states) == 4 + 2 * len(constants)
 
 
 class Seen(TorchDispatchMode):
