@@ -46,7 +46,7 @@ def row_cut(vectors: int) -> RowCut | None:
     Args:
         vectors: 16-byte vectors of the row.
     """
-    blocks = each = 1
+    blocks, each = 2, 1  # a cluster of one has no shared memory to address
     while blocks < _MOST_BLOCKS and vectors > 2 * blocks * _THREADS:
         blocks *= 2
     while each < _MOST_VECTORS and vectors > each * blocks * _THREADS:
