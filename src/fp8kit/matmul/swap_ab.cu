@@ -179,7 +179,7 @@ struct Slot {
 // What a block does, round by round: tiles of its own while there are enough for all, at last one
 // that its cluster splits along K.
 struct Rounds {
-  int tiles, steps, rank;  // steps: of 128 along K, a multiple of RUN
+  int tiles, steps, rank;  // steps: of 128 along K
   int full, left, parted;  // rounds of whole tiles, tiles after them, whether they are split
 
   __device__ Rounds(int tiles, int k, int rank) : tiles(tiles), rank(rank) {

@@ -1,9 +1,10 @@
-"""The own kernel on Hopper: weights as the wgmma rows, tokens as its columns (``swap_ab.cu``).
+"""The own kernel on Hopper (``swap_ab.cu``).
 
     y[M, N] = (x[M, K] @ w[N, K].T) * x_scale * w_scale + bias
 
-Row, tensor and 128-block scales; sums are promoted to fp32 every 128 of K. Up to 64 rows the bits
-of a row depend on N and K only; above, K is cut so that every multiprocessor has work. The error
+Weights are the rows of wgmma and tokens its columns, except above 64 rows with block scales. Row,
+tensor and 128-block scales; sums are promoted to fp32 every 128 of K. Up to 64 rows the bits of a
+row depend on N and K only; above, K is cut so that every multiprocessor has work. The error
 against the exact product is that of DeepGEMM's promotion: 2^-13 per partial sum, a bias of -0.06 %
 on same-sign data.
 """
