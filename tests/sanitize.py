@@ -30,7 +30,7 @@ from torch import Tensor
 
 import fp8kit
 from cuts import CUTS
-from fp8kit import fused, nvrtc
+from fp8kit import fused, nvrtc, tape
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul import swap_ab, triton_scaled
 from fp8kit.matmul.problem import MatmulProblem
@@ -276,7 +276,7 @@ def own_product(
     """Multiply by the own kernel, cut as told."""
     chosen = swap_ab.choose_tile
     swap_ab.choose_tile = lambda *_: tile
-    swap_ab._settled(operands[2])  # as in every call but the first: the weight is read early
+    tape.settle(operands[2])  # as in every call but the first: the weight is read early
     try:
         return swap_ab.run(*operands, bias, pair, problem)
     finally:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+WAITED_FOR = "_fp8kit_waited_for"  # attribute of a weight: its version and address
 _ALIGN = 256  # what a fresh CUDA allocation has, at least
 _X, _Y, _SCRATCH = range(3)
 _aten = torch.ops.aten
@@ -64,6 +65,25 @@ class Launch(Protocol):
 
     def start(self, stream: int) -> None:
         """Launch again, on a stream of the current device, given by its handle."""
+
+
+def settled(weight: Tensor) -> bool:
+    """Say whether an earlier call has waited for this weight as it is now.
+
+    A kernel may load such a weight before the kernels ahead have ended: none of them is writing it.
+    A call on another stream has waited too, and the event between the streams ends the overlap.
+    """
+    # changes of inference tensors are not counted
+    return not weight.is_inference() and getattr(weight, WAITED_FOR, None) == (
+        weight._version,
+        weight.data_ptr(),
+    )
+
+
+def settle(weight: Tensor) -> None:
+    """Note that a call waits, or has waited, for this weight as it is now."""
+    if not weight.is_inference():
+        setattr(weight, WAITED_FOR, (weight._version, weight.data_ptr()))
 
 
 def recording() -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ def choose(m: int, n: int, k: int, block_scales: bool = False) -> swap_ab.Tile:
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_the_cut_along_k_of_few_rows_does_not_depend_on_m(n: int, k: int) -> None:
-    assert len({choose(m, n, k).split for m in range(1, 65)}) == 1
+    # nor does anything that decides which tiles are split
+    cuts = [(choose(m, n, k), m) for m in range(1, 65)]
+    assert len({(t.split, t.groups, t.resident, t.blocks(m, n, PROCESSORS)) for t, m in cuts}) == 1
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -50,7 +54,7 @@ def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> N
     assert (1 + products) * tile.cols // 2 < min(consumers, 255)
     given = 128 * (tile.groups * tile.registers + 24) if tile.registers else 0
     assert given <= 65536
-    assert tile.split == 1 or tile.run <= 4
+    assert tile.split == 1 or 4 % tile.run == 0
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -78,15 +82,88 @@ def test_source_spells_out_the_registers() -> None:
     assert "#define BLOCK_SCALES 1" in text
 
 
-def test_a_weight_is_read_early_once_a_call_has_waited_for_it() -> None:
-    w = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
-    assert [swap_ab._settled(w) for _ in range(3)] == [False, True, True]
-    w.add_(1)
-    assert [swap_ab._settled(w) for _ in range(2)] == [False, True]
-    assert not swap_ab._settled(copy.deepcopy(w))
+def launched(m: int, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Multiply with everything below the launch faked, and say whether it may start early."""
+    overlaps: list[bool] = []
+    kernel = SimpleNamespace(launch=lambda *_, overlap: overlaps.append(overlap))
+    monkeypatch.setattr(swap_ab, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(swap_ab, "_processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(swap_ab.nvrtc, "byte_tile_map", lambda *shape: shape)
+    x_q = fp8kit.quantize(torch.randn(m, w.shape[1]))
+    groups, scale = (ROW, ROW), torch.ones(len(w), 1)
+    problem = MatmulProblem.of(
+        x_q.data, w, groups, torch.bfloat16, None, "precise", False, after_quantize=True
+    )
+    swap_ab.run(x_q.data, x_q.scale, w, scale, None, groups, problem)
+    return overlaps[0]
+
+
+def test_a_weight_is_read_early_once_a_call_has_waited_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codes = torch.zeros(64, 128, dtype=torch.uint8)
+    w = codes.view(torch.float8_e4m3fn)
+    assert [launched(4, w, monkeypatch) for _ in range(3)] == [False, True, True]
+    codes.add_(1)
+    assert [launched(4, w, monkeypatch) for _ in range(2)] == [False, True]
+    assert not launched(4, copy.deepcopy(w), monkeypatch)
+    assert not launched(4, w.detach(), monkeypatch)  # nothing is known of another tensor
     with torch.inference_mode():
-        uncounted = torch.zeros(4, 4)
-    assert [swap_ab._settled(uncounted) for _ in range(3)] == [False, False, False]
+        uncounted = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
+    assert [launched(4, uncounted, monkeypatch) for _ in range(3)] == [False, False, False]
+
+
+def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
+    launched(4, torch.zeros_like(w), monkeypatch)
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA: no kernel image")
+
+    with monkeypatch.context() as patch:
+        x_q = fp8kit.quantize(torch.randn(4, 128))
+        patch.setattr(swap_ab, "_kernel", lambda *_: SimpleNamespace(launch=broken))
+        problem = MatmulProblem.of(
+            x_q.data, w, (ROW, ROW), torch.bfloat16, None, "precise", False, after_quantize=True
+        )
+        with pytest.raises(RuntimeError, match="no kernel image"):
+            swap_ab.run(x_q.data, x_q.scale, w, torch.ones(64, 1), None, (ROW, ROW), problem)
+    assert not launched(4, w, monkeypatch)
+
+
+def traits(tile: swap_ab.Tile) -> tuple[bool, ...]:
+    """Name the paths of the source that a cut takes."""
+    wide = tile.cols > 64
+    return (
+        wide,
+        wide and tile.x_stages < tile.stages,
+        tile.split > 1,
+        tile.resident > 1,
+        tile.token_rows,
+    )
+
+
+def test_what_is_chosen_is_among_the_cuts_that_are_tested() -> None:
+    chosen = {
+        traits(choose(m, n, k, blocks))
+        for m in (1, 16, 64, 96, 128, 192, 256, 512)
+        for n in (576, 1024, 2112, 4096, 6144, 7168, 9216, 10240, 11008, 14336, 28672)
+        for k in (512, 1536, 2048, 4096, 7168, 14336, 28672)
+        for blocks in (False, True)
+    }
+    assert chosen <= {traits(tile) for tile in CUTS}
+
+
+def test_a_choice_is_made_once() -> None:
+    swap_ab.choose_tile.cache_clear()
+    swap_ab._deepest.cache_clear()
+    choose(300, 4096, 4096, True)
+    made = swap_ab._deepest.cache_info().misses
+    choose(300, 4096, 4096, True)
+    choose(300, 6144, 4096, True)
+    assert swap_ab._deepest.cache_info().misses == made
+    assert swap_ab.choose_tile.cache_info().hits == 1
 
 
 def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

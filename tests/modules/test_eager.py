@@ -108,6 +108,26 @@ def test_a_reload_in_place_is_seen(cpu_backends: CpuBackends) -> None:
         cpu_backends.calls.clear()
 
 
+def test_a_weight_that_nobody_has_waited_for_is_not_read_early(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = made()
+    for turn in range(5):
+        if turn == 1:
+            tape.settle(layer.weight)  # as the own kernel does
+        cpu_backends.calls.clear()
+        layer(x)
+    assert cpu_backends.calls == []
+    found = layer._tapes[next(iter(layer._tapes))][0]
+    twin = nn.Parameter(layer.weight.data, requires_grad=False)
+    assert twin.data_ptr() == layer.weight.data_ptr()  # as the allocator may give it out again
+    assert twin._version == layer.weight._version
+    layer.weight = twin
+    cpu_backends.calls.clear()
+    layer(x)
+    assert cpu_backends.calls == ["quantize", "multiply"]
+    assert layer._tapes[next(iter(layer._tapes))][0] != found
+
+
 def replace_weight(layer: fp8kit.Fp8Linear) -> None:
     other = made()
     layer.weight, layer.weight_scale = other.weight, other.weight_scale

@@ -5,8 +5,8 @@
 // (TOKEN_ROWS), because a thread then needs two scales per step instead of two per eight columns.
 //
 // One warp streams weights and one streams tokens through rings in shared memory. Weights start
-// before the kernel that quantizes x has ended, WINDOW tiles at a time: more requests would only
-// stand in the way of the quantizer's and of the tokens'. Consumer warpgroups multiply a tile of 128
+// before the kernel that quantizes x has ended, with at most WINDOW tiles on their way: for few
+// tokens, more requests would only stand in the way of theirs and of the quantizer's. Consumer warpgroups multiply a tile of 128
 // along K, then add it to fp32 registers, because the tensor core keeps only about 14 bits of a sum;
 // in a RUN of several, the next product is under way meanwhile. A block takes tile after tile, and
 // its warpgroups work SKEW steps apart, so that one multiplies while another writes. The tiles that
@@ -36,7 +36,7 @@ constexpr int PART_BYTES = SHARE * CONSUMERS * 16;
 static_assert(COLS == 8 || COLS % 16 == 0, "stmatrix stores 16 columns at once");
 static_assert(REGISTERS == 0 || PRODUCERS == 128, "setmaxnreg acts on whole warpgroups");
 static_assert(X_STAGES >= (RUN == 1 ? 1 : 2) && STAGES >= X_STAGES && STAGES >= WINDOW, "products in flight hold their slots");
-static_assert(SPLIT == 1 || RUN <= 4, "the parts of K are multiples of 4 tiles");
+static_assert(SPLIT == 1 || 4 % RUN == 0, "the parts of K are multiples of 4 tiles");
 static_assert(!TOKEN_ROWS || COLS == 128, "results leave in lines of 64, block scales in 128");
 constexpr int PASS = TOKEN_ROWS ? 64 : COLS > 64 && COLS % 32 == 0 ? COLS / 2 : COLS;  // at once
 constexpr int LINES = TOKEN_ROWS ? 64 : PASS;

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import nvrtc
+from fp8kit import nvrtc, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
@@ -34,7 +34,6 @@ _LINE = 144
 _SHARED_PER_PROCESSOR = 228 * 1024
 _SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
-_READ = "_fp8kit_read"
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 
 
@@ -122,6 +121,7 @@ class Tile:
         return min(tiles, _clusters(processors)[self.split] * self.resident) * self.split
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
     """Cut a problem so that every multiprocessor has work.
 
@@ -189,11 +189,19 @@ def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+@functools.cache
 def _clusters(processors: int) -> dict[int, int]:
     # those of 3 and 4 do not fill the processing clusters of 16 and 18 multiprocessors
-    return {1: processors, 2: processors // 2, 3: processors * 39 // 132, 4: processors * 30 // 132}
+    found = {
+        1: processors,
+        2: processors // 2,
+        3: processors * 39 // 132,
+        4: processors * 30 // 132,
+    }
+    return {split: max(1, room) for split, room in found.items()}
 
 
+@functools.cache
 def _deepest(
     cols: int,
     groups: int,
@@ -280,23 +288,10 @@ def run(
                 ctypes.c_int(0 if groups[1] == TENSOR else 1),
                 ctypes.c_int(_SPAN // tile.tokens),
             ),
-            overlap=problem.after_quantize and _settled(w),
+            overlap=problem.after_quantize and tape.settled(w),
         )
+    tape.settle(w)
     return y
-
-
-def _settled(w: Tensor) -> bool:
-    """Say whether an earlier call has waited for this weight as it is now.
-
-    A weight is loaded before the kernels ahead have ended, so none of them may be writing it. A
-    call on another stream has waited too, and the event between the streams ends the overlap.
-    """
-    if w.is_inference():
-        return False  # changes are not counted
-    now = (w._version, w.data_ptr())
-    settled: bool = getattr(w, _READ, None) == now
-    setattr(w, _READ, now)
-    return settled
 
 
 def _scale_map(scale: Tensor, tokens: int) -> Any:

@@ -118,8 +118,12 @@ def run(
     ):
         if len(tapes) >= _MOST_SHAPES:
             tapes.clear()
-        tapes[key] = (once, None)
-        return call()
+        y = call()
+        tapes[key] = (
+            ("once", *_state(*constants)),
+            None,
+        )  # the call may have waited for the weight
+        return y
     y, taped = tape.record(call, x, constants)
     tapes[key] = (state, taped)
     return y
@@ -144,13 +148,16 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _state(weight: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> State:
     """Give what a tape fixes of its constants.
 
-    A cast may put a new bias at an old address. A weight that has changed is not read early until
-    a call has waited for it, so the launches of another version are not repeated.
+    A cast may put a new bias at an old address. Launches that read the weight early are repeated
+    only if an earlier call has waited for it as it is: neither for another version nor for another
+    tensor, which the allocator may have put at the same address.
     """
+    address, version = weight.data_ptr(), -1 if weight.is_inference() else weight._version
     return (
-        weight.data_ptr(),
+        address,
         weight.shape,
-        -1 if weight.is_inference() else weight._version,
+        version,
+        getattr(weight, tape.WAITED_FOR, None) == (version, address),
         scale.data_ptr(),
         None if bias is None else (bias.data_ptr(), bias.dtype),
         None if input_scale is None else input_scale.data_ptr(),
