@@ -39,7 +39,7 @@ def test_the_cut_along_k_of_few_rows_does_not_depend_on_m(n: int, k: int) -> Non
 def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> None:
     tile = choose(m, n, k, blocks)
     assert tile.cols == 8 or tile.cols % 16 == 0
-    assert not tile.token_rows or (blocks and tile.cols == 128)
+    assert not tile.token_rows or tile.cols in swap_ab._TOKEN_ROWS_COLS
     assert m <= 64 or tile.token_rows or tile.cols * -(-m // tile.cols) < m + 16 * -(-m // 128)
     assert m > 64 or m <= tile.cols < 2 * max(m, 8)
     assert 2 <= tile.window <= tile.stages
@@ -132,7 +132,7 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
     assert not launched(4, w, monkeypatch)
 
 
-def traits(tile: swap_ab.Tile) -> tuple[bool, ...]:
+def traits(tile: swap_ab.Tile) -> tuple[object, ...]:
     """Name the paths of the source that a cut takes."""
     wide = tile.cols > 64
     return (
@@ -141,6 +141,7 @@ def traits(tile: swap_ab.Tile) -> tuple[bool, ...]:
         tile.split > 1,
         tile.resident > 1,
         tile.token_rows,
+        tile.token_rows and (128 % tile.cols > 0, tile.run > 1),
     )
 
 

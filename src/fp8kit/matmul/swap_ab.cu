@@ -1,8 +1,9 @@
 // y[M, N] = (x[M, K] @ w[N, K].T) * scales + bias on Hopper.
 //
 // A tile has 64 rows per consumer warpgroup and COLS columns. Few tokens are its columns and weights
-// its rows, so that nothing is wasted; with block scales and many tokens it is the other way round
-// (TOKEN_ROWS), because a thread then needs two scales per step instead of two per eight columns.
+// its rows, so that nothing is wasted; for many it may be the other way round (TOKEN_ROWS), where the
+// weights then divide better, or with block scales, because a thread then needs two scales per step
+// instead of two per eight columns.
 //
 // One warp streams weights and one streams tokens through rings in shared memory. Weights start
 // before the kernel that quantizes x has ended, with at most WINDOW tiles on their way: for few
@@ -37,10 +38,17 @@ static_assert(COLS == 8 || COLS % 16 == 0, "stmatrix stores 16 columns at once")
 static_assert(REGISTERS == 0 || PRODUCERS == 128, "setmaxnreg acts on whole warpgroups");
 static_assert(X_STAGES >= (RUN == 1 ? 1 : 2) && STAGES >= X_STAGES && STAGES >= WINDOW, "products in flight hold their slots");
 static_assert(SPLIT == 1 || 4 % RUN == 0, "the parts of K are multiples of 4 tiles");
-static_assert(!TOKEN_ROWS || COLS == 128, "results leave in lines of 64, block scales in 128");
-constexpr int PASS = TOKEN_ROWS ? 64 : COLS > 64 && COLS % 32 == 0 ? COLS / 2 : COLS;  // at once
-constexpr int LINES = TOKEN_ROWS ? 64 : PASS;
-constexpr int LINE = 144;           // bytes between lines of 64 results; avoids bank conflicts
+// columns that leave at once, and the lines of results along N in them
+constexpr int PASS = COLS <= 80       ? COLS
+                     : COLS % 64 == 0 ? 64
+                     : COLS % 48 == 0 ? 48
+                     : COLS % 80 == 0 ? 80
+                                      : COLS;
+constexpr int LINES = TOKEN_ROWS ? 64 : PASS, EIGHTHS = TOKEN_ROWS ? PASS / 8 : 8;
+constexpr int LINE = EIGHTHS * 16 + 16;  // bytes; 16 more than results need avoid bank conflicts
+// blocks of scales that the weights of a tile lie in
+constexpr int W_BLOCKS = BLOCK_SCALES && TOKEN_ROWS && 128 % COLS != 0 ? 2 : 1;
+static_assert(W_BLOCKS == 1 || COLS <= 128 + (COLS & -COLS), "a tile's weights may lie in three blocks");
 constexpr int F32 = 32, BF16 = 8;   // tags of OUT_KIND and BIAS_KIND; anything else is fp16
 
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -67,6 +75,10 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* map, int col, int 
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(col), "r"(row),
       "l"(policy) : "memory");
+}
+
+__device__ __forceinline__ void prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // K-major tile of 128 bytes a row in the 128-byte swizzle; 8 rows are 1024 bytes apart
@@ -149,19 +161,6 @@ struct Scales {
   __device__ static void arrive() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 };
 
-// Tiles in an order that keeps few weights and tokens in use at a time.
-struct Order {
-  int w_tiles, t_tiles, span;
-
-  __device__ int count() const { return w_tiles * t_tiles; }
-  __device__ void at(int tile, int& n0, int& t0) const {
-    const int band = tile / (span * w_tiles), width = min(span, t_tiles - band * span);
-    const int inside = tile - band * span * w_tiles;
-    n0 = inside / width * WEIGHTS;
-    t0 = (band * span + inside % width) * TOKENS;
-  }
-};
-
 // A place in a ring, and the parity of the barrier's phase that fills it.
 template <int STAGES_>
 struct Slot {
@@ -177,28 +176,41 @@ struct Slot {
 };
 
 // What a block does, round by round: tiles of its own while there are enough for all, at last one
-// that its cluster splits along K.
-struct Rounds {
-  int tiles, steps, rank;  // steps: of 128 along K
+// that its cluster splits along K. Tiles follow one another in an order that keeps few weights and
+// tokens in use at a time.
+struct Walk {
+  int rank, w_tiles, t_tiles, span, steps;  // steps: of 128 along K
   int full, left, parted;  // rounds of whole tiles, tiles after them, whether they are split
+  int round = -1, n0, t0, first, count;  // the present tile: its place, first step and steps
 
-  __device__ Rounds(int tiles, int k, int rank) : tiles(tiles), rank(rank) {
+  __device__ Walk(int m, int n, int k, int span, int rank) : rank(rank), span(span) {
     const int blocks = gridDim.x;
+    w_tiles = (n + WEIGHTS - 1) / WEIGHTS;
+    t_tiles = (m + TOKENS - 1) / TOKENS;
     steps = (k + TILE_K - 1) / TILE_K;
-    full = tiles / blocks;
-    left = tiles - full * blocks;
+    full = w_tiles * t_tiles / blocks;
+    left = w_tiles * t_tiles - full * blocks;
     parted = SPLIT > 1 && left > 0 && left <= blocks / SPLIT;
+    next();
   }
-  __device__ int count() const { return full + (left > 0); }
-  __device__ bool split(int round) const { return parted && round == full; }
-  // The first step and the number of steps, with those beyond K, which read zeros and keep a RUN
-  // whole; the cut of K does not depend on RUN. No steps where no tile is left for the block.
-  __device__ bool at(int round, int& tile, int& first, int& count) const {
-    const int part = split(round) ? ((steps + SPLIT - 1) / SPLIT + 3) / 4 * 4 : steps;
-    tile = round * gridDim.x + (split(round) ? blockIdx.x / SPLIT : blockIdx.x);
-    first = split(round) ? rank * part : 0;
+  __device__ int rounds() const { return full + (left > 0); }
+  __device__ bool split() const { return parted && round == full; }
+  __device__ bool more() const { return round < rounds(); }
+  // Steps beyond K read zeros and keep a RUN whole; the cut of K does not depend on RUN.
+  __device__ void next() {
+    round++;
+    const int tile = round * gridDim.x + (split() ? blockIdx.x / SPLIT : blockIdx.x);
+    if (tile >= w_tiles * t_tiles) {  // none is left for this block
+      round = rounds();
+      return;
+    }
+    const int band = tile / (span * w_tiles), width = min(span, t_tiles - band * span);
+    const int inside = tile - band * span * w_tiles;
+    n0 = inside / width * WEIGHTS;
+    t0 = (band * span + inside % width) * TOKENS;
+    const int part = split() ? ((steps + SPLIT - 1) / SPLIT + 3) / 4 * 4 : steps;
+    first = split() ? rank * part : 0;
     count = (max(0, min(part, steps - first)) + RUN - 1) / RUN * RUN;
-    return tile < tiles;
   }
 };
 
@@ -273,8 +285,8 @@ __device__ __forceinline__ void write_tile(const Problem& p, const float (&acc)[
     }
     group_barrier(group);
 #pragma unroll 4
-    for (int i = thread; i < LINES * 8; i += 128) {
-      const int line = i / 8, eighth = i % 8 * 8;
+    for (int i = thread; i < LINES * EIGHTHS; i += 128) {
+      const int line = i / EIGHTHS, eighth = i % EIGHTHS * 8;
       const int token = t0 + (TOKEN_ROWS ? row0 : from) + line;
       const int at = n0 + (TOKEN_ROWS ? from : row0) + eighth;
       if (!owned(from + (TOKEN_ROWS ? eighth : line)) || token >= p.m || at >= p.n) continue;
@@ -353,8 +365,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   if (SPLIT > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   const Problem p = {TOKEN_ROWS ? x_scale : w_scale, TOKEN_ROWS ? w_scale : x_scale, bias, y, m, n,
                      TOKEN_ROWS ? x_stride : w_stride, TOKEN_ROWS ? w_stride : x_stride};
-  const Order order = {(n + WEIGHTS - 1) / WEIGHTS, (m + TOKENS - 1) / TOKENS, span};
-  const Rounds rounds(order.count(), k, rank);
+  Walk walk(m, n, k, span, rank);  // before the wait for the kernel ahead
 
   if (threadIdx.x == 0) {
     auto init = [](u64* barrier, int arrivals) {
@@ -382,25 +393,25 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     const u64 once = 0x12F0000000000000ull, keep = 0x14F0000000000000ull;  // L2 evict first, last
     const bool weights = warp == 4 * GROUPS;
     if (lane == 0 && warp <= 4 * GROUPS + 1) {
+      prefetch(weights ? &w_map : &x_map);
+      if (BLOCK_SCALES && !weights) prefetch(&x_scale_map);
       if (!weights) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-      int step = 0, tile, first, count, n0, t0;
-      for (int round = 0; round < rounds.count() && rounds.at(round, tile, first, count); round++) {
-        order.at(tile, n0, t0);
-        for (int c = 0; c < count; c++, step++) {
-          const int col = (first + c) * TILE_K, past = step - WINDOW;
+      for (int step = 0; walk.more(); walk.next()) {
+        for (int c = 0; c < walk.count; c++, step++) {
+          const int col = (walk.first + c) * TILE_K, past = step - WINDOW;
           if (weights) {
             const int s = step % STAGES;
             if (step >= STAGES) wait(shared(&w_empty[s]), (step / STAGES + 1) & 1);
             if (WINDOW < STAGES && past >= 0) wait(shared(&w_full[past % STAGES]), past / STAGES & 1);
             expect(shared(&w_full[s]), W_BYTES);
-            load(w_ring + s * W_BYTES, &w_map, col, n0, shared(&w_full[s]), STREAMED ? once : keep);
+            load(w_ring + s * W_BYTES, &w_map, col, walk.n0, shared(&w_full[s]), STREAMED ? once : keep);
           } else {
             const int s = step % X_STAGES;
             if (step >= X_STAGES) wait(shared(&x_empty[s]), (step / X_STAGES + 1) & 1);
             expect(shared(&x_full[s]), X_BYTES + (BLOCK_SCALES ? TOKENS * 4 : 0));
-            load(x_ring + s * X_BYTES, &x_map, col, t0, shared(&x_full[s]), keep);
+            load(x_ring + s * X_BYTES, &x_map, col, walk.t0, shared(&x_full[s]), keep);
             if (BLOCK_SCALES)
-              load(scale_ring + s * SCALE_BYTES, &x_scale_map, t0, first + c, shared(&x_full[s]),
+              load(scale_ring + s * SCALE_BYTES, &x_scale_map, walk.t0, walk.first + c, shared(&x_full[s]),
                    keep);
           }
         }
@@ -416,22 +427,24 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   float acc[ACC], product[RUN == 1 ? 1 : 2][ACC];
   Slot<STAGES> w, w_done;  // the next to multiply, the next to add
   Slot<X_STAGES> x, x_done;
-  int tile, first, count, n0, t0;
-  if (SKEW > 0 && group > 0 && rounds.count() > 1 && rounds.steps > SKEW * group)
+  if (SKEW > 0 && group > 0 && walk.rounds() > 1 && walk.steps > SKEW * group)
     wait(shared(&w_full[SKEW * group]), 0);
-  for (int round = 0; round < rounds.count() && rounds.at(round, tile, first, count); round++) {
-    order.at(tile, n0, t0);
+  for (; walk.more(); walk.next()) {
+    const int n0 = walk.n0, t0 = walk.t0;
     const int row0 = TOKEN_ROWS ? t0 : n0, col0 = TOKEN_ROWS ? n0 : t0;
     scales.fetch(p, row0, col0);
 #if BLOCK_SCALES
-    float w_s[2];
-    const float* const w_scales =
-        w_scale + (long long)(min(n0 + (TOKEN_ROWS ? 0 : group * 64), n - 1) / 128) * rounds.steps;
+    float w_s[2][W_BLOCKS];
+    const float* w_scales[W_BLOCKS];
+    const int w_block = min(n0 + (TOKEN_ROWS ? 0 : group * 64), n - 1) / 128;
+    for (int b = 0; b < W_BLOCKS; b++)
+      w_scales[b] = w_scale + (long long)min(w_block + b, (n - 1) / 128) * walk.steps;
 #endif
     int c = 0;
     auto multiply_tile = [&](int i) {
 #if BLOCK_SCALES
-      w_s[i] = w_scales[min(first + c, rounds.steps - 1)];
+#pragma unroll
+      for (int b = 0; b < W_BLOCKS; b++) w_s[i][b] = w_scales[b][min(walk.first + c, walk.steps - 1)];
 #endif
       c++;
       wait(shared(&w_full[w.at]), w.parity);
@@ -464,15 +477,22 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
         __syncwarp();
         if (lane == 0) let_go();
 #pragma unroll
-        for (int j = 0; j < ACC; j++) acc[j] += product[i][j] * (s[j % 4 / 2] * w_s[i]);
+        for (int from = 0; from < ACC; from += W_BLOCKS == 1 ? ACC : 8) {
+          const bool second = W_BLOCKS > 1 && from * 2 >= 128 - n0 % 128;
+          const float w_f = second ? w_s[i][W_BLOCKS - 1] : w_s[i][0];
+          const float factor[2] = {s[0] * w_f, s[1] * w_f};
+#pragma unroll
+          for (int j = from; j < from + (W_BLOCKS == 1 ? ACC : 8); j++)
+            acc[j] += product[i][j] * factor[j % 4 / 2];
+        }
       } else {
 #pragma unroll
         for (int j = 0; j < ACC; j += 4) {
           float even, odd;
           asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(even), "=f"(odd)
                        : "r"(at + lane % 4 * 8 + j * 8));
-          even *= w_s[i];
-          odd *= w_s[i];
+          even *= w_s[i][0];
+          odd *= w_s[i][0];
           acc[j] += product[i][j] * even;
           acc[j + 1] += product[i][j + 1] * odd;
           acc[j + 2] += product[i][j + 2] * even;
@@ -491,7 +511,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     };
 #pragma unroll
     for (int i = 0; i < ACC; i++) acc[i] = 0;
-    while (c < count) {
+    while (c < walk.count) {
 #pragma unroll
       for (int i = 0; i < RUN; i++) {
         multiply_tile(i % 2);
@@ -503,9 +523,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       wait_products<0>();
       add_product((RUN - 1) % 2);
     }
-    const bool split = rounds.split(round);
-    if (split) add_parts(acc, shared(after), shared(&arrived), rank);
+    if (walk.split()) add_parts(acc, shared(after), shared(&arrived), rank);
     scale_tile(p, acc, scales, n0);
-    write_tile(p, acc, out, split ? rank : -1, n0, t0);
+    write_tile(p, acc, out, walk.split() ? rank : -1, n0, t0);
   }
 }

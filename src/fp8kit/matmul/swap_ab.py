@@ -2,11 +2,11 @@
 
     y[M, N] = (x[M, K] @ w[N, K].T) * x_scale * w_scale + bias
 
-Weights are the rows of wgmma and tokens its columns, except above 64 rows with block scales. Row,
-tensor and 128-block scales; sums are promoted to fp32 every 128 of K. Up to 64 rows the bits of a
-row depend on N and K only; above, K is cut so that every multiprocessor has work. The error
-against the exact product is that of DeepGEMM's promotion: 2^-13 per partial sum, a bias of -0.06 %
-on same-sign data.
+Weights are the rows of wgmma and tokens its columns, or above 64 rows the other way round where
+that divides the work better. Row, tensor and 128-block scales; sums are promoted to fp32 every 128
+of K. Up to 64 rows the bits of a row depend on N and K only; above, K is cut so that every
+multiprocessor has work. The error against the exact product is that of DeepGEMM's promotion: 2^-13
+per partial sum, a bias of -0.06 % on same-sign data.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST_ROWS = 512
 _FEW_ROWS = 64
 _ONE_ROUND = 256  # rows up to which few blocks take a second tile
 _MOST_COLS = 128
+_TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
 _TILE_K = 128
-_LINE = 144
 _SHARED_PER_PROCESSOR = 228 * 1024
 _SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
@@ -84,7 +84,8 @@ class Tile:
     def registers(self) -> int:
         """Registers per consumer thread if they are taken from the producer, else 0."""
         accumulators = (2 if self.run == 1 else 3) * self.cols // 2
-        if self.resident > 1 or self.groups == 1 or accumulators <= 96:
+        even = 65536 // _up(128 * self.groups + 64, 128)
+        if self.resident > 1 or accumulators + 56 <= even:
             return 0
         return (65536 // 128 - 24) // self.groups // 8 * 8
 
@@ -106,9 +107,9 @@ class Tile:
         fragments = self.cols // 8
         share = 1 if fragments == 1 else _up(_up(fragments, self.split) // self.split, 2)
         parts = (self.split - 1) * share * 2048 * self.groups
-        halved = self.cols > 64 and self.cols % 32 == 0
-        lines = 64 if self.token_rows else self.cols // 2 if halved else self.cols
-        return 1024 + ring + parts + self.groups * lines * _LINE
+        at_once = next((p for p in (64, 48, 80) if self.cols > 80 and not self.cols % p), self.cols)
+        lines, line = (64, at_once * 2 + 16) if self.token_rows else (at_once, 144)
+        return 1024 + ring + parts + self.groups * lines * line
 
     @property
     def static_bytes(self) -> int:
@@ -137,52 +138,60 @@ def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     """
     if m <= _FEW_ROWS:
         return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors)
-    cols = -(-m // (16 * -(-m // _MOST_COLS))) * 16
+    even = -(-m // (16 * -(-m // _MOST_COLS))) * 16  # tokens of a tile, if all have as many
+    cuts = [(False, even, groups) for groups in (1, 2, 3)]
+    cuts += [(True, cols, groups) for cols in _TOKEN_ROWS_COLS for groups in (1, 2, 3)]
     tiles = [
-        _deepest(_MOST_COLS if token_rows else cols, groups, split, 1, token_rows, m <= _ONE_ROUND)
-        for token_rows in ((True, False) if block_scales else (False,))
+        _deepest(cols, groups, split, 1, token_rows, m <= _ONE_ROUND)
+        for token_rows, cols, groups in cuts
         for split in (1, 2, 3, 4)
-        for groups in (1, 2, 3)
+        if cols <= _MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
     ]
     return min(tiles, key=lambda tile: _microseconds(tile, m, n, k, processors, block_scales))
 
 
 def _few_rows(cols: int, n: int, k: int, processors: int) -> Tile:
-    # close to the best of 1000 measured cuts of 12 layers on an H200; all of a layer split alike
-    tiles, steps = -(-n // 64), -(-k // _TILE_K)
+    # within 2 % of the best of 1300 measured cuts of 23 layers on an H200 at 1, 16 and 64 rows; all
+    # of a layer split alike
+    tiles, pairs, steps = -(-n // 64), -(-n // 128), -(-k // _TILE_K)
     fill, room = tiles / processors, _clusters(processors)
+    if steps >= 64 and 2 * room[4] < 3 * pairs <= 3 * room[4]:
+        return _deepest(cols, 2, 4, 1)
     if 0.36 < fill and tiles <= 2 * room[3] and steps >= 24:
         return _deepest(cols, 2, 3, 1)
     if fill <= 0.5:
         split = max(s for s in (1, 2, 3, 4) if s == 1 or (steps >= 8 * s and tiles <= room[s]))
         return _deepest(cols, 1, split, 1)
-    if fill <= 1.5 and steps >= 24:
-        if fill > 1:
-            return _deepest(cols, 1, 2, 3)
-        return _deepest(cols, 2, 2, 1) if fill >= 0.72 else _deepest(cols, 1, 2, 2)
-    if fill <= 1.5:
-        return _deepest(cols, 1, 1, 1 if fill <= 1 else 2)
+    if fill <= 1:
+        return _deepest(cols, 2, 2, 1) if steps >= 24 else _deepest(cols, 1, 1, 1)
+    if fill <= 1.25:
+        return _deepest(cols, 1, 2, 3) if steps >= 24 else _deepest(cols, 1, 1, 2)
+    if processors < pairs < 1.3 * processors and tiles <= 3 * processors:
+        return _deepest(cols, 1, 1, 3)
     return _deepest(cols, 2, 1, 1)
 
 
 def _microseconds(tile: Tile, m: int, n: int, k: int, processors: int, block_scales: bool) -> float:
-    # fitted to 1000 measured cuts of 12 layers at 96 to 512 rows on an H200: the cut with the least
-    # of these takes 0.7 % longer than the best one in the mean, 8 % at most
+    # fitted to 1900 measured cuts of 15 layers at 96 to 512 rows on an H200: the cut with the least
+    # of these takes 1.2 % longer than the best one in the mean; a step is the multiplication or the
+    # way of its operands from the L2 cache
     tiles = -(-n // tile.weights) * -(-m // tile.tokens)
     clusters = _clusters(processors)[tile.split]
     full, left = divmod(tiles, clusters * tile.split)
     steps = -(-k // _TILE_K)
-    part, sums = steps, 0.0
+    part, sums, blocks = steps, 0.0, min(tiles, processors)
     if tile.split > 1 and 0 < left <= clusters:
-        part, sums = _up(-(-steps // tile.split), 4), (2.8, 3.0, 4.0)[tile.split - 2]
-    step = (0.26, 0.35, 0.58)[tile.groups - 1]
-    if block_scales and not tile.token_rows:
-        step *= 1.6
-    write = 1.5 * tile.groups * tile.cols / _MOST_COLS
+        part, sums = _up(-(-steps // tile.split), 4), (2.1, 2.5, 3.3)[tile.split - 2]
+        blocks = min(tiles * tile.split, processors)
+    area = tile.groups * tile.cols / _MOST_COLS
+    step = (0.17, 0.20, 0.29)[tile.groups - 1] + 0.052 * area
+    step += 0.13 if tile.run == 1 and tile.groups < 3 else 0.0
+    if block_scales:
+        step *= 1.37 if tile.token_rows else 1.47
+    step = max(step, (tile.rows + tile.cols) * _TILE_K * blocks / 14.8e6)
+    write = 0.68 * area
     multiply = full * (steps * step + write) + (left > 0) * (part * step + write + sums)
-    passed = full * clusters * tile.split * steps + left * max(steps, part * tile.split)
-    read = 2.1 + passed * (tile.rows + tile.cols) * _TILE_K / 9.9e6
-    return max(multiply, read)
+    return max(multiply, n * k / 4.8e6)
 
 
 def _up(count: int, multiple: int) -> int:
@@ -211,8 +220,8 @@ def _deepest(
     one_round: bool = True,
 ) -> Tile:
     """Give as many stages as there is room for."""
-    run = 1 if groups == 3 or resident > 1 else 4
-    few = cols <= _FEW_ROWS
+    run = 1 if groups == 3 or resident > 1 or cols > _MOST_COLS else 4
+    few = (64 * groups if token_rows else cols) <= _FEW_ROWS
     # tokens come soon after they are asked for, weights are to be here before the tokens are
     shallow = few or (groups == 2 and not token_rows and one_round)
     # enough to keep the memory busy; what has to arrive before it would wait behind more
