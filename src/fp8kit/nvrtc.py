@@ -13,8 +13,9 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,17 @@ def missing() -> str | None:
     except Exception as error:  # the bindings raise what their loader raises
         return f"NVRTC is not usable: {error}"
     return None
+
+
+def joined(constants: Mapping[str, int], *files: str) -> str:
+    """Write the source of one variant of a kernel: its constants as macros, then files.
+
+    Args:
+        constants: macros by name.
+        files: paths below the package.
+    """
+    texts = [resources.files("fp8kit").joinpath(name).read_text() for name in files]
+    return "".join(f"#define {k} {v}\n" for k, v in constants.items()) + "\n".join(texts)
 
 
 @functools.lru_cache(maxsize=4096)

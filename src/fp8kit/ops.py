@@ -8,6 +8,7 @@ of a backend happens inside the implementation, so a graph never depends on M. G
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from fp8kit.dispatch import decide, require
 from fp8kit.errors import teach
 from fp8kit.formats import GROUP128, GroupShape, min_scale, scale_dtype, scale_shape
 from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
 from fp8kit.quantizers.problem import BACKENDS as QUANTIZER_BACKENDS
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 
@@ -209,6 +210,21 @@ def quantize_rows(
     return data, scale
 
 
+def _multiply_values(
+    rows: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, problem: MatmulProblem
+) -> Tensor | None:
+    """Quantize and multiply in one kernel, if the backend of the product has one that fits."""
+    if not w.shape[0] or not w.shape[1]:
+        return None
+    in_one = getattr(require(MATMUL_BACKENDS, problem), "run_values", None)
+    if in_one is None or problem.x_group is None:
+        return None
+    floor = min_scale(problem.x_group, w.dtype, "activation")
+    groups = (problem.x_group, problem.w_group)
+    y: Tensor | None = in_one(rows, w, w_scale, bias, groups, problem, floor)
+    return y
+
+
 def linear(
     x: Tensor,
     w: Tensor,
@@ -225,6 +241,15 @@ def linear(
 ) -> Tensor:
     """Quantize and multiply; the body of the operator ``linear``, with its arguments."""
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
+    dynamic = input_scale is None and scale_ub is None and scale_rounding == "exact"
+    y = None
+    if dynamic and x_group is not None and 0 < rows.shape[0] <= MOST_VALUES and rows.is_cuda:
+        of_values = MatmulProblem.of(
+            rows, w, (x_group, w_group), out_dtype, bias, accum, batch_invariant
+        )
+        y = _multiply_values(rows, w, w_scale, bias, replace(of_values, x_dtype=w.dtype))
+    if y is not None:
+        return y.view(*x.shape[:-1], w.shape[0])
     data, x_scale = quantize_rows(rows, x_group, w.dtype, input_scale, scale_ub, scale_rounding)
     problem = MatmulProblem.of(
         data, w, (x_group, w_group), out_dtype, bias, accum, batch_invariant, after_quantize=True

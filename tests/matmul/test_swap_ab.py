@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import fp8kit
+from fp8kit import dispatch
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
+from fp8kit.matmul import swap_ab_tile
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_bits_equal, assert_matmul
 
@@ -39,7 +41,7 @@ def test_the_cut_along_k_of_few_rows_does_not_depend_on_m(n: int, k: int) -> Non
 def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> None:
     tile = choose(m, n, k, blocks)
     assert tile.cols == 8 or tile.cols % 16 == 0
-    assert not tile.token_rows or tile.cols in swap_ab._TOKEN_ROWS_COLS
+    assert not tile.token_rows or tile.cols in swap_ab_tile._TOKEN_ROWS_COLS
     assert m <= 64 or tile.token_rows or tile.cols * -(-m // tile.cols) < m + 16 * -(-m // 128)
     assert m > 64 or m <= tile.cols < 2 * max(m, 8)
     assert 2 <= tile.window <= tile.stages
@@ -158,12 +160,12 @@ def test_what_is_chosen_is_among_the_cuts_that_are_tested() -> None:
 
 def test_a_choice_is_made_once() -> None:
     swap_ab.choose_tile.cache_clear()
-    swap_ab._deepest.cache_clear()
+    swap_ab_tile._deepest.cache_clear()
     choose(300, 4096, 4096, True)
-    made = swap_ab._deepest.cache_info().misses
+    made = swap_ab_tile._deepest.cache_info().misses
     choose(300, 4096, 4096, True)
     choose(300, 6144, 4096, True)
-    assert swap_ab._deepest.cache_info().misses == made
+    assert swap_ab_tile._deepest.cache_info().misses == made
     assert swap_ab.choose_tile.cache_info().hits == 1
 
 
@@ -268,3 +270,63 @@ def test_a_weight_quantized_just_before_is_seen() -> None:
         w_q = fp8kit.quantize(dense[i % 4], role="weight")
         assert_bits_equal(fp8kit.linear(x, w_q), expected[i % 4])
         assert_bits_equal(fp8kit.linear(x, w_q), expected[i % 4])
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_tokens_quantized_inside_are_cut_as_others(m: int, n: int, k: int, blocks: bool) -> None:
+    whole, tile = choose(m, n, k, blocks), swap_ab.values_tile(m, n, k, PROCESSORS, blocks)
+    if tile is None:
+        assert m * k > 8192 or whole.resident > 1
+        return
+    cut = ("cols", "groups", "run", "split", "resident")
+    assert [getattr(tile, name) for name in cut] == [getattr(whole, name) for name in cut]
+    assert tile.blocks(m, n, PROCESSORS) == whole.blocks(m, n, PROCESSORS)
+    used = tile.shared_bytes + tile.static_bytes + 1024
+    assert tile.resident * used <= 228 * 1024 < (tile.resident + 1) * used
+    assert m <= tile.values
+    assert tile.vectors * 128 * tile.groups * 8 >= tile.values * k
+    tiles, steps = -(-n // tile.weights), -(-k // 128)
+    split = tile.split if tiles * tile.split <= tile.blocks(m, n, PROCESSORS) else 1
+    assert tile.x_stages >= -(-steps // split)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("groups", [(ROW, ROW), (ROW, TENSOR), (GROUP128, BLOCK)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(64, 128), (130, 304), (4096, 4096), (1000, 4112), (28672, 2048), (10240, 8192)]
+)
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+def test_tokens_quantized_inside_give_the_same_bits(
+    m: int, n: int, k: int, groups: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(m, k + 16, device="cuda", dtype=dtype)[:, :k]
+    x *= torch.logspace(-3, 1, m, device="cuda", dtype=dtype)[:, None]
+    x[m // 2, 5:200] = 0
+    w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), groups[1], role="weight")
+    bias = torch.randn(n, device="cuda", dtype=dtype)
+    inside: list[bool] = []
+    run_values = swap_ab.run_values
+
+    def watched(*arguments: object) -> torch.Tensor | None:
+        y = run_values(*arguments)
+        inside.append(y is not None)
+        return y
+
+    monkeypatch.setattr(swap_ab, "run_values", watched)
+    monkeypatch.setattr(MatmulProblem, "estimate", lambda _: None)
+    dispatch.choose.cache_clear()
+    for row in (None, 0.0, float("nan"), float("inf"), 60000.0, 1e-30):
+        if row is not None:
+            x[0] = row
+        x_q = fp8kit.quantize(x, groups[0])
+        expected = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=dtype, backend="swap_ab")
+        assert_bits_equal(fp8kit.linear(x, w_q, bias), expected)
+    dispatch.choose.cache_clear()
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    fits = swap_ab.values_tile(m, n, k, processors, groups[1] == BLOCK) is not None
+    assert inside == [fits] * 6
+    assert fits or m * k > 4096

@@ -20,6 +20,8 @@ BACKENDS: BackendTable = (
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
 )
+# rows up to which a backend may quantize in its own kernel (``run_values``)
+MOST_VALUES = 4
 # backends that decode the weight before a dense matmul: correct everywhere, faster nowhere
 DECODING = ("dequantized", "reference")
 

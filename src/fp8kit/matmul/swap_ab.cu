@@ -14,13 +14,11 @@
 // are too few for all blocks are split along K by the blocks of a cluster: each sends its parts to
 // the blocks that own them, which add in a fixed order, so bits do not depend on timing.
 //
+// Up to four tokens may come as VALUES in 16 bits: every block then quantizes what it multiplies, which
+// saves a kernel and the wait for it.
+//
 // Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, WINDOW, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
-// TOKEN_ROWS, BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// TOKEN_ROWS, BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND, VALUES, VECTORS, and those of encode.cuh.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -30,13 +28,14 @@ constexpr int W_BYTES = TOKEN_ROWS ? COL_BYTES : ROW_BYTES, X_BYTES = TOKEN_ROWS
 constexpr int TOKENS = TOKEN_ROWS ? ROWS : COLS, WEIGHTS = TOKEN_ROWS ? COLS : ROWS;
 constexpr int SCALE_BYTES = BLOCK_SCALES ? (TOKENS + 31) / 32 * 128 : 0;  // of one stage
 constexpr int ACC = COLS / 2, FRAGMENTS = COLS / 8;  // a fragment: four results of a thread
-constexpr int SKEW = GROUPS > 1 && X_STAGES > 2 * GROUPS ? X_STAGES / 2 / (GROUPS - 1) : 0;
+constexpr int RING = VALUES ? STAGES : X_STAGES;  // steps that warpgroups may be apart
+constexpr int SKEW = GROUPS > 1 && RING > 2 * GROUPS ? RING / 2 / (GROUPS - 1) : 0;
 // fragments that one block of a cluster owns
 constexpr int SHARE = FRAGMENTS == 1 ? 1 : ((FRAGMENTS + SPLIT - 1) / SPLIT + 1) / 2 * 2;
 constexpr int PART_BYTES = SHARE * CONSUMERS * 16;
 static_assert(COLS == 8 || COLS % 16 == 0, "stmatrix stores 16 columns at once");
 static_assert(REGISTERS == 0 || PRODUCERS == 128, "setmaxnreg acts on whole warpgroups");
-static_assert(X_STAGES >= (RUN == 1 ? 1 : 2) && STAGES >= X_STAGES && STAGES >= WINDOW, "products in flight hold their slots");
+static_assert(RING >= (RUN == 1 ? 1 : 2) && STAGES >= RING && STAGES >= WINDOW, "products in flight hold their slots");
 static_assert(SPLIT == 1 || 4 % RUN == 0, "the parts of K are multiples of 4 tiles");
 // columns that leave at once, and the lines of results along N in them
 constexpr int PASS = COLS <= 80       ? COLS
@@ -49,9 +48,8 @@ constexpr int LINE = EIGHTHS * 16 + 16;  // bytes; 16 more than results need avo
 // blocks of scales that the weights of a tile lie in
 constexpr int W_BLOCKS = BLOCK_SCALES && TOKEN_ROWS && 128 % COLS != 0 ? 2 : 1;
 static_assert(W_BLOCKS == 1 || COLS <= 128 + (COLS & -COLS), "a tile's weights may lie in three blocks");
-constexpr int F32 = 32, BF16 = 8;   // tags of OUT_KIND and BIAS_KIND; anything else is fp16
-
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+constexpr int X_SLOTS = VALUES ? 1 : X_STAGES;  // values are quantized into all of the ring at once
+static_assert(VALUES == 0 || (COLS == 8 && 4 * GROUPS % VALUES == 0), "whole warps share a row");
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -107,12 +105,6 @@ __device__ __forceinline__ void group_barrier(int group) {
   asm volatile("bar.sync %0, 128;" ::"r"(group + 2) : "memory");
 }
 
-__device__ __forceinline__ u32 in_block(u32 address, int rank) {
-  u32 remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-
 __device__ __forceinline__ float read_bias(const void* bias, int row) {
   if (BIAS_KIND == F32) return ((const float*)bias)[row];
   u16 bits = ((const u16*)bias)[row];
@@ -151,7 +143,7 @@ struct Scales {
       asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared(to)), "l"(from)
                    : "memory");
     };
-    for (int i = thread; i < COLS; i += 128)
+    for (int i = thread; i < COLS && !VALUES; i += 128)
       copy(&col[group][i], p.col_scale + (long long)min(col0 + i, cols - 1) * p.col_stride);
     if (thread < 64) {
       const int i = group * 64 + thread;
@@ -347,13 +339,82 @@ __device__ __forceinline__ void add_parts(float (&acc)[ACC], u32 parts, u32 arri
   }
 }
 
+struct Values {
+  const u8* x;  // [M, K]
+  long long row_bytes;
+  int m, k;
+  float min_scale;
+};
+
+// Quantizes the tokens into tiles of which the first is `from` along K; a row belongs to as many warps
+// as there are for each.
+__device__ __forceinline__ void quantize_values(const Values& v, u32 tiles, u32 tile_scales,
+                                                Scales& scales, int from) {
+  constexpr int WARPS = 4 * GROUPS / (VALUES ? VALUES : 1), STEP = WARPS * 32;
+  __shared__ u32 maxima[4 * GROUPS];
+  const int warp = threadIdx.x / 32, row = warp / WARPS, first = threadIdx.x % STEP;
+  const int vectors = row < v.m ? v.k / EACH : 0, end = (from + X_STAGES) * TILE_K / EACH;
+  uint4 held[VECTORS];
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++)
+    held[i] = first + i * STEP < vectors
+                  ? ((const uint4*)(v.x + row * v.row_bytes))[first + i * STEP]
+                  : make_uint4(0, 0, 0, 0);
+  float scale = 0, reciprocal = 0;
+  if (!BLOCK_SCALES) {
+    u32 magnitude = __reduce_max_sync(~0u, largest(held));
+    if (threadIdx.x % 32 == 0) maxima[warp] = magnitude;
+    asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) magnitude = max(magnitude, maxima[row * WARPS + i]);
+    scale = scale_of(magnitude, v.min_scale);
+    reciprocal = __frcp_rn(scale);
+    if (first < GROUPS) scales.col[first][row] = scale;
+  }
+  auto store = [&](int at, u32 low, u32 high) {  // 8 codes
+    const int byte = at % (TILE_K / EACH) * EACH, step = at / (TILE_K / EACH) - from;
+    const u32 to = tiles + step * X_BYTES + row * TILE_K + (byte / 16 ^ row) * 16 + byte % 16;
+    if (step >= 0 && at < end)
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
+  };
+  auto store_scale = [&](int at, float value) {
+    const int step = at / (TILE_K / EACH) - from;
+    if (at % (TILE_K / EACH) == 0 && step >= 0 && at < end)
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(tile_scales + step * SCALE_BYTES + row * 4),
+                   "f"(value) : "memory");
+  };
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    const int at = first + i * STEP;
+    if (BLOCK_SCALES) {  // of the 16 lanes that hold a group
+      u32 magnitude = largest((const uint4(&)[1])held[i]);
+#pragma unroll
+      for (int other = 1; other < TILE_K / EACH; other *= 2)
+        magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, other));
+      scale = scale_of(magnitude, v.min_scale);
+      reciprocal = __frcp_rn(scale);
+      if (at < vectors) store_scale(at, scale);
+    }
+    if (at < vectors)
+      store(at, encode(held[i], 0, scale, reciprocal), encode(held[i], 1, scale, reciprocal));
+  }
+  for (int at = vectors + first; at < end; at += STEP) {
+    store(at, 0, 0);
+    if (BLOCK_SCALES) store_scale(at, 0);
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what was stored
+  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+}
+
 extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) swap_ab(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap x_scale_map, const float* __restrict__ x_scale,
     const float* __restrict__ w_scale, const void* __restrict__ bias, void* __restrict__ y, int m,
-    int n, int k, int x_stride, int w_stride, int span) {
+    int n, int k, int x_stride, int w_stride, int span, const u8* __restrict__ values,
+    long long value_bytes, float min_scale) {
   extern __shared__ u8 dynamic[];
-  __shared__ alignas(8) u64 w_full[STAGES], w_empty[STAGES], x_full[X_STAGES], x_empty[X_STAGES];
+  __shared__ alignas(8) u64 w_full[STAGES], w_empty[STAGES];
+  __shared__ alignas(8) u64 x_full[X_SLOTS], x_empty[X_SLOTS];
   __shared__ alignas(8) u64 arrived;
   __shared__ Scales scales;
   u8* const base = dynamic + ((1024 - shared(dynamic) % 1024) % 1024);
@@ -375,7 +436,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       init(&w_full[s], 1);
       init(&w_empty[s], 4 * GROUPS);
     }
-    for (int s = 0; s < X_STAGES; s++) {
+    for (int s = 0; s < X_SLOTS; s++) {
       init(&x_full[s], 1);
       init(&x_empty[s], 4 * GROUPS);
     }
@@ -393,10 +454,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     const u64 once = 0x12F0000000000000ull, keep = 0x14F0000000000000ull;  // L2 evict first, last
     const bool weights = warp == 4 * GROUPS;
     if (lane == 0 && warp <= 4 * GROUPS + 1) {
-      prefetch(weights ? &w_map : &x_map);
-      if (BLOCK_SCALES && !weights) prefetch(&x_scale_map);
+      if (weights || !VALUES) prefetch(weights ? &w_map : &x_map);
+      if (BLOCK_SCALES && !weights && !VALUES) prefetch(&x_scale_map);
       if (!weights) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-      for (int step = 0; walk.more(); walk.next()) {
+      for (int step = 0; walk.more() && (weights || !VALUES); walk.next()) {
         for (int c = 0; c < walk.count; c++, step++) {
           const int col = (walk.first + c) * TILE_K, past = step - WINDOW;
           if (weights) {
@@ -429,6 +490,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   Slot<X_STAGES> x, x_done;
   if (SKEW > 0 && group > 0 && walk.rounds() > 1 && walk.steps > SKEW * group)
     wait(shared(&w_full[SKEW * group]), 0);
+  const int held = walk.full == 0 && walk.split() ? walk.first : 0;  // the first step of the values
+  if (VALUES)
+    quantize_values({values, value_bytes, m, k, min_scale}, x_ring, scale_ring, scales, held);
   for (; walk.more(); walk.next()) {
     const int n0 = walk.n0, t0 = walk.t0;
     const int row0 = TOKEN_ROWS ? t0 : n0, col0 = TOKEN_ROWS ? n0 : t0;
@@ -441,6 +505,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       w_scales[b] = w_scale + (long long)min(w_block + b, (n - 1) / 128) * walk.steps;
 #endif
     int c = 0;
+    if (VALUES) x.at = x_done.at = walk.first - held;
     auto multiply_tile = [&](int i) {
 #if BLOCK_SCALES
 #pragma unroll
@@ -448,7 +513,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
 #endif
       c++;
       wait(shared(&w_full[w.at]), w.parity);
-      wait(shared(&x_full[x.at]), x.parity);
+      if (!VALUES) wait(shared(&x_full[x.at]), x.parity);
       const u32 w_tile = w_ring + w.at * W_BYTES, x_tile = x_ring + x.at * X_BYTES;
       const u64 a = descriptor((TOKEN_ROWS ? x_tile : w_tile) + group * 64 * TILE_K);
       const u64 b = descriptor(TOKEN_ROWS ? w_tile : x_tile);
@@ -462,7 +527,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     };
     auto let_go = [&]() {
       release(shared(&w_empty[w_done.at]));
-      release(shared(&x_empty[x_done.at]));
+      if (!VALUES) release(shared(&x_empty[x_done.at]));
     };
     auto add_product = [&](int i) {
       pin(product[i]);

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
@@ -124,5 +123,5 @@ def source(kind: int, cut: RowCut) -> str:
         kind: tag of the input's dtype, a value of ``_KINDS``.
         cut: how a row is spread.
     """
-    text = resources.files("fp8kit.quantizers").joinpath("cuda_rows.cu").read_text()
-    return f"#define KIND {kind}\n#define VECTORS {cut.vectors}\n{text}"
+    constants = {"KIND": kind, "VECTORS": cut.vectors}
+    return nvrtc.joined(constants, "quantizers/encode.cuh", "quantizers/cuda_rows.cu")

@@ -1,0 +1,75 @@
+// What kernels in CUDA C++ share: 16-byte vectors of values in, e4m3 codes out, bit-equal to
+// ``quantizers.reference``.
+//
+// Set by the host: KIND, the tag of the values' dtype.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int F32 = 32, BF16 = 8;          // tags of dtypes; anything else is fp16
+constexpr int EACH = KIND == F32 ? 4 : 8;  // values of 16 bytes
+
+__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ u32 in_block(u32 address, int rank) {
+  u32 remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+
+__device__ __forceinline__ float widen(u32 half_bits) {
+  if (KIND == BF16) return __uint_as_float(half_bits << 16);
+  float value;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}"
+      : "=f"(value) : "r"(half_bits));
+  return value;
+}
+
+// Magnitudes are ordered like their bits, with NaN above infinity; those of 16 bits come in pairs.
+__device__ __forceinline__ u32 larger(u32 magnitude, u32 word) {
+  if (KIND == F32) return max(magnitude, word & 0x7fffffffu);
+  asm("max.u16x2 %0, %0, %1;" : "+r"(magnitude) : "r"(word & 0x7fff7fffu));
+  return magnitude;
+}
+
+template <int VECTORS_>
+__device__ __forceinline__ u32 largest(const uint4 (&held)[VECTORS_]) {
+  u32 magnitude = 0;
+#pragma unroll
+  for (int i = 0; i < VECTORS_; i++) {
+    magnitude = larger(larger(magnitude, held[i].x), held[i].y);
+    magnitude = larger(larger(magnitude, held[i].z), held[i].w);
+  }
+  return KIND == F32 ? magnitude : max(magnitude & 0xffff, magnitude >> 16);
+}
+
+__device__ __forceinline__ float scale_of(u32 magnitude, float min_scale) {
+  const float amax = KIND == F32 ? __uint_as_float(magnitude) : widen(magnitude);
+  const float scale = fmaxf(__fdiv_rn(amax, 448.0f), min_scale);
+  return amax < __uint_as_float(0x7f800000) ? scale : __uint_as_float(0x7fc00000);
+}
+
+// two multiply-adds after a rounded reciprocal: the code of the true quotient, see triton_numerics
+__device__ __forceinline__ float divide(float x, float scale, float reciprocal) {
+  const float q = __fmul_rn(x, reciprocal);
+  return __fmaf_rn(__fmaf_rn(q, scale, -x), -reciprocal, q);
+}
+
+// Four values, of one vector or of half of it.
+__device__ __forceinline__ u32 encode(const uint4& vector, int half, float scale,
+                                      float reciprocal) {
+  const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
+  float v[4];
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const u32 word = words[KIND == F32 ? e : 2 * half + e / 2];
+    v[e] = KIND == F32 ? __uint_as_float(word) : widen(e % 2 ? word >> 16 : word & 0xffff);
+    v[e] = divide(v[e], scale, reciprocal);
+  }
+  u16 low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1]), "f"(v[0]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3]), "f"(v[2]));
+  return low | (u32)high << 16;
+}
