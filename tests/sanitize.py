@@ -267,7 +267,26 @@ def own_calls() -> Calls:
                 calls[f"{tile} {problem}"] = lambda t=tile, o=operands, b=bias, g=pair, p=problem: (
                     own_product(t, o, b, g, p)
                 )
+    for pair, m, (n, k) in itertools.product(
+        (PAIRS[0], PAIRS[2]), (1, 2), ((200, 1040), (40000, 528))
+    ):
+        x = torch.randn(m, k, device="cuda").to(FLOATS[m - 1])
+        operands = quantized(m, n, k, pair, "cuda")
+        problem = described(operands, pair, None, torch.bfloat16, False)
+        calls[f"{m} values {problem}"] = lambda x=x, o=operands, g=pair, p=problem: (
+            own_product_of_values(x, o[2:], g, p)
+        )
     return calls
+
+
+def own_product_of_values(
+    x: Tensor, w_q: tuple[Tensor, Tensor], pair: Any, problem: MatmulProblem
+) -> Tensor:
+    """Quantize and multiply in the own kernel."""
+    tape.settle(w_q[0])
+    y = swap_ab.run_values(x, *w_q, None, pair, problem, 1e-12)
+    assert y is not None
+    return y
 
 
 def own_product(
