@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 from types import SimpleNamespace
@@ -17,9 +16,10 @@ from numerics import assert_bits_equal, assert_matmul
 
 swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
 CUTS = pytest.importorskip("cuts").CUTS
+launches = pytest.importorskip("launches")
 
 SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (64, 16))
-PROCESSORS = 132
+PROCESSORS = launches.PROCESSORS
 
 
 def choose(m: int, n: int, k: int, block_scales: bool = False) -> swap_ab.Tile:
@@ -84,19 +84,12 @@ def test_source_spells_out_the_registers() -> None:
 
 def launched(m: int, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Multiply with everything below the launch faked, and say whether it may start early."""
-    overlaps: list[bool] = []
-    kernel = SimpleNamespace(launch=lambda *_, overlap: overlaps.append(overlap))
-    monkeypatch.setattr(swap_ab, "_kernel", lambda *_: kernel)
-    monkeypatch.setattr(swap_ab, "_processors", lambda _: PROCESSORS)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(swap_ab.nvrtc, "byte_tile_map", lambda *shape: shape)
+    early = launches.fake(monkeypatch)
     x_q = fp8kit.quantize(torch.randn(m, w.shape[1]))
     groups, scale = (ROW, ROW), torch.ones(len(w), 1)
-    problem = MatmulProblem.of(
-        x_q.data, w, groups, torch.bfloat16, None, "precise", False, after_quantize=True
-    )
+    problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
     swap_ab.run(x_q.data, x_q.scale, w, scale, None, groups, problem)
-    return overlaps[0]
+    return early[0]
 
 
 def test_a_weight_is_read_early_once_a_call_has_waited_for_it(
@@ -124,11 +117,10 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         x_q = fp8kit.quantize(torch.randn(4, 128))
         patch.setattr(swap_ab, "_kernel", lambda *_: SimpleNamespace(launch=broken))
-        problem = MatmulProblem.of(
-            x_q.data, w, (ROW, ROW), torch.bfloat16, None, "precise", False, after_quantize=True
-        )
+        groups = (ROW, ROW)
+        problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
         with pytest.raises(RuntimeError, match="no kernel image"):
-            swap_ab.run(x_q.data, x_q.scale, w, torch.ones(64, 1), None, (ROW, ROW), problem)
+            swap_ab.run(x_q.data, x_q.scale, w, torch.ones(64, 1), None, groups, problem)
     assert not launched(4, w, monkeypatch)
 
 

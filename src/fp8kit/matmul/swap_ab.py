@@ -297,7 +297,7 @@ def run(
                 ctypes.c_int(0 if groups[1] == TENSOR else 1),
                 ctypes.c_int(_SPAN // tile.tokens),
             ),
-            overlap=problem.after_quantize and tape.settled(w),
+            overlap=tape.settled(w),
         )
     tape.settle(w)
     return y
