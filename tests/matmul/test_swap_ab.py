@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fp8kit
+from fp8kit import tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_bits_equal, assert_matmul
@@ -260,3 +261,24 @@ def test_a_weight_quantized_just_before_is_seen() -> None:
         w_q = fp8kit.quantize(dense[i % 4], role="weight")
         assert_bits_equal(fp8kit.linear(x, w_q), expected[i % 4])
         assert_bits_equal(fp8kit.linear(x, w_q), expected[i % 4])
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_a_weight_written_right_before_its_product_is_seen() -> None:
+    """No quantizer in between: a kernel of torch writes the weight, the next one reads it."""
+    x_q = fp8kit.quantize(torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16))
+    others = [
+        fp8kit.quantize(torch.randn(4096, 4096, device="cuda"), role="weight") for _ in range(4)
+    ]
+    expected = [fp8kit.scaled_mm(x_q, w) for w in others]
+    w_q = fp8kit.QTensor(others[0].data.clone(), others[0].scale.clone(), ROW)
+    codes, zero = w_q.data.view(torch.uint8), torch.zeros((), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    for i in range(2000):
+        w_q.scale.copy_(others[i % 4].scale)
+        # a copy of memory is no kernel, and nothing starts early behind it
+        torch.bitwise_xor(others[i % 4].data.view(torch.uint8), zero, out=codes)
+        for early in (False, True):
+            assert tape.settled(w_q.data) == early
+            assert_bits_equal(fp8kit.scaled_mm(x_q, w_q), expected[i % 4])

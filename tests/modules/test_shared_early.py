@@ -14,6 +14,7 @@ import fp8kit
 from fp8kit import tape
 from fp8kit.modules import shared
 from fp8kit.modules.shared import SharedInput
+from numerics import assert_bits_equal
 
 launches = pytest.importorskip("launches", reason="cuda-bindings is not installed")
 
@@ -217,3 +218,68 @@ def test_copies_wait_for_their_own_weights(
     twin = copied(nn.ModuleList(joined.members))[0].shared
     assert [step(twin, early) for _ in range(2)] == [[False], [True]]
     assert step(joined, early) == [True]
+
+
+HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="the kernel is written for sm90",
+)
+
+
+def wide_group() -> SharedInput:
+    layers = [
+        fp8kit.Fp8Linear.from_linear(nn.Linear(4096, n, False, device="cuda", dtype=torch.bfloat16))
+        for n in (4096, 1024, 1024)
+    ]
+    return SharedInput(layers, unchanging=True)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("offered", [False, True])
+def test_a_sibling_written_just_before_is_seen(offered: bool) -> None:
+    joined, x = wide_group(), torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
+    stand_in = torch.zeros((), device="cuda", dtype=torch.bfloat16).expand(x.shape)
+    versions = [[m.weight.detach().view(torch.uint8).clone() for m in joined.members]]
+    versions.append([codes.flip(0) for codes in versions[0]])
+
+    def results() -> list[Tensor]:
+        if offered:
+            joined.offer(stand_in, joined.members[0].quantize_input(x))
+        return [member(stand_in if offered else x) for member in joined.members]
+
+    def write(member: int, version: int) -> None:
+        codes = joined.members[member].weight.detach().view(torch.uint8)
+        torch.bitwise_xor(versions[version][member], zero, out=codes)  # a kernel, and counted
+
+    zero = torch.zeros((), dtype=torch.uint8, device="cuda")
+    expected = []
+    for version in range(2):
+        for member in range(3):
+            write(member, version)
+        torch.cuda.synchronize()
+        expected.append([y.clone() for y in results()])
+    torch.cuda.synchronize()
+    now = [1, 1, 1]
+    for i in range(1000):
+        member = i % 3
+        now[member] ^= 1
+        write(member, now[member])
+        for _ in range(3):
+            for each, (y, version) in enumerate(zip(results(), now, strict=True)):
+                assert_bits_equal(y, expected[version][each])
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_on_hopper_joined_products_are_early_and_taped() -> None:
+    joined, x = wide_group(), torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+    stand_in = torch.zeros((), device="cuda", dtype=torch.bfloat16).expand(x.shape)
+    for _ in range(3):
+        y = [member(x) for member in joined.members]
+        joined.offer(stand_in, joined.members[0].quantize_input(x))
+        for member, own in zip(joined.members, y, strict=True):
+            assert_bits_equal(member(stand_in), own)
+    assert all(tape.settled(m.weight) for m in joined.members)
+    steps = [len(taped.steps) for _, taped in joined._tapes.values() if taped is not None]
+    assert steps == [2, 1]
