@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -106,6 +108,25 @@ def test_a_weight_is_read_early_once_a_call_has_waited_for_it(
     with torch.inference_mode():
         uncounted = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
     assert [launched(4, uncounted, monkeypatch) for _ in range(3)] == [False, False, False]
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_every_way_to_a_product_knows_what_was_waited_for(
+    mode: Callable[[], contextlib.AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators hand on the tensor object that the caller holds, which is where it is noted."""
+    early = launches.fake_layers(monkeypatch)
+    w_q = fp8kit.quantize(torch.randn(64, 128), role="weight")
+    with mode():
+        x = torch.randn(4, 128)
+        x_q = fp8kit.quantize(x)
+        fp8kit.scaled_mm(x_q, w_q)
+        fp8kit.scaled_mm(x_q, w_q)
+        fp8kit.linear(x, w_q)
+        w_q.data.copy_(torch.zeros_like(w_q.data))
+        fp8kit.linear(x, w_q)
+        fp8kit.scaled_mm(x_q, w_q)
+    assert early == [False, True, True, False, True]
 
 
 def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
