@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8kit
+from fp8kit.modules.shared import SharedInput
 from timing import write_results
 
 ROWS = (1, 16, 64, 256)
 # side of the layers, batches, calls in a batch
 SIZES = {"cuda": (512, 41, 100), "cpu": (64, 5, 10)}
+SIBLINGS = 3
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR")
 
 
@@ -62,7 +64,10 @@ def main() -> None:
 def cases(
     x: Tensor, dense: nn.Linear, layers: dict[str, fp8kit.Fp8Linear]
 ) -> dict[str, Callable[[], object]]:
-    """Give the calls: dense, the layers as they are called, and the operator under them."""
+    """Give the calls: dense, the layers as they are called, and the operator under them.
+
+    Siblings are three layers with one input, called one after the other.
+    """
     found: dict[str, Callable[[], object]] = {
         "F.linear": lambda: F.linear(x, dense.weight),
         "nn.Linear": lambda: dense(x),
@@ -71,6 +76,17 @@ def cases(
         found[scheme] = lambda layer=layer: layer(x)
         w_q = layer.quantized_weight()
         found[f"{scheme} operator"] = lambda w=w_q, s=scheme: fp8kit.linear(x, w, scheme=s)
+    found["F.linear siblings"] = lambda: [F.linear(x, dense.weight) for _ in range(SIBLINGS)]
+    for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
+        group = SharedInput(
+            [fp8kit.Fp8Linear.from_linear(dense, scheme) for _ in range(SIBLINGS)], unchanging=True
+        )
+        codes, stand_in = group.members[0].quantize_input(x), x.expand(x.shape)
+        found[f"{scheme} siblings"] = lambda g=group: [layer(x) for layer in g.members]
+        found[f"{scheme} siblings from codes"] = lambda g=group, c=codes, s=stand_in: (
+            g.offer(s, c),
+            [layer(s) for layer in g.members],
+        )
     return found
 
 

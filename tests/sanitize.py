@@ -315,9 +315,9 @@ def quantized(m: int, n: int, k: int, pair: Any, device: str) -> tuple[Any, ...]
 def described(
     operands: Any, pair: Any, bias: Tensor | None, out: torch.dtype, invariant: bool
 ) -> MatmulProblem:
-    """Describe a product, by a quantizer just before where that changes the kernel."""
+    """Describe a product."""
     x, _, w, _ = operands
-    return MatmulProblem.of(x, w, pair, out, bias, "precise", invariant, after_quantize=True)
+    return MatmulProblem.of(x, w, pair, out, bias, "precise", invariant)
 
 
 def _say(text: str, status: int = 0) -> int:

@@ -121,6 +121,7 @@ class CpuBackends:
         problem: MatmulProblem,
     ) -> Tensor:
         self.calls.append("multiply")
+        x_scale = None if x_scale is None else x_scale.contiguous()
         y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype)
 
         def kernel(*memory: Tensor) -> None:

@@ -74,7 +74,7 @@ PUBLIC_NAMES = 40
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
 # extents and a tile; convert has what plan has, and where the dense weights go
 MANY_PARAMETERS = {
-    "ops.py": ("_scaled_mm", "_scaled_mm_fake", "linear", "_linear", "_linear_fake"),
+    "ops.py": ("scaled_mm", "_scaled_mm_fake", "linear", "_linear", "_linear_fake"),
     "conversion.py": ("convert",),
 }
 

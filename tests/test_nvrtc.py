@@ -178,7 +178,7 @@ def test_a_launch_is_noted_on_a_tape(kernel: nvrtc.Kernel, fake: FakeDriver) -> 
         kernel.launch(6, arguments(x, y, fake), overlap=True)
         return y
 
-    _, made = tape.record(call, x, [])
+    _, made = tape.record(call, [x], [])
     assert made is not None
     (step,) = made.steps
     assert isinstance(step, nvrtc.KernelLaunch)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8kit import tape
@@ -31,7 +32,7 @@ def twice_plus(x: Tensor, constant: Tensor) -> Tensor:
 
 def test_a_tape_repeats_with_another_input() -> None:
     x, constant = torch.randn(5, 7), torch.randn(5, 7)
-    y, made = tape.record(lambda: twice_plus(x, constant), x, [constant, None])
+    y, made = tape.record(lambda: twice_plus(x, constant), [x], [constant, None])
     assert made is not None
     assert torch.equal(y, 2 * x + constant)
     other = torch.randn(5, 7)
@@ -43,7 +44,7 @@ def test_a_tape_repeats_with_another_input() -> None:
 
 
 def taped(x: Tensor, constant: Tensor) -> tape.Tape:
-    made = tape.record(lambda: twice_plus(x, constant), x, [constant])[1]
+    made = tape.record(lambda: twice_plus(x, constant), [x], [constant])[1]
     assert made is not None
     return made
 
@@ -135,7 +136,7 @@ def test_threads_share_a_tape() -> None:
         launch(lambda a, b, out: (time.sleep(0.0005), out.copy_(a + b)), doubled, constant, y)
         return y
 
-    made = tape.record(call, x, [constant])[1]
+    made = tape.record(call, [x], [constant])[1]
     assert made is not None
 
     def many(start: int) -> list[tuple[Tensor, Tensor]]:
@@ -157,10 +158,65 @@ def test_views_are_followed_into_their_tensor() -> None:
         launch(lambda a, out: out.copy_(a + 1), buffer[1], y.view(24).view(4, 6))
         return y.view(24)
 
-    y, made = tape.record(halves, x, [])
+    y, made = tape.record(halves, [x], [])
     assert made is not None
     assert torch.equal(y, x.flatten() + 1)
     assert torch.equal(made(-x), 1 - x.flatten())
+
+
+def test_a_tape_has_as_many_inputs_as_its_call() -> None:
+    a, b = torch.randn(2, 5, 7)
+    made = tape.record(lambda: twice_plus(a, b), [a, b], [])[1]
+    assert made is not None
+    c, d = torch.randn(2, 5, 7)
+    assert torch.equal(made(c, d), 2 * c + d)
+    assert torch.equal(made(c, a), 2 * c + a)
+
+
+def counted() -> Tensor:
+    return nn.Parameter(torch.zeros(4), requires_grad=False)
+
+
+def in_inference_mode(function: Callable[[], Tensor]) -> Tensor:
+    with torch.inference_mode():
+        return function()
+
+
+def with_data(tensor: Tensor, data: Tensor) -> Tensor:
+    tensor.data = data
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "uncounted",
+    [
+        lambda: in_inference_mode(counted),
+        lambda: with_data(in_inference_mode(counted), torch.zeros(4)),
+        lambda: with_data(counted(), in_inference_mode(lambda: torch.zeros(4))),
+    ],
+    ids=["inference", "inference-given-normal", "normal-given-inference"],
+)
+def test_what_torch_does_not_count_is_never_settled(uncounted: Callable[[], Tensor]) -> None:
+    weight = uncounted()
+    assert tape.version(weight) == tape.UNCOUNTED
+    tape.settle(weight)
+    assert not tape.settled(weight)
+
+
+def test_a_weight_is_settled_until_it_changes() -> None:
+    weight = counted()
+    assert not tape.settled(weight)
+    for change in (
+        lambda: weight.add_(1),
+        lambda: torch.autograd.graph.increment_version(weight),
+        lambda: with_data(weight, torch.zeros(4)),
+        lambda: tape.unsettle(weight),
+    ):
+        tape.settle(weight)
+        assert tape.settled(weight)
+        with torch.no_grad():
+            change()
+        assert not tape.settled(weight)
 
 
 def foreign(x: Tensor) -> Tensor:
@@ -222,7 +278,7 @@ HIDDEN = torch.ones(3, 4)
 )
 def test_what_launches_do_not_tell_is_not_taped(function: object) -> None:
     x = torch.randn(3, 4)
-    y, made = tape.record(lambda: function(x), x, [])
+    y, made = tape.record(lambda: function(x), [x], [])
     assert made is None
     if function is not nothing:
         assert torch.equal(y, function(x))
@@ -233,7 +289,7 @@ def test_recording_ends_with_an_error() -> None:
         raise RuntimeError("no kernel")
 
     with pytest.raises(RuntimeError, match="no kernel"):
-        tape.record(broken, torch.ones(1), [])
+        tape.record(broken, [torch.ones(1)], [])
     assert not tape.recording()
 
 
@@ -243,7 +299,7 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
 ) -> None:
     """Two GPUs in one process, in fakes: the tape is of device 1, whichever is current."""
     x = torch.randn(2, 2)
-    y, made = tape.record(lambda: twice_plus(x, x), x, [])
+    y, made = tape.record(lambda: twice_plus(x, x), [x], [])
     assert made is not None
     made.index = 1
     where = [current]
@@ -307,7 +363,7 @@ def test_a_triton_launch_repeats_the_compiled_kernel() -> None:
         triton_launch.launch(Jitted(compiled), 9, x, y, 4, **options)
         return y
 
-    made = tape.record(function, x, [])[1]
+    made = tape.record(function, [x], [])[1]
     assert made is not None
     y = made(x)
     (ran,) = compiled.ran
@@ -323,7 +379,7 @@ def test_the_interpreter_cannot_be_taped() -> None:
         triton_launch.launch(Jitted(None), 9, x, y, 4, K=16, STATIC=True)
         return y
 
-    assert tape.record(function, x, [])[1] is None
+    assert tape.record(function, [x], [])[1] is None
 
 
 class Recording:
@@ -372,7 +428,7 @@ def test_every_quantizer_can_be_taped(
         outputs[:] = triton.quantize(x, group, torch.float8_e4m3fn, 1e-12, None, rounding)
         return y
 
-    made = tape.record(call, x, [])[1]
+    made = tape.record(call, [x], [])[1]
     assert made is not None
     made(torch.randn(shape))
     for fake in fakes:
@@ -401,7 +457,7 @@ def test_the_triton_product_can_be_taped(splits: int, monkeypatch: pytest.Monkey
     def call() -> Tensor:
         return triton_scaled.run_tile(x, x_scale, w, w_scale, None, problem, tile)
 
-    made = tape.record(call, x, [x_scale, w, w_scale])[1]
+    made = tape.record(call, [x], [x_scale, w, w_scale])[1]
     assert made is not None
     another = x.clone()
     y = made(another)

@@ -134,7 +134,7 @@ def multiply(
     return y
 
 
-def _scaled_mm(
+def scaled_mm(
     x: Tensor,
     x_scale: Tensor | None,
     w: Tensor,
@@ -147,6 +147,7 @@ def _scaled_mm(
     batch_invariant: bool,
     backend: str | None,
 ) -> Tensor:
+    """Multiply codes; the body of the operator ``scaled_mm``, with its arguments."""
     groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
     problem = MatmulProblem.of(x, w, groups, out_dtype, bias, accum, batch_invariant)
     return multiply(x, x_scale, w, w_scale, bias, problem, backend)
@@ -251,9 +252,8 @@ def linear(
     if y is not None:
         return y.view(*x.shape[:-1], w.shape[0])
     data, x_scale = quantize_rows(rows, x_group, w.dtype, input_scale, scale_ub, scale_rounding)
-    problem = MatmulProblem.of(
-        data, w, (x_group, w_group), out_dtype, bias, accum, batch_invariant, after_quantize=True
-    )
+    groups = (x_group, w_group)
+    problem = MatmulProblem.of(data, w, groups, out_dtype, bias, accum, batch_invariant)
     y = multiply(data, x_scale, w, w_scale, bias, problem)
     return y.view(*x.shape[:-1], w.shape[0])
 
@@ -316,7 +316,7 @@ SCALED_MM = _register(
     "scaled_mm(Tensor x, Tensor? x_scale, Tensor w, Tensor w_scale, Tensor? bias,"
     " int[2]? x_group, int[2] w_group, ScalarType out_dtype, str accum, bool batch_invariant,"
     " str? backend) -> Tensor",
-    _scaled_mm,
+    scaled_mm,
     _scaled_mm_fake,
 )
 LINEAR = _register(

@@ -2,11 +2,11 @@
 
 An eager layer spends its host time on deciding: validation, dispatch, tiles, argument packing. For
 one shape the decisions never change, only addresses do. ``record`` runs a function once and notes
-its launches and allocations; ``Tape`` then repeats them with a new input: one allocation for the
+its launches and allocations; ``Tape`` then repeats them with new inputs: one allocation for the
 result, one for everything the call allocated besides, and the same kernels in the same order.
 
 A call can be taped if all it does on the device is launch kernels of this package, and if every
-address it passes lies in a tensor that is known: the input, a constant operand, or one that was
+address it passes lies in a tensor that is known: an input, a constant operand, or one that was
 allocated inside. Any other operation of torch makes ``record`` give up, and the caller goes on as
 before. Kernels take part by noting their launches (``nvrtc.Kernel``, ``quantizers.triton_launch``).
 """
@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WAITED_FOR = "_fp8kit_waited_for"  # attribute of a weight: its version and address
+UNCOUNTED = -1  # version of a tensor whose changes are not counted
 _ALIGN = 256  # what a fresh CUDA allocation has, at least
-_X, _Y, _SCRATCH = range(3)
+_Y, _SCRATCH = -2, -1  # slots; inputs have those from 0 on
 _aten = torch.ops.aten
 _ALLOCATIONS = (
     _aten.empty.memory_format,
@@ -42,6 +43,7 @@ _EMPTY: dict[str, Callable[..., Tensor]] = {
 # builds without CUDA lack these two; with a CUDA tensor at hand nothing has to be initialized first
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+_address = Tensor.data_ptr
 _local = threading.local()
 
 
@@ -67,23 +69,42 @@ class Launch(Protocol):
         """Launch again, on a stream of the current device, given by its handle."""
 
 
+def version(tensor: Tensor) -> int:
+    """Give the counter of a tensor's changes, ``UNCOUNTED`` where torch does not count them."""
+    if tensor.is_inference():
+        return UNCOUNTED
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, and given the data of another tensor since
+        return UNCOUNTED
+
+
 def settled(weight: Tensor) -> bool:
     """Say whether an earlier call has waited for this weight as it is now.
 
-    A kernel may load such a weight before the kernels ahead have ended: none of them is writing it.
+    A kernel may load such a weight before the kernels ahead have ended, whatever they are: the call
+    that waited began when everything before it was complete, and kernels that start early still
+    start in the order of their stream, so none that begins later can meet a write that is older.
     A call on another stream has waited too, and the event between the streams ends the overlap.
+
+    What counts as a change is what torch counts, and only for this tensor: parts of one storage
+    that were put in place by ``p.data = part`` each have a counter of their own. A write that is
+    not counted has to be complete, and visible to other kernels, before the next call.
     """
-    # changes of inference tensors are not counted
-    return not weight.is_inference() and getattr(weight, WAITED_FOR, None) == (
-        weight._version,
-        weight.data_ptr(),
-    )
+    found: object = getattr(weight, WAITED_FOR, None)
+    return found == (version(weight), weight.data_ptr())
 
 
 def settle(weight: Tensor) -> None:
     """Note that a call waits, or has waited, for this weight as it is now."""
-    if not weight.is_inference():
-        setattr(weight, WAITED_FOR, (weight._version, weight.data_ptr()))
+    count = version(weight)
+    if count != UNCOUNTED:
+        setattr(weight, WAITED_FOR, (count, weight.data_ptr()))
+
+
+def unsettle(weight: Tensor) -> None:
+    """Forget that a call has waited for this weight: it was written past its counter."""
+    setattr(weight, WAITED_FOR, None)
 
 
 def recording() -> bool:
@@ -114,10 +135,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Tape:
-    """The launches of one call, for inputs of one shape and dtype; threads may share it.
+    """The launches of one call, for inputs of one kind; threads may share it.
 
     Args:
         steps: launches, each with (slot, offset) of its addresses; slot ``None`` is a constant.
+        inputs: how many inputs it has.
         result: what the recorded call returned; contiguous.
         scratch: bytes of the other allocations together.
     """
@@ -125,6 +147,7 @@ class Tape:
     def __init__(
         self,
         steps: Sequence[tuple[Launch, Sequence[tuple[int | None, int]]]],
+        inputs: int,
         result: Tensor,
         scratch: int,
     ) -> None:
@@ -134,25 +157,27 @@ class Tape:
         self._scratch = (scratch,), (1,), torch.uint8
         self._empty = _EMPTY[result.device.type]
         self._starts = [launch.start for launch in self.steps]
-        self._moves: list[list[tuple[Callable[[int, int], None], int, int]]] = [[], [], []]
+        slots = inputs + 2
+        self._moves: list[list[tuple[Callable[[int, int], None], int, int]]]
+        self._moves = [[] for _ in range(slots)]
         for launch, places in steps:
             for position, (slot, offset) in enumerate(places):
                 if slot is not None:
                     self._moves[slot].append((launch.move, position, offset))
-        self._bases = (-1, -1, -1)
+        self._bases: tuple[int, ...] = (-1,) * slots
         self._lock = threading.Lock()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Repeat the call with another input of the same shape, dtype and alignment."""
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Repeat the call with other inputs of the same shapes, dtypes, strides and alignment."""
         index, stream = self.index, 0
         if index is not None:
             if _current_device() != index:
                 with torch.cuda.device(index):
-                    return self(x)
+                    return self(*inputs)
             stream = _current_stream(index)
         y = self._empty(*self._result)
         scratch = self._empty(*self._scratch)
-        bases = (x.data_ptr(), y.data_ptr(), scratch.data_ptr())
+        bases = (*map(_address, inputs), y.data_ptr(), scratch.data_ptr())
         with self._lock:  # between a move and its start no other thread may move
             if bases != self._bases:  # allocators hand the same blocks out again and again
                 self._move(bases)
@@ -160,9 +185,9 @@ class Tape:
                 start(stream)
         return y
 
-    def _move(self, bases: tuple[int, int, int]) -> None:
+    def _move(self, bases: tuple[int, ...]) -> None:
         # nothing is known of the launches until all have moved: a move that fails is made again
-        last, self._bases = self._bases, (-1, -1, -1)
+        last, self._bases = self._bases, (-1,) * len(bases)
         for moves, before, base in zip(self._moves, last, bases, strict=True):
             if base != before:
                 for move, position, offset in moves:
@@ -171,13 +196,13 @@ class Tape:
 
 
 def record(
-    function: Callable[[], Tensor], x: Tensor, constants: Sequence[Tensor | None]
+    function: Callable[[], Tensor], inputs: Sequence[Tensor], constants: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tape | None]:
     """Run a function and tape what it launches.
 
     Args:
-        function: computes from ``x`` and ``constants``, whose addresses stay what they are.
-        x: the input; a tape wants others of its shape, dtype and strides, 16-byte aligned.
+        function: computes from ``inputs`` and ``constants``, whose addresses stay what they are.
+        inputs: a tape wants others of their shapes, dtypes and strides, 16-byte aligned.
         constants: the other operands.
 
     Returns:
@@ -191,19 +216,20 @@ def record(
         launches: list[Launch | None] = _local.launches
     finally:
         _local.launches = None
-    return y, _tape(y, launches, watch, x, constants)
+    return y, _tape(y, launches, watch, inputs, constants)
 
 
 def _tape(
     y: Tensor,
     launches: Sequence[Launch | None],
     watch: _Watch,
-    x: Tensor,
+    inputs: Sequence[Tensor],
     constants: Sequence[Tensor | None],
 ) -> Tape | None:
     if watch.foreign or not launches:
         return None
-    spans: list[tuple[int, int, int | None, int]] = [_span(x, _X, 0)]
+    spans: list[tuple[int, int, int | None, int]]
+    spans = [_span(x, slot, 0) for slot, x in enumerate(inputs)]
     spans += [_span(t, None, t.data_ptr()) for t in constants if t is not None]
     scratch = results = 0
     for tensor in watch.allocated:
@@ -225,7 +251,7 @@ def _tape(
     written = any(slot == _Y for _, known in steps for slot, _ in known)
     if results != 1 or not written:  # else a kernel that was not noted has filled the result
         return None
-    return Tape(steps, y, scratch)
+    return Tape(steps, len(inputs), y, scratch)
 
 
 def _span(tensor: Tensor, slot: int | None, offset: int) -> tuple[int, int, int | None, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit import ops  # noqa: F401  (registers torch.ops.fp8kit)
+from fp8kit import ops
 from fp8kit.formats import GroupShape, min_scale
 from fp8kit.quantizers import traced
 
@@ -120,6 +120,7 @@ def multiply_rows(
     bias: Tensor | None,
     accum: str,
     batch_invariant: bool,
+    directly: bool = False,
 ) -> Tensor:
     """Multiply ``quantize_rows``'s result by a weight; arguments are known to fit.
 
@@ -129,12 +130,14 @@ def multiply_rows(
         bias: ``[N]`` or ``None``.
         accum: as in ``scaled_mm``.
         batch_invariant: as in ``scaled_mm``.
+        directly: call the body of the operator, because nobody would see the operator.
 
     Returns:
         ``[..., N]`` in ``codes.dtype``.
     """
     weight, scale, group = w_q
-    y: Tensor = torch.ops.fp8kit.scaled_mm(
+    product = ops.scaled_mm if directly else torch.ops.fp8kit.scaled_mm
+    y: Tensor = product(
         codes.data,
         codes.scale,
         weight,

@@ -89,7 +89,6 @@ def counts(
     problem = MatmulProblem(
         m, n, k, *groups, x.dtype, w.dtype, torch.bfloat16, False,
         "fast" if option == "fast" else "precise", option == "invariant", "cuda", capability,
-        after_quantize=True,
     )  # fmt: skip
     tile = triton_scaled.choose_tile(problem, limits)
     y = torch.empty(0, dtype=torch.float32 if tile.splits > 1 else torch.bfloat16)

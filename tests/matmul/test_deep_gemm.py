@@ -216,7 +216,7 @@ def test_a_call_to_it_is_not_taped(library: Library, monkeypatch: pytest.MonkeyP
     def call() -> Tensor:
         return deep_gemm.run(x_q.data, scale, w_q.data, w_q.scale, None, GROUPS, problem)
 
-    y, taped = tape.record(call, x_q.data, (scale, w_q.data, w_q.scale))
+    y, taped = tape.record(call, [x_q.data], (scale, w_q.data, w_q.scale))
     assert taped is None
     assert noted == [None]
     assert_bits_equal(y, call())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fp8kit
-from fp8kit import dispatch
+from fp8kit import dispatch, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
 from fp8kit.matmul import swap_ab_tile
 from fp8kit.matmul.problem import MatmulProblem
@@ -19,9 +20,10 @@ from numerics import assert_bits_equal, assert_matmul
 
 swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
 CUTS = pytest.importorskip("cuts").CUTS
+launches = pytest.importorskip("launches")
 
 SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (64, 16))
-PROCESSORS = 132
+PROCESSORS = launches.PROCESSORS
 
 
 def choose(m: int, n: int, k: int, block_scales: bool = False) -> swap_ab.Tile:
@@ -86,19 +88,12 @@ def test_source_spells_out_the_registers() -> None:
 
 def launched(m: int, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Multiply with everything below the launch faked, and say whether it may start early."""
-    overlaps: list[bool] = []
-    kernel = SimpleNamespace(launch=lambda *_, overlap: overlaps.append(overlap))
-    monkeypatch.setattr(swap_ab, "_kernel", lambda *_: kernel)
-    monkeypatch.setattr(swap_ab, "_processors", lambda _: PROCESSORS)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(swap_ab.nvrtc, "byte_tile_map", lambda *shape: shape)
+    early = launches.fake(monkeypatch)
     x_q = fp8kit.quantize(torch.randn(m, w.shape[1]))
     groups, scale = (ROW, ROW), torch.ones(len(w), 1)
-    problem = MatmulProblem.of(
-        x_q.data, w, groups, torch.bfloat16, None, "precise", False, after_quantize=True
-    )
+    problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
     swap_ab.run(x_q.data, x_q.scale, w, scale, None, groups, problem)
-    return overlaps[0]
+    return early[0]
 
 
 def test_a_weight_is_read_early_once_a_call_has_waited_for_it(
@@ -116,6 +111,25 @@ def test_a_weight_is_read_early_once_a_call_has_waited_for_it(
     assert [launched(4, uncounted, monkeypatch) for _ in range(3)] == [False, False, False]
 
 
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_every_way_to_a_product_knows_what_was_waited_for(
+    mode: Callable[[], contextlib.AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators hand on the tensor object that the caller holds, which is where it is noted."""
+    early = launches.fake_layers(monkeypatch)
+    w_q = fp8kit.quantize(torch.randn(64, 128), role="weight")
+    with mode():
+        x = torch.randn(4, 128)
+        x_q = fp8kit.quantize(x)
+        fp8kit.scaled_mm(x_q, w_q)
+        fp8kit.scaled_mm(x_q, w_q)
+        fp8kit.linear(x, w_q)
+        w_q.data.copy_(torch.zeros_like(w_q.data))
+        fp8kit.linear(x, w_q)
+        fp8kit.scaled_mm(x_q, w_q)
+    assert early == [False, True, True, False, True]
+
+
 def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
     launched(4, torch.zeros_like(w), monkeypatch)
@@ -126,11 +140,10 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as patch:
         x_q = fp8kit.quantize(torch.randn(4, 128))
         patch.setattr(swap_ab, "_kernel", lambda *_: SimpleNamespace(launch=broken))
-        problem = MatmulProblem.of(
-            x_q.data, w, (ROW, ROW), torch.bfloat16, None, "precise", False, after_quantize=True
-        )
+        groups = (ROW, ROW)
+        problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
         with pytest.raises(RuntimeError, match="no kernel image"):
-            swap_ab.run(x_q.data, x_q.scale, w, torch.ones(64, 1), None, (ROW, ROW), problem)
+            swap_ab.run(x_q.data, x_q.scale, w, torch.ones(64, 1), None, groups, problem)
     assert not launched(4, w, monkeypatch)
 
 
@@ -330,3 +343,24 @@ def test_tokens_quantized_inside_give_the_same_bits(
     fits = swap_ab.values_tile(m, n, k, processors, groups[1] == BLOCK) is not None
     assert inside == [fits] * 6
     assert fits or m * k > 4096
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_a_weight_written_right_before_its_product_is_seen() -> None:
+    """No quantizer in between: a kernel of torch writes the weight, the next one reads it."""
+    x_q = fp8kit.quantize(torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16))
+    others = [
+        fp8kit.quantize(torch.randn(4096, 4096, device="cuda"), role="weight") for _ in range(4)
+    ]
+    expected = [fp8kit.scaled_mm(x_q, w) for w in others]
+    w_q = fp8kit.QTensor(others[0].data.clone(), others[0].scale.clone(), ROW)
+    codes, zero = w_q.data.view(torch.uint8), torch.zeros((), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    for i in range(2000):
+        w_q.scale.copy_(others[i % 4].scale)
+        # a copy of memory is no kernel, and nothing starts early behind it
+        torch.bitwise_xor(others[i % 4].data.view(torch.uint8), zero, out=codes)
+        for early in (False, True):
+            assert tape.settled(w_q.data) == early
+            assert_bits_equal(fp8kit.scaled_mm(x_q, w_q), expected[i % 4])

@@ -107,7 +107,7 @@ class Product:
         self.given = given
         self.problem = MatmulProblem.of(
             self.quantized(0)[0], self.w.data, self.groups, torch.bfloat16, self.bias, "precise",
-            False, after_quantizer,
+            False,
         )  # fmt: skip
 
     def quantized(self, i: int) -> tuple[Tensor, Tensor]:

@@ -185,22 +185,23 @@ def test_a_change_of_the_layer_is_seen(
 
 def test_each_constant_is_part_of_the_state() -> None:
     layer = made("FP8")
-    constants = (layer.weight, layer.weight_scale, layer.bias, layer.input_scale)
-    states = {eager._state(*constants)}
-    for i, constant in enumerate(constants):
-        for other in (constant.clone(), None if i > 1 else constant[:64].clone()):
-            states.add(eager._state(*constants[:i], other, *constants[i + 1 :]))
+    constants = dict(layer._parameters)
+    states = {eager._state(constants)}
+    for name, constant in constants.items():
+        whole = name in ("bias", "input_scale")
+        for other in (constant.clone(), None if whole else constant[:64].clone()):
+            states.add(eager._state(constants | {name: other}))
     assert len(states) == 1 + 2 * len(constants)
     alias = layer.bias.detach().view(torch.float16)  # what a cast may leave at the old address
     assert alias.data_ptr() == layer.bias.data_ptr()
-    states.add(eager._state(*constants[:2], alias, constants[3]))
+    states.add(eager._state(constants | {"bias": alias}))
     with torch.no_grad():
         layer.weight.zero_()
-    states.add(eager._state(*constants))
+    states.add(eager._state(constants))
     before = layer.weight._version
     held, layer.weight.data = layer.weight.data, layer.weight.data.clone()
     assert (layer.weight._version, layer.weight.data_ptr() == held.data_ptr()) == (before, False)
-    states.add(eager._state(*constants))
+    states.add(eager._state(constants))
     assert len(states) == 4 + 2 * len(constants)
 
 
@@ -256,8 +257,8 @@ def test_forward_derivatives_are_not_lost(cpu_backends: CpuBackends) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
     with forward_ad.dual_level():
-        assert eager.replay(layer._tapes, x, layer._parameters, ("precise", False)) is None
-    assert eager.replay(layer._tapes, x, layer._parameters, ("precise", False)) is not None
+        assert eager.replay(layer._tapes, x, (layer._parameters,), ("precise", False)) is None
+    assert eager.replay(layer._tapes, x, (layer._parameters,), ("precise", False)) is not None
 
 
 class Marked(Tensor):
@@ -279,9 +280,9 @@ def test_subclasses_see_the_operator(cpu_backends: CpuBackends) -> None:
     Marked.seen.clear()
     layer(x.as_subclass(Marked))
     assert any("linear" in name for name in Marked.seen)
-    weight = layer.weight.detach().as_subclass(Marked)
+    layer._parameters["weight"] = layer.weight.detach().as_subclass(Marked)
     Marked.seen.clear()
-    layer.compute(x, weight, layer.weight_scale, layer.bias)
+    layer.compute(x)
     assert any("linear" in name for name in Marked.seen)
 
 
@@ -322,7 +323,7 @@ def test_inputs_that_a_tape_cannot_take_run_in_full(
 ) -> None:
     x = other(x_of(3))
     layer = warmed(made(), x_of(3).to(x.dtype), cpu_backends)
-    assert eager.replay(layer._tapes, x, layer._parameters, ("precise", False)) is None
+    assert eager.replay(layer._tapes, x, (layer._parameters,), ("precise", False)) is None
     for _ in range(3):
         assert_bits_equal(layer(x), operator(layer, x))
 
@@ -356,8 +357,8 @@ def test_inputs_without_an_address_are_left_to_the_operator(
 ) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
-    assert eager.replay(layer._tapes, x, layer._parameters, ("precise", False)) is not None
-    assert eager.replay(layer._tapes, other(x), layer._parameters, ("precise", False)) is None
+    assert eager.replay(layer._tapes, x, (layer._parameters,), ("precise", False)) is not None
+    assert eager.replay(layer._tapes, other(x), (layer._parameters,), ("precise", False)) is None
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -54,13 +54,15 @@ def test_shared_multiplies_once(device: torch.device, monkeypatch: pytest.Monkey
     layers = siblings(device)
     x = tokens(device)
     calls: list[int] = []
-    compute = fp8kit.Fp8Linear.compute
+    product = fp8kit.Fp8Linear.product
 
-    def counted(self: fp8kit.Fp8Linear, x: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+    def counted(
+        self: fp8kit.Fp8Linear, x: Tensor, weight: Tensor, *rest: Tensor, directly: bool
+    ) -> Tensor:
         calls.append(weight.shape[0])
-        return compute(self, x, weight, *rest)
+        return product(self, x, weight, *rest, directly=directly)
 
-    monkeypatch.setattr(fp8kit.Fp8Linear, "compute", counted)
+    monkeypatch.setattr(fp8kit.Fp8Linear, "product", counted)
     for layer in layers:
         layer(x)
     assert calls == [256, 128, 384]
@@ -93,7 +95,7 @@ def test_shared_sees_an_input_changed_in_place(device: torch.device) -> None:
 
 
 def siblings_alone(layer: fp8kit.Fp8Linear, x: Tensor) -> Tensor:
-    return layer.compute(x, layer.weight, layer.weight_scale, layer.bias)
+    return layer.compute(x)
 
 
 def test_shared_in_another_order(device: torch.device) -> None:

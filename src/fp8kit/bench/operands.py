@@ -66,9 +66,7 @@ class Operands:
         x_q = self.x.new_empty(0, dtype=dtype).expand(self.x.shape[0], 0)
         groups = (self.scheme.activation, self.scheme.weight)
         weight = self.weights[0].data
-        return MatmulProblem.of(
-            x_q, weight, groups, self.x.dtype, None, self.accum, False, after_quantize=True
-        )
+        return MatmulProblem.of(x_q, weight, groups, self.x.dtype, None, self.accum, False)
 
     def quantized(self) -> tuple[Tensor, Tensor | None]:
         """Quantize the input as the layer does."""

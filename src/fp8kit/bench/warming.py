@@ -184,7 +184,7 @@ def _run(module: nn.Module, rows: int) -> None:
             for member in module.shared.members:
                 module.shared(member, x)
         else:
-            module.compute(x, module.weight, module.weight_scale, module.bias)
+            module.compute(x)
 
 
 def _produced(module: Producer, x: Tensor) -> Iterator[Tensor]:

@@ -42,8 +42,6 @@ class MatmulProblem:
         bias: whether a bias is added.
         accum: ``"precise"`` (data of one sign is biased by less than 1e-3) or ``"fast"``.
         batch_invariant: the bits of a row must not depend on the other rows.
-        after_quantize: the kernel just before on this stream quantized ``x`` and wrote nothing
-            else, so that the matmul may start to read the weight before it ends.
         device_type: ``"cpu"``, ``"cuda"``, …
         capability: CUDA compute capability, ``None`` elsewhere.
         device: name of the GPU, under which its measured times are kept; empty elsewhere.
@@ -63,7 +61,6 @@ class MatmulProblem:
     batch_invariant: bool
     device_type: str
     capability: tuple[int, int] | None
-    after_quantize: bool = False
     device: str = ""
     configuration: str = ""
 
@@ -76,7 +73,6 @@ class MatmulProblem:
         bias: Tensor | None,
         accum: str,
         batch_invariant: bool,
-        after_quantize: bool = False,
     ) -> MatmulProblem:
         """Describe multiplying ``x [M, K]`` by ``w [N, K]``; ``groups`` are those of ``(x, w)``."""
         return MatmulProblem(
@@ -93,7 +89,6 @@ class MatmulProblem:
             batch_invariant,
             x.device.type,
             capability(x.device),
-            after_quantize,
             device_name(x.device),
         )
 

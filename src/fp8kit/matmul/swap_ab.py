@@ -68,8 +68,7 @@ def run(
         scale_map = _scale_map(x_scale, tile.tokens) if blocks else x_map
         stride = 0 if groups[0] == TENSOR else x_scale.stride(0)
         tokens = _Tokens(x_map, scale_map, x_scale, stride)
-        overlap = problem.after_quantize and tape.settled(w)
-        return _launch(tile, m, tokens, (w, w_scale), bias, groups, problem, overlap)
+        return _launch(tile, m, tokens, (w, w_scale), bias, groups, problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,6 @@ def _launch(
     bias: Tensor | None,
     groups: tuple[GroupShape | None, GroupShape],
     problem: MatmulProblem,
-    overlap: bool,
 ) -> Tensor:
     w, w_scale = w_q[0], w_q[1].contiguous()
     n, k = w.shape
@@ -127,7 +125,7 @@ def _launch(
             ctypes.c_longlong(0 if tokens.values is None else tokens.values.stride(0) * 2),
             ctypes.c_float(tokens.min_scale),
         ),
-        overlap=overlap,
+        overlap=tape.settled(w),
     )
     tape.settle(w)
     return y
@@ -166,7 +164,7 @@ def run_values(
         w_map = nvrtc.byte_tile_map(w.data_ptr(), n, k, tile.weights, TILE_K)
         tokens = _Tokens(w_map, w_map, values=x, min_scale=min_scale)
         problem = replace(problem, x_dtype=x.dtype)
-        return _launch(tile, m, tokens, (w, w_scale), bias, groups, problem, tape.settled(w))
+        return _launch(tile, m, tokens, (w, w_scale), bias, groups, problem)
 
 
 def _scale_map(scale: Tensor, tokens: int) -> Any:

@@ -245,7 +245,7 @@ def product_constants(problem: MatmulProblem, tile: Tile) -> dict[str, object]:
         dtype = _COMPUTE.get(problem.x_dtype, tl.bfloat16)
     w_kind, w_rows, w_cols = _kind(problem.w_group)
     x_kind, x_rows, x_cols = _kind(problem.x_group)
-    ahead = _overlaps(problem) and problem.after_quantize and problem.m <= DECODED_ROWS
+    ahead = _overlaps(problem) and problem.m <= DECODED_ROWS
     return {
         "W_KIND": w_kind, "X_KIND": x_kind, "W_ROWS": w_rows, "W_COLS": w_cols,
         "X_ROWS": x_rows, "X_COLS": x_cols, "W_FORMAT": _FORMATS[problem.w_dtype],

@@ -1,31 +1,37 @@
 """Eager calls of a layer, without the work that is the same at every call.
 
 Where nobody else would see the registered operator, its body is called directly: no gradient, no
-autocast, no tracer, no dispatch mode, a plain CUDA tensor; callers leave this module out under a
-compiler. The second call with a shape is recorded, and later ones repeat the tape (see ``tape``),
-if all the call does is launch kernels of this package. What a tape fixes is checked at every call:
-shapes, dtypes, the addresses of weight, scales and bias, and the weight's version, so a reload in
-place, a move or a new Parameter is recorded anew.
+autocast, no tracer, no compiler, no dispatch mode, a plain CUDA tensor. The second call with a
+shape is recorded, and later ones repeat the tape (see ``tape``), if all the call does is launch
+kernels of this package. Layers whose weights are joined have tapes together, and the product of
+codes that were made elsewhere has them too. What a tape fixes is checked at every call:
+shapes, dtypes, the addresses of weights, scales and biases, and the weights' versions, so a reload
+in place, a move or a new Parameter is recorded anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fp8kit import tape
+from fp8kit.unchecked import RowCodes
 
 TAPED_DEVICES = ("cuda",)
 _PLAIN = (
     Tensor,
     nn.Parameter,
 )  # a subclass, such as a distributed tensor, has a meaning of its own
+_INPUTS = (Tensor, RowCodes)
+_CONSTANTS = ("weight", "weight_scale", "bias", "input_scale")
 _MOST_SHAPES = 64
 _ALIGN = 16
+_ONCE = "once"  # before the state of a call that was made once, and is recorded next
 _strided = torch.strided
 # bound once: looking the names up through torch costs more than calling them
 _dispatch_modes, _function_modes = (
@@ -35,12 +41,20 @@ _dispatch_modes, _function_modes = (
 _transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 Key = tuple[object, ...]
-Constants = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-State = tuple[object, ...]
+# of a layer; looking them up there is three times as fast as on the module
+Parameters = Mapping[str, Tensor | None]
+State = list[object]  # of each layer
+
+
+class Product(Protocol):
+    """What a layer computes from one input."""
+
+    def __call__(self, *, directly: bool) -> Tensor:
+        """Compute it: by the registered operator, or ``directly`` by its body."""
 
 
 class Tapes(dict[Key, tuple[State, tape.Tape | None]]):
-    """The tapes of one layer; a copy or a pickle of the layer starts without any."""
+    """The tapes of layers that run as one; a copy or a pickle of them starts without any."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tapes:
         """Give an empty one: addresses belong to the original."""
@@ -52,107 +66,132 @@ class Tapes(dict[Key, tuple[State, tape.Tape | None]]):
 
 
 def replay(
-    tapes: Tapes, x: Tensor, parameters: Mapping[str, Tensor | None], options: Key
+    tapes: Tapes, x: Tensor | RowCodes, layers: Sequence[Parameters], options: Key
 ) -> Tensor | None:
-    """Repeat an earlier call of the layer, if there is a tape that fits.
+    """Repeat an earlier call, if there is a tape that fits.
 
     Args:
-        tapes: of the layer.
-        x: the input.
-        parameters: of the layer; looking them up there is three times as fast as on the module.
+        tapes: of the layers.
+        x: the input, or its codes.
+        layers: what is multiplied, as one.
         options: whatever else the result depends on.
 
     Returns:
         The result; ``None`` if the call has to be made in full.
     """
-    if not tapes:
+    if not tapes or type(x) not in _INPUTS:
         return None
-    try:
-        weight, scale = parameters["weight"], parameters["weight_scale"]
-        bias, input_scale = parameters["bias"], parameters["input_scale"]
-    except KeyError:
-        return None
-    if weight is None or scale is None or type(x) is not Tensor:
-        return None
+    inputs, key = _described(x, options)
+    found = tapes.get(key)
     # an x of a recorded shape has elements; on the device of the tape it is where the weight is,
     # as long as the weight is at its address, and of a kind that is taped
-    found = tapes.get((x.shape, x.dtype, options))
-    if found is None or found[1] is None or x.device != found[1].device:
+    if found is None or found[1] is None or inputs[0].device != found[1].device:
         return None
-    if not _plain(x, weight, bias) or found[0] != _state(weight, scale, bias, input_scale):
+    if not _plain(inputs) or found[0] != [_state(layer) for layer in layers]:
         return None
-    return found[1](x)
+    return found[1](*inputs)
 
 
 def run(
     tapes: Tapes,
-    call: Callable[[], Tensor],
-    x: Tensor,
-    constants: Constants,
+    product: Product,
+    x: Tensor | RowCodes,
+    layers: Sequence[Parameters],
     options: Key,
-) -> Tensor | None:
-    """Repeat an earlier call, or record this one if it is the second of its kind.
+) -> Tensor:
+    """Repeat an earlier call, or make it; it is recorded if it is the second of its kind.
 
     Args:
-        tapes: of the layer.
-        call: computes the layer by the operator's implementation.
-        x: the input.
-        constants: weight, its scales, bias and input scale.
+        tapes: of the layers.
+        product: computes the result, in full.
+        x: the input, or its codes; known to fit the layers, and on their device.
+        layers: what is multiplied, as one.
         options: whatever else the result depends on.
 
     Returns:
-        The result; ``None`` if the registered operator has to be called.
+        The result.
     """
-    if type(x) is not Tensor or x.device.type not in TAPED_DEVICES or not x.numel():
-        return None
-    if x.device != constants[0].device or not _plain(x, constants[0], constants[2]):
-        return None
-    key, state = (x.shape, x.dtype, options), _state(*constants)
-    found, once = tapes.get(key), ("once", *state)
+    if torch.compiler.is_compiling():
+        return product(directly=False)
+    repeated = replay(tapes, x, layers, options)
+    if repeated is not None:
+        return repeated
+    state = _tapeable(x, layers)
+    if state is None:
+        return product(directly=False)
+    inputs, key = _described(x, options)
+    found, constants = tapes.get(key), [layer[name] for layer in layers for name in _CONSTANTS]
     if found is not None and found[0] == state:
-        return call() if found[1] is None else found[1](x)
-    if (
-        found is None
-        or found[0] != once
-        or not all(t is None or t.is_contiguous() for t in constants)
-    ):
+        return product(directly=True)  # it was found that no tape can repeat it
+    steady = all(t is None or t.is_contiguous() for t in constants)
+    if found is None or found[0] != [_ONCE, *state] or not steady:
         if len(tapes) >= _MOST_SHAPES:
             tapes.clear()
-        y = call()
-        tapes[key] = (
-            ("once", *_state(*constants)),
-            None,
-        )  # the call may have waited for the weight
+        y = product(directly=True)
+        # the call may have moved the weights, and waited for them
+        tapes[key] = ([_ONCE, *map(_state, layers)], None)
         return y
-    y, taped = tape.record(call, x, constants)
+    y, taped = tape.record(functools.partial(product, directly=True), inputs, constants)
     tapes[key] = (state, taped)
     return y
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Say whether nothing but this call would see it, and ``x`` is what a tape can take."""
-    if type(weight) not in _PLAIN:
-        return False
-    if _dispatch_modes() or _function_modes() or _autocast() or _tracing():
+def _tapeable(x: Tensor | RowCodes, layers: Sequence[Parameters]) -> State | None:
+    """Give what a tape would fix, ``None`` if somebody else would see the operator."""
+    inputs, _ = _described(x, ())
+    data = inputs[0]
+    if data.device.type not in TAPED_DEVICES or not data.numel() or not _plain(inputs):
+        return None
+    state: State = [_state(layer) for layer in layers]
+    return None if None in state else state
+
+
+def _described(x: Tensor | RowCodes, options: Key) -> tuple[tuple[Tensor, ...], Key]:
+    """Give the tensors of an input, and all that a call depends on but the layers."""
+    if isinstance(x, Tensor):
+        return (x,), (x.shape, x.dtype, options)
+    codes = (x.data.dtype, x.group, x.scale.shape, x.scale.stride())
+    return (x.data, x.scale), (x.shape, x.dtype, options, codes)
+
+
+def _plain(inputs: Sequence[Tensor]) -> bool:
+    """Say whether nothing but this call would see it, and ``inputs`` are what a tape can take."""
+    x = inputs[0]
+    if type(x) is not Tensor or _dispatch_modes() or _function_modes() or _autocast() or _tracing():
         return False
     # a transform wraps tensors that then have no address, so it is asked for before the address
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
-    if _grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    if _grad_enabled() and x.requires_grad:
         return False
     if x.layout is not _strided or not x.is_contiguous() or x.is_neg():
+        return False
+    if len(inputs) > 1 and inputs[1].data_ptr() % _ALIGN:
         return False
     return not x.data_ptr() % _ALIGN
 
 
-def _state(weight: Tensor, scale: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> State:
-    """Give what a tape fixes of its constants.
+def _state(layer: Parameters) -> tuple[object, ...] | None:
+    """Give what a tape fixes of a layer, ``None`` if somebody else would see the operator.
 
     A cast may put a new bias at an old address. Launches that read the weight early are repeated
     only if an earlier call has waited for it as it is: neither for another version nor for another
     tensor, which the allocator may have put at the same address.
     """
-    address, version = weight.data_ptr(), -1 if weight.is_inference() else weight._version
+    try:
+        weight, scale = layer["weight"], layer["weight_scale"]
+        bias, input_scale = layer["bias"], layer["input_scale"]
+    except KeyError:
+        return None
+    if weight is None or scale is None or type(weight) not in _PLAIN:
+        return None
+    if bias is not None and bias.requires_grad and _grad_enabled():
+        return None
+    try:
+        version = weight._version
+    except RuntimeError:
+        version = tape.UNCOUNTED
+    address = weight.data_ptr()
     return (
         address,
         weight.shape,

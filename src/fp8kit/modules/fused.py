@@ -287,7 +287,7 @@ class FusedGatedMlp(Fused):
             return y
         gate, up = gate_proj(x), up_proj(x)
         q = activation_codes(self.kind, gate, up, down.scheme)
-        return down.multiply(row_codes(q, gate.dtype))
+        return down.compute(row_codes(q, gate.dtype))
 
 
 def takes_codes(scheme: Scheme) -> bool:
@@ -318,7 +318,7 @@ def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme)
 
 
 def row_codes(q: QTensor, dtype: torch.dtype) -> RowCodes:
-    """View codes ``[..., K]`` as the rows that ``Fp8Linear.multiply`` takes."""
+    """View codes ``[..., K]`` as the rows that ``Fp8Linear.compute`` takes."""
     rows = math.prod(q.shape[:-1])
     data = q.data.reshape(rows, q.shape[-1])
     return RowCodes(data, q.scale.reshape(rows, q.scale.shape[-1]), q.group, q.shape, dtype)

@@ -113,7 +113,7 @@ class FusedFeedForward(Fused):
         h, up = first.proj(x), None
         if self.gated:
             up, h = h.chunk(2, dim=-1)
-        y = down.multiply(row_codes(activation_codes(self.kind, h, up, down.scheme), h.dtype))
+        y = down.compute(row_codes(activation_codes(self.kind, h, up, down.scheme), h.dtype))
         for module in rest:
             y = module(y)
         return y

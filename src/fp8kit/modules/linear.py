@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -163,54 +162,64 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``input`` (or autocast's)."""
-        x = input
-        if self.shared is None and not torch.compiler.is_compiling():
+        if self.shared is not None:
+            return self.shared(self, input)
+        if not torch.compiler.is_compiling():
             options = (self.accum, self.batch_invariant)
-            y = eager.replay(self._tapes, x, self._parameters, options)
+            y = eager.replay(self._tapes, input, (self._parameters,), options)
             if y is not None:
                 return y
+        self.check_input(input)
+        return self.compute(input)
+
+    def check_input(self, x: Tensor) -> None:
+        """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
         validation.check_float("x", x)
         validation.check_operands(x, self.weight, self.bias, self.accum)
-        if self.shared is not None:
-            return self.shared(self, x)
-        return self.compute(x, self.weight, self.weight_scale, self.bias)
 
-    def compute(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """Run this layer's numerics on a weight: its own, or one joined with its siblings'.
+    def compute(self, x: Tensor | unchecked.RowCodes) -> Tensor:
+        """Compute ``[..., N]`` from an input that is known to fit, or from its codes."""
+
+        def product(*, directly: bool) -> Tensor:
+            own = (self.weight, self.weight_scale, self.bias)
+            return self.product(x, *own, directly=directly)
+
+        options = (self.accum, self.batch_invariant)
+        return eager.run(self._tapes, product, x, (self._parameters,), options)
+
+    def product(
+        self,
+        x: Tensor | unchecked.RowCodes,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        *,
+        directly: bool = False,
+    ) -> Tensor:
+        """Give ``[..., N]`` by this layer's numerics and a weight, its own or one that is joined.
 
         Args:
-            x: activations ``[..., K]``.
+            x: activations ``[..., K]``, or the codes of such.
             weight: codes ``[N, K]``.
             scale: scales of ``weight``.
             bias: ``[N]`` or ``None``.
-
-        Returns:
-            ``[..., N]`` in the dtype of ``x`` (or autocast's).
+            directly: call the body of the operator, because nobody would see the operator.
         """
-        rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)
         groups = (self.scheme.activation, self.scheme.weight)
-        options = (rounding, self.accum, self.batch_invariant)
-        if not torch.compiler.is_compiling():
-            constants = (weight, scale, bias, self.input_scale)
-            rest: tuple[Any, ...] = (None, *groups, x.dtype, *options)
-            call = functools.partial(ops.linear, x, *constants, *rest)
-            y = eager.run(self._tapes, call, x, constants, options[1:])
-            if y is not None:
-                return y
-        return unchecked.linear_unchecked(
-            x, weight, scale, bias, self.input_scale, None, groups, options
-        )
+        options = (self.accum, self.batch_invariant)
+        if isinstance(x, unchecked.RowCodes):
+            return unchecked.multiply_rows(x, (weight, scale, groups[1]), bias, *options, directly)
+        rounding = validation.default_rounding(groups[0], self.scheme.ue8m0)
+        operands = (x, weight, scale, bias, self.input_scale, None)
+        if directly:
+            return ops.linear(*operands, *groups, x.dtype, rounding, *options)
+        return unchecked.linear_unchecked(*operands, groups, (rounding, *options))
 
     def quantize_input(self, x: Tensor) -> unchecked.RowCodes:
-        """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
+        """Quantize an input for ``compute``, so that siblings can share it; no gradient flows."""
         assert self.scheme.activation is not None
         rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)
         return unchecked.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
-
-    def multiply(self, codes: unchecked.RowCodes) -> Tensor:
-        """Multiply what ``quantize_input`` of this layer or a sibling made: ``[..., N]``."""
-        w_q = (self.weight, self.weight_scale, self.scheme.weight)
-        return unchecked.multiply_rows(codes, w_q, self.bias, self.accum, self.batch_invariant)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Give a dense layer: the original weight if it was kept, else the dequantized one.

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit import unchecked
+from fp8kit import tape, unchecked
 from fp8kit.formats import BLOCK, MX, ROW, Scheme
+from fp8kit.modules import eager
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.quantizers import traced
 
@@ -57,6 +58,7 @@ class SharedInput:
     def __init__(self, members: Sequence[Fp8Linear], unchanging: bool = False) -> None:
         self.members = tuple(members)
         self.unchanging = unchanging
+        self._tapes = eager.Tapes()
         self._pending: _Pending | None = None
         self._traced: tuple[Tensor, unchecked.RowCodes] | None = None
         for member in self.members:
@@ -65,26 +67,22 @@ class SharedInput:
     def __call__(self, member: Fp8Linear, x: Tensor) -> Tensor:
         """Give the result of one member for ``x``, computing its siblings' along with the first."""
         if torch.compiler.is_compiling():
+            member.check_input(x)
             return self._trace(member, x)
         waiting = self._take(member, x)
         if waiting is not None:
             return waiting
-        countless = x.is_inference() and not self.unchanging
-        if member is not self.members[0] or countless or self._trained(x) or not self._alike():
-            return member.compute(x, member.weight, member.weight_scale, member.bias)
+        leads = member is self.members[0] and (self.unchanging or not x.is_inference())
+        y = self._replay(x) if leads else None
+        if y is not None:
+            return self._keep(x, y)
+        member.check_input(x)
+        if not leads or self._trained(x) or not self._alike():
+            return member.compute(x)
         few = x.numel() <= MOST_JOINED_ROWS * member.in_features
         if not few or not can_join(self.members):
             return self._quantized_once(member, x)
-        weight, scale = self._joined("weight"), self._joined("weight_scale")
-        bias = None if member.bias is None else self._joined("bias")
-        y = member.compute(x, weight, scale, bias)
-        parts = self._split(y)
-        rest: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
-            id(m): (part, _weight_state(m))
-            for m, part in zip(self.members[1:], parts[1:], strict=True)
-        }
-        self._pending = _Pending(x, _input_state(x), rest)
-        return parts[0]
+        return self._keep(x, self._multiply(x))
 
     def __getstate__(self) -> tuple[tuple[Fp8Linear, ...], bool]:
         """Copy and pickle the members alone: pending results belong to one call."""
@@ -93,6 +91,7 @@ class SharedInput:
     def __setstate__(self, state: tuple[tuple[Fp8Linear, ...], bool]) -> None:
         """Undo ``__getstate__``."""
         self.members, self.unchanging = state
+        self._tapes = eager.Tapes()
         self._pending = self._traced = None
 
     def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
@@ -102,7 +101,7 @@ class SharedInput:
         at its end, so that the graph keeps no state. Changes of ``x`` go unseen while tracing.
         """
         if not (self.unchanging and traced.is_compiled()):
-            return member.compute(x, member.weight, member.weight_scale, member.bias)
+            return member.compute(x)
         if member is self.members[0]:
             shared = x.shape[-1] > 0 and not self._trained(x) and self._alike()
             self._traced = (x, member.quantize_input(x)) if shared else None
@@ -112,8 +111,8 @@ class SharedInput:
         if member is self.members[-1]:
             self._traced = None
         if codes is None:
-            return member.compute(x, member.weight, member.weight_scale, member.bias)
-        return member.multiply(codes)
+            return member.compute(x)
+        return member.compute(codes)
 
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
         """Hand out a result that waits for exactly this call; nothing may have changed since."""
@@ -142,18 +141,20 @@ class SharedInput:
     def _from_codes(
         self, member: Fp8Linear, pending: _Pending, codes: unchecked.RowCodes
     ) -> Tensor:
-        few = codes.data.shape[0] <= MOST_JOINED_ROWS
-        if not few or member is not self.members[0] or not can_join(self.members):
-            return member.multiply(codes)
-        joined = (self._joined("weight"), self._joined("weight_scale"), member.scheme.weight)
-        bias = None if member.bias is None else self._joined("bias")
-        options = (member.accum, member.batch_invariant)
-        y = unchecked.multiply_rows(codes, joined, bias, *options)
-        parts = self._split(y)
-        for other, part in zip(self.members[1:], parts[1:], strict=True):
+        y = None
+        if member is self.members[0] and codes.data.shape[0] <= MOST_JOINED_ROWS:
+            y = self._replay(codes)
+            if y is None and can_join(self.members):
+                member.check_input(pending.x)
+                y = self._multiply(codes)
+        if y is None:
+            member.check_input(pending.x)
+            return member.compute(codes)
+        first, *rest = self._split(y)
+        for other, part in zip(self.members[1:], rest, strict=True):
             pending.results[id(other)] = (part, _weight_state(other))
         pending.codes = None
-        return parts[0]
+        return first
 
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
         codes = member.quantize_input(x)
@@ -161,7 +162,7 @@ class SharedInput:
             id(m): (None, ()) for m in self.members[1:]
         }
         self._pending = _Pending(x, _input_state(x), rest, codes)
-        return member.multiply(codes)
+        return member.compute(codes)
 
     def _trained(self, x: Tensor) -> bool:
         biases = (m.bias for m in self.members if m.bias is not None)
@@ -174,20 +175,59 @@ class SharedInput:
         )
 
     def _split(self, y: Tensor) -> tuple[Tensor, ...]:
-        parts = torch.split(y, [m.out_features for m in self.members], -1)
+        # half the time of torch.split
+        parts: tuple[Tensor, ...] = y.split_with_sizes([m.out_features for m in self.members], -1)
         return parts if self.unchanging else tuple(p.contiguous() for p in parts)
+
+    def _keep(self, x: Tensor, y: Tensor) -> Tensor:
+        """Give the first member's part of a joined result, and keep the others' for their calls."""
+        first, *rest = self._split(y)
+        results: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
+            id(m): (part, _weight_state(m)) for m, part in zip(self.members[1:], rest, strict=True)
+        }
+        self._pending = _Pending(x, _input_state(x), results)
+        return first
+
+    def _replay(self, x: Tensor | unchecked.RowCodes) -> Tensor | None:
+        return eager.replay(self._tapes, x, [m._parameters for m in self.members], self._options())
+
+    def _options(self) -> eager.Key:
+        return tuple([(m.accum, m.batch_invariant) for m in self.members])
+
+    def _multiply(self, x: Tensor | unchecked.RowCodes) -> Tensor:
+        """Multiply an input, or its codes, by the joined weights.
+
+        The joined weight is another tensor at every call, and shares a counter of changes with its
+        first part alone. What an earlier call has waited for is known of each part.
+        """
+        members, weights = self.members, [m.weight for m in self.members]
+
+        def product(*, directly: bool) -> Tensor:
+            joined, scale = self._joined("weight"), self._joined("weight_scale")
+            bias = None if members[0].bias is None else self._joined("bias")
+            if all(tape.settled(w) for w in weights):
+                tape.settle(joined)
+            y = members[0].product(x, joined, scale, bias, directly=directly)
+            if tape.settled(joined):
+                for weight in weights:
+                    tape.settle(weight)
+            return y
+
+        layers = [m._parameters for m in members]
+        return eager.run(self._tapes, product, x, layers, self._options())
 
     def _joined(self, name: str) -> Tensor:
         parts: list[Tensor] = [getattr(m, name) for m in self.members]
-        if not _adjacent(parts):
+        if _adjacent(parts):
+            return _joined_view(parts)
+        # changes of parts that are counted stay counted, whatever the mode of this call
+        with torch.inference_mode(parts[0].is_inference()):
             bits = [p.detach().view(torch.uint8) for p in parts]  # torch.cat has no FP8 kernel
             joined = torch.cat(bits).view(parts[0].dtype)
             for part, home in zip(parts, _split_rows(joined, parts), strict=True):
                 part.data = home
-            return joined
-        rows = sum(p.shape[0] for p in parts)
-        first = parts[0].detach()
-        return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+                tape.unsettle(part)  # written just now, maybe where it was waited for before
+        return joined
 
 
 def can_share(scheme: Scheme) -> bool:
@@ -207,21 +247,28 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         m.scheme == scheme
         and m.input_scale is None
         and m.in_features == first.in_features
-        and _kind(m.bias) == _kind(first.bias)
         and (m.accum, m.batch_invariant) == (first.accum, first.batch_invariant)
-        and m.weight.device == first.weight.device
+        and _kind(m.weight) == _kind(first.weight)
+        and _kind(m.weight_scale) == _kind(first.weight_scale)
+        and _kind(m.bias) == _kind(first.bias)
         for m in members
     )
     edges = all(m.out_features % scheme.weight.rows == 0 for m in members[:-1])
     return alike and scheme.weight in JOINABLE and edges
 
 
-def _kind(bias: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
-    return None if bias is None else (bias.dtype, bias.device)
+def _kind(part: Tensor | None) -> tuple[torch.dtype, torch.device, bool] | None:
+    return None if part is None else (part.dtype, part.device, part.is_inference())
 
 
 def _split_rows(joined: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return torch.split(joined, [p.shape[0] for p in parts])
+
+
+def _joined_view(parts: Sequence[Tensor]) -> Tensor:
+    rows = sum(p.shape[0] for p in parts)
+    first = parts[0].detach()
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:
@@ -238,13 +285,9 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 def _input_state(x: Tensor) -> tuple[bool, int, torch.dtype | None]:
     where = x.device.type
     dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
-    return (torch.is_grad_enabled(), _version(x), dtype)
+    return (torch.is_grad_enabled(), tape.version(x), dtype)
 
 
 def _weight_state(member: Fp8Linear) -> tuple[int, ...]:
-    bias = 0 if member.bias is None else _version(member.bias)
-    return (_version(member.weight), _version(member.weight_scale), bias)
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+    held = (*member._parameters.values(), *member._buffers.values())
+    return tuple([tape.version(t) for t in held if t is not None])
