@@ -1,7 +1,7 @@
 """Time whole linear layers, bf16 in and bf16 out: fp8kit, bf16, and the peers that are present.
 
     python benchmarks/linear.py OUT.json [--shapes 8b,odd.llama2 | all] [--rows 1,16,4096]
-        [--cases row,block] [--torchao-rows 1,64,4096] [--seconds 500] [--append]
+        [--cases row,block] [--torchao-rows 1,64,4096] [--seconds 500] [--quick] [--append]
 
 fp8kit runs with its default, precise accumulation, unless a case is called fast; peers run as they
 ship. See `peers.py` for how to bring them. Static and already quantized inputs are measured for a
@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 import fp8kit
 from checking import Checked, reason
+from fp8kit.bench.timing import QUICK, THOROUGH, Effort
 from fp8kit.formats import E4M3FN
 from layers import SHAPES, chosen, roofline_us
 from peers import Layer, Libraries, Peer, TorchAO, all_peers, load_libraries, peer_cases
@@ -105,6 +106,7 @@ class Bench:
         libraries: what could be loaded.
         torchao_rows: row counts that torchao is compiled for.
         device: where to measure.
+        effort: how long to measure each case.
     """
 
     cases: Sequence[str]
@@ -112,6 +114,7 @@ class Bench:
     libraries: Libraries
     torchao_rows: Sequence[int]
     device: torch.device
+    effort: Effort = THOROUGH
 
     def ours(self, m: int) -> list[str]:
         """Give the cases of fp8kit that are measured at a row count."""
@@ -133,7 +136,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(arguments.device)
     torchao = TorchAO(arguments.torchao_mode, arguments.torchao_seconds)
     libraries = load_libraries()
-    bench = Bench(arguments.cases, all_peers(torchao), libraries, arguments.torchao_rows, device)
+    effort = QUICK if arguments.quick else THOROUGH
+    peers = all_peers(torchao)
+    bench = Bench(arguments.cases, peers, libraries, arguments.torchao_rows, device, effort)
     earlier = earlier_run(arguments.out) if arguments.append else {"rows": []}
     rows = {(row["shape"], row["m"]): row for row in earlier["rows"]}
     versions = earlier.get("peers", {}) | libraries.versions()
@@ -142,6 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "peers": versions,
         "absent": {n: why for n, why in libraries.missing.items() if n not in versions},
         "torchao_mode": arguments.torchao_mode,
+        "effort": f"{effort.rounds} rounds of {effort.round_ms:g} ms",
     }
     deadline = time.monotonic() + arguments.seconds
     broken: list[str] = []
@@ -168,6 +174,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--torchao-mode", default="max-autotune-no-cudagraphs")
     add("--torchao-seconds", type=float, default=180.0, help="of compiling, in all")
     add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
+    add("--quick", action="store_true", help="a quarter of the time for each case")
     add("--append", action="store_true", help="keep what OUT has of other shapes and rows")
     add("--device", default="cuda", help="a CPU shows that everything runs, and no more")
     return parser.parse_args(argv)
@@ -233,7 +240,7 @@ def measure(bench: Bench, layer: Layer) -> Row:
     for name, case in peer_cases(bench.wanted(m), bench.libraries, layer, checked.failed):
         checked.add(name, case, exact, FP8_ERROR)
     del exact
-    times = time_cases(checked.cases, len(dense), device=bench.device)
+    times = time_cases(checked.cases, len(dense), effort=bench.effort, device=bench.device)
     found: Row = {"roofline_us": roofline_us(m, n, k), "us": times}
     found["relative_error"] = checked.errors
     return found | ({"failed": checked.failed} if checked.failed else {})
