@@ -22,7 +22,9 @@ from torch import Tensor
 
 from fp8kit.quantizers.fused_triton_emission import (
     Output,
+    given_scale,
     narrow,
+    rounded_product,
     row_cut,
     store_result,
 )
@@ -30,7 +32,6 @@ from fp8kit.quantizers.triton_numerics import (
     INTERPRETED,
     appended,
     join_stream,
-    magnitude,
     overlaps,
     widen,
 )
@@ -153,7 +154,7 @@ def _activation_kernel(
     program = tl.program_id(0)
     row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = program % ACROSS * (HELD * BLOCK_K)
-    gates, ups = (), ()
+    gates, ups, given = (), (), given_scale(scale_ptr, SCALES)
     for i in tl.static_range(HELD):
         col = first + i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         mask = (row < M)[:, None] & (col < K)
@@ -162,16 +163,13 @@ def _activation_kernel(
         if up_ptr is not None:
             up = tl.load(up_ptr + row[:, None] * stride_um + col, mask=mask, other=0.0)
             ups = appended(ups, up)
-    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
     results = ()
     for i in tl.static_range(HELD):
-        y = narrow(activate(widen(gates[i]), KIND), DTYPE, PACK=up_ptr is None)
+        y = narrow(activate(widen(gates[i]), KIND), DTYPE, True)
         if up_ptr is not None:
-            y = narrow(widen(y) * widen(ups[i]), DTYPE)
-        if SCALES == "row":
-            bits = tl.maximum(bits, magnitude(y))
+            y = rounded_product(y, ups[i])
         results = appended(results, y)
-    store_result(results, bits, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+    store_result(results, given, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
                  K, SCALES, GROUP, DIVISION, FP8_MAX, HELD)  # fmt: skip
 
 

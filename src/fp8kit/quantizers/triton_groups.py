@@ -24,10 +24,12 @@ from fp8kit.quantizers.triton_numerics import (
     encode_quotient,
     float_scale,
     join_stream,
+    larger,
     magnitude,
     mx_exponent,
     mx_inverse,
     overlaps,
+    store_scales,
     widen,
 )
 
@@ -100,7 +102,7 @@ def _group_codes(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
         inverse = mx_inverse(scale.to(tl.int32))
         return encode(widen(x) * inverse[:, :, None], FP8_MAX)
     else:
-        return encode_quotient(widen(x), scale[:, :, None], DIVISION, FP8_MAX)
+        return encode_quotient(x, scale[:, :, None], DIVISION, FP8_MAX)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -153,7 +155,7 @@ def _groups_kernel(
             scale = tl.load(where, mask=kept, other=0)
         else:
             scale = _group_scale(held[i], scale_ub_ptr, min_scale, DIVISION, FP8_MAX)
-            tl.store(where, scale.to(scale_ptr.dtype.element_ty), mask=kept)
+            store_scales(where, scale.to(scale_ptr.dtype.element_ty), kept)
         codes = _group_codes(held[i], scale, DIVISION, FP8_MAX)
         col = group[None, :, None] * GROUP + lane
         tl.store(data_ptr + row[:, None, None] * K + col, codes, mask=present & (col < K))
@@ -241,16 +243,17 @@ def _blocks_kernel(
     if STATIC:
         scale = tl.load(where)
     else:
-        bits = tl.zeros([BLOCK_M, COLS], tl.int32)
-        for i in tl.static_range(HELD):
-            bits = tl.maximum(bits, magnitude(held[i]))
-        amax = amax_of(tl.max(tl.max(bits, 1), 0), scale_ub_ptr, x_ptr.dtype.element_ty)
+        largest = held[0]
+        for i in tl.static_range(1, HELD):
+            largest = larger(largest, held[i])
+        bits = tl.max(tl.max(magnitude(largest), 1), 0)
+        amax = amax_of(bits, scale_ub_ptr, x_ptr.dtype.element_ty)
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         tl.store(where, scale)
     data_block = data_ptr + expert * M * K + col
     for i in tl.static_range(HELD):
         row = first + i * BLOCK_M
-        codes = encode_quotient(widen(held[i]), scale, DIVISION, FP8_MAX)
+        codes = encode_quotient(held[i], scale, DIVISION, FP8_MAX)
         tl.store(data_block + row * K, codes, mask=(row < M) & (col < K))
 
 

@@ -86,8 +86,14 @@ def widen(x):
     if INTERPRETED and x.dtype == tl.bfloat16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
         return bits.to(tl.float32, bitcast=True)
-    else:
+    elif INTERPRETED or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
+    else:
+        # one instruction each; the compiler takes two for the upper half
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r", [x], tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -101,6 +107,30 @@ def magnitude(x):
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
         return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)
+
+
+@triton.jit
+def larger(x, y):
+    """Give of two tiles of one dtype the larger magnitude, under any sign; NaN if either is NaN.
+
+    Two 16-bit elements take one instruction.
+    """
+    if INTERPRETED:
+        bits = tl.maximum(magnitude(x), magnitude(y))
+        if x.dtype != tl.float32:
+            bits = bits.to(tl.int16)
+        return bits.to(x.dtype, bitcast=True)
+    elif x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            "max.NaN.xorsign.abs.f32 $0, $1, $2;",
+            "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        KIND: tl.constexpr = "bf16x2" if x.dtype == tl.bfloat16 else "f16x2"
+        return tl.inline_asm_elementwise(
+            "max.NaN.xorsign.abs." + KIND + " $0, $1, $2;",
+            "=r,r,r", [x, y], x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -129,6 +159,18 @@ def corrected_quotient(x, y, r):
 
 
 @triton.jit
+def reciprocal_pair(y):
+    """Give ``r`` and ``rest`` of one sign whose sum is ``1 / y``, for ``y`` of ordinary size."""
+    r = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, is_pure=True, pack=1
+    )
+    # within an ulp of the reciprocal; an ulp less is on its near side
+    r = (r.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+    missing = tl.fma(r * -1.0, y, 1.0)
+    return r, tl.fma(missing, missing, missing) * r
+
+
+@triton.jit
 def float_scale(amax, min_scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
     """Give ``max(amax / fp8_max, min_scale)``, a power of two if asked, NaN if amax is not finite.
 
@@ -147,6 +189,29 @@ def float_scale(amax, min_scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
         bits = (scale.to(tl.int32, bitcast=True) + _MANTISSA_MASK) & _EXPONENT_MASK
         scale = bits.to(tl.float32, bitcast=True)
     return tl.where(tl.abs(amax) < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def store_scales(place, scale, kept):
+    """Store one scale per group from every thread that holds it.
+
+    ``tl.store`` would first bring the scales into another order, through shared memory and with two
+    barriers per tile.
+    """
+    if INTERPRETED:
+        tl.store(place, scale, mask=kept)
+    elif scale.dtype == tl.uint8:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.u8 [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,r,r", [place.to(tl.int64, bitcast=True), scale.to(tl.int32), kept.to(tl.int32)],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,f,r", [place.to(tl.int64, bitcast=True), scale, kept.to(tl.int32)],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -174,21 +239,26 @@ def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
     """Give the FP8 bytes of ``x / scale``.
 
     Args:
-        x: ``float32`` tile.
+        x: tile of a floating dtype.
         scale: ``float32``, broadcastable against ``x``.
         DIVISION: what is known of the operands. ``"corrected"``: safe scale, ``|x|`` at most the
-            group's amax; ``"clipped"``: safe scale, any ``x``; ``"power"``: the scale is a safe
-            power of two; ``"ieee"`` and ``"ieee power"``: nothing.
+            group's amax; ``"clipped"``: scale not too small, any ``x``; ``"safe"``: as told by
+            ``is_safe``, any ``x``; ``"power"``: the scale is a safe power of two; ``"ieee"`` and ``"ieee power"``: nothing.
         FP8_MAX: the format's maximum.
     """
+    PAIRED: tl.constexpr = x.dtype != tl.float32 and (DIVISION == "corrected" or DIVISION == "safe")
+    x = widen(x)
     if DIVISION == "ieee" or DIVISION == "ieee power":
         q = tl.div_rn(x, scale)
     elif DIVISION == "power":
         q = x * tl.div_rn(1.0, scale)
+    elif PAIRED and not INTERPRETED:
+        r, rest = reciprocal_pair(scale)
+        q = tl.fma(x, r, x * rest)
     else:
         r = tl.div_rn(1.0, scale)
         q = corrected_quotient(x, scale, r)
-        if DIVISION == "clipped" and not INTERPRETED:
+        if DIVISION != "corrected" and not INTERPRETED:
             # the correction of an infinite quotient is NaN, and far above the maximum it is idle
             rough = x * r
             q = tl.where(tl.abs(rough) < 1048576.0, q, rough)
@@ -197,7 +267,7 @@ def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def is_safe(scale):
-    """Say whether a given scale divides exactly as ``"clipped"``, see ``encode_quotient``."""
+    """Say whether a given scale may divide as ``"safe"``, see ``encode_quotient``."""
     return (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
 
 
