@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fp8kit.quantizers.fused_triton_emission import (
     Output,
-    given_scale,
     narrow,
     rounded_product,
     row_cut,
@@ -154,7 +153,8 @@ def _activation_kernel(
     program = tl.program_id(0)
     row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = program % ACROSS * (HELD * BLOCK_K)
-    gates, ups, given = (), (), given_scale(scale_ptr, SCALES)
+    gates, ups = (), ()
+    given = tl.load(scale_ptr) if SCALES == "static" else None
     for i in tl.static_range(HELD):
         col = first + i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         mask = (row < M)[:, None] & (col < K)

@@ -216,12 +216,6 @@ def _store_tiles(tiles, scale, row, first, M, scale_ptr, scale_ub_ptr, data_ptr,
 
 
 @triton.jit
-def given_scale(scale_ptr, SCALES: tl.constexpr):
-    """Request a static scale, early; nothing for the others."""
-    return tl.load(scale_ptr) if SCALES == "static" else None
-
-
-@triton.jit
 def store_result(
     tiles,  # of a result, each [BLOCK_M, BLOCK_K], zero past the last column
     given,  # the scale if static

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from fp8kit.quantizers.fused_triton_emission import (
     Output,
-    given_scale,
     narrow,
     rounded_product,
     rounded_sum,
@@ -212,7 +211,7 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
     held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
-    given = given_scale(scale_ptr, SCALES)
+    given = tl.load(scale_ptr) if SCALES == "static" else None
     if residual_ptr is not None:
         held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD)
     mean = _mean(held, K, HELD) if CENTERED else None
