@@ -30,6 +30,7 @@ from fp8kit.quantizers.fused_triton_emission import (
 from fp8kit.quantizers.triton_numerics import (
     INTERPRETED,
     appended,
+    existing,
     join_stream,
     overlaps,
     widen,
@@ -157,7 +158,7 @@ def _activation_kernel(
     given = tl.load(scale_ptr) if SCALES == "static" else None
     for i in tl.static_range(HELD):
         col = first + i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        mask = (row < M)[:, None] & (col < K)
+        mask = existing(row, M)[:, None] & (col < K)
         gate = tl.load(gate_ptr + row[:, None] * stride_gm + col, mask=mask, other=0.0)
         gates = appended(gates, gate)
         if up_ptr is not None:

@@ -22,6 +22,7 @@ from fp8kit.quantizers.triton_numerics import (
     amax_of,
     encode,
     encode_quotient,
+    existing,
     float_scale,
     is_safe,
     larger,
@@ -197,12 +198,12 @@ def _store_codes(
             grouped = encode_quotient(parts, found[:, :, None], DIVISION, FP8_MAX)
         GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
         group = tl.arange(0, BLOCK_K // GROUP)[None, :] + first // GROUP
-        kept = (row < M)[:, None] & (group < GROUPS)
+        kept = existing(row, M)[:, None] & (group < GROUPS)
         place = scale_ptr + row[:, None] * GROUPS + group
         store_scales(place, found.to(scale_ptr.dtype.element_ty), kept)
         codes = tl.reshape(grouped, [BLOCK_M, BLOCK_K])
     col = tl.arange(0, BLOCK_K)[None, :] + first
-    tl.store(data_ptr + row[:, None] * K + col, codes, mask=(row < M)[:, None] & (col < K))
+    tl.store(data_ptr + row[:, None] * K + col, codes, mask=existing(row, M)[:, None] & (col < K))
 
 
 @triton.jit
@@ -253,6 +254,6 @@ def store_result(
                 largest = larger(largest, tiles[i])
             amax = amax_of(tl.max(magnitude(largest), 1), scale_ub_ptr, DTYPE)
             scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
-            tl.store(scale_ptr + row, scale, mask=row < M)
+            tl.store(scale_ptr + row, scale, mask=existing(row, M))
         _store_tiles(tiles, scale, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
                      K, SCALES, GROUP, HOW, FP8_MAX, HELD)  # fmt: skip

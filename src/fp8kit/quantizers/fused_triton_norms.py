@@ -28,7 +28,13 @@ from fp8kit.quantizers.fused_triton_emission import (
     row_cut,
     store_result,
 )
-from fp8kit.quantizers.triton_numerics import appended, join_stream, overlaps, widen
+from fp8kit.quantizers.triton_numerics import (
+    appended,
+    existing,
+    join_stream,
+    overlaps,
+    widen,
+)
 
 MOST_TILES = 5  # of a row in registers; its weights take as many again
 
@@ -139,12 +145,14 @@ def _modulated(n, gain, shift, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(ptr, stride, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr):
+def _load_rows(ptr, stride, place, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
+               HELD: tl.constexpr, POLICY: tl.constexpr = ""):  # fmt: skip
     tiles = ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        mask = (row < M)[:, None] & (at < K)
-        tile = tl.load(ptr + row[:, None] * stride + at, mask=mask, other=0.0)
+        mask = existing(row, M)[:, None] & (at < K)
+        where = ptr + place[:, None] * stride + at
+        tile = tl.load(where, mask=mask, other=0.0, eviction_policy=POLICY)
         tiles = appended(tiles, tile)
     return tiles
 
@@ -164,11 +172,11 @@ def _load_weights(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexp
 @triton.jit
 def _add(held, residual_ptr, stride, total_ptr, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
          HELD: tl.constexpr):  # fmt: skip
-    others, totals = _load_rows(residual_ptr, stride, row, M, K, BLOCK_K, HELD), ()
+    others, totals = _load_rows(residual_ptr, stride, row, row, M, K, BLOCK_K, HELD), ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         total = rounded_sum(held[i], others[i])
-        tl.store(total_ptr + row[:, None] * K + at, total, mask=(row < M)[:, None] & (at < K))
+        tl.store(total_ptr + row[:, None] * K + at, total, mask=existing(row, M)[:, None] & (at < K))
         totals = appended(totals, total)
     return totals
 
@@ -210,7 +218,12 @@ def _norm_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
-    held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
+    held = _load_rows(x_ptr, stride_xm, row, row, M, K, BLOCK_K, HELD)
+    gains, shifts = (), ()
+    if gain_ptr is not None:
+        batch = (row.to(tl.int32) // rows_per_batch).to(tl.int64)
+        gains = _load_rows(gain_ptr, stride_gb, batch, row, M, K, BLOCK_K, HELD, "evict_last")
+        shifts = _load_rows(shift_ptr, stride_sb, batch, row, M, K, BLOCK_K, HELD, "evict_last")
     given = tl.load(scale_ptr) if SCALES == "static" else None
     if residual_ptr is not None:
         held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD)
@@ -225,10 +238,7 @@ def _norm_kernel(
         if bias_ptr is not None:
             n += widen(tl.load(bias_ptr + col, mask=col < K, other=0.0))
         if gain_ptr is not None:
-            batch, mask = (row // rows_per_batch)[:, None], (row < M)[:, None] & (col < K)
-            gain = tl.load(gain_ptr + batch * stride_gb + col, mask=mask, other=0.0)
-            shift = tl.load(shift_ptr + batch * stride_sb + col, mask=mask, other=0.0)
-            n = _modulated(n, gain, shift, STEPWISE, DTYPE)
+            n = _modulated(n, gains[i], shifts[i], STEPWISE, DTYPE)
         if (i + 1) * BLOCK_K > K:
             n = tl.where(col < K, n, 0.0)
         results = appended(results, narrow(n, DTYPE, True))

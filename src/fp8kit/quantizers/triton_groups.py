@@ -22,6 +22,7 @@ from fp8kit.quantizers.triton_numerics import (
     appended,
     encode,
     encode_quotient,
+    existing,
     float_scale,
     join_stream,
     larger,
@@ -136,7 +137,8 @@ def _groups_kernel(
     row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = (program % ACROSS).to(tl.int64) * (HELD * BLOCK_G) + tl.arange(0, BLOCK_G)
     lane = tl.arange(0, GROUP)[None, None, :]
-    present = (row < M)[:, None, None]
+    # swizzled scales have rows that the matrix has not
+    present = (row < M if SWIZZLE else existing(row, M))[:, None, None]
     held = ()
     for i in tl.static_range(HELD):
         col = (first + i * BLOCK_G)[None, :, None] * GROUP + lane
@@ -150,7 +152,7 @@ def _groups_kernel(
             kept = (group < ROUNDED)[None, :]
         else:
             where = scale_ptr + row[:, None] * stride_sm + group[None, :] * stride_sg
-            kept = (row < M)[:, None] & (group < GROUPS)[None, :]
+            kept = existing(row, M)[:, None] & (group < GROUPS)[None, :]
         if STATIC:
             scale = tl.load(where, mask=kept, other=0)
         else:

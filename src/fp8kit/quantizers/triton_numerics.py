@@ -81,6 +81,15 @@ def appended(tiles, tile):
 
 
 @triton.jit
+def existing(row, M):
+    """Say which of a program's rows there are, given a grid that leaves no program without one."""
+    if row.shape[0] == 1:
+        return tl.full(row.shape, 1, tl.int1)  # a constant, which costs no predicates
+    else:
+        return row < M
+
+
+@triton.jit
 def widen(x):
     """Convert a tile to ``float32`` exactly (the interpreter's own cast loses bf16 subnormals)."""
     if INTERPRETED and x.dtype == tl.bfloat16:

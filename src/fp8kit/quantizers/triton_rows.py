@@ -20,6 +20,7 @@ from fp8kit.quantizers.triton_numerics import (
     amax_of,
     appended,
     encode_quotient,
+    existing,
     float_scale,
     join_stream,
     larger,
@@ -98,7 +99,7 @@ def _rows_kernel(
     join_stream(OVERLAP)
     program = tl.program_id(0)
     row = (program // SLICES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    present = row < M
+    present = existing(row, M)
     x_row = x_ptr + row[:, None] * stride_xm
     data_row = data_ptr + row[:, None] * K
     col = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
