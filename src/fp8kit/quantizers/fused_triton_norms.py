@@ -146,13 +146,14 @@ def _modulated(n, gain, shift, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _load_rows(ptr, stride, place, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
-               HELD: tl.constexpr, POLICY: tl.constexpr = ""):  # fmt: skip
+               HELD: tl.constexpr, AGAIN: tl.constexpr):  # fmt: skip
+    policy: tl.constexpr = "evict_last" if AGAIN else ""
     tiles = ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         mask = existing(row, M)[:, None] & (at < K)
         where = ptr + place[:, None] * stride + at
-        tile = tl.load(where, mask=mask, other=0.0, eviction_policy=POLICY)
+        tile = tl.load(where, mask=mask, other=0.0, eviction_policy=policy)
         tiles = appended(tiles, tile)
     return tiles
 
@@ -172,7 +173,7 @@ def _load_weights(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexp
 @triton.jit
 def _add(held, residual_ptr, stride, total_ptr, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
          HELD: tl.constexpr):  # fmt: skip
-    others, totals = _load_rows(residual_ptr, stride, row, row, M, K, BLOCK_K, HELD), ()
+    others, totals = _load_rows(residual_ptr, stride, row, row, M, K, BLOCK_K, HELD, False), ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         total = rounded_sum(held[i], others[i])
@@ -218,12 +219,12 @@ def _norm_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
-    held = _load_rows(x_ptr, stride_xm, row, row, M, K, BLOCK_K, HELD)
+    held = _load_rows(x_ptr, stride_xm, row, row, M, K, BLOCK_K, HELD, False)
     gains, shifts = (), ()
     if gain_ptr is not None:
         batch = (row.to(tl.int32) // rows_per_batch).to(tl.int64)
-        gains = _load_rows(gain_ptr, stride_gb, batch, row, M, K, BLOCK_K, HELD, "evict_last")
-        shifts = _load_rows(shift_ptr, stride_sb, batch, row, M, K, BLOCK_K, HELD, "evict_last")
+        gains = _load_rows(gain_ptr, stride_gb, batch, row, M, K, BLOCK_K, HELD, True)
+        shifts = _load_rows(shift_ptr, stride_sb, batch, row, M, K, BLOCK_K, HELD, True)
     given = tl.load(scale_ptr) if SCALES == "static" else None
     if residual_ptr is not None:
         held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD)
