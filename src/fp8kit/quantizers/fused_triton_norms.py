@@ -145,15 +145,12 @@ def _modulated(n, gain, shift, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(ptr, stride, place, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
-               HELD: tl.constexpr, AGAIN: tl.constexpr):  # fmt: skip
-    policy: tl.constexpr = "evict_last" if AGAIN else ""
+def _load_rows(ptr, stride, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr):
     tiles = ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         mask = existing(row, M)[:, None] & (at < K)
-        where = ptr + place[:, None] * stride + at
-        tile = tl.load(where, mask=mask, other=0.0, eviction_policy=policy)
+        tile = tl.load(ptr + row[:, None] * stride + at, mask=mask, other=0.0)
         tiles = appended(tiles, tile)
     return tiles
 
@@ -173,7 +170,7 @@ def _load_weights(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexp
 @triton.jit
 def _add(held, residual_ptr, stride, total_ptr, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr,
          HELD: tl.constexpr):  # fmt: skip
-    others, totals = _load_rows(residual_ptr, stride, row, row, M, K, BLOCK_K, HELD, False), ()
+    others, totals = _load_rows(residual_ptr, stride, row, M, K, BLOCK_K, HELD), ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         total = rounded_sum(held[i], others[i])
@@ -219,12 +216,7 @@ def _norm_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
-    held = _load_rows(x_ptr, stride_xm, row, row, M, K, BLOCK_K, HELD, False)
-    gains, shifts = (), ()
-    if gain_ptr is not None:
-        batch = (row.to(tl.int32) // rows_per_batch).to(tl.int64)
-        gains = _load_rows(gain_ptr, stride_gb, batch, row, M, K, BLOCK_K, HELD, True)
-        shifts = _load_rows(shift_ptr, stride_sb, batch, row, M, K, BLOCK_K, HELD, True)
+    held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
     given = tl.load(scale_ptr) if SCALES == "static" else None
     if residual_ptr is not None:
         held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD)
@@ -239,7 +231,12 @@ def _norm_kernel(
         if bias_ptr is not None:
             n += widen(tl.load(bias_ptr + col, mask=col < K, other=0.0))
         if gain_ptr is not None:
-            n = _modulated(n, gains[i], shifts[i], STEPWISE, DTYPE)
+            batch = (row.to(tl.int32) // rows_per_batch).to(tl.int64)[:, None]
+            mask = existing(row, M)[:, None] & (col < K)
+            # requested this late they cost no registers while the sums are taken
+            gain = tl.load(gain_ptr + batch * stride_gb + col, mask=mask, other=0.0)
+            shift = tl.load(shift_ptr + batch * stride_sb + col, mask=mask, other=0.0)
+            n = _modulated(n, gain, shift, STEPWISE, DTYPE)
         if (i + 1) * BLOCK_K > K:
             n = tl.where(col < K, n, 0.0)
         results = appended(results, narrow(n, DTYPE, True))
