@@ -25,8 +25,8 @@ from fp8kit.quantizers.triton_numerics import (
     existing,
     float_scale,
     is_safe,
-    larger,
     magnitude,
+    magnitudes,
     mx_exponent,
     mx_inverse,
     store_scales,
@@ -237,8 +237,8 @@ def store_result(
     """Quantize the tiles of a result: store codes and, unless static, scales."""
     DTYPE: tl.constexpr = tiles[0].dtype
     if SCALES == "static" and FP8_MAX != 224.0:
-        # any scale may be given: one of ordinary size is known to be only here, and divides cheaply;
-        # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
+        # any scale may be given: one of ordinary size is known to be only here, and divides
+        # cheaply; Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
         if is_safe(given):
             _store_tiles(tiles, given, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
                          K, SCALES, GROUP, "safe", FP8_MAX, HELD)  # fmt: skip
@@ -249,10 +249,7 @@ def store_result(
         scale = given
         HOW: tl.constexpr = "ieee" if SCALES == "static" else DIVISION
         if SCALES == "row":
-            largest = tiles[0]
-            for i in tl.static_range(1, HELD):
-                largest = larger(largest, tiles[i])
-            amax = amax_of(tl.max(magnitude(largest), 1), scale_ub_ptr, DTYPE)
+            amax = amax_of(tl.max(magnitudes(tiles, HELD), 1), scale_ub_ptr, DTYPE)
             scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
             tl.store(scale_ptr + row, scale, mask=existing(row, M))
         _store_tiles(tiles, scale, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,

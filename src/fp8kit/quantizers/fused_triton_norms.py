@@ -174,7 +174,9 @@ def _add(held, residual_ptr, stride, total_ptr, row, M, K: tl.constexpr, BLOCK_K
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         total = rounded_sum(held[i], others[i])
-        tl.store(total_ptr + row[:, None] * K + at, total, mask=existing(row, M)[:, None] & (at < K))
+        tl.store(
+            total_ptr + row[:, None] * K + at, total, mask=existing(row, M)[:, None] & (at < K)
+        )
         totals = appended(totals, total)
     return totals
 

@@ -25,8 +25,8 @@ from fp8kit.quantizers.triton_numerics import (
     existing,
     float_scale,
     join_stream,
-    larger,
     magnitude,
+    magnitudes,
     mx_exponent,
     mx_inverse,
     overlaps,
@@ -245,10 +245,7 @@ def _blocks_kernel(
     if STATIC:
         scale = tl.load(where)
     else:
-        largest = held[0]
-        for i in tl.static_range(1, HELD):
-            largest = larger(largest, held[i])
-        bits = tl.max(tl.max(magnitude(largest), 1), 0)
+        bits = tl.max(tl.max(magnitudes(held, HELD), 1), 0)
         amax = amax_of(bits, scale_ub_ptr, x_ptr.dtype.element_ty)
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         tl.store(where, scale)

@@ -23,8 +23,8 @@ from fp8kit.quantizers.triton_numerics import (
     existing,
     float_scale,
     join_stream,
-    larger,
     magnitude,
+    magnitudes,
     overlaps,
 )
 
@@ -121,10 +121,7 @@ def _rows_kernel(
                 x = tl.load(x_row + (start + col) * stride_xk, mask=mask, other=0.0)
                 bits = tl.maximum(bits, magnitude(x))
         else:
-            largest = held[0]
-            for i in tl.static_range(1, HELD):
-                largest = larger(largest, held[i])
-            bits = magnitude(largest)
+            bits = magnitudes(held, HELD)
         amax = amax_of(tl.max(bits, 1), scale_ub_ptr, x_ptr.dtype.element_ty)
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         if program % SLICES == 0:
