@@ -29,7 +29,6 @@ from fp8kit.quantizers.triton_numerics import (
     magnitudes,
     mx_exponent,
     mx_inverse,
-    store_scales,
     widen,
 )
 
@@ -165,6 +164,26 @@ def rounded_sum(x, y):
 
 
 @triton.jit
+def _store_scales(place, scale, kept):
+    # every thread of a group holds its scale and stores it; ``tl.store`` would first bring scales
+    # into another order through shared memory, with two barriers per tile
+    if INTERPRETED:
+        tl.store(place, scale, mask=kept)
+    elif scale.dtype == tl.uint8:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.u8 [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,r,r", [place.to(tl.int64, bitcast=True), scale.to(tl.int32), kept.to(tl.int32)],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,f,r", [place.to(tl.int64, bitcast=True), scale, kept.to(tl.int32)],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _store_codes(
     y,  # [BLOCK_M, BLOCK_K], zero past the last column
     scale,  # [BLOCK_M] for rows, a number if static, unused for groups
@@ -200,7 +219,7 @@ def _store_codes(
         group = tl.arange(0, BLOCK_K // GROUP)[None, :] + first // GROUP
         kept = existing(row, M)[:, None] & (group < GROUPS)
         place = scale_ptr + row[:, None] * GROUPS + group
-        store_scales(place, found.to(scale_ptr.dtype.element_ty), kept)
+        _store_scales(place, found.to(scale_ptr.dtype.element_ty), kept)
         codes = tl.reshape(grouped, [BLOCK_M, BLOCK_K])
     col = tl.arange(0, BLOCK_K)[None, :] + first
     tl.store(data_ptr + row[:, None] * K + col, codes, mask=existing(row, M)[:, None] & (col < K))

@@ -262,6 +262,8 @@ def quantize_norm(
     gain, shift = modulation or (None, None)
     constants, overlap = output.constants, overlaps(output.data.device)
     tile = norm_tile(k, x.element_size(), constants["GROUP"])
+    # 48 registers let five programs of 8 warps share a multiprocessor, not four
+    registers = 48 if gain is not None and tile.warps == 8 and tile.held <= 4 else None
     _norm_kernel[(triton.cdiv(m, tile.rows),)](
         x, residual, total, weight, bias, gain, shift, *output.arguments()[:3],
         m, m if gain is None else m // gain.shape[0], x.stride(0),
@@ -270,5 +272,6 @@ def quantize_norm(
         settings.eps, settings.weight_offset or None, output.min_scale,
         K=k, CENTERED=settings.centered, STEPWISE=settings.stepwise, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
-        OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps, enable_fp_fusion=False,
+        OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps, maxnreg=registers,
+        enable_fp_fusion=False,
     )  # fmt: skip

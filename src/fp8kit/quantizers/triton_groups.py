@@ -30,7 +30,6 @@ from fp8kit.quantizers.triton_numerics import (
     mx_exponent,
     mx_inverse,
     overlaps,
-    store_scales,
     widen,
 )
 
@@ -68,8 +67,8 @@ def group_tile(
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     crowded = m * k > 16 * LOADS * lanes * processors
-    small = crowded and group < 128 and not column  # many scales: fewer tiles, of more warps
-    budget, loads = max(1, (8 if small else 4) * lanes // group), LOADS // 2 if small else LOADS
+    wide = crowded and not column  # neighbouring scales: fewer tiles, of more warps
+    budget, loads = max(1, (8 if wide else 4) * lanes // group), LOADS // 2 if wide else LOADS
     most = max(1, budget // 8) if column else budget
     count = triton.cdiv(k, group)
     # as many neighbours as leave at most one lane in eight idle
@@ -157,7 +156,7 @@ def _groups_kernel(
             scale = tl.load(where, mask=kept, other=0)
         else:
             scale = _group_scale(held[i], scale_ub_ptr, min_scale, DIVISION, FP8_MAX)
-            store_scales(where, scale.to(scale_ptr.dtype.element_ty), kept)
+            tl.store(where, scale.to(scale_ptr.dtype.element_ty), mask=kept)
         codes = _group_codes(held[i], scale, DIVISION, FP8_MAX)
         col = group[None, :, None] * GROUP + lane
         tl.store(data_ptr + row[:, None, None] * K + col, codes, mask=present & (col < K))

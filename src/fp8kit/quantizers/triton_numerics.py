@@ -218,29 +218,6 @@ def float_scale(amax, min_scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
-def store_scales(place, scale, kept):
-    """Store one scale per group from every thread that holds it.
-
-    ``tl.store`` would first bring the scales into another order, through shared memory and with two
-    barriers per tile.
-    """
-    if INTERPRETED:
-        tl.store(place, scale, mask=kept)
-    elif scale.dtype == tl.uint8:
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.u8 [$1], $2; mov.b32 $0, 0;}",
-            "=r,l,r,r", [place.to(tl.int64, bitcast=True), scale.to(tl.int32), kept.to(tl.int32)],
-            tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0;}",
-            "=r,l,f,r", [place.to(tl.int64, bitcast=True), scale, kept.to(tl.int32)],
-            tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
 def mx_exponent(amax, FLOOR: tl.constexpr, FP8_MAX: tl.constexpr):
     """Give the biased E8M0 exponent as ``int32``: rounded down or up, 255 if amax is not finite."""
     if FLOOR:
