@@ -138,7 +138,7 @@ def _weighted(n, weight, offset, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
 def _modulated(n, gain, shift, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
     # stepwise the result has DTYPE, otherwise it is float32 and not yet rounded
     if STEPWISE:
-        one = tl.full(gain.shape, 1.0, DTYPE)
+        one = narrow(tl.full(gain.shape, 1.0, tl.float32), DTYPE)
         return rounded_sum(rounded_product(narrow(n, DTYPE, True), rounded_sum(gain, one)), shift)
     else:
         return n * (1.0 + widen(gain)) + widen(shift)
