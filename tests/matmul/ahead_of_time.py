@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ahead import resources
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, GroupShape, scale_dtype, scale_shape
 from fp8kit.matmul import triton_scaled
 from fp8kit.matmul.problem import MatmulProblem
@@ -99,9 +97,8 @@ def counts(
         options=triton_scaled.launch_options(problem, tile),
     )
     text = kernel.asm["ptx"]
-    return {name: len(re.findall(p, text)) for name, p in COUNTED.items()} | {
-        "stack": stack_bytes(kernel.asm["cubin"])
-    }
+    found = {name: len(re.findall(p, text)) for name, p in COUNTED.items()}
+    return found | resources(kernel.asm["cubin"])
 
 
 def source(arguments: tuple[object, ...], constants: dict[str, object]) -> ASTSource:
@@ -120,17 +117,6 @@ def source(arguments: tuple[object, ...], constants: dict[str, object]) -> ASTSo
         ):
             known[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(fn=product_kernel, signature=signature, constexprs=compiled_in, attrs=known)
-
-
-def stack_bytes(cubin: bytes) -> int:
-    """Give the local memory of a kernel: what did not fit in registers."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        run = [str(tool), "-res-usage", file.name]
-        out = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"STACK:(\d+)", out)[0])
 
 
 if __name__ == "__main__":

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +11,7 @@ import torch
 from torch import Tensor
 
 import fp8kit
+from ahead import compiled_by
 from fp8kit.dispatch import choose
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, QTensor
 from fp8kit.matmul import triton_scaled
@@ -461,15 +458,7 @@ def test_weight_only_layers_stream_the_weight_for_few_rows() -> None:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     """Compile the kernels for several GPUs in a process without the interpreter."""
     script = Path(__file__).with_name("ahead_of_time.py")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    out = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert out.returncode == 0, out.stderr[-2000:]
-    found: dict[str, dict[str, int]] = json.loads(out.stdout.splitlines()[-1])
-    return found
+    return compiled_by(script, tmp_path_factory.mktemp("triton"))
 
 
 def test_compiled_kernels_keep_everything_in_registers(compiled: dict[str, dict[str, int]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import GemmaConfig, LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaMLP, GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from ahead import compiled_by
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.quantizers import fused_reference as reference
 from fp8kit.quantizers.fused_problem import ACTIVATIONS, FusedProblem, Target
@@ -28,9 +30,14 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from fp8kit.quantizers.fused_triton_activations import activate, activation_tile  # noqa: E402
-from fp8kit.quantizers.fused_triton_emission import narrow, row_cut  # noqa: E402
+from fp8kit.quantizers.fused_triton_emission import (  # noqa: E402
+    narrow,
+    rounded_product,
+    rounded_sum,
+    row_cut,
+)
 from fp8kit.quantizers.fused_triton_norms import norm_tile  # noqa: E402
-from fp8kit.quantizers.triton_numerics import INTERPRETED, widen  # noqa: E402
+from fp8kit.quantizers.triton_numerics import INTERPRETED, magnitudes, widen  # noqa: E402
 
 # numpy, which the interpreter computes with, warns of the infinities that these tests provoke
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -344,6 +351,41 @@ def applied(kind: str, x: Tensor) -> Tensor:
     return y
 
 
+@triton.jit
+def _pairs_kernel(x_ptr, y_ptr, product_ptr, sum_ptr, largest_ptr, wide_ptr, n,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+    y = tl.load(y_ptr + at, mask=at < n, other=0.0)
+    tl.store(product_ptr + at, rounded_product(x, y), mask=at < n)
+    tl.store(sum_ptr + at, rounded_sum(x, y), mask=at < n)
+    tl.store(largest_ptr + at, magnitudes((x, y), 2), mask=at < n)
+    tl.store(wide_ptr + at, widen(x), mask=at < n)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_arithmetic_in_pairs_rounds_as_torch_does(device: torch.device, dtype: torch.dtype) -> None:
+    # every 16-bit value against values of its own size, of any size, and of its negation
+    x = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(dtype)
+    for y in (x.roll(77), x[torch.randperm(len(x), device=device)], -x, x.roll(1 << 15)):
+        product, total = torch.empty_like(x), torch.empty_like(x)
+        largest, wide = (
+            torch.empty_like(x, dtype=torch.int32),
+            torch.empty_like(x, dtype=torch.float),
+        )
+        _pairs_kernel[(16,)](
+            x, y, product, total, largest, wide, len(x), BLOCK=1 << 12, enable_fp_fusion=False
+        )
+        assert_same((total, wide), (x + y, x.float()))
+        # products under 2^-126 are rounded twice by torch, to float32 and to bf16
+        exact = (x * y).abs() >= 2.0**-126
+        assert exact.sum() > len(x) // 8
+        assert_same((product[exact],), ((x * y)[exact],))
+        found = largest.to(torch.int16).view(dtype)
+        expected = torch.maximum(x.abs(), y.abs())
+        assert_same((found,), (expected,))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activations_agree_with_torch(device: torch.device, kind: str, dtype: torch.dtype) -> None:
@@ -451,10 +493,16 @@ def test_tiles_cover_a_row_and_fit() -> None:
             assert tile.cols % 128 == 0
             assert tile.held == 1 or tile.cols * (tile.held - 1) < k
             for m in (1, 4096):
-                for whole, paired in itertools.product((False, True), repeat=2):
-                    cut = activation_tile(m, k, itemsize, 128, whole, paired)
+                for whole, paired, heavy in itertools.product((False, True), repeat=3):
+                    cut = activation_tile(m, k, itemsize, 128, whole, paired, heavy)
                     assert not whole or cut.cols * cut.held >= k
                     assert cut.warps in (1, 2, 4, 8, 16, 32)
+
+
+def test_a_heavy_activation_takes_whole_rows_where_they_fit_and_are_many() -> None:
+    assert activation_tile(4096, 14336, 2, 1, False, False, True) == (1, 2048, 7, 8)
+    assert activation_tile(16, 14336, 2, 1, False, False, True) == (1, 1024, 1, 4)
+    assert activation_tile(4096, 57345, 2, 1, False, False, True) == (1, 1024, 2, 4)
 
 
 def test_rows_are_cut_without_idle_lanes_where_possible() -> None:
@@ -462,6 +510,43 @@ def test_rows_are_cut_without_idle_lanes_where_possible() -> None:
     assert row_cut(5120, 256, 5) == (4, 5)
     assert row_cut(14336, 256, 7) == (8, 7)
     assert row_cut(14336, 256, 5) == (16, 4)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """Compile the kernels for sm90 in a process without the interpreter."""
+    script = Path(__file__).with_name("ahead_of_time.py")
+    return compiled_by(script, tmp_path_factory.mktemp("triton"))
+
+
+def test_compiled_kernels_fit_their_registers(compiled: dict[str, dict[str, int]]) -> None:
+    # a cap may cost one pair of registers, see ``quantize_norm`` and ``quantize_activation``
+    assert {name: c["stack"] for name, c in compiled.items() if c["stack"] > 8} == {}
+    assert {name: c["registers"] for name, c in compiled.items() if c["registers"] > 64} == {}
+    assert compiled["gelu 14336 row"]["registers"] <= 40
+    assert compiled["adaptive 8192 group"]["registers"] <= 48
+
+
+def test_compiled_kernels_divide_cheaply(compiled: dict[str, dict[str, int]]) -> None:
+    # only a static scale of unusual size is divided by as IEEE says, once per element of a thread
+    divisions = {name: c["divisions"] for name, c in compiled.items() if c["divisions"]}
+    assert divisions == {
+        name: 56 if "gelu" in name else 32 for name in compiled if "static" in name
+    }
+
+
+def test_compiled_kernels_work_in_pairs(compiled: dict[str, dict[str, int]]) -> None:
+    # of 32 elements per thread: 16 products, and 12 maxima that leave the pairs of one tile
+    assert compiled["rms 4096 row"]["paired_products"] == 16
+    assert compiled["rms 4096 row"]["paired_maxima"] == 12
+    assert compiled["adaptive 4096 row"]["paired_products"] == 48
+    assert compiled["rms 4096 row"]["conversions_to_codes"] == 16
+
+
+def test_scales_of_groups_need_no_barrier(compiled: dict[str, dict[str, int]]) -> None:
+    assert compiled["gelu 14336 group"]["barriers"] == 0
+    for name in ("rms 4096", "rms 8192", "adaptive 4096", "adaptive 8192"):
+        assert compiled[f"{name} group"]["barriers"] == compiled[f"{name} static"]["barriers"] > 0
 
 
 def problem(**changes: object) -> FusedProblem:

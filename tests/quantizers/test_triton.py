@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -516,8 +517,11 @@ def test_a_device_that_is_not_current(group: GroupShape) -> None:
 
 
 def wobble(bits: int) -> Fraction:
-    """Bound the corrected quotient's error before its last rounding, in units of the last place."""
-    return Fraction(1, 2 ** (bits - 3))
+    """Bound a quotient's error before its last rounding, in units of the last place.
+
+    That of the pair of reciprocals; the corrected quotient's is a quarter of it.
+    """
+    return Fraction(1, 2 ** (bits - 5))
 
 
 def fp32(value: Fraction) -> Fraction:
@@ -539,6 +543,21 @@ def corrected(x: Fraction, y: Fraction) -> Fraction:
     """Do what the kernels do, with exact products before each rounding."""
     q = rough(x, y)
     return fp32(q - fp32(q * y - x) * fp32(1 / y))
+
+
+def paired(x: Fraction, y: Fraction, near: Fraction, up: int = 1) -> Fraction:
+    """Do what the kernels do for 16-bit data, given what the hardware takes for ``1 / y``."""
+    ulp = Fraction(1, 2**47)
+    r = near - ulp
+    rest = fp32(fp32(1 - r * y) * fp32(near + up * ulp))
+    return fp32(x * r + fp32(x * rest))
+
+
+def reciprocals(y: Fraction) -> list[Fraction]:
+    """Give the floats within an ulp of the reciprocal of an integer of 24 bits."""
+    ulp = Fraction(1, 2**47)
+    near = (fp32(fp32(1 / y) + n * ulp) for n in (-1, 0, 1))
+    return [value for value in near if abs(value - 1 / y) <= ulp]
 
 
 def middles(bits: int) -> Iterator[tuple[int, int]]:
@@ -585,10 +604,68 @@ def test_the_enumeration_of_near_ties_is_complete() -> None:
                 assert (Fraction(x * 2**c), Fraction(y)) in found
 
 
-def test_corrected_quotient_every_near_tie() -> None:
+def test_quotients_of_every_near_tie() -> None:
     found = list(near_ties())
-    assert len(found) > 300
+    assert len(found) > 1000
     assert [xy for xy in found if corrected(*xy) != fp32(xy[0] / xy[1])] == []
+
+
+def test_quotients_of_every_near_tie_of_16_bit_numbers() -> None:
+    found = [(x, y) for x, y in near_ties() if significant_bits(x) <= 11]
+    assert [(significant_bits(x), int(y)) for x, y in found] == [(1, 2**24 - 1)]
+    for x, y in found:
+        for near in reciprocals(y):
+            assert paired(x, y, near) == fp32(x / y)
+            assert paired(x, y, near, up=-1) != fp32(x / y)
+
+
+def test_the_error_of_a_pair_of_reciprocals() -> None:
+    # of the sum of the parts, in ulp of the quotient; its last product adds 2^-22
+    generator = random.Random(0)
+    significands = [
+        2**23,
+        2**23 + 1,
+        2**24 - 1,
+        *(generator.randrange(2**23, 2**24) for _ in range(2000)),
+    ]
+    worst = Fraction(0)
+    for y in map(Fraction, significands):
+        for near in reciprocals(y):
+            r = near - Fraction(1, 2**47)
+            rest = fp32(fp32(1 - r * y) * (near + Fraction(1, 2**47)))
+            assert min(r, rest) > 0
+            worst = max(worst, abs((r + rest) * y - 1))
+    assert Fraction(1, 2**46) < worst < wobble(24) / 2**24 - Fraction(1, 2**46)
+
+
+def significant_bits(x: Fraction) -> int:
+    """Give the length of an integer without its trailing zeros."""
+    value = int(x)
+    return (value // (value & -value)).bit_length()
+
+
+def test_quotients_by_the_largest_scales() -> None:
+    # the second part of their reciprocals is subnormal; only maxima of bf16, of 8 bits, reach them
+    limits = [Fraction(q, 2**u) for q, u in middles(24)]
+    close = lost = 0
+    for amax, exponent in itertools.product(range(128, 256), (80, 110, 118, 119, 120)):
+        scale = fp32(Fraction(amax * 2**exponent, 448))
+        mantissa = scale / Fraction(2) ** (math.floor(math.log2(scale)) - 23)
+        for near in (value * mantissa / scale for value in reciprocals(mantissa)):
+            ulp = Fraction(1, 2**47) * mantissa / scale
+            exact = fp32(1 - (near - ulp) * scale) * (near + ulp)
+            rest = fp32(round(exact * 2**149) / Fraction(2**149))
+            lost += rest != fp32(exact)
+            for limit in limits:
+                middle = limit * scale
+                unit = Fraction(2) ** (math.floor(math.log2(middle)) - 7)
+                for x in (math.floor(middle / unit) * unit, math.ceil(middle / unit) * unit):
+                    if abs(x / middle - 1) * limit > 4:
+                        continue  # not near a tie
+                    assert fp32(x * (near - ulp) + fp32(x * rest)) == fp32(x / scale)
+                    close += 1
+    assert close > 1000
+    assert lost > 500
 
 
 def test_the_enumeration_of_near_ties_can_fail() -> None:
@@ -597,6 +674,27 @@ def test_the_enumeration_of_near_ties_can_fail() -> None:
     for x, y in found:
         distance = abs(x / y - fp32(x / y))
         assert Fraction(1, 2) - 2 * wobble(24) < distance <= Fraction(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_quotients_of_all_significands(device: torch.device, dtype: torch.dtype) -> None:
+    bits = 8 if dtype == torch.bfloat16 else 11
+    step = 1 if device.type == "cuda" else 2 ** (bits - 4)
+    amax = torch.arange(2 ** (bits - 1), 2**bits, step, device=device)[:, None].double()
+    x = torch.arange(2 ** (bits - 1), 2**bits, device=device).double() / 2**bits
+    quotients = torch.cat([x * 2.0**-n for n in range(1 if bits == 11 else 20)])
+    for exponent in (-30, 0, 40, 80, 110, 120) if bits == 8 else (-14, 0, 5):
+        rows = torch.cat([amax, amax * 0 + quotients * 2 ** (bits - 1)], 1) * 2.0**exponent
+        check(rows.to(dtype), ROW)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_by_static_scales(device: torch.device, dtype: torch.dtype) -> None:
+    x = torch.arange(-(1 << 15), 1 << 15, device=device).to(torch.int16).view(dtype)[None]
+    for value in (1 - 2**-24, 2.0**-9 * (1 - 2**-24), 1.0, 0.3, 3.1e-5, 2.0**64, 2.0**-64, 1e-30):
+        scale = torch.full((1, 1), value, device=device)
+        data = triton.quantize_static(x, scale, TENSOR, E4M3)
+        assert_bits_equal(data, reference.quantize_static(x, scale, TENSOR, E4M3))
 
 
 def test_near_ties_in_the_kernels(device: torch.device) -> None:

@@ -23,14 +23,15 @@ from torch import Tensor
 from fp8kit.quantizers.fused_triton_emission import (
     Output,
     narrow,
+    rounded_product,
     row_cut,
     store_result,
 )
 from fp8kit.quantizers.triton_numerics import (
     INTERPRETED,
     appended,
+    existing,
     join_stream,
-    magnitude,
     overlaps,
     widen,
 )
@@ -52,7 +53,7 @@ class ActivationTile(NamedTuple):
 
 
 def activation_tile(
-    m: int, k: int, itemsize: int, group: int, whole_rows: bool, paired: bool
+    m: int, k: int, itemsize: int, group: int, whole_rows: bool, paired: bool, heavy: bool
 ) -> ActivationTile:
     """Choose a tile for ``m`` rows of ``k`` elements; no choice changes the result.
 
@@ -63,14 +64,16 @@ def activation_tile(
         group: columns that a tile needs, a power of two.
         whole_rows: a program needs all of a row, for its amax.
         paired: two operands are read.
+        heavy: an element takes so many instructions that fewer, larger programs are faster.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     whole = max(triton.next_power_of_2(k), 16, group)
     if whole <= 4 * lanes:
         rows = min(max(1, 4 * lanes // whole), triton.next_power_of_2(m))
         return ActivationTile(rows, whole, 1, max(1, min(4, rows * whole // lanes)))
-    if not whole_rows:
-        return ActivationTile(1, 4 * lanes, 2 if m * k > _CROWDED * lanes else 1, 4)
+    crowded = m * k > _CROWDED * lanes
+    if not (whole_rows or (heavy and crowded and k <= MOST_TILES * 32 * lanes)):
+        return ActivationTile(1, 4 * lanes, 2 if crowded else 1, 4)
     held = triton.cdiv(k, 16 * lanes)
     if paired and 2 < held <= MOST_TILES:
         # both rows fit in the registers of 32 warps that load 8 bytes at a time
@@ -154,24 +157,22 @@ def _activation_kernel(
     row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = program % ACROSS * (HELD * BLOCK_K)
     gates, ups = (), ()
+    given = tl.load(scale_ptr) if SCALES == "static" else None
     for i in tl.static_range(HELD):
         col = first + i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        mask = (row < M)[:, None] & (col < K)
+        mask = existing(row, M)[:, None] & (col < K)
         gate = tl.load(gate_ptr + row[:, None] * stride_gm + col, mask=mask, other=0.0)
         gates = appended(gates, gate)
         if up_ptr is not None:
             up = tl.load(up_ptr + row[:, None] * stride_um + col, mask=mask, other=0.0)
             ups = appended(ups, up)
-    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
     results = ()
     for i in tl.static_range(HELD):
-        y = narrow(activate(widen(gates[i]), KIND), DTYPE, PACK=up_ptr is None)
+        y = narrow(activate(widen(gates[i]), KIND), DTYPE, True)
         if up_ptr is not None:
-            y = narrow(widen(y) * widen(ups[i]), DTYPE)
-        if SCALES == "row":
-            bits = tl.maximum(bits, magnitude(y))
+            y = rounded_product(y, ups[i])
         results = appended(results, y)
-    store_result(results, bits, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+    store_result(results, given, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
                  K, SCALES, GROUP, DIVISION, FP8_MAX, HELD)  # fmt: skip
 
 
@@ -188,11 +189,15 @@ def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Outp
     constants, overlap = output.constants, overlaps(output.data.device)
     whole_rows = constants["SCALES"] == "row"
     sizes = (gate.element_size(), constants["GROUP"])
-    tile = activation_tile(m, k, *sizes, whole_rows, up is not None)
+    heavy = kind == "gelu" and up is None
+    tile = activation_tile(m, k, *sizes, whole_rows, up is not None, heavy)
+    # 40 registers hold 7 tiles of 16 bits for six programs of 8 warps
+    long = whole_rows and up is None and tile.held == MOST_TILES and gate.element_size() == 2
     across = triton.cdiv(k, tile.held * tile.cols)
     _activation_kernel[(triton.cdiv(m, tile.rows) * across,)](
         gate, up, *output.arguments()[:3], m, gate.stride(0), 0 if up is None else up.stride(0),
         output.min_scale, K=k, KIND=kind, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
-        OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps, enable_fp_fusion=False,
+        OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps,
+        maxnreg=40 if long else None, enable_fp_fusion=False,
     )  # fmt: skip

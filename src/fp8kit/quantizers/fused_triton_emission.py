@@ -22,9 +22,11 @@ from fp8kit.quantizers.triton_numerics import (
     amax_of,
     encode,
     encode_quotient,
+    existing,
     float_scale,
     is_safe,
     magnitude,
+    magnitudes,
     mx_exponent,
     mx_inverse,
     widen,
@@ -107,7 +109,9 @@ def narrow(x, DTYPE: tl.constexpr, PACK: tl.constexpr = False):
         PACK: convert in pairs explicitly, where no 16-bit arithmetic precedes or follows with which
             the compiler could combine the cast; it would convert one by one at a quarter the rate.
     """
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if x.dtype == DTYPE:
+        return x
+    elif INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FC0)
@@ -122,6 +126,61 @@ def narrow(x, DTYPE: tl.constexpr, PACK: tl.constexpr = False):
         return tl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.float16, is_pure=True, pack=2
         )
+
+
+@triton.jit
+def rounded_product(x, y):
+    """Multiply tiles of one dtype and round to it, two 16-bit products per instruction."""
+    if INTERPRETED or x.dtype == tl.float32:
+        return narrow(widen(x) * widen(y), x.dtype)
+    elif x.dtype == tl.bfloat16:
+        # minus zero is what leaves a zero product its sign; plain mul needs sm90
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
+            "=r,r,r", [x, y], tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;",
+            "=r,r,r", [x, y], tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def rounded_sum(x, y):
+    """Add tiles of one dtype and round to it, two 16-bit sums per instruction."""
+    if INTERPRETED or x.dtype == tl.float32:
+        return narrow(widen(x) + widen(y), x.dtype)
+    elif x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 o; mov.b32 o, 0x3f803f80; fma.rn.bf16x2 $0, $1, o, $2;}",
+            "=r,r,r", [x, y], tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "add.rn.f16x2 $0, $1, $2;",
+            "=r,r,r", [x, y], tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_scales(place, scale, kept):
+    # every thread of a group holds its scale and stores it; ``tl.store`` would first bring scales
+    # into another order through shared memory, with two barriers per tile
+    if INTERPRETED:
+        tl.store(place, scale, mask=kept)
+    elif scale.dtype == tl.uint8:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.u8 [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,r,r", [place.to(tl.int64, bitcast=True), scale.to(tl.int32), kept.to(tl.int32)],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.b32 $0, 0;}",
+            "=r,l,f,r", [place.to(tl.int64, bitcast=True), scale, kept.to(tl.int32)],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -144,9 +203,9 @@ def _store_codes(
     BLOCK_M: tl.constexpr = y.shape[0]
     BLOCK_K: tl.constexpr = y.shape[1]
     if SCALES == "row":
-        codes = encode_quotient(widen(y), scale[:, None], DIVISION, FP8_MAX)
+        codes = encode_quotient(y, scale[:, None], DIVISION, FP8_MAX)
     elif SCALES == "static":
-        codes = _encode_static(widen(y), scale, FP8_MAX)
+        codes = encode_quotient(y, scale, DIVISION, FP8_MAX)
     else:
         parts = tl.reshape(y, [BLOCK_M, BLOCK_K // GROUP, GROUP])
         amax = amax_of(tl.max(magnitude(parts), 2), scale_ub_ptr, y.dtype)
@@ -155,21 +214,31 @@ def _store_codes(
             grouped = encode(widen(parts) * mx_inverse(found)[:, :, None], FP8_MAX)
         else:
             found = float_scale(amax, min_scale, DIVISION, FP8_MAX)
-            grouped = encode_quotient(widen(parts), found[:, :, None], DIVISION, FP8_MAX)
+            grouped = encode_quotient(parts, found[:, :, None], DIVISION, FP8_MAX)
         GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
         group = tl.arange(0, BLOCK_K // GROUP)[None, :] + first // GROUP
-        kept = (row < M)[:, None] & (group < GROUPS)
+        kept = existing(row, M)[:, None] & (group < GROUPS)
         place = scale_ptr + row[:, None] * GROUPS + group
-        tl.store(place, found.to(scale_ptr.dtype.element_ty), mask=kept)
+        _store_scales(place, found.to(scale_ptr.dtype.element_ty), kept)
         codes = tl.reshape(grouped, [BLOCK_M, BLOCK_K])
     col = tl.arange(0, BLOCK_K)[None, :] + first
-    tl.store(data_ptr + row[:, None] * K + col, codes, mask=(row < M)[:, None] & (col < K))
+    tl.store(data_ptr + row[:, None] * K + col, codes, mask=existing(row, M)[:, None] & (col < K))
+
+
+@triton.jit
+def _store_tiles(tiles, scale, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+                 K: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
+                 DIVISION: tl.constexpr, FP8_MAX: tl.constexpr, HELD: tl.constexpr):  # fmt: skip
+    for i in tl.static_range(HELD):
+        at = first + i * tiles[0].shape[1]
+        _store_codes(tiles[i], scale, row, at, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+                     K, SCALES, GROUP, DIVISION, FP8_MAX)  # fmt: skip
 
 
 @triton.jit
 def store_result(
     tiles,  # of a result, each [BLOCK_M, BLOCK_K], zero past the last column
-    bits,  # [BLOCK_M, BLOCK_K], largest magnitudes, used for rows
+    given,  # the scale if static
     row,  # [BLOCK_M]
     first,  # column of the first tile's first element
     M,
@@ -185,27 +254,22 @@ def store_result(
     HELD: tl.constexpr,
 ):
     """Quantize the tiles of a result: store codes and, unless static, scales."""
-    scale = None
-    if SCALES == "row":
-        amax = amax_of(tl.max(bits, 1), scale_ub_ptr, tiles[0].dtype)
-        scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
-        tl.store(scale_ptr + row, scale, mask=row < M)
-    elif SCALES == "static":
-        scale = tl.load(scale_ptr)
-    for i in tl.static_range(HELD):
-        at = first + i * tiles[0].shape[1]
-        _store_codes(tiles[i], scale, row, at, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
-                     K, SCALES, GROUP, DIVISION, FP8_MAX)  # fmt: skip
-
-
-@triton.jit
-def _encode_static(x, scale, FP8_MAX: tl.constexpr):
-    # any scale may be given: one of ordinary size is known to be only here, and divides cheaply;
-    # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
-    if FP8_MAX == 224.0:
-        codes = encode_quotient(x, scale, "ieee", FP8_MAX)
-    elif is_safe(scale):
-        codes = encode_quotient(x, scale, "clipped", FP8_MAX)
+    DTYPE: tl.constexpr = tiles[0].dtype
+    if SCALES == "static" and FP8_MAX != 224.0:
+        # any scale may be given: one of ordinary size is known to be only here, and divides
+        # cheaply; Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
+        if is_safe(given):
+            _store_tiles(tiles, given, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+                         K, SCALES, GROUP, "safe", FP8_MAX, HELD)  # fmt: skip
+        else:
+            _store_tiles(tiles, given, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+                         K, SCALES, GROUP, "ieee", FP8_MAX, HELD)  # fmt: skip
     else:
-        codes = encode_quotient(x, scale, "ieee", FP8_MAX)
-    return codes
+        scale = given
+        HOW: tl.constexpr = "ieee" if SCALES == "static" else DIVISION
+        if SCALES == "row":
+            amax = amax_of(tl.max(magnitudes(tiles, HELD), 1), scale_ub_ptr, DTYPE)
+            scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
+            tl.store(scale_ptr + row, scale, mask=existing(row, M))
+        _store_tiles(tiles, scale, row, first, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+                     K, SCALES, GROUP, HOW, FP8_MAX, HELD)  # fmt: skip

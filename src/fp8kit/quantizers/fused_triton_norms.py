@@ -23,10 +23,18 @@ from torch import Tensor
 from fp8kit.quantizers.fused_triton_emission import (
     Output,
     narrow,
+    rounded_product,
+    rounded_sum,
     row_cut,
     store_result,
 )
-from fp8kit.quantizers.triton_numerics import appended, join_stream, magnitude, overlaps, widen
+from fp8kit.quantizers.triton_numerics import (
+    appended,
+    existing,
+    join_stream,
+    overlaps,
+    widen,
+)
 
 MOST_TILES = 5  # of a row in registers; its weights take as many again
 
@@ -92,11 +100,6 @@ def norm_tile(k: int, itemsize: int, least: int) -> NormTile:
 
 
 @triton.jit
-def _rounded(x, DTYPE: tl.constexpr):
-    return widen(narrow(x, DTYPE))
-
-
-@triton.jit
 def _mean(held, K: tl.constexpr, HELD: tl.constexpr):
     sums = widen(held[0])
     for i in tl.static_range(1, HELD):
@@ -121,25 +124,24 @@ def _reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constex
 
 @triton.jit
 def _weighted(n, weight, offset, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
-    w = widen(weight)
-    if offset is not None:
-        w += offset
-        if STEPWISE:
-            w = _rounded(w, DTYPE)
+    # stepwise the result has DTYPE, otherwise it is float32 and not yet rounded
     if STEPWISE:
-        n = _rounded(n, DTYPE)
-    return n * w
+        if offset is not None:
+            weight = narrow(widen(weight) + offset, DTYPE, True)
+        return rounded_product(narrow(n, DTYPE, True), weight)
+    else:
+        w = widen(weight)
+        return n * (w if offset is None else w + offset)
 
 
 @triton.jit
-def _modulated(n, gains, shifts, mask, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
-    gain = 1.0 + widen(tl.load(gains, mask=mask, other=0.0))
-    shift = widen(tl.load(shifts, mask=mask, other=0.0))
+def _modulated(n, gain, shift, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
+    # stepwise the result has DTYPE, otherwise it is float32 and not yet rounded
     if STEPWISE:
-        n = _rounded(_rounded(n, DTYPE) * _rounded(gain, DTYPE), DTYPE)
+        one = narrow(tl.full(gain.shape, 1.0, tl.float32), DTYPE)
+        return rounded_sum(rounded_product(narrow(n, DTYPE, True), rounded_sum(gain, one)), shift)
     else:
-        n = n * gain
-    return n + shift
+        return n * (1.0 + widen(gain)) + widen(shift)
 
 
 @triton.jit
@@ -147,7 +149,7 @@ def _load_rows(ptr, stride, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD
     tiles = ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        mask = (row < M)[:, None] & (at < K)
+        mask = existing(row, M)[:, None] & (at < K)
         tile = tl.load(ptr + row[:, None] * stride + at, mask=mask, other=0.0)
         tiles = appended(tiles, tile)
     return tiles
@@ -171,8 +173,10 @@ def _add(held, residual_ptr, stride, total_ptr, row, M, K: tl.constexpr, BLOCK_K
     others, totals = _load_rows(residual_ptr, stride, row, M, K, BLOCK_K, HELD), ()
     for i in tl.static_range(HELD):
         at = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        total = narrow(widen(held[i]) + widen(others[i]), held[i].dtype)
-        tl.store(total_ptr + row[:, None] * K + at, total, mask=(row < M)[:, None] & (at < K))
+        total = rounded_sum(held[i], others[i])
+        tl.store(
+            total_ptr + row[:, None] * K + at, total, mask=existing(row, M)[:, None] & (at < K)
+        )
         totals = appended(totals, total)
     return totals
 
@@ -212,15 +216,15 @@ def _norm_kernel(
 ):
     join_stream(OVERLAP)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    PACK: tl.constexpr = gain_ptr is None and (CENTERED or not STEPWISE)
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
     weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
+    held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
+    given = tl.load(scale_ptr) if SCALES == "static" else None
     if residual_ptr is not None:
         held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD)
     mean = _mean(held, K, HELD) if CENTERED else None
     inverse = _reciprocal_deviation(held, mean, eps, K, CENTERED, HELD)
-    bits, results = tl.zeros([BLOCK_M, BLOCK_K], tl.int32), ()
+    results = ()
     for i in tl.static_range(HELD):
         col = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         n = (widen(held[i]) - mean if CENTERED else widen(held[i])) * inverse
@@ -229,14 +233,16 @@ def _norm_kernel(
         if bias_ptr is not None:
             n += widen(tl.load(bias_ptr + col, mask=col < K, other=0.0))
         if gain_ptr is not None:
-            batch, mask = (row // rows_per_batch)[:, None], (row < M)[:, None] & (col < K)
-            gains, shifts = gain_ptr + batch * stride_gb + col, shift_ptr + batch * stride_sb + col
-            n = _modulated(n, gains, shifts, mask, STEPWISE, DTYPE)
+            batch = (row.to(tl.int32) // rows_per_batch).to(tl.int64)[:, None]
+            mask = existing(row, M)[:, None] & (col < K)
+            # requested this late they cost no registers while the sums are taken
+            gain = tl.load(gain_ptr + batch * stride_gb + col, mask=mask, other=0.0)
+            shift = tl.load(shift_ptr + batch * stride_sb + col, mask=mask, other=0.0)
+            n = _modulated(n, gain, shift, STEPWISE, DTYPE)
         if (i + 1) * BLOCK_K > K:
             n = tl.where(col < K, n, 0.0)
-        results = appended(results, narrow(n, DTYPE, PACK))
-        bits = tl.maximum(bits, magnitude(results[i]))
-    store_result(results, bits, row, 0, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
+        results = appended(results, narrow(n, DTYPE, True))
+    store_result(results, given, row, 0, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
                  K, SCALES, GROUP, DIVISION, FP8_MAX, HELD)  # fmt: skip
 
 
@@ -256,6 +262,8 @@ def quantize_norm(
     gain, shift = modulation or (None, None)
     constants, overlap = output.constants, overlaps(output.data.device)
     tile = norm_tile(k, x.element_size(), constants["GROUP"])
+    # 48 registers let five programs of 8 warps share a multiprocessor, not four
+    registers = 48 if gain is not None and tile.warps == 8 and tile.held <= 4 else None
     _norm_kernel[(triton.cdiv(m, tile.rows),)](
         x, residual, total, weight, bias, gain, shift, *output.arguments()[:3],
         m, m if gain is None else m // gain.shape[0], x.stride(0),
@@ -264,5 +272,6 @@ def quantize_norm(
         settings.eps, settings.weight_offset or None, output.min_scale,
         K=k, CENTERED=settings.centered, STEPWISE=settings.stepwise, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
-        OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps, enable_fp_fusion=False,
+        OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps, maxnreg=registers,
+        enable_fp_fusion=False,
     )  # fmt: skip

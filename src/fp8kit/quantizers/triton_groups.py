@@ -22,9 +22,11 @@ from fp8kit.quantizers.triton_numerics import (
     appended,
     encode,
     encode_quotient,
+    existing,
     float_scale,
     join_stream,
     magnitude,
+    magnitudes,
     mx_exponent,
     mx_inverse,
     overlaps,
@@ -65,8 +67,8 @@ def group_tile(
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     crowded = m * k > 16 * LOADS * lanes * processors
-    small = crowded and group < 128 and not column  # many scales: fewer tiles, of more warps
-    budget, loads = max(1, (8 if small else 4) * lanes // group), LOADS // 2 if small else LOADS
+    wide = crowded and not column  # neighbouring scales: fewer tiles, of more warps
+    budget, loads = max(1, (8 if wide else 4) * lanes // group), LOADS // 2 if wide else LOADS
     most = max(1, budget // 8) if column else budget
     count = triton.cdiv(k, group)
     # as many neighbours as leave at most one lane in eight idle
@@ -100,7 +102,7 @@ def _group_codes(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
         inverse = mx_inverse(scale.to(tl.int32))
         return encode(widen(x) * inverse[:, :, None], FP8_MAX)
     else:
-        return encode_quotient(widen(x), scale[:, :, None], DIVISION, FP8_MAX)
+        return encode_quotient(x, scale[:, :, None], DIVISION, FP8_MAX)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -134,7 +136,8 @@ def _groups_kernel(
     row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = (program % ACROSS).to(tl.int64) * (HELD * BLOCK_G) + tl.arange(0, BLOCK_G)
     lane = tl.arange(0, GROUP)[None, None, :]
-    present = (row < M)[:, None, None]
+    # swizzled scales have rows that the matrix has not
+    present = (row < M if SWIZZLE else existing(row, M))[:, None, None]
     held = ()
     for i in tl.static_range(HELD):
         col = (first + i * BLOCK_G)[None, :, None] * GROUP + lane
@@ -148,7 +151,7 @@ def _groups_kernel(
             kept = (group < ROUNDED)[None, :]
         else:
             where = scale_ptr + row[:, None] * stride_sm + group[None, :] * stride_sg
-            kept = (row < M)[:, None] & (group < GROUPS)[None, :]
+            kept = existing(row, M)[:, None] & (group < GROUPS)[None, :]
         if STATIC:
             scale = tl.load(where, mask=kept, other=0)
         else:
@@ -241,16 +244,14 @@ def _blocks_kernel(
     if STATIC:
         scale = tl.load(where)
     else:
-        bits = tl.zeros([BLOCK_M, COLS], tl.int32)
-        for i in tl.static_range(HELD):
-            bits = tl.maximum(bits, magnitude(held[i]))
-        amax = amax_of(tl.max(tl.max(bits, 1), 0), scale_ub_ptr, x_ptr.dtype.element_ty)
+        bits = tl.max(tl.max(magnitudes(held, HELD), 1), 0)
+        amax = amax_of(bits, scale_ub_ptr, x_ptr.dtype.element_ty)
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         tl.store(where, scale)
     data_block = data_ptr + expert * M * K + col
     for i in tl.static_range(HELD):
         row = first + i * BLOCK_M
-        codes = encode_quotient(widen(held[i]), scale, DIVISION, FP8_MAX)
+        codes = encode_quotient(held[i], scale, DIVISION, FP8_MAX)
         tl.store(data_block + row * K, codes, mask=(row < M) & (col < K))
 
 

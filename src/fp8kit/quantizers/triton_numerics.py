@@ -1,23 +1,35 @@
 """Device functions that the Triton quantizers share: amax, scales, division, the cast to FP8.
 
 They agree bit for bit with ``reference.py``, which divides in IEEE ``float32``. A hardware division
-costs about twelve instructions, so for scales of ordinary size ``corrected_quotient`` takes three:
+costs about twelve instructions. ``float32`` is divided in three, by scales that are not too small:
 
     r = RN(1 / s)    q0 = RN(x * r)    e = RN(q0 * s - x)    q1 = RN(q0 - e * r)
 
-Why this is exact after the cast: ``q0`` is within 2 ulp of ``x / s`` (half an ulp of its own, one
-of ``r``, twice that across a power of two). ``e`` and ``r`` are each rounded to 24 bits, so
-``q1 = RN(x / s + d)`` with ``|d| < 2^-21`` ulp. It can differ from ``RN(x / s)`` only so close to
-the midpoint of two neighbouring floats, where it is the other neighbour; that moves a code only if
-one neighbour is a tie between two codes. A tie has at most five significant bits, which leaves a
-few hundred pairs of significands that come so close; for each of them ``q1`` is right (enumerated
-by ``test_corrected_quotient_every_near_tie``). The same sequence divides by the format's maximum
-with no error at all (every significand, ``test_division_by_the_maximum``).
+16-bit numbers are divided in two, by a reciprocal of two parts; ``r`` and ``u`` are ``1 / s``
+rounded toward zero and away from it, each by at most 2 ulp:
+
+    rest = RN(RN(1 - r * s) * u)    q1 = RN(x * r + RN(x * rest))
+
+Why both are exact after the cast: ``q1 = RN(x / s + d)`` with a small ``d``. In the first, ``q0``
+is within 2 ulp of ``x / s`` (half an ulp of its own, one of ``r``, twice that across a power of
+two), and ``e`` and ``r`` are each rounded to 24 bits, so ``|d| < 2^-21`` ulp. In the second,
+``1 - r * s`` is at most 2^-22; three roundings and ``u`` leave its share wrong by less than 2^-21.1
+of itself, so ``|d| < 2^-19`` ulp. ``q1`` can differ from ``RN(x / s)`` only so close to the
+midpoint of two neighbouring floats, where it is the other neighbour; that moves a code only if one
+neighbour is a tie between two codes. A tie has at most five significant bits, which leaves about a
+thousand pairs of significands that come so close, and a single one if ``x`` has 16 bits: a power of
+two over all ones, which is why ``u`` errs upwards. For each of them ``q1`` is right (enumerated by
+``test_quotients_of_every_near_tie``). The first sequence divides by the format's maximum with no
+error at all (every significand, ``test_division_by_the_maximum``).
 
 Nothing may underflow or overflow on the way: scales of at least ``SAFE_SCALE``, and at most its
 reciprocal if the quotient is not bounded by the format's maximum. Quotients under ``2^-18`` lose
 that guarantee and keep their sign, which is all that is left of them: they are cast to zero.
-``q0 * s - x`` is +0 for ``x = -0``, and ``q0 - e * r`` then keeps the sign of ``q0``.
+``q0 * s - x`` is +0 for ``x = -0``, and ``q0 - e * r`` then keeps the sign of ``q0``; ``r`` and
+``rest`` have one sign, and so have the two products, which also makes infinities of infinities.
+Above ``1 / SAFE_SCALE`` ``rest`` may be subnormal and ``|d|`` reach 2^-6 ulp, but such a scale is a
+maximum of bf16 numbers over that of the format: too few to come so close to a midpoint
+(``test_quotients_by_the_largest_scales``).
 
 ``FP8_MAX`` names the format: 448 is e4m3fn, 224 e4m3fnuz, 57344 e5m2.
 """
@@ -81,13 +93,28 @@ def appended(tiles, tile):
 
 
 @triton.jit
+def existing(row, M):
+    """Say which of a program's rows there are, given a grid that leaves no program without one."""
+    if row.shape[0] == 1:
+        return tl.full(row.shape, 1, tl.int1)  # a constant, which costs no predicates
+    else:
+        return row < M
+
+
+@triton.jit
 def widen(x):
     """Convert a tile to ``float32`` exactly (the interpreter's own cast loses bf16 subnormals)."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
         return bits.to(tl.float32, bitcast=True)
-    else:
+    elif INTERPRETED or x.dtype != tl.bfloat16:
         return x.to(tl.float32)
+    else:
+        # one instruction each; the compiler takes two for the upper half
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r", [x], tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -101,6 +128,36 @@ def magnitude(x):
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
         return (x.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int32)
+
+
+@triton.jit
+def _larger(x, y):
+    # the larger magnitude, under any sign, and NaN if either is; two 16-bit ones per instruction
+    if INTERPRETED:
+        bits = tl.maximum(magnitude(x), magnitude(y))
+        if x.dtype != tl.float32:
+            bits = bits.to(tl.int16)
+        return bits.to(x.dtype, bitcast=True)
+    elif x.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            "max.NaN.xorsign.abs.f32 $0, $1, $2;",
+            "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        KIND: tl.constexpr = "bf16x2" if x.dtype == tl.bfloat16 else "f16x2"
+        return tl.inline_asm_elementwise(
+            "max.NaN.xorsign.abs." + KIND + " $0, $1, $2;",
+            "=r,r,r", [x, y], x.dtype, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def magnitudes(tiles, COUNT: tl.constexpr):
+    """Give the largest magnitude of several tiles of one shape, element by element; NaN wins."""
+    largest = tiles[0]
+    for i in tl.static_range(1, COUNT):
+        largest = _larger(largest, tiles[i])
+    return magnitude(largest)
 
 
 @triton.jit
@@ -126,6 +183,17 @@ def corrected_quotient(x, y, r):
         q = x * r
         # times -1 folds into the operand's sign, unary minus is a subtraction of its own
         return tl.fma(tl.fma(q, y, x * -1.0), r * -1.0, q)
+
+
+@triton.jit
+def reciprocal_pair(y):
+    """Give ``r`` and ``rest``, whose sum is ``1 / y``; see the head of this file."""
+    near = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, is_pure=True, pack=1
+    ).to(tl.int32, bitcast=True)  # documented to be within an ulp
+    r = (near - 1).to(tl.float32, bitcast=True)
+    above = (near + 1).to(tl.float32, bitcast=True)
+    return r, tl.fma(r * -1.0, y, 1.0) * above
 
 
 @triton.jit
@@ -174,21 +242,27 @@ def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
     """Give the FP8 bytes of ``x / scale``.
 
     Args:
-        x: ``float32`` tile.
+        x: tile of a floating dtype.
         scale: ``float32``, broadcastable against ``x``.
         DIVISION: what is known of the operands. ``"corrected"``: safe scale, ``|x|`` at most the
-            group's amax; ``"clipped"``: safe scale, any ``x``; ``"power"``: the scale is a safe
-            power of two; ``"ieee"`` and ``"ieee power"``: nothing.
+            group's amax; ``"clipped"``: scale not too small, any ``x``; ``"safe"``: as told by
+            ``is_safe``, any ``x``; ``"power"``: the scale is a safe power of two; ``"ieee"`` and
+            ``"ieee power"``: nothing.
         FP8_MAX: the format's maximum.
     """
+    PAIRED: tl.constexpr = x.dtype != tl.float32 and (DIVISION == "corrected" or DIVISION == "safe")
+    x = widen(x)
     if DIVISION == "ieee" or DIVISION == "ieee power":
         q = tl.div_rn(x, scale)
     elif DIVISION == "power":
         q = x * tl.div_rn(1.0, scale)
+    elif PAIRED and not INTERPRETED:
+        r, rest = reciprocal_pair(scale)
+        q = tl.fma(x, r, x * rest)
     else:
         r = tl.div_rn(1.0, scale)
         q = corrected_quotient(x, scale, r)
-        if DIVISION == "clipped" and not INTERPRETED:
+        if DIVISION != "corrected" and not INTERPRETED:
             # the correction of an infinite quotient is NaN, and far above the maximum it is idle
             rough = x * r
             q = tl.where(tl.abs(rough) < 1048576.0, q, rough)
@@ -197,7 +271,7 @@ def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def is_safe(scale):
-    """Say whether a given scale divides exactly as ``"clipped"``, see ``encode_quotient``."""
+    """Say whether a given scale may divide as ``"safe"``, see ``encode_quotient``."""
     return (scale >= _SAFE_SCALE) & (scale <= 1.0 / _SAFE_SCALE)
 
 

@@ -20,11 +20,12 @@ from fp8kit.quantizers.triton_numerics import (
     amax_of,
     appended,
     encode_quotient,
+    existing,
     float_scale,
     join_stream,
     magnitude,
+    magnitudes,
     overlaps,
-    widen,
 )
 
 _HELD = 7  # 16-byte loads that a thread can hold in 64 registers and still compute
@@ -98,13 +99,12 @@ def _rows_kernel(
     join_stream(OVERLAP)
     program = tl.program_id(0)
     row = (program // SLICES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    present = row < M
+    present = existing(row, M)
     x_row = x_ptr + row[:, None] * stride_xm
     data_row = data_ptr + row[:, None] * K
     col = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
     # a loop over elements would count in 32 bits, too few for the longest rows
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
     held = ()
     if STATIC:
         scale = tl.load(scale_ptr + row * stride_sm, mask=present, other=1.0)
@@ -113,21 +113,22 @@ def _rows_kernel(
             mask = present[:, None] & (i * BLOCK_K + col < K)
             x = tl.load(x_row + (i * BLOCK_K + col) * stride_xk, mask=mask, other=0.0)
             held = appended(held, x)
-        for i in tl.static_range(HELD):
-            bits = tl.maximum(bits, magnitude(held[i]))
         if HELD == 0:
+            bits = tl.zeros([BLOCK_M, BLOCK_K], tl.int32)
             for i in range(TILES):
                 start = tl.cast(i, tl.int64) * BLOCK_K
                 mask = present[:, None] & (start + col < K)
                 x = tl.load(x_row + (start + col) * stride_xk, mask=mask, other=0.0)
                 bits = tl.maximum(bits, magnitude(x))
+        else:
+            bits = magnitudes(held, HELD)
         amax = amax_of(tl.max(bits, 1), scale_ub_ptr, x_ptr.dtype.element_ty)
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         if program % SLICES == 0:
             tl.store(scale_ptr + row * stride_sm, scale, mask=present)
     for i in tl.static_range(HELD):
         mask = present[:, None] & (i * BLOCK_K + col < K)
-        codes = encode_quotient(widen(held[i]), scale[:, None], DIVISION, FP8_MAX)
+        codes = encode_quotient(held[i], scale[:, None], DIVISION, FP8_MAX)
         tl.store(data_row + i * BLOCK_K + col, codes, mask=mask)
     if HELD == 0:
         first = program % SLICES * (BLOCK_K // SLICES)
@@ -136,7 +137,7 @@ def _rows_kernel(
             start = tl.cast(i, tl.int64) * BLOCK_K
             mask = present[:, None] & (start + part < K)
             x = tl.load(x_row + (start + part) * stride_xk, mask=mask, other=0.0)
-            codes = encode_quotient(widen(x), scale[:, None], DIVISION, FP8_MAX)
+            codes = encode_quotient(x, scale[:, None], DIVISION, FP8_MAX)
             tl.store(data_row + start + part, codes, mask=mask)
 
 

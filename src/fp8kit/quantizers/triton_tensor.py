@@ -26,7 +26,6 @@ from fp8kit.quantizers.triton_numerics import (
     join_stream,
     magnitude,
     overlaps,
-    widen,
 )
 
 SMALL = 32768
@@ -107,7 +106,7 @@ def _store_codes(held, first, scale, data_ptr, numel, DIVISION: tl.constexpr,
     BLOCK: tl.constexpr = held[0].shape[0]
     for i in tl.static_range(HELD):
         index = first + i * BLOCK + tl.arange(0, BLOCK)
-        codes = encode_quotient(widen(held[i]), scale, DIVISION, FP8_MAX)
+        codes = encode_quotient(held[i], scale, DIVISION, FP8_MAX)
         tl.store(data_ptr + index, codes, mask=index < numel)
 
 
@@ -157,7 +156,7 @@ def _tensor_kernel(
         if SCAN > 0 or FP8_MAX == 224.0:
             _store_codes(held, first, scale, data_ptr, numel, DIVISION, FP8_MAX, HELD)
         elif safe:
-            _store_codes(held, first, scale, data_ptr, numel, "clipped", FP8_MAX, HELD)
+            _store_codes(held, first, scale, data_ptr, numel, "safe", FP8_MAX, HELD)
         else:
             _store_codes(held, first, scale, data_ptr, numel, "ieee", FP8_MAX, HELD)
         step += tl.num_programs(0)

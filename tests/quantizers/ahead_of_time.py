@@ -1,0 +1,102 @@
+"""Compile quantizers for sm90 without a GPU and count what came out, as JSON.
+
+The launchers run on a CPU; a launch compiles its kernel as it is there instead of starting it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+
+from ahead import resources
+from fp8kit.formats import GROUP128, ROW, TENSOR, GroupShape, min_scale
+from fp8kit.quantizers import fused_triton
+from fp8kit.quantizers import triton as plain
+from fp8kit.quantizers.fused_problem import Target
+
+E4M3 = torch.float8_e4m3fn
+GROUPS = {"row": ROW, "group": GROUP128, "static": TENSOR}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8"}
+COUNTED = {
+    "divisions": r"\bdiv\.(?:rn|full)",
+    "barriers": r"\bbar(?:rier)?\.(?:cta\.)?sync",
+    "paired_maxima": r"max\.NaN\.xorsign\.abs\.bf16x2",
+    "paired_products": r"fma\.rn\.bf16x2",
+    "conversions_to_codes": r"cvt\.rn\.satfinite\.e4m3x2",
+}
+
+
+def main() -> None:
+    """Print one JSON object: case to counts."""
+    found = {}
+    for name, case in cases().items():
+        compiled: list[Any] = []
+        JITFunction.run = lambda self, *a, _to=compiled, **k: _to.append(built(self, a, k))
+        case()
+        (kernel,) = compiled
+        text = kernel.asm["ptx"]
+        counts = {what: len(re.findall(p, text)) for what, p in COUNTED.items()}
+        found[name] = counts | resources(kernel.asm["cubin"])
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """Name the launches: a producer, K and the granularity."""
+    todo: dict[str, Callable[[], object]] = {}
+    for k in (4096, 8192):
+        x, w = torch.empty(4096, k).bfloat16(), torch.empty(k).bfloat16()
+        pair = (w[None], w[None])
+        for kind, group in GROUPS.items():
+            t = target(group)
+            todo[f"rms {k} {kind}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
+                x, None, w, 1e-6, 0.0, "stepwise", t
+            )
+            todo[f"adaptive {k} {kind}"] = lambda x=x, p=pair, t=t: fused_triton.layer_norm(
+                x[None], None, None, p, 1e-6, "stepwise", t
+            )
+    wide = torch.empty(4096, 14336).bfloat16()
+    for kind, group in GROUPS.items():
+        t = target(group)
+        todo[f"gelu 14336 {kind}"] = lambda t=t: fused_triton.activation("gelu", wide, None, t)
+        if kind != "static":
+            options = (group, E4M3, t.min_scale, None, "exact")
+            todo[f"quantize 14336 {kind}"] = lambda o=options: plain.quantize(wide, *o)
+    return todo
+
+
+def target(group: GroupShape) -> Target:
+    """Say how a result is quantized."""
+    scale = torch.empty(1, 1) if group == TENSOR else None
+    return Target(scale, group, E4M3, min_scale(group, E4M3, "activation"), None, "exact")
+
+
+def built(kernel: Any, arguments: tuple[object, ...], options: dict[str, Any]) -> Any:
+    """Compile as the launcher would, for sm90: ones are constants, multiples of 16 are known."""
+    signature, constants, known = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = arguments[i] if i < len(arguments) else options.pop(name)
+        counts = i < len(arguments) and type(value) is int and name not in ("M", "rows_per_batch")
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+        elif i >= len(arguments) or value is None or (counts and value == 1):
+            signature[name], constants[(i,)] = "constexpr", value
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (counts and int(str(value)) % 16 == 0):
+            known[(i,)] = [["tt.divisibility", 16]]
+    chosen = {k: v for k, v in options.items() if k not in ("grid", "warmup") and v is not None}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=known)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
+
+
+if __name__ == "__main__":
+    main()
