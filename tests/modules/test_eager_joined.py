@@ -95,6 +95,20 @@ def test_the_product_of_codes_by_one_layer_is_taped(scheme: str, cpu_backends: C
         assert_bits_equal(y, operator(layer, x))
 
 
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_groups_are_taped_in_inference_mode(made_inside: bool, cpu_backends: CpuBackends) -> None:
+    with torch.inference_mode(made_inside):
+        joined = group()
+    for turn in range(4):
+        with torch.inference_mode():
+            x = x_of()
+            cpu_backends.calls.clear()
+            results = called(joined, x)
+            assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
+            for member, y in zip(joined.members, results, strict=True):
+                assert_bits_equal(y, operator(member, x))
+
+
 def other_codes(layer: fp8kit.Fp8Linear) -> dict[str, RowCodes]:
     """Give codes of one shape that a tape of ordinary ones would misread."""
     x = x_of()
