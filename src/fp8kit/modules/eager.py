@@ -111,8 +111,6 @@ def run(
     Returns:
         The result.
     """
-    if torch.compiler.is_compiling():
-        return product(directly=False)
     repeated = replay(tapes, x, layers, options)
     if repeated is not None:
         return repeated
