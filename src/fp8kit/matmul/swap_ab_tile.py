@@ -172,6 +172,7 @@ def _microseconds(tile: Tile, m: int, n: int, k: int, processors: int, block_sca
     area = tile.groups * tile.cols / _MOST_COLS
     step = (0.17, 0.20, 0.29)[tile.groups - 1] + 0.052 * area
     step += 0.13 if tile.run == 1 and tile.groups < 3 else 0.0
+    step *= 1.1 if tile.token_rows and tile.groups == 1 else 1.0
     if block_scales:
         step *= 1.37 if tile.token_rows else 1.47
     step = max(step, (tile.rows + tile.cols) * TILE_K * blocks / 14.8e6)

@@ -181,8 +181,7 @@ class Fp8Linear(nn.Linear):
         """Compute ``[..., N]`` from an input that is known to fit, or from its codes."""
 
         def product(*, directly: bool) -> Tensor:
-            own = (self.weight, self.weight_scale, self.bias)
-            return self.product(x, *own, directly=directly)
+            return self.product(x, self.weight, self.weight_scale, self.bias, directly=directly)
 
         if torch.compiler.is_compiling():  # and would guard on the number of tapes
             return product(directly=False)
@@ -248,16 +247,9 @@ class Fp8Linear(nn.Linear):
 
     def problem(self, m: int) -> MatmulProblem:
         """Describe the matmul that this layer runs for ``m`` rows (see ``fp8kit.explain``)."""
-        return linear_problem(
-            (self.out_features, self.in_features),
-            self.scheme,
-            self.compute_dtype,
-            self.weight.device,
-            self.bias is not None,
-            m,
-            self.accum,
-            self.batch_invariant,
-        )
+        shape, device = (self.out_features, self.in_features), self.weight.device
+        kind = (self.scheme, self.compute_dtype, device, self.bias is not None)
+        return linear_problem(shape, *kind, m, self.accum, self.batch_invariant)
 
     def quantized_weight(self) -> QTensor:
         """View weight and scales as a ``QTensor``, without copying."""

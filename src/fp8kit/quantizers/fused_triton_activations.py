@@ -38,6 +38,7 @@ from fp8kit.quantizers.triton_numerics import (
 
 MOST_TILES = 7  # of a row in registers
 _CROWDED = 132 * 64  # warps' loads that fill a GPU
+_CAPPED_ROWS = 4 * 132
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _CUBIC = tl.constexpr(0.044715)
@@ -191,13 +192,14 @@ def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Outp
     sizes = (gate.element_size(), constants["GROUP"])
     heavy = kind == "gelu" and up is None
     tile = activation_tile(m, k, *sizes, whole_rows, up is not None, heavy)
-    # 40 registers hold 7 tiles of 16 bits for six programs of 8 warps
+    # 40 registers hold 7 tiles of 16 bits for six programs of 8 warps; few rows have room for more
     long = whole_rows and up is None and tile.held == MOST_TILES and gate.element_size() == 2
+    capped = long and m > _CAPPED_ROWS
     across = triton.cdiv(k, tile.held * tile.cols)
     _activation_kernel[(triton.cdiv(m, tile.rows) * across,)](
         gate, up, *output.arguments()[:3], m, gate.stride(0), 0 if up is None else up.stride(0),
         output.min_scale, K=k, KIND=kind, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
         OVERLAP=overlap, launch_pdl=overlap, num_warps=tile.warps,
-        maxnreg=40 if long else None, enable_fp_fusion=False,
+        maxnreg=40 if capped else None, enable_fp_fusion=False,
     )  # fmt: skip
