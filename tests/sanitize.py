@@ -267,10 +267,13 @@ def own_calls() -> Calls:
                 calls[f"{tile} {problem}"] = lambda t=tile, o=operands, b=bias, g=pair, p=problem: (
                     own_product(t, o, b, g, p)
                 )
-    for pair, m, (n, k) in itertools.product(
-        (PAIRS[0], PAIRS[2]), (1, 2), ((200, 1040), (20000, 144))
-    ):
-        x = torch.randn(m, k, device="cuda").to(FLOATS[m - 1])
+    # one block, clusters of two and three, two warpgroups, and more tiles than blocks
+    shapes = ((200, 1040), (1024, 2048), (2048, 4096), (12000, 144), (24000, 1040))
+    for pair, m, (n, k) in itertools.product((PAIRS[0], PAIRS[2]), (1, 3), shapes):
+        processors = swap_ab._processors(0)
+        if swap_ab.values_tile(m, n, k, processors, pair == PAIRS[2]) is None:
+            continue
+        x = torch.randn(m, k, device="cuda").to(FLOATS[m // 2])
         operands = quantized(m, n, k, pair, "cuda")
         problem = described(operands, pair, None, torch.bfloat16, False)
         calls[f"{m} values {problem}"] = lambda x=x, o=operands, g=pair, p=problem: (

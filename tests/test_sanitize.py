@@ -148,9 +148,16 @@ def test_own_calls_cover_every_cut_kind_and_dtype(monkeypatch: pytest.MonkeyPatc
     assert len(launches) == len(variants)
     assert all(options == {"overlap": True} for *_, options in launches)
     tiles, blocks, streamed, out, bias = (set(column) for column in zip(*variants, strict=True))
-    values = {tile.values for tile in tiles}
+    inside = [tile for tile in tiles if tile.values]
+    assert {tile.values for tile in inside} == {1, 4}
+    assert {tile.groups for tile in inside} == {1, 2}
+    assert {tile.split for tile in inside} >= {1, 2, 3}
+    n_at = 8  # among the arguments
+    assert any(
+        tile.values and -(-arguments[n_at].value // tile.weights) > grid
+        for (tile, *_), (grid, arguments, _) in zip(variants, launches, strict=True)
+    )
     assert {tile for tile in tiles if not tile.values} == set(sanitize.CUTS)
-    assert values == {0, 1, 2}
     assert blocks == streamed == {False, True}
     assert out == bias == {8, 16, 32}
 

@@ -3,6 +3,7 @@
 A backend is a module with two functions: ``supports(problem) -> None | reason`` and ``run(...)``.
 One that can be cut in several ways also has ``configurations(problem) -> names``; ``run`` finds the
 chosen one in ``problem.configuration``, where an empty name leaves the choice to the backend.
+A product may offer ``run_values``, which quantizes a few tokens in its own kernel.
 Loading one is the package's only lazy import, so a missing triton is a reason, not an exception.
 
 Of the backends that take a problem the fastest runs, by the measured times that the problem's

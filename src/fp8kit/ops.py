@@ -211,14 +211,33 @@ def quantize_rows(
     return data, scale
 
 
-def _multiply_values(
-    rows: Tensor, w: Tensor, w_scale: Tensor, bias: Tensor | None, problem: MatmulProblem
+def multiply_values(
+    rows: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    problem: MatmulProblem,
+    backend: str | None = None,
 ) -> Tensor | None:
-    """Quantize and multiply in one kernel, if the backend of the product has one that fits."""
+    """Quantize and multiply in one kernel, if the backend of the product has one that fits.
+
+    Args:
+        rows: bf16, fp16 or fp32 ``[M, K]``, to be quantized from their own maxima, exactly.
+        w: codes ``[N, K]``.
+        w_scale: scales of ``w``.
+        bias: ``[N]`` or ``None``.
+        problem: describes the product; ``x_dtype`` is that of the codes.
+        backend: ask this backend.
+
+    Returns:
+        The bits of ``quantize_rows`` and ``multiply``; ``None`` where it takes two kernels.
+    """
+    if problem.x_group is None or not 0 < rows.shape[0] <= MOST_VALUES or not rows.is_cuda:
+        return None
     if not w.shape[0] or not w.shape[1]:
         return None
-    in_one = getattr(require(MATMUL_BACKENDS, problem), "run_values", None)
-    if in_one is None or problem.x_group is None:
+    in_one = getattr(decide(MATMUL_BACKENDS, problem, backend).module, "run_values", None)
+    if in_one is None:
         return None
     floor = min_scale(problem.x_group, w.dtype, "activation")
     groups = (problem.x_group, problem.w_group)
@@ -243,14 +262,12 @@ def linear(
     """Quantize and multiply; the body of the operator ``linear``, with its arguments."""
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
     dynamic = input_scale is None and scale_ub is None and scale_rounding == "exact"
-    y = None
-    if dynamic and x_group is not None and 0 < rows.shape[0] <= MOST_VALUES and rows.is_cuda:
-        of_values = MatmulProblem.of(
-            rows, w, (x_group, w_group), out_dtype, bias, accum, batch_invariant
-        )
-        y = _multiply_values(rows, w, w_scale, bias, replace(of_values, x_dtype=w.dtype))
-    if y is not None:
-        return y.view(*x.shape[:-1], w.shape[0])
+    if dynamic and x_group is not None and rows.shape[0] <= MOST_VALUES:
+        options = (out_dtype, bias, accum, batch_invariant)
+        of_values = MatmulProblem.of(rows, w, (x_group, w_group), *options)
+        y = multiply_values(rows, w, w_scale, bias, replace(of_values, x_dtype=w.dtype))
+        if y is not None:
+            return y.view(*x.shape[:-1], w.shape[0])
     data, x_scale = quantize_rows(rows, x_group, w.dtype, input_scale, scale_ub, scale_rounding)
     groups = (x_group, w_group)
     problem = MatmulProblem.of(data, w, groups, out_dtype, bias, accum, batch_invariant)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 
 import fp8kit
 from fp8kit import dispatch, tape
-from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR
+from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul import swap_ab_tile
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_bits_equal, assert_matmul
@@ -303,6 +304,38 @@ def test_tokens_quantized_inside_are_cut_as_others(m: int, n: int, k: int, block
     tiles, steps = -(-n // tile.weights), -(-k // 128)
     split = tile.split if tiles * tile.split <= tile.blocks(m, n, PROCESSORS) else 1
     assert tile.x_stages >= -(-steps // split)
+
+
+def launch_values(x: torch.Tensor, w: torch.Tensor, x_group: GroupShape) -> torch.Tensor | None:
+    groups = (x_group, ROW)
+    problem = MatmulProblem.of(x, w, groups, x.dtype, None, "precise", False)
+    problem = dataclasses.replace(problem, x_dtype=w.dtype)
+    return swap_ab.run_values(x, w, torch.ones(len(w), 1), None, groups, problem, 1e-12)
+
+
+def test_values_are_taken_as_they_lie_or_left_to_two_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    early = launches.fake(monkeypatch)
+    k, w = 256, torch.zeros(64, 256, dtype=torch.float8_e4m3fn)
+    wide = torch.zeros(8, k + 8, dtype=torch.bfloat16)
+    for x in (wide[:1, :k], wide[:4, :k], wide[:3, :k].half()):
+        y = launch_values(x, w, ROW)
+        assert y is not None
+        assert y.shape == (len(x), 64)
+        assert y.dtype == x.dtype
+    assert early == [False, True, True]
+    left = {
+        "too many": wide[:5, :k],
+        "fp32": wide[:1, :k].float(),
+        "off by two bytes": wide.view(-1)[1 : k + 1].view(1, k),
+        "rows off by eight bytes": torch.zeros(2, k + 4, dtype=torch.bfloat16)[:, :k],
+        "by columns": torch.zeros(k, 2, dtype=torch.bfloat16).t(),
+    }
+    for why, x in left.items():
+        assert launch_values(x, w, ROW) is None, why
+    assert launch_values(wide[:1, :k], w, TENSOR) is None
+    assert len(early) == 3
 
 
 @pytest.mark.gpu

@@ -78,11 +78,17 @@ class Operands:
     def layer(self, backend: str, configuration: str = "") -> Callable[[int], Tensor]:
         """Give the whole layer by one backend: quantize the input, multiply by copy ``i``."""
         problem = replace(self.problem(), configuration=configuration)
+        rounding = default_rounding(self.scheme.activation, self.scheme.ue8m0)
+        dynamic = self.input_scale is None and rounding == "exact"
 
         def run(i: int) -> Tensor:
             weight = self.weights[i]
+            product = (weight.data, weight.scale, None, problem, backend)
+            y = ops.multiply_values(self.x, *product) if dynamic else None
+            if y is not None:
+                return y
             data, scale = self.quantized()
-            return ops.multiply(data, scale, weight.data, weight.scale, None, problem, backend)
+            return ops.multiply(data, scale, *product)
 
         return run
 

@@ -2,7 +2,7 @@
 //
 // A tile has 64 rows per consumer warpgroup and COLS columns. Few tokens are its columns and weights
 // its rows, so that nothing is wasted; for many it may be the other way round (TOKEN_ROWS), where the
-// weights then divide better, or with block scales, because a thread then needs two scales per step
+// weights then divide better, or with block scales, because a thread then needs few scales per step
 // instead of two per eight columns.
 //
 // One warp streams weights and one streams tokens through rings in shared memory. Weights start
@@ -16,6 +16,8 @@
 //
 // Up to four tokens may come as VALUES in 16 bits: every block then quantizes what it multiplies, which
 // saves a kernel and the wait for it.
+//
+// Nothing is __restrict__: what the kernels ahead still write is not read-only while this one runs.
 //
 // Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, WINDOW, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
 // TOKEN_ROWS, BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND, VALUES, VECTORS, and those of encode.cuh.
@@ -408,9 +410,9 @@ __device__ __forceinline__ void quantize_values(const Values& v, u32 tiles, u32 
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) swap_ab(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
-    const __grid_constant__ TensorMap x_scale_map, const float* __restrict__ x_scale,
-    const float* __restrict__ w_scale, const void* __restrict__ bias, void* __restrict__ y, int m,
-    int n, int k, int x_stride, int w_stride, int span, const u8* __restrict__ values,
+    const __grid_constant__ TensorMap x_scale_map, const float* x_scale,
+    const float* w_scale, const void* bias, void* y, int m,
+    int n, int k, int x_stride, int w_stride, int span, const u8* values,
     long long value_bytes, float min_scale) {
   extern __shared__ u8 dynamic[];
   __shared__ alignas(8) u64 w_full[STAGES], w_empty[STAGES];

@@ -240,9 +240,8 @@ def values_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     if tiles < blocks and tile.split > 1 and tiles <= blocks // tile.split:
         steps = -(-steps // tile.split)
     held = _up(steps, 4)
-    for stages in range(
-        tile.stages, tile.stages // 2, -1
-    ):  # a shallow ring costs more than it saves
+    # a ring of half the depth costs more than a kernel less saves
+    for stages in range(tile.stages, tile.stages // 2, -1):
         window = min(tile.window, stages)
         cut = replace(
             tile,
@@ -252,10 +251,7 @@ def values_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
             values=rows,
             vectors=1 << (vectors - 1).bit_length(),
         )
-        room = _SHARED_PER_PROCESSOR // tile.resident - 1024
-        if (
-            cut.vectors <= _MOST_VECTORS[block_scales]
-            and cut.needed_bytes + cut.static_bytes <= room
-        ):
+        fits = cut.needed_bytes + cut.static_bytes <= _room(tile.resident)
+        if cut.vectors <= _MOST_VECTORS[block_scales] and fits:
             return cut
     return None

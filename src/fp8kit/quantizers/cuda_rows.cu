@@ -8,7 +8,7 @@
 constexpr int MOST_WARPS = 16, MOST_BLOCKS = 8;
 
 extern "C" __global__ void __launch_bounds__(32 * MOST_WARPS) cluster_rows_kernel(
-    const u8* __restrict__ x, float* __restrict__ scales, u8* __restrict__ codes,
+    const u8* x, float* scales, u8* codes,  // x is not read-only: it may be written until the wait
     long long row_bytes, int vectors, float min_scale) {
   __shared__ u32 maxima[MOST_WARPS * MOST_BLOCKS];
   __shared__ alignas(8) u64 arrived;
