@@ -1,4 +1,4 @@
-"""Kernels compiled without a GPU, in a process of their own: the interpreter must be off there."""
+"""Kernels compiled without a GPU: Triton's in a process without its interpreter, CUDA C++ here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+_SYSTEM_SHARED = 1024  # bytes of each block from sm90 on
 
 
 def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
@@ -30,7 +32,10 @@ def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Give a kernel's registers, and the bytes of local memory of what did not fit in them."""
+    """Give a kernel's registers, the bytes of local memory of what did not fit in them, and shared.
+
+    ``shared`` is what the kernel declares: no dynamic shared memory, and not the system's part.
+    """
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -39,5 +44,38 @@ def resources(cubin: bytes) -> dict[str, int]:
         file.flush()
         run = [str(tool), "-res-usage", file.name]
         out = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    (registers, stack) = re.findall(r"REG:(\d+) STACK:(\d+)", out)[0]
-    return {"registers": int(registers), "stack": int(stack)}
+    ((*found,),) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", out)
+    registers, stack, shared = map(int, found)
+    return {"registers": registers, "stack": stack, "shared": max(0, shared - _SYSTEM_SHARED)}
+
+
+def without_nvrtc() -> str | None:
+    """Say why CUDA C++ cannot be compiled on this machine, ``None`` if it can."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except Exception as error:  # the bindings raise what their loader raises
+        return f"NVRTC is not installed (`pip install nvidia-cuda-nvrtc`): {error}"
+    return None
+
+
+def cuda_resources(source: str, stack: int = 0) -> dict[str, int]:
+    """Compile CUDA C++ for Hopper and give ``resources`` of its one kernel.
+
+    Args:
+        source: of the kernel.
+        stack: bytes of local memory that it takes.
+
+    Raises:
+        AssertionError: if the compiler says anything, be it only that it serialises wgmma (its
+            messages C7508 to C7518), or the kernel takes more or less local memory.
+        RuntimeError: if the source does not compile, with the compiler's log.
+    """
+    from fp8kit import nvrtc
+
+    image, said = nvrtc.compiled(source, "sm_90a")
+    assert said == "", f"the compiler says:\n{said}"
+    found = resources(image)
+    assert found["stack"] == stack, f"{found['stack']} bytes of local memory instead of {stack}"
+    return found

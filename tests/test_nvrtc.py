@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8kit import nvrtc, tape
+from ahead import without_nvrtc
+from fp8kit import nvrtc, settings, tape
 
 STREAM = 77
+EMPTY = 'extern "C" __global__ void empty() {}'
+COMPILER = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
 
 
 class FakeDriver:
@@ -203,3 +207,58 @@ def test_tile_maps_are_cached_by_address_and_shape(fake: FakeDriver) -> None:
     assert nvrtc.byte_tile_map(4096, 4, 16, 2, 16) is first
     assert nvrtc.byte_tile_map(8192, 4, 16, 2, 16) is not first
     assert (first.address, first.shape) == (4096, (4, 16, 2, 16))
+
+
+@COMPILER
+def test_an_image_is_compiled_once_and_anew_if_damaged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    compiled: list[str] = []
+    compile_ = nvrtc.compiled
+
+    def counted(source: str, architecture: str) -> tuple[bytes, str]:
+        compiled.append(architecture)
+        return compile_(source, architecture)
+
+    monkeypatch.setattr(nvrtc, "compiled", counted)
+    image = nvrtc.cubin(EMPTY, "sm_90a")
+    assert nvrtc.cubin(EMPTY, "sm_90a") == image
+    assert compiled == ["sm_90a"]
+    (stored,) = (tmp_path / "cubin").iterdir()
+    assert stored.read_bytes() == image
+    stored.write_bytes(b"")
+    assert nvrtc.cubin(EMPTY, "sm_90a") == image
+    assert nvrtc.cubin(EMPTY, "sm_100a") != image
+    assert compiled == ["sm_90a", "sm_90a", "sm_100a"]
+
+
+@COMPILER
+def test_an_image_needs_no_place_to_be_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path / "file")
+    assert nvrtc.cubin(EMPTY, "sm_90a").startswith(b"\x7fELF")
+
+
+@COMPILER
+def test_a_source_that_does_not_compile_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    with pytest.raises(
+        RuntimeError, match=r"could not compile for sm_90a:\n.*\"vod\" is undefined"
+    ):
+        nvrtc.cubin(EMPTY.replace("void", "vod"), "sm_90a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_compiler_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("libnvrtc.so not found")
+
+    monkeypatch.setattr(nvrtc.nvrtc, "nvrtcVersion", broken)
+    assert without_nvrtc() == (
+        "NVRTC is not installed (`pip install nvidia-cuda-nvrtc`): libnvrtc.so not found"
+    )

@@ -307,22 +307,38 @@ def cubin(source: str, architecture: str) -> bytes:
         image = b""
     if image.startswith(_ELF):
         return image
-    image = _compile(source, architecture)
+    image, _ = compiled(source, architecture)
     _store(path, image)
     return image
 
 
-def _compile(source: str, architecture: str) -> bytes:
+def compiled(source: str, architecture: str) -> tuple[bytes, str]:
+    """Compile on any machine with NVRTC; no GPU and no driver are needed.
+
+    Args:
+        source: CUDA C++ without includes.
+        architecture: e.g. ``"sm_90a"``.
+
+    Returns:
+        The device image, and what the compiler said: empty if nothing.
+
+    Raises:
+        RuntimeError: if the source does not compile, with the compiler's log.
+    """
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"fp8kit.cu", 0, [], []))
-    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
-    status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+    try:
+        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+        status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"NVRTC could not compile for {architecture}:\n{log.decode()}")
-    image: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, image))
-    return image
+        _checked(nvrtc.nvrtcGetProgramLog(program, log))
+        said = log.decode().rstrip("\0 \n")
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise RuntimeError(f"NVRTC could not compile for {architecture}:\n{said}")
+        image: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc.nvrtcGetCUBIN(program, image))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return image, said
 
 
 def _store(path: Path, image: bytes) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ahead import cuda_resources, without_nvrtc
 from fp8kit.formats import ROW
 from fp8kit.quantizers import cuda_rows, reference, triton
 from numerics import assert_bits_equal
@@ -18,6 +19,7 @@ HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="the kernel is written for sm90",
 )
+COMPILER = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
 
 
 @pytest.mark.parametrize("vectors", [1, 31, 512, 513, 1792, 3584, 4096, 8191, 16384])
@@ -40,6 +42,46 @@ def test_source_states_its_variant() -> None:
     cut = cuda_rows.RowCut(2, 256, 4)
     text = cuda_rows.source(32, cut)
     assert text.startswith("#define KIND 32\n#define VECTORS 4\n")
+
+
+def one_source_per_variant() -> dict[str, str]:
+    """Name the sources of all rows that are taken, by their texts: a cut differs more often."""
+    cuts = [cuda_rows.row_cut(vectors) for vectors in range(1, 16385)]
+    sources = {
+        cuda_rows.source(kind, cut): f"{dtype} {cut.vectors}"
+        for dtype, kind in cuda_rows._KINDS.items()
+        for cut in cuts
+        if cut is not None
+    }
+    return {name: source for source, name in sources.items()}
+
+
+VARIANTS = one_source_per_variant() if cuda_rows.nvrtc is not None else {}
+
+
+@COMPILER
+@pytest.mark.parametrize("source", VARIANTS.values(), ids=VARIANTS)
+def test_every_variant_compiles_into_registers(source: str) -> None:
+    # two blocks of the most threads have room on a multiprocessor
+    assert cuda_resources(source)["registers"] <= 64
+
+
+@COMPILER
+@pytest.mark.parametrize(
+    ("before", "after", "error", "said"),
+    [
+        ("* MOST_WARPS)", "* MOST_WARPS, 4)", AssertionError, "16 bytes of local memory"),
+        ("int rank, blocks;", "int rank, blocks, unused;", AssertionError, "never referenced"),
+        ("int rank, blocks;", "int rnk, blocks;", RuntimeError, '"rank" is undefined'),
+    ],
+)
+def test_what_the_compiler_says_is_found(
+    before: str, after: str, error: type[Exception], said: str
+) -> None:
+    source = cuda_rows.source(8, cuda_rows.RowCut(2, 512, 4))
+    assert before in source
+    with pytest.raises(error, match=said):
+        cuda_resources(source.replace(before, after))
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class Tile:
     def static_bytes(self) -> int:
         """Static shared memory: barriers and the scales of a tile."""
         barriers = 2 * self.stages + (2 if self.values else 2 * self.x_stages) + 1
-        return 8 * barriers + 4 * (self.groups * (self.cols + 4) + self.rows)
+        return _up(8 * barriers + 4 * (self.groups * (self.cols + 4) + self.rows), 16)
 
     def blocks(self, m: int, n: int, processors: int) -> int:
         """Blocks to launch: as many as there is room for and work."""
