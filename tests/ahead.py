@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-_SYSTEM_SHARED = 1024  # bytes of each block from sm90 on
+_SYSTEM_SHARED = 1024  # bytes of each block on Hopper that are counted too
 
 
 def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
@@ -32,10 +32,7 @@ def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Give a kernel's registers, the bytes of local memory of what did not fit in them, and shared.
-
-    ``shared`` is what the kernel declares: no dynamic shared memory, and not the system's part.
-    """
+    """Give a kernel's registers, the bytes of local memory of what did not fit, and shared bytes."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -44,9 +41,8 @@ def resources(cubin: bytes) -> dict[str, int]:
         file.flush()
         run = [str(tool), "-res-usage", file.name]
         out = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    ((*found,),) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", out)
-    registers, stack, shared = map(int, found)
-    return {"registers": registers, "stack": stack, "shared": max(0, shared - _SYSTEM_SHARED)}
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", out)
+    return dict(zip(("registers", "stack", "shared"), map(int, found), strict=True))
 
 
 def without_nvrtc() -> str | None:
@@ -63,6 +59,8 @@ def without_nvrtc() -> str | None:
 def cuda_resources(source: str, stack: int = 0) -> dict[str, int]:
     """Compile CUDA C++ for Hopper and give ``resources`` of its one kernel.
 
+    ``shared`` is what the kernel declares, without the part that the system keeps.
+
     Args:
         source: of the kernel.
         stack: bytes of local memory that it takes.
@@ -78,4 +76,5 @@ def cuda_resources(source: str, stack: int = 0) -> dict[str, int]:
     assert said == "", f"the compiler says:\n{said}"
     found = resources(image)
     assert found["stack"] == stack, f"{found['stack']} bytes of local memory instead of {stack}"
+    found["shared"] -= _SYSTEM_SHARED
     return found

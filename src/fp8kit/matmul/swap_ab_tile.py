@@ -98,7 +98,7 @@ class Tile:
 
     @property
     def static_bytes(self) -> int:
-        """Static shared memory: barriers and the scales of a tile."""
+        """Static shared memory, padded as it is compiled: barriers and the scales of a tile."""
         barriers = 2 * self.stages + (2 if self.values else 2 * self.x_stages) + 1
         return _up(8 * barriers + 4 * (self.groups * (self.cols + 4) + self.rows), 16)
 
