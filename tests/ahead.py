@@ -32,7 +32,7 @@ def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Give a kernel's registers, the bytes of local memory of what did not fit, and shared bytes."""
+    """Give a kernel's registers, and the bytes of local memory (what did not fit) and shared."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
