@@ -234,6 +234,12 @@ def test_an_image_is_compiled_once_and_anew_if_damaged(
 
 
 @COMPILER
+def test_an_empty_log_is_written_into_memory_of_its_own() -> None:
+    assert nvrtc.compiled(EMPTY, "sm_90a")[1] == ""
+    assert [bytes([code])[0] for code in range(256)] == list(range(256))
+
+
+@COMPILER
 def test_an_image_needs_no_place_to_be_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

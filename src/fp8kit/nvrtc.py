@@ -329,12 +329,13 @@ def compiled(source: str, architecture: str) -> tuple[bytes, str]:
     try:
         options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
         status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        # the log is written into the object itself, and Python shares all bytes of length one
+        log = bytes(1 + _checked(nvrtc.nvrtcGetProgramLogSize(program)))
         _checked(nvrtc.nvrtcGetProgramLog(program, log))
         said = log.decode().rstrip("\0 \n")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"NVRTC could not compile for {architecture}:\n{said}")
-        image: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        image = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, image))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
