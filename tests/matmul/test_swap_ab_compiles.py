@@ -26,6 +26,7 @@ SPILLED = {
     (swap_ab.Tile(64, 1, 1, 3, 3, 3, 2, 3), True): 8,
     (swap_ab.Tile(128, 3, 1, 3, 3, 3, 2, 1, True), False): 8,
     (swap_ab.Tile(80, 3, 1, 4, 4, 4, 2, 1, True), True): 8,
+    (swap_ab.Tile(128, 2, 8, 6, 6, 6, 1, 1), True): 16,  # a run of 8, which nothing chooses
 }
 
 
