@@ -8,7 +8,6 @@ of a backend happens inside the implementation, so a graph never depends on M. G
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -261,17 +260,13 @@ def linear(
 ) -> Tensor:
     """Quantize and multiply; the body of the operator ``linear``, with its arguments."""
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
+    options = (out_dtype, bias, accum, batch_invariant, None if x_group is None else w.dtype)
+    problem = MatmulProblem.of(rows, w, (x_group, w_group), *options)
     dynamic = input_scale is None and scale_ub is None and scale_rounding == "exact"
-    if dynamic and x_group is not None and rows.shape[0] <= MOST_VALUES:
-        options = (out_dtype, bias, accum, batch_invariant)
-        of_values = MatmulProblem.of(rows, w, (x_group, w_group), *options)
-        y = multiply_values(rows, w, w_scale, bias, replace(of_values, x_dtype=w.dtype))
-        if y is not None:
-            return y.view(*x.shape[:-1], w.shape[0])
-    data, x_scale = quantize_rows(rows, x_group, w.dtype, input_scale, scale_ub, scale_rounding)
-    groups = (x_group, w_group)
-    problem = MatmulProblem.of(data, w, groups, out_dtype, bias, accum, batch_invariant)
-    y = multiply(data, x_scale, w, w_scale, bias, problem)
+    y = multiply_values(rows, w, w_scale, bias, problem) if dynamic else None
+    if y is None:
+        data, x_scale = quantize_rows(rows, x_group, w.dtype, input_scale, scale_ub, scale_rounding)
+        y = multiply(data, x_scale, w, w_scale, bias, problem)
     return y.view(*x.shape[:-1], w.shape[0])
 
 

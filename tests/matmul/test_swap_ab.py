@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -308,8 +307,7 @@ def test_tokens_quantized_inside_are_cut_as_others(m: int, n: int, k: int, block
 
 def launch_values(x: torch.Tensor, w: torch.Tensor, x_group: GroupShape) -> torch.Tensor | None:
     groups = (x_group, ROW)
-    problem = MatmulProblem.of(x, w, groups, x.dtype, None, "precise", False)
-    problem = dataclasses.replace(problem, x_dtype=w.dtype)
+    problem = MatmulProblem.of(x, w, groups, x.dtype, None, "precise", False, w.dtype)
     return swap_ab.run_values(x, w, torch.ones(len(w), 1), None, groups, problem, 1e-12)
 
 

@@ -62,24 +62,26 @@ class Operands:
 
     def problem(self) -> MatmulProblem:
         """Describe the layer's product, as dispatch sees it."""
-        dtype = self.x.dtype if self.scheme.activation is None else self.scheme.dtype
-        x_q = self.x.new_empty(0, dtype=dtype).expand(self.x.shape[0], 0)
-        groups = (self.scheme.activation, self.scheme.weight)
-        weight = self.weights[0].data
-        return MatmulProblem.of(x_q, weight, groups, self.x.dtype, None, self.accum, False)
+        x, scheme = self.x, self.scheme
+        codes = None if scheme.activation is None else scheme.dtype
+        groups = (scheme.activation, scheme.weight)
+        options = (x.dtype, None, self.accum, False, codes)
+        return MatmulProblem.of(x, self.weights[0].data, groups, *options)
+
+    @property
+    def rounding(self) -> str:
+        """How scales of the input are rounded."""
+        return default_rounding(self.scheme.activation, self.scheme.ue8m0)
 
     def quantized(self) -> tuple[Tensor, Tensor | None]:
         """Quantize the input as the layer does."""
-        activation = self.scheme.activation
-        rounding = default_rounding(activation, self.scheme.ue8m0)
-        dtype = self.scheme.dtype
-        return ops.quantize_rows(self.x, activation, dtype, self.input_scale, None, rounding)
+        activation, dtype = self.scheme.activation, self.scheme.dtype
+        return ops.quantize_rows(self.x, activation, dtype, self.input_scale, None, self.rounding)
 
     def layer(self, backend: str, configuration: str = "") -> Callable[[int], Tensor]:
         """Give the whole layer by one backend: quantize the input, multiply by copy ``i``."""
         problem = replace(self.problem(), configuration=configuration)
-        rounding = default_rounding(self.scheme.activation, self.scheme.ue8m0)
-        dynamic = self.input_scale is None and rounding == "exact"
+        dynamic = self.input_scale is None and self.rounding == "exact"
 
         def run(i: int) -> Tensor:
             weight = self.weights[i]

@@ -73,15 +73,19 @@ class MatmulProblem:
         bias: Tensor | None,
         accum: str,
         batch_invariant: bool,
+        x_dtype: torch.dtype | None = None,
     ) -> MatmulProblem:
-        """Describe multiplying ``x [M, K]`` by ``w [N, K]``; ``groups`` are those of ``(x, w)``."""
+        """Describe multiplying ``x [M, K]`` by ``w [N, K]``; ``groups`` are those of ``(x, w)``.
+
+        An ``x`` that is not quantized yet will have ``x_dtype`` then.
+        """
         return MatmulProblem(
             m_bucket(x.shape[0]),
             w.shape[0],
             w.shape[1],
             groups[0],
             groups[1],
-            x.dtype,
+            x_dtype or x.dtype,
             w.dtype,
             out_dtype,
             bias is not None,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ def _launch(
         m <= tile.tokens,
         _KINDS[problem.out_dtype],
         _KINDS[torch.float32 if bias is None else bias.dtype],
-        _KINDS[problem.x_dtype] if tile.values else 0,
+        0 if tokens.values is None else _KINDS[tokens.values.dtype],
         w.device.index,
     )
     kernel.launch(
@@ -164,7 +164,6 @@ def run_values(
         w_map = nvrtc.byte_tile_map(w.data_ptr(), n, k, tile.weights, TILE_K)
         # the kernel takes maps of codes and of their scales in any case, and reads neither here
         tokens = _Tokens(w_map, w_map, values=x, min_scale=min_scale)
-        problem = replace(problem, x_dtype=x.dtype)
         return _launch(tile, m, tokens, (w, w_scale), bias, groups, problem)
 
 

@@ -234,24 +234,18 @@ def values_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
         The cut; ``None`` if the tokens are too many to be held.
     """
     tile, rows = choose_tile(m, n, k, processors, block_scales), 1 << (m - 1).bit_length()
-    vectors = -(-k // 8 // (128 * tile.groups // rows))
+    vectors = 1 << (-(-k // 8 // (128 * tile.groups // rows)) - 1).bit_length()
+    if vectors > _MOST_VECTORS[block_scales]:
+        return None
     steps, blocks = -(-k // TILE_K), tile.blocks(m, n, processors)
-    tiles = -(-n // tile.weights)
-    if tiles < blocks and tile.split > 1 and tiles <= blocks // tile.split:
+    if -(-n // tile.weights) <= blocks // tile.split:
         steps = -(-steps // tile.split)
     held = _up(steps, 4)
     # a ring of half the depth costs more than a kernel less saves
     for stages in range(tile.stages, tile.stages // 2, -1):
         window = min(tile.window, stages)
-        cut = replace(
-            tile,
-            stages=stages,
-            x_stages=held,
-            window=window,
-            values=rows,
-            vectors=1 << (vectors - 1).bit_length(),
-        )
-        fits = cut.needed_bytes + cut.static_bytes <= _room(tile.resident)
-        if cut.vectors <= _MOST_VECTORS[block_scales] and fits:
+        cut = replace(tile, stages=stages, x_stages=held, window=window)
+        cut = replace(cut, values=rows, vectors=vectors)
+        if cut.needed_bytes + cut.static_bytes <= _room(tile.resident):
             return cut
     return None

@@ -114,10 +114,10 @@ def run(
     repeated = replay(tapes, x, layers, options)
     if repeated is not None:
         return repeated
-    state = _tapeable(x, layers)
+    inputs, key = _described(x, options)
+    state = _tapeable(inputs, layers)
     if state is None:
         return product(directly=False)
-    inputs, key = _described(x, options)
     found, constants = tapes.get(key), [layer[name] for layer in layers for name in _CONSTANTS]
     if found is not None and found[0] == state:
         return product(directly=True)  # it was found that no tape can repeat it
@@ -134,9 +134,8 @@ def run(
     return y
 
 
-def _tapeable(x: Tensor | RowCodes, layers: Sequence[Parameters]) -> State | None:
+def _tapeable(inputs: Sequence[Tensor], layers: Sequence[Parameters]) -> State | None:
     """Give what a tape would fix, ``None`` if somebody else would see the operator."""
-    inputs, _ = _described(x, ())
     data = inputs[0]
     if data.device.type not in TAPED_DEVICES or not data.numel() or not _plain(inputs):
         return None
@@ -185,15 +184,12 @@ def _state(layer: Parameters) -> tuple[object, ...] | None:
         return None
     if bias is not None and bias.requires_grad and _grad_enabled():
         return None
-    try:
-        version = weight._version
-    except RuntimeError:
-        version = tape.UNCOUNTED
-    address = weight.data_ptr()
+    version, address = tape.version(weight), weight.data_ptr()
     return (
         address,
         weight.shape,
         version,
+        # tape.settled, which would ask for both again at every call
         getattr(weight, tape.WAITED_FOR, None) == (version, address),
         scale.data_ptr(),
         None if bias is None else (bias.data_ptr(), bias.dtype),

@@ -110,9 +110,7 @@ class SharedInput:
             codes = self._traced[1]
         if member is self.members[-1]:
             self._traced = None
-        if codes is None:
-            return member.compute(x)
-        return member.compute(codes)
+        return member.compute(x if codes is None else codes)
 
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
         """Hand out a result that waits for exactly this call; nothing may have changed since."""
