@@ -18,13 +18,21 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from ahead import resources
-from fp8kit.formats import GROUP128, ROW, TENSOR, GroupShape, min_scale
-from fp8kit.quantizers import fused_triton
+from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape, min_scale
+from fp8kit.quantizers import (
+    fused_triton,
+    fused_triton_activations,
+    fused_triton_norms,
+    triton_groups,
+    triton_rows,
+    triton_tensor,
+)
 from fp8kit.quantizers import triton as plain
 from fp8kit.quantizers.fused_problem import Target
 
 E4M3 = torch.float8_e4m3fn
 GROUPS = {"row": ROW, "group": GROUP128, "static": TENSOR}
+PLAIN = (triton_groups, triton_rows, triton_tensor)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8"}
 COUNTED = {
     "divisions": r"\bdiv\.(?:rn|full)",
@@ -32,12 +40,17 @@ COUNTED = {
     "paired_maxima": r"max\.NaN\.xorsign\.abs\.bf16x2",
     "paired_products": r"fma\.rn\.bf16x2",
     "conversions_to_codes": r"cvt\.rn\.satfinite\.e4m3x2",
+    "waits": r"griddepcontrol\.wait",
+    "prefetches": r"cp\.async\.bulk\.prefetch\.L2",
+    "prefetches_before_the_wait": r"cp\.async\.bulk\.prefetch\.L2(?s:.*)griddepcontrol\.wait",
 }
 
 
 def main() -> None:
     """Print one JSON object: case to counts."""
     found = {}
+    for module in (*PLAIN, fused_triton_activations, fused_triton_norms):
+        module.overlaps = lambda device: True  # as on the GPU they are compiled for
     for name, case in cases().items():
         compiled: list[Any] = []
         JITFunction.run = lambda self, *a, _to=compiled, **k: _to.append(built(self, a, k))
@@ -60,6 +73,10 @@ def cases() -> dict[str, Callable[[], object]]:
             todo[f"rms {k} {kind}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
                 x, None, w, 1e-6, 0.0, "stepwise", t
             )
+            if k == 4096:
+                todo[f"add_rms {k} {kind}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
+                    x, x, w, 1e-6, 0.0, "stepwise", t
+                )
             todo[f"adaptive {k} {kind}"] = lambda x=x, p=pair, t=t: fused_triton.layer_norm(
                 x[None], None, None, p, 1e-6, "stepwise", t
             )
@@ -70,6 +87,11 @@ def cases() -> dict[str, Callable[[], object]]:
         if kind != "static":
             options = (group, E4M3, t.min_scale, None, "exact")
             todo[f"quantize 14336 {kind}"] = lambda o=options: plain.quantize(wide, *o)
+    block = (BLOCK, E4M3, min_scale(BLOCK, E4M3, "weight"), None, "exact")
+    todo["quantize 14336 block"] = lambda: plain.quantize(wide, *block)
+    todo["quantize 14336 static"] = lambda: plain.quantize_static(
+        wide, torch.empty(1, 1), TENSOR, E4M3
+    )
     return todo
 
 

@@ -22,10 +22,13 @@ HOPPER = pytest.mark.skipif(
 COMPILER = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
 
 
+@pytest.mark.parametrize("m", [1, 8, 16, 32])
 @pytest.mark.parametrize("vectors", [1, 31, 512, 513, 1792, 3584, 4096, 8191, 16384])
-def test_every_vector_has_a_thread(vectors: int) -> None:
-    cut = cuda_rows.row_cut(vectors)
-    assert cut is not None
+def test_every_vector_has_a_thread(m: int, vectors: int) -> None:
+    cut = cuda_rows.row_cut(m, vectors, PROCESSORS)
+    if cut is None:
+        assert vectors > 2 * 512 * 4
+        return
     assert cut.threads % 32 == 0
     assert cut.threads <= 512
     assert cut.blocks in (2, 4, 8)
@@ -34,8 +37,19 @@ def test_every_vector_has_a_thread(vectors: int) -> None:
     assert cut.blocks * (cut.threads - 32) * cut.vectors < vectors
 
 
+@pytest.mark.parametrize("m", [2, 8, 16, 32])
+def test_two_launches_have_room_side_by_side(m: int) -> None:
+    for vectors in (512, 1792, 3584):
+        cut = cuda_rows.row_cut(m, vectors, PROCESSORS)
+        assert cut is not None
+        assert 2 * m * cut.blocks <= PROCESSORS
+
+
 def test_rows_too_long_to_hold_are_left_to_another_kernel() -> None:
-    assert cuda_rows.row_cut(16385) is None
+    assert cuda_rows.row_cut(1, 16384, PROCESSORS) is not None
+    assert cuda_rows.row_cut(1, 16385, PROCESSORS) is None
+    assert cuda_rows.row_cut(32, 4096, PROCESSORS) is not None
+    assert cuda_rows.row_cut(32, 4097, PROCESSORS) is None
 
 
 def test_source_states_its_variant() -> None:
@@ -46,7 +60,7 @@ def test_source_states_its_variant() -> None:
 
 def one_source_per_variant() -> dict[str, str]:
     """Name the sources of all rows that are taken, by their texts: a cut differs more often."""
-    cuts = [cuda_rows.row_cut(vectors) for vectors in range(1, 16385)]
+    cuts = [cuda_rows.row_cut(1, vectors, PROCESSORS) for vectors in range(1, 16385)]
     sources = {
         cuda_rows.source(kind, cut): f"{dtype} {cut.vectors}"
         for dtype, kind in cuda_rows._KINDS.items()
@@ -99,13 +113,15 @@ def test_what_it_does_not_take(x: Tensor) -> None:
 @pytest.mark.gpu
 @HOPPER
 def test_what_it_takes_on_a_gpu() -> None:
-    base = torch.zeros(64, 4104, device="cuda", dtype=torch.bfloat16)
+    base = torch.zeros(32, 4104, device="cuda", dtype=torch.bfloat16)
     assert cuda_rows.takes(base, PROCESSORS)
     assert cuda_rows.takes(base[::3, 8:], PROCESSORS)
     assert not cuda_rows.takes(base[:, 1:4097], PROCESSORS)
     assert not cuda_rows.takes(base[:, :-4], PROCESSORS)
     assert not cuda_rows.takes(base.t(), PROCESSORS)
-    assert not cuda_rows.takes(base.new_zeros(4096, 4096), PROCESSORS)
+    assert cuda_rows.takes(base.new_zeros(15, 4096), PROCESSORS)
+    assert not cuda_rows.takes(base.new_zeros(16, 4096), PROCESSORS)
+    assert not cuda_rows.takes(base.new_zeros(33, 8192), PROCESSORS)
 
 
 def check(x: Tensor, floor: float = FLOOR) -> None:
@@ -114,7 +130,7 @@ def check(x: Tensor, floor: float = FLOOR) -> None:
     expected, expected_scale = reference.quantize(x, ROW, E4M3, floor, None, "exact")
     data = torch.full(x.shape, 0xAA, device="cuda", dtype=torch.uint8)
     scale = torch.full((len(x),), torch.nan, device="cuda")
-    cuda_rows.quantize_rows(x, scale, data, floor)
+    cuda_rows.quantize_rows(x, scale, data, floor, PROCESSORS)
     assert_bits_equal(scale, expected_scale[:, 0])
     assert_bits_equal(data.view(E4M3), expected)
     called, called_scale = triton.quantize(x, ROW, E4M3, floor, None, "exact")
@@ -127,10 +143,10 @@ def check(x: Tensor, floor: float = FLOOR) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("k", LENGTHS)
 def test_lengths(k: int, dtype: torch.dtype) -> None:
-    cut = cuda_rows.row_cut(k * dtype.itemsize // 16)
-    if cut is None:
+    taken = [m for m in (1, 7, 32) if cuda_rows.row_cut(m, k * dtype.itemsize // 16, PROCESSORS)]
+    if not taken:
         pytest.skip("too long to hold")
-    for m in (1, 7, 128 // cut.blocks):
+    for m in taken:
         scales = torch.logspace(-4, 2, m, device="cuda")[:, None]
         check((torch.randn(m, k, device="cuda") * scales).to(dtype))
 

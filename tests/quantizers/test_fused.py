@@ -482,6 +482,18 @@ def test_more_than_two_to_the_31_elements() -> None:
         )
 
 
+@pytest.mark.gpu
+def test_a_norm_sees_what_the_kernel_ahead_writes() -> None:
+    # 33 MB are prefetched while the sum that they are is still being written
+    x = torch.randn(4099, 4100, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4100, device="cuda").bfloat16()
+    t = target(x, ROW)
+    for _ in range(20):
+        *_, total = fused.rms_norm(x, torch.randn_like(x), weight, EPS, 0.0, "stepwise", t)
+        found = fused.rms_norm(total, None, weight, EPS, 0.0, "stepwise", t)[:2]
+        assert_same(found, reference.rms_norm(total, None, weight, EPS, 0.0, "stepwise", t)[:2])
+
+
 # pure choices
 
 
@@ -547,6 +559,16 @@ def test_scales_of_groups_need_no_barrier(compiled: dict[str, dict[str, int]]) -
     assert compiled["gelu 14336 group"]["barriers"] == 0
     for name in ("rms 4096", "rms 8192", "adaptive 4096", "adaptive 8192"):
         assert compiled[f"{name} group"]["barriers"] == compiled[f"{name} static"]["barriers"] > 0
+
+
+def test_inputs_are_prefetched_before_the_kernel_ahead_has_ended(
+    compiled: dict[str, dict[str, int]],
+) -> None:
+    for name, counts in compiled.items():
+        assert counts["waits"] == 1, name
+        operands = 0 if "gelu" in name else 2 if "add_rms" in name else 1
+        assert counts["prefetches"] == operands, name
+        assert counts["prefetches_before_the_wait"] == min(1, operands), name
 
 
 def problem(**changes: object) -> FusedProblem:

@@ -28,6 +28,7 @@ triton = pytest.importorskip("fp8kit.quantizers.triton")
 from fp8kit.quantizers.triton_groups import GroupTile, group_tile  # noqa: E402
 from fp8kit.quantizers.triton_numerics import INTERPRETED  # noqa: E402
 from fp8kit.quantizers.triton_rows import RowTile, row_tile  # noqa: E402
+from fp8kit.quantizers.triton_stream import _LEAST  # noqa: E402
 from fp8kit.quantizers.triton_tensor import TensorTile, tensor_tile  # noqa: E402
 
 # numpy, which the interpreter computes with, warns of the infinities that these tests provoke
@@ -330,7 +331,7 @@ def test_group_and_tensor_tiles_fit_a_program(k: int, itemsize: int) -> None:
                 part = group_tile(m, k, group, itemsize, column, 132)
                 assert part.rows & (part.rows - 1) == 0
                 assert part.groups & (part.groups - 1) == 0
-                assert part.rows * part.groups * group <= max(4096 // itemsize, group)
+                assert part.rows * part.groups * group <= max(8192 // itemsize, group)
                 assert part.rows * part.groups * group * itemsize <= max(
                     512 * part.warps, group * itemsize
                 )
@@ -487,6 +488,23 @@ def test_capture_and_no_synchronization(group: GroupShape) -> None:
     expected_data, expected_scale = reference.quantize(x, *arguments)
     assert_bits_equal(scale, expected_scale)
     assert_bits_equal(data, expected_data)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_inputs_that_are_prefetched(group: GroupShape) -> None:
+    # rows that begin and end inside a vector, the last of them where the allocation ends
+    m, k = 4099, 4100
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    assert x.numel() * 2 > _LEAST.value
+    expected = reference.quantize(x, group, E4M3, FLOORS[0], None, roundings(group)[0])
+    for _ in range(20):
+        written = torch.full_like(x, torch.nan)
+        triton.quantize(written, group, E4M3, FLOORS[0], None, roundings(group)[0])
+        written.copy_(x)  # while programs of the next kernel already fetch it
+        data, scale = triton.quantize(written, group, E4M3, FLOORS[0], None, roundings(group)[0])
+    assert_bits_equal(scale, expected[1])
+    assert_bits_equal(data, expected[0])
 
 
 @pytest.mark.gpu

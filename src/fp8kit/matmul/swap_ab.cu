@@ -355,11 +355,17 @@ __device__ __forceinline__ void quantize_values(const Values& v, u32 tiles, u32 
   constexpr int WARPS = 4 * GROUPS / (VALUES ? VALUES : 1), STEP = WARPS * 32;
   __shared__ u32 maxima[4 * GROUPS];
   const int warp = threadIdx.x / 32, row = warp / WARPS, first = threadIdx.x % STEP;
-  const int vectors = row < v.m ? v.k / EACH : 0, end = (from + X_STAGES) * TILE_K / EACH;
+  const int vectors = row < v.m ? v.k / EACH : 0;
+  const int begin = from * TILE_K / EACH, end = begin + X_STAGES * TILE_K / EACH;
+  // whether a warp multiplies none of its vectors: they belong to other blocks of the cluster
+  auto elsewhere = [&](int at) {
+    const int of_warp = at - threadIdx.x % 32;
+    return SPLIT > 1 && (of_warp + 32 <= begin || of_warp >= end);
+  };
   uint4 held[VECTORS];
 #pragma unroll
   for (int i = 0; i < VECTORS; i++)
-    held[i] = first + i * STEP < vectors
+    held[i] = first + i * STEP < vectors && !(BLOCK_SCALES && elsewhere(first + i * STEP))
                   ? ((const uint4*)(v.x + row * v.row_bytes))[first + i * STEP]
                   : make_uint4(0, 0, 0, 0);
   float scale = 0, reciprocal = 0;
@@ -376,18 +382,19 @@ __device__ __forceinline__ void quantize_values(const Values& v, u32 tiles, u32 
   auto store = [&](int at, u32 low, u32 high) {  // 8 codes
     const int byte = at % (TILE_K / EACH) * EACH, step = at / (TILE_K / EACH) - from;
     const u32 to = tiles + step * X_BYTES + row * TILE_K + (byte / 16 ^ row) * 16 + byte % 16;
-    if (step >= 0 && at < end)
+    if (at >= begin && at < end)
       asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(low), "r"(high) : "memory");
   };
   auto store_scale = [&](int at, float value) {
     const int step = at / (TILE_K / EACH) - from;
-    if (at % (TILE_K / EACH) == 0 && step >= 0 && at < end)
+    if (at % (TILE_K / EACH) == 0 && at >= begin && at < end)
       asm volatile("st.shared.f32 [%0], %1;" ::"r"(tile_scales + step * SCALE_BYTES + row * 4),
                    "f"(value) : "memory");
   };
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
     const int at = first + i * STEP;
+    if (elsewhere(at)) continue;
     if (BLOCK_SCALES) {  // of the 16 lanes that hold a group
       u32 magnitude = largest((const uint4(&)[1])held[i]);
 #pragma unroll
@@ -490,11 +497,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   float acc[ACC], product[RUN == 1 ? 1 : 2][ACC];
   Slot<STAGES> w, w_done;  // the next to multiply, the next to add
   Slot<X_STAGES> x, x_done;
-  if (SKEW > 0 && group > 0 && walk.rounds() > 1 && walk.steps > SKEW * group)
-    wait(shared(&w_full[SKEW * group]), 0);
   const int held = walk.full == 0 && walk.split() ? walk.first : 0;  // the first step of the values
   if (VALUES)
     quantize_values({values, value_bytes, m, k, min_scale}, x_ring, scale_ring, scales, held);
+  if (SKEW > 0 && group > 0 && walk.rounds() > 1 && walk.steps > SKEW * group)
+    wait(shared(&w_full[SKEW * group]), 0);
   for (; walk.more(); walk.next()) {
     const int n0 = walk.n0, t0 = walk.t0;
     const int row0 = TOKEN_ROWS ? t0 : n0, col0 = TOKEN_ROWS ? n0 : t0;

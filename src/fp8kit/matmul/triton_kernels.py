@@ -21,7 +21,8 @@ scales of other groups along K are applied to the partial sums, all others to th
 import triton
 import triton.language as tl
 
-from fp8kit.quantizers.triton_numerics import INTERPRETED, join_stream, widen
+from fp8kit.quantizers.triton_numerics import INTERPRETED, widen
+from fp8kit.quantizers.triton_stream import join_stream
 
 # how an operand's scales are applied: not at all, to the result, to partial sums, to the values
 NONE, FACTOR, GROUPS, MICRO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)

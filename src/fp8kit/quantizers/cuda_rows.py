@@ -22,7 +22,8 @@ except ImportError:  # without the extra ``cuda``
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 _THREADS, _MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 128, 512, 8, 4
 _ALIGN = 16
-_MOST_ROWS = 128  # beyond, bandwidth counts and not latency
+# beyond, and from 16 rows of 4096 on, a block per row needs no cluster to spread the work
+_MOST_ROWS, _SHORT, _MOST_SHORT_ROWS = 32, 512, 15
 
 
 class RowCut(NamedTuple):
@@ -39,14 +40,18 @@ class RowCut(NamedTuple):
     vectors: int
 
 
-def row_cut(vectors: int) -> RowCut | None:
-    """Spread a row of 16-byte vectors; ``None`` if it is too long to be held.
+def row_cut(m: int, vectors: int, processors: int) -> RowCut | None:
+    """Spread rows of 16-byte vectors; ``None`` if they are too long to be held.
 
     Args:
-        vectors: 16-byte vectors of the row.
+        m: number of rows.
+        vectors: 16-byte vectors of a row.
+        processors: multiprocessors of the GPU.
     """
     blocks, each = 2, 1  # a cluster of one has no shared memory to address
-    while blocks < _MOST_BLOCKS and vectors > 2 * blocks * _THREADS:
+    # half of the multiprocessors stay free for the kernel behind, where two blocks per row allow it
+    most = min(_MOST_BLOCKS, processors // (2 * m))
+    while 2 * blocks <= most and vectors > 2 * blocks * _THREADS:
         blocks *= 2
     while each < _MOST_VECTORS and vectors > each * blocks * _THREADS:
         each *= 2
@@ -64,13 +69,17 @@ def takes(x: Tensor, processors: int) -> bool:
     (m, k), size = x.shape, x.element_size()
     if x.dtype not in _KINDS or not x.is_cuda or k * size % _ALIGN or x.stride(1) != 1:
         return False
-    if m > _MOST_ROWS or x.data_ptr() % _ALIGN or (m > 1 and x.stride(0) * size % _ALIGN):
+    if x.data_ptr() % _ALIGN or (m > 1 and x.stride(0) * size % _ALIGN):
         return False
-    cut = row_cut(k * size // _ALIGN)
-    return cut is not None and m * cut.blocks <= 4 * processors and _compiles(x.device)
+    vectors = k * size // _ALIGN
+    if m > (_MOST_SHORT_ROWS if vectors <= _SHORT else _MOST_ROWS):
+        return False
+    return row_cut(m, vectors, processors) is not None and _compiles(x.device)
 
 
-def quantize_rows(x: Tensor, scale: Tensor, data: Tensor, min_scale: float) -> None:
+def quantize_rows(
+    x: Tensor, scale: Tensor, data: Tensor, min_scale: float, processors: int
+) -> None:
     """Quantize ``x`` row by row into ``data`` and ``scale``.
 
     Args:
@@ -78,10 +87,11 @@ def quantize_rows(x: Tensor, scale: Tensor, data: Tensor, min_scale: float) -> N
         scale: ``float32 [M]``, contiguous.
         data: ``uint8 [M, K]``, contiguous: e4m3fn codes.
         min_scale: floor under the scales, such that quotients are exact (``SAFE_SCALE``).
+        processors: multiprocessors of the GPU.
     """
     m, k = x.shape
     vectors = k * x.element_size() // _ALIGN
-    cut = row_cut(vectors)
+    cut = row_cut(m, vectors, processors)
     assert cut is not None
     _kernel(_KINDS[x.dtype], cut, x.device.index).launch(
         m * cut.blocks,
@@ -111,7 +121,7 @@ def _kernel(kind: int, cut: RowCut, device: int) -> Any:
         "cluster_rows_kernel",
         block=cut.threads,
         cluster=cut.blocks,
-        shared_bytes=0,
+        shared_bytes=0,  # blocks that crowd on few multiprocessors leave the others to the product
         device=torch.device("cuda", device),
     )
 

@@ -31,10 +31,9 @@ from fp8kit.quantizers.triton_numerics import (
     INTERPRETED,
     appended,
     existing,
-    join_stream,
-    overlaps,
     widen,
 )
+from fp8kit.quantizers.triton_stream import join_stream, overlaps
 
 MOST_TILES = 7  # of a row in registers
 _CROWDED = 132 * 64  # warps' loads that fill a GPU

@@ -31,10 +31,9 @@ from fp8kit.quantizers.fused_triton_emission import (
 from fp8kit.quantizers.triton_numerics import (
     appended,
     existing,
-    join_stream,
-    overlaps,
     widen,
 )
+from fp8kit.quantizers.triton_stream import join_stream, overlaps, prefetch
 
 MOST_TILES = 5  # of a row in registers; its weights take as many again
 
@@ -214,6 +213,12 @@ def _norm_kernel(
     HELD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    top = tl.program_id(0).to(tl.int64) * BLOCK_M
+    rows, total = min(BLOCK_M, M - top), M.to(tl.int64) * K
+    prefetch(x_ptr + top * stride_xm, stride_xm, rows, K, total, BLOCK_M * K, OVERLAP)
+    if residual_ptr is not None:
+        other = residual_ptr + top * stride_rm
+        prefetch(other, stride_rm, rows, K, total, BLOCK_M * K, OVERLAP)
     join_stream(OVERLAP)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

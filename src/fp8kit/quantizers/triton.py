@@ -193,7 +193,7 @@ def _launch(
         elif group.cols == -1:
             rows, exact = x.reshape(m, k), recipe.division == "corrected"
             if exact and recipe.fp8_max == E4M3_MAX and cuda_rows.takes(rows, count):
-                cuda_rows.quantize_rows(rows, scale.reshape(m), raw, recipe.min_scale)
+                cuda_rows.quantize_rows(rows, scale.reshape(m), raw, recipe.min_scale, count)
                 return
             tile = row_tile(m, k, x.element_size(), count)
             tile = tile._replace(held=0) if recipe.static else tile

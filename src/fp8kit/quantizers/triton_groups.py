@@ -23,15 +23,15 @@ from fp8kit.quantizers.triton_numerics import (
     encode,
     encode_quotient,
     existing,
+    few_warps,
     float_scale,
-    join_stream,
     magnitude,
     magnitudes,
     mx_exponent,
     mx_inverse,
-    overlaps,
     widen,
 )
+from fp8kit.quantizers.triton_stream import join_stream, overlaps, prefetch
 
 
 class GroupTile(NamedTuple):
@@ -67,14 +67,14 @@ def group_tile(
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     crowded = m * k > 16 * LOADS * lanes * processors
-    wide = crowded and not column  # neighbouring scales: fewer tiles, of more warps
-    budget, loads = max(1, (8 if wide else 4) * lanes // group), LOADS // 2 if wide else LOADS
+    warps, loads = (8, LOADS // 2) if crowded else (few_warps(m * k, lanes, processors), 1)
+    budget = max(1, warps * lanes // group)
     most = max(1, budget // 8) if column else budget
     count = triton.cdiv(k, group)
     # as many neighbours as leave at most one lane in eight idle
-    spans = (1 << i for i in range((loads * most if crowded else most).bit_length() - 1, -1, -1))
+    spans = (1 << i for i in range((loads * most).bit_length() - 1, -1, -1))
     span = next(n for n in spans if -count % n * 7 <= count)
-    held = min(loads, span) if crowded else 1
+    held = min(loads, span)
     groups = min(span // held, most)
     rows = min(budget // groups, triton.next_power_of_2(m))
     return GroupTile(rows, groups, held, min(16, max(1, rows * groups * group // lanes)))
@@ -128,11 +128,17 @@ def _groups_kernel(
     HELD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    join_stream(OVERLAP)
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     ROUNDED: tl.constexpr = (GROUPS + 3) // 4 * 4 if SWIZZLE else GROUPS
     ACROSS: tl.constexpr = (ROUNDED + HELD * BLOCK_G - 1) // (HELD * BLOCK_G)
+    COLS: tl.constexpr = HELD * BLOCK_G * GROUP
     program = tl.program_id(0)
+    if stride_xk == 1:
+        top, left = (program // ACROSS).to(tl.int64) * BLOCK_M, program % ACROSS * COLS
+        rows, cols, total = min(BLOCK_M, M - top), min(COLS, K - left), M.to(tl.int64) * K
+        at = x_ptr + top * stride_xm + left
+        prefetch(at, stride_xm, rows, cols, total, BLOCK_M * COLS, OVERLAP)
+    join_stream(OVERLAP)
     row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = (program % ACROSS).to(tl.int64) * (HELD * BLOCK_G) + tl.arange(0, BLOCK_G)
     lane = tl.arange(0, GROUP)[None, None, :]
@@ -224,7 +230,6 @@ def _blocks_kernel(
     HELD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    join_stream(OVERLAP)
     BLOCK_M: tl.constexpr = ROWS // HELD
     ACROSS: tl.constexpr = (K + COLS - 1) // COLS
     program = tl.program_id(0)
@@ -232,6 +237,12 @@ def _blocks_kernel(
     block_k = (program % ACROSS).to(tl.int64)
     block_m = (program // ACROSS % down).to(tl.int64)
     expert = (program // ACROSS // down).to(tl.int64)
+    if stride_xk == 1:
+        at = x_ptr + expert * stride_xe + block_m * ROWS * stride_xm + block_k * COLS
+        rows, cols = min(ROWS, M - block_m * ROWS), min(COLS, K - block_k * COLS)
+        total = tl.num_programs(0).to(tl.int64) * (ROWS * COLS)
+        prefetch(at, stride_xm, rows, cols, total, ROWS * COLS, OVERLAP)
+    join_stream(OVERLAP)
     first = (block_m * ROWS + tl.arange(0, BLOCK_M))[:, None]
     col = (block_k * COLS + tl.arange(0, COLS))[None, :]
     x_block = x_ptr + expert * stride_xe + col * stride_xk

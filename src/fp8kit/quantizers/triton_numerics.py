@@ -34,10 +34,8 @@ maximum of bf16 numbers over that of the format: too few to come so close to a m
 ``FP8_MAX`` names the format: 448 is e4m3fn, 224 e4m3fnuz, 57344 e5m2.
 """
 
-import functools
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -67,23 +65,17 @@ class Recipe(NamedTuple):
     fp8_max: float
 
 
-@functools.cache
-def overlaps(device: torch.device) -> bool:
-    """Say whether kernels on a device can start before the one ahead of them ends (sm90)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def few_warps(numel: int, lanes: int, processors: int) -> int:
+    """Choose the warps of programs whose threads load one vector each, so that few start.
 
+    More than four programs for each multiprocessor take longer to start than they save.
 
-@triton.jit
-def join_stream(OVERLAP: tl.constexpr):
-    """Let the kernel behind in the stream start to prepare, then wait for the one ahead.
-
-    Called before any memory is touched, in a kernel launched with ``launch_pdl``. The kernel behind
-    waits for this one before it reads what this one or an earlier one writes. What it reads before,
-    such as a weight, has to be older than the kernel ahead: that is for it to make sure.
+    Args:
+        numel: elements in all.
+        lanes: elements that one warp loads.
+        processors: multiprocessors of the GPU.
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    return next((w for w in (4, 8) if numel <= 4 * w * lanes * processors), 16)
 
 
 @triton.jit

@@ -22,11 +22,10 @@ from fp8kit.quantizers.triton_numerics import (
     encode_quotient,
     existing,
     float_scale,
-    join_stream,
     magnitude,
     magnitudes,
-    overlaps,
 )
+from fp8kit.quantizers.triton_stream import join_stream, overlaps, prefetch
 
 _HELD = 7  # 16-byte loads that a thread can hold in 64 registers and still compute
 
@@ -60,7 +59,7 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     whole = triton.next_power_of_2(max(k, 16))
-    if 2 * m <= processors and k > 1024:
+    if 16 * m <= processors and k > 1024:
         cols = min(whole, 32 * 32 * 32)
         slices = min(8, 1 << (processors // m).bit_length() - 1, cols // 1024)
         return RowTile(1, cols, 0, slices, min(32, cols // lanes))
@@ -72,8 +71,11 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
         held = triton.cdiv(k, warps * lanes)
         if (warps, held) == (4, 4):
             continue  # 8 warps of two tiles take 1 to 2 % less
-        if held <= (_HELD if crowded else 2) or (warps == 32 and held <= _HELD):
+        if held <= (_HELD if crowded else 2):
             return RowTile(1, warps * lanes, held, 1, warps)
+    for cols in (16 * lanes, 32 * lanes):  # half vectors, where both they and the sums are few
+        if triton.cdiv(k, cols) <= _HELD:
+            return RowTile(1, cols, triton.cdiv(k, cols), 1, 32)
     return RowTile(1, 32 * 32 * 16, 0, 1, 16)
 
 
@@ -98,8 +100,12 @@ def _rows_kernel(
     SLICES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    join_stream(OVERLAP)
     program = tl.program_id(0)
+    if HELD > 0 and stride_xk == 1:
+        top = (program // SLICES).to(tl.int64) * BLOCK_M
+        rows, total = min(BLOCK_M, M - top), M.to(tl.int64) * K
+        prefetch(x_ptr + top * stride_xm, stride_xm, rows, K, total, BLOCK_M * K, OVERLAP)
+    join_stream(OVERLAP)
     row = (program // SLICES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     present = existing(row, M)
     x_row = x_ptr + row[:, None] * stride_xm

@@ -21,12 +21,12 @@ from fp8kit.quantizers.triton_numerics import (
     amax_of,
     appended,
     encode_quotient,
+    few_warps,
     float_scale,
     is_safe,
-    join_stream,
     magnitude,
-    overlaps,
 )
+from fp8kit.quantizers.triton_stream import join_stream, overlaps, prefetch
 
 SMALL = 32768
 
@@ -60,7 +60,10 @@ def tensor_tile(numel: int, itemsize: int, processors: int) -> TensorTile:
         processors: multiprocessors of the GPU.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
-    warps, held = (8, LOADS) if numel > 32 * LOADS * lanes * processors else (4, 1)
+    if numel > 32 * LOADS * lanes * processors:
+        warps, held = 8, LOADS
+    else:
+        warps, held = few_warps(numel, lanes, processors), 1
     block = warps * lanes
     programs = min(triton.cdiv(numel, block * held), 8 * processors)
     return TensorTile(block, held, min(programs, 4 * processors), programs, warps)
@@ -86,6 +89,9 @@ def _amax_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    if K == 0:
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        prefetch(x_ptr + start, 0, 1, min(BLOCK, numel - start), numel, BLOCK, OVERLAP)
     join_stream(OVERLAP)
     bits = tl.zeros([BLOCK], tl.int32)
     steps = tl.cdiv(numel, BLOCK)
@@ -130,6 +136,10 @@ def _tensor_kernel(
     SCAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    if SCAN == 0 and K == 0:
+        end = numel - tl.program_id(0).to(tl.int64) * (HELD * BLOCK)
+        start = max(0, end - HELD * BLOCK)
+        prefetch(x_ptr + start, 0, 1, end - start, numel, HELD * BLOCK, OVERLAP)
     join_stream(OVERLAP)
     if SCAN == 0:
         scale = tl.load(scale_ptr)
