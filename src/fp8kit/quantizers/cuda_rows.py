@@ -22,8 +22,8 @@ except ImportError:  # without the extra ``cuda``
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 _THREADS, _MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 128, 512, 8, 4
 _ALIGN = 16
-# beyond, and from 16 rows of 4096 on, a block per row needs no cluster to spread the work
-_MOST_ROWS, _SHORT, _MOST_SHORT_ROWS = 32, 512, 15
+_MOST_ROWS = 32  # beyond, a block per row needs no cluster to spread the work
+_SHORT = 512  # vectors of a row that one block quantizes as fast
 
 
 class RowCut(NamedTuple):
@@ -72,7 +72,7 @@ def takes(x: Tensor, processors: int) -> bool:
     if x.data_ptr() % _ALIGN or (m > 1 and x.stride(0) * size % _ALIGN):
         return False
     vectors = k * size // _ALIGN
-    if m > (_MOST_SHORT_ROWS if vectors <= _SHORT else _MOST_ROWS):
+    if m > _MOST_ROWS or vectors <= _SHORT:
         return False
     return row_cut(m, vectors, processors) is not None and _compiles(x.device)
 

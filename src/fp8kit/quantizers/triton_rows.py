@@ -59,7 +59,7 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     whole = triton.next_power_of_2(max(k, 16))
-    if 16 * m <= processors and k > 1024:
+    if 16 * m <= processors and k > 16 * lanes:
         cols = min(whole, 32 * 32 * 32)
         slices = min(8, 1 << (processors // m).bit_length() - 1, cols // 1024)
         return RowTile(1, cols, 0, slices, min(32, cols // lanes))
