@@ -62,7 +62,7 @@ def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> N
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("m", [1, 64, 65, 256, 512])
+@pytest.mark.parametrize("m", [1, 64, 65, 256, 512, 1030, 4096])
 def test_every_tile_has_a_block(m: int, n: int, k: int) -> None:
     tile = choose(m, n, k)
     tiles = -(-n // tile.weights) * -(-m // tile.tokens)
@@ -205,7 +205,7 @@ HOPPER = pytest.mark.skipif(
 @HOPPER
 @pytest.mark.parametrize("groups", [(ROW, ROW), (TENSOR, ROW), (ROW, TENSOR), (GROUP128, BLOCK)])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (130, 304), (1000, 4112), (257, 14336), (1, 16)])
-@pytest.mark.parametrize("m", [1, 2, 8, 9, 33, 64, 65, 100, 256, 300, 512])
+@pytest.mark.parametrize("m", [1, 2, 8, 9, 33, 64, 65, 100, 256, 300, 512, 1030, 4096])
 def test_swap_ab_matches_the_exact_product(m: int, n: int, k: int, groups: tuple) -> None:
     x = torch.randn(m, k, device="cuda") * torch.logspace(-1, 1, m, device="cuda")[:, None]
     w = torch.randn(n, k, device="cuda") * torch.logspace(-2, 0, n, device="cuda")[:, None]

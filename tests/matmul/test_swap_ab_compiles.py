@@ -21,13 +21,6 @@ PROCESSORS = 132
 F32, F16, BF16 = 32, 16, 8
 LAYERS = [layers.SHAPES[name] for name in layers.chosen("8b,ds")]  # more take minutes
 CUT = swap_ab.Tile(64, 1, 4, 10, 4, 6, 4, 1)
-# a value or two of the walk over tiles, read once per tile and not along K: a pair of registers
-SPILLED = {
-    (swap_ab.Tile(64, 1, 1, 3, 3, 3, 2, 3), True): 8,
-    (swap_ab.Tile(128, 3, 1, 3, 3, 3, 2, 1, True), False): 8,
-    (swap_ab.Tile(80, 3, 1, 4, 4, 4, 2, 1, True), True): 8,
-    (swap_ab.Tile(128, 2, 8, 6, 6, 6, 1, 1), True): 16,  # a run of 8, which nothing chooses
-}
 
 
 def chosen() -> list[Case]:
@@ -53,7 +46,7 @@ def quantizing() -> list[Case]:
 
 
 def check(source: str, tile: swap_ab.Tile, blocks: bool) -> None:
-    found = cuda_resources(source, SPILLED.get((tile, blocks), 0))
+    found = cuda_resources(source)
     # the rings are given what this leaves of a multiprocessor
     assert found["shared"] <= tile.static_bytes
 
@@ -102,7 +95,7 @@ def altered(before: str, after: str) -> str:
     ids=["added before it is there", "divergent", "written in flight"],
 )
 def test_serialised_products_are_found(before: str, after: str) -> None:
-    with pytest.raises(AssertionError, match=r"C75\d\d.*wgmma\.mma_async .*are serialized"):
+    with pytest.raises(AssertionError, match=r"C75\d\d.*(are serialized|wait is injected)"):
         cuda_resources(altered(before, after))
 
 

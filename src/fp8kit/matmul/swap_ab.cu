@@ -60,6 +60,14 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// True for one lane of a warp that runs together. What only depends on the block stays in uniform
+// registers that way, which the loads want; `lane == 0` costs a loop around each of them.
+__device__ __forceinline__ bool elected() {
+  u32 mine;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(mine));
+  return mine;
+}
+
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -430,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   const u32 w_ring = shared(base), x_ring = w_ring + STAGES * W_BYTES;
   const u32 scale_ring = x_ring + X_STAGES * X_BYTES;
   u8* const after = base + STAGES * W_BYTES + X_STAGES * (X_BYTES + SCALE_BYTES);  // parts, results
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // known as uniform
   int rank = 0;
   if (SPLIT > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   const Problem p = {TOKEN_ROWS ? x_scale : w_scale, TOKEN_ROWS ? w_scale : x_scale, bias, y, m, n,
@@ -461,31 +469,44 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   if (warp >= 4 * GROUPS) {
     if (REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     const u64 once = 0x12F0000000000000ull, keep = 0x14F0000000000000ull;  // L2 evict first, last
-    const bool weights = warp == 4 * GROUPS;
-    if (lane == 0 && warp <= 4 * GROUPS + 1) {
-      if (weights || !VALUES) prefetch(weights ? &w_map : &x_map);
-      if (BLOCK_SCALES && !weights && !VALUES) prefetch(&x_scale_map);
-      if (!weights) asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
-      for (int step = 0; walk.more() && (weights || !VALUES); walk.next()) {
-        for (int c = 0; c < walk.count; c++, step++) {
-          const int col = (walk.first + c) * TILE_K, past = step - WINDOW;
-          if (weights) {
-            const int s = step % STAGES;
-            if (step >= STAGES) wait(shared(&w_empty[s]), (step / STAGES + 1) & 1);
-            if (WINDOW < STAGES && past >= 0) wait(shared(&w_full[past % STAGES]), past / STAGES & 1);
-            expect(shared(&w_full[s]), W_BYTES);
-            load(w_ring + s * W_BYTES, &w_map, col, walk.n0, shared(&w_full[s]), STREAMED ? once : keep);
-          } else {
-            const int s = step % X_STAGES;
-            if (step >= X_STAGES) wait(shared(&x_empty[s]), (step / X_STAGES + 1) & 1);
-            expect(shared(&x_full[s]), X_BYTES + (BLOCK_SCALES ? TOKENS * 4 : 0));
-            load(x_ring + s * X_BYTES, &x_map, col, walk.t0, shared(&x_full[s]), keep);
-            if (BLOCK_SCALES)
-              load(scale_ring + s * SCALE_BYTES, &x_scale_map, walk.t0, walk.first + c, shared(&x_full[s]),
-                   keep);
+    if (warp == 4 * GROUPS) {
+      if (elected()) prefetch(&w_map);
+      Slot<STAGES> next, oldest;
+      for (int asked = 0; walk.more(); walk.next())
+#pragma unroll 1
+        for (int c = 0; c < walk.count; c++) {
+          wait(shared(&w_empty[next.at]), next.parity ^ 1);
+          if (WINDOW < STAGES && ++asked > WINDOW) {
+            wait(shared(&w_full[oldest.at]), oldest.parity);
+            oldest.advance();
           }
+          if (elected()) {
+            expect(shared(&w_full[next.at]), W_BYTES);
+            load(w_ring + next.at * W_BYTES, &w_map, (walk.first + c) * TILE_K, walk.n0,
+                 shared(&w_full[next.at]), STREAMED ? once : keep);
+          }
+          next.advance();
         }
+    } else if (warp == 4 * GROUPS + 1) {
+      if (!VALUES && elected()) {
+        prefetch(&x_map);
+        if (BLOCK_SCALES) prefetch(&x_scale_map);
       }
+      asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+      Slot<X_STAGES> next;
+      for (; walk.more() && !VALUES; walk.next())
+#pragma unroll 1
+        for (int c = 0; c < walk.count; c++) {
+          wait(shared(&x_empty[next.at]), next.parity ^ 1);
+          if (elected()) {
+            const u32 full = shared(&x_full[next.at]);
+            expect(full, X_BYTES + (BLOCK_SCALES ? TOKENS * 4 : 0));
+            load(x_ring + next.at * X_BYTES, &x_map, (walk.first + c) * TILE_K, walk.t0, full, keep);
+            if (BLOCK_SCALES)
+              load(scale_ring + next.at * SCALE_BYTES, &x_scale_map, walk.t0, walk.first + c, full, keep);
+          }
+          next.advance();
+        }
     }
     return;
   }
@@ -494,6 +515,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int group = warp / 4;
   u8* const out = after + (SPLIT - 1) * PART_BYTES + group * LINES * LINE;
+  // of the tiles in the first slots; addresses count in 16 bytes and never carry
+  const u64 w_tiles = descriptor(w_ring + (TOKEN_ROWS ? 0 : group * 64 * TILE_K));
+  const u64 x_tiles = descriptor(x_ring + (TOKEN_ROWS ? group * 64 * TILE_K : 0));
   float acc[ACC], product[RUN == 1 ? 1 : 2][ACC];
   Slot<STAGES> w, w_done;  // the next to multiply, the next to add
   Slot<X_STAGES> x, x_done;
@@ -523,9 +547,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       c++;
       wait(shared(&w_full[w.at]), w.parity);
       if (!VALUES) wait(shared(&x_full[x.at]), x.parity);
-      const u32 w_tile = w_ring + w.at * W_BYTES, x_tile = x_ring + x.at * X_BYTES;
-      const u64 a = descriptor((TOKEN_ROWS ? x_tile : w_tile) + group * 64 * TILE_K);
-      const u64 b = descriptor(TOKEN_ROWS ? w_tile : x_tile);
+      const u64 w_tile = w_tiles + w.at * (W_BYTES / 16), x_tile = x_tiles + x.at * (X_BYTES / 16);
+      const u64 a = TOKEN_ROWS ? x_tile : w_tile, b = TOKEN_ROWS ? w_tile : x_tile;
       pin(product[i]);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll

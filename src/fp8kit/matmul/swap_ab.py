@@ -25,7 +25,7 @@ from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
 from fp8kit.matmul.swap_ab_tile import TILE_K, Tile, choose_tile, values_tile
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
-MOST_ROWS = 512
+MOST_ROWS = 4096
 _SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 TILE_K = 128
 _FEW_ROWS = 64
-_ONE_ROUND = 256  # rows up to which few blocks take a second tile
 _MOST_COLS = 128
 _TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
 _SHARED_PER_PROCESSOR = 228 * 1024
@@ -128,7 +127,7 @@ def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     cuts = [(False, even, groups) for groups in (1, 2, 3)]
     cuts += [(True, cols, groups) for cols in _TOKEN_ROWS_COLS for groups in (1, 2, 3)]
     tiles = [
-        _deepest(cols, groups, split, 1, token_rows, m <= _ONE_ROUND)
+        _deepest(cols, groups, split, 1, token_rows)
         for token_rows, cols, groups in cuts
         for split in (1, 2, 3, 4)
         if cols <= _MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
@@ -172,7 +171,7 @@ def _microseconds(tile: Tile, m: int, n: int, k: int, processors: int, block_sca
     area = tile.groups * tile.cols / _MOST_COLS
     step = (0.17, 0.20, 0.29)[tile.groups - 1] + 0.052 * area
     step += 0.13 if tile.run == 1 and tile.groups < 3 else 0.0
-    step *= 1.1 if tile.token_rows and tile.groups == 1 else 1.0
+    step *= 1.1 if (tile.token_rows and tile.groups == 1) or tile.stages < 4 else 1.0
     if block_scales:
         step *= 1.37 if tile.token_rows else 1.47
     step = max(step, (tile.rows + tile.cols) * TILE_K * blocks / 14.8e6)
@@ -202,19 +201,12 @@ def _clusters(processors: int) -> dict[int, int]:
 
 
 @functools.cache
-def _deepest(
-    cols: int,
-    groups: int,
-    split: int,
-    resident: int,
-    token_rows: bool = False,
-    one_round: bool = True,
-) -> Tile:
+def _deepest(cols: int, groups: int, split: int, resident: int, token_rows: bool = False) -> Tile:
     """Give as many stages as there is room for."""
     run = 1 if groups == 3 or resident > 1 or cols > _MOST_COLS else 4
     few = (64 * groups if token_rows else cols) <= _FEW_ROWS
     # tokens come soon after they are asked for, weights are to be here before the tokens are
-    shallow = few or (groups == 2 and not token_rows and one_round)
+    shallow = few or (groups == 2 and not token_rows)
     # enough to keep the memory busy; what has to arrive before it would wait behind more
     window = 6 if (groups, resident) == (1, 1) else 4
     for stages in range(24, 1, -1):
