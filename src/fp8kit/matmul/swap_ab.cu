@@ -89,10 +89,10 @@ __device__ __forceinline__ void prefetch(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// K-major tile of 128 bytes a row in the 128-byte swizzle; 8 rows are 1024 bytes apart
-__device__ __forceinline__ u64 descriptor(u32 address) {
-  return (u64)((address >> 4) & 0x3fff) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
+// Of a K-major tile of 128 bytes a row in the 128-byte swizzle; 8 rows are 1024 bytes apart. The low
+// word counts addresses in 16 bytes, so that tiles further on in shared memory are found by adding.
+__device__ __forceinline__ u32 place(u32 address) { return ((address >> 4) & 0x3fff) | (1u << 16); }
+__device__ __forceinline__ u64 descriptor(u32 low) { return (64ull << 32) | (1ull << 62) | low; }
 
 __device__ __forceinline__ void multiply(float (&d)[ACC], u64 a, u64 b, int add) {
   asm volatile(
@@ -429,12 +429,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     const float* w_scale, const void* bias, void* y, int m,
     int n, int k, int x_stride, int w_stride, int span, const u8* values,
     long long value_bytes, float min_scale) {
-  extern __shared__ u8 dynamic[];
+  extern __shared__ __align__(1024) u8 base[];  // where a pattern of the swizzle begins
   __shared__ alignas(8) u64 w_full[STAGES], w_empty[STAGES];
   __shared__ alignas(8) u64 x_full[X_SLOTS], x_empty[X_SLOTS];
   __shared__ alignas(8) u64 arrived;
   __shared__ Scales scales;
-  u8* const base = dynamic + ((1024 - shared(dynamic) % 1024) % 1024);
   const u32 w_ring = shared(base), x_ring = w_ring + STAGES * W_BYTES;
   const u32 scale_ring = x_ring + X_STAGES * X_BYTES;
   u8* const after = base + STAGES * W_BYTES + X_STAGES * (X_BYTES + SCALE_BYTES);  // parts, results
@@ -515,9 +514,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int group = warp / 4;
   u8* const out = after + (SPLIT - 1) * PART_BYTES + group * LINES * LINE;
-  // of the tiles in the first slots; addresses count in 16 bytes and never carry
-  const u64 w_tiles = descriptor(w_ring + (TOKEN_ROWS ? 0 : group * 64 * TILE_K));
-  const u64 x_tiles = descriptor(x_ring + (TOKEN_ROWS ? group * 64 * TILE_K : 0));
+  const u32 w_tiles = place(w_ring) + (TOKEN_ROWS ? 0 : group * (64 * TILE_K / 16));
+  const u32 x_tiles = place(x_ring) + (TOKEN_ROWS ? group * (64 * TILE_K / 16) : 0);
   float acc[ACC], product[RUN == 1 ? 1 : 2][ACC];
   Slot<STAGES> w, w_done;  // the next to multiply, the next to add
   Slot<X_STAGES> x, x_done;
@@ -547,12 +545,12 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       c++;
       wait(shared(&w_full[w.at]), w.parity);
       if (!VALUES) wait(shared(&x_full[x.at]), x.parity);
-      const u64 w_tile = w_tiles + w.at * (W_BYTES / 16), x_tile = x_tiles + x.at * (X_BYTES / 16);
-      const u64 a = TOKEN_ROWS ? x_tile : w_tile, b = TOKEN_ROWS ? w_tile : x_tile;
+      const u32 w_tile = w_tiles + w.at * (W_BYTES / 16), x_tile = x_tiles + x.at * (X_BYTES / 16);
+      const u32 a = TOKEN_ROWS ? x_tile : w_tile, b = TOKEN_ROWS ? w_tile : x_tile;
       pin(product[i]);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-      for (int j = 0; j < TILE_K / 32; j++) multiply(product[i], a + j * 2, b + j * 2, j > 0);
+      for (int j = 0; j < TILE_K / 32; j++) multiply(product[i], descriptor(a + j * 2), descriptor(b + j * 2), j > 0);
       asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       w.advance();
       x.advance();

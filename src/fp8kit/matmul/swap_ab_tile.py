@@ -85,7 +85,7 @@ class Tile:
 
     @property
     def needed_bytes(self) -> int:
-        """Room to align, the ring with its scales, parts of peers, and results on their way out."""
+        """The rings with their scales, parts of peers, and results on their way out."""
         ring = self.stages * self.weights * TILE_K
         ring += self.x_stages * (self.tokens * TILE_K + _up(self.tokens, 32) * 4)
         fragments = self.cols // 8
@@ -93,13 +93,13 @@ class Tile:
         parts = (self.split - 1) * share * 2048 * self.groups
         at_once = next((p for p in (64, 48, 80) if self.cols > 80 and not self.cols % p), self.cols)
         lines, line = (64, at_once * 2 + 16) if self.token_rows else (at_once, 144)
-        return 1024 + ring + parts + self.groups * lines * line
+        return ring + parts + self.groups * lines * line
 
     @property
     def static_bytes(self) -> int:
-        """Static shared memory, padded as it is compiled: barriers and the scales of a tile."""
+        """Static shared memory, padded so that swizzled tiles follow: barriers, a tile's scales."""
         barriers = 2 * self.stages + (2 if self.values else 2 * self.x_stages) + 1
-        return _up(8 * barriers + 4 * (self.groups * (self.cols + 4) + self.rows), 16)
+        return _up(8 * barriers + 4 * (self.groups * (self.cols + 4) + self.rows), 1024)
 
     def blocks(self, m: int, n: int, processors: int) -> int:
         """Blocks to launch: as many as there is room for and work."""
