@@ -244,6 +244,9 @@ def triton_calls(device: str) -> Calls:
             f"layer norm {group}": lambda g=group: fused.layer_norm_quantize(x, weight, group=g),
             f"silu {group}": lambda g=group: fused.silu_mul_quantize(x, x, group=g),
         }
+    by_column = {"group": GROUP128, "scale_layout": "column"}
+    calls["rms norm, by column"] = lambda: fused.rms_norm_quantize(x, weight, **by_column)
+    calls["silu, by column"] = lambda: fused.silu_mul_quantize(x, x, **by_column)
     for pair in PAIRS:
         for m in (3, 70):
             for invariant in (False, True):

@@ -16,13 +16,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8kit import tape
 from fp8kit.dispatch import choose
-from fp8kit.formats import GroupShape
+from fp8kit.formats import BLOCK, GroupShape
 from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.tma import by_column
 from fp8kit.modules import eager
 from fp8kit.quantizers import reference as quantizer
+from fp8kit.quantizers.layout import empty_scale
 
-Layout = tuple[tuple[int, ...], torch.dtype]
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class CpuLaunch:
@@ -49,17 +51,17 @@ class CpuLaunch:
 def at(address: int, layout: Layout | None) -> Tensor | None:
     if layout is None:
         return None
-    shape, dtype = layout
+    shape, strides, dtype = layout
     if address == 0:
         return torch.empty(shape, dtype=dtype)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    memory = (ctypes.c_char * count).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+    last = sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * ((last + 1) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
 
 
 def launch(kernel: Callable[..., None], *tensors: Tensor | None) -> None:
     """Run a kernel on tensors by their addresses, and note it where a tape is recorded."""
-    layouts = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
+    layouts = [None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in tensors]
     made = CpuLaunch(kernel, layouts, [0 if t is None else t.data_ptr() for t in tensors])
     made.start(0)
     if tape.recording():
@@ -80,12 +82,11 @@ class CpuBackends:
         floor: float,
         scale_ub: Tensor | None,
         rounding: str,
+        layout: str = "row",
     ) -> tuple[Tensor, Tensor]:
         self.calls.append("quantize")
         x = x.contiguous().resolve_neg()
-        with _disable_current_modes():
-            shape = quantizer.quantize(x, group, dtype, floor, None, rounding)[1].shape
-        scale = torch.empty(shape, dtype=torch.float32)
+        scale = empty_scale(x, group, layout)
         data = torch.empty(x.shape, dtype=dtype)
 
         def kernel(x: Tensor, data: Tensor, scale: Tensor) -> None:
@@ -121,7 +122,8 @@ class CpuBackends:
         problem: MatmulProblem,
     ) -> Tensor:
         self.calls.append("multiply")
-        x_scale = None if x_scale is None else x_scale.contiguous()
+        if x_scale is not None and groups[1] == BLOCK:  # as the products on a GPU read them
+            x_scale = by_column(x_scale)
         y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype)
 
         def kernel(*memory: Tensor) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
 
 import fp8kit
 from fp8kit import fused
@@ -154,8 +155,14 @@ BF16 = torch.bfloat16
         (
             lambda: fused.gelu_quantize(X, group=TENSOR, scale=W[:1, None], scale_rounding="up"),
             ValueError,
-            "together with",
+            "Got a static scale with",
         ),
+        (
+            lambda: fused.gelu_quantize(X, group=TENSOR, scale=W[:1, None], scale_layout="column"),
+            ValueError,
+            "Got a static scale with",
+        ),
+        (lambda: fused.gelu_quantize(X, scale_layout="column"), ValueError, "Got scale_layout"),
         (lambda: fused.gelu_quantize(X, scale_rounding="floor"), ValueError, "scale_rounding"),
         (lambda: fused.gelu_quantize(X, scale_ub=W), ValueError, "Got scale_ub"),
         (lambda: fused.gelu_quantize(X, dtype=torch.int8), TypeError, "torch.int8"),
@@ -189,11 +196,13 @@ def test_gradients_are_refused(name: str) -> None:
         q.scale.sum().backward()
 
 
-def op_cases(device: torch.device, static: bool) -> list[tuple[Any, tuple[Any, ...]]]:
+def op_cases(device: torch.device, kind: str) -> list[tuple[Any, tuple[Any, ...]]]:
+    static = kind == "static"
     o = operands(device)
     scale = torch.full((1, 1), 0.02, device=device) if static else None
     group = [-1, -1] if static else [1, 128]
     t = (scale, group, torch.float8_e4m3fn, 1e-12, None, "exact")
+    t = (*t, "column") if kind == "column" else t
     x, w, up = o["x"], o["weight"], o["up"].transpose(0, 1).contiguous().transpose(0, 1)
     return [
         (OPS.rms_norm_quantize, (x, None, w, 1e-6, 0.0, "stepwise", *t)),
@@ -205,25 +214,52 @@ def op_cases(device: torch.device, static: bool) -> list[tuple[Any, tuple[Any, .
     ]
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_opcheck(device: torch.device, static: bool) -> None:
-    for op, arguments in op_cases(device, static):
+@pytest.mark.parametrize("kind", ["dynamic", "column", "static"])
+def test_opcheck(device: torch.device, kind: str) -> None:
+    for op, arguments in op_cases(device, kind):
         torch.library.opcheck(op, arguments)
 
 
-def test_one_graph_for_every_m() -> None:
+def test_fakes_tell_the_strides_of_column_major_scales(device: torch.device) -> None:
+    for op, arguments in op_cases(device, "column"):
+        real = op(*arguments)[1]
+        with FakeTensorMode() as mode:
+            fake = op(*[mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments])[1]
+        assert real.stride() == fake.stride() == (6, 1, 12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("group", [GROUP128, MX], ids=str)
+def test_scales_by_column_are_the_same_scales(
+    name: str, group: fp8kit.GroupShape, device: torch.device
+) -> None:
+    call = calls(operands(device))[name][0]
+    q, expected = call(group=group, scale_layout="column"), call(group=group)
+    assert_bits_equal(q.data, expected.data)
+    assert_bits_equal(q.scale, expected.scale)
+    assert expected.scale.is_contiguous()
+    assert q.scale.stride() == (6, 1, 12)
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+def test_one_graph_for_every_m(layout: str) -> None:
     weight, counter = torch.ones(K).bfloat16(), CompileCounter()
 
     @torch.compile(fullgraph=True, backend=counter, dynamic=True)
     def layer(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, total = fused.add_rms_norm_quantize(x, residual, weight, group=GROUP128)
+        q, total = fused.add_rms_norm_quantize(
+            x, residual, weight, group=GROUP128, scale_layout=layout
+        )
         return q.data, q.scale, total
 
-    for m in (3, 5, 17):
+    for m in (3, 5, 8, 17):
         x, residual = torch.randn(2, m, K).bfloat16()
-        q, total = fused.add_rms_norm_quantize(x, residual, weight, group=GROUP128)
+        q, total = fused.add_rms_norm_quantize(
+            x, residual, weight, group=GROUP128, scale_layout=layout
+        )
         for found, expected in zip(layer(x, residual), (q.data, q.scale, total), strict=True):
             assert_bits_equal(found, expected)
+            assert found.stride() == expected.stride()
     assert counter.frame_count == 1
 
 

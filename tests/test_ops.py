@@ -63,7 +63,12 @@ def op_cases(x: Tensor, group: GroupShape) -> list[tuple[Any, tuple[Any, ...]]]:
         data.copy_(q.data)
     else:
         data = q.data
+    columns = [
+        (OPS.quantize, (x, pair(group), E4M3, floor, None, rounding, "column"))
+        for _ in range(group.rows == 1 and group.cols != -1)
+    ]
     return [
+        *columns,
         (OPS.quantize, (x, pair(group), E4M3, floor, None, rounding)),
         (OPS.quantize, (x, pair(group), E4M3, floor, x.new_tensor(1.0), rounding)),
         (OPS.quantize_static, (x, q.scale, pair(group), E4M3)),

@@ -24,6 +24,7 @@ from fp8kit.validation import (
     activation_format,
     check_codes,
     check_float,
+    check_layout,
     check_operands,
     check_out_dtype,
     check_quantized,
@@ -40,6 +41,7 @@ def quantize(
     scale: Tensor | None = None,
     scale_ub: Tensor | None = None,
     scale_rounding: str | None = None,
+    scale_layout: str = "row",
     role: str = "activation",
 ) -> QTensor:
     """Quantize a tensor to FP8 codes and scales.
@@ -56,6 +58,8 @@ def quantize(
         scale_ub: fp32 scalar tensor that bounds amax from above before the division.
         scale_rounding: ``"exact"`` or ``"up"`` (to a power of two, UE8M0); for MX ``"floor"`` (OCP
             MX v1.0, the default) or ``"up"`` (never saturates).
+        scale_layout: ``"row"``, or ``"column"`` for groups along a row: the same scales with rows
+            adjacent and columns a multiple of four apart, as block-scaled products load them.
         role: ``"activation"`` or ``"weight"``: which floor a per-row scale has.
 
     Returns:
@@ -81,10 +85,10 @@ def quantize(
             )
         )
     if scale is not None:
-        if scale_ub is not None or scale_rounding is not None:
+        if scale_ub is not None or scale_rounding is not None or scale_layout != "row":
             raise ValueError(
                 teach(
-                    "Got a static scale together with scale_ub or scale_rounding.",
+                    "Got a static scale with scale_ub, scale_rounding or scale_layout.",
                     "These shape scales that are taken from the data.",
                     "Leave them out, or leave out scale.",
                 )
@@ -94,9 +98,9 @@ def quantize(
         return QTensor(data, scale, group)
     rounding = check_rounding(scale_rounding, group)
     check_scale_ub(scale_ub, x)
-    data, found = torch.ops.fp8kit.quantize(
-        x, [group.rows, group.cols], dtype, min_scale(group, dtype, role), scale_ub, rounding
-    )
+    check_layout(scale_layout, group)
+    options = (min_scale(group, dtype, role), scale_ub, rounding, scale_layout)
+    data, found = torch.ops.fp8kit.quantize(x, [group.rows, group.cols], dtype, *options)
     return QTensor(data, found, group)
 
 

@@ -25,7 +25,7 @@ from fp8kit.formats import (
     min_scale,
 )
 from fp8kit.quantizers.fused_problem import ROUNDINGS
-from fp8kit.validation import check_float, check_rounding, check_scale_ub
+from fp8kit.validation import check_float, check_layout, check_rounding, check_scale_ub
 
 
 class QuantizeOptions(TypedDict, total=False):
@@ -36,6 +36,7 @@ class QuantizeOptions(TypedDict, total=False):
     ``scale``: static ``float32 [1, 1]``, only and always with ``TENSOR``.
     ``scale_ub``: ``float32`` scalar tensor that bounds amax from above before the division.
     ``scale_rounding``: ``"exact"`` or ``"up"``; for ``MX`` ``"floor"`` or ``"up"``.
+    ``scale_layout``: ``"row"``, or ``"column"`` for groups along a row.
     """
 
     group: GroupShape
@@ -43,6 +44,7 @@ class QuantizeOptions(TypedDict, total=False):
     scale: Tensor | None
     scale_ub: Tensor | None
     scale_rounding: str | None
+    scale_layout: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,10 @@ class _Options:
     scale: Tensor | None = None
     scale_ub: Tensor | None = None
     scale_rounding: str | None = None
+    scale_layout: str = "row"
 
     def checked(self, x: Tensor) -> tuple[object, ...]:
-        """Give the last six arguments of an operator."""
+        """Give the last seven arguments of an operator."""
         fp8_format(self.dtype)
         group, scale = self.group, self.scale
         if group.rows > 1 or (group == TENSOR) != (scale is not None):
@@ -67,10 +70,11 @@ class _Options:
                 )
             )
         if scale is not None:
-            if self.scale_ub is not None or self.scale_rounding is not None:
+            derived = self.scale_ub is not None or self.scale_rounding is not None
+            if derived or self.scale_layout != "row":
                 raise ValueError(
                     teach(
-                        "Got a static scale together with scale_ub or scale_rounding.",
+                        "Got a static scale with scale_ub, scale_rounding or scale_layout.",
                         "These shape scales that are taken from the data.",
                         "Leave them out, or leave out scale.",
                     )
@@ -78,8 +82,10 @@ class _Options:
             check_scale(scale, x.shape, group, x.device)
         check_scale_ub(self.scale_ub, x)
         rounding = check_rounding(self.scale_rounding, group)
+        check_layout(self.scale_layout, group)
         floor = min_scale(group, self.dtype, "activation")
-        return scale, [group.rows, group.cols], self.dtype, floor, self.scale_ub, rounding
+        rest = (floor, self.scale_ub, rounding, self.scale_layout)
+        return scale, [group.rows, group.cols], self.dtype, *rest
 
 
 def rms_norm_quantize(
@@ -103,8 +109,7 @@ def rms_norm_quantize(
         eps: added to the mean square.
         weight_offset: added to the weight: 1 where checkpoints store ``w - 1``.
         rounding: ``"stepwise"`` or ``"once"``.
-        **options: ``group``, ``dtype``, ``scale``, ``scale_ub``, ``scale_rounding`` as in
-            ``QuantizeOptions``.
+        **options: ``group``, ``dtype``, ``scale`` and others, see ``QuantizeOptions``.
 
     Returns:
         ``QTensor`` with codes of the shape of ``x``.

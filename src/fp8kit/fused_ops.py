@@ -1,7 +1,7 @@
 """The registered operators of the fused producers, beside those of ``ops``.
 
 An operator returns the codes, then the scale unless that was given, then the new residual if one
-was added: a list, because an operator must not return its own argument. The last six arguments of
+was added: a list, because an operator must not return its own argument. The last seven arguments of
 each schema are a ``Target``, in order; validation is the caller's (``fused``).
 """
 
@@ -15,14 +15,15 @@ from torch import Tensor
 
 from fp8kit.dispatch import require
 from fp8kit.errors import teach
-from fp8kit.formats import GroupShape, scale_dtype, scale_shape
+from fp8kit.formats import GroupShape
 from fp8kit.ops import _outside_autocast
 from fp8kit.quantizers.fused_problem import FUSED_BACKENDS, FusedProblem, Target
+from fp8kit.quantizers.layout import empty_scale
 
 _library: Any = torch.library.Library("fp8kit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TARGET = (
     "Tensor? scale, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
-    " str scale_rounding"
+    ' str scale_rounding, str scale_layout="row"'
 )
 
 
@@ -57,8 +58,7 @@ def _outputs(data: Tensor, scale: Tensor, target: Target, *others: Tensor) -> li
 
 
 def _fake_outputs(x: Tensor, target: Target, *others: Tensor) -> list[Tensor]:
-    group = target.group
-    scale = x.new_empty(scale_shape(x.shape, group), dtype=scale_dtype(group))
+    scale = empty_scale(x, target.group, target.scale_layout)
     return _outputs(x.new_empty(x.shape, dtype=target.dtype), scale, target, *others)
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from fp8kit.dispatch import decide, require
 from fp8kit.errors import teach
-from fp8kit.formats import GROUP128, GroupShape, min_scale, scale_dtype, scale_shape
+from fp8kit.formats import GroupShape, min_scale
 from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
 from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
+from fp8kit.quantizers.layout import empty_scale, product_layout
 from fp8kit.quantizers.problem import BACKENDS as QUANTIZER_BACKENDS
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 
@@ -51,10 +52,12 @@ def _quantize(
     min_scale: float,
     scale_ub: Tensor | None,
     scale_rounding: str,
+    scale_layout: str = "row",
 ) -> tuple[Tensor, Tensor]:
     shape = GroupShape(*group)
     backend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(x, shape, dtype))
-    data, scale = backend.quantize(x, shape, dtype, min_scale, scale_ub, scale_rounding)
+    options = (min_scale, scale_ub, scale_rounding, scale_layout)
+    data, scale = backend.quantize(x, shape, dtype, *options)
     return data, scale
 
 
@@ -65,10 +68,9 @@ def _quantize_fake(
     min_scale: float,
     scale_ub: Tensor | None,
     scale_rounding: str,
+    scale_layout: str = "row",
 ) -> tuple[Tensor, Tensor]:
-    shape = GroupShape(*group)
-    scale = x.new_empty(scale_shape(x.shape, shape), dtype=scale_dtype(shape))
-    return x.new_empty(x.shape, dtype=dtype), scale
+    return x.new_empty(x.shape, dtype=dtype), empty_scale(x, GroupShape(*group), scale_layout)
 
 
 def _quantize_static(x: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -194,19 +196,8 @@ def quantize_rows(
     backend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(rows, group, dtype))
     if input_scale is not None:
         return backend.quantize_static(rows, input_scale, group, dtype), input_scale
-    arguments = (
-        rows,
-        group,
-        dtype,
-        min_scale(group, dtype, "activation"),
-        scale_ub,
-        scale_rounding,
-    )
-    if group == GROUP128 and "column" in getattr(backend, "SCALE_LAYOUTS", ()):
-        # as block-scaled products load them; they would copy others
-        data, scale = backend.quantize(*arguments, "column")
-    else:
-        data, scale = backend.quantize(*arguments)
+    options = (min_scale(group, dtype, "activation"), scale_ub, scale_rounding)
+    data, scale = backend.quantize(rows, group, dtype, *options, product_layout(group))
     return data, scale
 
 
@@ -310,7 +301,7 @@ def _linear_fake(
 
 QUANTIZE = _register(
     "quantize(Tensor x, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
-    " str scale_rounding) -> (Tensor data, Tensor scale)",
+    ' str scale_rounding, str scale_layout="row") -> (Tensor data, Tensor scale)',
     _quantize,
     _quantize_fake,
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8kit import ops
 from fp8kit.formats import GroupShape, min_scale
 from fp8kit.quantizers import traced
+from fp8kit.quantizers.layout import product_layout
 
 
 def linear_unchecked(
@@ -110,7 +111,8 @@ def quantize_rows(
     elif visible:
         data, scale = traced.quantize(rows, group, dtype, floor, scale_ub, rounding)
     else:
-        data, scale = torch.ops.fp8kit.quantize(rows, shape, dtype, floor, scale_ub, rounding)
+        options = (floor, scale_ub, rounding, product_layout(group))
+        data, scale = torch.ops.fp8kit.quantize(rows, shape, dtype, *options)
     return RowCodes(data, scale, group, x.shape, x.dtype)
 
 

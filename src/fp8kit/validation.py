@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8kit.errors import teach
 from fp8kit.formats import BLOCK, MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme
+from fp8kit.quantizers.layout import LAYOUTS, has_columns
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _STANDARD_SCHEMES = {
@@ -116,6 +117,18 @@ def check_rounding(rounding: str | None, group: GroupShape) -> str:
             )
         )
     return rounding or legal[0]
+
+
+def check_layout(layout: object, group: GroupShape) -> None:
+    """Refuse a layout of scales that is unknown, or that the group does not have."""
+    if layout not in LAYOUTS or (layout == "column" and not has_columns(group)):
+        raise ValueError(
+            teach(
+                f"Got scale_layout={layout!r} for {group} groups.",
+                "The layout is 'row', or 'column' for groups along a row.",
+                "Pass scale_layout='row'.",
+            )
+        )
 
 
 def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:

@@ -46,3 +46,30 @@ def test_codes_are_aligned(kind: str) -> None:
     assert found.is_contiguous()
     assert found.data_ptr() % tma.ALIGN == 0
     assert (found is codes) == (kind == "fits")
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((1, 5), (20, 4)), ((1, 5), (0, 8)), ((6, 1), (1, 1)), ((1, 1), (9, 3))],
+    ids=str,
+)
+def test_a_stride_that_is_never_taken_costs_no_copy(
+    shape: tuple[int, int], strides: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copying(*_: object) -> None:
+        raise AssertionError("copied")
+
+    scale = torch.rand(64).as_strided(shape, strides)
+    monkeypatch.setattr(tma, "laid_out", copying)
+    moved = tma.by_column(scale)
+    assert moved.data_ptr() == scale.data_ptr()
+    assert torch.equal(moved, scale)
+    assert moved.stride(0) == 1
+    assert moved.stride(1) % 4 == 0
+
+
+def test_columns_that_overlap_are_copied() -> None:
+    scale = torch.rand(8).as_strided((8, 3), (1, 0))
+    moved = tma.by_column(scale)
+    assert torch.equal(moved, scale)
+    assert moved.stride() == (1, 8)

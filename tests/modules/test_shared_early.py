@@ -226,11 +226,11 @@ HOPPER = pytest.mark.skipif(
 )
 
 
-def wide_group() -> SharedInput:
-    layers = [
-        fp8kit.Fp8Linear.from_linear(nn.Linear(4096, n, False, device="cuda", dtype=torch.bfloat16))
-        for n in (4096, 1024, 1024)
+def wide_group(scheme: str = "FP8_DYNAMIC") -> SharedInput:
+    dense = [
+        nn.Linear(4096, n, False, device="cuda", dtype=torch.bfloat16) for n in (4096, 1024, 1024)
     ]
+    layers = [fp8kit.Fp8Linear.from_linear(linear, scheme) for linear in dense]
     return SharedInput(layers, unchanging=True)
 
 
@@ -272,8 +272,9 @@ def test_a_sibling_written_just_before_is_seen(offered: bool) -> None:
 
 @pytest.mark.gpu
 @HOPPER
-def test_on_hopper_joined_products_are_early_and_taped() -> None:
-    joined, x = wide_group(), torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
+def test_on_hopper_joined_products_are_early_and_taped(scheme: str) -> None:
+    joined, x = wide_group(scheme), torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
     stand_in = torch.zeros((), device="cuda", dtype=torch.bfloat16).expand(x.shape)
     for _ in range(3):
         y = [member(x) for member in joined.members]

@@ -8,6 +8,7 @@ them must agree bit for bit; these inputs are small integers.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ahead import compiled_by
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.quantizers import fused_reference as reference
 from fp8kit.quantizers.fused_problem import ACTIVATIONS, FusedProblem, Target
+from fp8kit.quantizers.layout import empty_scale
 from numerics import assert_bits_equal, bits
 
 fused = pytest.importorskip("fp8kit.quantizers.fused_triton")
@@ -312,6 +314,25 @@ def test_static_scales_of_every_size(
     t = target(x, TENSOR, dtype, scale=torch.full((1, 1), scale, device=device))
     arguments = (x, None, weight, EPS, 0.0, "stepwise", t)
     assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
+
+
+@pytest.mark.parametrize("group", [GROUP128, GroupShape(1, 16), MX], ids=str)
+def test_scales_by_column_bits(device: torch.device, group: GroupShape) -> None:
+    for shape in ((1, 300), (5, 256), (3, 7, 130), (200,), (0, 256), (2, 1200)):
+        count = math.prod(shape[:-1])
+        x = integers(count + 1, shape[-1], torch.bfloat16, device)[:count].view(shape)
+        weight = torch.randn(shape[-1], device=device).bfloat16()
+        by_row = target(x, group)
+        t = by_row._replace(scale_layout="column")
+        for backend in (fused, reference):
+            found = backend.rms_norm(x, None, weight, EPS, 0.0, "stepwise", t)
+            assert_same(found, reference.rms_norm(x, None, weight, EPS, 0.0, "stepwise", by_row))
+            assert found[1].stride() == empty_scale(x, group, "column").stride()
+            found = backend.layer_norm(x, weight, None, None, EPS, "once", t)
+            assert_same(found, backend.layer_norm(x, weight, None, None, EPS, "once", by_row))
+            found = backend.activation("silu", x, x, t)
+            assert_same(found, backend.activation("silu", x, x, by_row))
+            assert found[1].stride() == empty_scale(x, group, "column").stride()
 
 
 # kernels against torch, where sums and transcendental functions are not exact

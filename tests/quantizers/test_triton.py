@@ -219,14 +219,6 @@ def test_column_major_scales(
     assert_bits_equal(triton.quantize_static(x, scale, group, E4M3), expected[0])
 
 
-@pytest.mark.parametrize("group", [TENSOR, ROW, BLOCK], ids=str)
-def test_column_major_scales_need_groups_along_a_row(group: GroupShape) -> None:
-    with pytest.raises(ValueError, match="scale_layout='column'"):
-        triton.quantize(torch.ones(2, 2), group, E4M3, 1e-6, None, "exact", "column")
-    with pytest.raises(ValueError, match="scale_layout='diagonal'"):
-        triton.quantize(torch.ones(2, 2), GROUP128, E4M3, 1e-6, None, "exact", "diagonal")
-
-
 def swizzled(scale: Tensor) -> Tensor:
     """Lay ``[M, blocks]`` out in 128x4 tiles: byte ``16 * (r % 32) + 4 * (r // 32) + c``."""
     m, blocks = scale.shape

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fp8kit.quantizers.layout import laid_out, pitch
+
 ALIGN = 16  # bytes, of addresses and of strides
 
 
@@ -31,8 +33,9 @@ def by_column(scale: Tensor) -> Tensor:
         (1, 8)
     """
     rows, cols = scale.shape
-    if scale.stride(0) == 1 and scale.stride(1) % 4 == 0 and scale.data_ptr() % ALIGN == 0:
-        return scale
-    padded = scale.new_empty(cols, -(-rows // 4) * 4)
-    padded[:, :rows] = scale.t()
-    return padded.t()[:rows]
+    # a stride along one row or one column is never taken, so views may have any there
+    step = scale.stride(0) if rows > 1 else 1
+    apart = scale.stride(1) if cols > 1 else pitch(rows)
+    if step == 1 and apart >= rows and apart % 4 == 0 and scale.data_ptr() % ALIGN == 0:
+        return scale if scale.stride() == (1, apart) else scale.as_strided((rows, cols), (1, apart))
+    return laid_out(scale, "column")

@@ -24,6 +24,7 @@ from fp8kit.formats import GROUP128, ROW, QTensor, Scheme
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import SharedInput
+from fp8kit.quantizers.layout import product_layout
 from fp8kit.unchecked import RowCodes
 
 FUSED_DEVICES = ("cuda",)
@@ -304,7 +305,12 @@ def target(scheme: Scheme) -> fused.QuantizeOptions:
     """Give the keywords of ``fp8kit.fused`` that quantize as the layers of a scheme do."""
     assert scheme.activation is not None
     rounding = "up" if scheme.ue8m0 else None
-    return {"group": scheme.activation, "dtype": scheme.dtype, "scale_rounding": rounding}
+    return {
+        "group": scheme.activation,
+        "dtype": scheme.dtype,
+        "scale_rounding": rounding,
+        "scale_layout": product_layout(scheme.activation),
+    }
 
 
 def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme) -> QTensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import reference
+from fp8kit.quantizers.layout import laid_out
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 
 # elements: input, fp32 copy and codes of a piece stay in cache; several threads get pieces
@@ -40,10 +41,12 @@ def quantize(
     min_scale: float,
     scale_ub: Tensor | None,
     scale_rounding: str,
+    scale_layout: str = "row",
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments."""
     if not _divides(x, group):
-        return reference.quantize(x, group, dtype, min_scale, scale_ub, scale_rounding)
+        same = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout)
+        return reference.quantize(x, *same)
     fmt = fp8_format(dtype)
     options = (group, fmt, min_scale, scale_ub, scale_rounding)
     # amax / (amax / fp8_max) exceeds fp8_max by a rounding error at most, which the cast takes back
@@ -61,7 +64,8 @@ def quantize(
             found.append(reference.scales(_amax(piece, group), *options))
             _divide(piece, out, wide, found[-1], group, fmt.max if clamped else None)
         scale = torch.cat(found).reshape(*x.shape[:-1], -1) if group.rows == 1 else torch.cat(found)
-    return _with_nan(codes, scale, group, fmt.nan_code).view(x.shape), scale
+    codes = _with_nan(codes, scale, group, fmt.nan_code).view(x.shape)
+    return codes, laid_out(scale, scale_layout)
 
 
 def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:

@@ -25,7 +25,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 class Target(NamedTuple):
-    """How the result is quantized; the last six arguments of every fused operator.
+    """How the result is quantized; the last seven arguments of every fused operator.
 
     Args:
         scale: static ``float32 [1, 1]``, only with ``TENSOR``; ``None`` takes it from the data.
@@ -34,6 +34,7 @@ class Target(NamedTuple):
         min_scale: floor under a dynamic ``float32`` scale.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
+        scale_layout: ``"row"``, or ``"column"`` for groups along a row, see ``layout``.
     """
 
     scale: Tensor | None
@@ -42,6 +43,7 @@ class Target(NamedTuple):
     min_scale: float
     scale_ub: Tensor | None
     scale_rounding: str
+    scale_layout: str = "row"
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,10 +154,11 @@ def activated(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
 
 def quantized(y: Tensor, target: Target) -> tuple[Tensor, Tensor]:
     """Quantize an intermediate result as ``target`` says."""
-    scale, group, dtype, min_scale, scale_ub, scale_rounding = target
+    scale, group, dtype, min_scale, scale_ub, scale_rounding, scale_layout = target
     if scale is not None:
         return reference.quantize_static(y, scale, group, dtype), scale
-    return reference.quantize(y, group, dtype, min_scale, scale_ub, scale_rounding)
+    options = (min_scale, scale_ub, scale_rounding, scale_layout)
+    return reference.quantize(y, group, dtype, *options)
 
 
 def _mean(x: Tensor) -> Tensor:

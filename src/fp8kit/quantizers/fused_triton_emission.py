@@ -4,7 +4,7 @@ A result ``y`` is rounded to the dtype of the model before its amax is taken, as
 through memory; from there on codes and scales equal ``reference.quantize(y)`` bit for bit.
 
 ``SCALES`` says where they come from: ``"row"`` one per row, ``"group"`` one per group of a row,
-``"static"`` one given number.
+``"column"`` the same, stored column-major, ``"static"`` one given number.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8kit.formats import MX, TENSOR, fp8_format, scale_dtype, scale_shape
+from fp8kit.formats import MX, TENSOR, fp8_format
 from fp8kit.quantizers.fused_problem import Target
+from fp8kit.quantizers.layout import empty_scale
 from fp8kit.quantizers.triton_numerics import (
     INTERPRETED,
     SAFE_SCALE,
@@ -40,7 +41,7 @@ class Output(NamedTuple):
 
     Args:
         data: codes, contiguous.
-        scale: scales, contiguous; read if static.
+        scale: scales in the layout that ``SCALES`` says; read if static.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         min_scale: floor under a dynamic ``float32`` scale.
         constants: ``SCALES``, ``GROUP``, ``DIVISION`` and ``FP8_MAX``.
@@ -58,10 +59,10 @@ class Output(NamedTuple):
         data = torch.empty(x.shape, dtype=target.dtype, device=x.device)
         group, scale = target.group, target.scale
         if scale is None:
-            shape, dtype = scale_shape(x.shape, group), scale_dtype(group)
-            scale = torch.empty(shape, dtype=dtype, device=x.device)
+            scale = empty_scale(x, group, target.scale_layout)
+        grouped = "column" if target.scale_layout == "column" else "group"
         constants = {
-            "SCALES": "static" if group == TENSOR else "row" if group.cols == -1 else "group",
+            "SCALES": "static" if group == TENSOR else "row" if group.cols == -1 else grouped,
             "GROUP": max(group.cols, 1),
             "DIVISION": _division(target),
             "FP8_MAX": fp8_format(target.dtype).max,
@@ -218,7 +219,11 @@ def _store_codes(
         GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
         group = tl.arange(0, BLOCK_K // GROUP)[None, :] + first // GROUP
         kept = existing(row, M)[:, None] & (group < GROUPS)
-        place = scale_ptr + row[:, None] * GROUPS + group
+        if SCALES == "column":
+            # ``layout.pitch``; from there on addresses pass 2^31
+            place = scale_ptr + row[:, None] + group.to(tl.int64) * ((M + 3) // 4 * 4)
+        else:
+            place = scale_ptr + row[:, None] * GROUPS + group
         _store_scales(place, found.to(scale_ptr.dtype.element_ty), kept)
         codes = tl.reshape(grouped, [BLOCK_M, BLOCK_K])
     col = tl.arange(0, BLOCK_K)[None, :] + first

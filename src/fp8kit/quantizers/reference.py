@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit.formats import MX, TENSOR, Fp8Format, GroupShape, fp8_format, scale_shape
+from fp8kit.quantizers.layout import laid_out
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 
 _MANTISSA_MASK = 0x7FFFFF
@@ -34,12 +35,13 @@ def quantize(
     min_scale: float,
     scale_ub: Tensor | None,
     scale_rounding: str,
+    scale_layout: str = "row",
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments."""
     fmt = fp8_format(dtype)
     amax = _group_amax(x.float(), group)
     scale = scales(amax, group, fmt, min_scale, scale_ub, scale_rounding)
-    return quantize_static(x, scale, group, dtype), scale
+    return quantize_static(x, scale, group, dtype), laid_out(scale, scale_layout)
 
 
 def scales(

@@ -13,16 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from fp8kit.errors import UnsupportedError, teach
-from fp8kit.formats import (
-    MX,
-    TENSOR,
-    GroupShape,
-    fp8_format,
-    scale_dtype,
-    scale_shape,
-)
+from fp8kit.errors import UnsupportedError
+from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import cuda_rows, reference
+from fp8kit.quantizers.layout import empty_scale
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
 from fp8kit.quantizers.triton_numerics import INTERPRETED, SAFE_SCALE, Recipe
@@ -31,9 +25,6 @@ from fp8kit.quantizers.triton_tensor import quantize_tensor, tensor_tile
 
 E4M3_MAX = fp8_format(torch.float8_e4m3fn).max
 _MAX_BLOCK = 32768  # elements per group that one program holds in registers
-
-
-SCALE_LAYOUTS = ("row", "column")
 
 
 def supports(problem: QuantizeProblem | DequantizeProblem) -> str | None:
@@ -81,18 +72,15 @@ def quantize(
         min_scale: floor under ``float32`` scales.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
-        scale_layout: ``"row"``, or ``"column"`` for groups along a row: the same logical shape,
-            but column-major with the number of rows padded to a multiple of four, as TMA needs.
+        scale_layout: ``"row"``, or ``"column"`` for groups along a row, see ``layout``.
 
     Returns:
         Codes and scales as in ``QTensor``; padding of column-major scales is not initialised.
-
-    Raises:
-        ValueError: for another ``scale_layout``, or ``"column"`` with other groups.
     """
-    scale = _empty_scale(x, group, scale_layout)
     if x.numel() == 0:
-        return reference.quantize(x, group, dtype, min_scale, scale_ub, scale_rounding)
+        options = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout)
+        return reference.quantize(x, *options)
+    scale = empty_scale(x, group, scale_layout)
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     division = _division(group, min_scale, scale_ub, scale_rounding)
     recipe = Recipe(min_scale, False, division, fp8_format(dtype).max)
@@ -151,23 +139,6 @@ def _division(
     if not safe:
         return "ieee"
     return "corrected" if scale_ub is None else "clipped"
-
-
-def _empty_scale(x: Tensor, group: GroupShape, layout: str) -> Tensor:
-    shape, dtype = scale_shape(x.shape, group), scale_dtype(group)
-    if layout == "row":
-        return torch.empty(shape, dtype=dtype, device=x.device)
-    if layout != "column" or group.rows != 1 or group.cols == -1:
-        raise ValueError(
-            teach(
-                f"Got scale_layout={layout!r} for {group} groups.",
-                "The layout is 'row', or 'column' for groups along a row.",
-                "Pass scale_layout='row'.",
-            )
-        )
-    m = math.prod(shape[:-1])
-    storage = torch.empty((shape[-1], math.ceil(m / 4) * 4), dtype=dtype, device=x.device)
-    return storage.t()[:m].unflatten(0, shape[:-1]) if len(shape) > 2 else storage.t()[:m]
 
 
 def _launch(

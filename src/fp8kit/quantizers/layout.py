@@ -1,0 +1,76 @@
+"""How scales lie in memory: by row, or by column as block-scaled products load them.
+
+Column-major scales have the logical shape of any others. Rows are adjacent, columns a multiple of
+four values apart: what the tensor memory accelerator needs to load the scales of many rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import GROUP128, GroupShape, scale_dtype, scale_shape
+
+LAYOUTS = ("row", "column")
+_MULTIPLE = 4  # rows: 16 bytes of ``float32``
+
+
+def product_layout(group: GroupShape) -> str:
+    """Name the layout in which layers write the scales of activations, so that nothing copies them.
+
+    Args:
+        group: elements per scale.
+    """
+    return "column" if group == GROUP128 else "row"
+
+
+def has_columns(group: GroupShape) -> bool:
+    """Say whether scales of a granularity can be column-major: groups along a row."""
+    return group.rows == 1 and group.cols != -1
+
+
+def pitch(rows: int) -> int:
+    """Give the distance in values from column to column, for scales of ``rows`` rows."""
+    return -(-rows // _MULTIPLE) * _MULTIPLE
+
+
+def empty_scale(x: Tensor, group: GroupShape, layout: str) -> Tensor:
+    """Allocate the scales of a tensor, on its device.
+
+    Args:
+        x: what is quantized, K last.
+        group: elements per scale.
+        layout: ``"row"``, or ``"column"`` for groups along a row.
+
+    Returns:
+        ``scale_shape(x.shape, group)``, not initialised, and neither is the padding.
+
+    Example:
+        >>> empty_scale(torch.empty(2, 7, 512), GROUP128, "column").stride()
+        (7, 1, 16)
+    """
+    shape, dtype = scale_shape(x.shape, group), scale_dtype(group)
+    return empty_columns(x, shape, dtype) if layout == "column" else x.new_empty(shape, dtype=dtype)
+
+
+def laid_out(scale: Tensor, layout: str) -> Tensor:
+    """Copy row-major scales into another layout; ``"row"`` leaves them as they are."""
+    return scale if layout == "row" else empty_columns(scale, scale.shape, scale.dtype).copy_(scale)
+
+
+def empty_columns(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate column-major scales on the device of a tensor.
+
+    Args:
+        like: gives the device.
+        shape: logical shape ``[..., groups]``.
+        dtype: of the scales.
+    """
+    strides, rows = [], 1
+    for extent in reversed(shape[:-1]):
+        strides.append(rows)
+        rows *= extent
+    storage = like.new_empty((shape[-1], pitch(rows)), dtype=dtype)
+    return storage.as_strided(tuple(shape), (*reversed(strides), pitch(rows)))
