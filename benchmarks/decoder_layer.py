@@ -3,7 +3,8 @@
     python benchmarks/decoder_layer.py OUT.json
 
 Compares bf16 with FP8 layers that quantize each input on its own, with layers that share
-quantized inputs and joined weights, and with norms and activations that write FP8 themselves.
+quantized inputs and joined weights, and with norms and activations that write FP8 themselves, by
+rows and with block scales.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from llama_layer import dense_layer, llama_8b, measure
 from timing import write_results
 
 ROWS = (1, 64, 4096)
-FUSE = {"separate": "none", "shared": "inputs", "fused": "all"}
+VARIANTS = {
+    "separate": ("FP8_DYNAMIC", "none"),
+    "shared": ("FP8_DYNAMIC", "inputs"),
+    "fused": ("FP8_DYNAMIC", "all"),
+    "fused, block scales": ("FP8_BLOCK", "all"),
+}
 
 
 def main() -> None:
@@ -32,9 +38,9 @@ def main() -> None:
     config, device = llama_8b(), torch.device("cuda")
     dense = dense_layer(config, device)
     variants = {"bf16": dense}
-    for name, fuse in FUSE.items():
+    for name, (scheme, fuse) in VARIANTS.items():
         variants[name] = copy.deepcopy(dense)
-        fp8kit.convert(variants[name], fuse=fuse)
+        fp8kit.convert(variants[name], scheme, fuse=fuse)
     rows = [measure(variants, config, m, device) for m in ROWS]
     what = "one Llama-8B decoder layer, CUDA graph, weights cold by size"
     write_results(arguments.out, rows, what=what)

@@ -108,11 +108,12 @@ def quantize_rows(
             data = traced.quantize_static(rows, scale, dtype)
         else:
             data = torch.ops.fp8kit.quantize_static(rows, scale, shape, dtype)
-    elif visible:
-        data, scale = traced.quantize(rows, group, dtype, floor, scale_ub, rounding)
     else:
         options = (floor, scale_ub, rounding, product_layout(group))
-        data, scale = torch.ops.fp8kit.quantize(rows, shape, dtype, *options)
+        if visible:
+            data, scale = traced.quantize(rows, group, dtype, *options)
+        else:
+            data, scale = torch.ops.fp8kit.quantize(rows, shape, dtype, *options)
     return RowCodes(data, scale, group, x.shape, x.dtype)
 
 

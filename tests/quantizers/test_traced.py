@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import fp8kit
 from fp8kit import settings
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
+from fp8kit.matmul import dequantized
 from fp8kit.quantizers import reference, traced
 from numerics import assert_bits_equal
 
@@ -88,6 +90,33 @@ def test_inductor_keeps_the_bits(group: GroupShape, device: torch.device) -> Non
         expected = reference.quantize(part, group, E4M3, floor, None, "exact")
         for a, b in zip(found, expected, strict=True):
             assert_bits_equal(a, b)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("visible_quantizer")
+@pytest.mark.filterwarnings("ignore")  # what inductor warns about is not ours to fix
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_graphs_hand_scales_by_column_to_the_product(
+    dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = fp8kit.Fp8Linear(512, 128, False, "FP8_BLOCK").requires_grad_(False)
+    dense = torch.randn(128, 512)
+    layer.load_state_dict({"weight": dense})
+    seen: list[tuple[int, ...]] = []
+    run = dequantized.run
+
+    def watched(x: Tensor, x_scale: Tensor, *rest: object) -> Tensor:
+        seen.append(x_scale.stride())
+        return run(x, x_scale, *rest)
+
+    monkeypatch.setattr(dequantized, "run", watched)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic)
+    for m in (64, 8):
+        x = torch.randn(m, 512)
+        with torch.no_grad():
+            assert_bits_equal(compiled(x), layer(x))
+        assert seen == [(1, m), (1, m)]
+        seen.clear()
 
 
 def visible(group: GroupShape, static: bool = False, where: str = "cpu") -> bool:

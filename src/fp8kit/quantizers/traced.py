@@ -60,6 +60,7 @@ def quantize(
     min_scale: float,
     scale_ub: Tensor | None,
     scale_rounding: str,
+    scale_layout: str = "row",
 ) -> tuple[Tensor, Tensor]:
     """Quantize rows or groups within rows, with fp32 scales taken from the data.
 
@@ -70,6 +71,8 @@ def quantize(
         min_scale: floor of the scales.
         scale_ub: fp32 scalar bound of amax, or ``None``.
         scale_rounding: ``"exact"`` or ``"up"``.
+        scale_layout: ``"row"``, or ``"column"``: columns are ``M`` apart, because padding is a kernel
+            of its own; where ``M`` is no multiple of four the product pads.
 
     Returns:
         Codes ``[M, K]`` and scales ``scale_shape(x.shape, group)``.
@@ -89,6 +92,7 @@ def quantize(
         scale = ((bits + _MANTISSA_MASK) & _EXPONENT_MASK).view(torch.float32)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     ratio = _divided(wide, scale.unsqueeze(-1)).flatten(-2)
+    scale = scale.t().contiguous().t() if scale_layout == "column" else scale
     return _cast(ratio[..., :k] if k % cols else ratio, dtype), scale
 
 
