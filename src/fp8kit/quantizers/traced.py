@@ -71,8 +71,8 @@ def quantize(
         min_scale: floor of the scales.
         scale_ub: fp32 scalar bound of amax, or ``None``.
         scale_rounding: ``"exact"`` or ``"up"``.
-        scale_layout: ``"row"``, or ``"column"``: columns are ``M`` apart, because padding is a kernel
-            of its own; where ``M`` is no multiple of four the product pads.
+        scale_layout: ``"row"``, or ``"column"``: columns are ``M`` apart, because padding would be
+            another kernel; where ``M`` is no multiple of four the product pads.
 
     Returns:
         Codes ``[M, K]`` and scales ``scale_shape(x.shape, group)``.
