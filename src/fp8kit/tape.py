@@ -2,7 +2,7 @@
 
 An eager layer spends its host time on deciding: validation, dispatch, tiles, argument packing. For
 one shape the decisions never change, only addresses do. ``record`` runs a function once and notes
-its launches and allocations; ``Tape`` then repeats them with new inputs: one allocation for the
+its launches and allocations; ``Tape`` then repeats them with new inputs: one allocation for each
 result, one for everything the call allocated besides, and the same kernels in the same order.
 
 A call can be taped if all it does on the device is launch kernels of this package, and if every
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 WAITED_FOR = "_fp8kit_waited_for"  # attribute of a weight: its version and address
 UNCOUNTED = -1  # version of a tensor whose changes are not counted
 _ALIGN = 256  # what a fresh CUDA allocation has, at least
-_Y, _SCRATCH = -2, -1  # slots; inputs have those from 0 on
+_SCRATCH = -1  # the last slot; inputs have those from 0 on, results the ones behind
 _aten = torch.ops.aten
 _ALLOCATIONS = (
     _aten.empty.memory_format,
@@ -45,6 +45,7 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _address = Tensor.data_ptr
 _local = threading.local()
+Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 
 
 class Launch(Protocol):
@@ -140,24 +141,25 @@ class Tape:
     Args:
         steps: launches, each with (slot, offset) of its addresses; slot ``None`` is a constant.
         inputs: how many inputs it has.
-        result: what the recorded call returned; contiguous.
-        scratch: bytes of the other allocations together.
+        results: what the recorded call returned, each with the allocation that it lies in.
+        scratch: bytes of the other allocations together, 0 if there were none.
     """
 
     def __init__(
         self,
         steps: Sequence[tuple[Launch, Sequence[tuple[int | None, int]]]],
         inputs: int,
-        result: Tensor,
+        results: Sequence[tuple[Tensor, Tensor]],
         scratch: int,
     ) -> None:
-        self.device, self.index = result.device, result.device.index
+        self.device = results[0][0].device
+        self.index = self.device.index
         self.steps = [launch for launch, _ in steps]
-        self._result = tuple(result.shape), result.stride(), result.dtype
+        self._results = [_layouts(*pair) for pair in results]
         self._scratch = (scratch,), (1,), torch.uint8
-        self._empty = _EMPTY[result.device.type]
+        self._empty = _EMPTY[self.device.type]
         self._starts = [launch.start for launch in self.steps]
-        slots = inputs + 2
+        slots = inputs + len(results) + 1
         self._moves: list[list[tuple[Callable[[int, int], None], int, int]]]
         self._moves = [[] for _ in range(slots)]
         for launch, places in steps:
@@ -167,7 +169,7 @@ class Tape:
         self._bases: tuple[int, ...] = (-1,) * slots
         self._lock = threading.Lock()
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Repeat the call with other inputs of the same shapes, dtypes, strides and alignment."""
         index, stream = self.index, 0
         if index is not None:
@@ -175,15 +177,18 @@ class Tape:
                 with torch.cuda.device(index):
                     return self(*inputs)
             stream = _current_stream(index)
-        y = self._empty(*self._result)
-        scratch = self._empty(*self._scratch)
-        bases = (*map(_address, inputs), y.data_ptr(), scratch.data_ptr())
+        empty, results = self._empty, []
+        for memory, view in self._results:
+            y = empty(*memory)
+            results.append(y if view is None else y.as_strided(*view))
+        scratch = empty(*self._scratch)
+        bases = (*map(_address, inputs), *map(_address, results), scratch.data_ptr())
         with self._lock:  # between a move and its start no other thread may move
             if bases != self._bases:  # allocators hand the same blocks out again and again
                 self._move(bases)
             for start in self._starts:
                 start(stream)
-        return y
+        return results
 
     def _move(self, bases: tuple[int, ...]) -> None:
         # nothing is known of the launches until all have moved: a move that fails is made again
@@ -196,17 +201,18 @@ class Tape:
 
 
 def record(
-    function: Callable[[], Tensor], inputs: Sequence[Tensor], constants: Sequence[Tensor | None]
-) -> tuple[Tensor, Tape | None]:
+    function: Callable[[], Result], inputs: Sequence[Tensor], constants: Sequence[Tensor | None]
+) -> tuple[Result, Tape | None]:
     """Run a function and tape what it launches.
 
     Args:
-        function: computes from ``inputs`` and ``constants``, whose addresses stay what they are.
+        function: computes a tensor or several from ``inputs`` and ``constants``, whose addresses
+            stay what they are.
         inputs: a tape wants others of their shapes, dtypes and strides, 16-byte aligned.
         constants: the other operands.
 
     Returns:
-        The result, and the tape; ``None`` if the call cannot be repeated from its launches.
+        What it computed, and the tape; ``None`` if the call cannot be repeated from its launches.
     """
     assert not recording(), "one tape at a time"
     _local.launches = []
@@ -216,29 +222,35 @@ def record(
         launches: list[Launch | None] = _local.launches
     finally:
         _local.launches = None
-    return y, _tape(y, launches, watch, inputs, constants)
+    results = (y,) if isinstance(y, Tensor) else y
+    return y, _tape(results, launches, watch, inputs, constants)
 
 
 def _tape(
-    y: Tensor,
+    results: Sequence[Tensor],
     launches: Sequence[Launch | None],
     watch: _Watch,
     inputs: Sequence[Tensor],
     constants: Sequence[Tensor | None],
 ) -> Tape | None:
-    if watch.foreign or not launches:
+    if watch.foreign or not launches or not _told_apart(inputs, constants):
         return None
     spans: list[tuple[int, int, int | None, int]]
     spans = [_span(x, slot, 0) for slot, x in enumerate(inputs)]
     spans += [_span(t, None, t.data_ptr()) for t in constants if t is not None]
-    scratch = results = 0
+    slots = {y.data_ptr(): slot for slot, y in enumerate(results, len(inputs))}
+    memory: dict[int, Tensor] = {}
+    scratch = 0
     for tensor in watch.allocated:
-        if tensor.data_ptr() == y.data_ptr() and tensor.nbytes == y.nbytes and y.is_contiguous():
-            results += 1
-            spans.append(_span(tensor, _Y, 0))
-        else:
+        slot = slots.get(tensor.data_ptr())
+        if slot is None:
             spans.append(_span(tensor, _SCRATCH, scratch))
             scratch += -(-tensor.nbytes // _ALIGN) * _ALIGN
+        elif slot in memory:
+            return None
+        else:
+            memory[slot] = tensor
+            spans.append(_span(tensor, slot, 0))
     steps = []
     for launch in launches:
         if launch is None:
@@ -248,10 +260,33 @@ def _tape(
         if len(known) < len(places):
             return None
         steps.append((launch, known))
-    written = any(slot == _Y for _, known in steps for slot, _ in known)
-    if results != 1 or not written:  # else a kernel that was not noted has filled the result
+    # a result that no launch was passed has been filled by a kernel that was not noted
+    written = {slot for _, known in steps for slot, _ in known}
+    if len(memory) < len(results) or not written.issuperset(memory):
         return None
-    return Tape(steps, len(inputs), y, scratch)
+    pairs = [(y, memory[slot]) for slot, y in enumerate(results, len(inputs))]
+    if any(not _is_whole(*pair) and pair[0].dtype != pair[1].dtype for pair in pairs):
+        return None
+    return Tape(steps, len(inputs), pairs, scratch)
+
+
+def _told_apart(inputs: Sequence[Tensor], constants: Sequence[Tensor | None]) -> bool:
+    """Say whether an address tells which input it is of, if it is of one."""
+    starts = [x.data_ptr() for x in inputs]
+    others = {t.data_ptr() for t in constants if t is not None}
+    return len({*starts} - others) == len(starts)
+
+
+def _is_whole(result: Tensor, memory: Tensor) -> bool:
+    return result.is_contiguous() and result.nbytes == memory.nbytes
+
+
+def _layouts(result: Tensor, memory: Tensor) -> tuple[Any, Any]:
+    """Give what to allocate for a result, and the view of it unless it is all of that."""
+    layout = tuple(result.shape), result.stride()
+    if _is_whole(result, memory):
+        return (*layout, result.dtype), None
+    return (tuple(memory.shape), memory.stride(), memory.dtype), layout
 
 
 def _span(tensor: Tensor, slot: int | None, offset: int) -> tuple[int, int, int | None, int]:
@@ -264,7 +299,7 @@ def _place(
 ) -> tuple[int | None, int] | None:
     if address == 0:
         return None, 0
-    for start, end, slot, offset in spans:
-        if start <= address < end:
-            return slot, offset + address - start
-    return None
+    exact = [span for span in spans if span[0] == address]
+    around = exact or [span for span in spans if span[0] <= address < span[1]]
+    found = {(slot, offset + address - start) for start, _, slot, offset in around}
+    return found.pop() if len(found) == 1 else None  # inputs may be strided views of one buffer
