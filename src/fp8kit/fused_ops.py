@@ -62,7 +62,7 @@ def _fake_outputs(x: Tensor, target: Target, *others: Tensor) -> list[Tensor]:
     return _outputs(x.new_empty(x.shape, dtype=target.dtype), scale, target, *others)
 
 
-def _rms_norm(
+def rms_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
@@ -71,6 +71,7 @@ def _rms_norm(
     rounding: str,
     *arguments: Any,
 ) -> list[Tensor]:
+    """Norm and quantize; the body of ``rms_norm_quantize``, with its arguments."""
     target = _target(arguments)
     run = require(FUSED_BACKENDS, FusedProblem.of("rms_norm", x, target)).rms_norm
     data, scale, total = run(x, residual, weight, eps, weight_offset, rounding, target)
@@ -82,7 +83,7 @@ def _rms_norm_fake(x: Tensor, residual: Tensor | None, *arguments: Any) -> list[
     return _fake_outputs(x, _target(arguments[4:]), *total)
 
 
-def _layer_norm(
+def layer_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -92,6 +93,7 @@ def _layer_norm(
     rounding: str,
     *arguments: Any,
 ) -> list[Tensor]:
+    """Norm and quantize; the body of ``layer_norm_quantize``, with its arguments."""
     target = _target(arguments)
     modulation = None if gain is None or shift is None else (gain, shift)
     run = require(FUSED_BACKENDS, FusedProblem.of("layer_norm", x, target)).layer_norm
@@ -103,7 +105,8 @@ def _layer_norm_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
     return _fake_outputs(x, _target(arguments[6:]))
 
 
-def _activation(kind: str, gate: Tensor, up: Tensor | None, *arguments: Any) -> list[Tensor]:
+def activation(kind: str, gate: Tensor, up: Tensor | None, *arguments: Any) -> list[Tensor]:
+    """Activate and quantize; the body of ``activation_quantize``, with its arguments."""
     target = _target(arguments)
     run = require(FUSED_BACKENDS, FusedProblem.of(kind, gate, target)).activation
     data, scale = run(kind, gate, up, target)
@@ -117,17 +120,17 @@ def _activation_fake(kind: str, gate: Tensor, *arguments: Any) -> list[Tensor]: 
 _register(
     "rms_norm_quantize(Tensor x, Tensor? residual, Tensor weight, float eps, float weight_offset,"
     f" str rounding, {_TARGET}) -> Tensor[]",
-    _rms_norm,
+    rms_norm,
     _rms_norm_fake,
 )
 _register(
     "layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, Tensor? gain, Tensor? shift,"
     f" float eps, str rounding, {_TARGET}) -> Tensor[]",
-    _layer_norm,
+    layer_norm,
     _layer_norm_fake,
 )
 _register(
     f"activation_quantize(str kind, Tensor gate, Tensor? up, {_TARGET}) -> Tensor[]",
-    _activation,
+    activation,
     _activation_fake,
 )

@@ -156,7 +156,7 @@ class Tape:
         self.index = self.device.index
         self.steps = [launch for launch, _ in steps]
         self._results = [_layouts(*pair) for pair in results]
-        self._scratch = (scratch,), (1,), torch.uint8
+        self._scratch = ((scratch,), (1,), torch.uint8) if scratch else None
         self._empty = _EMPTY[self.device.type]
         self._starts = [launch.start for launch in self.steps]
         slots = inputs + len(results) + 1
@@ -181,8 +181,9 @@ class Tape:
         for memory, view in self._results:
             y = empty(*memory)
             results.append(y if view is None else y.as_strided(*view))
-        scratch = empty(*self._scratch)
-        bases = (*map(_address, inputs), *map(_address, results), scratch.data_ptr())
+        scratch = empty(*self._scratch) if self._scratch is not None else None
+        last = 0 if scratch is None else scratch.data_ptr()
+        bases = (*map(_address, inputs), *map(_address, results), last)
         with self._lock:  # between a move and its start no other thread may move
             if bases != self._bases:  # allocators hand the same blocks out again and again
                 self._move(bases)

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from ahead import resources
-from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape, min_scale
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.quantizers import (
     fused_triton,
     fused_triton_activations,
@@ -31,7 +31,7 @@ from fp8kit.quantizers import triton as plain
 from fp8kit.quantizers.fused_problem import Target
 
 E4M3 = torch.float8_e4m3fn
-GROUPS = {"row": ROW, "group": GROUP128, "static": TENSOR}
+GROUPS = {"row": ROW, "group": GROUP128, "column": GROUP128, "static": TENSOR}
 PLAIN = (triton_groups, triton_rows, triton_tensor)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8"}
 COUNTED = {
@@ -69,7 +69,7 @@ def cases() -> dict[str, Callable[[], object]]:
         x, w = torch.empty(4096, k).bfloat16(), torch.empty(k).bfloat16()
         pair = (w[None], w[None])
         for kind, group in GROUPS.items():
-            t = target(group)
+            t = target(group, kind)
             todo[f"rms {k} {kind}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
                 x, None, w, 1e-6, 0.0, "stepwise", t
             )
@@ -80,12 +80,17 @@ def cases() -> dict[str, Callable[[], object]]:
             todo[f"adaptive {k} {kind}"] = lambda x=x, p=pair, t=t: fused_triton.layer_norm(
                 x[None], None, None, p, 1e-6, "stepwise", t
             )
+    x, w = torch.empty(4096, 4096).bfloat16(), torch.empty(4096).bfloat16()
+    mx = Target(None, MX, E4M3, 0.0, None, "floor", "column")
+    todo["rms 4096 mx column"] = lambda x=x: fused_triton.rms_norm(
+        x, None, w, 1e-6, 0.0, "stepwise", mx
+    )
     wide = torch.empty(4096, 14336).bfloat16()
     for kind, group in GROUPS.items():
-        t = target(group)
+        t = target(group, kind)
         todo[f"gelu 14336 {kind}"] = lambda t=t: fused_triton.activation("gelu", wide, None, t)
         if kind != "static":
-            options = (group, E4M3, t.min_scale, None, "exact")
+            options = (group, E4M3, t.min_scale, None, "exact", t.scale_layout)
             todo[f"quantize 14336 {kind}"] = lambda o=options: plain.quantize(wide, *o)
     block = (BLOCK, E4M3, min_scale(BLOCK, E4M3, "weight"), None, "exact")
     todo["quantize 14336 block"] = lambda: plain.quantize(wide, *block)
@@ -95,10 +100,12 @@ def cases() -> dict[str, Callable[[], object]]:
     return todo
 
 
-def target(group: GroupShape) -> Target:
+def target(group: GroupShape, kind: str) -> Target:
     """Say how a result is quantized."""
     scale = torch.empty(1, 1) if group == TENSOR else None
-    return Target(scale, group, E4M3, min_scale(group, E4M3, "activation"), None, "exact")
+    layout = "column" if kind == "column" else "row"
+    floor = min_scale(group, E4M3, "activation")
+    return Target(scale, group, E4M3, floor, None, "exact", layout)
 
 
 def built(kernel: Any, arguments: tuple[object, ...], options: dict[str, Any]) -> Any:

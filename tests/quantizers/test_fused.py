@@ -577,9 +577,11 @@ def test_compiled_kernels_work_in_pairs(compiled: dict[str, dict[str, int]]) -> 
 
 
 def test_scales_of_groups_need_no_barrier(compiled: dict[str, dict[str, int]]) -> None:
-    assert compiled["gelu 14336 group"]["barriers"] == 0
-    for name in ("rms 4096", "rms 8192", "adaptive 4096", "adaptive 8192"):
-        assert compiled[f"{name} group"]["barriers"] == compiled[f"{name} static"]["barriers"] > 0
+    for layout in ("group", "column"):
+        assert compiled[f"gelu 14336 {layout}"]["barriers"] == 0
+        for name in ("rms 4096", "rms 8192", "adaptive 4096", "adaptive 8192"):
+            barriers = compiled[f"{name} {layout}"]["barriers"]
+            assert barriers == compiled[f"{name} static"]["barriers"] > 0
 
 
 def test_inputs_are_prefetched_before_the_kernel_ahead_has_ended(

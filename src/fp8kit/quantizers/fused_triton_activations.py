@@ -27,6 +27,7 @@ from fp8kit.quantizers.fused_triton_emission import (
     row_cut,
     store_result,
 )
+from fp8kit.quantizers.triton_launch import launch
 from fp8kit.quantizers.triton_numerics import (
     INTERPRETED,
     appended,
@@ -195,7 +196,8 @@ def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Outp
     long = whole_rows and up is None and tile.held == MOST_TILES and gate.element_size() == 2
     capped = long and m > _CAPPED_ROWS
     across = triton.cdiv(k, tile.held * tile.cols)
-    _activation_kernel[(triton.cdiv(m, tile.rows) * across,)](
+    launch(
+        _activation_kernel, triton.cdiv(m, tile.rows) * across,
         gate, up, *output.arguments()[:3], m, gate.stride(0), 0 if up is None else up.stride(0),
         output.min_scale, K=k, KIND=kind, **constants,
         BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,

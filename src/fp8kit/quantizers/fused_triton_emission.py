@@ -185,6 +185,32 @@ def _store_scales(place, scale, kept):
 
 
 @triton.jit
+def _store_columns(scale_ptr, row, group, M, scale, kept):
+    # as ``_store_scales``, with the pitch of ``layout.pitch``; an address is computed where it is
+    # used, because those of all tiles of a row would fill the registers
+    if INTERPRETED:
+        tl.store(scale_ptr + row + group.to(tl.int64) * ((M + 3) // 4 * 4), scale, mask=kept)
+    elif scale.dtype == tl.uint8:
+        tl.inline_asm_elementwise(
+            """{.reg .pred p; .reg .b64 a; .reg .b32 s; setp.ne.s32 p, $6, 0;
+            add.s32 s, $4, 3; and.b32 s, s, -4; mul.wide.s32 a, $3, s; add.s64 a, a, $2;
+            add.s64 a, a, $1; @p st.global.u8 [a], $5; mov.b32 $0, 0;}""",
+            "=r,l,l,r,r,r,r",
+            [scale_ptr.to(tl.int64, bitcast=True), row, group, M, scale.to(tl.int32),
+             kept.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            """{.reg .pred p; .reg .b64 a; .reg .b32 s; setp.ne.s32 p, $6, 0;
+            add.s32 s, $4, 3; and.b32 s, s, -4; mul.wide.s32 a, $3, s; add.s64 a, a, $2;
+            shl.b64 a, a, 2; add.s64 a, a, $1; @p st.global.f32 [a], $5; mov.b32 $0, 0;}""",
+            "=r,l,l,r,r,f,r",
+            [scale_ptr.to(tl.int64, bitcast=True), row, group, M, scale, kept.to(tl.int32)],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _store_codes(
     y,  # [BLOCK_M, BLOCK_K], zero past the last column
     scale,  # [BLOCK_M] for rows, a number if static, unused for groups
@@ -219,12 +245,11 @@ def _store_codes(
         GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
         group = tl.arange(0, BLOCK_K // GROUP)[None, :] + first // GROUP
         kept = existing(row, M)[:, None] & (group < GROUPS)
+        found = found.to(scale_ptr.dtype.element_ty)
         if SCALES == "column":
-            # ``layout.pitch``; from there on addresses pass 2^31
-            place = scale_ptr + row[:, None] + group.to(tl.int64) * ((M + 3) // 4 * 4)
+            _store_columns(scale_ptr, row[:, None], group, M, found, kept)
         else:
-            place = scale_ptr + row[:, None] * GROUPS + group
-        _store_scales(place, found.to(scale_ptr.dtype.element_ty), kept)
+            _store_scales(scale_ptr + row[:, None] * GROUPS + group, found, kept)
         codes = tl.reshape(grouped, [BLOCK_M, BLOCK_K])
     col = tl.arange(0, BLOCK_K)[None, :] + first
     tl.store(data_ptr + row[:, None] * K + col, codes, mask=existing(row, M)[:, None] & (col < K))

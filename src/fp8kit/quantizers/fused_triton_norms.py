@@ -28,6 +28,7 @@ from fp8kit.quantizers.fused_triton_emission import (
     row_cut,
     store_result,
 )
+from fp8kit.quantizers.triton_launch import launch
 from fp8kit.quantizers.triton_numerics import (
     appended,
     existing,
@@ -269,7 +270,8 @@ def quantize_norm(
     tile = norm_tile(k, x.element_size(), constants["GROUP"])
     # 48 registers let five programs of 8 warps share a multiprocessor, not four
     registers = 48 if gain is not None and tile.warps == 8 and tile.held <= 4 else None
-    _norm_kernel[(triton.cdiv(m, tile.rows),)](
+    launch(
+        _norm_kernel, triton.cdiv(m, tile.rows),
         x, residual, total, weight, bias, gain, shift, *output.arguments()[:3],
         m, m if gain is None else m // gain.shape[0], x.stride(0),
         0 if residual is None else residual.stride(0),
