@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import fp8kit
-from fp8kit.modules.fused import Consumers, NormFormula
+from fp8kit.modules.formulas import NormFormula
+from fp8kit.modules.fused import Consumers
 from fp8kit.modules.shared import SharedInput
 from fp8kit.producers import can_produce, fuse_feed_forward, make_producer, norm_formula
 

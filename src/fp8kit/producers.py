@@ -7,12 +7,12 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from fp8kit.modules.formulas import NormFormula
 from fp8kit.modules.fused import (
     Consumers,
     FusedActivation,
     FusedGatedMlp,
     FusedNorm,
-    NormFormula,
     Producer,
     activation_kind,
 )

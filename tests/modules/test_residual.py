@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fp8kit
 from fp8kit.modules import fused
+from fp8kit.modules.formulas import NormFormula
 from fp8kit.modules.residual import FLOWS, ResidualForward, find_flow
 from numerics import assert_bits_equal, relative_error
 
@@ -44,14 +45,14 @@ def _fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Collect the sums that were normed and quantized in the pass that made them."""
     seen: list[Tensor] = []
-    add_quantize = fused.NormFormula.add_quantize
+    add_codes = NormFormula.add_codes
 
-    def counted(self: fused.NormFormula, *args: Any) -> Any:
-        q, total = add_quantize(self, *args)
+    def counted(self: NormFormula, *args: Any) -> Any:
+        q, total = add_codes(self, *args)
         seen.append(total)
         return q, total
 
-    monkeypatch.setattr(fused.NormFormula, "add_quantize", counted)
+    monkeypatch.setattr(NormFormula, "add_codes", counted)
     return seen
 
 

@@ -3,10 +3,11 @@
 Where nobody else would see the registered operator, its body is called directly: no gradient, no
 autocast, no tracer, no compiler, no dispatch mode, a plain CUDA tensor. The second call with a
 shape is recorded, and later ones repeat the tape (see ``tape``), if all the call does is launch
-kernels of this package. Layers whose weights are joined have tapes together, and the product of
-codes that were made elsewhere has them too. What a tape fixes is checked at every call:
-shapes, dtypes, the addresses of weights, scales and biases, and the weights' versions, so a reload
-in place, a move or a new Parameter is recorded anew.
+kernels of this package. Layers whose weights are joined have tapes together; the product of codes
+that were made elsewhere has them, and so have norms and activations that make such codes. What a
+tape fixes is checked at every call: shapes, dtypes, the addresses of weights, scales and biases,
+and the versions of a layer's weights, so a reload in place, a move or a new Parameter is recorded
+anew.
 """
 
 from __future__ import annotations
@@ -51,6 +52,13 @@ class Product(Protocol):
 
     def __call__(self, *, directly: bool) -> Tensor:
         """Compute it: by the registered operator, or ``directly`` by its body."""
+
+
+class Make(Protocol):
+    """What a fused norm or activation makes."""
+
+    def __call__(self, *, directly: bool) -> tuple[Tensor, ...]:
+        """Make it: by the public function, or ``directly`` by the body of its operator."""
 
 
 class Tapes(dict[Key, tuple[State, tape.Tape | None]]):
@@ -123,15 +131,60 @@ def run(
         return product(directly=True)  # it was found that no tape can repeat it
     steady = all(t is None or t.is_contiguous() for t in constants)
     if found is None or found[0] != [_ONCE, *state] or not steady:
-        if len(tapes) >= _MOST_SHAPES:
-            tapes.clear()
         y = product(directly=True)
         # the call may have moved the weights, and waited for them
-        tapes[key] = ([_ONCE, *map(_state, layers)], None)
+        _keep(tapes, key, [_ONCE, *map(_state, layers)], None)
         return y
     y, taped = tape.record(functools.partial(product, directly=True), inputs, constants)
-    tapes[key] = (state, taped)
+    _keep(tapes, key, state, taped)
     return y
+
+
+def make_codes(
+    tapes: Tapes,
+    make: Make,
+    inputs: Sequence[Tensor],
+    constants: Sequence[Tensor | None],
+    options: Key,
+) -> Sequence[Tensor]:
+    """Make codes by a fused norm or activation, or repeat an earlier call that made such.
+
+    The first call of a kind is made in full, with its checks; the second is recorded.
+
+    Args:
+        tapes: of the module.
+        make: computes codes, scales and whatever else results.
+        inputs: what it reads; a tape wants others of their shapes, dtypes and strides.
+        constants: the other operands, of which the addresses stay.
+        options: whatever else the result depends on.
+    """
+    if not (_unseen() and all(map(_strided_plain, inputs))):
+        return make(directly=False)
+    # options are compared, which is by identity as a rule, and need not be hashed
+    state: State = [options]
+    state += [None if t is None else (t.data_ptr(), t.shape, t.dtype) for t in constants]
+    key = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
+    found = tapes.get(key)
+    if found is not None and found[0] == state:
+        taped = found[1]
+        if taped is None or any(x.device != taped.device for x in inputs):
+            return make(directly=False)
+        return taped(*inputs)
+    if inputs[0].device.type not in TAPED_DEVICES:
+        return make(directly=False)
+    steady = all(t is None or t.is_contiguous() for t in constants)
+    if found is None or found[0] != [_ONCE, *state] or not steady:
+        _keep(tapes, key, [_ONCE, *state], None)
+        return make(directly=False)
+    made, recorded = tape.record(functools.partial(make, directly=True), inputs, constants)
+    _keep(tapes, key, state, recorded)
+    return made
+
+
+def _keep(tapes: Tapes, key: Key, state: State, taped: tape.Tape | None) -> None:
+    if key not in tapes and len(tapes) >= _MOST_SHAPES:
+        tapes.clear()
+    tapes[key] = (state, taped)
 
 
 def _tapeable(inputs: Sequence[Tensor], layers: Sequence[Parameters]) -> State | None:
@@ -154,18 +207,24 @@ def _described(x: Tensor | RowCodes, options: Key) -> tuple[tuple[Tensor, ...], 
 def _plain(inputs: Sequence[Tensor]) -> bool:
     """Say whether nothing but this call would see it, and ``inputs`` are what a tape can take."""
     x = inputs[0]
-    if type(x) is not Tensor or _dispatch_modes() or _function_modes() or _autocast() or _tracing():
+    if not _unseen() or not _strided_plain(x) or not x.is_contiguous():
+        return False
+    return len(inputs) == 1 or not inputs[1].data_ptr() % _ALIGN
+
+
+def _unseen() -> bool:
+    """Say whether nothing looks on: no mode, autocast, tracer or transform."""
+    if _dispatch_modes() or _function_modes() or _autocast() or _tracing():
         return False
     # a transform wraps tensors that then have no address, so it is asked for before the address
-    if _transforms() is not None or forward_ad._current_level >= 0:
+    return _transforms() is None and forward_ad._current_level < 0
+
+
+def _strided_plain(x: Tensor) -> bool:
+    """Say whether an input is an ordinary tensor that starts where launches may repeat."""
+    if type(x) is not Tensor or x.layout is not _strided or x.is_neg():
         return False
-    if _grad_enabled() and x.requires_grad:
-        return False
-    if x.layout is not _strided or not x.is_contiguous() or x.is_neg():
-        return False
-    if len(inputs) > 1 and inputs[1].data_ptr() % _ALIGN:
-        return False
-    return not x.data_ptr() % _ALIGN
+    return not (_grad_enabled() and x.requires_grad) and not x.data_ptr() % _ALIGN
 
 
 def _state(layer: Parameters) -> tuple[object, ...] | None:

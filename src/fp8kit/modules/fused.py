@@ -12,23 +12,21 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8kit import fused
-from fp8kit.formats import GROUP128, ROW, QTensor, Scheme
+from fp8kit.formats import Scheme
+from fp8kit.modules import eager
+from fp8kit.modules.formulas import NormFormula, activation_codes, takes_codes
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import SharedInput
-from fp8kit.quantizers.layout import product_layout
 from fp8kit.unchecked import RowCodes
 
 FUSED_DEVICES = ("cuda",)
-_FUSABLE = (ROW, GROUP128)
 
 
 class Consumers:
@@ -61,10 +59,10 @@ class Consumers:
             and not any(is_watched(m) for m in self.modules)
         )
 
-    def hand_over(self, q: QTensor, x: Tensor) -> Tensor:
+    def hand_over(self, codes: RowCodes, x: Tensor) -> Tensor:
         """Offer codes, and give the stand-in for the tensor like ``x`` that they were made from."""
         stand_in = _nan(x.device, x.dtype).expand(x.shape)
-        self.group.offer(stand_in, row_codes(q, x.dtype))
+        self.group.offer(stand_in, codes)
         return stand_in
 
 
@@ -133,67 +131,6 @@ class Producer(Fused):
         return self.may_fuse(*inputs) and not is_watched(self) and self.consumers.are_ready()
 
 
-@dataclass(frozen=True, slots=True)
-class NormFormula:
-    """What a norm computes: see ``quantizers/fused_reference.py`` for the roundings.
-
-    Args:
-        kind: ``"rms_norm"`` or ``"layer_norm"``.
-        eps: added to the mean square or the variance.
-        weight_offset: added to the weight of an RMS norm.
-        rounding: ``"stepwise"`` or ``"once"``.
-    """
-
-    kind: str
-    eps: float
-    weight_offset: float = 0.0
-    rounding: str = "stepwise"
-
-    def quantize(
-        self,
-        x: Tensor,
-        norm: nn.Module,
-        scheme: Scheme,
-        modulation: tuple[Tensor, Tensor] | None = None,
-    ) -> QTensor:
-        """Quantize the norm of ``x`` as the layers of a scheme read it."""
-        weight = norm._parameters.get("weight")
-        if self.kind == "layer_norm":
-            bias, how = norm._parameters.get("bias"), target(scheme)
-            return fused.layer_norm_quantize(
-                x, weight, bias, self.eps, modulation=modulation, **how
-            )
-        assert weight is not None
-        return fused.rms_norm_quantize(
-            x,
-            weight,
-            self.eps,
-            weight_offset=self.weight_offset,
-            rounding=self.rounding,
-            **target(scheme),
-        )
-
-    def add_quantize(
-        self, x: Tensor, residual: Tensor, norm: nn.Module, scheme: Scheme
-    ) -> tuple[QTensor, Tensor]:
-        """Quantize the RMS norm of ``residual + x``, and give that sum."""
-        weight = norm._parameters.get("weight")
-        assert weight is not None
-        return fused.add_rms_norm_quantize(
-            x,
-            residual,
-            weight,
-            self.eps,
-            weight_offset=self.weight_offset,
-            rounding=self.rounding,
-            **target(scheme),
-        )
-
-    def takes(self, x: Tensor, norm: nn.Module) -> bool:
-        """Say whether the dtypes of input and weight are those the formula holds for."""
-        return self.kind == "layer_norm" or x.dtype == norm.weight.dtype
-
-
 class FusedNorm(Producer):
     """A norm that quantizes for the layers behind it.
 
@@ -206,7 +143,8 @@ class FusedNorm(Producer):
     def __init__(self, norm: nn.Module, formula: NormFormula, consumers: Consumers) -> None:
         super().__init__(norm, consumers)
         self.formula = formula
-        self._prepared: tuple[Tensor, QTensor] | None = None
+        self._tapes = eager.Tapes()
+        self._prepared: tuple[Tensor, RowCodes] | None = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Norm ``[..., K]``: the normed tensor, or what stands for it and its offered codes."""
@@ -216,7 +154,8 @@ class FusedNorm(Producer):
         if not (self.may_offer(x) and self.formula.takes(x, self)):
             normed: Tensor = self.unfused(x)
             return normed
-        return self.consumers.hand_over(self.formula.quantize(x, self, self.consumers.scheme), x)
+        codes = self.formula.codes(self._tapes, x, self, self.consumers.scheme)
+        return self.consumers.hand_over(codes, x)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add two tensors whose sum this norm is called with next, unchanged.
@@ -227,8 +166,9 @@ class FusedNorm(Producer):
         fusable = self.formula.kind == "rms_norm" and self.formula.takes(x, self) and alike
         if not (fusable and self.may_offer(x, residual)):
             return residual + x
-        q, total = self.formula.add_quantize(x, residual, self, self.consumers.scheme)
-        self._prepared = (total, q)
+        scheme = self.consumers.scheme
+        codes, total = self.formula.add_codes(self._tapes, x, residual, self, scheme)
+        self._prepared = (total, codes)
         return total
 
 
@@ -244,14 +184,15 @@ class FusedActivation(Producer):
     def __init__(self, activation: nn.Module, kind: str, consumers: Consumers) -> None:
         super().__init__(activation, consumers)
         self.kind = kind
+        self._tapes = eager.Tapes()
 
     def forward(self, input: Tensor) -> Tensor:
         """Activate ``[..., K]``: the result, or what stands for it and its offered codes."""
         if not self.may_offer(input):
             y: Tensor = self.unfused(input)
             return y
-        q = activation_codes(self.kind, input, None, self.consumers.scheme)
-        return self.consumers.hand_over(q, input)
+        codes = activation_codes(self._tapes, self.kind, input, None, self.consumers.scheme)
+        return self.consumers.hand_over(codes, input)
 
 
 class FusedGatedMlp(Fused):
@@ -272,6 +213,7 @@ class FusedGatedMlp(Fused):
         super().__init__(mlp)
         self.kind = kind
         self.names = names
+        self._tapes = eager.Tapes()
 
     def is_converted(self) -> bool:
         """Say whether the last projection takes codes."""
@@ -287,47 +229,12 @@ class FusedGatedMlp(Fused):
             y: Tensor = self.unfused(x)
             return y
         gate, up = gate_proj(x), up_proj(x)
-        q = activation_codes(self.kind, gate, up, down.scheme)
-        return down.compute(row_codes(q, gate.dtype))
-
-
-def takes_codes(scheme: Scheme) -> bool:
-    """Say whether layers of a scheme quantize per row or per 1x128 group, from the data."""
-    return scheme.activation in _FUSABLE and not scheme.static
+        return down.compute(activation_codes(self._tapes, self.kind, gate, up, down.scheme))
 
 
 def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:
     """Say whether codes can be handed to a layer past its ``forward``."""
     return isinstance(layer, Fp8Linear) and takes_codes(layer.scheme) and not is_watched(layer)
-
-
-def target(scheme: Scheme) -> fused.QuantizeOptions:
-    """Give the keywords of ``fp8kit.fused`` that quantize as the layers of a scheme do."""
-    assert scheme.activation is not None
-    rounding = "up" if scheme.ue8m0 else None
-    return {
-        "group": scheme.activation,
-        "dtype": scheme.dtype,
-        "scale_rounding": rounding,
-        "scale_layout": product_layout(scheme.activation),
-    }
-
-
-def activation_codes(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme) -> QTensor:
-    """Quantize ``act(gate) * up``, or ``act(gate)``, as the layers of a scheme read it."""
-    if kind == "silu":
-        return fused.silu_mul_quantize(gate, up, **target(scheme))
-    approximate = "tanh" if kind == "gelu_tanh" else "none"
-    if up is None:
-        return fused.gelu_quantize(gate, approximate, **target(scheme))
-    return fused.gelu_mul_quantize(gate, up, approximate, **target(scheme))
-
-
-def row_codes(q: QTensor, dtype: torch.dtype) -> RowCodes:
-    """View codes ``[..., K]`` as the rows that ``Fp8Linear.compute`` takes."""
-    rows = math.prod(q.shape[:-1])
-    data = q.data.reshape(rows, q.shape[-1])
-    return RowCodes(data, q.scale.reshape(rows, q.scale.shape[-1]), q.group, q.shape, dtype)
 
 
 def activation_kind(act_fn: object) -> str | None:

@@ -8,16 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8kit.modules.fused import (
-    Consumers,
-    Fused,
-    NormFormula,
-    Producer,
-    activation_codes,
-    any_trained,
-    can_multiply,
-    row_codes,
-)
+from fp8kit.modules import eager
+from fp8kit.modules.formulas import NormFormula, activation_codes, row_codes
+from fp8kit.modules.fused import Consumers, Fused, Producer, any_trained, can_multiply
 from fp8kit.modules.hooks import is_watched
 
 
@@ -68,8 +61,9 @@ class FusedAdaptiveNorm(Producer):
         cut = self.modulation
         parts = self.linear(self.silu(emb)).chunk(cut.parts, dim=1)
         pair = (parts[cut.scale], parts[cut.shift])
-        q = self.formula.quantize(x, self.norm, self.consumers.scheme, pair)
-        stand_in = self.consumers.hand_over(q, x)
+        scheme = self.consumers.scheme
+        codes = row_codes(self.formula.quantize(x, self.norm, scheme, pair), x, scheme)
+        stand_in = self.consumers.hand_over(codes, x)
         return (stand_in, *(parts[i] for i in cut.returned)) if cut.returned else stand_in
 
     def _is_plain(self, x: Tensor, emb: Tensor) -> bool:
@@ -93,6 +87,7 @@ class FusedFeedForward(Fused):
         super().__init__(feed_forward)
         self.kind = kind
         self.gated = gated
+        self._tapes = eager.Tapes()
 
     def is_converted(self) -> bool:
         """Say whether the last projection takes codes."""
@@ -113,7 +108,7 @@ class FusedFeedForward(Fused):
         h, up = first.proj(x), None
         if self.gated:
             up, h = h.chunk(2, dim=-1)
-        y = down.compute(row_codes(activation_codes(self.kind, h, up, down.scheme), h.dtype))
+        y = down.compute(activation_codes(self._tapes, self.kind, h, up, down.scheme))
         for module in rest:
             y = module(y)
         return y
