@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8kit
+from fp8kit.modules.eager import Tapes
+from fp8kit.modules.formulas import NormFormula
 from fp8kit.modules.shared import SharedInput
 from timing import write_results
 
@@ -32,6 +34,7 @@ ROWS = (1, 16, 64, 256)
 # side of the layers, batches, calls in a batch
 SIZES = {"cuda": (512, 41, 100), "cpu": (64, 5, 10)}
 SIBLINGS = 3
+RMS = NormFormula("rms_norm", 1e-6)
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR")
 
 
@@ -66,7 +69,7 @@ def cases(
 ) -> dict[str, Callable[[], object]]:
     """Give the calls: dense, the layers as they are called, and the operator under them.
 
-    Siblings are three layers with one input, called one after the other.
+    Siblings are three layers with one input, called one after the other; a norm writes codes.
     """
     found: dict[str, Callable[[], object]] = {
         "F.linear": lambda: F.linear(x, dense.weight),
@@ -76,6 +79,9 @@ def cases(
         found[scheme] = lambda layer=layer: layer(x)
         w_q = layer.quantized_weight()
         found[f"{scheme} operator"] = lambda w=w_q, s=scheme: fp8kit.linear(x, w, scheme=s)
+        norm, tapes = nn.RMSNorm(x.shape[1], device=x.device, dtype=x.dtype), Tapes()
+        norm.requires_grad_(False)
+        found[f"{scheme} norm"] = lambda s=layer.scheme, n=norm, t=tapes: RMS.codes(t, x, n, s)
     found["F.linear siblings"] = lambda: [F.linear(x, dense.weight) for _ in range(SIBLINGS)]
     for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
         group = SharedInput(

@@ -20,8 +20,10 @@ from fp8kit.formats import BLOCK, GroupShape
 from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.matmul.tma import by_column
-from fp8kit.modules import eager
+from fp8kit.modules import eager, fused
+from fp8kit.quantizers import fused_reference
 from fp8kit.quantizers import reference as quantizer
+from fp8kit.quantizers.fused_problem import Target
 from fp8kit.quantizers.layout import empty_scale
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -133,6 +135,57 @@ class CpuBackends:
         launch(kernel, x, x_scale, w, w_scale, bias, y)
         return y
 
+    def rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float,
+        rounding: str,
+        target: Target,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self.calls.append("norm")
+        total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+
+        def kernel(x: Tensor, residual: Tensor, weight: Tensor, *results: Tensor) -> None:
+            numbers = (eps, weight_offset, rounding)
+            found = fused_reference.rms_norm(x, residual, weight, *numbers, target)
+            _write(results, found)
+
+        return *_fused(kernel, x, (residual, weight), target, total), total
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        modulation: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rounding: str,
+        target: Target,
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("norm")
+        gain, shift = modulation or (None, None)
+
+        def kernel(x: Tensor, *memory: Tensor) -> None:
+            weight, bias, gain, shift, *results = memory
+            pair = None if gain is None else (gain, shift)
+            found = fused_reference.layer_norm(x, weight, bias, pair, eps, rounding, target)
+            _write(results, found)
+
+        return _fused(kernel, x, (weight, bias, gain, shift), target)
+
+    def activation(
+        self, kind: str, gate: Tensor, up: Tensor | None, target: Target
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("activate")
+
+        def kernel(gate: Tensor, up: Tensor, *results: Tensor) -> None:
+            _write(results, fused_reference.activation(kind, gate, up, target))
+
+        return _fused(kernel, gate, (up,), target)
+
     dequantize = staticmethod(quantizer.dequantize)
 
     @staticmethod
@@ -140,14 +193,35 @@ class CpuBackends:
         return None
 
 
+def _fused(
+    kernel: Callable[..., None],
+    x: Tensor,
+    operands: Sequence[Tensor | None],
+    target: Target,
+    total: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    data = torch.empty(x.shape, dtype=target.dtype)
+    scale = empty_scale(x, target.group, target.scale_layout)
+    launch(kernel, x, *operands, data, scale, total)
+    return data, scale
+
+
+def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    for memory, value in zip(results, found, strict=False):
+        if value is not None:
+            memory.copy_(value)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
-    """Let layers on a CPU run such kernels, and be taped."""
+    """Let layers and fused producers on a CPU run such kernels, and be taped."""
     made = CpuBackends()
     # names of their own, because choices are cached by the table
     where = f"cpu backends {id(made)}"
     monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", (("reference", where, ()),))
     monkeypatch.setattr("fp8kit.ops.QUANTIZER_BACKENDS", (("reference", where, ()),))
+    monkeypatch.setattr("fp8kit.fused_ops.FUSED_BACKENDS", (("reference", where, ()),))
     monkeypatch.setattr("fp8kit.dispatch._load", lambda _: (made, ""))
     monkeypatch.setattr(eager, "TAPED_DEVICES", ("cpu",))
+    monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu",))
     choose.cache_clear()
     return made

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 WAITED_FOR = "_fp8kit_waited_for"  # attribute of a weight: its version and address
 UNCOUNTED = -1  # version of a tensor whose changes are not counted
 _ALIGN = 256  # what a fresh CUDA allocation has, at least
-_SCRATCH = -1  # the last slot; inputs have those from 0 on, results the ones behind
+_SCRATCH = -1  # the last slot, if there is any; inputs have those from 0 on, then results
 _aten = torch.ops.aten
 _ALLOCATIONS = (
     _aten.empty.memory_format,
@@ -155,11 +155,13 @@ class Tape:
         self.device = results[0][0].device
         self.index = self.device.index
         self.steps = [launch for launch, _ in steps]
-        self._results = [_layouts(*pair) for pair in results]
+        layouts = [_layouts(*pair) for pair in results]
+        self._memory = [memory for memory, _ in layouts]
+        self._views = [(i, view) for i, (_, view) in enumerate(layouts) if view is not None]
         self._scratch = ((scratch,), (1,), torch.uint8) if scratch else None
         self._empty = _EMPTY[self.device.type]
         self._starts = [launch.start for launch in self.steps]
-        slots = inputs + len(results) + 1
+        slots = inputs + len(results) + (scratch > 0)
         self._moves: list[list[tuple[Callable[[int, int], None], int, int]]]
         self._moves = [[] for _ in range(slots)]
         for launch, places in steps:
@@ -177,13 +179,12 @@ class Tape:
                 with torch.cuda.device(index):
                     return self(*inputs)
             stream = _current_stream(index)
-        empty, results = self._empty, []
-        for memory, view in self._results:
-            y = empty(*memory)
-            results.append(y if view is None else y.as_strided(*view))
-        scratch = empty(*self._scratch) if self._scratch is not None else None
-        last = 0 if scratch is None else scratch.data_ptr()
-        bases = (*map(_address, inputs), *map(_address, results), last)
+        empty = self._empty
+        results = [empty(*memory) for memory in self._memory]
+        for slot, view in self._views:
+            results[slot] = results[slot].as_strided(*view)
+        blocks = [*results, empty(*self._scratch)] if self._scratch else results
+        bases = (*map(_address, inputs), *map(_address, blocks))
         with self._lock:  # between a move and its start no other thread may move
             if bases != self._bases:  # allocators hand the same blocks out again and again
                 self._move(bases)

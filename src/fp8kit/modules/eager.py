@@ -158,7 +158,8 @@ def make_codes(
         constants: the other operands, of which the addresses stay.
         options: whatever else the result depends on.
     """
-    if not (_unseen() and all(map(_strided_plain, inputs))):
+    ordinary = all(t is None or type(t) in _PLAIN for t in constants)
+    if not (ordinary and _unseen() and all(map(_strided_plain, inputs))):
         return make(directly=False)
     # options are compared, which is by identity as a rule, and need not be hashed
     state: State = [options]
@@ -174,8 +175,9 @@ def make_codes(
         return make(directly=False)
     steady = all(t is None or t.is_contiguous() for t in constants)
     if found is None or found[0] != [_ONCE, *state] or not steady:
+        made = make(directly=False)  # what it refuses is not noted, and never made directly
         _keep(tapes, key, [_ONCE, *state], None)
-        return make(directly=False)
+        return made
     made, recorded = tape.record(functools.partial(make, directly=True), inputs, constants)
     _keep(tapes, key, state, recorded)
     return made
