@@ -79,11 +79,11 @@ def cases(
         found[scheme] = lambda layer=layer: layer(x)
         w_q = layer.quantized_weight()
         found[f"{scheme} operator"] = lambda w=w_q, s=scheme: fp8kit.linear(x, w, scheme=s)
-        norm, tapes = nn.RMSNorm(x.shape[1], device=x.device, dtype=x.dtype), Tapes()
-        norm.requires_grad_(False)
-        found[f"{scheme} norm"] = lambda s=layer.scheme, n=norm, t=tapes: RMS.codes(t, x, n, s)
     found["F.linear siblings"] = lambda: [F.linear(x, dense.weight) for _ in range(SIBLINGS)]
+    norm = nn.RMSNorm(x.shape[1], device=x.device, dtype=x.dtype).requires_grad_(False)
     for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
+        how = (Tapes(), x, norm, layers[scheme].scheme)
+        found[f"{scheme} norm"] = lambda h=how: RMS.codes(*h)
         group = SharedInput(
             [fp8kit.Fp8Linear.from_linear(dense, scheme) for _ in range(SIBLINGS)], unchanging=True
         )

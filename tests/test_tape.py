@@ -18,7 +18,8 @@ from fp8kit import tape
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul import triton_scaled
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.quantizers import triton, triton_launch
+from fp8kit.quantizers import fused_triton, triton, triton_launch
+from fp8kit.quantizers.fused_problem import Target
 from taped import launch
 
 
@@ -520,6 +521,40 @@ def test_every_quantizer_can_be_taped(
         assert values.get("scale_ub_ptr") is None
         assert not any(isinstance(v, Tensor) for v in values.values())
         assert ran[0] > 0
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize("producer", ["rms", "add", "adaptive", "silu"])
+def test_every_fused_kernel_can_be_taped(
+    producer: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "activation" if producer == "silu" else "norm"
+    home = importlib.import_module(f"fp8kit.quantizers.fused_triton_{name}s")
+    fake = Recording(getattr(home, f"_{name}_kernel"))
+    monkeypatch.setattr(home, f"_{name}_kernel", fake)
+    x, other, weight = torch.randn(2, 4, 256), torch.randn(2, 4, 256), torch.randn(256)
+    target = Target(None, GROUP128, torch.float8_e4m3fn, 1e-12, None, "exact", layout)
+    pair = (torch.randn(2, 256), torch.randn(2, 256))
+    calls = {
+        "rms": lambda: fused_triton.rms_norm(x, None, weight, 1e-6, 0.0, "stepwise", target)[:2],
+        "add": lambda: fused_triton.rms_norm(x, other, weight, 1e-6, 1.0, "once", target),
+        "adaptive": lambda: fused_triton.layer_norm(x, None, None, pair, 1e-6, "once", target),
+        "silu": lambda: fused_triton.activation("silu", x, other, target),
+    }
+    made = tape.record(calls[producer], [x, other], [weight, *pair])[1]
+    assert made is not None
+    inputs = torch.randn(2, 4, 256), torch.randn(2, 4, 256)
+    results = made(*inputs)
+    (ran,) = fake.compiled.ran
+    values = dict(zip(fake.arg_names, ran[9:], strict=True))
+    assert not any(isinstance(v, Tensor) for v in values.values())
+    assert values["gate_ptr" if producer == "silu" else "x_ptr"] == inputs[0].data_ptr()
+    read = {"add": "residual_ptr", "silu": "up_ptr"}.get(producer)
+    assert read is None or values[read] == inputs[1].data_ptr()
+    written = ("data_ptr", "scale_ptr", "total_ptr")[: len(results)]
+    assert [values[w] for w in written] == [y.data_ptr() for y in results]
+    assert values["SCALES"] == ("group" if layout == "row" else "column")
+    assert results[1].stride() == ((8, 2, 1) if layout == "row" else (4, 1, 8))
 
 
 @pytest.mark.parametrize("splits", [1, 4])
