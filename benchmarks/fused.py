@@ -1,6 +1,6 @@
 """Time norms and activations that end in FP8: fused, unfused, and the norm or activation alone.
 
-    python benchmarks/fused.py OUT.json [--rows 16,4096,16384]
+    python benchmarks/fused.py OUT.json [--rows 16,4096,16384] [--only "rms 4096,silu_mul 14336"]
 
 Bandwidth counts the bytes that a fused pass must move: its operands once, its codes and scales
 once, weights of K elements not at all. Two targets are judged for M >= 4096: at least 85 % of
@@ -27,8 +27,13 @@ from timing import copies_past_l2, time_cases, write_results
 BANDWIDTH, TARGET = 4.3e12, 0.85
 JUDGED_ROWS = 4096
 MOST_BYTES = 12 << 30  # of operand copies
-SCALE = {"row": None, "group": None, "static": 0.02}
-GROUPS = {"row": fp8kit.ROW, "group": fp8kit.GROUP128, "static": fp8kit.TENSOR}
+STATIC_SCALE = 0.02
+KINDS: dict[str, dict[str, Any]] = {
+    "row": {"group": fp8kit.ROW},
+    "group": {"group": fp8kit.GROUP128},
+    "column": {"group": fp8kit.GROUP128, "scale_layout": "column"},  # as layers write them
+    "static": {"group": fp8kit.TENSOR},
+}
 
 
 class Producer(NamedTuple):
@@ -123,12 +128,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rows", default="16,4096,16384")
+    parser.add_argument("--only", default="", help="Functions and K, separated by commas.")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     producers = norms(4096) | norms(8192) | {"rms 5120": norms(5120)["rms 5120"]}
     producers |= activations(14336) | {"silu_mul 28672": activations(28672)["silu_mul 28672"]}
     rows: list[dict[str, Any]] = []
-    for name, producer in producers.items():
+    chosen = arguments.only.split(",") if arguments.only else list(producers)
+    for name, producer in ((name, producers[name]) for name in chosen):
         for m in map(int, arguments.rows.split(",")):
             rows += measured(name, producer, m)
     write_results(arguments.out, rows, what="fused producers, bf16 in, e4m3 out, microseconds")
@@ -143,17 +150,17 @@ def measured(name: str, producer: Producer, m: int) -> list[dict[str, Any]]:
     copies = max(1, min(copies_past_l2(size), MOST_BYTES // size))
     x = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     cases: dict[str, Callable[[int], object]] = {"alone": lambda i: producer.plain(x[i])}
-    for kind, group in GROUPS.items():
-        options: dict[str, Any] = {"group": group}
-        if SCALE[kind] is not None:
-            options["scale"] = torch.full((1, 1), SCALE[kind], device="cuda")
+    for kind, options in KINDS.items():
+        if kind == "static":
+            options = options | {"scale": torch.full((1, 1), STATIC_SCALE, device="cuda")}
         cases[kind] = lambda i, o=options: producer.fused(x[i], **o)
         cases[f"{kind} unfused"] = lambda i, o=options: fp8kit.quantize(producer.plain(x[i]), **o)
         check(name, cases[kind](0), cases[f"{kind} unfused"](0))
     times = time_cases(cases, copies)
     found = []
-    for kind, group in GROUPS.items():
-        scales = 4 * m * (producer.k // group.cols if group.cols > 0 else 1)
+    for kind, options in KINDS.items():
+        cols = options["group"].cols
+        scales = 4 * m * (producer.k // cols if cols > 0 else 1)
         moved = m * producer.k * (2 * producer.reads + 2 * producer.writes + 1) + scales
         speed = moved / times[kind] * 1e6
         targets = {}

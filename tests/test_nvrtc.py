@@ -187,7 +187,7 @@ def test_a_launch_is_noted_on_a_tape(kernel: nvrtc.Kernel, fake: FakeDriver) -> 
     (step,) = made.steps
     assert isinstance(step, nvrtc.KernelLaunch)
     other = torch.zeros(4, 16)
-    y = made(other)
+    (y,) = made(other)
     assert fake.launched[-1]["values"][1:4] == [other.data_ptr(), 0, y.data_ptr()]
 
 

@@ -189,7 +189,7 @@ def quantize_rows(
         scale_rounding: how scales are rounded.
 
     Returns:
-        What is multiplied, and its scales.
+        What is multiplied, and its scales, laid out as products load them.
     """
     if group is None:
         return rows, None

@@ -67,7 +67,7 @@ class RowCodes:
 
     Args:
         data: codes ``[M, K]``.
-        scale: scales of ``data``.
+        scale: scales of ``data``, laid out as products load them.
         group: elements per scale.
         shape: shape of the input, ``[..., K]``.
         dtype: dtype of the input (or autocast's), which results get.
