@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from summary import curves
+from summary import by_model, curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
-    found = curves(json.loads(RESULTS.read_text())["rows"])
+    found = curves(by_model(json.loads(RESULTS.read_text())["rows"])[0])
     if parser.parse_args().check:
         if not PLOT.is_file() or fingerprint(found) not in PLOT.read_text():
             raise SystemExit(

@@ -94,6 +94,13 @@ def ratios(row: Row, kind: str) -> Ratios | None:
     return Ratios(row["shape"], us, times["bf16"] / us, row["roofline_us"] / us, peer, of_peer)
 
 
+def by_model(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Part the layers of models from odd shapes, which count in no mean unless they are alone."""
+    models = [row for row in rows if not row["shape"].startswith("odd.")]
+    odd = [row for row in rows if row["shape"].startswith("odd.")]
+    return (models, odd) if models else (odd, [])
+
+
 def summarize(rows: Sequence[Row], kind: str) -> list[Summary]:
     """Give a line per row count for one case of fp8kit."""
     lines = []

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from layers import MODELS
-from summary import COMPARISONS, Row, Summary, ratios, summarize, unmeasured
+from summary import COMPARISONS, Row, Summary, by_model, ratios, summarize, unmeasured
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -99,6 +99,8 @@ def source(name: str, found: dict[str, Any]) -> str:
     where = f"{found['device']}, torch {found['torch']}"
     if "triton" in found:
         where = f"one {where}, Triton {found['triton']}"
+    if "conditions" in found:
+        where += f", {found['conditions']}"
     return f"\nMeasured on {where} (`benchmarks/results/{name}.json`).\n"
 
 
@@ -108,7 +110,7 @@ def table(columns: list[str], lines: list[list[str]]) -> str:
     return f"{head}{'|---' * len(columns)}|\n{''.join(body)}"
 
 
-def models(rows: list[Row]) -> str:
+def models(rows: Sequence[Row]) -> str:
     """Name the models whose layers were measured, and count the layers."""
     shapes = {row["shape"] for row in rows}
     prefixes = {shape.split(".")[0] for shape in shapes}
@@ -116,14 +118,15 @@ def models(rows: list[Row]) -> str:
     return f"{len(shapes)} layers ({names})"
 
 
-def libraries(rows: list[Row]) -> str:
+def libraries(rows: Sequence[Row]) -> str:
     """Name the libraries that took part."""
     prefixes = {name.split("_")[0] for row in rows for name in row["us"]}
     return ", ".join(text for prefix, text in LIBRARIES.items() if prefix in prefixes)
 
 
-def overview(rows: list[Row]) -> str:
+def overview(every: list[Row]) -> str:
     """One line per row count: row-wise and block-wise against their peers, and bf16."""
+    rows, _ = by_model(every)
     row, fast, block = (
         {line.m: line for line in summarize(rows, kind)} for kind in ("row", "row_fast", "block")
     )
@@ -157,7 +160,7 @@ def peer_cells(line: Summary | None) -> list[str]:
 
 def linear(found: dict[str, Any]) -> str:
     """Whole linear layers: per row count for each case, then every layer."""
-    rows = found["rows"]
+    rows, odd = by_model(found["rows"])
     parts = [
         f"bf16 in and out, {models(rows)}. Ratios are the other's time by fp8kit's, geometric mean "
         "and worst layer: above 1 fp8kit is faster. Where nothing else is said, the best peer is "
@@ -167,8 +170,11 @@ def linear(found: dict[str, Any]) -> str:
         lines = summarize(rows, kind)
         if lines:
             parts.append(f"### {title}\n\n{summary_table(lines)}".rstrip())
-    parts += ["### Every layer", every_layer(rows).rstrip()]
-    missing = unmeasured(rows)
+    for kind in ("row", "block") if odd else ():
+        title = f"### Odd shapes, {KINDS[kind][:1].lower()}{KINDS[kind][1:]}"
+        parts.append(f"{title}\n\n{summary_table(summarize(odd, kind))}".rstrip())
+    parts += ["### Every layer", every_layer(found["rows"]).rstrip()]
+    missing = unmeasured(found["rows"])
     if missing:
         parts += ["### What did not run", failures(missing).rstrip()]
     return "\n\n".join(parts) + "\n"

@@ -1,0 +1,31 @@
+"""How long a case is measured, and what counts."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from fp8kit.bench import timing
+from fp8kit.bench.timing import Effort, calls_for
+
+
+def test_a_round_has_as_many_calls_as_fit_and_every_copy() -> None:
+    effort = Effort(round_ms=4.0)
+    assert calls_for(effort, 0.05, 2) == 80
+    assert calls_for(effort, 10.0, 3) == 3
+    assert calls_for(effort, 0.0, 2) == calls_for(effort, 1e-9, 2) == timing._MOST_CALLS
+    assert calls_for(effort, 10.0, timing._MOST_COPIES) == timing._MOST_COPIES
+
+
+@pytest.mark.gpu
+def test_what_the_host_needs_does_not_decide_how_many_calls_a_graph_has() -> None:
+    x = torch.zeros(16, device="cuda")
+
+    def slow_to_launch(_: int) -> None:
+        time.sleep(1e-3)
+        x.add_(1)
+
+    _, calls = timing._capture(slow_to_launch, 2, Effort(round_ms=1.0))
+    assert calls > 100  # of a microsecond or two on the GPU
