@@ -225,7 +225,8 @@ def triton_calls(device: str) -> Calls:
         calls[f"static {group}"] = lambda g=group, s=scale: triton.quantize_static(x, s, g, E4M3)
         if group.rows == 1 and group.cols > 0:
             calls[f"by column {group}"] = lambda a=arguments: triton.quantize(*a, "column")
-    large = torch.randn(2051, 4100, device=device).bfloat16()  # is prefetched, with ragged ends
+    # prefetched, with ragged ends; the interpreter neither prefetches nor is quick
+    large = torch.randn(2051, 4100, device=device).bfloat16() if device == "cuda" else x
     for group in (ROW, TENSOR, GROUP128, BLOCK):
         calls[f"quantize {large.numel()} in {group}"] = lambda g=group: triton.quantize(
             large, g, E4M3, floor, None, "exact"
