@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -163,7 +164,7 @@ def traits(tile: swap_ab.Tile) -> tuple[object, ...]:
 def test_what_is_chosen_is_among_the_cuts_that_are_tested() -> None:
     chosen = {
         traits(choose(m, n, k, blocks))
-        for m in (1, 16, 64, 96, 128, 192, 256, 512)
+        for m in (1, 16, 64, 96, 128, 192, 256, 512, 700, 1024, 4096)
         for n in (576, 1024, 2112, 4096, 6144, 7168, 9216, 10240, 11008, 14336, 28672)
         for k in (512, 1536, 2048, 4096, 7168, 14336, 28672)
         for blocks in (False, True)
@@ -180,6 +181,34 @@ def test_a_choice_is_made_once() -> None:
     choose(300, 6144, 4096, True)
     assert swap_ab_tile._deepest.cache_info().misses == made
     assert swap_ab.choose_tile.cache_info().hits == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"m": 8192}, "at most 4096 rows"),
+        ({"accum": "fast"}, "over 512 rows fast sums"),
+        ({"accum": "fast", "m": 512}, None),
+        ({"batch_invariant": True}, "another kernel"),
+        ({"x_group": None}, "scales"),
+        ({"x_group": GROUP128, "w_group": BLOCK}, None),
+        ({"w_dtype": torch.float8_e5m2}, "e4m3fn codes only"),
+        ({"k": 4104}, "multiples of 16, got 4104"),
+        ({"capability": (10, 0)}, "sm90"),
+    ],
+    ids=str,
+)
+def test_what_it_declines(
+    changes: dict[str, object], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap_ab.nvrtc, "missing", lambda: None)
+    e4m3, hopper = torch.float8_e4m3fn, ("cuda", (9, 0), "NVIDIA H200")
+    problem = MatmulProblem(
+        *(1024, 4096, 4096, ROW, ROW, e4m3, e4m3, torch.bfloat16, False, "precise", False), *hopper
+    )
+    said = swap_ab.supports(dataclasses.replace(problem, **changes))
+    assert said is None if reason is None else reason in str(said)
 
 
 def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

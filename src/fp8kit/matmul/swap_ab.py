@@ -26,6 +26,7 @@ from fp8kit.matmul.swap_ab_tile import TILE_K, Tile, choose_tile, values_tile
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
 MOST_ROWS = 4096
+_MOST_FAST_ROWS = 512
 _SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
@@ -37,6 +38,8 @@ def supports(problem: MatmulProblem) -> str | None:
         return "written for sm90 (wgmma)"
     if problem.m > MOST_ROWS:
         return f"made for at most {MOST_ROWS} rows"
+    if problem.accum == "fast" and problem.m > _MOST_FAST_ROWS:
+        return f"sums precisely; over {_MOST_FAST_ROWS} rows fast sums take less time elsewhere"
     if problem.batch_invariant:
         return "more rows than it takes would go to another kernel"
     if (problem.x_group, problem.w_group) not in _PAIRS:
