@@ -169,7 +169,7 @@ def _activation_kernel(
             ups = appended(ups, up)
     results = ()
     for i in tl.static_range(HELD):
-        y = narrow(activate(widen(gates[i]), KIND), DTYPE, True)
+        y = narrow(activate(widen(gates[i]), KIND), DTYPE)
         if up_ptr is not None:
             y = rounded_product(y, ups[i])
         results = appended(results, y)

@@ -101,14 +101,15 @@ def _division(target: Target) -> str:
 
 
 @triton.jit
-def narrow(x, DTYPE: tl.constexpr, PACK: tl.constexpr = False):
+def narrow(x, DTYPE: tl.constexpr):
     """Round ``float32`` to nearest even (the interpreter's own cast to bf16 truncates).
+
+    In pairs, explicitly: where no 16-bit arithmetic precedes or follows with which it could combine
+    the cast, the compiler would convert one by one at a quarter of the rate.
 
     Args:
         x: ``float32`` tile.
         DTYPE: dtype of the result.
-        PACK: convert in pairs explicitly, where no 16-bit arithmetic precedes or follows with which
-            the compiler could combine the cast; it would convert one by one at a quarter the rate.
     """
     if x.dtype == DTYPE:
         return x
@@ -117,7 +118,7 @@ def narrow(x, DTYPE: tl.constexpr, PACK: tl.constexpr = False):
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FC0)
         return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    elif INTERPRETED or DTYPE == tl.float32 or not PACK:
+    elif INTERPRETED or DTYPE == tl.float32:
         return x.to(DTYPE)
     elif DTYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(

@@ -127,8 +127,8 @@ def _weighted(n, weight, offset, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
     # stepwise the result has DTYPE, otherwise it is float32 and not yet rounded
     if STEPWISE:
         if offset is not None:
-            weight = narrow(widen(weight) + offset, DTYPE, True)
-        return rounded_product(narrow(n, DTYPE, True), weight)
+            weight = narrow(widen(weight) + offset, DTYPE)
+        return rounded_product(narrow(n, DTYPE), weight)
     else:
         w = widen(weight)
         return n * (w if offset is None else w + offset)
@@ -138,8 +138,8 @@ def _weighted(n, weight, offset, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
 def _modulated(n, gain, shift, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
     # stepwise the result has DTYPE, otherwise it is float32 and not yet rounded
     if STEPWISE:
-        one = narrow(tl.full(gain.shape, 1.0, tl.float32), DTYPE)
-        return rounded_sum(rounded_product(narrow(n, DTYPE, True), rounded_sum(gain, one)), shift)
+        one = tl.full(gain.shape, 1.0, DTYPE)
+        return rounded_sum(rounded_product(narrow(n, DTYPE), rounded_sum(gain, one)), shift)
     else:
         return n * (1.0 + widen(gain)) + widen(shift)
 
@@ -247,7 +247,7 @@ def _norm_kernel(
             n = _modulated(n, gain, shift, STEPWISE, DTYPE)
         if (i + 1) * BLOCK_K > K:
             n = tl.where(col < K, n, 0.0)
-        results = appended(results, narrow(n, DTYPE, True))
+        results = appended(results, narrow(n, DTYPE))
     store_result(results, given, row, 0, M, scale_ptr, scale_ub_ptr, data_ptr, min_scale,
                  K, SCALES, GROUP, DIVISION, FP8_MAX, HELD)  # fmt: skip
 
