@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,11 +112,12 @@ def table(columns: list[str], lines: list[list[str]]) -> str:
 
 
 def models(rows: Sequence[Row]) -> str:
-    """Name the models whose layers were measured, and count the layers."""
-    shapes = {row["shape"] for row in rows}
-    prefixes = {shape.split(".")[0] for shape in shapes}
+    """Name the models whose layers were measured, and count the layers of each row count."""
+    prefixes = {row["shape"].split(".")[0] for row in rows}
     names = ", ".join(text for prefix, text in MODELS.items() if prefix in prefixes)
-    return f"{len(shapes)} layers ({names})"
+    counts = Counter(row["m"] for row in rows).values()
+    least, most = min(counts), max(counts)
+    return f"{most if least == most else f'{least} to {most}'} layers ({names})"
 
 
 def libraries(rows: Sequence[Row]) -> str:

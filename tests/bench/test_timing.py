@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,25 @@ def test_a_round_has_as_many_calls_as_fit_and_every_copy() -> None:
     assert calls_for(effort, 10.0, 3) == 3
     assert calls_for(effort, 0.0, 2) == calls_for(effort, 1e-9, 2) == timing._MOST_CALLS
     assert calls_for(effort, 10.0, timing._MOST_COPIES) == timing._MOST_COPIES
+
+
+@pytest.mark.parametrize("late", [0, 2, 99])
+def test_a_graph_that_came_too_late_is_timed_again(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps: list[int] = []
+    event = SimpleNamespace(
+        record=lambda: None,
+        synchronize=lambda: None,
+        query=lambda: len(sleeps) <= late,  # the GPU has passed the start: it waited for the host
+        elapsed_time=lambda _: float(len(sleeps)),
+    )
+    monkeypatch.setattr(timing, "_event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleeps.append)
+    found = timing._milliseconds(SimpleNamespace(replay=lambda: None))
+    tries = min(late + 1, timing._MOST_DOUBLINGS)
+    assert found == tries
+    assert sleeps == [timing._HAND_OVER * 2**i for i in range(tries)]
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fp8kit
+from fp8kit.bench import warming
+from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.modules import fused
 
 SIZES = {
@@ -91,6 +94,25 @@ def test_a_request_runs_nothing_that_was_not_warmed_up(name: str, device: torch.
     assert any("norm_quantize" in n for n in names)
     assert "fp8kit::scaled_mm" in names
     assert ran.seen <= warmed.seen
+
+
+def test_row_counts_that_are_cut_otherwise_are_warmed_up(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def row_counts(problem: MatmulProblem) -> list[int]:
+        asked.append((problem.m, problem.n))
+        return [5, 8]
+
+    chosen = SimpleNamespace(module=SimpleNamespace(row_counts=row_counts))
+    monkeypatch.setattr(warming, "choose", lambda *_: chosen)
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(device, torch.bfloat16)
+    fp8kit.convert(model)
+    with Operators() as warmed:
+        assert fp8kit.warmup(model, m=[7]) == 6
+    assert asked == [(8, 256), (8, 128)]
+    assert {rows for _, (rows, _), *_ in warmed.seen} == {5, 7, 8}
 
 
 def test_adaptive_norms_of_diffusers_are_warmed_up(device: torch.device) -> None:

@@ -73,7 +73,7 @@ def test_odd_shapes_are_apart_from_models() -> None:
     assert [r["shape"] for r in odd] == ["odd.a"]
     assert summary.by_model(odd) == (odd, [])
     text = tables.linear({"rows": ROWS})
-    assert "2 layers (Llama 8B)" in text
+    assert "1 to 2 layers (Llama 8B)" in text
     means, apart = text.split("### Odd shapes, per-token")
     assert "odd.a" not in means
     assert "| 1 | 1 | 50% | 4.00 | 4.00 (odd.a) |" in apart
@@ -96,7 +96,7 @@ def document(rows: list[summary.Row]) -> dict[str, Any]:
 
 def test_tables_say_what_was_measured() -> None:
     text = tables.full({"linear": document(ROWS)})
-    assert "2 layers (Llama 8B)" in text
+    assert "1 to 2 layers (Llama 8B)" in text
     assert "Peers: vLLM (present), torchao (0.18.0)." in text
     assert "| 1 | 2 | 35% | 2.12 | 1.50 (8b.qkv) | 0.87 | 0.50 (8b.qkv) |" in text
     assert (

@@ -188,7 +188,11 @@ def test_a_choice_is_made_once() -> None:
     [
         ({}, None),
         ({"m": 8192}, "at most 4096 rows"),
-        ({"accum": "fast"}, "over 512 rows fast sums"),
+        ({"accum": "fast"}, "over 512 rows torch's fast sums"),
+        ({"accum": "fast", "x_group": GROUP128, "w_group": BLOCK}, None),
+        ({"x_group": TENSOR, "w_group": TENSOR}, "one scale each"),
+        ({"x_group": TENSOR, "w_group": TENSOR, "m": 512}, None),
+        ({"x_group": TENSOR}, None),
         ({"accum": "fast", "m": 512}, None),
         ({"batch_invariant": True}, "another kernel"),
         ({"x_group": None}, "scales"),
@@ -209,6 +213,23 @@ def test_what_it_declines(
     )
     said = swap_ab.supports(dataclasses.replace(problem, **changes))
     assert said is None if reason is None else reason in str(said)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("most", [1, 2, 8, 64, 128, 512, 1024])
+def test_row_counts_take_every_cut_of_their_power_of_two(most: int, blocks: bool) -> None:
+    for n, k in ((6144, 4096), (9216, 3072)):
+        counts = swap_ab_tile.every_cut(most, n, k, PROCESSORS, blocks)
+        assert all(most // 2 < m <= most for m in counts)
+        assert len(counts) <= 8
+
+        def kernel(m: int, n: int = n, k: int = k) -> tuple[object, bool]:
+            tile = choose(m, n, k, blocks)
+            return tile, m <= tile.tokens
+
+        every = {kernel(m) for m in range(most // 2 + 1, most + 1)}
+        assert {kernel(m) for m in counts} == every
+    assert most != 512 or len(counts) > 1
 
 
 def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

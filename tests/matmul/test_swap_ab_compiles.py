@@ -27,7 +27,7 @@ def chosen() -> list[Case]:
     """Give the cuts of measured layers that are not among ``CUTS``."""
     found = {
         (swap_ab.choose_tile(m, n, k, PROCESSORS, blocks), blocks)
-        for m in (1, 16, 64, 96, 128, 256, 512)
+        for m in (1, 16, 64, 96, 128, 256, 512, 1024, 4096)
         for n, k in LAYERS
         for blocks in (False, True)
     }

@@ -99,6 +99,35 @@ def test_a_tensor_is_added_to_itself(cpu_backends: CpuBackends) -> None:
             assert_codes(codes, FORMULAS["llama"].quantize(total, norm, scheme))
 
 
+def test_a_tensor_added_to_itself_does_not_keep_others_from_tapes(
+    cpu_backends: CpuBackends,
+) -> None:
+    norm, scheme, tapes = norm_of("llama"), Scheme.of("FP8_BLOCK"), eager.Tapes()
+    x = x_of()
+    for _ in range(3):
+        FORMULAS["llama"].add_codes(tapes, x, x, norm, scheme)
+    assert not tapes
+    for _ in range(3):
+        cpu_backends.calls.clear()
+        FORMULAS["llama"].add_codes(tapes, x_of(), x_of(), norm, scheme)
+    assert cpu_backends.calls == []
+    ((device, *_),) = tapes  # a call on another device has its own first time
+    assert device == x.device
+
+
+def test_a_weight_with_gaps_is_another_weight(cpu_backends: CpuBackends) -> None:
+    norm, scheme, tapes = norm_of("layer"), Scheme.of("FP8_BLOCK"), eager.Tapes()
+    both = torch.randn(2 * K, dtype=torch.bfloat16)
+    norm.weight.data = both[:K]
+    for _ in range(3):
+        FORMULAS["layer"].codes(tapes, x_of(), norm, scheme)
+    norm.weight.data = both[::2]  # from the same address, in the same shape
+    x = x_of()
+    assert_codes(
+        FORMULAS["layer"].codes(tapes, x, norm, scheme), FORMULAS["layer"].quantize(x, norm, scheme)
+    )
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("gated", ["alone", "halves", "apart"])

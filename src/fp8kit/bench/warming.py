@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,9 @@ from fp8kit.bench import tuning
 from fp8kit.bench.operands import unique
 from fp8kit.bench.timing import Timer, time_cases
 from fp8kit.bench.tuning import Wish
+from fp8kit.dispatch import choose
 from fp8kit.errors import teach
+from fp8kit.matmul.problem import BACKENDS
 from fp8kit.modules.fused import FusedActivation, FusedGatedMlp, FusedNorm, Producer
 from fp8kit.modules.fused_diffusers import FusedAdaptiveNorm, FusedFeedForward
 from fp8kit.modules.linear import Fp8Linear
@@ -29,7 +33,8 @@ def warmup(
     """Run every distinct FP8 layer once per row count, so that no request waits for a compiler.
 
     Compiled kernels are kept on disk, and a power of two stands for all row counts below it down to
-    the next, so ``m`` needs one value per size of batch that will come.
+    the next, so ``m`` needs one value per size of batch that will come. Where a kernel is cut in
+    several ways for these, layers run each of them.
 
     Args:
         model: holds ``Fp8Linear`` layers, on the device where they will run.
@@ -66,10 +71,10 @@ def warmup(
     done: set[object] = set()
     with torch.no_grad():
         for module in model.modules():
-            for rows in m:
-                key = (_kind(module), rows)
-                if key[0] is not None and key not in done:
-                    done.add(key)
+            kind = _kind(module)
+            for rows in dict.fromkeys(count for most in m for count in _row_counts(module, most)):
+                if kind is not None and (kind, rows) not in done:
+                    done.add((kind, rows))
                     _run(module, rows)
     for device in {layer.weight.device for layer in layers}:
         if device.type == "cuda":
@@ -125,6 +130,24 @@ def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = ti
         tuning.keep(outcome.table)
         for fault in outcome.faults:
             warnings.warn(f"Rejected while tuning: {fault}", stacklevel=3)
+
+
+def _row_counts(module: nn.Module, rows: int) -> list[int]:
+    """Add to a row count those of its power of two for which kernels are cut otherwise."""
+    if not isinstance(module, Fp8Linear):
+        return [rows]
+    problems = [module.problem(rows)]
+    if isinstance(module.shared, SharedInput):
+        members = module.shared.members
+        problems = [member.problem(rows) for member in members]
+        if rows <= MOST_JOINED_ROWS and can_join(members):
+            problems = [replace(problems[0], n=sum(problem.n for problem in problems))]
+    found = [rows]
+    with torch.cuda.device(module.weight.device) if module.weight.is_cuda else nullcontext():
+        for problem in problems:
+            cuts = getattr(choose(BACKENDS, problem).module, "row_counts", None)
+            found += [] if cuts is None else cuts(problem)
+    return found
 
 
 def _kind(module: nn.Module) -> object:

@@ -22,11 +22,11 @@ from torch import Tensor
 from fp8kit import nvrtc, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
-from fp8kit.matmul.swap_ab_tile import TILE_K, Tile, choose_tile, values_tile
+from fp8kit.matmul.swap_ab_tile import TILE_K, Tile, choose_tile, every_cut, values_tile
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
 MOST_ROWS = 4096
-_MOST_FAST_ROWS = 512
+_MOST_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
 _SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
@@ -38,8 +38,11 @@ def supports(problem: MatmulProblem) -> str | None:
         return "written for sm90 (wgmma)"
     if problem.m > MOST_ROWS:
         return f"made for at most {MOST_ROWS} rows"
-    if problem.accum == "fast" and problem.m > _MOST_FAST_ROWS:
-        return f"sums precisely; over {_MOST_FAST_ROWS} rows fast sums take less time elsewhere"
+    many = problem.m > _MOST_ROWS_OF_TORCH
+    if many and problem.accum == "fast" and problem.w_group != BLOCK:  # which nobody sums fast
+        return f"sums precisely; over {_MOST_ROWS_OF_TORCH} rows torch's fast sums take less time"
+    if many and problem.x_group == problem.w_group == TENSOR:
+        return f"over {_MOST_ROWS_OF_TORCH} rows torch's kernel for one scale each takes less time"
     if problem.batch_invariant:
         return "more rows than it takes would go to another kernel"
     if (problem.x_group, problem.w_group) not in _PAIRS:
@@ -49,6 +52,12 @@ def supports(problem: MatmulProblem) -> str | None:
     if problem.k % ALIGN:
         return f"needs K in multiples of {ALIGN}, got {problem.k}"
     return nvrtc.missing()
+
+
+def row_counts(problem: MatmulProblem) -> list[int]:
+    """Give row counts that run every kernel which problems of this power of two compile."""
+    processors, blocks = _processors(torch.cuda.current_device()), problem.w_group == BLOCK
+    return every_cut(problem.m, problem.n, problem.k, processors, blocks)
 
 
 def run(

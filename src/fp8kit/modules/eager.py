@@ -159,12 +159,15 @@ def make_codes(
         options: whatever else the result depends on.
     """
     ordinary = all(t is None or type(t) in _PLAIN for t in constants)
-    if not (ordinary and _unseen() and all(map(_strided_plain, inputs))):
+    apart = len({x.data_ptr() for x in inputs}) == len(inputs)  # a tape tells them by address
+    if not (ordinary and apart and _unseen() and all(map(_strided_plain, inputs))):
         return make(directly=False)
     # options are compared, which is by identity as a rule, and need not be hashed
     state: State = [options]
-    state += [None if t is None else (t.data_ptr(), t.shape, t.dtype) for t in constants]
-    key = tuple([(x.shape, x.stride(), x.dtype) for x in inputs])
+    state += [
+        None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in constants
+    ]
+    key = (inputs[0].device, *[(x.shape, x.stride(), x.dtype) for x in inputs])
     found = tapes.get(key)
     if found is not None and found[0] == state:
         taped = found[1]
