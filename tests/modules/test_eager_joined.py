@@ -47,6 +47,17 @@ def called(joined: SharedInput, x: Tensor, codes: RowCodes | None = None) -> lis
     return [member(x) for member in joined.members]
 
 
+def assert_taped(joined: SharedInput, backends: CpuBackends) -> None:
+    """Assert that calls are repeated from the third on, and that each gives what operators give."""
+    for turn in range(5):
+        x = x_of()
+        backends.calls.clear()
+        results = called(joined, x)
+        assert backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
+        for member, y in zip(joined.members, results, strict=True):
+            assert_bits_equal(y, operator(member, x))
+
+
 def warmed(joined: SharedInput, backends: CpuBackends) -> SharedInput:
     for _ in range(3):
         called(joined, x_of())
@@ -61,13 +72,7 @@ def warmed(joined: SharedInput, backends: CpuBackends) -> SharedInput:
 def test_joined_layers_are_taped(scheme: str, unchanging: bool, cpu_backends: CpuBackends) -> None:
     joined = group(scheme)
     joined.unchanging = unchanging
-    for turn in range(5):
-        x = x_of()
-        cpu_backends.calls.clear()
-        results = called(joined, x)
-        assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
-        for member, y in zip(joined.members, results, strict=True):
-            assert_bits_equal(y, operator(member, x))
+    assert_taped(joined, cpu_backends)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -99,14 +104,8 @@ def test_the_product_of_codes_by_one_layer_is_taped(scheme: str, cpu_backends: C
 def test_groups_are_taped_in_inference_mode(made_inside: bool, cpu_backends: CpuBackends) -> None:
     with torch.inference_mode(made_inside):
         joined = group()
-    for turn in range(4):
-        with torch.inference_mode():
-            x = x_of()
-            cpu_backends.calls.clear()
-            results = called(joined, x)
-            assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
-            for member, y in zip(joined.members, results, strict=True):
-                assert_bits_equal(y, operator(member, x))
+    with torch.inference_mode():
+        assert_taped(joined, cpu_backends)
 
 
 def other_codes(layer: fp8kit.Fp8Linear) -> dict[str, RowCodes]:

@@ -68,18 +68,20 @@ def warmup(
         )
     if tune:
         tune_layers(layers, m, timer)
-    done: set[object] = set()
+    done, calls = set[object](), 0
     with torch.no_grad():
         for module in model.modules():
             kind = _kind(module)
+            if kind is None or kind in done:
+                continue
+            done.add(kind)
             for rows in dict.fromkeys(count for most in m for count in _row_counts(module, most)):
-                if kind is not None and (kind, rows) not in done:
-                    done.add((kind, rows))
-                    _run(module, rows)
+                _run(module, rows)
+                calls += 1
     for device in {layer.weight.device for layer in layers}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return len(done)
+    return calls
 
 
 def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish]:

@@ -137,15 +137,9 @@ def rounded_product(x, y):
         return narrow(widen(x) * widen(y), x.dtype)
     elif x.dtype == tl.bfloat16:
         # minus zero is what leaves a zero product its sign; plain mul needs sm90
-        return tl.inline_asm_elementwise(
-            "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
-            "=r,r,r", [x, y], tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
+        return _by_pairs("{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}", x, y)
     else:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;",
-            "=r,r,r", [x, y], tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+        return _by_pairs("mul.rn.f16x2 $0, $1, $2;", x, y)
 
 
 @triton.jit
@@ -154,15 +148,14 @@ def rounded_sum(x, y):
     if INTERPRETED or x.dtype == tl.float32:
         return narrow(widen(x) + widen(y), x.dtype)
     elif x.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "{.reg .b32 o; mov.b32 o, 0x3f803f80; fma.rn.bf16x2 $0, $1, o, $2;}",
-            "=r,r,r", [x, y], tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
+        return _by_pairs("{.reg .b32 o; mov.b32 o, 0x3f803f80; fma.rn.bf16x2 $0, $1, o, $2;}", x, y)
     else:
-        return tl.inline_asm_elementwise(
-            "add.rn.f16x2 $0, $1, $2;",
-            "=r,r,r", [x, y], tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+        return _by_pairs("add.rn.f16x2 $0, $1, $2;", x, y)
+
+
+@triton.jit
+def _by_pairs(INSTRUCTION: tl.constexpr, x, y):
+    return tl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [x, y], x.dtype, is_pure=True, pack=2)
 
 
 @triton.jit
