@@ -33,10 +33,15 @@ def test_a_graph_that_came_too_late_is_timed_again(
     )
     monkeypatch.setattr(timing, "_event", lambda: event)
     monkeypatch.setattr(torch.cuda, "_sleep", sleeps.append)
-    found = timing._milliseconds(SimpleNamespace(replay=lambda: None))
-    tries = min(late + 1, timing._MOST_DOUBLINGS)
-    assert found == tries
+    clock, graph = timing._Clock(), SimpleNamespace(replay=lambda: None)
+    longest = timing._LONGEST_HAND_OVER
+    tries = min(late, (longest // timing._HAND_OVER).bit_length() - 1) + 1
+    assert clock.milliseconds(graph) == tries
     assert sleeps == [timing._HAND_OVER * 2**i for i in range(tries)]
+    assert sleeps[-1] <= longest
+
+    assert clock.milliseconds(graph) == tries + 1  # the next one is given as long at once
+    assert sleeps[-1] == sleeps[-2]
 
 
 @pytest.mark.gpu
@@ -47,5 +52,5 @@ def test_what_the_host_needs_does_not_decide_how_many_calls_a_graph_has() -> Non
         time.sleep(1e-3)
         x.add_(1)
 
-    _, calls = timing._capture(slow_to_launch, 2, Effort(round_ms=1.0))
+    _, calls = timing._capture(slow_to_launch, 2, Effort(round_ms=1.0), timing._Clock())
     assert calls > 100  # of a microsecond or two on the GPU

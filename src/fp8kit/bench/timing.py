@@ -21,8 +21,7 @@ Timer = Callable[[Mapping[str, Case], int, "Effort", torch.device], dict[str, fl
 
 _CUDA = torch.device("cuda")
 _MOST_CALLS = 400
-_HAND_OVER = 400_000  # clock cycles of the GPU, doubled until the host is quicker
-_MOST_DOUBLINGS = 6
+_HAND_OVER, _LONGEST_HAND_OVER = 400_000, 12_800_000  # clock cycles of the GPU
 _MOST_COPIES = 64
 _CPU_CACHE = 32 * 2**20
 
@@ -84,11 +83,12 @@ def copies_past_cache(bytes_per_call: int, device: torch.device = _CUDA) -> int:
 
 
 def _time_graphs(cases: Mapping[str, Case], copies: int, effort: Effort) -> dict[str, float]:
-    graphs = {name: _capture(case, copies, effort) for name, case in cases.items()}
+    clock = _Clock()
+    graphs = {name: _capture(case, copies, effort, clock) for name, case in cases.items()}
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(effort.rounds):
         for name, (graph, calls) in graphs.items():
-            times[name].append(_milliseconds(graph) * 1e3 / calls)
+            times[name].append(clock.milliseconds(graph) * 1e3 / calls)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
@@ -110,7 +110,9 @@ def _time_calls(cases: Mapping[str, Case], copies: int, effort: Effort) -> dict[
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def _capture(case: Case, copies: int, effort: Effort) -> tuple[torch.cuda.CUDAGraph, int]:
+def _capture(
+    case: Case, copies: int, effort: Effort, clock: _Clock
+) -> tuple[torch.cuda.CUDAGraph, int]:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -118,7 +120,7 @@ def _capture(case: Case, copies: int, effort: Effort) -> tuple[torch.cuda.CUDAGr
             case(i)
     torch.cuda.current_stream().wait_stream(side)
     graph = _graph_of(case, copies, copies)
-    calls = calls_for(effort, _milliseconds(graph) / copies, copies)
+    calls = calls_for(effort, clock.milliseconds(graph) / copies, copies)
     return (graph if calls == copies else _graph_of(case, calls, copies)), calls
 
 
@@ -144,19 +146,28 @@ def _graph_of(case: Case, calls: int, copies: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = _event(), _event()
-    for doublings in range(_MOST_DOUBLINGS):
-        # else the way of the graph from the host to the GPU is timed, too
-        torch.cuda._sleep(_HAND_OVER << doublings)  # type: ignore[no-untyped-call]
-        start.record()
-        graph.replay()
-        late = start.query()  # type: ignore[no-untyped-call]
-        end.record()
-        end.synchronize()
-        if not late:
-            break
-    return float(start.elapsed_time(end))
+class _Clock:
+    """Times graphs that are with the GPU before the time starts, and learns how long that takes.
+
+    Otherwise the way of a graph from the host to the GPU is timed, too.
+    """
+
+    def __init__(self) -> None:
+        self._cycles = _HAND_OVER
+
+    def milliseconds(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Replay a graph, again if it came too late."""
+        start, end = _event(), _event()
+        while True:
+            torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
+            start.record()
+            graph.replay()
+            late = start.query()  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+            if not late or self._cycles >= _LONGEST_HAND_OVER:
+                return float(start.elapsed_time(end))
+            self._cycles *= 2
 
 
 def _event() -> torch.cuda.Event:
