@@ -123,16 +123,24 @@ def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     """
     if m <= _FEW_ROWS:
         return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors)
+    return min(cuts(m), key=lambda tile: microseconds(tile, (m, n, k), processors, block_scales))
+
+
+def cuts(m: int) -> list[Tile]:
+    """Give the cuts that are considered for more than 64 rows.
+
+    Args:
+        m: rows of ``x``.
+    """
     even = -(-m // (16 * -(-m // _MOST_COLS))) * 16  # tokens of a tile, if all have as many
-    cuts = [(False, even, groups) for groups in (1, 2, 3)]
-    cuts += [(True, cols, groups) for cols in _TOKEN_ROWS_COLS for groups in (1, 2, 3)]
-    tiles = [
+    sides = [(False, even), *((True, cols) for cols in _TOKEN_ROWS_COLS)]
+    return [
         _deepest(cols, groups, split, 1, token_rows)
-        for token_rows, cols, groups in cuts
+        for token_rows, cols in sides
+        for groups in (1, 2, 3)
         for split in (1, 2, 3, 4)
         if cols <= _MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
     ]
-    return min(tiles, key=lambda tile: _microseconds(tile, m, n, k, processors, block_scales))
 
 
 def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool) -> list[int]:
@@ -173,28 +181,78 @@ def _few_rows(cols: int, n: int, k: int, processors: int) -> Tile:
     return _deepest(cols, 2, 1, 1)
 
 
-def _microseconds(tile: Tile, m: int, n: int, k: int, processors: int, block_scales: bool) -> float:
-    # fitted to 1900 measured cuts of 15 layers at 96 to 512 rows on an H200: the cut with the least
-    # of these takes 1.2 % longer than the best one in the mean; a step is the multiplication or the
-    # way of its operands from the L2 cache
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What the parts of a product take, in microseconds on an H200.
+
+    ``benchmarks/tiles.py`` measures cuts and fits these. They are of 1900 cuts of 15 layers at 96
+    to 512 rows, where what they prefer takes 1.2 % longer than the best cut in the mean.
+
+    Args:
+        steps: a step of 128 along K, by warpgroups.
+        area: of a step for every 64 x 128 results.
+        alone: of a step whose sum nothing overlaps.
+        crowded: factor on a step where one warpgroup has the tokens as rows, or the ring is short.
+        block_tokens: factor on a step with block scales, tokens as rows.
+        block_weights: likewise, weights as rows.
+        sums: of a split K, by blocks from two on.
+        write: scaling and writing 64 x 128 results.
+        cache: bytes from the L2 cache, of all multiprocessors together.
+        memory: bytes of weights that are read.
+    """
+
+    steps: tuple[float, float, float] = (0.17, 0.20, 0.29)
+    area: float = 0.052
+    alone: float = 0.13
+    crowded: float = 1.1
+    block_tokens: float = 1.37
+    block_weights: float = 1.47
+    sums: tuple[float, float, float] = (2.1, 2.5, 3.3)
+    write: float = 0.68
+    cache: float = 14.8e6
+    memory: float = 4.8e6
+
+
+_COSTS = Costs()
+
+
+def microseconds(
+    tile: Tile,
+    problem: tuple[int, int, int],
+    processors: int,
+    block_scales: bool,
+    costs: Costs = _COSTS,
+) -> float:
+    """Estimate the time of a product, to compare cuts of it.
+
+    Args:
+        tile: the cut.
+        problem: ``(M, N, K)``.
+        processors: multiprocessors of the GPU.
+        block_scales: as in ``choose_tile``.
+        costs: of the parts.
+    """
+    m, n, k = problem
     tiles = -(-n // tile.weights) * -(-m // tile.tokens)
     clusters = _clusters(processors)[tile.split]
     full, left = divmod(tiles, clusters * tile.split)
     steps = -(-k // TILE_K)
     part, sums, blocks = steps, 0.0, min(tiles, processors)
     if tile.split > 1 and 0 < left <= clusters:
-        part, sums = _up(-(-steps // tile.split), 4), (2.1, 2.5, 3.3)[tile.split - 2]
+        part, sums = _up(-(-steps // tile.split), 4), costs.sums[tile.split - 2]
         blocks = min(tiles * tile.split, processors)
     area = tile.groups * tile.cols / _MOST_COLS
-    step = (0.17, 0.20, 0.29)[tile.groups - 1] + 0.052 * area
-    step += 0.13 if tile.run == 1 and tile.groups < 3 else 0.0
-    step *= 1.1 if (tile.token_rows and tile.groups == 1) or tile.stages < 4 else 1.0
+    step = costs.steps[tile.groups - 1] + costs.area * area
+    step += costs.alone if tile.run == 1 and tile.groups < 3 else 0.0
+    if (tile.token_rows and tile.groups == 1) or tile.stages < 4:
+        step *= costs.crowded
     if block_scales:
-        step *= 1.37 if tile.token_rows else 1.47
-    step = max(step, (tile.rows + tile.cols) * TILE_K * blocks / 14.8e6)
-    write = 0.68 * area
+        step *= costs.block_tokens if tile.token_rows else costs.block_weights
+    # the multiplication, or the way of its operands from the L2 cache
+    step = max(step, (tile.rows + tile.cols) * TILE_K * blocks / costs.cache)
+    write = costs.write * area
     multiply = full * (steps * step + write) + (left > 0) * (part * step + write + sums)
-    return max(multiply, n * k / 4.8e6)
+    return max(multiply, n * k / costs.memory)
 
 
 def _room(resident: int) -> int:

@@ -1,0 +1,222 @@
+"""Measure cuts of the own product on Hopper, and fit the costs by which it chooses one.
+
+    python benchmarks/tiles.py measure OUT.json [--shapes 8b,ds] [--rows 96,128,256,512]
+        [--scales row,block] [--within 1.5] [--seconds 500]
+    python benchmarks/tiles.py fit OUT.json [--trials 2000]
+
+``measure`` times the product alone, of codes that are there already, in every cut that may be the
+best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it looks for
+costs whose choice takes the least time of what was measured, and prints them with what a choice by
+them, and by today's, loses against the best cut. They belong in ``swap_ab_tile.Costs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import fp8kit
+from checking import Checked
+from fp8kit.bench.timing import QUICK
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.swap_ab_tile import Costs, Tile, cuts, microseconds
+from layers import chosen
+from timing import Case, copies_past_l2, time_cases, write_results
+
+ROWS = "96,128,192,256,384,512,1024"
+PAIRS = {"row": (fp8kit.ROW, fp8kit.ROW), "block": (fp8kit.GROUP128, fp8kit.BLOCK)}
+# against the exact product of the same operands: the rounding of a bf16 result is 1.7e-3
+LARGEST_ERROR = 4e-3
+# how far a trial moves a cost, and how many of them
+SPREAD, SHARE = 0.08, 0.3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one product.
+
+    Args:
+        problem: ``(M, N, K)``.
+        processors: multiprocessors of the GPU.
+        block_scales: whether it has block scales.
+        us: microseconds by cut.
+    """
+
+    problem: tuple[int, int, int]
+    processors: int
+    block_scales: bool
+    us: dict[Tile, float]
+
+    def loss(self, costs: Costs) -> float:
+        """Give what the choice by some costs takes longer than the best cut, as a part of that."""
+
+        def estimate(tile: Tile) -> float:
+            return microseconds(tile, self.problem, self.processors, self.block_scales, costs)
+
+        return self.us[min(self.us, key=estimate)] / min(self.us.values()) - 1
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure or fit."""
+    arguments = parse(argv)
+    if arguments.verb == "measure":
+        measure(arguments)
+    else:
+        report_fit(arguments.file, arguments.trials)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    add = verbs.add_parser("measure").add_argument
+    add("file", type=Path)
+    add("--shapes", default="8b,ds,dit")
+    add("--rows", default=ROWS)
+    add("--scales", default="row,block")
+    add("--within", type=float, default=1.5, help="of the best estimate; others are not measured")
+    add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
+    add = verbs.add_parser("fit").add_argument
+    add("file", type=Path)
+    add("--trials", type=int, default=2000)
+    return parser.parse_args(argv)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Time the cuts of every product, print the best, and write the result file."""
+    deadline = time.monotonic() + arguments.seconds
+    rows: list[dict[str, Any]] = []
+    for name, (n, k) in chosen(arguments.shapes).items():
+        copies = copies_past_l2(n * k)
+        dense = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
+        for scales in arguments.scales.split(","):
+            w_q = fp8kit.quantize(dense, PAIRS[scales][1], role="weight")
+            weights = [w_q, *(replace(w_q, data=w_q.data.clone()) for _ in range(copies - 1))]
+            for m in map(int, arguments.rows.split(",")):
+                if time.monotonic() > deadline:
+                    print(f"{name} {scales} m={m}: skipped, out of time", flush=True)
+                    continue
+                row = measure_product(m, scales, weights, arguments.within)
+                rows.append({"shape": name, "m": m, "n": n, "k": k, "scales": scales, **row})
+                report(rows[-1])
+                write_results(arguments.file, rows, what="cuts of products, microseconds")
+
+
+@torch.no_grad()
+def measure_product(
+    m: int, scales: str, weights: list[fp8kit.QTensor], within: float
+) -> dict[str, Any]:
+    """Check and time the cuts of one product, against each other."""
+    n, k = weights[0].data.shape
+    x_q = fp8kit.quantize(torch.randn(m, k, device="cuda", dtype=torch.bfloat16), PAIRS[scales][0])
+    exact = fp8kit.dequantize(x_q) @ fp8kit.dequantize(weights[0]).t()
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    tiles = promising((m, n, k), processors, scales == "block", within)
+    checked = Checked()
+    for i, tile in enumerate(tiles):
+        checked.add(str(i), product(tile, x_q, weights, scales), exact, LARGEST_ERROR)
+    times = time_cases(checked.cases, len(weights), QUICK)
+    cut = [{"tile": asdict(tiles[int(i)]), "us": us} for i, us in times.items()]
+    failed = {str(tiles[int(i)]): why for i, why in checked.failed.items()}
+    return {"processors": processors, "cuts": cut} | ({"failed": failed} if failed else {})
+
+
+def promising(
+    problem: tuple[int, int, int], processors: int, block_scales: bool, within: float
+) -> list[Tile]:
+    """Give the cuts whose estimate is near the best one."""
+    estimates = {t: microseconds(t, problem, processors, block_scales) for t in cuts(problem[0])}
+    best = min(estimates.values())
+    return [tile for tile, estimate in estimates.items() if estimate <= within * best]
+
+
+def product(tile: Tile, x_q: fp8kit.QTensor, weights: list[fp8kit.QTensor], scales: str) -> Case:
+    """Bind operands to the own product in one cut."""
+    from fp8kit.matmul import swap_ab
+
+    pair, out = PAIRS[scales], torch.bfloat16
+    problem = MatmulProblem.of(x_q.data, weights[0].data, pair, out, None, "precise", False)
+
+    def case(i: int) -> Tensor:
+        w_q = weights[i]
+        with mock.patch.object(swap_ab, "choose_tile", return_value=tile):
+            return swap_ab.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, pair, problem)
+
+    return case
+
+
+def report(row: dict[str, Any]) -> None:
+    """Print the best cut of one product, what the choice takes, and what failed."""
+    found = measured(row)
+    best = min(found.us, key=found.us.__getitem__) if found.us else None
+    line = f"{row['shape']:>11} {row['scales']:>5} m={row['m']:<5} {len(found.us)} cuts"
+    if best is not None:
+        line += f", best {found.us[best]:.1f}, the choice {found.loss(Costs()):+.1%}: {best}"
+    line += "".join(f"\n    failed {tile}: {why}" for tile, why in row.get("failed", {}).items())
+    print(line, flush=True)
+
+
+def measured(row: dict[str, Any]) -> Measured:
+    """Read a row of a result file."""
+    us = {Tile(**cut["tile"]): cut["us"] for cut in row["cuts"]}
+    problem = (row["m"], row["n"], row["k"])
+    return Measured(problem, row["processors"], row["scales"] == "block", us)
+
+
+def report_fit(path: Path, trials: int) -> None:
+    """Print fitted costs, and what they and today's lose."""
+    found = [measured(row) for row in json.loads(path.read_text())["rows"]]
+    found = [one for one in found if len(one.us) > 1]
+    fitted = fit(found, trials)
+    for name, costs in (("today", Costs()), ("fitted", fitted)):
+        losses = [one.loss(costs) for one in found]
+        print(f"{name}: {sum(losses) / len(losses):.2%} in the mean, {max(losses):.1%} at most")
+    for field in fields(Costs):
+        print(f"    {field.name} = {getattr(fitted, field.name)}")
+
+
+def fit(found: Sequence[Measured], trials: int) -> Costs:
+    """Search for the costs whose choices lose the least in the mean."""
+    rng = random.Random(0)
+    best = Costs()
+    least = math.fsum(one.loss(best) for one in found)
+    for _ in range(trials):
+        trial = moved(best, rng)
+        loss = math.fsum(one.loss(trial) for one in found)
+        if loss <= least:
+            best, least = trial, loss
+    return best
+
+
+def moved(costs: Costs, rng: random.Random) -> Costs:
+    """Change some costs a little."""
+
+    def near(value: float) -> float:
+        if rng.random() > SHARE:
+            return value
+        return float(f"{value * math.exp(rng.gauss(0, SPREAD)):.3g}")
+
+    def values() -> Iterator[tuple[str, Any]]:
+        for field in fields(Costs):
+            value = getattr(costs, field.name)
+            yield field.name, tuple(map(near, value)) if isinstance(value, tuple) else near(value)
+
+    return Costs(**dict(values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,87 @@
+"""The search for costs finds what it is told to find."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+import tiles as bench
+from fp8kit.matmul.swap_ab_tile import Costs, choose_tile, cuts, microseconds
+
+PROCESSORS = 132
+PROBLEMS = [(m, n, k) for m in (96, 256, 512) for n, k in ((4096, 4096), (10240, 8192))]
+OTHER = replace(Costs(), write=2.0, sums=(0.5, 0.6, 0.7), steps=(0.1, 0.3, 0.6))
+
+
+def as_if(costs: Costs) -> list[bench.Measured]:
+    """Measure a GPU that behaves as some costs say."""
+    return [
+        bench.Measured(
+            problem,
+            PROCESSORS,
+            block_scales,
+            {
+                tile: microseconds(tile, problem, PROCESSORS, block_scales, costs)
+                for tile in cuts(problem[0])
+            },
+        )
+        for problem in PROBLEMS
+        for block_scales in (False, True)
+    ]
+
+
+def mean_loss(found: list[bench.Measured], costs: Costs) -> float:
+    return sum(one.loss(costs) for one in found) / len(found)
+
+
+def test_a_choice_by_the_true_costs_loses_nothing() -> None:
+    assert mean_loss(as_if(OTHER), OTHER) == 0
+    assert mean_loss(as_if(OTHER), Costs()) > 0.02
+
+
+def test_a_fit_comes_nearer_to_the_truth() -> None:
+    found = as_if(OTHER)
+    assert mean_loss(found, bench.fit(found, 300)) < mean_loss(found, Costs()) / 2
+
+
+def test_costs_move_a_little_and_not_all_of_them() -> None:
+    rng = random.Random(0)
+    start = asdict(Costs())
+    changed = [
+        sum(asdict(bench.moved(Costs(), rng))[name] != start[name] for name in start)
+        for _ in range(50)
+    ]
+    assert 0 < sum(changed) < 50 * len(start)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_what_is_chosen_is_promising(problem: tuple[int, int, int]) -> None:
+    tiles = bench.promising(problem, PROCESSORS, False, 1.5)
+    assert choose_tile(*problem, PROCESSORS, False) in tiles
+    assert len(bench.promising(problem, PROCESSORS, False, 1.0)) <= len(tiles)
+    assert len(tiles) < len(cuts(problem[0]))
+
+
+def test_a_result_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {
+            "shape": "8b.o",
+            "scales": "block" if one.block_scales else "row",
+            "processors": one.processors,
+            **dict(zip("mnk", one.problem, strict=True)),
+            "cuts": [{"tile": asdict(tile), "us": us} for tile, us in one.us.items()],
+        }
+        for one in as_if(OTHER)
+    ]
+    assert [bench.measured(row) for row in rows] == as_if(OTHER)
+    path = tmp_path / "cuts.json"
+    bench.write_results(path, rows)
+    bench.main(["fit", str(path), "--trials", "0"])
+    printed = capsys.readouterr().out
+    assert "today: " in printed
+    assert "sums = (2.1, 2.5, 3.3)" in printed
+    bench.report(rows[0])
+    assert "8b.o" in capsys.readouterr().out
