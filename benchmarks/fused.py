@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import fp8kit
 from fp8kit import fused
-from timing import copies_past_l2, time_cases, write_results
+from timing import copies_past_cache, time_cases, write_results
 
 BANDWIDTH, TARGET = 4.3e12, 0.85
 JUDGED_ROWS = 4096
@@ -147,7 +147,7 @@ def measured(name: str, producer: Producer, m: int) -> list[dict[str, Any]]:
     """Time one producer at one M: alone, and fused and unfused for every granularity."""
     shape = (producer.reads, m, producer.k)
     size = 2 * producer.reads * m * producer.k
-    copies = max(1, min(copies_past_l2(size), MOST_BYTES // size))
+    copies = max(1, min(copies_past_cache(size), MOST_BYTES // size))
     x = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
     cases: dict[str, Callable[[int], object]] = {"alone": lambda i: producer.plain(x[i])}
     for kind, options in KINDS.items():

@@ -31,7 +31,7 @@ from fp8kit.formats import E4M3FN
 from layers import SHAPES, chosen, roofline_us
 from peers import Layer, Libraries, Peer, TorchAO, all_peers, load_libraries, peer_cases
 from summary import COMPARISONS, ratios
-from timing import Case, copies_past_l2, environment, time_cases, write_results
+from timing import Case, copies_past_cache, environment, time_cases, write_results
 
 ROWS = "1,2,4,8,16,32,64,96,128,256,512,1024,4096,16384"
 FEW_ROWS = (1, 64, 4096)
@@ -204,7 +204,9 @@ def measure_all(
         if time.monotonic() > deadline:
             print(f"{name}: skipped, out of time", flush=True)
             continue
-        dense = [normal(generator, n, k) * 0.02 for _ in range(copies_past_l2(n * k, bench.device))]
+        dense = [
+            normal(generator, n, k) * 0.02 for _ in range(copies_past_cache(n * k, bench.device))
+        ]
         weights = {
             s: [fp8kit.quantize(w, g, role="weight") for w in dense] for s, g in GROUPS.items()
         }

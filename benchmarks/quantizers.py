@@ -24,7 +24,7 @@ from torch import Tensor
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.quantizers import reference, triton
 from peers import load_libraries
-from timing import Case, copies_past_l2, time_cases, write_results
+from timing import Case, copies_past_cache, time_cases, write_results
 
 E4M3 = torch.float8_e4m3fn
 QuantizeInto = Callable[[Tensor, Tensor, Tensor], None]
@@ -112,7 +112,7 @@ def measure(name: str, m: int, k: int, vllm: Any) -> dict[str, Any]:
     data, scale = ours(kind, first, given)
     check(kind, first, given, data, scale)
     # few rows were written a moment ago by the layer before, and are still in the L2
-    copies = copies_past_l2(3 * m * k) if m > 64 else 1
+    copies = copies_past_cache(3 * m * k) if m > 64 else 1
     inputs = [first, *(torch.randn_like(first) for _ in range(copies - 1))]
     kept: list[Any] = [None] * copies
 

@@ -29,7 +29,7 @@ from fp8kit.formats import GroupShape
 from fp8kit.matmul import triton_scaled
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
 from layers import BANDWIDTH, FLOPS, chosen
-from timing import Case, copies_past_l2, time_cases, write_results
+from timing import Case, copies_past_cache, time_cases, write_results
 
 SCHEMES: dict[str, tuple[GroupShape | None, GroupShape]] = {
     "row": (fp8kit.ROW, fp8kit.ROW),
@@ -70,7 +70,7 @@ def main() -> None:
     deadline = time.monotonic() + arguments.seconds
     rows: list[dict[str, Any]] = []
     for name, (n, k) in chosen(arguments.shapes).items():
-        copies = copies_past_l2(n * k)
+        copies = copies_past_cache(n * k)
         dense = [
             torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)
         ]

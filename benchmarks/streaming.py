@@ -29,6 +29,8 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 
+from timing import commit
+
 HIDDEN, INTERMEDIATE, KV, VOCABULARY = 2048, 8192, 512, 32768
 SHARD_BYTES = 10**9
 PEAK = """
@@ -205,13 +207,6 @@ def measure(folder: Path, source: Path, total: int, runs: int) -> list[dict[str,
         }
         for name in cases
     ]
-
-
-def commit() -> str:
-    """Name the commit that was measured, with a mark if files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    out = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    return out.stdout.strip()
 
 
 if __name__ == "__main__":

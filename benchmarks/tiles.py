@@ -33,7 +33,7 @@ from fp8kit.bench.timing import QUICK
 from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.matmul.swap_ab_tile import Costs, Tile, cuts, microseconds
 from layers import chosen
-from timing import Case, copies_past_l2, time_cases, write_results
+from timing import Case, copies_past_cache, time_cases, write_results
 
 ROWS = "96,128,192,256,384,512,1024"
 PAIRS = {"row": (fp8kit.ROW, fp8kit.ROW), "block": (fp8kit.GROUP128, fp8kit.BLOCK)}
@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace) -> None:
     deadline = time.monotonic() + arguments.seconds
     rows: list[dict[str, Any]] = []
     for name, (n, k) in chosen(arguments.shapes).items():
-        copies = copies_past_l2(n * k)
+        copies = copies_past_cache(n * k)
         dense = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * 0.02
         for scales in arguments.scales.split(","):
             w_q = fp8kit.quantize(dense, PAIRS[scales][1], role="weight")

@@ -13,16 +13,10 @@ from typing import Any
 import torch
 
 from fp8kit.bench.timing import Case as Case
-from fp8kit.bench.timing import copies_past_cache
+from fp8kit.bench.timing import copies_past_cache as copies_past_cache
 from fp8kit.bench.timing import time_cases as time_cases
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_CUDA = torch.device("cuda")
-
-
-def copies_past_l2(bytes_per_call: int, device: torch.device = _CUDA) -> int:
-    """Give the number of operand copies that no L2 cache holds, at least 2, at most 64."""
-    return copies_past_cache(bytes_per_call, device)
 
 
 @functools.cache
@@ -33,13 +27,6 @@ def environment() -> dict[str, Any]:
         "--query-gpu=driver_version,clocks.sm,power.limit",
         "--format=csv,noheader",
     ]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    except OSError:
-        driver = "none"
     try:
         import triton
 
@@ -48,13 +35,29 @@ def environment() -> dict[str, Any]:
         triton_version = "none"
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "driver": driver,
+        "driver": _said(query) or "none",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": triton_version,
         "python": sys.version.split()[0],
-        "commit": commit or os.environ.get("COMMIT", "unknown"),
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """Name the commit that is measured, with a mark if files differ from it."""
+    named = _said(["git", "describe", "--always", "--dirty", "--abbrev=12"])
+    return named or os.environ.get("COMMIT", "unknown")
+
+
+def _said(command: list[str]) -> str:
+    """Give what a program prints, nothing where there is none."""
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 def write_results(path: Path, rows: list[dict[str, Any]], **facts: Any) -> None:

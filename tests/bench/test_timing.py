@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8kit.bench import timing
-from fp8kit.bench.timing import Effort, calls_for
+from fp8kit.bench.timing import Effort, calls_for, copies_past_cache
 
 
 def test_a_round_has_as_many_calls_as_fit_and_every_copy() -> None:
@@ -17,7 +17,16 @@ def test_a_round_has_as_many_calls_as_fit_and_every_copy() -> None:
     assert calls_for(effort, 0.05, 2) == 80
     assert calls_for(effort, 10.0, 3) == 3
     assert calls_for(effort, 0.0, 2) == calls_for(effort, 1e-9, 2) == timing._MOST_CALLS
-    assert calls_for(effort, 10.0, timing._MOST_COPIES) == timing._MOST_COPIES
+    assert calls_for(effort, 10.0, 1024) == 1024
+
+
+def test_the_weights_of_a_small_layer_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = SimpleNamespace(L2_cache_size=60 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    for n, k in ((960, 576), (512, 512), (4096, 14336)):
+        assert copies_past_cache(n * k, torch.device("cuda")) * n * k > 2 * h200.L2_cache_size
+    assert copies_past_cache(1, torch.device("cuda")) == 1024
+    assert copies_past_cache(1, torch.device("cpu")) == 64
 
 
 @pytest.mark.parametrize("late", [0, 2, 99])

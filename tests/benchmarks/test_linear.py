@@ -120,7 +120,7 @@ def timer(cases: Mapping[str, Case], copies: int, **_: object) -> dict[str, floa
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "copies_past_l2", lambda *_: 2)
+    monkeypatch.setattr(linear, "copies_past_cache", lambda *_: 2)
     monkeypatch.setattr(linear, "time_cases", timer)
     monkeypatch.setattr(peers.F, "scaled_mm", fake_block_recipe)
     for name in ("VLLM_SO", "DG_ROOT", "TORCHAO"):
