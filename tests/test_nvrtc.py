@@ -28,11 +28,20 @@ class FakeDriver:
         self.launched: list[dict[str, Any]] = []
         self.kinds: list[Any] = []
         self.status = real.CUresult.CUDA_SUCCESS
+        self.bound: list[str] = []
+        self.cold = False  # whether the thread has no context yet
+
+    def bind(self, context: str) -> Any:
+        self.bound.append(context)
+        self.cold = False
+        return (self.status,)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, _: int) -> Any:
+        if self.cold:
+            return (self._real.CUresult.CUDA_ERROR_INVALID_CONTEXT,)
         addresses = (ctypes.c_void_p * len(self.kinds)).from_address(parameters)
         values = [
             address if kind == "map" else kind.from_address(address).value
@@ -73,13 +82,15 @@ def kernel(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> nvrtc.Kernel:
         "cuModuleLoadData": lambda _: (fake.status, "module"),
         "cuModuleGetFunction": lambda *_: (fake.status, "function"),
         "cuFuncSetAttribute": lambda *_: (fake.status,),
+        "cuDeviceGet": lambda index: (fake.status, f"gpu {index}"),
+        "cuDevicePrimaryCtxRetain": lambda gpu: (fake.status, f"context of {gpu}"),
+        "cuCtxSetCurrent": lambda context: fake.bind(context),
     }
     for name, function in functions.items():
         monkeypatch.setattr(fake, name, function, raising=False)
     monkeypatch.setattr(nvrtc, "cubin", lambda *_: b"image")
     cuda = SimpleNamespace(
         device=lambda _: contextlib.nullcontext(),
-        current_stream=lambda: None,
         current_device=lambda: 0,
         get_device_capability=lambda _: (9, 0),
     )
@@ -116,6 +127,21 @@ def test_a_launch_passes_grid_stream_attributes_and_arguments(
     early = int(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
     assert first["attributes"] == [early, cluster]
     assert (second["grid"], second["attributes"]) == (8, [cluster])
+
+
+def test_a_thread_without_a_context_is_given_that_of_the_device(
+    kernel: nvrtc.Kernel, fake: FakeDriver
+) -> None:
+    x, y = torch.zeros(4, 16), torch.zeros(4, 16)
+    given = arguments(x, y, fake)
+    repeated = nvrtc.KernelLaunch(kernel, 6, given, True)
+    fake.bound.clear()
+    for launch in (lambda: kernel.launch(6, given, overlap=True), lambda: repeated.start(STREAM)):
+        fake.cold = True
+        launch()
+        launch()
+    assert fake.bound == ["context of gpu 0"] * 2
+    assert len(fake.launched) == 4
 
 
 def test_a_repeated_launch_changes_addresses_and_stream_alone(
@@ -226,11 +252,15 @@ def test_an_image_is_compiled_once_and_anew_if_damaged(
     assert nvrtc.cubin(EMPTY, "sm_90a") == image
     assert compiled == ["sm_90a"]
     (stored,) = (tmp_path / "cubin").iterdir()
-    assert stored.read_bytes() == image
-    stored.write_bytes(b"")
-    assert nvrtc.cubin(EMPTY, "sm_90a") == image
+    whole = stored.read_bytes()
+    assert whole.endswith(image)
+    zeroed = whole[: len(whole) // 2].ljust(len(whole), b"\0")
+    for damaged in (b"", whole[: len(whole) // 2], zeroed, image):
+        stored.write_bytes(damaged)
+        assert nvrtc.cubin(EMPTY, "sm_90a") == image
+        assert stored.read_bytes() == whole
     assert nvrtc.cubin(EMPTY, "sm_100a") != image
-    assert compiled == ["sm_90a", "sm_90a", "sm_100a"]
+    assert compiled == [*["sm_90a"] * 5, "sm_100a"]
 
 
 @COMPILER

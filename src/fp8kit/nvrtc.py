@@ -7,16 +7,14 @@ in milliseconds. A damaged file is compiled anew.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +22,11 @@ from cuda.bindings import driver, nvrtc
 from torch import Tensor
 
 from fp8kit import settings, tape
+from fp8kit.caching import write_whole
 
-_ELF = b"\x7fELF"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_OPTIONS = (b"--std=c++17",)
+_NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _ATTRIBUTE = driver.CUlaunchAttributeID
 _DYNAMIC_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -55,15 +56,15 @@ class Kernel:
         device: torch.device,
     ) -> None:
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes torch's context current before the driver is used
+            _bind(device.index)
             major, minor = torch.cuda.get_device_capability(device)
             suffix = "a" if major >= 9 else ""
             image = cubin(source, f"sm_{major}{minor}{suffix}")
             module = _checked(driver.cuModuleLoadData(image))
             self._function = _checked(driver.cuModuleGetFunction(module, name.encode()))
             _checked(driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared_bytes))
-        self.name = name
         self._block, self._cluster, self._shared_bytes = block, cluster, shared_bytes
+        self.device = device.index
         self._configs = {overlap: self._config(overlap) for overlap in (False, True)}
         self._lock = threading.Lock()
 
@@ -83,11 +84,10 @@ class Kernel:
         with self._lock:  # threads share the configuration
             config.gridDimX = blocks
             config.hStream = stream
-            status = driver.cuLaunchKernelEx(
-                config, self._function, ctypes.addressof(parameters), 0
-            )
-        if status[0]:
-            _checked(status)
+            launch = (config, self._function, ctypes.addressof(parameters), 0)
+            status = driver.cuLaunchKernelEx(*launch)
+            if status[0]:
+                _launch_again(status, launch, self.device)
         if tape.recording():
             tape.note(KernelLaunch(self, blocks, arguments, overlap))
 
@@ -118,6 +118,7 @@ class KernelLaunch:
         self, kernel: Kernel, blocks: int, arguments: Sequence[Any], overlap: bool
     ) -> None:
         self._function, self._config = kernel._function, kernel._config(overlap)
+        self._device = kernel.device
         self._config.gridDimX = blocks
         self._config.hStream = self._stream = 0
         # cells of its own: the values in them change
@@ -153,7 +154,22 @@ class KernelLaunch:
             self._config.hStream = self._stream = stream
         status = driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)
         if status[0]:
-            _checked(status)
+            launch = (self._config, self._function, self._address, 0)
+            _launch_again(status, launch, self._device)
+
+
+def _launch_again(status: Any, launch: tuple[Any, ...], device: int) -> None:
+    if status[0] == _NO_CONTEXT:
+        _bind(device)
+        status = driver.cuLaunchKernelEx(*launch)
+    _checked(status)
+
+
+def _bind(device: int) -> None:
+    # a thread that has just begun has no context: torch makes its own current in what it launches
+    # itself, and neither when a device is chosen nor when a stream is asked for
+    context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
+    _checked(driver.cuCtxSetCurrent(context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,16 +315,22 @@ def cubin(source: str, architecture: str) -> bytes:
         RuntimeError: if the source does not compile, with the compiler's log.
     """
     version = ".".join(map(str, _checked(nvrtc.nvrtcVersion())))
-    digest = hashlib.sha256("\0".join((source, architecture, version)).encode()).hexdigest()
+    identity = "\0".join((source, architecture, version, *map(str, _OPTIONS)))
+    digest = hashlib.sha256(identity.encode()).hexdigest()
     path = settings.CACHE_DIR / "cubin" / f"{digest}.cubin"
     try:
-        image = path.read_bytes()
+        stored = path.read_bytes()
     except OSError:
-        image = b""
-    if image.startswith(_ELF):
+        stored = b""
+    check, image = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+    if image and hashlib.sha256(image).digest() == check:
         return image
     image, _ = compiled(source, architecture)
-    _store(path, image)
+    # several processes may compile at once: whole files appear, and losing is harmless; a read-only
+    # home costs a compilation per process, nothing else
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(path, hashlib.sha256(image).digest() + image)
     return image
 
 
@@ -327,7 +349,7 @@ def compiled(source: str, architecture: str) -> tuple[bytes, str]:
     """
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"fp8kit.cu", 0, [], []))
     try:
-        options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+        options = [f"--gpu-architecture={architecture}".encode(), *_OPTIONS]
         status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
         # the log is written into the object itself, and Python shares all bytes of length one
         log = bytes(1 + _checked(nvrtc.nvrtcGetProgramLogSize(program)))
@@ -340,17 +362,6 @@ def compiled(source: str, architecture: str) -> tuple[bytes, str]:
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return image, said
-
-
-def _store(path: Path, image: bytes) -> None:
-    # several processes may compile at once: whole files appear by rename, and losing is harmless
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(image)
-        os.replace(file.name, path)
-    except OSError:
-        return  # a read-only home costs a compilation per process, nothing else
 
 
 def _overlap_attribute() -> Any:

@@ -1,0 +1,67 @@
+"""Files in the cache directory, also while other processes write them."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8kit.caching import locked, write_whole
+
+COUNT = """
+import sys
+from pathlib import Path
+from fp8kit.caching import locked, write_whole
+path = Path(sys.argv[1])
+for _ in range(50):
+    with locked(path):
+        write_whole(path, str(int(path.read_text()) + 1).encode())
+"""
+
+
+def test_a_file_is_written_with_its_folder_and_the_mode_that_the_user_wants(tmp_path: Path) -> None:
+    path, plain = tmp_path / "a" / "b.json", tmp_path / "plain"
+    write_whole(path, b"one")
+    write_whole(path, b"two")
+    plain.touch()
+    assert path.read_bytes() == b"two"
+    assert [p.name for p in path.parent.iterdir()] == ["b.json"]
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_what_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+
+    def broken(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        write_whole(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_processes_change_a_file_one_after_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "count"
+    path.write_text("0")
+    run = [sys.executable, "-c", COUNT, str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    started = [subprocess.Popen(run, env=environment) for _ in range(3)]
+    assert [process.wait() for process in started] == [0, 0, 0]
+    assert path.read_text() == "150"
+
+
+def test_a_lock_ends_with_what_it_is_for(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for _ in range(2):
+        with pytest.raises(KeyError), locked(path):
+            raise KeyError
+    assert not path.exists()
