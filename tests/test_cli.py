@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -305,10 +306,16 @@ def test_tune_stores_or_writes_its_table(
     wishes: list[tuning.Wish] = []
     case = Case("row*row", "precise", 16, 64, 128)
     outcome = tuning.Outcome(Table("Toy", 1e12, 1e15, {case: {"bf16": 4.0, "swap_ab": 2.0}}))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+    def tune(asked: list[tuning.Wish], *_: object, store: Callable[[Table], None], **__: object):
+        wishes.extend(asked)
+        store(outcome.table)
+        return outcome
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(tuning, "keep", kept.append)
-    monkeypatch.setattr(tuning, "tune", lambda w, *_, **__: wishes.extend(w) or outcome)
+    monkeypatch.setattr(tuning, "tune", tune)
     place = () if stored else ("--output", tmp_path / "t.json")
     schemes = ("--scheme", "FP8_BLOCK", "--scheme", "FP8")
     result = run("tune", "--shapes", "64x128", "-m", "16", *schemes, *place)
@@ -318,6 +325,23 @@ def test_tune_stores_or_writes_its_table(
     assert kept == ([outcome.table] if stored else [])
     if not stored:
         assert Table.from_json((tmp_path / "t.json").read_text()) == outcome.table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--device", "cuda:7", "--shapes", "64x64"), "this machine has 1, from cuda:0 on"),
+        (("--device", "gpu"), "is no device"),
+        (("--shipped-shapes", "--shapes", "64x64", "-m", "1"), "leave out shapes, rows"),
+        (("--shipped-shapes", "--accum", "fast"), "leave out accum"),
+    ],
+    ids=["absent", "unknown", "twice", "accum"],
+)
+def test_tune_refuses_what_it_would_ignore(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert said in failure(run("tune", *arguments))
 
 
 def test_env() -> None:

@@ -15,9 +15,11 @@ from fp8kit.dispatch import choose
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul import problem as matmul
 from fp8kit.measurements import Case, Table
+from fp8kit.modules.shared import can_join, would_join
 from fp8kit.report import Record, Report
 
 FIRST = "torch_native"
+JOINED = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_WEIGHT_ONLY")
 
 
 @pytest.fixture
@@ -155,6 +157,26 @@ def test_siblings_are_judged_as_they_run(measured: Callable[..., None]) -> None:
     measured({**alone, joined: (5.9, 9.0)})  # above 512 rows nothing is joined
     assert converted(fp8kit.plan(model, m=1024)) == []
     assert len(converted(fp8kit.plan(model, m=16, fuse="none"))) == 0
+
+
+def test_siblings_that_cannot_be_joined_are_judged_alone(measured: Callable[..., None]) -> None:
+    times = {row(16, n, 512): (3.0, 2.0) for n in (256, 1024)} | {row(16, 1536, 512): (0.1, 9.0)}
+    attention = Attention()
+    attention.k_proj.bias = None
+    measured(times)
+    assert converted(fp8kit.plan(nn.Sequential(attention).bfloat16(), m=16)) == []
+    assert len(converted(fp8kit.plan(nn.Sequential(Attention()).bfloat16(), m=16))) == 3
+
+
+@pytest.mark.parametrize("n", [(576, 192, 192), (512, 256, 192)])
+def test_what_would_join_joins(n: tuple[int, ...]) -> None:
+    for scheme in SCHEMES.values():
+        dense = [nn.Linear(128, features, bias=False) for features in n]
+        scale = torch.ones(1, 1) if scheme.static else None
+        members = [fp8kit.Fp8Linear.from_linear(layer, scheme, scale) for layer in dense]
+        assert would_join(scheme, dense) == can_join(members)
+        blocks = n[0] % 128 == 0 or scheme.weight != fp8kit.BLOCK
+        assert would_join(scheme, dense) == (blocks and scheme.name in JOINED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -15,7 +15,7 @@ from fp8kit.dispatch import choose, require
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul import problem as matmul
-from fp8kit.measurements import DENSE, Estimate, table_for
+from fp8kit.measurements import DENSE, REJECTED, Estimate, table_for
 from fp8kit.quantizers import problem as quantizers
 from fp8kit.quantizers.fused_problem import FUSED_BACKENDS
 
@@ -219,7 +219,7 @@ class Timed:
 
     us: tuple[tuple[str, float], ...]
     device_type: str = "cpu"
-    configuration: str = ""
+    configuration: str | None = None
 
     def estimate(self) -> Estimate:
         return Estimate(dict(self.us), "measured")
@@ -250,6 +250,10 @@ def timed_table(monkeypatch: pytest.MonkeyPatch) -> dispatch.BackendTable:
         ({"first": 2.0, "second:gone": 1.0, "second": 1.5}, "second", "", 1.5),
         ({"first": 2.0, "second:gone": 1.0}, "first", "", 2.0),
         ({"first": 2.0, "unheard_of": 1.0, "bf16": 0.5}, "first", "", 2.0),
+        ({"first": REJECTED, "second": 1.0}, "second", "", 1.0),
+        ({"first": REJECTED}, "second", "", None),
+        ({"first": 2.0, "second": REJECTED, "second:wide": 1.0}, "second", "wide", 1.0),
+        ({"first": 2.0, "second": 1.0, "second:wide": REJECTED}, "second", "", 1.0),
     ],
     ids=str,
 )
@@ -287,10 +291,20 @@ def test_the_choice_tells_times_and_why_the_others_lost(timed_table: dispatch.Ba
     ]
 
 
-def test_a_wanted_configuration_is_kept(timed_table: dispatch.BackendTable) -> None:
+@pytest.mark.parametrize("wanted", ["narrow", "wide", ""])
+def test_a_wanted_configuration_is_kept(wanted: str, timed_table: dispatch.BackendTable) -> None:
     times = (("first", 2.0), ("second:wide", 1.0), ("second:narrow", 3.0))
-    problem = Timed(times, configuration="narrow")
-    assert choose.__wrapped__(timed_table, problem, "second").configuration == "narrow"
+    problem = Timed(times, configuration=wanted)
+    assert choose.__wrapped__(timed_table, problem, "second").problem.configuration == wanted
+
+
+def test_what_was_rejected_runs_only_if_it_is_named(timed_table: dispatch.BackendTable) -> None:
+    problem = Timed((("first", REJECTED), ("second", REJECTED), ("third", REJECTED)))
+    choice = choose.__wrapped__(timed_table, problem)
+    assert choice.module is None
+    assert all("computed something else" in why for _, why in choice.declined)
+    # it may have been mended, and is measured anew
+    assert choose.__wrapped__(timed_table, problem, "second").backend == "second"
 
 
 def test_measured_times_of_the_h200_choose_what_was_fastest() -> None:
@@ -367,7 +381,7 @@ def test_unsupported_lists_every_backend_with_its_reason() -> None:
     assert lines[1:4] == [
         "  first: runs on cuda, not on cpu",
         "  second: not_a_package_at_all is not installed",
-        "  third: FP8 tensor cores start at sm89",
+        "  third: FP8 tensor cores of NVIDIA GPUs start at sm89",
     ]
 
 
@@ -435,3 +449,15 @@ def test_a_described_layer_is_the_problem_that_runs(device: torch.device) -> Non
 def test_every_backend_can_be_disabled_by_name() -> None:
     tables = (matmul.BACKENDS, quantizers.BACKENDS, FUSED_BACKENDS)
     assert {name for table in tables for name, *_ in table} == set(settings.BACKEND_NAMES)
+
+
+def test_a_gpu_of_amd_is_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(quantizers, "_gpu", lambda _: ((9, 4), "AMD Instinct MI300X"))
+    assert quantizers.capability(gpu) == (9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert quantizers.capability(gpu) is None
+    for scheme in SCHEMES:
+        problem = faked(scheme, "sm90", capability=quantizers.capability(gpu))
+        chosen = choose(matmul.BACKENDS, problem).backend
+        assert chosen in ("triton_scaled", "dequantized")  # the former in its interpreter alone

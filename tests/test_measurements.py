@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from importlib import resources
@@ -12,7 +13,7 @@ import pytest
 from fp8kit import measurements, settings
 from fp8kit.dispatch import choose
 from fp8kit.matmul.problem import BACKENDS
-from fp8kit.measurements import DENSE, Case, Table, table_for
+from fp8kit.measurements import DENSE, REJECTED, Case, Table, table_for
 
 H200 = "NVIDIA H200"
 SHIPPED = sorted(p.name for p in resources.files("fp8kit").joinpath("tables").iterdir())
@@ -209,3 +210,26 @@ def test_a_damaged_cache_is_named_and_left_alone(cache: Path) -> None:
         table = table_for(H200)
     assert table is not None
     assert path.read_text() == "{}"
+
+
+def test_what_was_rejected_stays_rejected_on_disk_and_near_by() -> None:
+    table = made({CASE: {"a": REJECTED, "b": 7.0, DENSE: 13.0}})
+    again = Table.from_json(table.to_json())
+    assert again == table
+    near = again.estimate(dataclasses.replace(CASE, n=2 * CASE.n))
+    assert near is not None
+    assert near.us["a"] == REJECTED
+    assert 0 < near.us["b"] < REJECTED
+    shipped = made({CASE: {"a": 1.0, DENSE: 13.0}})
+    shipped.merge(again)
+    assert shipped.rows[CASE]["a"] == REJECTED
+
+
+def test_a_rejected_dense_layer_is_no_table() -> None:
+    text = made({CASE: {"a": 1.0, DENSE: 13.0}}).to_json()
+    with pytest.raises(ValueError, match="Not a table"):
+        Table.from_json(text.replace("13.0", "null"))
+
+
+def test_times_are_of_one_compiler() -> None:
+    assert {"cuda_bindings", "nvrtc"} <= set(measurements.fingerprint())

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 import torch
+from click.core import ParameterSource
 
 from fp8kit import checkpoint_io
 from fp8kit.bench import linear, operands, tuning
@@ -86,6 +87,7 @@ def tune(
     if torch.device(device).type != "cuda":
         raise click.BadParameter(f"{device!r} has no backends to choose among; use cuda or cuda:N.")
     if shipped_shapes:
+        _refuse_what_is_shipped(click.get_current_context())
         wishes = tuning.shipped_wishes()
     else:
         kinds = [Scheme.of(name) for name in scheme]
@@ -93,10 +95,23 @@ def tune(
     said = None if as_json else (lambda text: click.echo(text, err=True))
     where = torch.device(device)
     with torch.cuda.device(where):
-        outcome = tuning.tune(wishes, where, seconds=seconds, progress=said)
-    tuning.keep(outcome.table) if output is None else outcome.table.write(output)
+        store = tuning.keep if output is None else (lambda table: table.write(output))
+        outcome = tuning.tune(wishes, where, seconds=seconds, progress=said, store=store)
     facts = {"table": json.loads(outcome.table.to_json()), "faults": outcome.faults}
     print_result({**facts, "left": outcome.left} if as_json else str(outcome), as_json)
+
+
+def _refuse_what_is_shipped(context: click.Context) -> None:
+    given = [
+        name
+        for name in ("source", "shapes", "rows", "scheme", "accum")
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    ]
+    if given:
+        raise click.UsageError(
+            "--shipped-shapes has shapes, rows and schemes of its own; leave out "
+            f"{', '.join(given)}."
+        )
 
 
 def _layer_shapes(source: Path | None, shapes: str | None) -> list[tuple[int, int]]:

@@ -14,11 +14,15 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 def known_device(_: click.Context, __: click.Parameter, name: str) -> str:
     """Refuse a device that torch does not know or this machine does not have."""
     try:
-        kind = torch.device(name).type
+        device = torch.device(name)
     except RuntimeError as error:
         raise click.BadParameter(f"{name!r} is no device; use cpu, cuda or cuda:N.") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise click.BadParameter(f"{name!r}: this machine has no CUDA device; use cpu.")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not count:
+            raise click.BadParameter(f"{name!r}: this machine has no CUDA device.")
+        if (device.index or 0) >= count:
+            raise click.BadParameter(f"{name!r}: this machine has {count}, from cuda:0 on.")
     return name
 
 

@@ -20,7 +20,7 @@ from fp8kit.errors import teach
 from fp8kit.formats import Scheme
 from fp8kit.matmul.problem import BACKENDS, linear_problem
 from fp8kit.measurements import table_for
-from fp8kit.modules.shared import JOINABLE, MOST_JOINED_ROWS, can_share
+from fp8kit.modules.shared import MOST_JOINED_ROWS, can_share, would_join
 from fp8kit.report import Record, Report
 from fp8kit.selection import some_of
 from fp8kit.structure import sibling_groups
@@ -152,7 +152,7 @@ def judge(
     """
     alone = [_choice((mod.out_features, mod.in_features), mod, scheme, device, m) for mod in layers]
     dense = [choice.dense_us for choice in alone]
-    if len(layers) > 1 and m <= MOST_JOINED_ROWS and scheme.weight in JOINABLE:
+    if len(layers) > 1 and m <= MOST_JOINED_ROWS and would_join(scheme, layers):
         features = sum(mod.out_features for mod in layers)
         ran = [_choice((features, layers[0].in_features), layers[0], scheme, device, m)]
     else:

@@ -2,13 +2,14 @@
 
 A backend is a module with two functions: ``supports(problem) -> None | reason`` and ``run(...)``.
 One that can be cut in several ways also has ``configurations(problem) -> names``; ``run`` finds the
-chosen one in ``problem.configuration``, where an empty name leaves the choice to the backend.
+chosen one in ``problem.configuration``, where an empty name leaves the choice to the backend;
+``None`` asks dispatch for any.
 A product may offer ``run_values``, which quantizes a few tokens in its own kernel.
 Loading one is the package's only lazy import, so a missing triton is a reason, not an exception.
 
 Of the backends that take a problem the fastest runs, by the measured times that the problem's
 ``estimate()`` gives. Without times the first of the order runs, and so does a first one that was
-not measured: a table can only reorder what it knows.
+not measured: a table can only reorder what it knows, and leave out what it knows to be wrong.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from typing import Any
 
 from fp8kit import settings
 from fp8kit.errors import UnsupportedError, did_you_mean, teach
-from fp8kit.measurements import DENSE, Estimate
+from fp8kit.measurements import DENSE, REJECTED, Estimate, table_for
 
 # (name, module path, device types), the best first; no device types means any device
 BackendTable = tuple[tuple[str, str, tuple[str, ...]], ...]
+
+# how often times have changed: what depends on choices, such as a tape, is good for one count
+generation = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Choice:
     @property
     def configuration(self) -> str:
         """Name of the backend's configuration; empty if the backend decides."""
-        return getattr(self.problem, "configuration", "")
+        return getattr(self.problem, "configuration", None) or ""
 
     def __str__(self) -> str:
         chosen = "chosen"
@@ -85,7 +89,7 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
     Args:
         table: backend names, module paths and device types, in order of preference.
         problem: a frozen description with a ``device_type``; equal problems get one choice.
-        only: consider this backend alone.
+        only: consider this backend alone, whatever was found when it was measured.
 
     Returns:
         The choice; its ``module`` is ``None`` if no backend fits.
@@ -107,15 +111,35 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
             if not reason:
                 fits[name] = module
         reasons[name] = reason
-    if not fits:
-        return Choice(problem, "", None, tuple(reasons.items()))
-    return _fastest(fits, reasons, problem)
-
-
-def _fastest(fits: dict[str, ModuleType], reasons: dict[str, str], problem: Any) -> Choice:
     estimate: Estimate | None = getattr(problem, "estimate", lambda: None)()
     times = _times(fits, problem, estimate)
-    chosen, configuration, us = next(iter(fits)), "", None
+    for name in [name for name, (us, _) in times.items() if us == REJECTED]:
+        del times[name]
+        if only is None:
+            del fits[name]
+            reasons[name] = "rejected when it was measured: it computed something else"
+    if not fits:
+        return Choice(problem, "", None, tuple(reasons.items()))
+    return _fastest(fits, reasons, problem, times, estimate)
+
+
+def renew() -> None:
+    """Forget tables and choices: the times that they were made by have changed."""
+    global generation
+    generation += 1
+    table_for.cache_clear()
+    choose.cache_clear()
+
+
+def _fastest(
+    fits: dict[str, ModuleType],
+    reasons: dict[str, str],
+    problem: Any,
+    times: dict[str, tuple[float, str]],
+    estimate: Estimate | None,
+) -> Choice:
+    wanted = getattr(problem, "configuration", "")
+    chosen, configuration, us = next(iter(fits)), wanted or "", None
     if chosen in times:
         chosen = min(times, key=lambda name: times[name][0])
         us, configuration = times[chosen]
@@ -125,7 +149,7 @@ def _fastest(fits: dict[str, ModuleType], reasons: dict[str, str], problem: Any)
         else:
             reasons[name] = f"not measured, and after {chosen} in the order"
     del reasons[chosen]
-    if configuration:
+    if wanted != configuration:
         problem = replace(problem, configuration=configuration)
     declined = tuple(reasons.items())
     if estimate is None or us is None:
@@ -139,12 +163,12 @@ def _times(
 ) -> dict[str, tuple[float, str]]:
     """Give the best microseconds of each backend, and the configuration that reaches them."""
     times: dict[str, tuple[float, str]] = {}
-    wanted = getattr(problem, "configuration", "")
+    wanted = getattr(problem, "configuration", None)
     for candidate, us in ({} if estimate is None else estimate.us).items():
         name, _, configuration = candidate.partition(":")
         if name not in fits or configuration not in configurations(fits[name], problem):
             continue
-        if wanted in ("", configuration) and us < times.get(name, (us + 1, ""))[0]:
+        if wanted in (None, configuration) and (name not in times or us < times[name][0]):
             times[name] = (us, configuration)
     return times
 

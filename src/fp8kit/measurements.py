@@ -15,9 +15,7 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,14 +26,17 @@ from typing import Any
 import torch
 
 from fp8kit import settings
+from fp8kit.caching import write_whole
 from fp8kit.errors import teach
 
 SCHEMA = 1
 DENSE = "bf16"
+REJECTED = math.inf  # the time of a candidate that computed something else
 _NEIGHBOURS = 4
 _FARTHEST = 2.0
 # launch, ramp and drain of a layer's kernels: with it r spreads least over the H200's table
 _OVERHEAD_US = 4.0
+_NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")  # from CUDA 13 on, and before
 _COLUMNS = ("scales", "accum", "m", "n", "k", "us")
 
 
@@ -69,7 +70,7 @@ class Estimate:
 
     Args:
         us: microseconds by candidate (``"backend"`` or ``"backend:configuration"``, and
-            ``"bf16"`` for the dense layer).
+            ``"bf16"`` for the dense layer); ``REJECTED`` for one that may not run.
         basis: ``"measured"``, or from what it was estimated.
     """
 
@@ -85,7 +86,7 @@ class Table:
         device: name of the GPU, as CUDA gives it.
         bandwidth: bytes per second that its memory delivers.
         flops: FP8 operations per second that it sustains.
-        rows: microseconds by layer and candidate.
+        rows: microseconds by layer and candidate, ``REJECTED`` among them.
         facts: where and when it was measured: versions, driver, commit.
     """
 
@@ -109,7 +110,10 @@ class Table:
         return max(moved / self.bandwidth, wide * 2 * m * n * k / self.flops) * 1e6
 
     def estimate(self, case: Case) -> Estimate | None:
-        """Look a layer up, or estimate it from its neighbours; ``None`` if there are none near."""
+        """Look a layer up, or estimate it from its neighbours; ``None`` if there are none near.
+
+        What one of them rejects is rejected: the mean with an infinite time is infinite.
+        """
         found = self.rows.get(case)
         if found is not None:
             return Estimate(found, "measured")
@@ -148,7 +152,10 @@ class Table:
         order = sorted(self.rows, key=lambda c: (c.scales, c.accum, c.n, c.k, c.m))
         lines = []
         for c in order:
-            times = {name: round(us, 2) for name, us in sorted(self.rows[c].items())}
+            times = {
+                name: None if us == REJECTED else round(us, 2)
+                for name, us in sorted(self.rows[c].items())
+            }
             lines.append(json.dumps([c.scales, c.accum, c.m, c.n, c.k, times]))
         text = json.dumps(head, indent=1)[:-2]
         return f'{text},\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
@@ -170,10 +177,11 @@ class Table:
             )
             for scales, accum, m, n, k, us in data.pop("rows"):
                 case = Case(str(scales), str(accum), int(m), int(n), int(k))
-                times = {str(name): float(t) for name, t in us.items()}
-                if min(m, n, k) < 1 or not all(0 < t < math.inf for t in times.values()):
+                times = {str(name): None if t is None else float(t) for name, t in us.items()}
+                right = all(t is None or 0 < t < math.inf for t in times.values())
+                if min(m, n, k) < 1 or not right or times.get(DENSE, 1.0) is None:
                     raise ValueError(f"row {case} {times}")
-                table.rows[case] = times
+                table.rows[case] = {name: REJECTED if t is None else t for name, t in times.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 teach(
@@ -187,10 +195,7 @@ class Table:
 
     def write(self, path: Path) -> None:
         """Write the table; it appears whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(self.to_json())
-        os.replace(file.name, path)
+        write_whole(path, self.to_json().encode())
 
 
 @functools.cache
@@ -231,6 +236,8 @@ def fingerprint() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "deep_gemm": _version("deep_gemm", "vllm"),  # vLLM brings a copy
+        "cuda_bindings": _version("cuda-bindings"),
+        "nvrtc": _version(*_NVRTC),
         "kernels": kernels.hexdigest()[:16],
     }
 

@@ -21,7 +21,7 @@ from fp8kit.dispatch import choose
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.matmul import problem as matmul
 from fp8kit.matmul import reference
-from fp8kit.measurements import DENSE, Table, table_for
+from fp8kit.measurements import DENSE, REJECTED, Table, table_for
 
 CPU = torch.device("cpu")
 SHAPE = (96, 256)
@@ -133,8 +133,10 @@ def test_a_wrong_candidate_cannot_win(
     assert len(outcome.faults) == 2  # in both of its configurations
     assert all(said in fault for fault in outcome.faults)
     (times,) = outcome.table.rows.values()
-    assert times == {"torch_native": 3.0, DENSE: 4.0}
+    rejected = {"swap_ab": REJECTED, "swap_ab:wide": REJECTED}
+    assert times == {"torch_native": 3.0, DENSE: 4.0, **rejected}
     assert "rejected: swap_ab on" in str(outcome)
+    assert "torch_native 3.0 µs, 1.33 x bf16" in str(outcome)
 
 
 def test_fast_sums_may_be_biased_on_data_of_one_sign(backends: Callable[[Spoil], None]) -> None:
@@ -165,7 +167,7 @@ def test_tuning_stops_in_time_and_says_what_is_left(backends: Callable[[Spoil], 
     wish = tuning.Wish([SHAPE, (32, 64)], [1], [Scheme.of("FP8_DYNAMIC")])
     outcome = tuning.tune([wish], CPU, timer=timer_of({}), seconds=-1.0)
     assert outcome.table.rows == {}
-    assert "2 layers were not reached" in str(outcome)
+    assert "2 shapes were not reached" in str(outcome)
 
 
 @pytest.mark.parametrize("wish", [([SHAPE], [0]), ([(0, 4)], [1])], ids=str)
@@ -186,7 +188,7 @@ def test_what_is_kept_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         found = table_for("Toy GPU")
         assert found is not None
         assert found.rows == {case: {"torch_native": 5.0}, other: {"torch_native": 1.0}}
-        assert len(list((tmp_path / "tables").iterdir())) == 1
+        assert len(list((tmp_path / "tables").glob("*.json"))) == 1
     finally:
         table_for.cache_clear()
 
@@ -328,3 +330,62 @@ def test_tuning_on_a_gpu_fills_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path
     finally:
         table_for.cache_clear()
         choose.cache_clear()
+
+
+class OutOfResources(Exception):
+    """As Triton's: no RuntimeError."""
+
+
+def too_large(y: Tensor) -> Tensor:
+    raise OutOfResources("shared memory")
+
+
+def without_memory(y: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("24 GiB")
+
+
+def test_a_compiler_that_gives_up_rejects_its_candidate_alone(
+    backends: Callable[[Spoil], None],
+) -> None:
+    backends(too_large)
+    assert all("OutOfResources: shared memory" in fault for fault in tuned().faults)
+
+
+def test_a_full_gpu_is_no_fault_of_a_candidate(backends: Callable[[Spoil], None]) -> None:
+    backends(without_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="24 GiB"):
+        tuned()
+
+
+def test_times_are_stored_shape_by_shape(backends: Callable[[Spoil], None]) -> None:
+    backends(lambda y: y)
+    wish = tuning.Wish([SHAPE, (64, 64)], [1], [Scheme.of("FP8_DYNAMIC")])
+    timer = timer_of({"swap_ab": 1.0, "swap_ab:wide": 2.0, "torch_native": 3.0, DENSE: 4.0})
+    stored: list[int] = []
+    outcome = tuning.tune(
+        [wish], CPU, timer=timer, store=lambda table: stored.append(len(table.rows))
+    )
+    assert stored == [1, 2]
+    assert len(outcome.table.rows) == 2
+
+
+def test_what_was_rejected_is_not_dispatched(
+    backends: Callable[[Spoil], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither for want of a time, nor by the time that the wheel's table has."""
+    backends(one_row)
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    outcome = tuned()
+    (case,) = outcome.table.rows
+    shipped = Table("Toy", 1e12, 1e15, {case: {"swap_ab": 0.5, DENSE: 4.0}})
+    shipped.merge(outcome.table)
+    problem = benched.operands(
+        benched.dense_weights(SHAPE, CPU), 70, Scheme.of("FP8_DYNAMIC"), "precise"
+    ).problem()
+    monkeypatch.setattr("fp8kit.matmul.problem.table_for", lambda _: shipped)
+    choose.cache_clear()
+    choice = choose(benched.BACKENDS, problem)
+    assert choice.backend == "torch_native"
+    assert "computed something else" in dict(choice.declined)["swap_ab"]
+    # a tuning of its own still tries it
+    assert ("swap_ab", "") in benched.candidates(problem)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
-from fp8kit import tape
+from fp8kit import dispatch, tape
 from fp8kit.modules import eager
 from numerics import assert_bits_equal
 from taped import CpuBackends, install
@@ -91,6 +91,19 @@ def test_few_shapes_are_kept(cpu_backends: CpuBackends) -> None:
     for m in range(1, 2 * eager._MOST_SHAPES):
         layer(x_of(m))
     assert 0 < len(layer._tapes) <= eager._MOST_SHAPES
+
+
+def test_new_times_are_heeded_at_once(
+    cpu_backends: CpuBackends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    monkeypatch.setattr(dispatch, "generation", dispatch.generation)
+    dispatch.renew()
+    for made_in_full in (True, True, False):
+        layer(x)
+        assert cpu_backends.calls == (["quantize", "multiply"] if made_in_full else [])
+        cpu_backends.calls.clear()
 
 
 def test_a_reload_in_place_is_seen(cpu_backends: CpuBackends) -> None:

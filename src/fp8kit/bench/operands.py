@@ -133,7 +133,7 @@ def candidates(problem: MatmulProblem) -> list[tuple[str, str]]:
     """
     found = []
     for name, *_ in BACKENDS:
-        module = choose(BACKENDS, replace(problem, configuration=""), name).module
+        module = choose(BACKENDS, replace(problem, configuration=None), name).module
         if module is not None:
             found += [(name, cut) for cut in configurations(module, problem)]
     fitting = [c for c in found if c[0] not in DECODING]

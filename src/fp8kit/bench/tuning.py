@@ -29,11 +29,12 @@ from fp8kit.bench.operands import (
     unique,
 )
 from fp8kit.bench.timing import QUICK, Case, Timer, time_cases
-from fp8kit.dispatch import choose
+from fp8kit.caching import locked
+from fp8kit.dispatch import renew
 from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.matmul.problem import m_bucket
-from fp8kit.measurements import DENSE, Table, fingerprint, table_for, tuned_path
+from fp8kit.measurements import DENSE, REJECTED, Table, fingerprint, table_for, tuned_path
 from fp8kit.quantizers.problem import device_name
 
 _ROUNDING = 2.0**-8
@@ -66,7 +67,7 @@ class Outcome:
     Args:
         table: the measured times.
         faults: candidates that computed something else, with the layer and what was wrong.
-        left: how many layers were not reached in the time given.
+        left: how many shapes were not reached in the time given.
     """
 
     table: Table
@@ -76,7 +77,8 @@ class Outcome:
     def __str__(self) -> str:
         lines = []
         for case, times in self.table.rows.items():
-            fastest = min((c for c in times if c != DENSE), key=times.__getitem__, default="")
+            right = [c for c, us in times.items() if c != DENSE and us != REJECTED]
+            fastest = min(right, key=times.__getitem__, default="")
             dense = times.get(DENSE)
             if fastest and dense:
                 lines.append(
@@ -85,7 +87,7 @@ class Outcome:
                 )
         lines += [f"rejected: {fault}" for fault in self.faults]
         if self.left:
-            lines.append(f"{self.left} layers were not reached in time; tune again with more.")
+            lines.append(f"{self.left} shapes were not reached in time; tune again with more.")
         return "\n".join(lines)
 
 
@@ -109,8 +111,9 @@ def tune(
     seconds: float | None = None,
     timer: Timer = time_cases,
     progress: Callable[[str], None] | None = None,
+    store: Callable[[Table], None] | None = None,
 ) -> Outcome:
-    """Check and time every candidate for the layers asked for; nothing is stored (see ``keep``).
+    """Check and time every candidate for the layers asked for.
 
     Args:
         wishes: the layers.
@@ -118,6 +121,8 @@ def tune(
         seconds: start no further shape after this time.
         timer: how cases are timed.
         progress: is told each shape.
+        store: is given the table after each shape, so that a failure later on loses no times;
+            ``keep`` for one.
 
     Returns:
         The times, and what was rejected.
@@ -144,20 +149,26 @@ def tune(
             if progress is not None:
                 progress(f"{shape[0]}x{shape[1]} {wish.accum}")
             _measure(outcome, wish, shape, device, timer)
+            if store is not None:
+                store(outcome.table)
     return outcome
 
 
 def keep(table: Table) -> None:
-    """Store a table for this machine, over what was tuned before; dispatch uses it at once."""
+    """Store a table for this machine, over what was tuned before; dispatch uses it at once.
+
+    Raises:
+        OSError: if the cache directory cannot be written.
+    """
     path = tuned_path(table.device)
-    try:
-        known = Table.from_json(path.read_text())
-    except (OSError, ValueError):
-        known = dataclasses.replace(table, rows={})
-    known.merge(table)
-    known.write(path)
-    table_for.cache_clear()
-    choose.cache_clear()
+    with locked(path):  # each GPU of a machine may be tuned by a process of its own
+        try:
+            known = Table.from_json(path.read_text())
+        except (OSError, ValueError):
+            known = dataclasses.replace(table, rows={})
+        known.merge(table)
+        known.write(path)
+    renew()
 
 
 def _measure(
@@ -167,27 +178,29 @@ def _measure(
     quantized: dict[str, Sequence[QTensor]] = {}
     for m in sorted({m_bucket(m) for m in wish.rows}):
         cases: dict[str, Case] = {}
-        layers: dict[str, tuple[Operands, dict[str, Case]]] = {}
+        layers: dict[str, tuple[Operands, dict[str, Case], list[str]]] = {}
         for scheme in wish.schemes:
             layer = operands(dense, m, scheme, wish.accum, quantized.get(scheme.name, ()))
             quantized[scheme.name] = layer.weights
             runs: dict[str, Case] = {}
+            rejected = []
             wanted = expected(layer)
             for backend, configuration in candidates(layer.problem()):
                 name = f"{backend}:{configuration}" if configuration else backend
                 wrong = fault(wanted, backend, configuration)
                 if wrong:
                     outcome.faults.append(f"{name} on {layer.problem()}: {wrong}")
+                    rejected.append(name)
                 else:
                     runs[name] = layer.layer(backend, configuration)
-            layers[scheme.name] = (layer, runs)
+            layers[scheme.name] = (layer, runs, rejected)
             cases |= {f"{scheme.name} {name}": run for name, run in runs.items()}
         x = torch.randn(m, shape[1], device=device, dtype=torch.bfloat16)
         times = timer({DENSE: dense_layer(x, dense), **cases}, len(dense), QUICK, device)
-        for name, (layer, runs) in layers.items():
-            if runs:
-                row = {DENSE: times[DENSE], **{c: times[f"{name} {c}"] for c in runs}}
-                outcome.table.rows[layer.problem().case()] = row
+        for name, (layer, runs, rejected) in layers.items():
+            row = {DENSE: times[DENSE], **{c: times[f"{name} {c}"] for c in runs}}
+            row |= dict.fromkeys(rejected, REJECTED)
+            outcome.table.rows[layer.problem().case()] = row
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +252,9 @@ def fault(wanted: Sequence[Expected], backend: str, configuration: str = "") -> 
             run = one.layer.layer(backend, configuration)
             y, again = run(0), run(0)
             same = torch.equal(y.view(torch.int16), again.view(torch.int16))
-        except RuntimeError as failure:
+        except torch.OutOfMemoryError:
+            raise  # the machine's fault, not the candidate's
+        except Exception as failure:  # compilers and libraries have exceptions of their own
             return f"{type(failure).__name__}: {failure}"
         if not same:
             return f"two runs on {one.name} differ"

@@ -128,8 +128,7 @@ def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = ti
             )
         here = [layer for layer in layers if layer.weight.device == device]
         with torch.cuda.device(device):
-            outcome = tuning.tune(layer_wishes(here, m), device, timer=timer)
-        tuning.keep(outcome.table)
+            outcome = tuning.tune(layer_wishes(here, m), device, timer=timer, store=tuning.keep)
         for fault in outcome.faults:
             warnings.warn(f"Rejected while tuning: {fault}", stacklevel=3)
 

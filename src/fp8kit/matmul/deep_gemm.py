@@ -1,10 +1,10 @@
 """DeepGEMM's 1x128 by 128x128 product on Hopper, where the package ``deep_gemm`` is at hand.
 
-https://github.com/deepseek-ai/DeepGEMM, imported when a problem first needs it; where the process
-has imported vLLM, the copy in vLLM's wheel will do. Sums are promoted to fp32 every 128 of K, so
-they are precise. What is declined follows from ``csrc/apis/gemm.hpp`` and ``csrc/utils/layout.hpp``
-of its source; N and K are further kept to multiples of 64 and 128, the shapes that its first
-releases took and that engines give it. A bias is added to the rounded result.
+https://github.com/deepseek-ai/DeepGEMM, looked for once, when a problem first needs it; where the
+process has imported vLLM by then, the copy in its wheel will do. Sums are promoted to fp32 every
+128 of K, so they are precise. What is declined follows from ``csrc/apis/gemm.hpp`` and
+``csrc/utils/layout.hpp`` of its source; N and K are further kept to multiples of 64 and 128, the
+shapes that its first releases took and that engines give it. A bias is added to the rounded result.
 
 It compiles a kernel for every N, K and cut of M when it first meets them, with nvcc: call
 ``fp8kit.warmup`` with the row counts that matter. No table in the wheel knows it, so it runs where

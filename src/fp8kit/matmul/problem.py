@@ -45,7 +45,8 @@ class MatmulProblem:
         device_type: ``"cpu"``, ``"cuda"``, …
         capability: CUDA compute capability, ``None`` elsewhere.
         device: name of the GPU, under which its measured times are kept; empty elsewhere.
-        configuration: how the backend shall cut the problem; empty leaves that to the backend.
+        configuration: how the backend shall cut the problem; empty leaves that to the backend, and
+            ``None`` to dispatch.
     """
 
     m: int
@@ -62,7 +63,7 @@ class MatmulProblem:
     device_type: str
     capability: tuple[int, int] | None
     device: str = ""
-    configuration: str = ""
+    configuration: str | None = None
 
     @staticmethod
     def of(

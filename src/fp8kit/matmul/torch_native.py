@@ -38,7 +38,7 @@ def supports(problem: MatmulProblem) -> str | None:
     if problem.w_dtype != torch.float8_e4m3fn or problem.x_dtype != torch.float8_e4m3fn:
         return f"codes are {problem.x_dtype} and {problem.w_dtype}, torch's recipes want e4m3fn"
     if problem.capability is None or problem.capability < (8, 9):
-        return "FP8 tensor cores start at sm89"
+        return "FP8 tensor cores of NVIDIA GPUs start at sm89"
     if pair[0] in _ROWWISE and pair[1] in _ROWWISE:
         tensorwise = pair == (TENSOR, TENSOR)
         known = tensorwise or problem.capability[0] in (8, 9, 10)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fp8kit import tape
+from fp8kit import dispatch, tape
 from fp8kit.unchecked import RowCodes
 
 TAPED_DEVICES = ("cuda",)
@@ -203,10 +203,11 @@ def _tapeable(inputs: Sequence[Tensor], layers: Sequence[Parameters]) -> State |
 
 def _described(x: Tensor | RowCodes, options: Key) -> tuple[tuple[Tensor, ...], Key]:
     """Give the tensors of an input, and all that a call depends on but the layers."""
+    key = (x.shape, x.dtype, options, dispatch.generation)
     if isinstance(x, Tensor):
-        return (x,), (x.shape, x.dtype, options)
+        return (x,), key
     codes = (x.data.dtype, x.group, x.scale.shape, x.scale.stride())
-    return (x.data, x.scale), (x.shape, x.dtype, options, codes)
+    return (x.data, x.scale), (*key, codes)
 
 
 def _plain(inputs: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8kit import tape, unchecked
 from fp8kit.formats import BLOCK, MX, ROW, Scheme
@@ -25,7 +25,7 @@ from fp8kit.modules import eager
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.quantizers import traced
 
-JOINABLE = (ROW, BLOCK, MX)
+_JOINABLE = (ROW, BLOCK, MX)
 MOST_JOINED_ROWS = 512
 
 
@@ -236,8 +236,7 @@ def can_share(scheme: Scheme) -> bool:
 def can_join(members: Sequence[Fp8Linear]) -> bool:
     """Say whether the weights of FP8 layers can be multiplied as one matrix.
 
-    Their scales must concatenate along the rows: per-row, MX, or 128x128 blocks where every weight
-    but the last ends on a block edge. All have a bias or none has one, and no input scale.
+    What ``would_join`` asks for, and operands of one kind and device.
     """
     first = members[0]
     scheme = first.scheme
@@ -251,8 +250,22 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         and _kind(m.bias) == _kind(first.bias)
         for m in members
     )
-    edges = all(m.out_features % scheme.weight.rows == 0 for m in members[:-1])
-    return alike and scheme.weight in JOINABLE and edges
+    return alike and would_join(scheme, members)
+
+
+def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
+    """Say whether layers, once they are FP8, can be multiplied as one matrix.
+
+    Their scales must concatenate along the rows: per-row, MX, or 128x128 blocks where every weight
+    but the last ends on a block edge. All have a bias or none has one, and no input scale.
+
+    Args:
+        scheme: what they are, or will be.
+        layers: in the order of the matrix.
+    """
+    edges = all(layer.out_features % scheme.weight.rows == 0 for layer in layers[:-1])
+    biases = {layer.bias is None for layer in layers}
+    return scheme.weight in _JOINABLE and not scheme.static and edges and len(biases) == 1
 
 
 def _kind(part: Tensor | None) -> tuple[torch.dtype, torch.device, bool] | None:

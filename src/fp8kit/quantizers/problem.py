@@ -59,8 +59,14 @@ class DequantizeProblem:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device, ``None`` for any other (never initialises CUDA)."""
-    return _gpu(_index(device))[0] if device.type == "cuda" else None
+    """Compute capability of an NVIDIA GPU, ``None`` for any other device.
+
+    Never initialises CUDA. What torch gives for GPUs of AMD, (9, 4) for an MI300, would be taken
+    for a Hopper.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return _gpu(_index(device))[0]
 
 
 def device_name(device: torch.device) -> str:
