@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import fp8kit
@@ -241,6 +242,13 @@ def test_plan_for_row_counts_says_what_was_not_measured() -> None:
     result = run("plan", NANO, "-m", "1,64")
     assert result.exit_code == 0, result.output
     assert "Whether FP8 is faster than bf16" in result.output
+
+
+def test_plan_for_row_counts_wants_the_gpu_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = run("plan", NANO, "-m", "1,64").output
+    assert "faster than bf16 at m=1, 64 depends on the GPU, and there is none here" in said
+    assert "on meta" not in said
 
 
 @pytest.mark.parametrize("rows", ["0", "1,-4", "many", "1,,2"])

@@ -213,3 +213,10 @@ def test_the_h200_serves_a_llama_faster_in_fp8(monkeypatch: pytest.MonkeyPatch) 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 28672, bias=False)).bfloat16()
     assert converted(fp8kit.plan(model, m=[1, 16, 64, 4096])) == ["0"]
+
+
+def test_layers_on_meta_are_told_to_have_no_device_yet() -> None:
+    with torch.device("meta"):
+        model = two()
+    (note,) = (n for n in fp8kit.plan(model, m=1).report.notes if "not measured" in n)
+    assert "on a device yet to be chosen was not measured" in note

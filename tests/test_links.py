@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from fp8kit import ConversionError
 from fp8kit.links import FAMILIES, Link, family_links, given_links, verify_links
 from fp8kit.producers import can_produce
+from fp8kit.selection import names_block
 
 
 def own() -> nn.Module:
@@ -42,8 +43,29 @@ def test_given_links_bind_each_block() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "names", "others"),
+    [
+        ("layers.*", "layers.0 layers.11 model.layers.11", "layers layers.0.norm ''"),
+        ("layers.?", "layers.1 model.layers.1", "layers.11 layers.1.a"),
+        ("layers.*.attn", "layers.0.attn a.layers.10.attn", "layers.0 layers.0.attn.q"),
+        ("*.layers.*", "model.layers.0", "layers.0 model.layers.0.norm"),
+        (r"re:layers\.\d+", "layers.0 layers.11", "model.layers.0 layers.0.norm"),
+        (r"re:.*layers\.[0-3]", "model.layers.3", "model.layers.31 model.layers.3.norm"),
+        ("", "''", "layers layers.0"),
+    ],
+)
+def test_patterns_of_blocks(pattern: str, names: str, others: str) -> None:
+    def found(text: str) -> set[bool]:
+        return {names_block(pattern, name.strip("'")) for name in text.split()}
+
+    assert found(names) == {True}
+    assert found(others) == {False}
+
+
+@pytest.mark.parametrize(
     ("rules", "message"),
     [
+        ({"re:blocks.(": ["norm -> q"]}, r"pattern 're:blocks.\(' is not a regular expression"),
         ({"layers.*": ["norm -> q"]}, r"pattern 'layers.\*' matches no module"),
         ({"blocks.0": ["norm -> q v"]}, r"blocks.0.v do not exist"),
         ({"blocks.0": ["norm2 -> q"]}, r"blocks.0.norm2 do not exist"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fp8kit
 from checkpoint_samples import (
@@ -203,6 +204,16 @@ def test_unused_tensors_are_said(tmp_path: Path) -> None:
         load(path, ragged(), strict=True)
 
 
+def test_how_layers_run_is_not_saved(tmp_path: Path) -> None:
+    model = converted("FP8_DYNAMIC")
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.accum, layer.batch_invariant = "fast", True
+    save(model, tmp_path / "c")
+    found = [m for m in load(tmp_path / "c", ragged()).modules() if isinstance(m, Fp8Linear)]
+    assert {(m.accum, m.batch_invariant) for m in found} == {("precise", False)}
+
+
 def test_unread_config_is_said(tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
     content = json.loads((path / "config.json").read_text())["quantization_config"]
@@ -214,8 +225,27 @@ def test_unread_config_is_said(tmp_path: Path) -> None:
 def test_a_buffer_on_meta_that_is_not_saved(tmp_path: Path) -> None:
     model = on_meta()
     model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
-    with pytest.raises(CheckpointError, match="angles: a buffer on meta"):
-        load(saved(tmp_path / "c"), model)
+    path = saved(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="angles: a buffer on meta") as caught:
+        load(path, model)
+    assert "init_empty_weights(include_buffers=False)" in str(caught.value)
+    assert "made from" not in str(caught.value)
+    model.angles = torch.arange(3.0)
+    load(path, model)
+    assert model.angles.tolist() == [0, 1, 2]
+
+
+def test_a_transformers_model_with_empty_weights_and_real_buffers() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    config = AutoConfig.from_pretrained(NANO)
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    load(NANO, model, scheme="FP8_DYNAMIC")
+    tokens = torch.arange(20)[None]
+    expected = load(NANO, scheme="FP8_DYNAMIC")
+    with torch.no_grad():
+        assert_bits_equal(model.eval()(tokens).logits, expected(tokens).logits)
 
 
 def test_fp8_into_another_kind_of_layer(tmp_path: Path) -> None:

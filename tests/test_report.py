@@ -33,6 +33,12 @@ def test_summary_is_one_line() -> None:
     )
 
 
+def test_layers_that_are_fp8_already_are_not_in_high_precision() -> None:
+    r = report()
+    r.records.append(Record("a.old", "Fp8Linear", (512, 2048), "skip", "already FP8", MIB, MIB))
+    assert r.summary().endswith("; 40% of the original bytes stay in high precision")
+
+
 def test_an_empty_report_has_a_summary() -> None:
     text = "FP8: 0 layers converted, 0 skipped; 0.0 MiB -> 0.0 MiB; 0% of the original bytes"
     assert Report("FP8").summary().startswith(text)

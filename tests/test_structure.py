@@ -153,9 +153,9 @@ class Own(nn.Module):
 
 
 class Tower(nn.Module):
-    def __init__(self, stray: bool = False) -> None:
+    def __init__(self, stray: bool = False, depth: int = 2) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Own(), Own(stray)])
+        self.blocks = nn.ModuleList([*(Own() for _ in range(depth - 1)), Own(stray)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -164,7 +164,7 @@ class Tower(nn.Module):
 
 
 STATED = {
-    "blocks.?": [
+    "blocks.*": [
         "before -> heads.a heads.b",
         "act -> down",
         "memory.k memory.v",
@@ -209,6 +209,36 @@ def test_a_users_rules_fuse(
     assert relative_error(found, expected) < 0.5 * limit
 
 
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("pattern", ["blocks.*", "blocks.[0-9]*", r"re:(model\.)?blocks\.\d+"])
+def test_a_pattern_of_blocks_fuses_all_twelve(pattern: str, nested: bool) -> None:
+    model: nn.Module = Tower(depth=12)
+    prefix = "model." if nested else ""
+    model = nn.ModuleDict({"model": model}) if nested else model
+    report = fp8kit.convert(model, fuse={pattern: STATED["blocks.*"]})
+    names = [f"{prefix}blocks.{i}.{n}" for i in range(12) for n in FUSED]
+    assert sorted(report.fused) == sorted(names)
+
+
+class Documented(nn.Module):
+    """The block of the example in README.md and in the docstring of ``plan``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(128, eps=1e-6)
+        self.attn = nn.ModuleDict({n: nn.Linear(128, 128) for n in "qkv"})
+        self.act, self.fc2 = nn.GELU(), nn.Linear(128, 128)
+        self.cross = nn.ModuleDict({n: nn.Linear(128, 128) for n in "kv"})
+
+
+def test_the_documented_rules_hold_for_twelve_blocks() -> None:
+    rules = {"layers.*": ["norm -> attn.q attn.k attn.v", "act -> fc2", "cross.k cross.v"]}
+    model = nn.ModuleDict({"layers": nn.ModuleList(Documented() for _ in range(12))})
+    report = fp8kit.plan(model, fuse=rules).report
+    assert len(report.groups) == 24
+    assert not any("Not fused" in note for note in report.notes)
+
+
 def test_rules_that_do_not_hold_are_refused_by_name() -> None:
     model, x = tower(torch.device("cpu"), stray=True)
     rules = {"blocks.1": ["before -> heads.a heads.b"]}
@@ -243,10 +273,18 @@ def test_a_producer_without_a_fused_form_is_refused() -> None:
         fp8kit.plan(model, fuse={"blocks.0": ["up -> down"]})
 
 
+def test_a_norm_without_an_epsilon_is_told_from_one_with_it() -> None:
+    model = nn.ModuleDict({"norm": nn.RMSNorm(128), "q": nn.Linear(128, 128)})
+    with pytest.raises(ConversionError, match=r"RMSNorm\) before an arrow.*eps=1e-6"):
+        fp8kit.plan(model, fuse={"": ["norm -> q"]})
+    model["norm"].eps = 1e-6
+    fp8kit.plan(model, fuse={"": ["norm -> q"]})
+
+
 def test_rules_that_change_nothing_are_notes() -> None:
     model, _ = tower(torch.device("cpu"))
-    plan = fp8kit.plan(model, exclude=["*.heads.b"], fuse={"blocks.0": STATED["blocks.?"][:2]})
+    plan = fp8kit.plan(model, exclude=["*.heads.b"], fuse={"blocks.0": STATED["blocks.*"][:2]})
     assert "Not fused: blocks.0.before, because blocks.0.heads.b is not converted." in str(plan)
-    plan = fp8kit.plan(model, "MXFP8", fuse={"blocks.0": STATED["blocks.?"][:3]})
+    plan = fp8kit.plan(model, "MXFP8", fuse={"blocks.0": STATED["blocks.*"][:3]})
     assert str(plan).count("because MXFP8 quantizes inputs in another way.") == 2
     assert not any("Not fused: blocks.0.memory" in note for note in plan.report.notes)

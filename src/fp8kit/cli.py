@@ -275,8 +275,13 @@ def plan(
         scheme, target, _patterns(include), _exclusions(exclude, no_default_exclude), strict
     )
     report = checkpoint_io.decide(checkpoint_io.high_precision(source), recipe).report
-    if rows is not None:
+    if rows is not None and torch.cuda.is_available():
         crossover.leave_slower_by_name(report, recipe.resolved, tuple(rows))
+    elif rows is not None:
+        report.notes.append(
+            f"Whether FP8 is faster than bf16 at m={', '.join(map(str, rows))} depends on the GPU, "
+            "and there is none here: run `fp8kit plan -m` on the machine that will serve."
+        )
     _print(report.to_dict() if as_json else str(report), as_json)
 
 

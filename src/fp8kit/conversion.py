@@ -156,14 +156,17 @@ def plan(
             keeps every layer on its own. For code of your own, a mapping from a pattern of blocks
             to what is read by which layers in them, and by nothing else, in call order:
             ``{"layers.*": ["norm -> attn.q attn.k attn.v", "act -> fc2", "cross.k cross.v"]}``;
-            ``calibrate`` then shows whether it is true.
+            ``calibrate`` then shows whether it is true. In a pattern of blocks ``*`` stays within
+            one component: ``"layers.*"`` is ``layers.0`` to ``layers.11``, also below a dotted
+            prefix, and nothing inside them; what follows ``"re:"`` is the whole name.
         m: row counts (tokens in a call) that the layers will serve, e.g. ``[1, 64]`` for decoding,
             ``[1, 4096]`` for decoding and prefill. A layer that bf16 serves faster at any of them,
             by the measured times of its GPU, is left alone. Without ``m`` only layers that FP8
             makes faster at no row count are. Where nothing was measured the report says so.
 
-    A pattern is a glob on the qualified name or on any dotted suffix of it (``"*.mlp.*"``,
-    ``"o_proj"``), or ``"re:"`` and a regular expression matched from the start.
+    A pattern of layers is a glob on the qualified name or on any dotted suffix of it
+    (``"*.mlp.*"``, ``"o_proj"``), where ``*`` crosses dots, or ``"re:"`` and a regular expression
+    matched from the start.
 
     Returns:
         A ``Plan``: ``print`` it, or ``apply`` it.

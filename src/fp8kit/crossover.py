@@ -25,6 +25,8 @@ from fp8kit.report import Record, Report
 from fp8kit.selection import some_of
 from fp8kit.structure import sibling_groups
 
+_NO_DEVICE = "a device yet to be chosen"  # of layers on meta
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -108,7 +110,7 @@ def leave_slower(
     left = {r.name for r in report.skipped}
     report.groups = [g for g in report.groups if left.isdisjoint(g)]
     for name, names in unknown.items():
-        if rows is not None or name not in ("cpu", "meta"):
+        if rows is not None or name not in ("cpu", _NO_DEVICE):
             report.notes.append(
                 f"Whether FP8 is faster than bf16 on {name} was not measured for {some_of(names)}: "
                 "they are converted. `fp8kit tune` measures them on a GPU."
@@ -201,6 +203,8 @@ def _serving(weight: torch.Tensor) -> torch.device:
 
 
 def _name(device: torch.device) -> str:
+    if device.type == "meta":
+        return _NO_DEVICE
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

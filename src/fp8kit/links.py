@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import ConversionError, teach
-from fp8kit.selection import matches, some_of
+from fp8kit.selection import check_expression, names_block, some_of
 
 _ATTENTION = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
 _PLAIN = (
@@ -157,8 +157,8 @@ def given_links(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> list[Li
 
     Args:
         model: the model.
-        rules: a pattern on qualified module names (``""`` is the model) to rules as in this file's
-            head.
+        rules: a pattern on qualified module names, as ``names_block`` reads it, to rules as in this
+            file's head.
 
     Raises:
         ConversionError: if a pattern matches no module, or a path names nothing or no linear layer.
@@ -176,13 +176,15 @@ def given_links(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> list[Li
                     f"Pass [{texts!r}].",
                 )
             )
-        blocks = [n for n in names if n == pattern or (pattern and matches(pattern, n))]
+        check_expression("fusion", pattern)
+        blocks = [n for n in names if names_block(pattern, n)]
         if not blocks:
             raise ConversionError(
                 teach(
                     f"The fusion pattern {pattern!r} matches no module.",
                     f"The model's modules are {some_of(names[1:])}.",
-                    "Name the blocks that hold the norms and layers, e.g. 'layers.*'.",
+                    "Name the blocks that hold the norms and layers, e.g. 'layers.*'; a '*' stays "
+                    "within one component of a name, and what follows 're:' is the whole name.",
                 )
             )
         links += [Link.parse(block, text) for block in blocks for text in texts]

@@ -96,7 +96,8 @@ class Report:
 
     def summary(self) -> str:
         """Say in one line how many layers, which scheme, and how many bytes."""
-        high = self.model_bytes_before - sum(r.bytes_before for r in self.converted)
+        fp8 = [r for r in self.records if r.action == "convert" or r.kind == "Fp8Linear"]
+        high = self.model_bytes_before - sum(r.bytes_before for r in fp8)
         share = high / self.model_bytes_before if self.model_bytes_before else 0.0
         return (
             f"{self.scheme}: {len(self.converted)} layers converted, {len(self.skipped)} skipped; "

@@ -35,6 +35,30 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
 
 
+def names_block(pattern: str, name: str) -> bool:
+    """Say whether a pattern of a fusion rule selects a qualified name.
+
+    A block holds modules whose names only add components to its own, so that a ``*`` which crossed
+    dots would select them too. Here each component of a glob stands for one of the name, counted
+    from its end, and an expression after ``re:`` describes the whole name.
+
+    Args:
+        pattern: ``"layers.*"``, ``"re:model\\.layers\\.[0-3]"``; ``""`` is the model itself.
+        name: a module's name.
+
+    Example:
+        >>> [names_block("layers.*", n) for n in ("layers.10", "model.layers.1", "layers.1.norm")]
+        [True, True, False]
+    """
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) <= len(parts) and all(
+        fnmatch.fnmatchcase(part, glob)
+        for part, glob in zip(parts[-len(wanted) :], wanted, strict=True)
+    )
+
+
 def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> None:
     """Refuse a string for a list, and a pattern that matches no name."""
     if isinstance(patterns, str):
@@ -46,16 +70,7 @@ def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> 
             )
         )
     for pattern in patterns:
-        try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except re.error as error:
-            raise ConversionError(
-                teach(
-                    f"The {argument} pattern {pattern!r} is not a regular expression: {error}.",
-                    "What follows 're:' is matched from the start of a name.",
-                    "Correct it, or leave out 're:' for a glob.",
-                )
-            ) from error
+        check_expression(argument, pattern)
         if not any(matches(pattern, name) for name in names):
             raise ConversionError(
                 teach(
@@ -65,6 +80,20 @@ def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> 
                     + _closest(pattern, names),
                 )
             )
+
+
+def check_expression(argument: str, pattern: str) -> None:
+    """Raise a ``ConversionError`` if what follows ``re:`` is not a regular expression."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise ConversionError(
+            teach(
+                f"The {argument} pattern {pattern!r} is not a regular expression: {error}.",
+                "What follows 're:' is matched against names as a regular expression.",
+                "Correct it, or leave out 're:' for a glob.",
+            )
+        ) from error
 
 
 def exclusion(

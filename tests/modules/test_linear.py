@@ -317,6 +317,15 @@ def test_repr_names_the_scheme() -> None:
     text = repr(layer_of("FP8_BLOCK"))
     assert "in_features=200, out_features=96, bias=True, scheme=FP8_BLOCK" in text
     assert "compute_dtype=torch.float32" in text
+    assert "accum" not in text
+    assert "batch_invariant" not in text
+
+
+def test_repr_names_how_a_layer_runs() -> None:
+    layer = layer_of()
+    layer.accum, layer.batch_invariant = "fast", True
+    assert repr(layer).endswith(", accum=fast, batch_invariant=True)")
+    assert repr(copy.deepcopy(layer)) == repr(layer)
 
 
 def test_a_new_layer_is_uninitialized_and_stays_so() -> None:

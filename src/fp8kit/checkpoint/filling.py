@@ -336,10 +336,23 @@ def _check(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: boo
             teach(
                 f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
                 f"All tensors must match; {len(problems)} do not.",
-                "Pass the model that the checkpoint was made from.",
+                _remedy(bool(lost), len(problems) > len(lost)),
             )
         )
     return sorted(found.unused)
+
+
+def _remedy(lost: bool, others: bool) -> str:
+    """Say what to do about buffers that only building a model gives values, and about the rest."""
+    said = ["Pass the model that the checkpoint was made from."] if others else []
+    if lost:
+        said.append(
+            "Buffers that are not saved get their values when a model is built: build it within "
+            "accelerate.init_empty_weights(include_buffers=False) instead of torch.device('meta') "
+            "(then model.tie_weights(), if it ties any), or set these buffers before loading. For a"
+            " Transformers directory leave the model out: fp8kit.load builds it."
+        )
+    return " ".join(said)
 
 
 def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:

@@ -37,6 +37,10 @@ class Fp8Linear(nn.Linear):
     ``compute_dtype`` and never the codes or scales. Weight and scales are frozen: gradients flow to
     the input and, if it requires one, to the bias.
 
+    Two attributes may be set at any time and are no part of a checkpoint: ``accum`` (``"fast"``
+    for the tensor core's own sums) and ``batch_invariant`` (``True`` gives a row the same bits
+    whatever other rows there are).
+
     A new layer is uninitialized, like ``torch.empty``; make a filled one with ``from_linear`` or
     ``from_quantized``, or load a ``state_dict``.
 
@@ -257,7 +261,9 @@ class Fp8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Describe the layer in ``print(model)``."""
-        return f"{super().extra_repr()}, scheme={self.scheme}, compute_dtype={self.compute_dtype}"
+        said = f"{super().extra_repr()}, scheme={self.scheme}, compute_dtype={self.compute_dtype}"
+        said += "" if self.accum == "precise" else f", accum={self.accum}"
+        return said + (", batch_invariant=True" if self.batch_invariant else "")
 
     def reset_parameters(self) -> None:
         """Do nothing: FP8 weights are loaded or quantized, never drawn at random."""
