@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from fp8kit import calibration, crossover, structure
 from fp8kit.dispatch import choose
@@ -19,12 +18,12 @@ from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import can_share
+from fp8kit.obstacles import Obstacles
 from fp8kit.report import Record, Report
 from fp8kit.selection import (
     SMALLEST_WEIGHT,
     check_patterns,
     exclusion,
-    size_obstacle,
     some_of,
 )
 
@@ -138,7 +137,8 @@ def plan(
 
     Every ``nn.Linear`` is considered, except what the safe defaults protect: output heads,
     embeddings, MoE routers, time and modulation projections, vision towers, layers too small to
-    gain, tied weights, and subclasses of ``nn.Linear`` whose behaviour is unknown.
+    gain, tied weights, layers that the model keeps in float32 or whose weight the code around them
+    casts, and subclasses of ``nn.Linear`` whose behaviour is unknown.
 
     Args:
         model: any module; weights may be on the meta device.
@@ -192,14 +192,13 @@ def plan(
     for argument, patterns in (("include", include), ("exclude", exclude)):
         check_patterns(argument, () if patterns is None else patterns, every)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
-    tied = _tied_weights(model)
+    obstacles = Obstacles(model)
     for module, found in names.items():
         if isinstance(module, nn.Linear):
             record = _record(module, found)
             record.reason = exclusion(found, include, exclude)
             if not record.reason:
-                holder = model.get_submodule(found[0].rpartition(".")[0])
-                record.reason = _obstacle(module, holder, tied)
+                record.reason = obstacles.of(found)
                 record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
             record.action = "skip" if record.reason else "convert"
             record.bytes_after = (
@@ -266,41 +265,6 @@ def convert(
         m=m,
     )
     return decided.apply(weight_storage=weight_storage)
-
-
-def _obstacle(linear: nn.Linear, holder: nn.Module, tied: set[int]) -> str:
-    if isinstance(linear, Fp8Linear):
-        return "already FP8"
-    if parametrize.is_parametrized(linear):
-        return "its weight is parametrized; remove the parametrization first"
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear with behaviour of its own"
-    if "weight" not in linear._parameters:
-        return "its weight is computed by a hook; remove weight_norm or pruning first"
-    if isinstance(holder, nn.TransformerEncoderLayer):
-        return "nn.TransformerEncoderLayer has a fast path that reads the dense weight itself"
-    weight = linear.weight
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
-    if "forward" in linear.__dict__:
-        return "its forward was replaced on the instance, e.g. by an offload hook"
-    if id(weight) in tied or (not weight.is_meta and weight.data_ptr() in tied):
-        return "its weight is tied to another parameter"
-    if too_small := size_obstacle(tuple(weight.shape)):
-        return too_small
-    if not weight.is_meta and not weight.isfinite().all():
-        return "its weight holds NaN or infinities"
-    return ""
-
-
-def _tied_weights(model: nn.Module) -> set[int]:
-    owners: dict[int, set[tuple[int, str]]] = defaultdict(set)
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners[id(p)].add((id(module), name))
-            if not p.is_meta and p.numel():
-                owners[p.data_ptr()].add((id(module), name))
-    return {key for key, users in owners.items() if len(users) > 1}
 
 
 def _bypassed(module: nn.Module, name: str) -> list[Record]:
