@@ -243,6 +243,18 @@ def test_a_producer_without_a_fused_form_is_refused() -> None:
         fp8kit.plan(model, fuse={"blocks.0": ["up -> down"]})
 
 
+def test_a_norm_of_torch_without_epsilon_is_accepted_and_one_without_weight_is_refused() -> None:
+    layers = {"q": nn.Linear(128, 128), "k": nn.Linear(128, 128)}
+    rules = {"": ["norm -> q k"]}
+    model = nn.ModuleDict({"norm": nn.RMSNorm(128), **layers})
+    assert fp8kit.convert(model, fuse=rules).fused == ["norm"]
+    bare = nn.ModuleDict({"norm": nn.RMSNorm(128, elementwise_affine=False), **layers})
+    with pytest.raises(
+        ConversionError, match=r"RMSNorm\) before an arrow\. RMS norms with a weight"
+    ):
+        fp8kit.plan(bare, fuse=rules)
+
+
 def test_rules_that_change_nothing_are_notes() -> None:
     model, _ = tower(torch.device("cpu"))
     plan = fp8kit.plan(model, exclude=["*.heads.b"], fuse={"blocks.0": STATED["blocks.?"][:2]})

@@ -129,7 +129,8 @@ def user_links(
             raise ConversionError(
                 teach(
                     f"Got {link.name(link.producer)} ({type(producer).__name__}) before an arrow.",
-                    "RMS and layer norms of one tensor, SiLU and GELU can write FP8.",
+                    "RMS norms with a weight and layer norms, of one tensor each and along one "
+                    "dimension, SiLU and GELU can write FP8.",
                     "Name one of these, or only the layers, which then share their input.",
                 )
             )
