@@ -169,7 +169,8 @@ def plan(
         A ``Plan``: ``print`` it, or ``apply`` it.
 
     Raises:
-        ValueError: if the scheme is unknown, or a row count is not positive.
+        TypeError: if the model is no module, or ``calibrate`` no function.
+        ValueError: if the scheme or ``fuse`` is unknown, or a row count is not positive.
         ConversionError: if a pattern matches no layer, ``strict`` finds a layer that cannot be
             converted, or a fusion rule names what does not exist or does not hold.
 
@@ -177,14 +178,8 @@ def plan(
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
     """
     scheme, rows = Scheme.of(scheme), crossover.row_counts(m)
-    if isinstance(model, nn.Linear):
-        raise ConversionError(
-            teach(
-                f"Got a bare {type(model).__name__} as the model.",
-                "Layers are replaced inside the module that holds them.",
-                "Use fp8kit.Fp8Linear.from_linear(layer), or pass the parent module.",
-            )
-        )
+    _check_arguments(model, calibrate)
+    level = structure.level(fuse)
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
@@ -208,7 +203,7 @@ def plan(
         else:
             report.records.extend(_bypassed(module, found[0]))
     links = [] if isinstance(fuse, str) else structure.user_links(model, fuse, calibrate)
-    if structure.level(fuse) and can_share(scheme):
+    if level and can_share(scheme):
         names_to_group = [r.name for r in report.converted]
         report.groups = structure.find_groups(model, names_to_group, calibrate, links)
     crossover.leave_slower(model, scheme, report, rows, include or ())
@@ -248,7 +243,8 @@ def convert(
         What was converted, what was skipped and why, and the bytes before and after.
 
     Raises:
-        ValueError: if scheme or storage is unknown.
+        TypeError: as ``plan`` raises it.
+        ValueError: if scheme, ``fuse`` or storage is unknown.
         ConversionError: as ``plan`` and ``Plan.apply`` raise it; the model is then unchanged.
 
     Example:
@@ -265,6 +261,34 @@ def convert(
         m=m,
     )
     return decided.apply(weight_storage=weight_storage)
+
+
+def _check_arguments(model: object, calibrate: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            teach(
+                f"Got a model of type {type(model).__name__}.",
+                "It is an nn.Module with linear layers in it.",
+                "Load a checkpoint with fp8kit.load; of a pipeline pass a part, such as "
+                "pipeline.transformer.",
+            )
+        )
+    if isinstance(model, nn.Linear):
+        raise ConversionError(
+            teach(
+                f"Got a bare {type(model).__name__} as the model.",
+                "Layers are replaced inside the module that holds them.",
+                "Use fp8kit.Fp8Linear.from_linear(layer), or pass the parent module.",
+            )
+        )
+    if calibrate is not None and not callable(calibrate):
+        raise TypeError(
+            teach(
+                f"Got calibrate of type {type(calibrate).__name__}.",
+                "It is a function that runs the model, which it gets, on representative data.",
+                "Pass calibrate=lambda model: model(batch).",
+            )
+        )
 
 
 def _bypassed(module: nn.Module, name: str) -> list[Record]:
