@@ -57,6 +57,25 @@ def test_broken_inputs_are_named(bad: float) -> None:
         calibration.observe_amax(mlp(), ["0", "1"], run)
 
 
+def test_inputs_that_were_all_zero_are_named() -> None:
+    def run(model: nn.Module) -> None:
+        model[0](torch.zeros(1, 8))
+        model[1](torch.zeros(1, 4))
+        model[1](torch.full((1, 4), 1e-30))
+
+    with pytest.raises(ConversionError, match=r"^Calibration saw only zeros in \['0'\]\."):
+        calibration.observe_amax(mlp(), ["0", "1"], run)
+
+
+def test_everything_wrong_is_named_at_once() -> None:
+    def run(model: nn.Module) -> None:
+        model[0](torch.full((1, 8), torch.nan))
+
+    words = r"never reached \['1'\] and saw NaN or infinities in \['0'\]\. A static"
+    with pytest.raises(ConversionError, match=words):
+        calibration.observe_amax(mlp(), ["0", "1"], run)
+
+
 def test_hooks_are_removed_after_an_error_too() -> None:
     model = mlp()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

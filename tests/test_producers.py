@@ -14,6 +14,7 @@ from fp8kit.modules.formulas import NormFormula
 from fp8kit.modules.fused import Consumers
 from fp8kit.modules.shared import SharedInput
 from fp8kit.producers import can_produce, fuse_feed_forward, make_producer, norm_formula
+from fp8kit.quantizers import fused_reference
 
 
 class Odd(LlamaRMSNorm):
@@ -33,6 +34,13 @@ class L1Norm(LlamaRMSNorm):
         return self.weight * hidden_states / hidden_states.abs().mean(-1, keepdim=True)
 
 
+class OwnEpsilon(nn.RMSNorm):
+    """What the documents of torch promise: the epsilon of the dtype of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (256,), self.weight, torch.finfo(x.dtype).eps)
+
+
 CASES = {
     "llama": (LlamaRMSNorm(256, 1e-5), NormFormula("rms_norm", 1e-5)),
     "qwen3": (Qwen3RMSNorm(256, 1e-6), NormFormula("rms_norm", 1e-6)),
@@ -40,7 +48,9 @@ CASES = {
     "torch": (nn.RMSNorm(256, 1e-6), NormFormula("rms_norm", 1e-6, 0.0, "once")),
     "layer": (nn.LayerNorm(256), NormFormula("layer_norm", 1e-5)),
     "plain layer": (nn.LayerNorm(256, 1e-6, False), NormFormula("layer_norm", 1e-6)),
-    "no epsilon": (nn.RMSNorm(256), None),
+    "torch without epsilon": (nn.RMSNorm(256), NormFormula("rms_norm", 2**-23, 0.0, "once")),
+    "no weight": (nn.RMSNorm(256, 1e-6, False), None),
+    "another epsilon": (OwnEpsilon(256), None),
     "two dimensions": (nn.LayerNorm((4, 64)), None),
     "batch": (nn.BatchNorm1d(256), None),
     "namesake": (Odd(256), None),
@@ -58,6 +68,21 @@ def test_formulas(name: str) -> None:
     assert norm_formula(norm) == expected
     assert can_produce(norm) == (expected is not None)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_norm_without_epsilon_equals_its_formula(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    norm = nn.RMSNorm(256, device=device, dtype=dtype)
+    formula = norm_formula(norm)
+    assert formula is not None
+    whole = torch.randint(-8, 9, (32, 256), device=device)  # sums are exact in any order
+    for x in (whole.to(dtype), (whole * 2.0**-12).to(dtype)):  # epsilon matters in the second
+        with torch.no_grad():
+            expected = norm(x)
+        settings = (formula.eps, formula.weight_offset, formula.rounding)
+        assert torch.equal(fused_reference.rms_normed(x, norm.weight, *settings), expected)
 
 
 def test_a_norm_without_values_is_tried_too() -> None:

@@ -273,12 +273,16 @@ def test_a_producer_without_a_fused_form_is_refused() -> None:
         fp8kit.plan(model, fuse={"blocks.0": ["up -> down"]})
 
 
-def test_a_norm_without_an_epsilon_is_told_from_one_with_it() -> None:
-    model = nn.ModuleDict({"norm": nn.RMSNorm(128), "q": nn.Linear(128, 128)})
-    with pytest.raises(ConversionError, match=r"RMSNorm\) before an arrow.*eps=1e-6"):
-        fp8kit.plan(model, fuse={"": ["norm -> q"]})
-    model["norm"].eps = 1e-6
-    fp8kit.plan(model, fuse={"": ["norm -> q"]})
+def test_a_norm_of_torch_without_epsilon_is_accepted_and_one_without_weight_is_refused() -> None:
+    layers = {"q": nn.Linear(128, 128), "k": nn.Linear(128, 128)}
+    rules = {"": ["norm -> q k"]}
+    model = nn.ModuleDict({"norm": nn.RMSNorm(128), **layers})
+    assert fp8kit.convert(model, fuse=rules).fused == ["norm"]
+    bare = nn.ModuleDict({"norm": nn.RMSNorm(128, elementwise_affine=False), **layers})
+    with pytest.raises(
+        ConversionError, match=r"RMSNorm\) before an arrow\. RMS norms with a weight"
+    ):
+        fp8kit.plan(bare, fuse=rules)
 
 
 def test_rules_that_change_nothing_are_notes() -> None:

@@ -134,6 +134,17 @@ def test_any_order_into_a_model_on_meta(scheme: str, joined: bool) -> None:
         assert_state(model, wanted)
 
 
+def test_a_state_dict_is_taken_as_its_pairs() -> None:
+    dense = block(joined=False)
+    ours, theirs = block(joined=False), block(joined=False)
+    fp8kit.convert(ours)
+    fp8kit.convert(theirs)
+    state = dense.state_dict()
+    assert load_weights(ours, state) == load_weights(theirs, state.items())
+    for name, tensor in ours.state_dict().items():
+        assert_bits_equal(tensor, theirs.state_dict()[name])
+
+
 @pytest.mark.parametrize("joined", [False, True])
 def test_reload_keeps_every_address(joined: bool) -> None:
     model = on_meta(joined)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -25,7 +26,7 @@ def observe_amax(
         Layer name to fp32 scalar.
 
     Raises:
-        ConversionError: if a layer never ran, or saw NaN or an infinity.
+        ConversionError: if a layer never ran, or saw NaN, an infinity or nothing but zeros.
 
     Example:
         >>> observe_amax(model, ["fc1"], lambda m: m(torch.randn(8, 256)))
@@ -52,17 +53,25 @@ def observe_amax(
     finally:
         for handle in handles:
             handle.remove()
-    silent = [n for n in names if n not in amax]
-    broken = [n for n, a in amax.items() if not a.isfinite()]
-    if silent or broken:
+    _check_seen(names, {n: a.item() for n, a in amax.items()})
+    return amax
+
+
+def _check_seen(names: list[str], amax: dict[str, float]) -> None:
+    kinds = {
+        "never reached": [n for n in names if n not in amax],
+        "saw NaN or infinities in": [n for n, a in amax.items() if not math.isfinite(a)],
+        "saw only zeros in": [n for n, a in amax.items() if a == 0],
+    }
+    if any(kinds.values()):
+        seen = " and ".join(f"{what} {layers}" for what, layers in kinds.items() if layers)
         raise ConversionError(
             teach(
-                f"Calibration never reached {silent} and saw NaN or infinities in {broken}.",
-                "A static scheme needs finite inputs of every converted layer.",
+                f"Calibration {seen}.",
+                "A static scheme needs finite inputs of every converted layer, not all zero.",
                 "Feed data that exercises these layers, or exclude them.",
             )
         )
-    return amax
 
 
 def input_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from fp8kit import calibration, crossover, structure
 from fp8kit.dispatch import choose
@@ -19,12 +18,12 @@ from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import can_share
+from fp8kit.obstacles import Obstacles
 from fp8kit.report import Record, Report
 from fp8kit.selection import (
     SMALLEST_WEIGHT,
     check_patterns,
     exclusion,
-    size_obstacle,
     some_of,
 )
 
@@ -138,7 +137,8 @@ def plan(
 
     Every ``nn.Linear`` is considered, except what the safe defaults protect: output heads,
     embeddings, MoE routers, time and modulation projections, vision towers, layers too small to
-    gain, tied weights, and subclasses of ``nn.Linear`` whose behaviour is unknown.
+    gain, tied weights, layers that the model keeps in float32 or whose weight the code around them
+    casts, and subclasses of ``nn.Linear`` whose behaviour is unknown.
 
     Args:
         model: any module; weights may be on the meta device.
@@ -172,7 +172,8 @@ def plan(
         A ``Plan``: ``print`` it, or ``apply`` it.
 
     Raises:
-        ValueError: if the scheme is unknown, or a row count is not positive.
+        TypeError: if the model is no module, or ``calibrate`` no function.
+        ValueError: if the scheme or ``fuse`` is unknown, or a row count is not positive.
         ConversionError: if a pattern matches no layer, ``strict`` finds a layer that cannot be
             converted, or a fusion rule names what does not exist or does not hold.
 
@@ -180,14 +181,8 @@ def plan(
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
     """
     scheme, rows = Scheme.of(scheme), crossover.row_counts(m)
-    if isinstance(model, nn.Linear):
-        raise ConversionError(
-            teach(
-                f"Got a bare {type(model).__name__} as the model.",
-                "Layers are replaced inside the module that holds them.",
-                "Use fp8kit.Fp8Linear.from_linear(layer), or pass the parent module.",
-            )
-        )
+    _check_arguments(model, calibrate)
+    level = structure.level(fuse)
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
@@ -195,14 +190,13 @@ def plan(
     for argument, patterns in (("include", include), ("exclude", exclude)):
         check_patterns(argument, () if patterns is None else patterns, every)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
-    tied = _tied_weights(model)
+    obstacles = Obstacles(model)
     for module, found in names.items():
         if isinstance(module, nn.Linear):
             record = _record(module, found)
             record.reason = exclusion(found, include, exclude)
             if not record.reason:
-                holder = model.get_submodule(found[0].rpartition(".")[0])
-                record.reason = _obstacle(module, holder, tied)
+                record.reason = obstacles.of(found)
                 record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
             record.action = "skip" if record.reason else "convert"
             record.bytes_after = (
@@ -212,7 +206,7 @@ def plan(
         else:
             report.records.extend(_bypassed(module, found[0]))
     links = [] if isinstance(fuse, str) else structure.user_links(model, fuse, calibrate)
-    if structure.level(fuse) and can_share(scheme):
+    if level and can_share(scheme):
         names_to_group = [r.name for r in report.converted]
         report.groups = structure.find_groups(model, names_to_group, calibrate, links)
     crossover.leave_slower(model, scheme, report, rows, include or ())
@@ -252,7 +246,8 @@ def convert(
         What was converted, what was skipped and why, and the bytes before and after.
 
     Raises:
-        ValueError: if scheme or storage is unknown.
+        TypeError: as ``plan`` raises it.
+        ValueError: if scheme, ``fuse`` or storage is unknown.
         ConversionError: as ``plan`` and ``Plan.apply`` raise it; the model is then unchanged.
 
     Example:
@@ -271,39 +266,32 @@ def convert(
     return decided.apply(weight_storage=weight_storage)
 
 
-def _obstacle(linear: nn.Linear, holder: nn.Module, tied: set[int]) -> str:
-    if isinstance(linear, Fp8Linear):
-        return "already FP8"
-    if parametrize.is_parametrized(linear):
-        return "its weight is parametrized; remove the parametrization first"
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear with behaviour of its own"
-    if "weight" not in linear._parameters:
-        return "its weight is computed by a hook; remove weight_norm or pruning first"
-    if isinstance(holder, nn.TransformerEncoderLayer):
-        return "nn.TransformerEncoderLayer has a fast path that reads the dense weight itself"
-    weight = linear.weight
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
-    if "forward" in linear.__dict__:
-        return "its forward was replaced on the instance, e.g. by an offload hook"
-    if id(weight) in tied or (not weight.is_meta and weight.data_ptr() in tied):
-        return "its weight is tied to another parameter"
-    if too_small := size_obstacle(tuple(weight.shape)):
-        return too_small
-    if not weight.is_meta and not weight.isfinite().all():
-        return "its weight holds NaN or infinities"
-    return ""
-
-
-def _tied_weights(model: nn.Module) -> set[int]:
-    owners: dict[int, set[tuple[int, str]]] = defaultdict(set)
-    for module in model.modules():
-        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners[id(p)].add((id(module), name))
-            if not p.is_meta and p.numel():
-                owners[p.data_ptr()].add((id(module), name))
-    return {key for key, users in owners.items() if len(users) > 1}
+def _check_arguments(model: object, calibrate: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            teach(
+                f"Got a model of type {type(model).__name__}.",
+                "It is an nn.Module with linear layers in it.",
+                "Load a checkpoint with fp8kit.load; of a pipeline pass a part, such as "
+                "pipeline.transformer.",
+            )
+        )
+    if isinstance(model, nn.Linear):
+        raise ConversionError(
+            teach(
+                f"Got a bare {type(model).__name__} as the model.",
+                "Layers are replaced inside the module that holds them.",
+                "Use fp8kit.Fp8Linear.from_linear(layer), or pass the parent module.",
+            )
+        )
+    if calibrate is not None and not callable(calibrate):
+        raise TypeError(
+            teach(
+                f"Got calibrate of type {type(calibrate).__name__}.",
+                "It is a function that runs the model, which it gets, on representative data.",
+                "Pass calibrate=lambda model: model(batch).",
+            )
+        )
 
 
 def _bypassed(module: nn.Module, name: str) -> list[Record]:

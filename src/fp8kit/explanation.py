@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,11 +58,20 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
         An ``Explanation``: ``print`` it; layers with the same problem share an entry.
 
     Raises:
+        TypeError: if ``m`` is not one integer.
         ValueError: if there is no FP8 layer, or ``m`` is negative.
 
     Example:
         >>> print(fp8kit.explain(model, m=1))
     """
+    if not isinstance(m, numbers.Integral):
+        raise TypeError(
+            teach(
+                f"Got m={m!r}.",
+                "It is one row count, an integer.",
+                "Call fp8kit.explain(model, m=16) once for each row count.",
+            )
+        )
     if m < 0:
         raise ValueError(
             teach(f"Got m={m}.", "A row count is not negative.", "Pass the number of tokens.")

@@ -56,6 +56,22 @@ GROUP128 = GroupShape(1, 128)
 BLOCK = GroupShape(128, 128)
 MX = GroupShape(1, 32)
 _GROUP_NAMES = {TENSOR: "tensor", ROW: "row", GROUP128: "1x128", BLOCK: "128x128", MX: "mx"}
+_CONSTANTS = ("TENSOR", "ROW", "GROUP128", "BLOCK", "MX")
+
+
+def check_group(group: object) -> None:
+    """Refuse a granularity that is no ``GroupShape``, such as its name."""
+    if not isinstance(group, GroupShape):
+        named = isinstance(group, str) and group.upper() in _CONSTANTS
+        raise TypeError(
+            teach(
+                f"Got {group!r} as the granularity.",
+                f"It is a GroupShape: fp8kit.{', '.join(_CONSTANTS[:-1])} or {_CONSTANTS[-1]}.",
+                f"Pass fp8kit.{str(group).upper()}."
+                if named
+                else "Pass one of these, or fp8kit.GroupShape(rows, cols).",
+            )
+        )
 
 
 def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
@@ -303,10 +319,19 @@ def check_scale(
         device: device of the codes.
 
     Raises:
-        TypeError: for a wrong dtype.
+        TypeError: for a wrong dtype, or what is no tensor or no group.
         ValueError: for a wrong shape or device.
     """
+    check_group(group)
     wanted, dtype = scale_shape(shape, group), scale_dtype(group)
+    if not isinstance(scale, Tensor):
+        raise TypeError(
+            teach(
+                f"Got a scale of type {type(scale).__name__}.",
+                f"The scale is a {dtype} tensor of shape {wanted}.",
+                f"Pass torch.full({wanted}, number, device=x.device).",
+            )
+        )
     if scale.dtype != dtype:
         raise TypeError(
             teach(

@@ -15,7 +15,7 @@ from fp8kit.formats import (
     GroupShape,
     QTensor,
     Scheme,
-    check_scale,
+    check_group,
     fp8_format,
     min_scale,
 )
@@ -24,12 +24,15 @@ from fp8kit.validation import (
     activation_format,
     check_codes,
     check_float,
+    check_input_scale,
     check_layout,
     check_operands,
     check_out_dtype,
     check_quantized,
     check_rounding,
     check_scale_ub,
+    check_static_scale,
+    check_tensor,
 )
 
 
@@ -54,7 +57,8 @@ def quantize(
         x: bf16, fp16 or fp32, 1-D or more, any strides, K last.
         group: elements per scale, e.g. ``fp8kit.ROW``.
         dtype: dtype of the codes.
-        scale: static scales, ``scale_shape(x.shape, group)``; taken from the data if omitted.
+        scale: static scales, positive, ``scale_shape(x.shape, group)``; taken from the data if
+            omitted.
         scale_ub: fp32 scalar tensor that bounds amax from above before the division.
         scale_rounding: ``"exact"`` or ``"up"`` (to a power of two, UE8M0); for MX ``"floor"`` (OCP
             MX v1.0, the default) or ``"up"`` (never saturates).
@@ -66,15 +70,19 @@ def quantize(
         ``QTensor`` with codes of the shape of ``x``.
 
     Raises:
-        TypeError: if ``x`` is not a float tensor, or a dtype is not FP8.
-        ValueError: for a scale of the wrong shape or device, or contradictory options.
+        TypeError: if ``x`` is not a float tensor, a dtype is not FP8, or ``group`` or a scale is of
+            another type.
+        ValueError: for a scale of the wrong shape or device, one that is not positive (looked at
+            on a CPU only), or contradictory options.
 
     Example:
         >>> q = fp8kit.quantize(torch.randn(4, 256), fp8kit.GROUP128)
         >>> q.scale.shape
         torch.Size([4, 2])
     """
+    check_tensor("x", x)
     check_float("x", x)
+    check_group(group)
     fp8_format(dtype)
     if x.dim() == 0 or (group.rows > 1 and x.dim() < 2):
         raise ValueError(
@@ -93,7 +101,7 @@ def quantize(
                     "Leave them out, or leave out scale.",
                 )
             )
-        check_scale(scale, x.shape, group, x.device)
+        check_static_scale(scale, x, group)
         data = torch.ops.fp8kit.quantize_static(x, scale, [group.rows, group.cols], dtype)
         return QTensor(data, scale, group)
     rounding = check_rounding(scale_rounding, group)
@@ -115,12 +123,13 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
         A contiguous tensor of the shape of the codes.
 
     Raises:
-        TypeError: if ``dtype`` is not one of the three.
+        TypeError: if ``q`` is no ``QTensor``, or ``dtype`` is not one of the three.
 
     Example:
         >>> fp8kit.dequantize(fp8kit.quantize(torch.ones(2, 8)))[0, 0]
         tensor(1.)
     """
+    check_quantized("q", q)
     check_out_dtype(dtype)
     value: Tensor = torch.ops.fp8kit.dequantize(
         q.data, q.scale, [q.group.rows, q.group.cols], dtype
@@ -212,7 +221,8 @@ def linear(
         bias: ``[N]``, any float dtype.
         scheme: how ``x`` is quantized; by default the standard partner of ``w_q.group``
             (row and tensor: per token, block: 1x128, MX: MX).
-        input_scale: fp32 ``[1, 1]``: ``x`` is quantized per tensor with this static scale.
+        input_scale: fp32 ``[1, 1]``, positive and finite, which is looked at on a CPU only: ``x``
+            is quantized per tensor with this static scale.
         scale_ub: fp32 scalar tensor that bounds each token's amax from above.
         accum: as in ``scaled_mm``.
         batch_invariant: as in ``scaled_mm``.
@@ -221,7 +231,7 @@ def linear(
         ``[..., N]`` in the dtype of ``x`` (under autocast, in autocast's dtype).
 
     Raises:
-        TypeError: if ``x`` is not a float tensor.
+        TypeError: if ``x`` is not a float tensor, or a scale is no tensor.
         ValueError: if K, devices, scheme or scales do not fit.
         UnsupportedError: if no backend computes it, with every backend's reason.
 
@@ -229,6 +239,7 @@ def linear(
         >>> w_q = fp8kit.quantize(w, fp8kit.BLOCK, role="weight")
         >>> y = fp8kit.linear(x, w_q)
     """
+    check_tensor("x", x)
     check_quantized("w_q", w_q)
     check_float("x", x)
     check_operands(x, w_q.data, bias, accum)
@@ -236,7 +247,7 @@ def linear(
         check_codes("w_q", w_q.data.dtype, Scheme.of(scheme))
     activation, rounding = activation_format(w_q.group, scheme, input_scale)
     if input_scale is not None:
-        check_scale(input_scale, x.shape, TENSOR, x.device)
+        check_input_scale(input_scale, x.shape, x.device)
     check_scale_ub(scale_ub, x)
     if scale_ub is not None and (activation is None or input_scale is not None):
         raise ValueError(

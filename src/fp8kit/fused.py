@@ -15,17 +15,15 @@ from torch import Tensor
 
 from fp8kit import fused_ops  # noqa: F401  (registers the operators)
 from fp8kit.errors import teach
-from fp8kit.formats import (
-    ROW,
-    TENSOR,
-    GroupShape,
-    QTensor,
-    check_scale,
-    fp8_format,
-    min_scale,
-)
+from fp8kit.formats import ROW, TENSOR, GroupShape, QTensor, check_group, fp8_format, min_scale
 from fp8kit.quantizers.fused_problem import ROUNDINGS
-from fp8kit.validation import check_float, check_layout, check_rounding, check_scale_ub
+from fp8kit.validation import (
+    check_float,
+    check_layout,
+    check_rounding,
+    check_scale_ub,
+    check_static_scale,
+)
 
 
 class QuantizeOptions(TypedDict, total=False):
@@ -58,6 +56,7 @@ class _Options:
 
     def checked(self, x: Tensor) -> tuple[object, ...]:
         """Give the last seven arguments of an operator."""
+        check_group(self.group)
         fp8_format(self.dtype)
         group, scale = self.group, self.scale
         if group.rows > 1 or (group == TENSOR) != (scale is not None):
@@ -79,7 +78,7 @@ class _Options:
                         "Leave them out, or leave out scale.",
                     )
                 )
-            check_scale(scale, x.shape, group, x.device)
+            check_static_scale(scale, x, group)
         check_scale_ub(self.scale_ub, x)
         rounding = check_rounding(self.scale_rounding, group)
         check_layout(self.scale_layout, group)

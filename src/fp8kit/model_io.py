@@ -118,11 +118,20 @@ def load(
             does not fit the model.
         ConversionError: as ``fp8kit.plan`` raises it.
         ImportError: if Transformers is needed and is not there, or is too old.
+        TypeError: if ``model`` is no module.
 
     Example:
         >>> model = fp8kit.load("fp8-dir", device="cuda")
         >>> model = fp8kit.load("bf16-dir", scheme="FP8_DYNAMIC", exclude=["*.o_proj"])
     """
+    if not isinstance(model, nn.Module | None):
+        raise TypeError(
+            teach(
+                f"Got {model!r:.80} as the model.",
+                "The second argument is the module to fill; a scheme has a keyword.",
+                "Pass scheme='FP8_DYNAMIC' or the like by name.",
+            )
+        )
     checkpoint = open_checkpoint(source)
     _check_request(checkpoint, model, scheme, include, exclude)
     where = None if device is None else torch.device(device)

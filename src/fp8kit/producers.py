@@ -68,13 +68,16 @@ def norm_formula(norm: nn.Module) -> NormFormula | None:
     """Find out what a norm computes, by trying it on random numbers and weights.
 
     Names do not say whether a weight is added to one, or where 16-bit results are rounded; one
-    run of the norm in bf16 does.
+    run of the norm in bf16 does. It also shows that torch takes the epsilon of fp32, in which it
+    computes, where an ``nn.RMSNorm`` has none.
 
     Args:
         norm: a module with a ``weight [K]`` or a ``normalized_shape`` and a known epsilon; its
             Parameters may be on the meta device.
     """
     eps = next((e for n in _EPSILONS if (e := getattr(norm, n, None)) is not None), None)
+    if eps is None and isinstance(norm, nn.RMSNorm):
+        eps = torch.finfo(torch.float32).eps
     weight = getattr(norm, "weight", None)
     shape: tuple[int, ...] = tuple(getattr(norm, "normalized_shape", getattr(weight, "shape", ())))
     if not isinstance(eps, float) or len(shape) != 1:

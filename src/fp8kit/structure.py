@@ -129,10 +129,9 @@ def user_links(
             raise ConversionError(
                 teach(
                     f"Got {link.name(link.producer)} ({type(producer).__name__}) before an arrow.",
-                    "RMS and layer norms of one tensor and a known epsilon, SiLU and GELU can "
-                    "write FP8.",
-                    "Name one of these, give an RMSNorm its number (eps=1e-6), or name only the "
-                    "layers, which then share their input.",
+                    "RMS norms with a weight and layer norms, of one tensor each and along one "
+                    "dimension, SiLU and GELU can write FP8.",
+                    "Name one of these, or only the layers, which then share their input.",
                 )
             )
     if run is not None:

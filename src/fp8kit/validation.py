@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8kit.errors import teach
-from fp8kit.formats import BLOCK, MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme
+from fp8kit.formats import (
+    BLOCK,
+    MX,
+    ROW,
+    SCHEMES,
+    TENSOR,
+    GroupShape,
+    QTensor,
+    Scheme,
+    check_scale,
+)
 from fp8kit.quantizers.layout import LAYOUTS, has_columns
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -81,6 +93,18 @@ def check_quantized(name: str, q: object) -> None:
         )
 
 
+def check_tensor(name: str, x: object) -> None:
+    """Refuse what is no tensor where one is quantized."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            teach(
+                f"Got {name} of type {type(x).__name__}.",
+                "It is a bfloat16, float16 or float32 tensor, which is quantized here.",
+                "Pass a torch.Tensor; fp8kit.scaled_mm multiplies what is quantized already.",
+            )
+        )
+
+
 def check_float(name: str, x: Tensor) -> None:
     """Refuse a tensor that is not bf16, fp16 or fp32."""
     if x.dtype not in _FLOATS:
@@ -135,6 +159,14 @@ def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
     """Refuse a bound that is not one fp32 number on the device of ``x``."""
     if scale_ub is None:
         return
+    if not isinstance(scale_ub, Tensor):
+        raise TypeError(
+            teach(
+                f"Got scale_ub={scale_ub!r}.",
+                f"It is one float32 number on {x.device}, as a tensor.",
+                f"Pass torch.tensor({scale_ub!r}, device=x.device).",
+            )
+        )
     if scale_ub.numel() != 1 or scale_ub.dtype != torch.float32 or scale_ub.device != x.device:
         raise ValueError(
             teach(
@@ -143,6 +175,51 @@ def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
                 "Pass torch.tensor(bound, device=x.device).",
             )
         )
+
+
+def check_static_scale(scale: Tensor, x: Tensor, group: GroupShape) -> None:
+    """Refuse given scales of the wrong form, and on a CPU what is not above zero.
+
+    A scale of NaN is one: it stands for a group that is NaN. Values on a GPU are not read, because
+    a call would wait for them.
+    """
+    check_scale(scale, x.shape, group, x.device)
+    if scale.dtype == torch.float32 and _can_read(scale) and (scale <= 0).any():
+        raise ValueError(
+            teach(
+                f"Got a static scale of {scale.min().item():.4g}.",
+                "Values are divided by scales, which are positive.",
+                "Take scales from data that are not all zero: amax / 448.",
+            )
+        )
+
+
+def check_input_scale(
+    scale: Tensor, shape: Sequence[int], device: torch.device, *, wait: bool = False
+) -> None:
+    """Refuse an input scale that is not one positive finite number on a device.
+
+    Args:
+        scale: of the activations of a layer.
+        shape: of what it scales, or of the weight.
+        device: of the weight and the activations.
+        wait: read a value on a GPU too, which waits for it.
+    """
+    check_scale(scale, shape, TENSOR, device)
+    if _can_read(scale, wait) and not 0 < (value := scale.item()) < torch.inf:
+        raise ValueError(
+            teach(
+                f"Got an input_scale of {value:.4g}.",
+                "Activations are divided by it: it is positive and finite.",
+                "Calibrate with data that reach this layer: fp8kit.convert(model, calibrate=...).",
+            )
+        )
+
+
+def _can_read(scale: Tensor, wait: bool = False) -> bool:
+    """Say whether a value can be looked at: it is there, nobody traces, and nobody waits for it."""
+    there = scale.device.type == "cpu" or (wait and not scale.is_meta)
+    return there and type(scale) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
 
 
 def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:

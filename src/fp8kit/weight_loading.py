@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ _UNFINISHED: WeakKeyDictionary[nn.Module, _Load] = WeakKeyDictionary()
 
 def load_weights(
     model: nn.Module,
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
     *,
     scheme: Scheme | str | None = None,
     include: Sequence[str] | None = None,
@@ -41,8 +41,8 @@ def load_weights(
 
     Args:
         model: with FP8 layers already, or to get them by ``scheme``; its tensors may be on meta.
-        weights: names as in a checkpoint, and tensors on any device; their memory may be used
-            again as soon as the next one is asked for.
+        weights: pairs of names as in a checkpoint and tensors on any device, whose memory may be
+            used again as soon as the next pair is asked for; or a mapping, such as a state dict.
         scheme: what linear layers become, by the rules of ``fp8kit.plan``.
         include: as in ``fp8kit.plan``; only with ``scheme``.
         exclude: as in ``fp8kit.plan``; only with ``scheme``.
@@ -71,7 +71,7 @@ def load_weights(
     if load is None:
         load = _begun(model, _selection(scheme, include, exclude, strict), where)
     layers, arrivals = load
-    for name, tensor in weights:
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
         arrivals.put(name, tensor)
         if strict and arrivals.unused:
             raise CheckpointError(

@@ -25,7 +25,7 @@ from fp8kit.modules.shared import MOST_JOINED_ROWS, SharedInput, can_join
 
 def warmup(
     model: nn.Module,
-    m: Sequence[int] = (1, 16, 4096),
+    m: int | Sequence[int] = (1, 16, 4096),
     *,
     tune: bool = False,
     timer: Timer = time_cases,
@@ -38,7 +38,7 @@ def warmup(
 
     Args:
         model: holds ``Fp8Linear`` layers, on the device where they will run.
-        m: row counts (tokens) to expect.
+        m: row count (tokens) to expect, or several.
         tune: first measure which backend is fastest for these layers, and keep the answer on disk.
         timer: how candidates are timed.
 
@@ -60,6 +60,7 @@ def warmup(
                 "Convert or load the model onto its device first.",
             )
         )
+    m = (m,) if isinstance(m, int) else m
     if min(m, default=0) < 1:
         raise ValueError(
             teach(

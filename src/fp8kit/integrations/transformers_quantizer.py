@@ -284,10 +284,6 @@ def _reason(model: Any, record: Record, config: Fp8KitConfig) -> tuple[str, bool
     if head is not None and head is model.get_submodule(record.name):
         if defaults and not names & set(config.include or ()):
             return "output head: kept in high precision by default", False
-    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        kept = getattr(model, attribute, None) or ()
-        if any(re.search(rf"(^|\.){re.escape(k)}(\.|$)", n) for k in kept for n in names):
-            return "the model keeps it in float32", True
     return "", False
 
 

@@ -14,7 +14,6 @@ from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import (
     FP8_FORMATS,
     MX,
-    TENSOR,
     QTensor,
     Scheme,
     check_scale,
@@ -109,11 +108,12 @@ class Fp8Linear(nn.Linear):
         Args:
             linear: a layer with a bf16, fp16 or fp32 weight ``[N, K]``.
             scheme: a preset name or a ``Scheme``.
-            input_scale: fp32 ``[1, 1]``, needed by static schemes.
+            input_scale: fp32 ``[1, 1]``, positive and finite, needed by static schemes.
 
         Raises:
-            TypeError: if the weight is not a float tensor.
-            ValueError: if the scheme is unknown, or is static and got no ``input_scale``.
+            TypeError: if the weight is not a float tensor, or ``input_scale`` is no tensor.
+            ValueError: if the scheme is unknown, or is static and got no ``input_scale``, or one
+                that scales nothing.
 
         Example:
             >>> layer = Fp8Linear.from_linear(nn.Linear(256, 512), "FP8_BLOCK")
@@ -140,7 +140,7 @@ class Fp8Linear(nn.Linear):
             weight: codes ``[N, K]`` with scales of the scheme's weight granularity.
             bias: ``[N]``; a Parameter is shared.
             scheme: a preset name or a ``Scheme``.
-            input_scale: fp32 ``[1, 1]``, needed by static schemes.
+            input_scale: fp32 ``[1, 1]``, positive and finite, needed by static schemes.
             dtype: the compute dtype.
 
         Raises:
@@ -158,7 +158,7 @@ class Fp8Linear(nn.Linear):
         layer.weight = frozen(weight.data)
         layer.weight_scale = frozen(weight.scale)
         if input_scale is not None:
-            check_scale(input_scale, weight.shape, TENSOR, weight.device)
+            validation.check_input_scale(input_scale, weight.shape, weight.device, wait=True)
             layer.input_scale = frozen(input_scale)
         if bias is not None:
             layer.bias = bias if isinstance(bias, nn.Parameter) else frozen(bias)

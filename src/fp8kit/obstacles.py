@@ -1,0 +1,127 @@
+"""Why linear layers cannot become FP8: their class, their state, or the code around them."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from types import CodeType
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.selection import size_obstacle
+
+# modules of Transformers and diffusers name here what a cast to 16 bits must leave alone
+_KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+# uses of a weight that give another meaning to codes: T5 casts hidden states to `wo.weight.dtype`
+_CASTS = ("dtype", "to", "type", "type_as", "float", "half", "bfloat16", "double")
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+class Obstacles:
+    """What stands between the linear layers of a model and FP8.
+
+    Args:
+        model: the module that ``plan`` got; its weights may be on the meta device.
+
+    Example:
+        >>> Obstacles(nn.Sequential(nn.Linear(8, 8))).of(["0"])
+        'too small to gain: a side under 64 or under 16384 weights'
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tied = _tied_weights(model)
+        self._kept = _kept_in_float32(model)
+
+    def of(self, names: Sequence[str]) -> str:
+        """Say why a linear layer cannot become FP8; empty if it can.
+
+        Args:
+            names: every qualified name of the layer.
+        """
+        linear = self._model.get_submodule(names[0])
+        assert isinstance(linear, nn.Linear)
+        holders = {n: self._model.get_submodule(n.rpartition(".")[0]) for n in names}
+        return (
+            _of_class(linear, holders.values())
+            or self._of_names(names)
+            or _of_code(holders)
+            or self._of_weight(linear)
+        )
+
+    def _of_names(self, names: Sequence[str]) -> str:
+        if any(kept.match(f"{name}.weight") for kept in self._kept for name in names):
+            return "the model keeps it in float32"
+        return ""
+
+    def _of_weight(self, linear: nn.Linear) -> str:
+        weight = linear.weight
+        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
+        if "forward" in linear.__dict__:
+            return "its forward was replaced on the instance, e.g. by an offload hook"
+        if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
+            return "its weight is tied to another parameter"
+        if too_small := size_obstacle(tuple(weight.shape)):
+            return too_small
+        if not weight.is_meta and not weight.isfinite().all():
+            return "its weight holds NaN or infinities"
+        return ""
+
+
+def _of_class(linear: nn.Linear, holders: Iterable[nn.Module]) -> str:
+    if isinstance(linear, Fp8Linear):
+        return "already FP8"
+    if parametrize.is_parametrized(linear):
+        return "its weight is parametrized; remove the parametrization first"
+    if type(linear) is not nn.Linear:
+        return f"{type(linear).__name__} is a subclass of nn.Linear with behaviour of its own"
+    if "weight" not in linear._parameters:
+        return "its weight is computed by a hook; remove weight_norm or pruning first"
+    if any(isinstance(holder, nn.TransformerEncoderLayer) for holder in holders):
+        return "nn.TransformerEncoderLayer has a fast path that reads the dense weight itself"
+    return ""
+
+
+def _of_code(holders: dict[str, nn.Module]) -> str:
+    for name, holder in holders.items():
+        code = getattr(inspect.unwrap(type(holder).forward), "__code__", None)
+        if code is not None and name.rpartition(".")[2] in _cast_children(code):
+            return f"{type(holder).__name__}.forward asks for the dtype of its weight, or casts it"
+    return ""
+
+
+@functools.cache
+def _cast_children(forward: CodeType) -> frozenset[str]:
+    """Name the children of which it casts ``self.child.weight`` or asks for its dtype."""
+    steps = list(dis.get_instructions(forward))
+    path = [str(s.argval) if s.opname in _LOADS else "" for s in steps]
+    reads = zip(path, path[1:], path[2:], strict=False)
+    return frozenset(child for child, what, use in reads if what == "weight" and use in _CASTS)
+
+
+def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:
+    """Give patterns of parameters that modules of a model ask to be left in float32."""
+    return {
+        re.compile(rf"{re.escape(f'{name}.' if name else '')}(.*\.)?{re.escape(part)}(\.|$)")
+        for name, module in model.named_modules()
+        for attribute in _KEPT
+        for part in getattr(module, attribute, None) or ()
+    }
+
+
+def _tied_weights(model: nn.Module) -> set[int]:
+    owners: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[id(p)].add((id(module), name))
+            if not p.is_meta and p.numel():
+                owners[p.data_ptr()].add((id(module), name))
+    return {key for key, users in owners.items() if len(users) > 1}
