@@ -266,3 +266,12 @@ def test_inputs_are_not_written_to(device: torch.device) -> None:
     fp8kit.linear(x, w_q, bias, scale_ub=bound)
     for old, new in zip(before, (x, w_q.data, w_q.scale, bias, bound), strict=True):
         assert_bits_equal(old, new)
+
+
+@pytest.mark.parametrize("shape", [(128,), (4, 128), (2, 4, 128)], ids=str)
+def test_results_may_be_changed_in_place(shape: tuple[int, ...], device: torch.device) -> None:
+    x, w = torch.randn(shape, device=device), weight("FP8_DYNAMIC", 96, 128, device)
+    adapter = torch.randn(96, device=device, requires_grad=True)
+    for y in (fp8kit.linear(x, w), fp8kit.scaled_mm(fp8kit.quantize(x), w)):
+        y += adapter
+        assert y.requires_grad

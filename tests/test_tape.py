@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8kit import tape
+from fp8kit import ops, tape
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul import triton_scaled
 from fp8kit.matmul.problem import MatmulProblem
@@ -60,6 +60,16 @@ def test_all_but_the_result_share_one_allocation(monkeypatch: pytest.MonkeyPatch
     assert [t.nbytes for t in allocated] == [x.nbytes, 256]
     assert allocated[0] is y
     assert (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device)
+
+
+def test_another_shape_of_a_result_is_taped() -> None:
+    x, constant = torch.randn(6, 4), torch.randn(6, 4)
+    y, made = tape.record(
+        lambda: ops.reshaped(twice_plus(x, constant), (2, 3, 4)), [x], [constant, None]
+    )
+    assert made is not None
+    assert torch.equal(made(x)[0], y)
+    assert y.shape == (2, 3, 4)
 
 
 def test_results_are_inference_tensors_where_the_caller_is_in_inference_mode() -> None:

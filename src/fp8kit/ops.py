@@ -258,7 +258,20 @@ def linear(
     if y is None:
         data, x_scale = quantize_rows(rows, x_group, w.dtype, input_scale, scale_ub, scale_rounding)
         y = multiply(data, x_scale, w, w_scale, bias, problem)
-    return y.view(*x.shape[:-1], w.shape[0])
+    return reshaped(y, (*x.shape[:-1], w.shape[0]))
+
+
+def reshaped(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Give a product that nobody else holds another shape, and let callers change it in place.
+
+    Autograd refuses in-place changes of views made where it does not look, as in an operator.
+
+    Args:
+        y: ``[M, N]``.
+        shape: ``[..., N]``, with as many elements.
+    """
+    z: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
+    return z
 
 
 def _linear(

@@ -130,7 +130,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.allocated.append(result)
-        elif not func.is_view:
+        elif not func.is_view and func is not _aten._unsafe_view.default:
             self.foreign = str(func)
         return result
 

@@ -153,7 +153,7 @@ def multiply_rows(
         batch_invariant,
         None,
     )
-    return y.view(*codes.shape[:-1], weight.shape[0])
+    return ops.reshaped(y, (*codes.shape[:-1], weight.shape[0]))
 
 
 def _wants_gradient(x: Tensor, bias: Tensor | None) -> bool:

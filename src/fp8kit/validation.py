@@ -106,7 +106,8 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def check_float(name: str, x: Tensor) -> None:
-    """Refuse a tensor that is not bf16, fp16 or fp32."""
+    """Refuse what is no tensor, or one that is not bf16, fp16 or fp32."""
+    check_tensor(name, x)
     if x.dtype not in _FLOATS:
         raise TypeError(
             teach(

@@ -457,3 +457,40 @@ def test_a_scale_without_its_weight_is_refused() -> None:
     layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 32))
     with pytest.raises(RuntimeError, match="weight_scale comes without"):
         layer.load_state_dict({"weight_scale": torch.ones(32, 1)}, strict=False)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("wanted", ["no gradient", "gradient of the input"])
+def test_a_result_may_be_changed_in_place(wanted: str, scheme: str, device: torch.device) -> None:
+    layer = layer_of(scheme, device).requires_grad_(False)
+    x = torch.randn(3, K, device=device, requires_grad=wanted != "no gradient")
+    adapter = torch.randn(3, N, device=device, requires_grad=True)
+    y = layer(x)
+    expected = y.detach() + adapter.detach()
+    y += adapter
+    assert_bits_equal(y.detach(), expected)
+    y.relu_().sum().backward()
+    assert adapter.grad is not None
+    assert (x.grad is not None) == x.requires_grad
+
+
+def test_a_result_made_without_gradients_may_be_changed_with_one(device: torch.device) -> None:
+    layer = layer_of(device=device)
+    with torch.no_grad():
+        y = layer(torch.randn(2, 3, K, device=device))
+    y += torch.ones(N, device=device, requires_grad=True)
+    assert y.requires_grad
+
+
+def test_a_kept_weight_that_is_reloaded_has_no_history() -> None:
+    layer = layer_of()
+    layer.original_weight = torch.zeros(N, K)
+    source = dense()
+    layer.load_state_dict(dict(source.named_parameters()))
+    assert not layer.original_weight.requires_grad
+    assert_bits_equal(copy.deepcopy(layer).to_linear().weight.detach(), source.weight.detach())
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Got x of type list\..*Pass a torch.Tensor"):
+        layer_of()([1.0] * K)

@@ -377,7 +377,7 @@ class Fp8Linear(nn.Linear):
         if self.input_scale is not None:  # a dense checkpoint keeps what calibration found
             entries.setdefault(prefix + "input_scale", self.input_scale.detach())
         if self.original_weight is not None:
-            self.original_weight.copy_(weight)
+            self.original_weight.copy_(weight.detach())
         return entries
 
 
