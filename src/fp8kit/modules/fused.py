@@ -57,6 +57,7 @@ class Consumers:
             takes_codes(self.scheme)
             and all(getattr(m, name, None) is value for m, name, value in self.unchanged)
             and not any(is_watched(m) for m in self.modules)
+            and not any_trained(*self.group.members)
         )
 
     def hand_over(self, codes: RowCodes, x: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ class FusedGatedMlp(Fused):
             same: Tensor = self.unfused(x)
             return same
         gate_proj, up_proj, down = (self.get_submodule(name) for name in self.names)
-        if not can_multiply(down) or any_trained(gate_proj, up_proj):
+        if not can_multiply(down) or any_trained(gate_proj, up_proj, down):
             y: Tensor = self.unfused(x)
             return y
         gate, up = gate_proj(x), up_proj(x)

@@ -102,7 +102,7 @@ class FusedFeedForward(Fused):
         first, dropout, down, *rest = self.net
         quiet = not any(is_watched(m) for m in (self.net, first, dropout))
         idle = all(not d.training or d.p == 0 for d in (dropout, *rest))
-        if not (quiet and idle and can_multiply(down)) or any_trained(first.proj):
+        if not (quiet and idle and can_multiply(down)) or any_trained(first.proj, down):
             y: Tensor = self.unfused(x)
             return y
         h, up = first.proj(x), None
