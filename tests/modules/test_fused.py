@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -275,3 +276,31 @@ def test_a_fused_layer_is_captured_by_a_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert_bits_equal(captured, expected)
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "v_proj", "gate_proj", "down_proj"])
+def test_a_trained_bias_behind_a_fused_module_gets_its_gradient(
+    trained: str, device: torch.device
+) -> None:
+    model = build("llama", device)
+    fp8kit.convert(model)
+    model.requires_grad_(False)
+    layers = [m for name, m in model.named_modules() if name.endswith(trained)]
+    for layer in layers:
+        bias = torch.zeros(layer.out_features, device=device, dtype=torch.bfloat16)
+        layer.bias = nn.Parameter(bias)
+    model(input_ids=tokens(device)).logits.float().sum().backward()
+    assert all(layer.bias.grad is not None for layer in layers)
+
+
+def test_threads_may_run_a_fused_model_at_once(device: torch.device) -> None:
+    model = build("llama", device)
+    fp8kit.convert(model)
+    expected = logits(model, tokens(device))
+    norm, attention = fused_norm(model), model.model.layers[0].self_attn
+    x = torch.randn(1, 3, 128, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        normed = norm(x)
+        with ThreadPoolExecutor(1) as other:  # a whole run between a norm and the layers behind it
+            assert_bits_equal(other.submit(logits, model, tokens(device)).result(), expected)
+        assert attention.q_proj(normed).isfinite().all()

@@ -6,12 +6,16 @@ import copy
 import pickle
 import re
 import shutil
+import threading
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8kit
 from fp8kit.modules.shared import SharedInput, can_join
@@ -409,3 +413,135 @@ def test_autocast_between_siblings_is_noticed(device: torch.device) -> None:
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert layers[0](x).dtype == torch.bfloat16
     assert layers[1](x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("unchanging", [True, False])
+def test_a_part_may_be_changed_in_place(rows: int, unchanging: bool, device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)[:1, :rows]
+    expected = siblings_alone(layers[1], x)
+    SharedInput(layers, unchanging)
+    adapter = torch.randn(256, dtype=torch.bfloat16, device=device, requires_grad=True)
+    q = layers[0](x)
+    q += adapter
+    assert_bits_equal(layers[1](x), expected)
+    q.float().sum().backward()
+    assert adapter.grad is not None
+    assert (adapter.grad == rows).all()
+
+
+@pytest.mark.parametrize("rows", [5, 600])
+def test_shared_on_meta(rows: int) -> None:
+    layers = siblings(torch.device("meta"))
+    SharedInput(layers)
+    x = torch.empty(rows, 256, dtype=torch.bfloat16, device="meta")
+    assert [layer(x).shape for layer in layers] == [(rows, 256), (rows, 128), (rows, 384)]
+
+
+def test_a_fake_run_leaves_the_weights_alone(device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.empty(2, 5, 256, dtype=torch.bfloat16, device=device)
+        assert [layer(fake).shape[-1] for layer in layers] == [256, 128, 384]
+    for layer, expected in zip(layers, separate, strict=True):
+        assert_bits_equal(layer(x), expected)
+
+
+def test_shared_is_traced_with_fake_tensors(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers, unchanging=True)
+    x = tokens(device)
+
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in layers], -1)
+
+    with torch.no_grad():
+        traced = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+        x = tokens(device)
+        assert_bits_equal(traced(x), run(x))
+
+
+def test_shared_under_vmap(device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    separate = torch.cat([layer(x) for layer in layers], -1)
+    SharedInput(layers, unchanging=True)
+    assert_bits_equal(torch.vmap(lambda x: torch.cat([y(x) for y in layers], -1))(x), separate)
+
+
+def test_weights_do_not_move_while_a_graph_is_captured(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = siblings(device)
+    group = SharedInput(layers)
+    on_gpu = Mock(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not group._joins(on_gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert group._joins(on_gpu)
+    layers[0](tokens(device))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert group._joins(on_gpu)
+
+
+@pytest.mark.gpu
+def test_shared_is_captured_by_a_graph_before_its_weights_are_joined() -> None:
+    device = torch.device("cuda")
+    layers = siblings(device)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [layer(x) for layer in layers]
+    for layer, expected in zip(layers, separate, strict=True):
+        assert_bits_equal(layer(x), expected)
+    torch.full((2**24,), 7, dtype=torch.uint8, device=device)
+    graph.replay()
+    for result, expected in zip(captured, separate, strict=True):
+        assert_bits_equal(result, expected)
+
+
+@pytest.mark.parametrize("rows", [5, 600])
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_result_of_replaced_parameters_is_not_handed_out(
+    part: str, rows: int, device: torch.device
+) -> None:
+    layers, other = siblings(device), siblings(device)[1]
+    SharedInput(layers)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
+    layers[0](x)
+    setattr(layers[1], part, getattr(other, part))
+    assert_bits_equal(layers[1](x), siblings_alone(layers[1], x))
+
+
+@pytest.mark.parametrize("rows", [5, 600])
+@pytest.mark.parametrize("trained", ["input", "bias"])
+def test_a_gradient_asked_for_between_siblings_flows(
+    trained: str, rows: int, device: torch.device
+) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
+    layers[0](x)
+    wanted = (x if trained == "input" else layers[1].bias).requires_grad_()
+    layers[1](x).float().sum().backward()
+    assert wanted.grad is not None
+
+
+def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> None:
+    layers = siblings(device)
+    group = SharedInput(layers)
+    x = tokens(device)
+    codes = layers[0].quantize_input(x)
+    stand_in = torch.full_like(x, torch.nan)
+    group.offer(stand_in, codes)
+    other = threading.Thread(target=lambda: layers[0](tokens(device)))
+    other.start()
+    other.join()
+    for layer in layers:
+        assert_bits_equal(layer(stand_in), siblings_alone(layer, x))

@@ -220,10 +220,15 @@ def _plain(inputs: Sequence[Tensor]) -> bool:
 
 def _unseen() -> bool:
     """Say whether nothing looks on: no mode, autocast, tracer or transform."""
-    if _dispatch_modes() or _function_modes() or _autocast() or _tracing():
+    if _function_modes() or _autocast():
         return False
     # a transform wraps tensors that then have no address, so it is asked for before the address
-    return _transforms() is None and forward_ad._current_level < 0
+    return not is_traced() and forward_ad._current_level < 0
+
+
+def is_traced() -> bool:
+    """Say whether a mode, tracer or transform may have other tensors than ordinary ones."""
+    return bool(_dispatch_modes() or _tracing()) or _transforms() is not None
 
 
 def _strided_plain(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ input: the graph then holds one quantization, but each layer's own product.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,14 +30,25 @@ _JOINABLE = (ROW, BLOCK, MX)
 MOST_JOINED_ROWS = 512
 
 
+_State = tuple[object, ...]
+_Results = dict[int, tuple[Tensor | None, _State]]
+_OFFERED: _State = ()  # of a layer that can only multiply codes: its input was never written
+
+
 @dataclass(slots=True)
 class _Pending:
     """What the first sibling left: results by layer, or codes that each still multiplies."""
 
     x: Tensor
-    state: tuple[bool, int, torch.dtype | None]
-    results: dict[int, tuple[Tensor | None, tuple[int, ...]]]
+    state: _State
+    results: _Results
     codes: unchecked.RowCodes | None = None
+
+
+class _Local(threading.local):
+    """What waits in one thread: calls of others between two siblings must not take it away."""
+
+    pending: _Pending | None = None
 
 
 class SharedInput:
@@ -59,10 +71,18 @@ class SharedInput:
         self.members = tuple(members)
         self.unchanging = unchanging
         self._tapes = eager.Tapes()
-        self._pending: _Pending | None = None
+        self._local = _Local()
         self._traced: tuple[Tensor, unchecked.RowCodes] | None = None
         for member in self.members:
             member.shared = self
+
+    @property
+    def _pending(self) -> _Pending | None:
+        return self._local.pending
+
+    @_pending.setter
+    def _pending(self, pending: _Pending | None) -> None:
+        self._local.pending = pending
 
     def __call__(self, member: Fp8Linear, x: Tensor) -> Tensor:
         """Give the result of one member for ``x``, computing its siblings' along with the first."""
@@ -80,7 +100,7 @@ class SharedInput:
         if not leads or self._trained(x) or not self._alike():
             return member.compute(x)
         few = x.numel() <= MOST_JOINED_ROWS * member.in_features
-        if not few or not can_join(self.members):
+        if not few or not self._joins(x):
             return self._quantized_once(member, x)
         return self._keep(x, self._multiply(x))
 
@@ -92,7 +112,8 @@ class SharedInput:
         """Undo ``__getstate__``."""
         self.members, self.unchanging = state
         self._tapes = eager.Tapes()
-        self._pending = self._traced = None
+        self._local = _Local()
+        self._traced = None
 
     def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
         """Compute a member in a graph. Inductor has no common subexpressions between kernels.
@@ -120,9 +141,11 @@ class SharedInput:
         result, weights = pending.results.pop(id(member), (None, None))
         if not pending.results:
             self._pending = None
-        if weights is not None and pending.codes is not None:
+        if weights != _OFFERED and weights != _weight_state(member):
+            return None
+        if pending.codes is not None:
             return self._from_codes(member, pending, pending.codes)
-        return result if weights == _weight_state(member) else None
+        return result
 
     def offer(self, stand_in: Tensor, codes: unchecked.RowCodes) -> None:
         """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
@@ -131,9 +154,7 @@ class SharedInput:
             stand_in: the tensor object the members will be called with; its values are not read.
             codes: the quantized input that it stands for.
         """
-        everyone: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
-            id(m): (None, ()) for m in self.members
-        }
+        everyone: _Results = {id(m): (None, _OFFERED) for m in self.members}
         self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
 
     def _from_codes(
@@ -142,7 +163,7 @@ class SharedInput:
         y = None
         if member is self.members[0] and codes.data.shape[0] <= MOST_JOINED_ROWS:
             y = self._replay(codes)
-            if y is None and can_join(self.members):
+            if y is None and self._joins(codes.data):
                 member.check_input(pending.x)
                 y = self._multiply(codes)
         if y is None:
@@ -156,9 +177,7 @@ class SharedInput:
 
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
         codes = member.quantize_input(x)
-        rest: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
-            id(m): (None, ()) for m in self.members[1:]
-        }
+        rest: _Results = {id(m): (None, _weight_state(m)) for m in self.members[1:]}
         self._pending = _Pending(x, _input_state(x), rest, codes)
         return member.compute(codes)
 
@@ -172,15 +191,29 @@ class SharedInput:
             m.scheme == first.scheme and m.in_features == first.in_features for m in self.members
         )
 
+    def _joins(self, x: Tensor) -> bool:
+        """Say whether this call may multiply the joined weights, and move them if it has to.
+
+        What a mode, tracer or transform makes of them is no place for weights. While a graph is
+        captured nothing is copied: a replay would, from memory that was given up since.
+        """
+        if eager.is_traced() or not can_join(self.members):
+            return False
+        return not (x.is_cuda and torch.cuda.is_current_stream_capturing()) or all(
+            _adjacent([part for m in self.members if (part := m._parameters[name]) is not None])
+            for name in ("weight", "weight_scale", "bias")
+        )
+
     def _split(self, y: Tensor) -> tuple[Tensor, ...]:
-        # half the time of torch.split
-        parts: tuple[Tensor, ...] = y.split_with_sizes([m.out_features for m in self.members], -1)
+        # half the time of torch.split, and no views: callers may change their part in place
+        sizes = [m.out_features for m in self.members]
+        parts: tuple[Tensor, ...] = y.unsafe_split_with_sizes(sizes, -1)
         return parts if self.unchanging else tuple(p.contiguous() for p in parts)
 
     def _keep(self, x: Tensor, y: Tensor) -> Tensor:
         """Give the first member's part of a joined result, and keep the others' for their calls."""
         first, *rest = self._split(y)
-        results: dict[int, tuple[Tensor | None, tuple[int, ...]]] = {
+        results: _Results = {
             id(m): (part, _weight_state(m)) for m, part in zip(self.members[1:], rest, strict=True)
         }
         self._pending = _Pending(x, _input_state(x), results)
@@ -283,6 +316,8 @@ def _joined_view(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _adjacent(parts: Sequence[Tensor]) -> bool:
+    if not parts:
+        return True
     storage = parts[0].untyped_storage().data_ptr()
     end = parts[0].data_ptr()
     for part in parts:
@@ -293,12 +328,14 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
     return True
 
 
-def _input_state(x: Tensor) -> tuple[bool, int, torch.dtype | None]:
+def _input_state(x: Tensor) -> _State:
     where = x.device.type
-    dtype = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else None
-    return (torch.is_grad_enabled(), tape.version(x), dtype)
+    cast = where != "meta" and torch.is_autocast_enabled(where)
+    dtype = torch.get_autocast_dtype(where) if cast else None
+    return (torch.is_grad_enabled(), x.requires_grad, tape.version(x), dtype)
 
 
-def _weight_state(member: Fp8Linear) -> tuple[int, ...]:
+def _weight_state(member: Fp8Linear) -> _State:
     held = (*member._parameters.values(), *member._buffers.values())
-    return tuple([tape.version(t) for t in held if t is not None])
+    facts = [(id(t), tape.version(t), t.requires_grad) for t in held if t is not None]
+    return (member.accum, member.batch_invariant, *facts)
