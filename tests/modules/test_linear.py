@@ -494,3 +494,10 @@ def test_a_kept_weight_that_is_reloaded_has_no_history() -> None:
 def test_what_is_no_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Got x of type list\..*Pass a torch.Tensor"):
         layer_of()([1.0] * K)
+
+
+def test_a_dense_layer_has_a_weight_of_its_own() -> None:
+    layer = layer_of()
+    layer.original_weight = torch.zeros(N, K)
+    nn.init.ones_(layer.to_linear().weight)
+    assert not layer.original_weight.any()

@@ -240,7 +240,7 @@ class Fp8Linear(nn.Linear):
         """
         dtype = dtype or self.compute_dtype
         if self.original_weight is not None:
-            weight = self.original_weight.to(self.weight.device, dtype)
+            weight = self.original_weight.to(self.weight.device, dtype, copy=True)
         else:
             weight = functional.dequantize(self.quantized_weight(), dtype)
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
