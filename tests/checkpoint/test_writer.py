@@ -145,6 +145,7 @@ def test_side_files_come_from_the_source(tmp_path: Path) -> None:
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool.jinja").write_text("x")
     (source / "merges.txt").write_text("a b")
+    (source / "tekken.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"no")
     before = {p: p.read_bytes() for p in source.rglob("*") if p.is_file()}
     names = write(tmp_path / "c", state(), source=source, texts={"generation_config.json": "{}"})
@@ -154,6 +155,7 @@ def test_side_files_come_from_the_source(tmp_path: Path) -> None:
         "generation_config.json",
         "merges.txt",
         "model.safetensors",
+        "tekken.json",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
