@@ -647,6 +647,24 @@ def test_files_that_the_source_links_to_are_not_replaced(tmp_path: Path) -> None
     assert read(original).keys() == weights().keys()
 
 
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        ("weight_scale", torch.ones(128, 1)),
+        ("weight_scale", torch.ones(1)),
+        ("weight_scale_inv", torch.ones(1, 2)),
+        ("input_scale", torch.ones(1)),
+    ],
+)
+def test_scales_beside_dense_weights_are_refused_at_once(
+    kind: str, left: Tensor, tmp_path: Path
+) -> None:
+    source = plain(tmp_path / "source", weights() | {f"layers.0.up_proj.{kind}": left})
+    with pytest.raises(CheckpointError, match=f"layers.0.up_proj.{kind}.*earlier quantization"):
+        stream(source, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["source"]
+
+
 def test_no_devices(nano: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Got no devices"):
         stream(nano, tmp_path / "out", devices=[])
