@@ -446,6 +446,44 @@ def test_two_runs_at_once(nano: Path, tmp_path: Path) -> None:
     stream(nano, tmp_path / "out")
 
 
+def test_a_destination_that_appears_meanwhile_stays(
+    nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = checkpoint_io.plan_work
+
+    def slowly(*args: Any) -> Any:
+        monkeypatch.setattr(checkpoint_io, "plan_work", plan)
+        stream(nano, tmp_path / "out", "FP8_BLOCK")
+        return plan(*args)
+
+    monkeypatch.setattr(checkpoint_io, "plan_work", slowly)
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        stream(nano, tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").spec.scheme.name == "FP8_BLOCK"
+
+
+@pytest.mark.parametrize(("scheme", "again"), [("FP8_BLOCK", True), ("FP8_DYNAMIC", False)])
+def test_traces_of_a_finished_run_belong_to_it_alone(
+    scheme: str, again: bool, nano: Path, tmp_path: Path
+) -> None:
+    def killed(_: journal.Partial) -> None:
+        raise Stop
+
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal.Partial, "forget", killed)
+        with pytest.raises(Stop):
+            stream(nano, out)
+    number = out.stat().st_ino
+    if again:
+        with pytest.raises(CheckpointError, match="exists and is not empty"):
+            stream(nano, out, scheme)
+    stream(nano, out, scheme, overwrite=True)
+    assert open_checkpoint(out).spec.scheme.name == scheme
+    assert (out.stat().st_ino != number) == again
+    assert only(out) == ["out"]
+
+
 def test_a_finished_destination_is_refused(nano: Path, tmp_path: Path) -> None:
     out = stream(nano, tmp_path / "out")
     before = all_bytes(out)
@@ -586,6 +624,45 @@ def test_a_lone_file(tmp_path: Path) -> None:
     assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
     assert len(open_checkpoint(out).layers) == 3
     assert fp8kit.verify_checkpoint(lone, out).problems == []
+
+
+def test_a_lone_file_that_is_a_link_to_a_blob(tmp_path: Path) -> None:
+    source = plain(tmp_path / "blobs", weights())
+    blob = (source / "model.safetensors").rename(source / "0a1b2c")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(blob)
+    out = stream(link, tmp_path / "out")
+    assert len(open_checkpoint(out).layers) == 3
+
+
+def test_files_that_the_source_links_to_are_not_replaced(tmp_path: Path) -> None:
+    original = plain(tmp_path / "original", weights())
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in original.iterdir():
+        (source / file.name).symlink_to(file)
+    with pytest.raises(CheckpointError, match="is or holds the source"):
+        stream(source, original, overwrite=True)
+    stream(source, source / "inside")
+    assert read(original).keys() == weights().keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        ("weight_scale", torch.ones(128, 1)),
+        ("weight_scale", torch.ones(1)),
+        ("weight_scale_inv", torch.ones(1, 2)),
+        ("input_scale", torch.ones(1)),
+    ],
+)
+def test_scales_beside_dense_weights_are_refused_at_once(
+    kind: str, left: Tensor, tmp_path: Path
+) -> None:
+    source = plain(tmp_path / "source", weights() | {f"layers.0.up_proj.{kind}": left})
+    with pytest.raises(CheckpointError, match=f"layers.0.up_proj.{kind}.*earlier quantization"):
+        stream(source, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["source"]
 
 
 def test_no_devices(nano: Path, tmp_path: Path) -> None:

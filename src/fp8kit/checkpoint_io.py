@@ -71,7 +71,7 @@ def quantize_checkpoint(
         >>> print(report.summary())
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
-    origin, goal = Path(os.path.realpath(source)), Path(os.path.realpath(destination))
+    origin, goal = directory.resolved(source), Path(os.path.realpath(destination))
     checkpoint, partial = high_precision(origin), journal.Partial(goal)
     if not partial.installed():
         partial.sweep()
@@ -83,8 +83,12 @@ def quantize_checkpoint(
     run = {"source": journal.fingerprint(checkpoint), "plan": work.digest(), **recipe.to_dict()}
     with partial.locked(), streaming.disk_errors(lambda: _kept(work, partial)):
         if partial.installed():
-            partial.forget()
-            return report
+            if partial.is_of(run):
+                partial.forget()
+                return report
+            partial.clear()
+        # another process may have come to its end since the first look
+        directory.check_destination(goal, origin, overwrite)
         partial.begin(run)
         _carry_out(work, checkpoint.path, partial, runner, progress)
         # a lone file says nothing about what lies beside it

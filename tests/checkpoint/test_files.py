@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -190,6 +191,20 @@ def test_only_regular_files_are_opened(tmp_path: Path, name: str, kind: str) -> 
         (path / name).symlink_to("/dev/zero" if kind == "device" else name)
     what = "Too many levels of symbolic links" if kind == "loop" else "not a regular file"
     refused(path, f"{name} is damaged. What is wrong: .*{what}")
+
+
+def test_files_that_may_not_be_opened_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = saved(tmp_path / "c"), os.open
+
+    def denied(place: Any, *rest: Any, **options: Any) -> int:
+        if str(place).endswith(SHARD):
+            raise PermissionError(errno.EACCES, "Permission denied", str(place))
+        return opened(place, *rest, **options)
+
+    monkeypatch.setattr(os, "open", denied)
+    refused(path, "^model.safetensors cannot be opened: Permission denied. .*permissions")
 
 
 @pytest.mark.parametrize("name", ["config.json", SHARD])

@@ -109,6 +109,15 @@ def test_two_sets_of_weights(sharded: Path) -> None:
     refused(sharded, "holds both model.safetensors and model.safetensors.index.json")
 
 
+def test_one_file_with_an_index_of_its_own(sound: Path) -> None:
+    names = load_file(sound / SHARD)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, SHARD)}
+    (sound / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert open_checkpoint(sound).shards == (SHARD,)
+    edit_tensors(sound, stray=torch.ones(3))
+    refused(sound, "holds stray, which the index does not place in it")
+
+
 @pytest.mark.parametrize("keep", [0, 5, 400, -3])
 def test_truncated_file_is_named(sharded: Path, keep: int) -> None:
     name = sorted(p.name for p in sharded.glob("*.safetensors"))[1]

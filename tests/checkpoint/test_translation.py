@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint_samples import NANO, SHARD, edit_json, saved
+from checkpoint_samples import NANO, SHARD, all_bytes, edit_json, saved
 from fp8kit.checkpoint import translation
 from fp8kit.checkpoint.reader import open_checkpoint
 from fp8kit.checkpoint.translation import convert_checkpoint
@@ -206,6 +206,14 @@ def test_a_file_is_a_source(tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "d", target="vllm")
     assert open_checkpoint(tmp_path / "d").dtype == torch.bfloat16
     assert quantization(tmp_path / "d")["config_groups"]["group_0"]["input_activations"] is None
+
+
+def test_a_file_is_not_replaced_by_its_translation(tmp_path: Path) -> None:
+    source = saved(tmp_path / "c")
+    before = all_bytes(source)
+    with pytest.raises(CheckpointError, match="is or holds the source"):
+        convert_checkpoint(source / SHARD, source, overwrite=True)
+    assert all_bytes(source) == before
 
 
 def test_an_older_config_does_not_survive(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -116,6 +117,7 @@ def test_missing_extra_and_changed_tensors(pair: tuple[Path, Path]) -> None:
     assert f"{norm}: it was to stay as it is, and differs" in text
     assert "model.embed_tokens.weight: its shape is [4, 256], and [4096, 256]" in text
     assert len(found.problems) == 4
+    json.dumps(found.to_dict(), allow_nan=False)
 
 
 def test_a_layer_of_another_shape(pair: tuple[Path, Path]) -> None:

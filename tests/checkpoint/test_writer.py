@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +145,7 @@ def test_side_files_come_from_the_source(tmp_path: Path) -> None:
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool.jinja").write_text("x")
     (source / "merges.txt").write_text("a b")
+    (source / "tekken.json").write_text("{}")
     (source / "pytorch_model.bin").write_bytes(b"no")
     before = {p: p.read_bytes() for p in source.rglob("*") if p.is_file()}
     names = write(tmp_path / "c", state(), source=source, texts={"generation_config.json": "{}"})
@@ -153,6 +155,7 @@ def test_side_files_come_from_the_source(tmp_path: Path) -> None:
         "generation_config.json",
         "merges.txt",
         "model.safetensors",
+        "tekken.json",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
@@ -278,6 +281,31 @@ def test_destination_is_or_holds_the_source(tmp_path: Path, inside: str) -> None
         with pytest.raises(CheckpointError, match="is or holds the source"):
             write(destination, state(1), source=source, overwrite=True)
     assert "2.weight" in read(source)
+
+
+def test_a_destination_that_appears_meanwhile_stays(tmp_path: Path) -> None:
+    tensors = state()
+
+    def slowly() -> Iterator[tuple[str, Tensor]]:
+        write(tmp_path / "c", state(1))
+        yield from tensors.items()
+
+    layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        write_checkpoint(tmp_path / "c", layout, slowly(), config=CONFIG)
+    assert "2.weight" not in read(tmp_path / "c")
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_more_files_than_may_be_open(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    here = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (here + 20, limits[1]))
+    try:
+        names = write(tmp_path / "c", state(40), max_shard_bytes=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert sum(n.endswith(".safetensors") for n in names) == 40
 
 
 class Interrupted(Exception):

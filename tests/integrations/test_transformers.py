@@ -284,6 +284,22 @@ def test_save_pretrained_loads_everywhere(tmp_path: Path, scheme: str) -> None:
     assert_same(model, load(tmp_path / "c"), IDS % 160)
 
 
+def test_save_pretrained_names_a_quantized_head(tmp_path: Path) -> None:
+    path = tiny("Qwen3", tmp_path, tie_word_embeddings=False)
+    config = plugin.Fp8KitConfig("FP8_DYNAMIC", exclude=[])
+    model = stock(path, quantization_config=config, dtype=torch.bfloat16)
+    assert isinstance(model.lm_head, Fp8Linear)
+    for name in ("c", "again"):  # as quantized here, and as loaded from FP8
+        model.save_pretrained(tmp_path / name)
+        content = json.loads((tmp_path / name / "config.json").read_text())["quantization_config"]
+        assert content["ignore"] == []
+        assert content["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
+        model = load(tmp_path / name)
+    other, info = stock_with_info(tmp_path / "c")
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (logits(other, IDS % 160) - logits(model, IDS % 160)).abs().amax() < 0.1
+
+
 def test_from_pretrained_with_our_config(nano: Path) -> None:
     model = stock(NANO, quantization_config=plugin.Fp8KitConfig("FP8_DYNAMIC"))
     assert_same(model, load(nano))

@@ -25,6 +25,9 @@ SIDE_FILES = (
     "merges*",
     "*.model",
     "*.tiktoken",
+    "tekken.json",
+    "*.spm",
+    "normalizer.json",
     "chat_template*",
     "additional_chat_templates/*",
     "generation_config.json",
@@ -40,18 +43,33 @@ SIDE_FILES = (
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
+def resolved(source: str | Path) -> Path:
+    """Give the real place of a source; a lone file keeps its name.
+
+    Hub caches link names to blobs, which have no names that say what they are.
+
+    Args:
+        source: a directory or a file.
+    """
+    path = Path(source)
+    if path.is_file():
+        return Path(os.path.realpath(path.parent)) / path.name
+    return Path(os.path.realpath(path))
+
+
 def check_destination(destination: Path, source: Path | None, overwrite: bool) -> None:
     """Refuse a destination that is in the way, before any work is done.
 
     Args:
         destination: directory to make.
-        source: directory that is read.
+        source: directory or file that is read.
         overwrite: a checkpoint at the destination may be replaced.
 
     Raises:
-        CheckpointError: if the destination is a file, the source, or not empty and not replaceable.
+        CheckpointError: if the destination is a file, is or holds the source or a file that the
+            source links to, or is not empty and not replaceable.
     """
-    if source is not None and (source == destination or destination in source.parents):
+    if source is not None and any(destination in (p, *p.parents) for p in _places(source)):
         raise CheckpointError(
             teach(
                 f"The destination {destination} is or holds the source {source}.",
@@ -85,6 +103,12 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
                 "Choose another path, or empty the directory yourself.",
             )
         )
+
+
+def _places(source: Path) -> list[Path]:
+    """Tell where a source and its files really are."""
+    files = [p for p in source.iterdir() if p.is_file()] if source.is_dir() else []
+    return [source, *(Path(os.path.realpath(p)) for p in (source, *files))]
 
 
 def check_space(folder: Path, wanted: int) -> None:

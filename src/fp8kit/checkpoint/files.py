@@ -7,6 +7,7 @@ consist of them; what they lead to must be a regular file.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -50,6 +51,7 @@ _JSON_LIMIT = 2**28
 _VALUE_LIMIT = 2**23
 _DEPTH_LIMIT = 64
 _DIMENSION_LIMIT = 64  # that of torch
+_NOT_THE_FILE = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
 _ENTRY = {"dtype", "shape", "data_offsets"}
 
 
@@ -82,6 +84,19 @@ def damaged(file: str, what: str) -> str:
     return teach(f"{file} is damaged.", f"What is wrong: {what}.", "Get or make it again.")
 
 
+def _refused(file: str, error: Exception, what: str = "") -> CheckpointError:
+    """Tell a file that is damaged from one that this process may not open."""
+    if isinstance(error, OSError) and error.errno in _NOT_THE_FILE:
+        return CheckpointError(
+            teach(
+                f"{file} cannot be opened: {error.strerror}.",
+                "This process needs to read it, and the right to open one file more.",
+                "Look at its permissions (ls -lL) and at the limit of open files (ulimit -n).",
+            )
+        )
+    return CheckpointError(damaged(file, f"{what}{error}"))
+
+
 def shown(name: object) -> str:
     """Show what a file calls something: short, and without control characters."""
     text = name if isinstance(name, str) and name.isprintable() else repr(name)
@@ -111,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
         _check_depth(found)
         _check_text(found)
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(damaged(path.name, str(error))) from error
+        raise _refused(path.name, error) from error
     return found
 
 
@@ -151,7 +166,7 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
             )
         ) from error
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise CheckpointError(damaged(shard, str(error))) from error
+        raise _refused(shard, error) from error
     return found, header.get("__metadata__", {})
 
 
@@ -174,8 +189,7 @@ def read_tensor(path: Path, info: TensorInfo) -> Tensor:
         with _reading(path / info.shard) as file:
             data = _exactly(file, info.offset, info.nbytes)
     except (OSError, ValueError) as error:
-        what = f"{shown(info.name)} cannot be read: {error}"
-        raise CheckpointError(damaged(info.shard, what)) from error
+        raise _refused(info.shard, error, f"{shown(info.name)} cannot be read: ") from error
     return torch.frombuffer(data, dtype=torch.uint8).view(info.dtype).view(info.shape)
 
 

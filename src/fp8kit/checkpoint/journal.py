@@ -71,7 +71,7 @@ class Partial:
         Raises:
             CheckpointError: if another run was interrupted here; every difference is named.
         """
-        run = json.loads(json.dumps({"version": _VERSION, **run}))
+        run = _described(run)
         if self._journal.exists():
             before = read_json(self._journal).get("run")
             self._compare(before if isinstance(before, dict) else {}, run)
@@ -101,13 +101,25 @@ class Partial:
             return False
         return read_json(self._journal).get("installing") == self.destination.stat().st_ino
 
+    def is_of(self, run: JsonObject) -> bool:
+        """Say whether the run whose traces are here is this one."""
+        before = read_json(self._journal).get("run")
+        return bool(before == _described(run))
+
+    def clear(self) -> None:
+        """Remove what a run left, so that another one may begin; its lock stays."""
+        self._remove("journal.new", "journal.json")
+
     def forget(self) -> None:
         """Remove everything that is left, the journal last: until then the end can be told."""
+        self._remove("lock", "journal.new", "journal.json")
+        self.sweep()
+
+    def _remove(self, *names: str) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        for name in ("lock", "journal.new", "journal.json"):
+        for name in names:
             with suppress(FileNotFoundError, PermissionError):  # Windows keeps open files
                 (self.home / name).unlink()
-        self.sweep()
 
     def sweep(self) -> None:
         """Remove the folder of a run that ended while it cleaned up."""
@@ -136,6 +148,11 @@ class Partial:
         directory.sync(draft)
         draft.replace(self._journal)
         directory.sync(self.home)
+
+
+def _described(run: JsonObject) -> JsonObject:
+    found: JsonObject = json.loads(json.dumps({"version": _VERSION, **run}))
+    return found
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

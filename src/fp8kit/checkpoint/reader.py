@@ -255,6 +255,9 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     for stem in STEMS:
         single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
         if lexists(path / single) and lexists(path / index):
+            weights = _weight_map(path / index)
+            if set(weights.values()) == {single}:  # as MLX writes it
+                return weights, [single]
             raise CheckpointError(
                 teach(
                     f"{path} holds both {single} and {index}.",

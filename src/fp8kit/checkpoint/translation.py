@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from torch import Tensor
 from fp8kit import functional
 from fp8kit.checkpoint.decoding import check_codes
 from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named
+from fp8kit.checkpoint.directory import check_destination, resolved
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.joining import Fp8Weight, joined_scheme, rows_of
 from fp8kit.checkpoint.layers import Layer
@@ -107,6 +109,7 @@ def convert_checkpoint(
             )
         )
     checkpoint = open_checkpoint(source)
+    check_destination(Path(os.path.realpath(destination)), resolved(source), overwrite)
     scheme = _scheme(checkpoint)
     if target is None and dialect is None:
         target = "vllm"

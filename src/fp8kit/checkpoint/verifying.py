@@ -75,10 +75,11 @@ class Verification:
         return found + [f"{n}: in the result, not in the source." for n in self.extra]
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain data for JSON; an infinite SQNR becomes ``None``."""
+        """Give everything as plain data for JSON; infinite figures become ``None``."""
         rows = [asdict(c) for c in self.compared]
+        figures = ("sqnr_db", "relative", "largest")
         for row in rows:
-            row |= {k: None for k in ("sqnr_db", "relative") if not math.isfinite(row[k])}
+            row |= {k: None for k in figures if not math.isfinite(row[k])}
         return {
             "ok": not self.problems,
             "missing": self.missing,

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8kit.checkpoint.choosing import Choice
-from fp8kit.checkpoint.dialects import JsonObject, Spec
+from fp8kit.checkpoint.dialects import JsonObject, Source, Spec
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.layers import FLOATS
 from fp8kit.checkpoint.layout import Layout, Shard, plan_shards
 from fp8kit.checkpoint.matrices import Matrix
 from fp8kit.checkpoint.naming import named
+from fp8kit.checkpoint.pairing import interpret
 from fp8kit.checkpoint.reader import STEMS, Checkpoint
 from fp8kit.checkpoint.recipe import Recipe
 from fp8kit.checkpoint.targets import dialect_for, output_heads
+from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import TENSOR, Scheme, scale_dtype, scale_shape
 
 # of the source; small enough that a slice and its codes stay in a shared cache
@@ -122,6 +124,9 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Choice) -> Work:
         recipe: scheme, target and file size.
         choice: what becomes FP8.
 
+    Raises:
+        CheckpointError: if tensors of the source would be taken for scales of the result.
+
     Example:
         >>> work = plan_work(checkpoint, recipe, choice)
         >>> [s.file for s in work.shards]
@@ -142,6 +147,8 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Choice) -> Work:
             places.append(name)
         items[places[0]] = Item(places[0], matrix, places[1], scheme.dtype)
     for name in choice.copies:
+        if name in layout:
+            raise _left_over(checkpoint, f"{name} would be in the result twice.")
         info = checkpoint.tensors[name]
         cast = recipe.dtype is not None and info.dtype in FLOATS
         dtype = recipe.dtype if cast and recipe.dtype is not None else info.dtype
@@ -151,6 +158,19 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Choice) -> Work:
     heads = dict.fromkeys(output_heads(choice.matrices), scheme)
     quantization = dialect.render(Spec(scheme, tuple(choice.ignore), others=heads))
     config = with_quantization(checkpoint.config, quantization, high)
+    # told now, and not when the finished files are read back
+    for problem in interpret(Source(config, layout)).problems:
+        raise _left_over(checkpoint, f"The result could not be read: {problem}")
     stem = next((s for s in STEMS if checkpoint.shards[0].startswith(s)), STEMS[0])
     shards = plan_shards(layout, recipe.max_shard_bytes, stem)
     return Work(scheme, layout, tuple(shards), items, config)
+
+
+def _left_over(checkpoint: Checkpoint, what: str) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            what,
+            "Weights in high precision have no scales beside them.",
+            f"Remove the tensors that an earlier quantization left in {checkpoint.path}.",
+        )
+    )

@@ -11,9 +11,8 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from torch import Tensor
 
@@ -70,26 +69,24 @@ def write_checkpoint(
     shards = plan_shards(layout, max_shard_bytes)
     with _staging(destination) as folder:
         directory.check_space(folder, sum(s.size for s in shards))
-        with ExitStack() as stack:
-            handles = {s.file: _start(stack, folder, s) for s in shards}
-            _fill(handles, shards, layout, tensors)
+        for shard in shards:
+            _start(folder, shard)
+        _fill(folder, shards, layout, tensors)
         names = directory.complete(folder, shards, layout, config, source=origin, texts=texts)
+        # another process may have written it in the meantime
+        check_destination(destination, origin, overwrite)
         directory.install(folder, destination)
     return names
 
 
-def _start(stack: ExitStack, folder: Path, shard: Shard) -> IO[bytes]:
-    file = stack.enter_context((folder / shard.file).open("wb"))
-    file.write(shard.header)
-    file.truncate(shard.size)
-    return file
+def _start(folder: Path, shard: Shard) -> None:
+    with (folder / shard.file).open("wb") as file:
+        file.write(shard.header)
+        file.truncate(shard.size)
 
 
 def _fill(
-    handles: Mapping[str, IO[bytes]],
-    shards: Sequence[Shard],
-    layout: Layout,
-    tensors: Iterable[tuple[str, Tensor]],
+    folder: Path, shards: Sequence[Shard], layout: Layout, tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
     places = {name: (shard.file, start) for shard in shards for name, start in shard.starts.items()}
     awaited = set(layout)
@@ -105,8 +102,10 @@ def _fill(
             )
         awaited.remove(name)
         file, start = places[name]
-        handles[file].seek(start)
-        handles[file].write(directory.bytes_of(tensor))
+        # one at a time: there may be more files than a process may hold open
+        with (folder / file).open("r+b") as opened:
+            opened.seek(start)
+            opened.write(directory.bytes_of(tensor))
     if awaited:
         raise CheckpointError(
             teach(

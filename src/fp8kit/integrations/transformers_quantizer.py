@@ -32,6 +32,7 @@ from fp8kit import structure
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, JsonObject, Spec
 from fp8kit.checkpoint.exporting import dense_linears, on_disk
 from fp8kit.checkpoint.joining import is_finite
+from fp8kit.checkpoint.targets import output_heads
 from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, TENSOR, GroupShape, Scheme
@@ -84,12 +85,15 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = quant_method
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
         self.layers, self.ignore = layers, list(ignore)
+        self.heads: list[str] = []  # output heads that are FP8; known once a model is loaded
         self.deferred = False  # whoever loads asks for missing tensors first
 
     def to_dict(self) -> JsonObject:
         """Give the quantization config that is saved: that of a compressed-tensors checkpoint."""
+        scheme = scheme_of_plain(self.scheme)
+        heads = dict.fromkeys(self.heads, scheme)
         try:
-            return COMPRESSED_TENSORS.render(Spec(scheme_of_plain(self.scheme), tuple(self.ignore)))
+            return COMPRESSED_TENSORS.render(Spec(scheme, tuple(self.ignore), others=heads))
         except CheckpointError:  # is_serializable says so before anything is saved
             return {"quant_method": self.quant_method, "scheme": self.scheme}
 
@@ -222,6 +226,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             tensors = (*model.parameters(), *model.buffers())
             self.report.model_bytes_before = sum(t.nbytes for t in tensors) - grown
         self.quantization_config.ignore = _ignored(model)
+        self.quantization_config.heads = list(output_heads(layers))
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
