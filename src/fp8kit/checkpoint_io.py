@@ -91,9 +91,7 @@ def quantize_checkpoint(
         directory.check_destination(goal, origin, overwrite)
         partial.begin(run)
         _carry_out(work, checkpoint.path, partial, runner, progress)
-        # a lone file says nothing about what lies beside it
-        beside = origin if origin.is_dir() else None
-        directory.complete(partial.folder, work.shards, work.layout, work.config, source=beside)
+        directory.complete(partial.folder, work.shards, work.layout, work.config, source=origin)
         partial.install()
     return report
 

@@ -140,7 +140,8 @@ def complete(
         shards: the files.
         layout: what they hold.
         config: the content of ``config.json``.
-        source: directory whose tokenizer and the like are copied.
+        source: directory whose tokenizer and the like are copied; a lone file says nothing about
+            what lies beside it.
         texts: further files by name, instead of the source's.
 
     Returns:
@@ -155,7 +156,7 @@ def complete(
     write_json(folder / "config.json", config)
     for name, text in (texts or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
-    if source is not None:
+    if source is not None and source.is_dir():
         _copy_side_files(source, folder)
     problems = open_checkpoint(folder).scale_problems()
     if problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,6 @@ from torch import Tensor
 from fp8kit import functional
 from fp8kit.checkpoint.decoding import check_codes
 from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named
-from fp8kit.checkpoint.directory import check_destination, resolved
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.joining import Fp8Weight, joined_scheme, rows_of
 from fp8kit.checkpoint.layers import Layer
@@ -109,7 +107,6 @@ def convert_checkpoint(
             )
         )
     checkpoint = open_checkpoint(source)
-    check_destination(Path(os.path.realpath(destination)), resolved(source), overwrite)
     scheme = _scheme(checkpoint)
     if target is None and dialect is None:
         target = "vllm"
@@ -121,13 +118,12 @@ def convert_checkpoint(
     spec = _spec(job, dense)
     quantization = written.render(spec)
     layout = _layout(job)
-    is_folder = Path(source).is_dir()
     return write_checkpoint(
         destination,
         layout,
         _stream(job),
         config=with_quantization(checkpoint.config, quantization, checkpoint.dtype),
-        source=source if is_folder else None,
+        source=source,
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
     )

@@ -44,7 +44,8 @@ def write_checkpoint(
             weight and its scale, stay in one file.
         tensors: each name of the layout once, in any order, on any device.
         config: the content of ``config.json``.
-        source: directory the model came from; its tokenizer and the like are copied.
+        source: directory or file the model came from; the tokenizer and the like of a directory
+            are copied.
         texts: further files by name, instead of the source's.
         overwrite: replace a destination that is a checkpoint; its old files go last.
         max_shard_bytes: start a new file before this size is exceeded.
@@ -64,7 +65,7 @@ def write_checkpoint(
         ['config.json', 'model.safetensors']
     """
     destination = Path(os.path.realpath(destination))
-    origin = None if source is None else Path(os.path.realpath(source))
+    origin = None if source is None else directory.resolved(source)
     check_destination(destination, origin, overwrite)
     shards = plan_shards(layout, max_shard_bytes)
     with _staging(destination) as folder:
