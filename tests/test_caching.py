@@ -18,7 +18,7 @@ from pathlib import Path
 from fp8kit.caching import locked, write_whole
 path = Path(sys.argv[1])
 for _ in range(50):
-    with locked(path):
+    with locked(path.with_name("lock")):
         write_whole(path, str(int(path.read_text()) + 1).encode())
 """
 
@@ -60,8 +60,13 @@ def test_processes_change_a_file_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_what_it_is_for(tmp_path: Path) -> None:
-    path = tmp_path / "file"
+    path = tmp_path / "lock"
     for _ in range(2):
-        with pytest.raises(KeyError), locked(path):
+        with pytest.raises(KeyError), locked(path, wait=False):
             raise KeyError
-    assert not path.exists()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_who_does_not_wait_is_told(tmp_path: Path) -> None:
+    with locked(tmp_path / "lock"), pytest.raises(BlockingIOError):
+        locked(tmp_path / "lock", wait=False).__enter__()

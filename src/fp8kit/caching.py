@@ -1,4 +1,4 @@
-"""Files below the cache directory: they appear whole, and one process at a time changes one."""
+"""Files that several processes may write: they appear whole, and one at a time changes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows: processes that tune at the same moment may lose times
+except ImportError:  # Windows: processes are not kept apart
     fcntl = None  # type: ignore[assignment]
 
 
@@ -34,17 +34,22 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Wait until no other process changes a file.
+def locked(lock: Path, *, wait: bool = True) -> Iterator[None]:
+    """Keep other processes away; a lock ends with its process, however that ends.
 
     Args:
-        path: of the file; the lock is another one beside it, and ends with its process.
+        lock: a file that is for nothing else; its folder is made.
+        wait: until no other process has it.
 
     Raises:
-        OSError: if the folder cannot be written.
+        BlockingIOError: if the lock is not to be had.
+        OSError: if the file cannot be opened.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("ab") as lock:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("ab") as file:
         if fcntl is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except OSError as error:
+                raise BlockingIOError(*error.args) from error
         yield

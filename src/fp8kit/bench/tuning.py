@@ -161,7 +161,8 @@ def keep(table: Table) -> None:
         OSError: if the cache directory cannot be written.
     """
     path = tuned_path(table.device)
-    with locked(path):  # each GPU of a machine may be tuned by a process of its own
+    # each GPU of a machine may be tuned by a process of its own
+    with locked(path.with_suffix(".lock")):
         try:
             known = Table.from_json(path.read_text())
         except (OSError, ValueError):

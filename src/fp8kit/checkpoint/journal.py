@@ -11,18 +11,14 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from fp8kit.caching import locked
 from fp8kit.checkpoint import directory
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.reader import Checkpoint, read_json
 from fp8kit.errors import CheckpointError, teach
-
-try:
-    import fcntl
-except ImportError:  # Windows: runs there are not kept apart
-    fcntl = None  # type: ignore[assignment]
 
 _VERSION = 1
 
@@ -47,19 +43,17 @@ class Partial:
         Raises:
             CheckpointError: if another process is at work here.
         """
-        self.home.mkdir(parents=True, exist_ok=True)
-        with (self.home / "lock").open("a+b") as lock:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    raise CheckpointError(
-                        teach(
-                            f"Another process is writing {self.destination}.",
-                            "One at a time writes a checkpoint.",
-                            "Wait until it ends, or choose another destination.",
-                        )
-                    ) from error
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.home / "lock", wait=False))
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    teach(
+                        f"Another process is writing {self.destination}.",
+                        "One at a time writes a checkpoint.",
+                        "Wait until it ends, or choose another destination.",
+                    )
+                ) from error
             yield
 
     def begin(self, run: JsonObject) -> None:
