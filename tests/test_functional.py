@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -275,3 +277,32 @@ def test_results_may_be_changed_in_place(shape: tuple[int, ...], device: torch.d
     for y in (fp8kit.linear(x, w), fp8kit.scaled_mm(fp8kit.quantize(x), w)):
         y += adapter
         assert y.requires_grad
+
+
+def documented_errors() -> dict[str, tuple[float, float]]:
+    """Read the range of per cent that docs/numerics.md gives for each scheme."""
+    text = (Path(__file__).resolve().parents[1] / "docs" / "numerics.md").read_text()
+    rows = re.findall(r"^\| (`.*`) \| ([\d.]+) to ([\d.]+) % \|", text, re.MULTILINE)
+    return {
+        name: (float(least), float(most))
+        for names, least, most in rows
+        for name in re.findall(r"`(\w+)`", names)
+    }
+
+
+def test_every_scheme_has_a_documented_error() -> None:
+    assert set(documented_errors()) == set(SCHEMES)
+
+
+@pytest.mark.parametrize("k", [1024, 4096, 16384])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_documented_error_is_what_is_measured(name: str, k: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    w, x = (torch.randn(rows, k, generator=generator) for rows in (512, 128))
+    scheme, exact = SCHEMES[name], x.double() @ w.double().t()
+    w_q = fp8kit.quantize(w, scheme.weight, role="weight")
+    scale = (x.abs().max() / 448).reshape(1, 1) if scheme.static else None
+    y = fp8kit.linear(x, w_q, scheme=scheme, input_scale=scale).double()
+    error = float((y - exact).norm() / exact.norm())
+    least, most = documented_errors()[name]
+    assert least <= round(100 * error, 1) <= most
