@@ -7,8 +7,7 @@ import pickle
 import re
 import shutil
 import threading
-from collections.abc import Callable
-from unittest.mock import Mock
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -473,26 +472,43 @@ def test_shared_under_vmap(device: torch.device) -> None:
     assert_bits_equal(torch.vmap(lambda x: torch.cat([y(x) for y in layers], -1))(x), separate)
 
 
-def test_weights_do_not_move_while_a_graph_is_captured(
+def capture(layers: Sequence[fp8kit.Fp8Linear], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call layers as if a graph were captured."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        layers[0].shared._watch_capture(torch.empty(1))
+
+
+def test_weights_that_a_graph_has_captured_do_not_move(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = siblings(device)
     group = SharedInput(layers)
-    on_gpu = Mock(is_cuda=True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not group._joins(on_gpu)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert group._joins(on_gpu)
+    capture(layers, monkeypatch)
+    assert not group._joins()
+    before = [layer.weight.data_ptr() for layer in layers]
     layers[0](tokens(device))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert group._joins(on_gpu)
+    assert [layer.weight.data_ptr() for layer in layers] == before
+    assert copy.deepcopy(group)._joins()
+
+
+def test_weights_that_were_joined_before_a_capture_stay_joined(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = siblings(device)
+    group = SharedInput(layers)
+    layers[0](tokens(device))
+    capture(layers, monkeypatch)
+    assert group._joins()
 
 
 @pytest.mark.gpu
-def test_shared_is_captured_by_a_graph_before_its_weights_are_joined() -> None:
+@pytest.mark.parametrize("rows", [2, 2000])
+def test_weights_are_joined_after_a_graph_captured_them(rows: int) -> None:
     device = torch.device("cuda")
     layers = siblings(device)
-    x = tokens(device)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
     separate = [layer(x) for layer in layers]
     SharedInput(layers)
     graph = torch.cuda.CUDAGraph()
@@ -500,6 +516,7 @@ def test_shared_is_captured_by_a_graph_before_its_weights_are_joined() -> None:
         captured = [layer(x) for layer in layers]
     for layer, expected in zip(layers, separate, strict=True):
         assert_bits_equal(layer(x), expected)
+    layers[0](tokens(device))
     torch.full((2**24,), 7, dtype=torch.uint8, device=device)
     graph.replay()
     for result, expected in zip(captured, separate, strict=True):

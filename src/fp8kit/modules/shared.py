@@ -73,6 +73,7 @@ class SharedInput:
         self._tapes = eager.Tapes()
         self._local = _Local()
         self._traced: tuple[Tensor, unchecked.RowCodes] | None = None
+        self._captured_apart = False
         for member in self.members:
             member.shared = self
 
@@ -97,10 +98,11 @@ class SharedInput:
         if y is not None:
             return self._keep(x, y)
         member.check_input(x)
+        self._watch_capture(x)
         if not leads or self._trained(x) or not self._alike():
             return member.compute(x)
         few = x.numel() <= MOST_JOINED_ROWS * member.in_features
-        if not few or not self._joins(x):
+        if not few or not self._joins():
             return self._quantized_once(member, x)
         return self._keep(x, self._multiply(x))
 
@@ -114,6 +116,7 @@ class SharedInput:
         self._tapes = eager.Tapes()
         self._local = _Local()
         self._traced = None
+        self._captured_apart = False
 
     def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
         """Compute a member in a graph. Inductor has no common subexpressions between kernels.
@@ -160,15 +163,14 @@ class SharedInput:
     def _from_codes(
         self, member: Fp8Linear, pending: _Pending, codes: unchecked.RowCodes
     ) -> Tensor:
-        y = None
-        if member is self.members[0] and codes.data.shape[0] <= MOST_JOINED_ROWS:
-            y = self._replay(codes)
-            if y is None and self._joins(codes.data):
-                member.check_input(pending.x)
-                y = self._multiply(codes)
+        few = member is self.members[0] and codes.data.shape[0] <= MOST_JOINED_ROWS
+        y = self._replay(codes) if few else None
         if y is None:
             member.check_input(pending.x)
-            return member.compute(codes)
+            self._watch_capture(codes.data)
+            if not few or not self._joins():
+                return member.compute(codes)
+            y = self._multiply(codes)
         first, *rest = self._split(y)
         for other, part in zip(self.members[1:], rest, strict=True):
             pending.results[id(other)] = (part, _weight_state(other))
@@ -191,15 +193,19 @@ class SharedInput:
             m.scheme == first.scheme and m.in_features == first.in_features for m in self.members
         )
 
-    def _joins(self, x: Tensor) -> bool:
+    def _joins(self) -> bool:
         """Say whether this call may multiply the joined weights, and move them if it has to.
 
-        What a mode, tracer or transform makes of them is no place for weights. While a graph is
-        captured nothing is copied: a replay would, from memory that was given up since.
+        What a mode, tracer or transform makes of them is no place for weights, and what a graph has
+        captured stays where it is: replays read it there.
         """
-        if eager.is_traced() or not can_join(self.members):
-            return False
-        return not (x.is_cuda and torch.cuda.is_current_stream_capturing()) or all(
+        return not (eager.is_traced() or self._captured_apart) and can_join(self.members)
+
+    def _watch_capture(self, x: Tensor) -> None:
+        """Remember whether a graph is captured of weights that have not been joined."""
+        if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+            return
+        self._captured_apart |= not all(
             _adjacent([part for m in self.members if (part := m._parameters[name]) is not None])
             for name in ("weight", "weight_scale", "bias")
         )
