@@ -139,7 +139,10 @@ def promising(
     problem: tuple[int, int, int], processors: int, block_scales: bool, within: float
 ) -> list[Tile]:
     """Give the cuts whose estimate is near the best one."""
-    estimates = {t: microseconds(t, problem, processors, block_scales) for t in cuts(problem[0])}
+    estimates = {
+        t: microseconds(t, problem, processors, block_scales)
+        for t in cuts(problem[0], block_scales)
+    }
     best = min(estimates.values())
     return [tile for tile, estimate in estimates.items() if estimate <= within * best]
 

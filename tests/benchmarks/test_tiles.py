@@ -25,7 +25,7 @@ def as_if(costs: Costs) -> list[bench.Measured]:
             block_scales,
             {
                 tile: microseconds(tile, problem, PROCESSORS, block_scales, costs)
-                for tile in cuts(problem[0])
+                for tile in cuts(problem[0], block_scales)
             },
         )
         for problem in PROBLEMS
@@ -62,7 +62,7 @@ def test_what_is_chosen_is_promising(problem: tuple[int, int, int]) -> None:
     tiles = bench.promising(problem, PROCESSORS, False, 1.5)
     assert choose_tile(*problem, PROCESSORS, False) in tiles
     assert len(bench.promising(problem, PROCESSORS, False, 1.0)) <= len(tiles)
-    assert len(tiles) < len(cuts(problem[0]))
+    assert len(tiles) < len(cuts(problem[0], False))
 
 
 def test_a_result_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

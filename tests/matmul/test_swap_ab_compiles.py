@@ -106,7 +106,7 @@ def test_broken_ptx_is_an_error_with_the_log() -> None:
 
 
 def test_shared_memory_that_the_host_does_not_know_of_is_found() -> None:
-    source = altered("__shared__ Scales scales;", "__shared__ Scales scales, more[1];")
-    source = source.replace("scales.fetch(p,", "more->fetch(p, row0, col0), scales.fetch(p,")
+    source = altered("__shared__ Scales scales;", "__shared__ Scales scales, more[3];")
+    source = source.replace("scales.fetch(p,", "more[2].fetch(p, row0, col0), scales.fetch(p,")
     with pytest.raises(AssertionError, match="static_bytes"):
         check(source, CUT, False)

@@ -66,7 +66,7 @@ def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
     tile = kind.tile or swap_ab.choose_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS)
     assert ("split in" in kind.name) <= (tile.split > 1)
     assert is_persistent(kind, H200_PROCESSORS) == kind.persistent
-    assert tile.shared_bytes + tile.static_bytes <= 227 * 1024
+    assert tile.shared_bytes(kind.groups == BLOCKS) + tile.static_bytes <= 227 * 1024
     assert k % 16 == 0
 
 

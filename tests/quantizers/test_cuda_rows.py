@@ -84,15 +84,15 @@ def test_every_variant_compiles_into_registers(source: str) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "error", "said"),
     [
-        ("* MOST_WARPS)", "* MOST_WARPS, 4)", AssertionError, "16 bytes of local memory"),
-        ("int rank, blocks;", "int rank, blocks, unused;", AssertionError, "never referenced"),
-        ("int rank, blocks;", "int rnk, blocks;", RuntimeError, '"rank" is undefined'),
+        ("(THREADS)", "(THREADS, 4)", AssertionError, "bytes of local memory instead of 0"),
+        ("int rank;", "int rank, unused;", AssertionError, "never referenced"),
+        ("int rank;", "int rnk;", RuntimeError, '"rank" is undefined'),
     ],
 )
 def test_what_the_compiler_says_is_found(
     before: str, after: str, error: type[Exception], said: str
 ) -> None:
-    source = cuda_rows.source(8, cuda_rows.RowCut(2, 512, 4))
+    source = cuda_rows.source(8, cuda_rows.RowCut(2, 512, 8))
     assert before in source
     with pytest.raises(error, match=said):
         cuda_resources(source.replace(before, after))

@@ -6,9 +6,9 @@
 // instead of two per eight columns.
 //
 // One warp streams weights and one streams tokens through rings in shared memory. Weights start
-// before the kernel that quantizes x has ended, with at most WINDOW tiles on their way: for few
-// tokens, more requests would only stand in the way of theirs and of the quantizer's. Consumer warpgroups multiply a tile of 128
-// along K, then add it to fp32 registers, because the tensor core keeps only about 14 bits of a sum;
+// before the kernel that quantizes x has ended, with at most START tiles on their way until the first
+// tokens are here and WINDOW from then on: more requests would only stand in the way of the tokens'
+// and the quantizer's. Consumer warpgroups multiply a tile of 128 along K, then add it to fp32 registers, because the tensor core keeps only about 14 bits of a sum;
 // in a RUN of several, the next product is under way meanwhile. A block takes tile after tile, and
 // its warpgroups work SKEW steps apart, so that one multiplies while another writes. The tiles that
 // are too few for all blocks are split along K by the blocks of a cluster: each sends its parts to
@@ -19,8 +19,9 @@
 //
 // Nothing is __restrict__: what the kernels ahead still write is not read-only while this one runs.
 //
-// Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, WINDOW, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
-// TOKEN_ROWS, BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND, VALUES, VECTORS, and those of encode.cuh.
+// Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, START, WINDOW, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
+// PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND, VALUES, VECTORS,
+// and those of encode.cuh.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -37,7 +38,7 @@ constexpr int SHARE = FRAGMENTS == 1 ? 1 : ((FRAGMENTS + SPLIT - 1) / SPLIT + 1)
 constexpr int PART_BYTES = SHARE * CONSUMERS * 16;
 static_assert(COLS == 8 || COLS % 16 == 0, "stmatrix stores 16 columns at once");
 static_assert(REGISTERS == 0 || PRODUCERS == 128, "setmaxnreg acts on whole warpgroups");
-static_assert(RING >= (RUN == 1 ? 1 : 2) && STAGES >= RING && STAGES >= WINDOW, "products in flight hold their slots");
+static_assert(RING >= (RUN == 1 ? 1 : 2) && STAGES >= RING && STAGES >= WINDOW && WINDOW >= START, "products in flight hold their slots");
 static_assert(SPLIT == 1 || 4 % RUN == 0, "the parts of K are multiples of 4 tiles");
 // columns that leave at once, and the lines of results along N in them
 constexpr int PASS = COLS <= 80       ? COLS
@@ -46,12 +47,26 @@ constexpr int PASS = COLS <= 80       ? COLS
                      : COLS % 80 == 0 ? 80
                                       : COLS;
 constexpr int LINES = TOKEN_ROWS ? 64 : PASS, EIGHTHS = TOKEN_ROWS ? PASS / 8 : 8;
-constexpr int LINE = EIGHTHS * 16 + 16;  // bytes; 16 more than results need avoid bank conflicts
+// Bank conflicts are avoided by permuting eight results at a time, where lines have a multiple of eight
+// of them, otherwise by 16 bytes more than results need.
+constexpr bool PERMUTED = EIGHTHS % 8 == 0;
+constexpr int LINE = EIGHTHS * 16 + (PERMUTED ? 0 : 16);  // bytes
 // blocks of scales that the weights of a tile lie in
 constexpr int W_BLOCKS = BLOCK_SCALES && TOKEN_ROWS && 128 % COLS != 0 ? 2 : 1;
 static_assert(W_BLOCKS == 1 || COLS <= 128 + (COLS & -COLS), "a tile's weights may lie in three blocks");
+// of a tile, as far as a warpgroup needs them, and of a thread
+constexpr int BIASES = TOKEN_ROWS ? COLS : 64, HELD_BIASES = (BIASES + 127) / 128;
 constexpr int X_SLOTS = VALUES ? 1 : X_STAGES;  // values are quantized into all of the ring at once
 static_assert(VALUES == 0 || (COLS == 8 && 4 * GROUPS % VALUES == 0), "whole warps share a row");
+
+__device__ __forceinline__ bool passed(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done;
+}
 
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   asm volatile(
@@ -141,10 +156,26 @@ struct Problem {
   int m, n, row_stride, col_stride;
 };
 
-// Scales of a tile, copied while it is multiplied.
+// Scales and bias of a tile, on their way while it is multiplied. A bias may have 16 bits, which
+// asynchronous copies do not move one by one: each thread holds some of it until the tile is done.
 struct Scales {
-  float row[ROWS], col[GROUPS][COLS];
+  float row[ROWS], col[GROUPS][COLS], bias[GROUPS][BIASES];
 
+  __device__ static void hold(const Problem& p, float (&held)[HELD_BIASES], int n0) {
+    const int thread = threadIdx.x % 128, first = n0 + (TOKEN_ROWS ? 0 : threadIdx.x / 128 * 64);
+#pragma unroll
+    for (int i = 0; i < HELD_BIASES; i++)
+      if (p.bias && thread + i * 128 < BIASES)
+        held[i] = read_bias(p.bias, min(first + thread + i * 128, p.n - 1));
+  }
+  // To be seen by the warpgroup after its next barrier.
+  __device__ void arrive(const Problem& p, const float (&held)[HELD_BIASES]) {
+    const int thread = threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < HELD_BIASES; i++)
+      if (p.bias && thread + i * 128 < BIASES) bias[threadIdx.x / 128][thread + i * 128] = held[i];
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
   __device__ void fetch(const Problem& p, int row0, int col0) {
     if (BLOCK_SCALES) return;
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
@@ -160,7 +191,6 @@ struct Scales {
       copy(&row[i], p.row_scale + (long long)min(row0 + i, rows - 1) * p.row_stride);
     }
   }
-  __device__ static void arrive() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 };
 
 // A place in a ring, and the parity of the barrier's phase that fills it.
@@ -177,26 +207,33 @@ struct Slot {
   }
 };
 
-// What a block does, round by round: tiles of its own while there are enough for all, at last one
-// that its cluster splits along K. Tiles follow one another in an order that keeps few weights and
-// tokens in use at a time.
-struct Walk {
-  int rank, w_tiles, t_tiles, span, steps;  // steps: of 128 along K
-  int full, left, parted;  // rounds of whole tiles, tiles after them, whether they are split
-  int round = -1, n0, t0, first, count;  // the present tile: its place, first step and steps
+// How tiles follow one another: all weights for `span` tiles of tokens, then for the next ones, and
+// `full` rounds in which every block has a tile of its own. Divisions would delay the first load.
+struct Order {
+  int span;
+  u32 inverse;  // 2^32 / span, rounded up: exact for products below 2^32
+  int full;
+};
 
-  __device__ Walk(int m, int n, int k, int span, int rank) : rank(rank), span(span) {
+// What a block does, round by round: tiles of its own while there are enough for all, at last one
+// that its cluster splits along K.
+struct Walk {
+  Order order;
+  int rank, w_tiles, t_tiles, steps;  // steps: of 128 along K
+  int left, parted;  // tiles after the rounds of whole ones, whether they are split
+  int round = -1, band = 0, n0, t0, first, count;  // the present tile: its place, first step and steps
+
+  __device__ Walk(const Order& order, int m, int n, int k, int rank) : order(order), rank(rank) {
     const int blocks = gridDim.x;
     w_tiles = (n + WEIGHTS - 1) / WEIGHTS;
-    t_tiles = (m + TOKENS - 1) / TOKENS;
+    t_tiles = STREAMED ? 1 : (m + TOKENS - 1) / TOKENS;
     steps = (k + TILE_K - 1) / TILE_K;
-    full = w_tiles * t_tiles / blocks;
-    left = w_tiles * t_tiles - full * blocks;
+    left = w_tiles * t_tiles - order.full * blocks;
     parted = SPLIT > 1 && left > 0 && left <= blocks / SPLIT;
     next();
   }
-  __device__ int rounds() const { return full + (left > 0); }
-  __device__ bool split() const { return parted && round == full; }
+  __device__ int rounds() const { return order.full + (left > 0); }
+  __device__ bool split() const { return parted && round == order.full; }
   __device__ bool more() const { return round < rounds(); }
   // Steps beyond K read zeros and keep a RUN whole; the cut of K does not depend on RUN.
   __device__ void next() {
@@ -206,10 +243,13 @@ struct Walk {
       round = rounds();
       return;
     }
-    const int band = tile / (span * w_tiles), width = min(span, t_tiles - band * span);
-    const int inside = tile - band * span * w_tiles;
-    n0 = inside / width * WEIGHTS;
-    t0 = (band * span + inside % width) * TOKENS;
+    while (!STREAMED && tile >= (band + 1) * order.span * w_tiles) band++;
+    const int inside = tile - band * order.span * w_tiles, width = t_tiles - band * order.span;
+    const int of_w = STREAMED              ? tile
+                     : width >= order.span ? (int)__umulhi(inside, order.inverse)
+                                           : inside / width;
+    n0 = of_w * WEIGHTS;
+    t0 = STREAMED ? 0 : (band * order.span + inside - of_w * min(width, order.span)) * TOKENS;
     const int part = split() ? ((steps + SPLIT - 1) / SPLIT + 3) / 4 * 4 : steps;
     first = split() ? rank * part : 0;
     count = (max(0, min(part, steps - first)) + RUN - 1) / RUN * RUN;
@@ -217,17 +257,14 @@ struct Walk {
 };
 
 // Result i of a thread: column i / 4 * 8 + q * 2 + i % 2, row i % 4 / 2 * 8 + g of its warp's 16.
-__device__ __forceinline__ void scale_tile(const Problem& p, float (&acc)[ACC], const Scales& scales,
-                                           int n0) {
+__device__ __forceinline__ void scale_tile(const Problem& p, float (&acc)[ACC], const Scales& scales) {
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int row_g = threadIdx.x / 32 * 16 + g;
-  auto bias_at = [&](int i) { return read_bias(p.bias, min(n0 + i, p.n - 1)); };
-  Scales::arrive();
-  group_barrier(group);
+  const float* const bias = scales.bias[group];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const float row_scale = BLOCK_SCALES ? 1.0f : scales.row[row_g + half * 8];
-    const float row_bias = p.bias && !TOKEN_ROWS ? bias_at(row_g + half * 8) : 0.0f;
+    const float row_bias = p.bias && !TOKEN_ROWS ? bias[row_g % 64 + half * 8] : 0.0f;
 #pragma unroll
     for (int i = half * 2; i < ACC; i += 4)
 #pragma unroll
@@ -235,75 +272,108 @@ __device__ __forceinline__ void scale_tile(const Problem& p, float (&acc)[ACC], 
         const int col = i / 4 * 8 + q * 2 + j;
         const float x_s = TOKEN_ROWS ? row_scale : scales.col[group][col];
         const float w_s = TOKEN_ROWS ? scales.col[group][col] : row_scale;
-        float sum = acc[i + j];
-        if (!BLOCK_SCALES) sum = sum * x_s * w_s;
-        acc[i + j] = p.bias ? sum + (TOKEN_ROWS ? bias_at(col) : row_bias) : sum;
+        const float added = !p.bias ? 0.0f : TOKEN_ROWS ? bias[col] : row_bias;
+        // roundings are written down: bits are to be the same in every cut
+        if (BLOCK_SCALES)
+          acc[i + j] = p.bias ? acc[i + j] + added : acc[i + j];
+        else
+          acc[i + j] = p.bias ? __fmaf_rn(__fmul_rn(acc[i + j], x_s), w_s, added)
+                              : __fmul_rn(__fmul_rn(acc[i + j], x_s), w_s);
       }
   }
 }
 
-// Writes the fragments that this block owns, all if its rank is -1: 8 results of a token along N at
-// a time.
+__device__ __forceinline__ int place_of_eight(int line, int eighth) {
+  return line * LINE + (PERMUTED ? eighth ^ line % 8 : eighth) * 16;
+}
+
+__device__ __forceinline__ bool owned(int rank, int col) {
+  return SPLIT == 1 || rank < 0 || col / 8 / SHARE == rank;
+}
+
+// Puts PASS columns of a warpgroup's results into shared memory: as they lie, or transposed on the way.
+__device__ __forceinline__ void stage_results(const float (&acc)[ACC], u8* out, int rank, int from) {
+  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, matrix = lane / 8;
+#pragma unroll
+  for (int i = 0; i < PASS; i += 16) {
+    const float* v = acc + (from + i) / 2;
+    if (!owned(rank, from + i)) continue;
+    const u32 to = shared(out) + (TOKEN_ROWS ? place_of_eight(warp * 16 + lane % 16, i / 8 + lane / 16)
+                                             : place_of_eight(i + matrix / 2 * 8 + lane % 8,
+                                                              warp * 2 + matrix % 2));
+    if (COLS == 8)
+      asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
+                   "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])) : "memory");
+    else if (TOKEN_ROWS)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                   "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
+                   "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
+    else
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+                   "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
+                   "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
+  }
+}
+
+// Copies them to global memory, eight results of a token along N at a time. Place (n0, t0) is that of
+// the warpgroup's first result.
+__device__ __forceinline__ void copy_results(const Problem& p, const u8* out, int rank, int from,
+                                             int n0, int t0) {
+  const int thread = threadIdx.x % 128;
+  auto eight = [&](int i, int& left) {  // where it belongs, as many of its results as `left` exist
+    const int line = i / EIGHTHS, eighth = i % EIGHTHS * 8;
+    const int token = t0 + (TOKEN_ROWS ? 0 : from) + line, at = n0 + (TOKEN_ROWS ? from : 0) + eighth;
+    left = line < LINES && token < p.m && owned(rank, from + (TOKEN_ROWS ? eighth : line)) ? p.n - at : 0;
+    return (u16*)p.y + (long long)token * p.n + at;
+  };
+  auto staged = [&](int i) { return (const u16*)(out + place_of_eight(i / EIGHTHS, i % EIGHTHS)); };
+  constexpr int ALL = LINES * EIGHTHS, COPIES = (ALL + 127) / 128;
+  if (p.n % 8 == 0) {
+    uint4 eights[COPIES];  // loads do not wait for stores
+#pragma unroll
+    for (int copy = 0; copy < COPIES; copy++)
+      if (thread + copy * 128 < ALL) eights[copy] = *(const uint4*)staged(thread + copy * 128);
+#pragma unroll
+    for (int copy = 0; copy < COPIES; copy++) {
+      int left;
+      u16* const to_y = eight(thread + copy * 128, left);
+      if (left > 0) *(uint4*)to_y = eights[copy];
+    }
+  } else {
+#pragma unroll 1
+    for (int i = thread; i < ALL; i += 128) {
+      int left;
+      u16* const to_y = eight(i, left);
+#pragma unroll
+      for (int j = 0; j < 8; j++)
+        if (j < left) to_y[j] = staged(i)[j];
+    }
+  }
+}
+
+// Writes the fragments that this block owns, all if its rank is -1.
 __device__ __forceinline__ void write_tile(const Problem& p, const float (&acc)[ACC], u8* out,
                                            int rank, int n0, int t0) {
-  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32;
+  const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32;
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-  const int row0 = group * 64;
-  auto owned = [&](int col) { return SPLIT == 1 || rank < 0 || col / 8 / SHARE == rank; };
+  (TOKEN_ROWS ? t0 : n0) += group * 64;
   if (OUT_KIND == F32) {
 #pragma unroll
     for (int i = 0; i < ACC; i++) {
-      const int col = i / 4 * 8 + q * 2 + i % 2, row = row0 + warp * 16 + i % 4 / 2 * 8 + g;
+      const int col = i / 4 * 8 + q * 2 + i % 2, row = warp * 16 + i % 4 / 2 * 8 + g;
       const int token = t0 + (TOKEN_ROWS ? row : col), at = n0 + (TOKEN_ROWS ? col : row);
-      if (owned(col) && token < p.m && at < p.n) ((float*)p.y)[(long long)token * p.n + at] = acc[i];
+      if (owned(rank, col) && token < p.m && at < p.n)
+        ((float*)p.y)[(long long)token * p.n + at] = acc[i];
     }
     group_barrier(group);
-    return;
-  }
-  const int matrix = lane / 8;
-  // 16 columns of a warp's 16 rows: as they lie, or transposed on the way
-  const u32 to = shared(out) + (TOKEN_ROWS ? (warp * 16 + lane % 16) * LINE + lane / 16 * 16
-                                           : (matrix / 2 * 8 + lane % 8) * LINE + warp * 32 +
-                                                 matrix % 2 * 16);
+  } else {
 #pragma unroll
-  for (int from = 0; from < COLS; from += PASS) {
-#pragma unroll
-    for (int i = 0; i < PASS; i += 16) {
-      const float* v = acc + (from + i) / 2;
-      if (!owned(from + i)) continue;
-      if (COLS == 8)
-        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
-                     "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])) : "memory");
-      else if (TOKEN_ROWS)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         to + i * 2),
-                     "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
-                     "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
-      else
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         to + i * LINE),
-                     "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
-                     "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
+    for (int from = 0; from < COLS; from += PASS) {
+      stage_results(acc, out, rank, from);
+      group_barrier(group);
+      copy_results(p, out, rank, from, n0, t0);
+      if (from + PASS < COLS) group_barrier(group);  // the next tile has barriers before it stores
     }
-    group_barrier(group);
-#pragma unroll 4
-    for (int i = thread; i < LINES * EIGHTHS; i += 128) {
-      const int line = i / EIGHTHS, eighth = i % EIGHTHS * 8;
-      const int token = t0 + (TOKEN_ROWS ? row0 : from) + line;
-      const int at = n0 + (TOKEN_ROWS ? from : row0) + eighth;
-      if (!owned(from + (TOKEN_ROWS ? eighth : line)) || token >= p.m || at >= p.n) continue;
-      const uint4 eight = *(const uint4*)(out + line * LINE + eighth * 2);
-      u16* to_y = (u16*)p.y + (long long)token * p.n + at;
-      if (p.n % 8 == 0) {
-        *(uint4*)to_y = eight;
-      } else {
-        const u32 pair[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-          if (at + j < p.n) to_y[j] = (u16)(pair[j / 2] >> (j % 2 * 16));
-      }
-    }
-    group_barrier(group);
   }
 }
 
@@ -427,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap x_scale_map, const float* x_scale,
     const float* w_scale, const void* bias, void* y, int m,
-    int n, int k, int x_stride, int w_stride, int span, const u8* values,
+    int n, int k, int x_stride, int w_stride, int span, u32 inverse, int full, const u8* values,
     long long value_bytes, float min_scale) {
   extern __shared__ __align__(1024) u8 base[];  // where a pattern of the swizzle begins
   __shared__ alignas(8) u64 w_full[STAGES], w_empty[STAGES];
@@ -442,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   if (SPLIT > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   const Problem p = {TOKEN_ROWS ? x_scale : w_scale, TOKEN_ROWS ? w_scale : x_scale, bias, y, m, n,
                      TOKEN_ROWS ? x_stride : w_stride, TOKEN_ROWS ? w_stride : x_stride};
-  Walk walk(m, n, k, span, rank);  // before the wait for the kernel ahead
+  Walk walk({span, inverse, full}, m, n, k, rank);  // before the wait for the kernel ahead
 
   if (threadIdx.x == 0) {
     auto init = [](u64* barrier, int arrivals) {
@@ -463,21 +533,24 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
              (SPLIT - 1) * max(0, min(SHARE, FRAGMENTS - rank * SHARE)) * CONSUMERS * 16);
   }
   __syncthreads();
-  if (SPLIT > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 
   if (warp >= 4 * GROUPS) {
-    if (REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     const u64 once = 0x12F0000000000000ull, keep = 0x14F0000000000000ull;  // L2 evict first, last
     if (warp == 4 * GROUPS) {
       if (elected()) prefetch(&w_map);
       Slot<STAGES> next, oldest;
+      bool tokens = VALUES;  // whether the first ones are here
       for (int asked = 0; walk.more(); walk.next())
 #pragma unroll 1
         for (int c = 0; c < walk.count; c++) {
           wait(shared(&w_empty[next.at]), next.parity ^ 1);
-          if (WINDOW < STAGES && ++asked > WINDOW) {
+          if (START < STAGES && !tokens) tokens = passed(shared(&x_full[0]), 0);
+          if (START < STAGES && ++asked > (tokens ? WINDOW : START)) {
             wait(shared(&w_full[oldest.at]), oldest.parity);
             oldest.advance();
+            asked--;
           }
           if (elected()) {
             expect(shared(&w_full[next.at]), W_BYTES);
@@ -519,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   float acc[ACC], product[RUN == 1 ? 1 : 2][ACC];
   Slot<STAGES> w, w_done;  // the next to multiply, the next to add
   Slot<X_STAGES> x, x_done;
-  const int held = walk.full == 0 && walk.split() ? walk.first : 0;  // the first step of the values
+  const int held = full == 0 && walk.split() ? walk.first : 0;  // the first step of the values
   if (VALUES)
     quantize_values({values, value_bytes, m, k, min_scale}, x_ring, scale_ring, scales, held);
   if (SKEW > 0 && group > 0 && walk.rounds() > 1 && walk.steps > SKEW * group)
@@ -527,7 +600,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   for (; walk.more(); walk.next()) {
     const int n0 = walk.n0, t0 = walk.t0;
     const int row0 = TOKEN_ROWS ? t0 : n0, col0 = TOKEN_ROWS ? n0 : t0;
+    float bias_held[HELD_BIASES];
     scales.fetch(p, row0, col0);
+    Scales::hold(p, bias_held, n0);
 #if BLOCK_SCALES
     float w_s[2][W_BLOCKS];
     const float* w_scales[W_BLOCKS];
@@ -619,7 +694,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       add_product((RUN - 1) % 2);
     }
     if (walk.split()) add_parts(acc, shared(after), shared(&arrived), rank);
-    scale_tile(p, acc, scales, n0);
+    scales.arrive(p, bias_held);
+    group_barrier(group);
+    scale_tile(p, acc, scales);
     write_tile(p, acc, out, walk.split() ? rank : -1, n0, t0);
   }
 }

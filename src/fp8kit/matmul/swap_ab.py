@@ -22,7 +22,14 @@ from torch import Tensor
 from fp8kit import nvrtc, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
-from fp8kit.matmul.swap_ab_tile import TILE_K, Tile, choose_tile, every_cut, values_tile
+from fp8kit.matmul.swap_ab_tile import (
+    PRODUCER_REGISTERS,
+    TILE_K,
+    Tile,
+    choose_tile,
+    every_cut,
+    values_tile,
+)
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
 MOST_ROWS = 4096
@@ -117,8 +124,10 @@ def _launch(
         0 if tokens.values is None else _KINDS[tokens.values.dtype],
         w.device.index,
     )
+    blocks = tile.blocks(m, n, _processors(w.device.index))
+    span = min(_SPAN // tile.tokens, -(-m // tile.tokens))
     kernel.launch(
-        tile.blocks(m, n, _processors(w.device.index)),
+        blocks,
         (
             nvrtc.byte_tile_map(w.data_ptr(), n, k, tile.weights, TILE_K),
             tokens.x_map,
@@ -132,7 +141,9 @@ def _launch(
             ctypes.c_int(k),
             ctypes.c_int(tokens.scale_stride),
             ctypes.c_int(0 if groups[1] == TENSOR else 1),
-            ctypes.c_int(_SPAN // tile.tokens),
+            ctypes.c_int(span),
+            ctypes.c_uint(-(-(1 << 32) // span) & 0xFFFFFFFF),
+            ctypes.c_int(tile.tiles(m, n) // blocks),
             nvrtc.pointer(tokens.values),
             ctypes.c_longlong(0 if tokens.values is None else tokens.values.stride(0) * 2),
             ctypes.c_float(tokens.min_scale),
@@ -199,7 +210,7 @@ def _kernel(
         "swap_ab",
         block=tile.threads,
         cluster=tile.split,
-        shared_bytes=tile.shared_bytes,
+        shared_bytes=tile.shared_bytes(block_scales),
         device=torch.device("cuda", device),
     )
 
@@ -223,11 +234,13 @@ def source(
         "RUN": tile.run,
         "STAGES": tile.stages,
         "X_STAGES": tile.x_stages,
+        "START": tile.start,
         "WINDOW": tile.window,
         "SPLIT": tile.split,
         "RESIDENT": tile.resident,
         "PRODUCERS": tile.threads - 128 * tile.groups,
         "REGISTERS": tile.registers,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "TOKEN_ROWS": int(tile.token_rows),
         "BLOCK_SCALES": int(block_scales),
         "STREAMED": int(streamed),

@@ -9,10 +9,14 @@ import functools
 from dataclasses import dataclass, replace
 
 TILE_K = 128
-_FEW_ROWS = 64
+PRODUCER_REGISTERS = 24
+_FEW_ROWS, _MANY_ROWS = 64, 256
 _MOST_COLS = 128
 _TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
 _SHARED_PER_PROCESSOR = 228 * 1024
+_SYSTEM_BYTES = 1024  # of each block
+_AHEAD = 48 * 1024  # bytes of weights on their way to a multiprocessor that keep the memory busy
+_IN_FLIGHT = 6 * 10**6  # to all of them
 _MOST_VECTORS = {False: 8, True: 4}  # of 16 bytes that a thread quantizes, by block scales
 
 
@@ -68,10 +72,11 @@ class Tile:
     def registers(self) -> int:
         """Registers per consumer thread if they are taken from the producer, else 0."""
         accumulators = (2 if self.run == 1 else 3) * self.cols // 2
-        even = 65536 // _up(128 * self.groups + 64, 128)
-        if self.resident > 1 or accumulators + 56 <= even:
+        if self.resident > 1 or accumulators + 56 <= 65536 // _up(128 * self.groups + 64, 128):
             return 0
-        return (65536 // 128 - 24) // self.groups // 8 * 8
+        # what a block is started with: as many for each thread, a multiple of 8
+        given = 65536 // (128 * (self.groups + 1)) // 8 * 8 * (self.groups + 1)
+        return (given - PRODUCER_REGISTERS) // self.groups // 8 * 8
 
     @property
     def threads(self) -> int:
@@ -79,32 +84,46 @@ class Tile:
         return 128 * self.groups + (128 if self.registers else 64)
 
     @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: what the block needs, or what keeps others out."""
-        return max(self.needed_bytes, _SHARED_PER_PROCESSOR // (self.resident + 1))
+    def start(self) -> int:
+        """As ``window``, until the first tokens are here."""
+        return min(self.window, 4, max(2, _AHEAD // (self.weights * TILE_K * self.resident)))
 
-    @property
-    def needed_bytes(self) -> int:
+    def shared_bytes(self, block_scales: bool) -> int:
+        """Dynamic shared memory: what the block needs, or what keeps others out."""
+        return max(self.needed_bytes(block_scales), _SHARED_PER_PROCESSOR // (self.resident + 1))
+
+    def needed_bytes(self, block_scales: bool) -> int:
         """The rings with their scales, parts of peers, and results on their way out."""
+        scales = _up(self.tokens, 32) * 4 if block_scales else 0
         ring = self.stages * self.weights * TILE_K
-        ring += self.x_stages * (self.tokens * TILE_K + _up(self.tokens, 32) * 4)
+        ring += self.x_stages * (self.tokens * TILE_K + scales)
         fragments = self.cols // 8
         share = 1 if fragments == 1 else _up(_up(fragments, self.split) // self.split, 2)
         parts = (self.split - 1) * share * 2048 * self.groups
         at_once = next((p for p in (64, 48, 80) if self.cols > 80 and not self.cols % p), self.cols)
-        lines, line = (64, at_once * 2 + 16) if self.token_rows else (at_once, 144)
+        padding = 16 if self.token_rows and at_once % 64 else 0
+        lines, line = (64, at_once * 2 + padding) if self.token_rows else (at_once, 128)
         return ring + parts + self.groups * lines * line
 
     @property
     def static_bytes(self) -> int:
         """Static shared memory, padded so that swizzled tiles follow: barriers, a tile's scales."""
-        barriers = 2 * self.stages + (2 if self.values else 2 * self.x_stages) + 1
-        return _up(8 * barriers + 4 * (self.groups * (self.cols + 4) + self.rows), 1024)
+        barriers = 2 * (self.stages + (1 if self.values else self.x_stages)) + 1
+        floats = self.groups * (self.cols + (self.cols if self.token_rows else 64) + 4) + self.rows
+        return _up(8 * barriers + 4 * floats, 1024)
+
+    def fits(self, block_scales: bool) -> bool:
+        """Whether as many blocks as are to be resident have room in a multiprocessor."""
+        needed = self.needed_bytes(block_scales) + self.static_bytes
+        return needed <= _SHARED_PER_PROCESSOR // self.resident - _SYSTEM_BYTES
+
+    def tiles(self, m: int, n: int) -> int:
+        """Tiles of a product."""
+        return -(-n // self.weights) * -(-m // self.tokens)
 
     def blocks(self, m: int, n: int, processors: int) -> int:
         """Blocks to launch: as many as there is room for and work."""
-        tiles = -(-n // self.weights) * -(-m // self.tokens)
-        return min(tiles, _clusters(processors)[self.split] * self.resident) * self.split
+        return min(self.tiles(m, n), _clusters(processors)[self.split] * self.resident) * self.split
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,25 +141,33 @@ def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
         block_scales: scales per 1x128 and 128x128 elements.
     """
     if m <= _FEW_ROWS:
-        return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors)
-    return min(cuts(m), key=lambda tile: microseconds(tile, (m, n, k), processors, block_scales))
+        return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors, block_scales)
+    return min(
+        cuts(m, block_scales),
+        key=lambda tile: microseconds(tile, (m, n, k), processors, block_scales),
+    )
 
 
-def cuts(m: int) -> list[Tile]:
+def cuts(m: int, block_scales: bool) -> list[Tile]:
     """Give the cuts that are considered for more than 64 rows.
 
     Args:
         m: rows of ``x``.
+        block_scales: as in ``choose_tile``.
     """
     even = -(-m // (16 * -(-m // _MOST_COLS))) * 16  # tokens of a tile, if all have as many
     sides = [(False, even), *((True, cols) for cols in _TOKEN_ROWS_COLS)]
-    return [
-        _deepest(cols, groups, split, 1, token_rows)
+    found = [
+        _deepest(cols, groups, split, 1, block_scales, token_rows)
         for token_rows, cols in sides
         for groups in (1, 2, 3)
         for split in (1, 2, 3, 4)
         if cols <= _MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
     ]
+    if m > _MANY_ROWS:
+        sides = [(False, even), (True, _MOST_COLS)]
+        found += [_long_runs(cols, block_scales, token_rows) for token_rows, cols in sides]
+    return found
 
 
 def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool) -> list[int]:
@@ -160,25 +187,34 @@ def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool) -> li
     return sorted(found.values())
 
 
-def _few_rows(cols: int, n: int, k: int, processors: int) -> Tile:
+def _few_rows(cols: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
+    groups, split, resident = _few_rows_cut(n, k, processors)
+    tile = _deepest(cols, groups, split, resident, block_scales)
+    # blocks that leave multiprocessors idle keep the memory busy with one tile more each
+    few_blocks = 5 * tile.blocks(cols, n, processors) < 4 * processors * resident
+    lasting = -(-k // TILE_K) >= 24 * split
+    return replace(tile, window=min(tile.window, tile.start + (few_blocks and lasting)))
+
+
+def _few_rows_cut(n: int, k: int, processors: int) -> tuple[int, int, int]:
+    """Give warpgroups, blocks that split K, and blocks per multiprocessor."""
     # within 2 % of the best of 1300 measured cuts of 23 layers on an H200 at 1, 16 and 64 rows; all
     # of a layer split alike
     tiles, pairs, steps = -(-n // 64), -(-n // 128), -(-k // TILE_K)
     fill, room = tiles / processors, _clusters(processors)
     if steps >= 64 and 2 * room[4] < 3 * pairs <= 3 * room[4]:
-        return _deepest(cols, 2, 4, 1)
+        return 2, 4, 1
     if 0.36 < fill and tiles <= 2 * room[3] and steps >= 24:
-        return _deepest(cols, 2, 3, 1)
+        return 2, 3, 1
     if fill <= 0.5:
-        split = max(s for s in (1, 2, 3, 4) if s == 1 or (steps >= 8 * s and tiles <= room[s]))
-        return _deepest(cols, 1, split, 1)
+        return 1, max(s for s in (1, 2, 3, 4) if s == 1 or (steps >= 8 * s and tiles <= room[s])), 1
     if fill <= 1:
-        return _deepest(cols, 2, 2, 1) if steps >= 24 else _deepest(cols, 1, 1, 1)
+        return (2, 2, 1) if steps >= 24 else (1, 1, 1)
     if fill <= 1.25:
-        return _deepest(cols, 1, 2, 3) if steps >= 24 else _deepest(cols, 1, 1, 2)
+        return (1, 2, 3) if steps >= 24 else (1, 1, 2)
     if processors < pairs < 1.3 * processors and tiles <= 3 * processors:
-        return _deepest(cols, 1, 1, 3)
-    return _deepest(cols, 2, 1, 1)
+        return 1, 1, 3
+    return 2, 1, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +233,12 @@ class Costs:
         block_weights: likewise, weights as rows.
         sums: of a split K, by blocks from two on.
         write: scaling and writing 64 x 128 results.
+        drain: of the end of a run of products.
         cache: bytes from the L2 cache, of all multiprocessors together.
         memory: bytes of weights that are read.
     """
 
-    steps: tuple[float, float, float] = (0.17, 0.20, 0.29)
+    steps: tuple[float, float, float] = (0.17, 0.20, 0.30)
     area: float = 0.052
     alone: float = 0.13
     crowded: float = 1.1
@@ -209,6 +246,7 @@ class Costs:
     block_weights: float = 1.47
     sums: tuple[float, float, float] = (2.1, 2.5, 3.3)
     write: float = 0.68
+    drain: float = 0.08
     cache: float = 14.8e6
     memory: float = 4.8e6
 
@@ -236,14 +274,17 @@ def microseconds(
     tiles = -(-n // tile.weights) * -(-m // tile.tokens)
     clusters = _clusters(processors)[tile.split]
     full, left = divmod(tiles, clusters * tile.split)
-    steps = -(-k // TILE_K)
+    steps = _up(-(-k // TILE_K), tile.run)
     part, sums, blocks = steps, 0.0, min(tiles, processors)
     if tile.split > 1 and 0 < left <= clusters:
         part, sums = _up(-(-steps // tile.split), 4), costs.sums[tile.split - 2]
         blocks = min(tiles * tile.split, processors)
     area = tile.groups * tile.cols / _MOST_COLS
     step = costs.steps[tile.groups - 1] + costs.area * area
-    step += costs.alone if tile.run == 1 and tile.groups < 3 else 0.0
+    if tile.run > 1:
+        step += costs.drain * (1 / tile.run - 1 / 4)  # that of runs of four is in its steps
+    elif tile.groups < 3:
+        step += costs.alone
     if (tile.token_rows and tile.groups == 1) or tile.stages < 4:
         step *= costs.crowded
     if block_scales:
@@ -253,10 +294,6 @@ def microseconds(
     write = costs.write * area
     multiply = full * (steps * step + write) + (left > 0) * (part * step + write + sums)
     return max(multiply, n * k / costs.memory)
-
-
-def _room(resident: int) -> int:
-    return _SHARED_PER_PROCESSOR // resident - 1024  # the system keeps 1 KB of each block
 
 
 def _up(count: int, multiple: int) -> int:
@@ -276,19 +313,34 @@ def _clusters(processors: int) -> dict[int, int]:
 
 
 @functools.cache
-def _deepest(cols: int, groups: int, split: int, resident: int, token_rows: bool = False) -> Tile:
+def _deepest(
+    cols: int,
+    groups: int,
+    split: int,
+    resident: int,
+    block_scales: bool,
+    token_rows: bool = False,
+) -> Tile:
     """Give as many stages as there is room for."""
     run = 1 if groups == 3 or resident > 1 or cols > _MOST_COLS else 4
     few = (64 * groups if token_rows else cols) <= _FEW_ROWS
     # tokens come soon after they are asked for, weights are to be here before the tokens are
     shallow = few or (groups == 2 and not token_rows)
-    # enough to keep the memory busy; what has to arrive before it would wait behind more
-    window = 6 if (groups, resident) == (1, 1) else 4
     for stages in range(24, 1, -1):
         x_stages = min(stages, 4) if shallow else stages
-        ahead = min(stages, window) if few else stages
+        ahead = min(stages, 4) if few else stages
         tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
-        if tile.needed_bytes + tile.static_bytes <= _room(resident):
+        if tile.fits(block_scales):
+            return tile
+    raise AssertionError(f"no ring fits beside {cols} columns")
+
+
+@functools.cache
+def _long_runs(cols: int, block_scales: bool, token_rows: bool) -> Tile:
+    """Cut for many rounds: rings alike, and sums that wait for the tensor core half as often."""
+    for stages in range(24, 1, -1):
+        tile = Tile(cols, 2, 8, stages, stages, stages, 1, 1, token_rows)
+        if tile.fits(block_scales):
             return tile
     raise AssertionError(f"no ring fits beside {cols} columns")
 
@@ -305,14 +357,16 @@ def values_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     if vectors > _MOST_VECTORS[block_scales]:
         return None
     steps, blocks = -(-k // TILE_K), tile.blocks(m, n, processors)
+    window = tile.window
+    if tile.resident == 1:
+        window = -(-_IN_FLIGHT // (blocks * tile.weights * TILE_K))
     if -(-n // tile.weights) <= blocks // tile.split:
         steps = -(-steps // tile.split)
     held = _up(steps, 4)
     # a ring of half the depth costs more than a kernel less saves
     for stages in range(tile.stages, tile.stages // 2, -1):
-        window = min(tile.window, stages)
-        cut = replace(tile, stages=stages, x_stages=held, window=window)
+        cut = replace(tile, stages=stages, x_stages=held, window=min(window, stages))
         cut = replace(cut, values=rows, vectors=vectors)
-        if cut.needed_bytes + cut.static_bytes <= _room(tile.resident):
+        if cut.fits(block_scales):
             return cut
     return None

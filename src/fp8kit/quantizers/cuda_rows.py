@@ -133,5 +133,10 @@ def source(kind: int, cut: RowCut) -> str:
         kind: tag of the input's dtype, a value of ``_KINDS``.
         cut: how a row is spread.
     """
-    constants = {"KIND": kind, "VECTORS": cut.vectors}
+    constants = {
+        "KIND": kind,
+        "VECTORS": cut.vectors,
+        "BLOCKS": cut.blocks,
+        "THREADS": cut.threads,
+    }
     return nvrtc.joined(constants, "quantizers/encode.cuh", "quantizers/cuda_rows.cu")
