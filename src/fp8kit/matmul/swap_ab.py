@@ -32,7 +32,7 @@ from fp8kit.matmul.swap_ab_tile import (
 )
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
-MOST_ROWS = 4096
+MOST_ROWS = 16384
 _MOST_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
 _SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
