@@ -111,6 +111,16 @@ def arguments(x: Tensor, y: Tensor, fake: FakeDriver) -> tuple[Any, ...]:
     )
 
 
+def test_the_run_under_sanitizers_notes_a_launch(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
+    noted = pytest.importorskip("sanitize", reason="triton is not installed").noted
+    seen: set[str] = set()
+    x = torch.zeros(4, 16)
+    with noted(seen):
+        kernel.launch(6, arguments(x, x, fake), overlap=True)
+    assert seen == {"name"}
+    assert len(fake.launched) == 1
+
+
 def test_a_launch_passes_grid_stream_attributes_and_arguments(
     kernel: nvrtc.Kernel, fake: FakeDriver
 ) -> None:

@@ -63,6 +63,7 @@ class Kernel:
             module = _checked(driver.cuModuleLoadData(image))
             self._function = _checked(driver.cuModuleGetFunction(module, name.encode()))
             _checked(driver.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared_bytes))
+        self.name = name
         self._block, self._cluster, self._shared_bytes = block, cluster, shared_bytes
         self.device = device.index
         self._configs = {overlap: self._config(overlap) for overlap in (False, True)}
