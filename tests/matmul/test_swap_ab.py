@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -47,7 +48,7 @@ def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> N
     assert not tile.token_rows or tile.cols in swap_ab_tile._TOKEN_ROWS_COLS
     assert m <= 64 or tile.token_rows or tile.cols * -(-m // tile.cols) < m + 16 * -(-m // 128)
     assert m > 64 or m <= tile.cols < 2 * max(m, 8)
-    assert 2 <= tile.window <= tile.stages
+    assert 2 <= tile.start <= tile.window <= tile.stages
     used = tile.shared_bytes(blocks) + tile.static_bytes
     assert tile.needed_bytes(blocks) <= tile.shared_bytes(blocks)
     assert used <= 227 * 1024
@@ -68,11 +69,71 @@ def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> N
 @pytest.mark.parametrize("m", [1, 64, 65, 256, 512, 1030, 4096])
 def test_every_tile_has_a_block(m: int, n: int, k: int) -> None:
     tile = choose(m, n, k)
-    tiles = -(-n // tile.weights) * -(-m // tile.tokens)
+    tiles = tile.tiles(m, n)
     blocks = tile.blocks(m, n, PROCESSORS)
     assert blocks % tile.split == 0
     assert blocks <= tiles * tile.split
     assert blocks == tiles * tile.split or blocks > 0.9 * PROCESSORS * tile.resident
+
+
+@pytest.mark.parametrize("tile", CUTS, ids=str)
+@pytest.mark.parametrize(
+    ("m", "n"), [(1, 64), (300, 1000), (2048, 4096), (6500, 512), (4096, 28672)]
+)
+def test_every_tile_is_computed_once(tile: swap_ab.Tile, m: int, n: int) -> None:
+    order = tile.order(m, n, PROCESSORS)
+    w_tiles, t_tiles = -(-n // tile.weights), -(-m // tile.tokens)
+    places = [place(index, order, w_tiles, t_tiles) for index in range(w_tiles * t_tiles)]
+    assert sorted(places) == [(w, t) for w in range(w_tiles) for t in range(t_tiles)]
+    assert order.full == w_tiles * t_tiles // order.blocks
+    # tokens of a band stay in the L2 cache while all weights pass
+    bands = [t // order.span for _, t in places]
+    assert bands == sorted(bands)
+    assert order.span * tile.tokens <= max(2048, tile.tokens)
+
+
+def place(tile: int, order: swap_ab_tile.Order, w_tiles: int, t_tiles: int) -> tuple[int, int]:
+    """Find a tile as the kernel does, without dividing by the span."""
+    if t_tiles == 1:
+        return tile, 0
+    band = 0
+    while tile >= (band + 1) * order.span * w_tiles:
+        band += 1
+    inside, width = tile - band * order.span * w_tiles, t_tiles - band * order.span
+    w = (inside * order.inverse) >> 32 if width >= order.span else inside // width
+    return w, band * order.span + inside - w * min(width, order.span)
+
+
+def test_many_rows_take_long_runs() -> None:
+    assert choose(4096, 4096, 4096).run == 8
+    assert choose(256, 4096, 4096).run < 8
+    few, many = choose(64, 28672, 4096), choose(4096, 4096, 4096)
+    assert (few.start, few.window) == (3, 3)
+    assert (many.start, many.window) == (3, many.stages)
+
+
+@pytest.mark.parametrize("tile", CUTS, ids=str)
+def test_results_on_their_way_have_places_of_their_own(tile: swap_ab.Tile) -> None:
+    columns = tile.cols
+    if columns > 80:
+        columns = next((p for p in (64, 48, 80) if columns % p == 0), columns)
+    lines, eighths = (64, columns // 8) if tile.token_rows else (columns, 8)
+    permuted = eighths % 8 == 0
+    line_bytes = eighths * 16 + (0 if permuted else 16)
+    places = {
+        line * line_bytes + (eighth ^ line % 8 if permuted else eighth) * 16
+        for line in range(lines)
+        for eighth in range(eighths)
+    }
+    assert len(places) == lines * eighths
+    rings = 128 * (tile.stages * tile.weights + tile.x_stages * tile.tokens)
+    fragments = tile.cols // 8
+    share = 1 if fragments == 1 else math.ceil(math.ceil(fragments / tile.split) / 2) * 2
+    parts = (tile.split - 1) * share * 2048 * tile.groups
+    assert rings + parts + tile.groups * (max(places) + 16) <= tile.needed_bytes(False)
+    # eight lines of a column of a matrix lie in eight groups of banks
+    for eighth in range(eighths if permuted else 0):
+        assert len({(eighth ^ line % 8) % 8 for line in range(8)}) == 8
 
 
 def test_more_multiprocessors_are_used_when_k_is_long() -> None:
@@ -189,7 +250,7 @@ def test_a_choice_is_made_once() -> None:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"m": 16385}, "at most 16384 rows"),
+        ({"m": 4097}, "at most 4096 rows"),
         ({"accum": "fast"}, "over 512 rows torch's fast sums"),
         ({"accum": "fast", "x_group": GROUP128, "w_group": BLOCK}, None),
         ({"x_group": TENSOR, "w_group": TENSOR}, "one scale each"),
@@ -278,18 +339,30 @@ def test_no_cut_is_wrong(
     monkeypatch.setattr(swap_ab, "choose_tile", lambda *_: tile)
     for n, k in ((64, 128), (4096, 2048), (1000, 4112), (257, 7168), (3, 16)):
         w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), groups[1], role="weight")
-        for m in (1, 65, 300, 1031):
+        some = torch.randn(n, device="cuda", dtype=torch.bfloat16)
+        # many rounds and bands of tiles, the last one ragged
+        for m in (1, 65, 300, 1031, *((6500,) if n == 4096 else ())):
             x_q = fp8kit.quantize(torch.randn(m, k, device="cuda"), groups[0])
-            problem = matmul_problem(x_q, w_q)
-            arguments = (x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
-            y = swap_ab.run(*arguments)
-            assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), None, "swap_ab")
-            assert_bits_equal(swap_ab.run(*arguments), y)
+            for bias, out in (
+                (None, torch.bfloat16),
+                (some, torch.bfloat16),
+                (some, torch.float32),
+            ):
+                problem = matmul_problem(x_q, w_q, bias, out)
+                arguments = (x_q.data, x_q.scale, w_q.data, w_q.scale, bias, groups, problem)
+                y = swap_ab.run(*arguments)
+                assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, "swap_ab")
+                assert_bits_equal(swap_ab.run(*arguments), y)
 
 
-def matmul_problem(x: fp8kit.QTensor, w: fp8kit.QTensor) -> MatmulProblem:
+def matmul_problem(
+    x: fp8kit.QTensor,
+    w: fp8kit.QTensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> MatmulProblem:
     groups = (x.group, w.group)
-    return MatmulProblem.of(x.data, w.data, groups, torch.bfloat16, None, "precise", False)
+    return MatmulProblem.of(x.data, w.data, groups, out_dtype, bias, "precise", False)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,8 @@ import pickle
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -472,25 +473,40 @@ def test_shared_under_vmap(device: torch.device) -> None:
     assert_bits_equal(torch.vmap(lambda x: torch.cat([y(x) for y in layers], -1))(x), separate)
 
 
-def capture(layers: Sequence[fp8kit.Fp8Linear], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Call layers as if a graph were captured."""
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "is_cuda", True)
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        layers[0].shared._watch_capture(torch.empty(1))
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Let the groups of a CPU believe that a graph is captured; give what they asked about."""
+    asked: list[Tensor] = []
+
+    def watch(self: SharedInput, x: Tensor) -> None:
+        asked.append(x)
+        self._captured = True
+
+    monkeypatch.setattr(SharedInput, "_watch_capture", watch)
+    return asked
 
 
+@pytest.mark.parametrize("offered", [False, True], ids=["values", "codes"])
+@pytest.mark.parametrize("rows", [5, 600])
 def test_weights_that_a_graph_has_captured_do_not_move(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, offered: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = siblings(device)
     group = SharedInput(layers)
-    capture(layers, monkeypatch)
-    assert not group._joins()
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
+    separate = [siblings_alone(layer, x) for layer in layers]
     before = [layer.weight.data_ptr() for layer in layers]
-    layers[0](tokens(device))
+    codes = layers[0].quantize_input(x)
+    with monkeypatch.context() as patch:
+        asked = capturing(patch)
+        if offered:
+            group.offer(x, codes)
+        layers[0](x)
+    assert asked
+    for _ in range(2):
+        for layer, expected in zip(layers, separate, strict=True):
+            assert_bits_equal(layer(x[:5]), expected[:5])
     assert [layer.weight.data_ptr() for layer in layers] == before
-    assert copy.deepcopy(group)._joins()
+    assert not copy.deepcopy(group)._captured
 
 
 def test_weights_that_were_joined_before_a_capture_stay_joined(
@@ -499,17 +515,41 @@ def test_weights_that_were_joined_before_a_capture_stay_joined(
     layers = siblings(device)
     group = SharedInput(layers)
     layers[0](tokens(device))
-    capture(layers, monkeypatch)
+    capturing(monkeypatch)
+    group._watch_capture(tokens(device))
     assert group._joins()
+    layers[1].weight = siblings(device)[1].weight
+    assert not group._joins()
+
+
+def test_a_capture_is_seen_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SharedInput(siblings(torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    group._watch_capture(torch.empty(1))
+    assert not group._captured
+    group._watch_capture(SimpleNamespace(is_cuda=True))
+    assert group._captured
+
+
+def test_shared_runs_on_fake_tensors_of_a_gpu_that_is_not_there() -> None:
+    with FakeTensorMode():
+        layers = [
+            fp8kit.Fp8Linear(256, n, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+            for n in (256, 128)
+        ]
+        SharedInput(layers)
+        x = torch.empty(2, 5, 256, dtype=torch.bfloat16, device="cuda")
+        assert [y(x).shape[-1] for y in layers] == [256, 128]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [2, 2000])
-def test_weights_are_joined_after_a_graph_captured_them(rows: int) -> None:
+def test_a_graph_that_captured_weights_apart_is_replayed_after_other_calls(rows: int) -> None:
     device = torch.device("cuda")
     layers = siblings(device)
     x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
     separate = [layer(x) for layer in layers]
+    before = [layer.weight.data_ptr() for layer in layers]
     SharedInput(layers)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -517,6 +557,7 @@ def test_weights_are_joined_after_a_graph_captured_them(rows: int) -> None:
     for layer, expected in zip(layers, separate, strict=True):
         assert_bits_equal(layer(x), expected)
     layers[0](tokens(device))
+    assert [layer.weight.data_ptr() for layer in layers] == before
     torch.full((2**24,), 7, dtype=torch.uint8, device=device)
     graph.replay()
     for result, expected in zip(captured, separate, strict=True):

@@ -8,11 +8,12 @@
 // One warp streams weights and one streams tokens through rings in shared memory. Weights start
 // before the kernel that quantizes x has ended, with at most START tiles on their way until the first
 // tokens are here and WINDOW from then on: more requests would only stand in the way of the tokens'
-// and the quantizer's. Consumer warpgroups multiply a tile of 128 along K, then add it to fp32 registers, because the tensor core keeps only about 14 bits of a sum;
-// in a RUN of several, the next product is under way meanwhile. A block takes tile after tile, and
-// its warpgroups work SKEW steps apart, so that one multiplies while another writes. The tiles that
-// are too few for all blocks are split along K by the blocks of a cluster: each sends its parts to
-// the blocks that own them, which add in a fixed order, so bits do not depend on timing.
+// and the quantizer's. Consumer warpgroups multiply a tile of 128 along K, then add it to fp32
+// registers, because the tensor core keeps only about 14 bits of a sum; in a RUN of several, the next
+// product is under way meanwhile. A block takes tile after tile, and its warpgroups work SKEW steps
+// apart, so that one multiplies while another writes. The tiles that are too few for all blocks are
+// split along K by the blocks of a cluster: each sends its parts to the blocks that own them, which
+// add in a fixed order, so bits do not depend on timing.
 //
 // Up to four tokens may come as VALUES in 16 bits: every block then quantizes what it multiplies, which
 // saves a kernel and the wait for it.
@@ -38,7 +39,8 @@ constexpr int SHARE = FRAGMENTS == 1 ? 1 : ((FRAGMENTS + SPLIT - 1) / SPLIT + 1)
 constexpr int PART_BYTES = SHARE * CONSUMERS * 16;
 static_assert(COLS == 8 || COLS % 16 == 0, "stmatrix stores 16 columns at once");
 static_assert(REGISTERS == 0 || PRODUCERS == 128, "setmaxnreg acts on whole warpgroups");
-static_assert(RING >= (RUN == 1 ? 1 : 2) && STAGES >= RING && STAGES >= WINDOW && WINDOW >= START, "products in flight hold their slots");
+static_assert(RING >= (RUN == 1 ? 1 : 2) && STAGES >= RING, "products in flight hold their slots");
+static_assert(STAGES >= WINDOW && WINDOW >= START && START >= 1, "some weights are on their way");
 static_assert(SPLIT == 1 || 4 % RUN == 0, "the parts of K are multiples of 4 tiles");
 // columns that leave at once, and the lines of results along N in them
 constexpr int PASS = COLS <= 80       ? COLS
@@ -54,7 +56,7 @@ constexpr int LINE = EIGHTHS * 16 + (PERMUTED ? 0 : 16);  // bytes
 // blocks of scales that the weights of a tile lie in
 constexpr int W_BLOCKS = BLOCK_SCALES && TOKEN_ROWS && 128 % COLS != 0 ? 2 : 1;
 static_assert(W_BLOCKS == 1 || COLS <= 128 + (COLS & -COLS), "a tile's weights may lie in three blocks");
-// of a tile, as far as a warpgroup needs them, and of a thread
+// biases of a tile that a warpgroup needs, and how many of them a thread holds
 constexpr int BIASES = TOKEN_ROWS ? COLS : 64, HELD_BIASES = (BIASES + 127) / 128;
 constexpr int X_SLOTS = VALUES ? 1 : X_STAGES;  // values are quantized into all of the ring at once
 static_assert(VALUES == 0 || (COLS == 8 && 4 * GROUPS % VALUES == 0), "whole warps share a row");
@@ -211,7 +213,7 @@ struct Slot {
 // `full` rounds in which every block has a tile of its own. Divisions would delay the first load.
 struct Order {
   int span;
-  u32 inverse;  // 2^32 / span, rounded up: exact for products below 2^32
+  u32 inverse;  // 2^32 / span, rounded up: exact while dividend * span < 2^32
   int full;
 };
 
@@ -546,6 +548,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
 #pragma unroll 1
         for (int c = 0; c < walk.count; c++) {
           wait(shared(&w_empty[next.at]), next.parity ^ 1);
+          // may be missed for a round of the ring, which only keeps START for so long
           if (START < STAGES && !tokens) tokens = passed(shared(&x_full[0]), 0);
           if (START < STAGES && ++asked > (tokens ? WINDOW : START)) {
             wait(shared(&w_full[oldest.at]), oldest.parity);

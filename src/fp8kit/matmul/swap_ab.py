@@ -32,9 +32,8 @@ from fp8kit.matmul.swap_ab_tile import (
 )
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
-MOST_ROWS = 16384
+MOST_ROWS = 4096
 _MOST_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
-_SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 
@@ -124,10 +123,9 @@ def _launch(
         0 if tokens.values is None else _KINDS[tokens.values.dtype],
         w.device.index,
     )
-    blocks = tile.blocks(m, n, _processors(w.device.index))
-    span = min(_SPAN // tile.tokens, -(-m // tile.tokens))
+    order = tile.order(m, n, _processors(w.device.index))
     kernel.launch(
-        blocks,
+        order.blocks,
         (
             nvrtc.byte_tile_map(w.data_ptr(), n, k, tile.weights, TILE_K),
             tokens.x_map,
@@ -141,9 +139,9 @@ def _launch(
             ctypes.c_int(k),
             ctypes.c_int(tokens.scale_stride),
             ctypes.c_int(0 if groups[1] == TENSOR else 1),
-            ctypes.c_int(span),
-            ctypes.c_uint(-(-(1 << 32) // span) & 0xFFFFFFFF),
-            ctypes.c_int(tile.tiles(m, n) // blocks),
+            ctypes.c_int(order.span),
+            ctypes.c_uint(order.inverse),
+            ctypes.c_int(order.full),
             nvrtc.pointer(tokens.values),
             ctypes.c_longlong(0 if tokens.values is None else tokens.values.stride(0) * 2),
             ctypes.c_float(tokens.min_scale),

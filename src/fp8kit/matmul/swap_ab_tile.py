@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 TILE_K = 128
 PRODUCER_REGISTERS = 24
@@ -15,9 +16,26 @@ _MOST_COLS = 128
 _TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
 _SHARED_PER_PROCESSOR = 228 * 1024
 _SYSTEM_BYTES = 1024  # of each block
-_AHEAD = 48 * 1024  # bytes of weights on their way to a multiprocessor that keep the memory busy
+_SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
+_AHEAD, _TILES_AHEAD = 48 * 1024, 4  # weights on their way to a multiprocessor: bytes, tiles
 _IN_FLIGHT = 6 * 10**6  # to all of them
 _MOST_VECTORS = {False: 8, True: 4}  # of 16 bytes that a thread quantizes, by block scales
+
+
+class Order(NamedTuple):
+    """How tiles follow one another: all weights for some tokens, then for the next ones.
+
+    Args:
+        blocks: blocks to launch.
+        span: token tiles that weights pass at a time.
+        inverse: ``2**32 / span``, rounded up: exact for dividends times ``span`` below ``2**32``.
+        full: rounds in which every block has a tile of its own.
+    """
+
+    blocks: int
+    span: int
+    inverse: int
+    full: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +104,8 @@ class Tile:
     @property
     def start(self) -> int:
         """As ``window``, until the first tokens are here."""
-        return min(self.window, 4, max(2, _AHEAD // (self.weights * TILE_K * self.resident)))
+        ahead = max(2, _AHEAD // (self.weights * TILE_K * self.resident))
+        return min(self.window, _TILES_AHEAD, ahead)
 
     def shared_bytes(self, block_scales: bool) -> int:
         """Dynamic shared memory: what the block needs, or what keeps others out."""
@@ -120,6 +139,13 @@ class Tile:
     def tiles(self, m: int, n: int) -> int:
         """Tiles of a product."""
         return -(-n // self.weights) * -(-m // self.tokens)
+
+    def order(self, m: int, n: int, processors: int) -> Order:
+        """How the tiles of a product follow one another, as the kernel is told."""
+        blocks = self.blocks(m, n, processors)
+        span = min(_SPAN // self.tokens, -(-m // self.tokens))
+        assert span > 1 or m <= self.tokens  # the reciprocal of 1 has no 32 bits, and is not read
+        return Order(blocks, span, -(-(1 << 32) // span) % (1 << 32), self.tiles(m, n) // blocks)
 
     def blocks(self, m: int, n: int, processors: int) -> int:
         """Blocks to launch: as many as there is room for and work."""
@@ -222,7 +248,8 @@ class Costs:
     """What the parts of a product take, in microseconds on an H200.
 
     ``benchmarks/tiles.py`` measures cuts and fits these. They are of 1900 cuts of 15 layers at 96
-    to 512 rows, where what they prefer takes 1.2 % longer than the best cut in the mean.
+    to 512 rows, where what they preferred took 1.2 % longer than the best cut in the mean;
+    ``drain`` and the step of three warpgroups were read from fewer, at 512 to 4096 rows.
 
     Args:
         steps: a step of 128 along K, by warpgroups.
@@ -271,7 +298,7 @@ def microseconds(
         costs: of the parts.
     """
     m, n, k = problem
-    tiles = -(-n // tile.weights) * -(-m // tile.tokens)
+    tiles = tile.tiles(m, n)
     clusters = _clusters(processors)[tile.split]
     full, left = divmod(tiles, clusters * tile.split)
     steps = _up(-(-k // TILE_K), tile.run)
@@ -328,7 +355,7 @@ def _deepest(
     shallow = few or (groups == 2 and not token_rows)
     for stages in range(24, 1, -1):
         x_stages = min(stages, 4) if shallow else stages
-        ahead = min(stages, 4) if few else stages
+        ahead = min(stages, _TILES_AHEAD) if few else stages
         tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
         if tile.fits(block_scales):
             return tile

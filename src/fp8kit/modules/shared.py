@@ -55,7 +55,8 @@ class SharedInput:
     """A group of layers with one input; each member holds it as ``layer.shared``.
 
     While the members' weights lie one behind the other in one storage, the group multiplies them
-    as one matrix. They are moved there on first use and again after a device move.
+    as one matrix. They are moved there on first use and again after a device move, but not once a
+    CUDA graph was captured of the group: its replays read weights where they were.
 
     Args:
         members: layers with equal K, scheme and options, in the order they are called.
@@ -73,7 +74,7 @@ class SharedInput:
         self._tapes = eager.Tapes()
         self._local = _Local()
         self._traced: tuple[Tensor, unchecked.RowCodes] | None = None
-        self._captured_apart = False
+        self._captured = False
         for member in self.members:
             member.shared = self
 
@@ -116,7 +117,7 @@ class SharedInput:
         self._tapes = eager.Tapes()
         self._local = _Local()
         self._traced = None
-        self._captured_apart = False
+        self._captured = False
 
     def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
         """Compute a member in a graph. Inductor has no common subexpressions between kernels.
@@ -199,16 +200,19 @@ class SharedInput:
         What a mode, tracer or transform makes of them is no place for weights, and what a graph has
         captured stays where it is: replays read it there.
         """
-        return not (eager.is_traced() or self._captured_apart) and can_join(self.members)
-
-    def _watch_capture(self, x: Tensor) -> None:
-        """Remember whether a graph is captured of weights that have not been joined."""
-        if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-            return
-        self._captured_apart |= not all(
+        if eager.is_traced() or not can_join(self.members):
+            return False
+        return not self._captured or all(
             _adjacent([part for m in self.members if (part := m._parameters[name]) is not None])
             for name in ("weight", "weight_scale", "bias")
         )
+
+    def _watch_capture(self, x: Tensor) -> None:
+        """Remember that a graph was captured: its replays read weights where they are now."""
+        if self._captured or not x.is_cuda or eager.is_traced():
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self._captured = True
 
     def _split(self, y: Tensor) -> tuple[Tensor, ...]:
         # half the time of torch.split, and no views: callers may change their part in place
