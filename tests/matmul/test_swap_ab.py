@@ -77,9 +77,7 @@ def test_every_tile_has_a_block(m: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("tile", CUTS, ids=str)
-@pytest.mark.parametrize(
-    ("m", "n"), [(1, 64), (300, 1000), (2048, 4096), (6500, 512), (4096, 28672)]
-)
+@pytest.mark.parametrize(("m", "n"), [(1, 64), (300, 1000), (6500, 4096)])
 def test_every_tile_is_computed_once(tile: swap_ab.Tile, m: int, n: int) -> None:
     order = tile.order(m, n, PROCESSORS)
     w_tiles, t_tiles = -(-n // tile.weights), -(-m // tile.tokens)
