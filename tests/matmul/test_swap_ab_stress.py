@@ -74,8 +74,7 @@ def is_persistent(kind: Kind, processors: int) -> bool:
     """Say whether a block takes tile after tile."""
     m, n, k = kind.shape
     tile = kind.tile or swap_ab.choose_tile(m, n, k, processors, kind.groups == BLOCKS)
-    tiles = -(-n // tile.weights) * -(-m // tile.tokens)
-    return tile.blocks(m, n, processors) < tiles * tile.split
+    return tile.blocks(m, n, processors) < tile.tiles(m, n) * tile.split
 
 
 class Given:

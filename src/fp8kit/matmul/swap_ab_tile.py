@@ -157,7 +157,7 @@ def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     """Cut a problem so that every multiprocessor has work.
 
     Up to 64 rows the weights alone matter, and the cut along K depends on N and K only: it decides
-    the order of the sum. Above, the cut is the fastest by ``_microseconds``.
+    the order of the sum. Above, the cut is the fastest by ``microseconds``.
 
     Args:
         m: rows of ``x``.
@@ -191,8 +191,10 @@ def cuts(m: int, block_scales: bool) -> list[Tile]:
         if cols <= _MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
     ]
     if m > _MANY_ROWS:
-        sides = [(False, even), (True, _MOST_COLS)]
-        found += [_long_runs(cols, block_scales, token_rows) for token_rows, cols in sides]
+        found += [
+            _deepest(cols, 2, 1, 1, block_scales, token_rows, many=True)
+            for token_rows, cols in ((False, even), (True, _MOST_COLS))
+        ]
     return found
 
 
@@ -347,26 +349,17 @@ def _deepest(
     resident: int,
     block_scales: bool,
     token_rows: bool = False,
+    many: bool = False,
 ) -> Tile:
-    """Give as many stages as there is room for."""
-    run = 1 if groups == 3 or resident > 1 or cols > _MOST_COLS else 4
+    """Give as many stages as there is room for; for many rounds in rings alike and long runs."""
+    run = 1 if groups == 3 or resident > 1 or cols > _MOST_COLS else 8 if many else 4
     few = (64 * groups if token_rows else cols) <= _FEW_ROWS
     # tokens come soon after they are asked for, weights are to be here before the tokens are
-    shallow = few or (groups == 2 and not token_rows)
+    shallow = few or (groups == 2 and not token_rows and not many)
     for stages in range(24, 1, -1):
         x_stages = min(stages, 4) if shallow else stages
         ahead = min(stages, _TILES_AHEAD) if few else stages
         tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
-        if tile.fits(block_scales):
-            return tile
-    raise AssertionError(f"no ring fits beside {cols} columns")
-
-
-@functools.cache
-def _long_runs(cols: int, block_scales: bool, token_rows: bool) -> Tile:
-    """Cut for many rounds: rings alike, and sums that wait for the tensor core half as often."""
-    for stages in range(24, 1, -1):
-        tile = Tile(cols, 2, 8, stages, stages, stages, 1, 1, token_rows)
         if tile.fits(block_scales):
             return tile
     raise AssertionError(f"no ring fits beside {cols} columns")
@@ -387,7 +380,7 @@ def values_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     window = tile.window
     if tile.resident == 1:
         window = -(-_IN_FLIGHT // (blocks * tile.weights * TILE_K))
-    if -(-n // tile.weights) <= blocks // tile.split:
+    if tile.tiles(m, n) <= blocks // tile.split:
         steps = -(-steps // tile.split)
     held = _up(steps, 4)
     # a ring of half the depth costs more than a kernel less saves

@@ -71,10 +71,7 @@ class SharedInput:
     def __init__(self, members: Sequence[Fp8Linear], unchanging: bool = False) -> None:
         self.members = tuple(members)
         self.unchanging = unchanging
-        self._tapes = eager.Tapes()
-        self._local = _Local()
-        self._traced: tuple[Tensor, unchecked.RowCodes] | None = None
-        self._captured = False
+        self._forget()
         for member in self.members:
             member.shared = self
 
@@ -114,9 +111,12 @@ class SharedInput:
     def __setstate__(self, state: tuple[tuple[Fp8Linear, ...], bool]) -> None:
         """Undo ``__getstate__``."""
         self.members, self.unchanging = state
+        self._forget()
+
+    def _forget(self) -> None:
         self._tapes = eager.Tapes()
         self._local = _Local()
-        self._traced = None
+        self._traced: tuple[Tensor, unchecked.RowCodes] | None = None
         self._captured = False
 
     def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
