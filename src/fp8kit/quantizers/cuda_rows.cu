@@ -21,10 +21,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) cluster_rows_kernel(
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(&arrived)));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(&arrived)),
-                 "r"(BLOCKS * WARPS * 4) : "memory");
   }
   __syncthreads();
+  if (threadIdx.x == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(&arrived)),
+                 "r"(BLOCKS * WARPS * 4) : "memory");
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
