@@ -220,17 +220,18 @@ def joined(constants: Mapping[str, int], *files: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols: int) -> TileMap:
-    """Describe a row-major byte matrix to the tensor memory accelerator.
+    """Describe a row-major byte matrix to the tensor memory accelerator, which loads or stores it.
 
     The map holds the address and the shape, nothing of the content, so caching it by address is
     safe whatever happens to the memory.
 
     Args:
         address: of the first byte, a multiple of 16.
-        rows: rows of the matrix; reads beyond them give zeros.
-        cols: bytes per row, a multiple of 16; reads beyond them give zeros.
-        tile_rows: rows of one load, at most 256.
-        tile_cols: bytes of one row of a load: 128, stored in the 128-byte swizzle.
+        rows: rows of the matrix; reads beyond them give zeros, writes are left out.
+        cols: bytes per row, a multiple of 16; beyond them likewise.
+        tile_rows: rows that move together, at most 256.
+        tile_cols: bytes of each, a multiple of 16, at most 256. In shared memory, rows of 128 are
+            in the 128-byte swizzle, others one after the other.
 
     Returns:
         What to pass to ``Kernel.launch``.
@@ -238,6 +239,8 @@ def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols:
     shape = (rows, cols, tile_rows, tile_cols)
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
     swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    if tile_cols != 128:
+        swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
     handle = _encoded(address, kind, (cols, rows), cols, (tile_cols, tile_rows), swizzle)
     return TileMap(address, byte_tile_map, shape, handle)
 

@@ -21,8 +21,8 @@
 // Nothing is __restrict__: what the kernels ahead still write is not read-only while this one runs.
 //
 // Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, START, WINDOW, SPLIT, RESIDENT, PRODUCERS, REGISTERS,
-// PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, OUT_KIND, BIAS_KIND, VALUES, VECTORS,
-// and those of encode.cuh.
+// PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, STORED, HELD, OUT_KIND, BIAS_KIND, VALUES,
+// VECTORS, and those of encode.cuh.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -31,7 +31,9 @@ constexpr int ROW_BYTES = ROWS * TILE_K, COL_BYTES = COLS * TILE_K;
 constexpr int W_BYTES = TOKEN_ROWS ? COL_BYTES : ROW_BYTES, X_BYTES = TOKEN_ROWS ? ROW_BYTES : COL_BYTES;
 constexpr int TOKENS = TOKEN_ROWS ? ROWS : COLS, WEIGHTS = TOKEN_ROWS ? COLS : ROWS;
 constexpr int SCALE_BYTES = BLOCK_SCALES ? (TOKENS + 31) / 32 * 128 : 0;  // of one stage
+constexpr int ALL_SCALE_BYTES = (X_STAGES * SCALE_BYTES + 1023) / 1024 * 1024;  // swizzled results follow
 constexpr int ACC = COLS / 2, FRAGMENTS = COLS / 8;  // a fragment: four results of a thread
+constexpr int RELEASES = BLOCK_SCALES ? 4 : 1;  // of a slot by a warpgroup: each warp reads scales itself
 constexpr int RING = VALUES ? STAGES : X_STAGES;  // steps that warpgroups may be apart
 constexpr int SKEW = GROUPS > 1 && RING > 2 * GROUPS ? RING / 2 / (GROUPS - 1) : 0;
 // fragments that one block of a cluster owns
@@ -52,7 +54,9 @@ constexpr int LINES = TOKEN_ROWS ? 64 : PASS, EIGHTHS = TOKEN_ROWS ? PASS / 8 : 
 // Bank conflicts are avoided by permuting eight results at a time, where lines have a multiple of eight
 // of them, otherwise by 16 bytes more than results need.
 constexpr bool PERMUTED = EIGHTHS % 8 == 0;
-constexpr int LINE = EIGHTHS * 16 + (PERMUTED ? 0 : 16);  // bytes
+constexpr int LINE = EIGHTHS * 16 + (PERMUTED || STORED ? 0 : 16);  // bytes
+constexpr int PASSES = COLS / PASS, PASS_BYTES = LINES * LINE;
+static_assert(!STORED || (OUT_KIND != F32 && SPLIT == 1), "whole tiles of 16 bits are stored");
 // blocks of scales that the weights of a tile lie in
 constexpr int W_BLOCKS = BLOCK_SCALES && TOKEN_ROWS && 128 % COLS != 0 ? 2 : 1;
 static_assert(W_BLOCKS == 1 || COLS <= 128 + (COLS & -COLS), "a tile's weights may lie in three blocks");
@@ -100,6 +104,16 @@ __device__ __forceinline__ void load(u32 to, const TensorMap* map, int col, int 
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(col), "r"(row),
       "l"(policy) : "memory");
+}
+
+// Stores a box of results; columns count bytes. The thread that asks has to wait until they are read.
+__device__ __forceinline__ void store(const TensorMap* map, int col, int row, u32 from) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(from), "r"(col), "r"(row) : "memory");
+}
+
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 __device__ __forceinline__ void prefetch(const TensorMap* map) {
@@ -353,11 +367,13 @@ __device__ __forceinline__ void copy_results(const Problem& p, const u8* out, in
   }
 }
 
-// Writes the fragments that this block owns, all if its rank is -1.
-__device__ __forceinline__ void write_tile(const Problem& p, const float (&acc)[ACC], u8* out,
-                                           int rank, int n0, int t0) {
-  const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32;
-  const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+// Writes the fragments that this block owns, all if its rank is -1. With STORED it only asks for it: the
+// tensor memory accelerator reads shared memory while the next tile is multiplied, and leaves out what
+// lies beyond M and N.
+__device__ __forceinline__ void write_tile(const Problem& p, const TensorMap* y_map,
+                                           const float (&acc)[ACC], u8* out, int warps, int rank, int n0,
+                                           int t0) {
+  const int group = warps / 4, warp = warps % 4, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   (TOKEN_ROWS ? t0 : n0) += group * 64;
   if (OUT_KIND == F32) {
 #pragma unroll
@@ -368,6 +384,26 @@ __device__ __forceinline__ void write_tile(const Problem& p, const float (&acc)[
         ((float*)p.y)[(long long)token * p.n + at] = acc[i];
     }
     group_barrier(group);
+  } else if (STORED) {
+#pragma unroll
+    for (int first = 0; first < PASSES; first += HELD) {
+      if (first > 0) {
+        if (warp == 0 && elected()) wait_stores_read();
+        group_barrier(group);
+      }
+#pragma unroll
+      for (int pass = first; pass < PASSES && pass < first + HELD; pass++)
+        stage_results(acc, out + (pass - first) * PASS_BYTES, rank, pass * PASS);
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      group_barrier(group);
+      if (warp == 0 && elected()) {
+#pragma unroll
+        for (int pass = first; pass < PASSES && pass < first + HELD; pass++)
+          store(y_map, (n0 + (TOKEN_ROWS ? pass * PASS : 0)) * 2, t0 + (TOKEN_ROWS ? 0 : pass * PASS),
+                shared(out) + (pass - first) * PASS_BYTES);
+        asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+      }
+    }
   } else {
 #pragma unroll
     for (int from = 0; from < COLS; from += PASS) {
@@ -497,10 +533,10 @@ __device__ __forceinline__ void quantize_values(const Values& v, u32 tiles, u32 
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) swap_ab(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
-    const __grid_constant__ TensorMap x_scale_map, const float* x_scale,
-    const float* w_scale, const void* bias, void* y, int m,
-    int n, int k, int x_stride, int w_stride, int span, u32 inverse, int full, const u8* values,
-    long long value_bytes, float min_scale) {
+    const __grid_constant__ TensorMap x_scale_map, const __grid_constant__ TensorMap y_map,
+    const float* x_scale, const float* w_scale, const void* bias, void* y, int m, int n, int k,
+    int x_stride, int w_stride, int span, u32 inverse, int full, const u8* values, long long value_bytes,
+    float min_scale) {
   extern __shared__ __align__(1024) u8 base[];  // where a pattern of the swizzle begins
   __shared__ alignas(8) u64 w_full[STAGES], w_empty[STAGES];
   __shared__ alignas(8) u64 x_full[X_SLOTS], x_empty[X_SLOTS];
@@ -508,7 +544,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   __shared__ Scales scales;
   const u32 w_ring = shared(base), x_ring = w_ring + STAGES * W_BYTES;
   const u32 scale_ring = x_ring + X_STAGES * X_BYTES;
-  u8* const after = base + STAGES * W_BYTES + X_STAGES * (X_BYTES + SCALE_BYTES);  // parts, results
+  u8* const after = base + STAGES * W_BYTES + X_STAGES * X_BYTES + ALL_SCALE_BYTES;  // parts, results
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // known as uniform
   int rank = 0;
   if (SPLIT > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -522,11 +558,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     };
     for (int s = 0; s < STAGES; s++) {
       init(&w_full[s], 1);
-      init(&w_empty[s], 4 * GROUPS);
+      init(&w_empty[s], RELEASES * GROUPS);
     }
     for (int s = 0; s < X_SLOTS; s++) {
       init(&x_full[s], 1);
-      init(&x_empty[s], 4 * GROUPS);
+      init(&x_empty[s], RELEASES * GROUPS);
     }
     init(&arrived, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -589,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   if (REGISTERS > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
   asm volatile("griddepcontrol.wait;" ::: "memory");
   const int group = warp / 4;
-  u8* const out = after + (SPLIT - 1) * PART_BYTES + group * LINES * LINE;
+  u8* const out = after + (SPLIT - 1) * PART_BYTES + group * HELD * PASS_BYTES;
   const u32 w_tiles = place(w_ring) + (TOKEN_ROWS ? 0 : group * (64 * TILE_K / 16));
   const u32 x_tiles = place(x_ring) + (TOKEN_ROWS ? group * (64 * TILE_K / 16) : 0);
   float acc[ACC], product[RUN == 1 ? 1 : 2][ACC];
@@ -675,7 +711,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
         if (lane == 0) let_go();
       }
 #else
-      if (lane == 0) let_go();
+      if (warp % 4 == 0 && lane == 0) let_go();  // its warps wait for a product together
 #pragma unroll
       for (int j = 0; j < ACC; j++) acc[j] += product[i][j];
 #endif
@@ -698,8 +734,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     }
     if (walk.split()) add_parts(acc, shared(after), shared(&arrived), rank);
     scales.arrive(p, bias_held);
+    if (STORED && warp % 4 == 0 && elected()) wait_stores_read();  // those of the tile before
     group_barrier(group);
     scale_tile(p, acc, scales);
-    write_tile(p, acc, out, walk.split() ? rank : -1, n0, t0);
+    write_tile(p, &y_map, acc, out, warp, walk.split() ? rank : -1, n0, t0);
   }
+  if (STORED && warp % 4 == 0 && elected()) wait_stores_read();
 }

@@ -114,6 +114,8 @@ def _launch(
     n, k = w.shape
     bias = None if bias is None else bias.contiguous()
     y = torch.empty(m, n, dtype=problem.out_dtype, device=w.device)
+    processors = _processors(w.device.index)
+    stored = tile.stores(m, n, processors, problem.out_dtype.itemsize)
     kernel = _kernel(
         tile,
         groups[1] == BLOCK,
@@ -121,15 +123,19 @@ def _launch(
         _KINDS[problem.out_dtype],
         _KINDS[torch.float32 if bias is None else bias.dtype],
         0 if tokens.values is None else _KINDS[tokens.values.dtype],
+        stored,
         w.device.index,
     )
-    order = tile.order(m, n, _processors(w.device.index))
+    order = tile.order(m, n, processors)
+    # where threads write results the map is not read
+    y_map = nvrtc.byte_tile_map(y.data_ptr(), m, 2 * n, *tile.box) if stored else tokens.x_map
     kernel.launch(
         order.blocks,
         (
             nvrtc.byte_tile_map(w.data_ptr(), n, k, tile.weights, TILE_K),
             tokens.x_map,
             tokens.scale_map,
+            y_map,
             nvrtc.pointer(tokens.scale),
             nvrtc.pointer(w_scale),
             nvrtc.pointer(bias),
@@ -201,20 +207,33 @@ def _processors(device: int) -> int:
 
 @functools.cache
 def _kernel(
-    tile: Tile, block_scales: bool, streamed: bool, out: int, bias: int, values: int, device: int
+    tile: Tile,
+    block_scales: bool,
+    streamed: bool,
+    out: int,
+    bias: int,
+    values: int,
+    stored: bool,
+    device: int,
 ) -> nvrtc.Kernel:
     return nvrtc.Kernel(
-        source(tile, block_scales, streamed, out, bias, values),
+        source(tile, block_scales, streamed, out, bias, values, stored),
         "swap_ab",
         block=tile.threads,
-        cluster=tile.split,
+        cluster=tile.split * tile.neighbors,
         shared_bytes=tile.shared_bytes(block_scales),
         device=torch.device("cuda", device),
     )
 
 
 def source(
-    tile: Tile, block_scales: bool, streamed: bool, out: int, bias: int, values: int = 0
+    tile: Tile,
+    block_scales: bool,
+    streamed: bool,
+    out: int,
+    bias: int,
+    values: int = 0,
+    stored: bool = False,
 ) -> str:
     """Write the CUDA source of one variant: constants first, and the operands of wgmma spelled out.
 
@@ -225,6 +244,7 @@ def source(
         out: tag of the result's dtype, a value of ``_KINDS``.
         bias: tag of the bias's dtype.
         values: tag of the tokens' dtype if they are quantized here.
+        stored: the tensor memory accelerator writes the results.
     """
     constants = {
         "COLS": tile.cols,
@@ -242,6 +262,8 @@ def source(
         "TOKEN_ROWS": int(tile.token_rows),
         "BLOCK_SCALES": int(block_scales),
         "STREAMED": int(streamed),
+        "STORED": int(stored),
+        "HELD": tile.held,
         "OUT_KIND": out,
         "BIAS_KIND": bias,
         "VALUES": tile.values,

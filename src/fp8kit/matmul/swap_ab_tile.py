@@ -16,7 +16,7 @@ _MOST_COLS = 128
 _TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
 _SHARED_PER_PROCESSOR = 228 * 1024
 _SYSTEM_BYTES = 1024  # of each block
-_SPAN = 2048  # tokens whose codes stay in the L2 cache while weights pass
+_SPAN = 1024  # tokens whose codes stay in the L2 cache while weights pass
 _AHEAD, _TILES_AHEAD = 48 * 1024, 4  # weights on their way to a multiprocessor: bytes, tiles
 _IN_FLIGHT = 6 * 10**6  # to all of them
 _MOST_VECTORS = {False: 8, True: 4}  # of 16 bytes that a thread quantizes, by block scales
@@ -57,6 +57,9 @@ class Tile:
         values: rows of 16-bit values, up to a power of two, that each block quantizes and keeps:
             all that it multiplies, in place of a ring; 0 if tokens come as codes.
         vectors: of 16 bytes, that a thread then holds.
+        held: parts of a tile's results that are in shared memory together, on their way out.
+        neighbors: blocks on neighboring multiprocessors, as a cluster. Their tiles follow one
+            another, so they often ask for the same codes together, which costs the cache less.
     """
 
     cols: int
@@ -70,6 +73,8 @@ class Tile:
     token_rows: bool = False
     values: int = 0
     vectors: int = 1
+    held: int = 1
+    neighbors: int = 1
 
     @property
     def rows(self) -> int:
@@ -115,14 +120,23 @@ class Tile:
         """The rings with their scales, parts of peers, and results on their way out."""
         scales = _up(self.tokens, 32) * 4 if block_scales else 0
         ring = self.stages * self.weights * TILE_K
-        ring += self.x_stages * (self.tokens * TILE_K + scales)
+        ring += self.x_stages * self.tokens * TILE_K + _up(self.x_stages * scales, 1024)
         fragments = self.cols // 8
         share = 1 if fragments == 1 else _up(_up(fragments, self.split) // self.split, 2)
         parts = (self.split - 1) * share * 2048 * self.groups
-        at_once = next((p for p in (64, 48, 80) if self.cols > 80 and not self.cols % p), self.cols)
-        padding = 16 if self.token_rows and at_once % 64 else 0
-        lines, line = (64, at_once * 2 + padding) if self.token_rows else (at_once, 128)
-        return ring + parts + self.groups * lines * line
+        lines, line = self.box
+        padding = 16 if line % 128 else 0
+        return ring + parts + self.groups * self.held * lines * (line + padding)
+
+    @property
+    def at_once(self) -> int:
+        """Columns of one part of a tile's results."""
+        return next((p for p in (64, 48, 80) if self.cols > 80 and not self.cols % p), self.cols)
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """Tokens of that part, and bytes of each along N."""
+        return (64, 2 * self.at_once) if self.token_rows else (self.at_once, 128)
 
     @property
     def static_bytes(self) -> int:
@@ -149,7 +163,24 @@ class Tile:
 
     def blocks(self, m: int, n: int, processors: int) -> int:
         """Blocks to launch: as many as there is room for and work."""
-        return min(self.tiles(m, n), _clusters(processors)[self.split] * self.resident) * self.split
+        most = _clusters(processors)[self.split] * self.resident
+        blocks = min(self.tiles(m, n), most) * self.split
+        return max(1, blocks // self.neighbors) * self.neighbors
+
+    def stores(self, m: int, n: int, processors: int, size: int) -> bool:
+        """Whether the tensor memory accelerator writes the results.
+
+        It takes longer than the threads, and lets them multiply meanwhile: that is for blocks with
+        several tiles. Rows of results have to be multiples of 16 bytes.
+
+        Args:
+            m: rows of the result.
+            n: its columns.
+            processors: multiprocessors of the GPU.
+            size: bytes of a result.
+        """
+        several = self.tiles(m, n) > self.blocks(m, n, processors)
+        return several and m > _FEW_ROWS and self.split == 1 and size == 2 and n % 8 == 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -360,8 +391,10 @@ def _deepest(
         x_stages = min(stages, 4) if shallow else stages
         ahead = min(stages, _TILES_AHEAD) if few else stages
         tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
-        if tile.fits(block_scales):
-            return tile
+        for held in range(cols // tile.at_once, 0, -1):
+            cut = replace(tile, held=held, neighbors=2 if many else 1)
+            if cut.fits(block_scales):
+                return cut
     raise AssertionError(f"no ring fits beside {cols} columns")
 
 
