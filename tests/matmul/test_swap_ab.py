@@ -71,9 +71,12 @@ def test_every_tile_has_a_block(m: int, n: int, k: int) -> None:
     tile = choose(m, n, k)
     tiles = tile.tiles(m, n)
     blocks = tile.blocks(m, n, PROCESSORS)
-    assert blocks % tile.split == 0
-    assert blocks <= tiles * tile.split
-    assert blocks == tiles * tile.split or blocks > 0.9 * PROCESSORS * tile.resident
+    together = tile.split * tile.neighbors
+    assert blocks % together == 0
+    assert blocks <= PROCESSORS * tile.resident
+    assert tiles <= blocks // tile.split < tiles + tile.neighbors or blocks > (
+        0.9 * PROCESSORS * tile.resident
+    )
 
 
 @pytest.mark.parametrize("tile", CUTS, ids=str)
@@ -100,6 +103,28 @@ def place(tile: int, order: swap_ab_tile.Order, w_tiles: int, t_tiles: int) -> t
     inside, width = tile - band * order.span * w_tiles, t_tiles - band * order.span
     w = (inside * order.inverse) >> 32 if width >= order.span else inside // width
     return w, band * order.span + inside - w * min(width, order.span)
+
+
+def test_threads_write_what_has_nothing_to_hide_behind() -> None:
+    tile = choose(4096, 4096, 4096)
+    assert (tile.split, tile.held) == (1, 2)
+    assert tile.stores(4096, 4096, PROCESSORS, 2)
+    assert not tile.stores(4096, 4096, PROCESSORS, 4)
+    assert not tile.stores(4096, 4100, PROCESSORS, 2)
+    assert tile.stores(tile.tokens * 2, tile.weights * 67, PROCESSORS, 2)
+    assert not tile.stores(tile.tokens * 2, tile.weights * 66, PROCESSORS, 2)
+    assert not swap_ab.Tile(128, 2, 4, 6, 4, 6, 2, 1).stores(4096, 4096, PROCESSORS, 2)
+    few = choose(64, 28672, 4096)
+    assert few.tiles(64, 28672) > few.blocks(64, 28672, PROCESSORS)
+    assert not few.stores(64, 28672, PROCESSORS, 2)
+
+
+def test_neighbors_leave_no_tile_for_a_second_round() -> None:
+    tile = choose(4096, 4096, 4096)
+    assert tile.neighbors == 2
+    for tiles in (1, 2, 129, 131, 132):
+        blocks = tile.blocks(tile.tokens, tile.weights * tiles, PROCESSORS)
+        assert blocks == tiles + tiles % 2
 
 
 def test_many_rows_take_long_runs() -> None:

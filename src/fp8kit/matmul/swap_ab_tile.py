@@ -58,8 +58,8 @@ class Tile:
             all that it multiplies, in place of a ring; 0 if tokens come as codes.
         vectors: of 16 bytes, that a thread then holds.
         held: parts of a tile's results that are in shared memory together, on their way out.
-        neighbors: blocks on neighboring multiprocessors, as a cluster. Their tiles follow one
-            another, so they often ask for the same codes together, which costs the cache less.
+        neighbors: blocks on neighboring multiprocessors, as a cluster of those that do not split.
+            Their tiles follow one another, so they often ask the cache for the same codes together.
     """
 
     cols: int
@@ -163,9 +163,8 @@ class Tile:
 
     def blocks(self, m: int, n: int, processors: int) -> int:
         """Blocks to launch: as many as there is room for and work."""
-        most = _clusters(processors)[self.split] * self.resident
-        blocks = min(self.tiles(m, n), most) * self.split
-        return max(1, blocks // self.neighbors) * self.neighbors
+        clusters = _clusters(processors)[self.split * self.neighbors] * self.resident
+        return min(-(-self.tiles(m, n) // self.neighbors), clusters) * self.split * self.neighbors
 
     def stores(self, m: int, n: int, processors: int, size: int) -> bool:
         """Whether the tensor memory accelerator writes the results.
@@ -226,7 +225,7 @@ def cuts(m: int, block_scales: bool) -> list[Tile]:
             _deepest(cols, 2, 1, 1, block_scales, token_rows, many=True)
             for token_rows, cols in ((False, even), (True, _MOST_COLS))
         ]
-    return found
+    return [replace(tile, neighbors=2) if tile.split == 1 else tile for tile in found]
 
 
 def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool) -> list[int]:
@@ -392,8 +391,7 @@ def _deepest(
         ahead = min(stages, _TILES_AHEAD) if few else stages
         tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
         for held in range(cols // tile.at_once, 0, -1):
-            cut = replace(tile, held=held, neighbors=2 if many else 1)
-            if cut.fits(block_scales):
+            if (cut := replace(tile, held=held)).fits(block_scales):
                 return cut
     raise AssertionError(f"no ring fits beside {cols} columns")
 
