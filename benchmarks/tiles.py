@@ -7,7 +7,7 @@
 ``measure`` times the product alone, of codes that are there already, in every cut that may be the
 best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it looks for
 costs whose choice takes the least time of what was measured, and prints them with what a choice by
-them, and by today's, loses against the best cut. They belong in ``swap_ab_tile.Costs``.
+them, and by today's, loses against the best cut. They belong in ``swap_ab_cuts.Costs``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import fp8kit
 from checking import Checked
 from fp8kit.bench.timing import QUICK
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.matmul.swap_ab_tile import Costs, Tile, cuts, microseconds
+from fp8kit.matmul.swap_ab_cuts import Costs, cuts, microseconds
+from fp8kit.matmul.swap_ab_tile import Tile
 from layers import chosen
 from timing import Case, copies_past_cache, time_cases, write_results
 

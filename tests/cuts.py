@@ -40,8 +40,8 @@ CUTS = [
     Tile(128, 2, 8, 6, 6, 6, 1, 1, True),
     Tile(112, 2, 8, 6, 6, 6, 1, 1),
     Tile(112, 2, 4, 6, 4, 6, 1, 1),
-    Tile(128, 2, 8, 6, 6, 6, 1, 1, held=2, neighbors=2),
+    Tile(128, 2, 8, 5, 5, 5, 1, 1, held=2, neighbors=2),
     Tile(128, 3, 1, 4, 4, 4, 1, 1, held=2),
     Tile(144, 2, 1, 5, 5, 5, 1, 1, True, held=2),
-    Tile(96, 2, 4, 7, 7, 7, 1, 1, True, held=2),
+    Tile(96, 2, 4, 6, 6, 6, 1, 1, True, held=2),
 ]

@@ -131,7 +131,7 @@ def test_own_calls_cover_every_cut_kind_and_dtype(monkeypatch: pytest.MonkeyPatc
     launches: list[tuple[Any, ...]] = []
 
     def kernel(*variant: Any) -> SimpleNamespace:
-        variants.append(variant[:5])
+        variants.append((*variant[:5], variant[6]))
         return SimpleNamespace(launch=lambda *a, **options: launches.append((*a, options)))
 
     on_cpu = sanitize.quantized
@@ -147,18 +147,19 @@ def test_own_calls_cover_every_cut_kind_and_dtype(monkeypatch: pytest.MonkeyPatc
         call()
     assert len(launches) == len(variants)
     assert all(options == {"overlap": True} for *_, options in launches)
-    tiles, blocks, streamed, out, bias = (set(column) for column in zip(*variants, strict=True))
+    columns = (set(column) for column in zip(*variants, strict=True))
+    tiles, blocks, streamed, out, bias, stored = columns
     inside = [tile for tile in tiles if tile.values]
     assert {tile.values for tile in inside} == {1, 4}
     assert {tile.groups for tile in inside} == {1, 2}
     assert {tile.split for tile in inside} >= {1, 2, 3}
-    n_at = 8  # among the arguments
+    n_at = 9  # among the arguments
     assert any(
         tile.values and -(-arguments[n_at].value // tile.weights) > grid
         for (tile, *_), (grid, arguments, _) in zip(variants, launches, strict=True)
     )
     assert {tile for tile in tiles if not tile.values} == set(sanitize.CUTS)
-    assert blocks == streamed == {False, True}
+    assert blocks == streamed == stored == {False, True}
     assert out == bias == {8, 16, 32}
 
 

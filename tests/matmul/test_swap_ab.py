@@ -16,7 +16,7 @@ import torch
 import fp8kit
 from fp8kit import dispatch, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
-from fp8kit.matmul import swap_ab_tile
+from fp8kit.matmul import swap_ab_cuts, swap_ab_tile
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_bits_equal, assert_matmul
 
@@ -45,7 +45,7 @@ def test_the_cut_along_k_of_few_rows_does_not_depend_on_m(n: int, k: int) -> Non
 def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> None:
     tile = choose(m, n, k, blocks)
     assert tile.cols == 8 or tile.cols % 16 == 0
-    assert not tile.token_rows or tile.cols in swap_ab_tile._TOKEN_ROWS_COLS
+    assert not tile.token_rows or tile.cols in swap_ab_cuts._TOKEN_ROWS_COLS
     assert m <= 64 or tile.token_rows or tile.cols * -(-m // tile.cols) < m + 16 * -(-m // 128)
     assert m > 64 or m <= tile.cols < 2 * max(m, 8)
     assert 2 <= tile.start <= tile.window <= tile.stages
@@ -108,15 +108,16 @@ def place(tile: int, order: swap_ab_tile.Order, w_tiles: int, t_tiles: int) -> t
 def test_threads_write_what_has_nothing_to_hide_behind() -> None:
     tile = choose(4096, 4096, 4096)
     assert (tile.split, tile.held) == (1, 2)
-    assert tile.stores(4096, 4096, PROCESSORS, 2)
-    assert not tile.stores(4096, 4096, PROCESSORS, 4)
-    assert not tile.stores(4096, 4100, PROCESSORS, 2)
-    assert tile.stores(tile.tokens * 2, tile.weights * 67, PROCESSORS, 2)
-    assert not tile.stores(tile.tokens * 2, tile.weights * 66, PROCESSORS, 2)
-    assert not swap_ab.Tile(128, 2, 4, 6, 4, 6, 2, 1).stores(4096, 4096, PROCESSORS, 2)
+    assert tile.stores(4096, 4096, PROCESSORS, False, 2)
+    assert not tile.stores(4096, 4096, PROCESSORS, False, 4)
+    assert not tile.stores(4096, 4100, PROCESSORS, False, 2)
+    assert not tile.stores(4096, 4096, PROCESSORS, True, 2)
+    assert tile.stores(tile.tokens * 2, tile.weights * 67, PROCESSORS, False, 2)
+    assert not tile.stores(tile.tokens * 2, tile.weights * 66, PROCESSORS, False, 2)
+    assert not swap_ab.Tile(128, 2, 4, 6, 4, 6, 2, 1).stores(4096, 4096, PROCESSORS, False, 2)
     few = choose(64, 28672, 4096)
     assert few.tiles(64, 28672) > few.blocks(64, 28672, PROCESSORS)
-    assert not few.stores(64, 28672, PROCESSORS, 2)
+    assert not few.stores(64, 28672, PROCESSORS, False, 2)
 
 
 def test_neighbors_leave_no_tile_for_a_second_round() -> None:
@@ -264,12 +265,12 @@ def test_what_is_chosen_is_among_the_cuts_that_are_tested() -> None:
 
 def test_a_choice_is_made_once() -> None:
     swap_ab.choose_tile.cache_clear()
-    swap_ab_tile._deepest.cache_clear()
+    swap_ab_cuts._deepest.cache_clear()
     choose(300, 4096, 4096, True)
-    made = swap_ab_tile._deepest.cache_info().misses
+    made = swap_ab_cuts._deepest.cache_info().misses
     choose(300, 4096, 4096, True)
     choose(300, 6144, 4096, True)
-    assert swap_ab_tile._deepest.cache_info().misses == made
+    assert swap_ab_cuts._deepest.cache_info().misses == made
     assert swap_ab.choose_tile.cache_info().hits == 1
 
 
@@ -309,7 +310,7 @@ def test_what_it_declines(
 @pytest.mark.parametrize("most", [1, 2, 8, 64, 128, 512, 1024])
 def test_row_counts_take_every_cut_of_their_power_of_two(most: int, blocks: bool) -> None:
     for n, k in ((6144, 4096), (9216, 3072)):
-        counts = swap_ab_tile.every_cut(most, n, k, PROCESSORS, blocks)
+        counts = swap_ab_cuts.every_cut(most, n, k, PROCESSORS, blocks)
         assert all(most // 2 < m <= most for m in counts)
         assert len(counts) <= 8
 
@@ -352,6 +353,8 @@ def test_swap_ab_matches_the_exact_product(m: int, n: int, k: int, groups: tuple
     x_q, w_q = fp8kit.quantize(x, groups[0]), fp8kit.quantize(w, groups[1], role="weight")
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if out_dtype == torch.float32 and groups[1] == BLOCK and m > 64:
+            continue  # left to other backends; test_no_cut_is_wrong has them
         y = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype, backend="swap_ab")
         assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, backend="swap_ab")
 

@@ -121,6 +121,8 @@ def test_what_it_takes_on_a_gpu() -> None:
     assert not cuda_rows.takes(base.t(), PROCESSORS)
     assert not cuda_rows.takes(base.new_zeros(32, 4096), PROCESSORS)
     assert not cuda_rows.takes(base.new_zeros(33, 8192), PROCESSORS)
+    assert cuda_rows.takes(base.new_zeros(16, 14336), PROCESSORS)
+    assert not cuda_rows.takes(base.new_zeros(16, 28672), PROCESSORS)
 
 
 def check(x: Tensor, floor: float = FLOOR) -> None:

@@ -25,6 +25,7 @@ from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 from numerics import assert_bits_equal
 
 triton = pytest.importorskip("fp8kit.quantizers.triton")
+from fp8kit.quantizers import triton_tensor  # noqa: E402
 from fp8kit.quantizers.triton_groups import GroupTile, group_tile  # noqa: E402
 from fp8kit.quantizers.triton_numerics import INTERPRETED  # noqa: E402
 from fp8kit.quantizers.triton_rows import RowTile, row_tile  # noqa: E402
@@ -292,6 +293,29 @@ def test_no_tensor_tile_changes_the_result(
     check(x.t(), TENSOR)
     data = triton.quantize_static(x, torch.full((1, 1), 0.01, device=device), TENSOR, E4M3)
     assert data.float().abs().max() > 200
+
+
+@pytest.mark.parametrize("kept", [0, 64, 5000, 10**9])
+def test_what_stays_in_the_cache_does_not_change_the_result(
+    kept: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "tensor_tile", lambda *_: TensorTile(64, 4, 3, 5, 2))
+    monkeypatch.setattr(triton_tensor, "_KEPT", kept)
+    x = torch.randn(517, 9, device=device).t()
+    for largest in (0, -1):  # in the part that is to leave, and in the one that is to stay
+        x[largest, largest] = 1000.0
+        check(x, TENSOR)
+        x[largest, largest] = 0.0
+
+
+def test_what_is_to_stay_in_the_cache_is_the_end() -> None:
+    step, kept = 4096, triton_tensor._KEPT
+    small = torch.empty(kept // 2, dtype=torch.bfloat16, device="meta")
+    assert triton_tensor._kept_from(small, step) == 0
+    twice = torch.empty(kept, dtype=torch.bfloat16, device="meta")
+    assert triton_tensor._kept_from(twice, step) == kept // 2 // step
+    large = torch.empty(triton_tensor._LARGEST_KEPT, dtype=torch.bfloat16, device="meta")
+    assert triton_tensor._kept_from(large, step) == 0
 
 
 KS = (1, 16, 17, 512, 1024, 1025, 4096, 4097, 5120, 7168, 14336, 28672, 53248, 200_000)

@@ -98,6 +98,17 @@ __device__ __forceinline__ void release(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The same, once all that `read` is made of has come from shared memory. An arrival overtakes loads that wait in line
+// behind the stores of other warps, whatever the order of the program, unless it depends on them: here
+// by two predicates that the compiler cannot know.
+__device__ __forceinline__ void release_read(u32 barrier, u32 read) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.u32 p, %1, 0xffffffff;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "@!p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier), "r"(read)
+      : "memory");
+}
+
 __device__ __forceinline__ void load(u32 to, const TensorMap* map, int col, int row, u32 barrier,
                                      u64 policy) {
   asm volatile(
@@ -669,13 +680,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       w.advance();
       x.advance();
     };
-    auto let_go = [&]() {
-      release(shared(&w_empty[w_done.at]));
-      if (!VALUES) release(shared(&x_empty[x_done.at]));
-    };
     auto add_product = [&](int i) {
       pin(product[i]);
+      const u32 w_slot = shared(&w_empty[w_done.at]), x_slot = shared(&x_empty[VALUES ? 0 : x_done.at]);
 #if BLOCK_SCALES
+      auto let_go = [&](u32 read) {
+        __syncwarp();
+        if (lane > 0) return;
+        release(w_slot);
+        if (!VALUES) release_read(x_slot, read);
+      };
       const u32 at = scale_ring + x_done.at * SCALE_BYTES;
       if (TOKEN_ROWS) {
         float s[2];
@@ -683,8 +697,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
         for (int half = 0; half < 2; half++)
           asm volatile("ld.shared.f32 %0, [%1];" : "=f"(s[half])
                        : "r"(at + (warp * 16 + half * 8 + lane / 4) * 4));
-        __syncwarp();
-        if (lane == 0) let_go();
+        let_go(__float_as_uint(s[0]) | __float_as_uint(s[1]));
 #pragma unroll
         for (int from = 0; from < ACC; from += W_BLOCKS == 1 ? ACC : 8) {
           const bool second = W_BLOCKS > 1 && from * 2 >= 128 - n0 % 128;
@@ -695,11 +708,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
             acc[j] += product[i][j] * factor[j % 4 / 2];
         }
       } else {
+        u32 read = 0;
 #pragma unroll
         for (int j = 0; j < ACC; j += 4) {
           float even, odd;
           asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(even), "=f"(odd)
                        : "r"(at + lane % 4 * 8 + j * 8));
+          read |= __float_as_uint(even);
           even *= w_s[i][0];
           odd *= w_s[i][0];
           acc[j] += product[i][j] * even;
@@ -707,11 +722,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
           acc[j + 2] += product[i][j + 2] * even;
           acc[j + 3] += product[i][j + 3] * odd;
         }
-        __syncwarp();
-        if (lane == 0) let_go();
+        let_go(read);
       }
 #else
-      if (warp % 4 == 0 && lane == 0) let_go();  // its warps wait for a product together
+      if (warp % 4 == 0 && lane == 0) {  // its warps wait for a product together
+        release(w_slot);
+        if (!VALUES) release(x_slot);
+      }
 #pragma unroll
       for (int j = 0; j < ACC; j++) acc[j] += product[i][j];
 #endif

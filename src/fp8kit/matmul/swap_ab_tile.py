@@ -1,4 +1,4 @@
-"""How the own kernel on Hopper cuts a problem; any machine can ask.
+"""A cut of a problem for the own kernel on Hopper: what it takes, and how its tiles follow.
 
 Sizes and conditions repeat those of ``swap_ab.cu``, which reads a cut as constants.
 """
@@ -6,20 +6,16 @@ Sizes and conditions repeat those of ``swap_ab.cu``, which reads a cut as consta
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 TILE_K = 128
 PRODUCER_REGISTERS = 24
-_FEW_ROWS, _MANY_ROWS = 64, 256
-_MOST_COLS = 128
-_TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
+FEW_ROWS = 64
 _SHARED_PER_PROCESSOR = 228 * 1024
 _SYSTEM_BYTES = 1024  # of each block
 _SPAN = 1024  # tokens whose codes stay in the L2 cache while weights pass
-_AHEAD, _TILES_AHEAD = 48 * 1024, 4  # weights on their way to a multiprocessor: bytes, tiles
-_IN_FLIGHT = 6 * 10**6  # to all of them
-_MOST_VECTORS = {False: 8, True: 4}  # of 16 bytes that a thread quantizes, by block scales
+_AHEAD, TILES_AHEAD = 48 * 1024, 4  # weights on their way to a multiprocessor: bytes, tiles
 
 
 class Order(NamedTuple):
@@ -95,7 +91,7 @@ class Tile:
     def registers(self) -> int:
         """Registers per consumer thread if they are taken from the producer, else 0."""
         accumulators = (2 if self.run == 1 else 3) * self.cols // 2
-        if self.resident > 1 or accumulators + 56 <= 65536 // _up(128 * self.groups + 64, 128):
+        if self.resident > 1 or accumulators + 56 <= 65536 // round_up(128 * self.groups + 64, 128):
             return 0
         # what a block is started with: as many for each thread, a multiple of 8
         given = 65536 // (128 * (self.groups + 1)) // 8 * 8 * (self.groups + 1)
@@ -110,7 +106,7 @@ class Tile:
     def start(self) -> int:
         """As ``window``, until the first tokens are here."""
         ahead = max(2, _AHEAD // (self.weights * TILE_K * self.resident))
-        return min(self.window, _TILES_AHEAD, ahead)
+        return min(self.window, TILES_AHEAD, ahead)
 
     def shared_bytes(self, block_scales: bool) -> int:
         """Dynamic shared memory: what the block needs, or what keeps others out."""
@@ -118,11 +114,11 @@ class Tile:
 
     def needed_bytes(self, block_scales: bool) -> int:
         """The rings with their scales, parts of peers, and results on their way out."""
-        scales = _up(self.tokens, 32) * 4 if block_scales else 0
+        scales = round_up(self.tokens, 32) * 4 if block_scales else 0
         ring = self.stages * self.weights * TILE_K
-        ring += self.x_stages * self.tokens * TILE_K + _up(self.x_stages * scales, 1024)
+        ring += self.x_stages * self.tokens * TILE_K + round_up(self.x_stages * scales, 1024)
         fragments = self.cols // 8
-        share = 1 if fragments == 1 else _up(_up(fragments, self.split) // self.split, 2)
+        share = 1 if fragments == 1 else round_up(round_up(fragments, self.split) // self.split, 2)
         parts = (self.split - 1) * share * 2048 * self.groups
         lines, line = self.box
         padding = 16 if line % 128 else 0
@@ -143,7 +139,7 @@ class Tile:
         """Static shared memory, padded so that swizzled tiles follow: barriers, a tile's scales."""
         barriers = 2 * (self.stages + (1 if self.values else self.x_stages)) + 1
         floats = self.groups * (self.cols + (self.cols if self.token_rows else 64) + 4) + self.rows
-        return _up(8 * barriers + 4 * floats, 1024)
+        return round_up(8 * barriers + 4 * floats, 1024)
 
     def fits(self, block_scales: bool) -> bool:
         """Whether as many blocks as are to be resident have room in a multiprocessor."""
@@ -163,204 +159,36 @@ class Tile:
 
     def blocks(self, m: int, n: int, processors: int) -> int:
         """Blocks to launch: as many as there is room for and work."""
-        clusters = _clusters(processors)[self.split * self.neighbors] * self.resident
+        clusters = clusters_at_once(processors)[self.split * self.neighbors] * self.resident
         return min(-(-self.tiles(m, n) // self.neighbors), clusters) * self.split * self.neighbors
 
-    def stores(self, m: int, n: int, processors: int, size: int) -> bool:
+    def stores(self, m: int, n: int, processors: int, block_scales: bool, size: int) -> bool:
         """Whether the tensor memory accelerator writes the results.
 
         It takes longer than the threads, and lets them multiply meanwhile: that is for blocks with
-        several tiles. Rows of results have to be multiples of 16 bytes.
+        several tiles. Rows of results have to be multiples of 16 bytes. With block scales, whose
+        additions take the time in which results would be on their way, it saved nothing.
 
         Args:
             m: rows of the result.
             n: its columns.
             processors: multiprocessors of the GPU.
+            block_scales: as in ``choose_tile``.
             size: bytes of a result.
         """
         several = self.tiles(m, n) > self.blocks(m, n, processors)
-        return several and m > _FEW_ROWS and self.split == 1 and size == 2 and n % 8 == 0
+        fitting = size == 2 and n % 8 == 0 and self.split == 1 and not block_scales
+        return several and m > FEW_ROWS and fitting
 
 
-@functools.lru_cache(maxsize=4096)
-def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
-    """Cut a problem so that every multiprocessor has work.
-
-    Up to 64 rows the weights alone matter, and the cut along K depends on N and K only: it decides
-    the order of the sum. Above, the cut is the fastest by ``microseconds``.
-
-    Args:
-        m: rows of ``x``.
-        n: rows of ``w``.
-        k: columns of both.
-        processors: multiprocessors of the GPU.
-        block_scales: scales per 1x128 and 128x128 elements.
-    """
-    if m <= _FEW_ROWS:
-        return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors, block_scales)
-    return min(
-        cuts(m, block_scales),
-        key=lambda tile: microseconds(tile, (m, n, k), processors, block_scales),
-    )
-
-
-def cuts(m: int, block_scales: bool) -> list[Tile]:
-    """Give the cuts that are considered for more than 64 rows.
-
-    Args:
-        m: rows of ``x``.
-        block_scales: as in ``choose_tile``.
-    """
-    even = -(-m // (16 * -(-m // _MOST_COLS))) * 16  # tokens of a tile, if all have as many
-    sides = [(False, even), *((True, cols) for cols in _TOKEN_ROWS_COLS)]
-    found = [
-        _deepest(cols, groups, split, 1, block_scales, token_rows)
-        for token_rows, cols in sides
-        for groups in (1, 2, 3)
-        for split in (1, 2, 3, 4)
-        if cols <= _MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
-    ]
-    if m > _MANY_ROWS:
-        found += [
-            _deepest(cols, 2, 1, 1, block_scales, token_rows, many=True)
-            for token_rows, cols in ((False, even), (True, _MOST_COLS))
-        ]
-    return [replace(tile, neighbors=2) if tile.split == 1 else tile for tile in found]
-
-
-def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool) -> list[int]:
-    """Give row counts in ``(m / 2, m]`` that between them are cut in every way that these are.
-
-    Args:
-        m: a power of two.
-        n: as in ``choose_tile``, and so are the others.
-        k: see there.
-        processors: see there.
-        block_scales: see there.
-    """
-    found: dict[object, int] = {}
-    for rows in range(m, m // 2, -min(16, m)):  # a tile is a multiple of 16 tokens, or holds all
-        tile = choose_tile(rows, n, k, processors, block_scales)
-        found.setdefault((tile, rows <= tile.tokens), rows)
-    return sorted(found.values())
-
-
-def _few_rows(cols: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
-    groups, split, resident = _few_rows_cut(n, k, processors)
-    tile = _deepest(cols, groups, split, resident, block_scales)
-    # blocks that leave multiprocessors idle keep the memory busy with one tile more each
-    few_blocks = 5 * tile.blocks(cols, n, processors) < 4 * processors * resident
-    lasting = -(-k // TILE_K) >= 24 * split
-    return replace(tile, window=min(tile.window, tile.start + (few_blocks and lasting)))
-
-
-def _few_rows_cut(n: int, k: int, processors: int) -> tuple[int, int, int]:
-    """Give warpgroups, blocks that split K, and blocks per multiprocessor."""
-    # within 2 % of the best of 1300 measured cuts of 23 layers on an H200 at 1, 16 and 64 rows; all
-    # of a layer split alike
-    tiles, pairs, steps = -(-n // 64), -(-n // 128), -(-k // TILE_K)
-    fill, room = tiles / processors, _clusters(processors)
-    if steps >= 64 and 2 * room[4] < 3 * pairs <= 3 * room[4]:
-        return 2, 4, 1
-    if 0.36 < fill and tiles <= 2 * room[3] and steps >= 24:
-        return 2, 3, 1
-    if fill <= 0.5:
-        return 1, max(s for s in (1, 2, 3, 4) if s == 1 or (steps >= 8 * s and tiles <= room[s])), 1
-    if fill <= 1:
-        return (2, 2, 1) if steps >= 24 else (1, 1, 1)
-    if fill <= 1.25:
-        return (1, 2, 3) if steps >= 24 else (1, 1, 2)
-    if processors < pairs < 1.3 * processors and tiles <= 3 * processors:
-        return 1, 1, 3
-    return 2, 1, 1
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What the parts of a product take, in microseconds on an H200.
-
-    ``benchmarks/tiles.py`` measures cuts and fits these. They are of 1900 cuts of 15 layers at 96
-    to 512 rows, where what they preferred took 1.2 % longer than the best cut in the mean;
-    ``drain`` and the step of three warpgroups were read from fewer, at 512 to 4096 rows.
-
-    Args:
-        steps: a step of 128 along K, by warpgroups.
-        area: of a step for every 64 x 128 results.
-        alone: of a step whose sum nothing overlaps.
-        crowded: factor on a step where one warpgroup has the tokens as rows, or the ring is short.
-        block_tokens: factor on a step with block scales, tokens as rows.
-        block_weights: likewise, weights as rows.
-        sums: of a split K, by blocks from two on.
-        write: scaling and writing 64 x 128 results.
-        drain: of the end of a run of products.
-        cache: bytes from the L2 cache, of all multiprocessors together.
-        memory: bytes of weights that are read.
-    """
-
-    steps: tuple[float, float, float] = (0.17, 0.20, 0.30)
-    area: float = 0.052
-    alone: float = 0.13
-    crowded: float = 1.1
-    block_tokens: float = 1.37
-    block_weights: float = 1.47
-    sums: tuple[float, float, float] = (2.1, 2.5, 3.3)
-    write: float = 0.68
-    drain: float = 0.08
-    cache: float = 14.8e6
-    memory: float = 4.8e6
-
-
-_COSTS = Costs()
-
-
-def microseconds(
-    tile: Tile,
-    problem: tuple[int, int, int],
-    processors: int,
-    block_scales: bool,
-    costs: Costs = _COSTS,
-) -> float:
-    """Estimate the time of a product, to compare cuts of it.
-
-    Args:
-        tile: the cut.
-        problem: ``(M, N, K)``.
-        processors: multiprocessors of the GPU.
-        block_scales: as in ``choose_tile``.
-        costs: of the parts.
-    """
-    m, n, k = problem
-    tiles = tile.tiles(m, n)
-    clusters = _clusters(processors)[tile.split]
-    full, left = divmod(tiles, clusters * tile.split)
-    steps = _up(-(-k // TILE_K), tile.run)
-    part, sums, blocks = steps, 0.0, min(tiles, processors)
-    if tile.split > 1 and 0 < left <= clusters:
-        part, sums = _up(-(-steps // tile.split), 4), costs.sums[tile.split - 2]
-        blocks = min(tiles * tile.split, processors)
-    area = tile.groups * tile.cols / _MOST_COLS
-    step = costs.steps[tile.groups - 1] + costs.area * area
-    if tile.run > 1:
-        step += costs.drain * (1 / tile.run - 1 / 4)  # that of runs of four is in its steps
-    elif tile.groups < 3:
-        step += costs.alone
-    if (tile.token_rows and tile.groups == 1) or tile.stages < 4:
-        step *= costs.crowded
-    if block_scales:
-        step *= costs.block_tokens if tile.token_rows else costs.block_weights
-    # the multiplication, or the way of its operands from the L2 cache
-    step = max(step, (tile.rows + tile.cols) * TILE_K * blocks / costs.cache)
-    write = costs.write * area
-    multiply = full * (steps * step + write) + (left > 0) * (part * step + write + sums)
-    return max(multiply, n * k / costs.memory)
-
-
-def _up(count: int, multiple: int) -> int:
+def round_up(count: int, multiple: int) -> int:
+    """Give the next multiple."""
     return -(-count // multiple) * multiple
 
 
 @functools.cache
-def _clusters(processors: int) -> dict[int, int]:
+def clusters_at_once(processors: int) -> dict[int, int]:
+    """Give how many clusters run at once, by the blocks of each."""
     # those of 3 and 4 do not fill the processing clusters of 16 and 18 multiprocessors
     found = {
         1: processors,
@@ -369,55 +197,3 @@ def _clusters(processors: int) -> dict[int, int]:
         4: processors * 30 // 132,
     }
     return {split: max(1, room) for split, room in found.items()}
-
-
-@functools.cache
-def _deepest(
-    cols: int,
-    groups: int,
-    split: int,
-    resident: int,
-    block_scales: bool,
-    token_rows: bool = False,
-    many: bool = False,
-) -> Tile:
-    """Give as many stages as there is room for; for many rounds in rings alike and long runs."""
-    run = 1 if groups == 3 or resident > 1 or cols > _MOST_COLS else 8 if many else 4
-    few = (64 * groups if token_rows else cols) <= _FEW_ROWS
-    # tokens come soon after they are asked for, weights are to be here before the tokens are
-    shallow = few or (groups == 2 and not token_rows and not many)
-    for stages in range(24, 1, -1):
-        x_stages = min(stages, 4) if shallow else stages
-        ahead = min(stages, _TILES_AHEAD) if few else stages
-        tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
-        for held in range(cols // tile.at_once, 0, -1):
-            if (cut := replace(tile, held=held)).fits(block_scales):
-                return cut
-    raise AssertionError(f"no ring fits beside {cols} columns")
-
-
-@functools.lru_cache(maxsize=4096)
-def values_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> Tile | None:
-    """Cut a problem whose tokens are quantized in the kernel, as ``choose_tile`` cuts it.
-
-    Returns:
-        The cut; ``None`` if the tokens are too many to be held.
-    """
-    tile, rows = choose_tile(m, n, k, processors, block_scales), 1 << (m - 1).bit_length()
-    vectors = 1 << (-(-k // 8 // (128 * tile.groups // rows)) - 1).bit_length()
-    if vectors > _MOST_VECTORS[block_scales]:
-        return None
-    steps, blocks = -(-k // TILE_K), tile.blocks(m, n, processors)
-    window = tile.window
-    if tile.resident == 1:
-        window = -(-_IN_FLIGHT // (blocks * tile.weights * TILE_K))
-    if tile.tiles(m, n) <= blocks // tile.split:
-        steps = -(-steps // tile.split)
-    held = _up(steps, 4)
-    # a ring of half the depth costs more than a kernel less saves
-    for stages in range(tile.stages, tile.stages // 2, -1):
-        cut = replace(tile, stages=stages, x_stages=held, window=min(window, stages))
-        cut = replace(cut, values=rows, vectors=vectors)
-        if cut.fits(block_scales):
-            return cut
-    return None

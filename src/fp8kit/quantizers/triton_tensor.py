@@ -29,6 +29,9 @@ from fp8kit.quantizers.triton_numerics import (
 from fp8kit.quantizers.triton_stream import join_stream, overlaps, prefetch
 
 SMALL = 32768
+_MB = 2**20
+_KEPT, _LARGEST_KEPT = 24 * _MB, 128 * _MB  # bytes of x's end that wait in the cache, and of such x
+_READ_ONCE = 60 * _MB  # x up to this size leaves the cache to its codes
 
 
 class TensorTile(NamedTuple):
@@ -78,11 +81,12 @@ def _offsets(index, stride_xm, stride_xk, K: tl.constexpr):
         return index // K * stride_xm + index % K * stride_xk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_from"])
 def _amax_kernel(
     x_ptr,  # [M, K]
     partial_ptr,  # [programs], in the dtype of x
     numel,
+    kept_from,  # the first step whose elements are to stay in the cache
     stride_xm,
     stride_xk,
     K: tl.constexpr,
@@ -96,7 +100,13 @@ def _amax_kernel(
     bits = tl.zeros([BLOCK], tl.int32)
     steps = tl.cdiv(numel, BLOCK)
     step = tl.program_id(0)
-    while step < steps:  # Triton 3.6 interprets no range of tensors
+    while step < kept_from:  # Triton 3.6 interprets no range of tensors
+        index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        offset = _offsets(index, stride_xm, stride_xk, K)
+        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_first")
+        bits = tl.maximum(bits, magnitude(x))
+        step += tl.num_programs(0)
+    while step < steps:
         index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         offset = _offsets(index, stride_xm, stride_xk, K)
         x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_last")
@@ -134,6 +144,7 @@ def _tensor_kernel(
     BLOCK: tl.constexpr,
     HELD: tl.constexpr,
     SCAN: tl.constexpr,
+    EVICTION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     if SCAN == 0 and K == 0:
@@ -160,7 +171,7 @@ def _tensor_kernel(
         for i in tl.static_range(HELD):
             index = first + i * BLOCK + tl.arange(0, BLOCK)
             at = x_ptr + _offsets(index, stride_xm, stride_xk, K)
-            x = tl.load(at, mask=index < numel, other=0.0)
+            x = tl.load(at, mask=index < numel, other=0.0, eviction_policy=EVICTION)
             held = appended(held, x)
         # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
         if SCAN > 0 or FP8_MAX == 224.0:
@@ -201,15 +212,29 @@ def quantize_tensor(
     elif numel > SMALL or not contiguous:
         amax = x.new_empty(tile.partials)
         scan = triton.next_power_of_2(tile.partials)
+        step = tile.block * tile.held
         launch(
             _amax_kernel, tile.partials,
-            x, amax, numel, *strides, K=k, BLOCK=tile.block * tile.held, num_warps=tile.warps,
+            x, amax, numel, _kept_from(x, step), *strides, K=k, BLOCK=step, num_warps=tile.warps,
             OVERLAP=overlap, launch_pdl=overlap,
         )  # fmt: skip
     launch(
         _tensor_kernel, programs,
         x, amax, scale, scale_ub, data, numel, amax.numel(), *strides, recipe.min_scale,
         K=k, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK=tile.block, HELD=tile.held,
-        SCAN=scan, num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
+        SCAN=scan, EVICTION="evict_first" if x.nbytes <= _READ_ONCE else "",
+        num_warps=16 if scan == SMALL else tile.warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
+
+
+def _kept_from(x: Tensor, step: int) -> int:
+    """Give the first step of ``step`` elements that is to stay in the cache for the second launch.
+
+    Of a tensor that is much larger than the cache, what stays is decided as well by the order of
+    the two launches alone, and what is said of it costs time.
+    """
+    if x.nbytes > _LARGEST_KEPT:
+        return 0
+    before = x.numel() - _KEPT // x.element_size()
+    return max(0, -(-before // step))
