@@ -31,16 +31,29 @@ def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
     return found
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Give a kernel's registers, and the bytes of local memory (what did not fit) and shared."""
+def dumped(cubin: bytes, what: str) -> str:
+    """Give what ``cuobjdump``, which Triton brings along, says of a device image."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        run = [str(tool), "-res-usage", file.name]
-        out = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+        run = [str(tool), what, file.name]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+
+def machine_code(source: str) -> list[str]:
+    """Compile CUDA C++ for Hopper and give its instructions, in order."""
+    from fp8kit import nvrtc
+
+    text = dumped(nvrtc.compiled(source, "sm_90a")[0], "-sass")
+    return [" ".join(line.split()) for line in re.findall(r"/\*[0-9a-f]{4,5}\*/(.*?);", text)]
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Give a kernel's registers, and the bytes of local memory (what did not fit) and shared."""
+    out = dumped(cubin, "-res-usage")
     (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", out)
     return dict(zip(("registers", "stack", "shared"), map(int, found), strict=True))
 

@@ -249,6 +249,8 @@ def traits(tile: swap_ab.Tile) -> tuple[object, ...]:
         tile.resident > 1,
         tile.token_rows,
         tile.token_rows and (128 % tile.cols > 0, tile.run > 1),
+        tile.neighbors > 1,
+        tile.split == 1 and tile.held > 1 and tile.box[1] == 128,
     )
 
 
@@ -274,6 +276,9 @@ def test_a_choice_is_made_once() -> None:
     assert swap_ab.choose_tile.cache_info().hits == 1
 
 
+FLOAT_BLOCKS = {"x_group": GROUP128, "w_group": BLOCK, "out_dtype": torch.float32}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -288,6 +293,9 @@ def test_a_choice_is_made_once() -> None:
         ({"batch_invariant": True}, "another kernel"),
         ({"x_group": None}, "scales"),
         ({"x_group": GROUP128, "w_group": BLOCK}, None),
+        (FLOAT_BLOCKS, "not proven"),
+        (FLOAT_BLOCKS | {"m": 64}, None),
+        ({"out_dtype": torch.float32}, None),
         ({"w_dtype": torch.float8_e5m2}, "e4m3fn codes only"),
         ({"k": 4104}, "multiples of 16, got 4104"),
         ({"capability": (10, 0)}, "sm90"),
@@ -307,16 +315,16 @@ def test_what_it_declines(
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("most", [1, 2, 8, 64, 128, 512, 1024])
+@pytest.mark.parametrize("most", [1, 2, 8, 64, 128, 512, 1024, 2048, 4096])
 def test_row_counts_take_every_cut_of_their_power_of_two(most: int, blocks: bool) -> None:
-    for n, k in ((6144, 4096), (9216, 3072)):
-        counts = swap_ab_cuts.every_cut(most, n, k, PROCESSORS, blocks)
+    for n, k in ((6144, 4096), (9216, 3072), (1792, 4096), (896, 4096)):
+        counts = swap_ab_cuts.every_cut(most, n, k, PROCESSORS, blocks, 2)
         assert all(most // 2 < m <= most for m in counts)
         assert len(counts) <= 8
 
-        def kernel(m: int, n: int = n, k: int = k) -> tuple[object, bool]:
+        def kernel(m: int, n: int = n, k: int = k) -> tuple[object, ...]:
             tile = choose(m, n, k, blocks)
-            return tile, m <= tile.tokens
+            return tile, m <= tile.tokens, tile.stores(m, n, PROCESSORS, blocks, 2)
 
         every = {kernel(m) for m in range(most // 2 + 1, most + 1)}
         assert {kernel(m) for m in counts} == every

@@ -6,9 +6,12 @@ packages for CUDA 13 bring along.
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 
-from ahead import cuda_resources, without_nvrtc
+from ahead import cuda_resources, machine_code, without_nvrtc
 
 swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
 CUTS = pytest.importorskip("cuts").CUTS
@@ -19,19 +22,19 @@ pytestmark = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_
 Case = tuple[swap_ab.Tile, bool]  # and whether it has block scales
 PROCESSORS = 132
 F32, F16, BF16 = 32, 16, 8
+ROWS = (1, 16, 64, 96, 128, 256, 512, 1024, 4096)
 LAYERS = [layers.SHAPES[name] for name in layers.chosen("8b,ds")]  # more take minutes
 CUT = swap_ab.Tile(64, 1, 4, 10, 4, 6, 4, 1)
 
 
-def chosen() -> list[Case]:
-    """Give the cuts of measured layers that are not among ``CUTS``."""
-    found = {
-        (swap_ab.choose_tile(m, n, k, PROCESSORS, blocks), blocks)
-        for m in (1, 16, 64, 96, 128, 256, 512, 1024, 4096)
-        for n, k in LAYERS
-        for blocks in (False, True)
-    }
-    return sorted((case for case in found if case[0] not in CUTS), key=str)
+def chosen() -> list[tuple[swap_ab.Tile, bool, bool]]:
+    """Give the cuts of measured layers that are not among ``CUTS``, and who writes results."""
+    found = set()
+    for m, (n, k), blocks in itertools.product(ROWS, LAYERS, (False, True)):
+        tile = swap_ab.choose_tile(m, n, k, PROCESSORS, blocks)
+        if tile not in CUTS:
+            found.add((tile, blocks, tile.stores(m, n, PROCESSORS, blocks, 2)))
+    return sorted(found, key=str)
 
 
 def quantizing() -> list[Case]:
@@ -62,9 +65,15 @@ def test_cuts_that_take_every_path(tile: swap_ab.Tile, blocks: bool) -> None:
     check(swap_ab.source(tile, blocks, not stored, BF16, F32, 0, stored), tile, blocks)
 
 
-@pytest.mark.parametrize(("tile", "blocks"), chosen(), ids=named)
-def test_cuts_of_measured_layers(tile: swap_ab.Tile, blocks: bool) -> None:
-    check(swap_ab.source(tile, blocks, False, BF16, F32), tile, blocks)
+@pytest.mark.parametrize(("tile", "blocks", "stored"), chosen(), ids=named)
+def test_cuts_of_measured_layers(tile: swap_ab.Tile, blocks: bool, stored: bool) -> None:
+    check(swap_ab.source(tile, blocks, False, BF16, F32, 0, stored), tile, blocks)
+
+
+def test_measured_layers_are_stored_by_both() -> None:
+    assert {(blocks, stored) for _, blocks, stored in chosen()} == {
+        (False, False), (False, True), (True, False)
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("tile", "blocks"), quantizing(), ids=named)
@@ -111,3 +120,44 @@ def test_shared_memory_that_the_host_does_not_know_of_is_found() -> None:
     source = source.replace("scales.fetch(p,", "more[2].fetch(p, row0, col0), scales.fetch(p,")
     with pytest.raises(AssertionError, match="static_bytes"):
         check(source, CUT, False)
+
+
+def dependent_releases(source: str) -> int:
+    """Count the slots that are handed back under both outcomes of a comparison of what was read.
+
+    Raises:
+        AssertionError: if the comparison does not come after the reads.
+    """
+    code = machine_code(source)
+    found = 0
+    for at, line in enumerate(code[:-1]):
+        first = re.match(r"@(!?)(U?P\d) SYNCS.ARRIVE\S+ RZ, (\[\S+\])", line)
+        if not first:
+            continue
+        no, predicate, slot = first.groups()
+        other = f"@{'' if no else '!'}{predicate} SYNCS.ARRIVE"
+        if not (code[at + 1].startswith(other) and slot in code[at + 1]):
+            continue
+        product = max(i for i in range(at) if "WARPGROUP.DEPBAR" in code[i])
+        step = code[product:at]
+        compared = [i for i, c in enumerate(step) if re.match(r"ISETP.* -0x1", c)]
+        reads = [i for i, c in enumerate(step) if re.match(r"LDS", c)]
+        assert compared
+        assert reads
+        assert reads[-1] < compared[-1]
+        found += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [swap_ab.Tile(128, 2, 4, 6, 6, 6, 1, 1, True), swap_ab.Tile(128, 2, 4, 5, 5, 5, 1, 1)],
+    ids=["token rows", "weight rows"],
+)
+def test_slots_are_handed_back_when_their_scales_were_read(tile: swap_ab.Tile) -> None:
+    source = swap_ab.source(tile, True, False, BF16, F32)
+    assert dependent_releases(source) == tile.run
+    before = "release_read(x_slot, read);"
+    assert before in source
+    unsafe = source.replace(before, "release(x_slot);")
+    assert dependent_releases(unsafe) == 0

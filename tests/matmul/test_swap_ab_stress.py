@@ -39,13 +39,14 @@ HOPPER = pytest.mark.skipif(
 
 
 class Kind(NamedTuple):
-    """A product, how it is cut (``None``: as layers are) and whether blocks take several tiles."""
+    """A product, how it is cut (``None``: as layers are), and whether blocks take several tiles."""
 
     name: str
     shape: tuple[int, int, int]
     groups: tuple[GroupShape, GroupShape]
     tile: Any
     persistent: bool = False
+    out: torch.dtype = torch.bfloat16
 
 
 ROWS, BLOCKS = (ROW, ROW), (GROUP128, BLOCK)
@@ -57,6 +58,29 @@ KINDS = (
     Kind("a split tail", (128, 10240, 1024), ROWS, Tile(128, 2, 4, 5, 5, 5, 2, 1), True),
     Kind("persistent", (33, 16400, 512), ROWS, Tile(48, 1, 1, 6, 4, 4, 1, 1), True),
     Kind("persistent, blocks", (150, 10000, 640), BLOCKS, Tile(80, 2, 2, 5, 5, 5, 1, 1), True),
+    Kind(
+        "stored",
+        (300, 10000, 640),
+        ROWS,
+        Tile(128, 2, 8, 5, 5, 5, 1, 1, held=2, neighbors=2),
+        True,
+    ),
+    Kind(
+        "stored in parts",
+        (300, 10000, 640),
+        ROWS,
+        Tile(144, 2, 1, 5, 5, 5, 1, 1, True, held=2, neighbors=2),
+        True,
+    ),
+    # slow stores stand before the reads of scales
+    Kind(
+        "written slowly, blocks",
+        (1030, 4096, 512),
+        BLOCKS,
+        Tile(128, 2, 4, 6, 6, 6, 1, 1, True, neighbors=2),
+        True,
+        torch.float32,
+    ),
 )
 
 
@@ -68,6 +92,9 @@ def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
     assert is_persistent(kind, H200_PROCESSORS) == kind.persistent
     assert tile.shared_bytes(kind.groups == BLOCKS) + tile.static_bytes <= 227 * 1024
     assert k % 16 == 0
+    blocks, size = kind.groups == BLOCKS, kind.out.itemsize
+    assert tile.stores(m, n, H200_PROCESSORS, blocks, size) == kind.name.startswith("stored")
+    assert ("in parts" in kind.name) == (tile.stores(m, n, 132, blocks, size) and tile.cols > 128)
 
 
 def is_persistent(kind: Kind, processors: int) -> bool:
@@ -106,9 +133,8 @@ class Product:
         self.codes = None if after_quantizer else [self.quantized(i) for i in range(CHAIN)]
         self.given = given
         self.problem = MatmulProblem.of(
-            self.quantized(0)[0], self.w.data, self.groups, torch.bfloat16, self.bias, "precise",
-            False,
-        )  # fmt: skip
+            self.quantized(0)[0], self.w.data, self.groups, kind.out, self.bias, "precise", False
+        )
 
     def quantized(self, i: int) -> tuple[Tensor, Tensor]:
         """Quantize input ``i`` as layers do."""
@@ -130,7 +156,7 @@ class Product:
     def expected(self) -> Tensor:
         """Compute every result by itself, and hold it to the exact product."""
         m, n = self.xs[0].shape[0], self.w.data.shape[0]
-        results = torch.full((CHAIN, m, n), POISON, device="cuda", dtype=torch.bfloat16)
+        results = torch.full((CHAIN, m, n), POISON, device="cuda", dtype=self.problem.out_dtype)
         w = fp8kit.dequantize(self.w)
         for i, y in enumerate(results):
             codes = self.quantized(i)

@@ -295,13 +295,14 @@ def test_no_tensor_tile_changes_the_result(
     assert data.float().abs().max() > 200
 
 
-@pytest.mark.parametrize("kept", [0, 64, 5000, 10**9])
+@pytest.mark.parametrize(("kept", "first"), [(0, 19), (1500, 17), (10_000, 9), (10**9, 0)])
 def test_what_stays_in_the_cache_does_not_change_the_result(
-    kept: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    kept: int, first: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "tensor_tile", lambda *_: TensorTile(64, 4, 3, 5, 2))
     monkeypatch.setattr(triton_tensor, "_KEPT", kept)
     x = torch.randn(517, 9, device=device).t()
+    assert triton_tensor._kept_from(x, 64 * 4) == first  # of 19 steps
     for largest in (0, -1):  # in the part that is to leave, and in the one that is to stay
         x[largest, largest] = 1000.0
         check(x, TENSOR)

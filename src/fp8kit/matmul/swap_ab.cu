@@ -52,7 +52,8 @@ constexpr int PASS = COLS <= 80       ? COLS
                                       : COLS;
 constexpr int LINES = TOKEN_ROWS ? 64 : PASS, EIGHTHS = TOKEN_ROWS ? PASS / 8 : 8;
 // Bank conflicts are avoided by permuting eight results at a time, where lines have a multiple of eight
-// of them, otherwise by 16 bytes more than results need.
+// of them, otherwise by 16 bytes more than results need; where the accelerator stores lines of other
+// lengths there are no gaps, and two lanes share a bank.
 constexpr bool PERMUTED = EIGHTHS % 8 == 0;
 constexpr int LINE = EIGHTHS * 16 + (PERMUTED || STORED ? 0 : 16);  // bytes
 constexpr int PASSES = COLS / PASS, PASS_BYTES = LINES * LINE;
@@ -98,9 +99,10 @@ __device__ __forceinline__ void release(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The same, once all that `read` is made of has come from shared memory. An arrival overtakes loads that wait in line
-// behind the stores of other warps, whatever the order of the program, unless it depends on them: here
-// by two predicates that the compiler cannot know.
+// Hands back a slot that was read from, where `read` is made of all that was read. An arrival overtakes
+// reads that wait in line behind the stores of other warps, whatever the order of the program, unless
+// it depends on them: here by two predicates that the compiler cannot know. One read serves the lanes
+// of a warp that runs together, so it is enough that one of them depends on it.
 __device__ __forceinline__ void release_read(u32 barrier, u32 read) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.eq.u32 p, %1, 0xffffffff;\n"
@@ -378,9 +380,9 @@ __device__ __forceinline__ void copy_results(const Problem& p, const u8* out, in
   }
 }
 
-// Writes the fragments that this block owns, all if its rank is -1. With STORED it only asks for it: the
-// tensor memory accelerator reads shared memory while the next tile is multiplied, and leaves out what
-// lies beyond M and N.
+// Writes the fragments that this block owns, all if its rank is -1. With STORED the tensor memory
+// accelerator does, and leaves out what lies beyond M and N. It reads the last HELD parts from shared
+// memory while the next tile is multiplied; those before have to be read first.
 __device__ __forceinline__ void write_tile(const Problem& p, const TensorMap* y_map,
                                            const float (&acc)[ACC], u8* out, int warps, int rank, int n0,
                                            int t0) {

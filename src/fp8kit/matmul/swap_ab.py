@@ -59,7 +59,8 @@ def supports(problem: MatmulProblem) -> str | None:
 def row_counts(problem: MatmulProblem) -> list[int]:
     """Give row counts that run every kernel which problems of this power of two compile."""
     processors, blocks = _processors(torch.cuda.current_device()), problem.w_group == BLOCK
-    return every_cut(problem.m, problem.n, problem.k, processors, blocks)
+    size = problem.out_dtype.itemsize
+    return every_cut(problem.m, problem.n, problem.k, processors, blocks, size)
 
 
 def run(

@@ -67,8 +67,8 @@ def cuts(m: int, block_scales: bool) -> list[Tile]:
     return [replace(tile, neighbors=2) if tile.split == 1 else tile for tile in found]
 
 
-def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool) -> list[int]:
-    """Give row counts in ``(m / 2, m]`` that between them are cut in every way that these are.
+def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool, size: int) -> list[int]:
+    """Give row counts in ``(m / 2, m]`` that between them take every kernel that these take.
 
     Args:
         m: a power of two.
@@ -76,11 +76,13 @@ def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool) -> li
         k: see there.
         processors: see there.
         block_scales: see there.
+        size: bytes of a result.
     """
     found: dict[object, int] = {}
     for rows in range(m, m // 2, -min(16, m)):  # a tile is a multiple of 16 tokens, or holds all
         tile = choose_tile(rows, n, k, processors, block_scales)
-        found.setdefault((tile, rows <= tile.tokens), rows)
+        stored = tile.stores(rows, n, processors, block_scales, size)
+        found.setdefault((tile, rows <= tile.tokens, stored), rows)
     return sorted(found.values())
 
 

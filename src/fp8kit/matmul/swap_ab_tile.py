@@ -173,7 +173,7 @@ class Tile:
             m: rows of the result.
             n: its columns.
             processors: multiprocessors of the GPU.
-            block_scales: as in ``choose_tile``.
+            block_scales: scales per 1x128 and 128x128 elements.
             size: bytes of a result.
         """
         several = self.tiles(m, n) > self.blocks(m, n, processors)

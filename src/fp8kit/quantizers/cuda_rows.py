@@ -24,7 +24,7 @@ _THREADS, _MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 128, 512, 8, 4
 _ALIGN = 16
 _MOST_ROWS = 32  # beyond, a block per row needs no cluster to spread the work
 _SHORT = 512  # vectors of a row that one block quantizes as fast
-_MOST_OF_ALL = 57344  # vectors of all rows: that many occupy the GPU with a program per row
+_MANY_ROWS, _LONG = 16, 3584  # so many rows of so many vectors: a program each is faster
 
 
 class RowCut(NamedTuple):
@@ -73,7 +73,7 @@ def takes(x: Tensor, processors: int) -> bool:
     if x.data_ptr() % _ALIGN or (m > 1 and x.stride(0) * size % _ALIGN):
         return False
     vectors = k * size // _ALIGN
-    if m > _MOST_ROWS or vectors <= _SHORT or m * vectors >= _MOST_OF_ALL:
+    if m > _MOST_ROWS or vectors <= _SHORT or (m >= _MANY_ROWS and vectors >= _LONG):
         return False
     return row_cut(m, vectors, processors) is not None and _compiles(x.device)
 
