@@ -92,9 +92,9 @@ def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
     assert is_persistent(kind, H200_PROCESSORS) == kind.persistent
     assert tile.shared_bytes(kind.groups == BLOCKS) + tile.static_bytes <= 227 * 1024
     assert k % 16 == 0
-    blocks, size = kind.groups == BLOCKS, kind.out.itemsize
-    assert tile.stores(m, n, H200_PROCESSORS, blocks, size) == kind.name.startswith("stored")
-    assert ("in parts" in kind.name) == (tile.stores(m, n, 132, blocks, size) and tile.cols > 128)
+    stored = tile.stores(m, n, H200_PROCESSORS, kind.groups == BLOCKS, kind.out.itemsize)
+    assert stored == kind.name.startswith("stored")
+    assert ("in parts" in kind.name) == (stored and tile.cols > 128)
 
 
 def is_persistent(kind: Kind, processors: int) -> bool:

@@ -166,8 +166,8 @@ class Tile:
         """Whether the tensor memory accelerator writes the results.
 
         It takes longer than the threads, and lets them multiply meanwhile: that is for blocks with
-        several tiles. Rows of results have to be multiples of 16 bytes. With block scales, whose
-        additions take the time in which results would be on their way, it saved nothing.
+        several tiles. Rows of results have to be multiples of 16 bytes. With block scales it saved
+        nothing.
 
         Args:
             m: rows of the result.

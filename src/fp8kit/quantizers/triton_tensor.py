@@ -30,7 +30,8 @@ from fp8kit.quantizers.triton_stream import join_stream, overlaps, prefetch
 
 SMALL = 32768
 _MB = 2**20
-_KEPT, _LARGEST_KEPT = 24 * _MB, 128 * _MB  # bytes of x's end that wait in the cache, and of such x
+_KEPT = 24 * _MB  # bytes of x's end that wait in the cache for the second launch
+_LARGEST_KEPT = 128 * _MB  # x up to this size has its end kept
 _READ_ONCE = 60 * _MB  # x up to this size leaves the cache to its codes
 
 
@@ -81,6 +82,12 @@ def _offsets(index, stride_xm, stride_xk, K: tl.constexpr):
         return index // K * stride_xm + index % K * stride_xk
 
 
+@triton.jit
+def _loaded(x_ptr, index, numel, stride_xm, stride_xk, K: tl.constexpr, EVICTION: tl.constexpr):
+    offset = _offsets(index, stride_xm, stride_xk, K)
+    return tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy=EVICTION)
+
+
 @triton.jit(do_not_specialize=["kept_from"])
 def _amax_kernel(
     x_ptr,  # [M, K]
@@ -102,14 +109,12 @@ def _amax_kernel(
     step = tl.program_id(0)
     while step < kept_from:  # Triton 3.6 interprets no range of tensors
         index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        offset = _offsets(index, stride_xm, stride_xk, K)
-        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_first")
+        x = _loaded(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_first")
         bits = tl.maximum(bits, magnitude(x))
         step += tl.num_programs(0)
     while step < steps:
         index = step.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        offset = _offsets(index, stride_xm, stride_xk, K)
-        x = tl.load(x_ptr + offset, mask=index < numel, other=0.0, eviction_policy="evict_last")
+        x = _loaded(x_ptr, index, numel, stride_xm, stride_xk, K, "evict_last")
         bits = tl.maximum(bits, magnitude(x))
         step += tl.num_programs(0)
     amax = amax_of(tl.max(bits, 0), None, x_ptr.dtype.element_ty)
@@ -170,8 +175,7 @@ def _tensor_kernel(
         held = ()
         for i in tl.static_range(HELD):
             index = first + i * BLOCK + tl.arange(0, BLOCK)
-            at = x_ptr + _offsets(index, stride_xm, stride_xk, K)
-            x = tl.load(at, mask=index < numel, other=0.0, eviction_policy=EVICTION)
+            x = _loaded(x_ptr, index, numel, stride_xm, stride_xk, K, EVICTION)
             held = appended(held, x)
         # Triton 3.6 miscompiles the integer steps of fnuz codes inside a run-time branch
         if SCAN > 0 or FP8_MAX == 224.0:
