@@ -23,7 +23,7 @@ from fp8kit import nvrtc, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
 from fp8kit.matmul.swap_ab_cuts import choose_tile, every_cut, values_tile
-from fp8kit.matmul.swap_ab_tile import FEW_ROWS, PRODUCER_REGISTERS, TILE_K, Tile
+from fp8kit.matmul.swap_ab_tile import PRODUCER_REGISTERS, TILE_K, Tile
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
 MOST_ROWS = 4096
@@ -49,8 +49,6 @@ def supports(problem: MatmulProblem) -> str | None:
         return f"has no {problem.x_group} by {problem.w_group} scales"
     if problem.x_dtype != torch.float8_e4m3fn or problem.w_dtype != torch.float8_e4m3fn:
         return "multiplies e4m3fn codes only"
-    if problem.w_group == BLOCK and problem.out_dtype == torch.float32 and problem.m > FEW_ROWS:
-        return f"over {FEW_ROWS} rows, fp32 results with block scales are not proven on a GPU yet"
     if problem.k % ALIGN:
         return f"needs K in multiples of {ALIGN}, got {problem.k}"
     return nvrtc.missing()
