@@ -142,7 +142,7 @@ def promising(
     """Give the cuts whose estimate is near the best one."""
     estimates = {
         t: microseconds(t, problem, processors, block_scales)
-        for t in cuts(problem[0], block_scales)
+        for t in cuts(problem[0], problem[2], block_scales)
     }
     best = min(estimates.values())
     return [tile for tile, estimate in estimates.items() if estimate <= within * best]

@@ -128,6 +128,14 @@ def test_neighbors_leave_no_tile_for_a_second_round() -> None:
         assert blocks == tiles + tiles % 2
 
 
+@pytest.mark.parametrize(
+    ("steps", "run"),
+    [(32, 8), (28, 7), (24, 8), (20, 5), (12, 6), (44, 4), (86, 8), (23, 8), (9, 3), (2, 2)],
+)
+def test_a_long_run_multiplies_little_in_vain(steps: int, run: int) -> None:
+    assert swap_ab_cuts.long_run(128 * steps) == swap_ab_cuts.long_run(128 * steps - 112) == run
+
+
 def test_many_rows_take_long_runs() -> None:
     assert choose(4096, 4096, 4096).run == 8
     assert choose(256, 4096, 4096).run < 8
