@@ -144,6 +144,12 @@ def test_many_rows_take_long_runs() -> None:
     assert (many.start, many.window) == (3, many.stages)
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("tile", CUTS, ids=str)
+def test_every_cut_that_is_tested_can_be_launched(tile: swap_ab.Tile, blocks: bool) -> None:
+    assert tile.shared_bytes(blocks) + tile.static_bytes <= 227 * 1024
+
+
 @pytest.mark.parametrize("tile", CUTS, ids=str)
 def test_results_on_their_way_have_places_of_their_own(tile: swap_ab.Tile) -> None:
     columns, (lines, line_bytes) = tile.at_once, tile.box
