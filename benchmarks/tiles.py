@@ -40,6 +40,7 @@ ROWS = "96,128,192,256,384,512,1024"
 PAIRS = {"row": (fp8kit.ROW, fp8kit.ROW), "block": (fp8kit.GROUP128, fp8kit.BLOCK)}
 # against the exact product of the same operands: the rounding of a bf16 result is 1.7e-3
 LARGEST_ERROR = 4e-3
+UNMEASURED = 0.06
 # how far a trial moves a cost, and how many of them
 SPREAD, SHARE = 0.08, 0.3
 
@@ -61,12 +62,17 @@ class Measured:
     us: dict[Tile, float]
 
     def loss(self, costs: Costs) -> float:
-        """Give what the choice by some costs takes longer than the best cut, as a part of that."""
+        """Give what the choice by some costs takes longer than the best cut, as a part of that.
+
+        A choice that was not measured counts as ``UNMEASURED``: a fit keeps to what is known.
+        """
 
         def estimate(tile: Tile) -> float:
             return microseconds(tile, self.problem, self.processors, self.block_scales, costs)
 
-        return self.us[min(self.us, key=estimate)] / min(self.us.values()) - 1
+        m, _, k = self.problem
+        choice = min(cuts(m, k, self.block_scales), key=estimate)
+        return self.us[choice] / min(self.us.values()) - 1 if choice in self.us else UNMEASURED
 
 
 def main(argv: Sequence[str] | None = None) -> None:

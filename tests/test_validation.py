@@ -65,6 +65,7 @@ def test_a_compiled_call_does_not_break_its_graph() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_call_on_a_gpu_does_not_wait_for_a_scale() -> None:
     x, zero = X.cuda(), 0 * ONE.cuda()
     before = torch.cuda.get_sync_debug_mode()

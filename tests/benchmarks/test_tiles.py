@@ -42,6 +42,13 @@ def test_a_choice_by_the_true_costs_loses_nothing() -> None:
     assert mean_loss(as_if(OTHER), Costs()) > 0.02
 
 
+def test_a_choice_that_was_not_measured_is_no_gain() -> None:
+    one = as_if(OTHER)[0]
+    best = min(one.us, key=one.us.__getitem__)
+    others = replace(one, us={tile: us for tile, us in one.us.items() if tile != best})
+    assert one.loss(OTHER) == 0 < others.loss(OTHER) == bench.UNMEASURED
+
+
 def test_a_fit_comes_nearer_to_the_truth() -> None:
     found = as_if(OTHER)
     assert mean_loss(found, bench.fit(found, 300)) < mean_loss(found, Costs()) / 2
