@@ -31,7 +31,7 @@ import fp8kit
 from checking import Checked
 from fp8kit.bench.timing import QUICK
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.matmul.swap_ab_cuts import Costs, cuts, microseconds
+from fp8kit.matmul.swap_ab_cuts import Costs, estimates
 from fp8kit.matmul.swap_ab_tile import Tile
 from layers import chosen
 from timing import Case, copies_past_cache, time_cases, write_results
@@ -66,12 +66,8 @@ class Measured:
 
         A choice that was not measured counts as ``UNMEASURED``: a fit keeps to what is known.
         """
-
-        def estimate(tile: Tile) -> float:
-            return microseconds(tile, self.problem, self.processors, self.block_scales, costs)
-
-        m, _, k = self.problem
-        choice = min(cuts(m, k, self.block_scales), key=estimate)
+        found = estimates(self.problem, self.processors, self.block_scales, costs)
+        choice = min(found, key=found.__getitem__)
         return self.us[choice] / min(self.us.values()) - 1 if choice in self.us else UNMEASURED
 
 
@@ -146,12 +142,9 @@ def promising(
     problem: tuple[int, int, int], processors: int, block_scales: bool, within: float
 ) -> list[Tile]:
     """Give the cuts whose estimate is near the best one."""
-    estimates = {
-        t: microseconds(t, problem, processors, block_scales)
-        for t in cuts(problem[0], problem[2], block_scales)
-    }
-    best = min(estimates.values())
-    return [tile for tile, estimate in estimates.items() if estimate <= within * best]
+    found = estimates(problem, processors, block_scales)
+    best = min(found.values())
+    return [tile for tile, estimate in found.items() if estimate <= within * best]
 
 
 def product(tile: Tile, x_q: fp8kit.QTensor, weights: list[fp8kit.QTensor], scales: str) -> Case:

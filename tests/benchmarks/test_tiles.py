@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiles as bench
-from fp8kit.matmul.swap_ab_cuts import Costs, choose_tile, cuts, microseconds
+from fp8kit.matmul.swap_ab_cuts import Costs, choose_tile, cuts, estimates
 
 PROCESSORS = 132
 PROBLEMS = [(m, n, k) for m in (96, 256, 512) for n, k in ((4096, 4096), (10240, 8192))]
@@ -23,10 +23,7 @@ def as_if(costs: Costs) -> list[bench.Measured]:
             problem,
             PROCESSORS,
             block_scales,
-            {
-                tile: microseconds(tile, problem, PROCESSORS, block_scales, costs)
-                for tile in cuts(problem[0], problem[2], block_scales)
-            },
+            estimates(problem, PROCESSORS, block_scales, costs),
         )
         for problem in PROBLEMS
         for block_scales in (False, True)

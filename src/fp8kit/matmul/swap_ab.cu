@@ -21,8 +21,8 @@
 // Nothing is __restrict__: what the kernels ahead still write is not read-only while this one runs.
 //
 // Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, START, WINDOW, SPLIT, RESIDENT, PRODUCERS,
-// REGISTERS, PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, STORED, HELD, OUT_KIND, BIAS_KIND,
-// VALUES, VECTORS, and those of encode.cuh.
+// REGISTERS, PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, STORED, PASS, HELD, OUT_KIND,
+// BIAS_KIND, VALUES, VECTORS, and those of encode.cuh.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -44,12 +44,8 @@ static_assert(REGISTERS == 0 || PRODUCERS == 128, "setmaxnreg acts on whole warp
 static_assert(RING >= (RUN == 1 ? 1 : 2) && STAGES >= RING, "products in flight hold their slots");
 static_assert(STAGES >= WINDOW && WINDOW >= START && START >= 1, "some weights are on their way");
 static_assert(SPLIT == 1 || 4 % RUN == 0, "the parts of K are multiples of 4 tiles");
-// columns that leave at once, and the lines of results along N in them
-constexpr int PASS = COLS <= 80       ? COLS
-                     : COLS % 64 == 0 ? 64
-                     : COLS % 48 == 0 ? 48
-                     : COLS % 80 == 0 ? 80
-                                      : COLS;
+static_assert(COLS % PASS == 0, "parts of a tile are alike");
+// lines of results along N in the PASS columns that leave at once
 constexpr int LINES = TOKEN_ROWS ? 64 : PASS, EIGHTHS = TOKEN_ROWS ? PASS / 8 : 8;
 // Bank conflicts are avoided by permuting eight results at a time, where lines have a multiple of eight
 // of them, otherwise by 16 bytes more than results need; where the accelerator stores lines of other

@@ -259,6 +259,7 @@ def source(
         "BLOCK_SCALES": int(block_scales),
         "STREAMED": int(streamed),
         "STORED": int(stored),
+        "PASS": tile.at_once,
         "HELD": tile.held,
         "OUT_KIND": out,
         "BIAS_KIND": bias,

@@ -39,10 +39,8 @@ def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     """
     if m <= FEW_ROWS:
         return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors, block_scales)
-    return min(
-        cuts(m, k, block_scales),
-        key=lambda tile: microseconds(tile, (m, n, k), processors, block_scales),
-    )
+    found = estimates((m, n, k), processors, block_scales)
+    return min(found, key=found.__getitem__)
 
 
 def cuts(m: int, k: int, block_scales: bool) -> list[Tile]:
@@ -212,6 +210,24 @@ def microseconds(
     write = costs.write * area
     multiply = full * (steps * step + write) + (left > 0) * (part * step + write + sums)
     return max(multiply, n * k / costs.memory)
+
+
+def estimates(
+    problem: tuple[int, int, int], processors: int, block_scales: bool, costs: Costs = _COSTS
+) -> dict[Tile, float]:
+    """Give ``microseconds`` of every cut that is considered.
+
+    Args:
+        problem: ``(M, N, K)``.
+        processors: multiprocessors of the GPU.
+        block_scales: as in ``choose_tile``.
+        costs: of the parts.
+    """
+    m, _, k = problem
+    return {
+        tile: microseconds(tile, problem, processors, block_scales, costs)
+        for tile in cuts(m, k, block_scales)
+    }
 
 
 @functools.cache
