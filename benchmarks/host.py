@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8kit
-from fp8kit.modules.eager import Tapes
+from fp8kit.eager import Tapes
 from fp8kit.modules.formulas import NormFormula
 from fp8kit.modules.shared import SharedInput
 from timing import write_results

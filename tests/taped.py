@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8kit import tape
+from fp8kit import eager, tape
 from fp8kit.dispatch import choose
 from fp8kit.formats import BLOCK, GroupShape
 from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.matmul.tma import by_column
-from fp8kit.modules import eager, fused
+from fp8kit.modules import fused
 from fp8kit.quantizers import fused_reference
 from fp8kit.quantizers import reference as quantizer
 from fp8kit.quantizers.fused_problem import Target

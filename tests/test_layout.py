@@ -35,6 +35,7 @@ ORDER = (
     "measurements",
     "nvrtc",
     "dispatch",
+    "eager",
     "quantizers",
     "matmul",
     "ops",

@@ -7,15 +7,17 @@ of a backend happens inside the implementation, so a graph never depends on M. G
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fp8kit import eager
 from fp8kit.dispatch import decide, require
 from fp8kit.errors import teach
-from fp8kit.formats import GroupShape, min_scale
+from fp8kit.formats import GroupShape, RowCodes, min_scale
 from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
 from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
 from fp8kit.quantizers.layout import empty_scale, product_layout
@@ -154,6 +156,16 @@ def scaled_mm(
     return multiply(x, x_scale, w, w_scale, bias, problem, backend)
 
 
+def _scaled_mm(*arguments: Any) -> Tensor:
+    x, x_scale, w, w_scale, bias, x_group, w_group, out_dtype = arguments[:8]
+    given = x
+    if x_group is not None:
+        given = RowCodes(x, x_scale, GroupShape(*x_group), x.shape, out_dtype)
+    options = ("scaled_mm", GroupShape(*w_group), *arguments[7:])
+    body = functools.partial(scaled_mm, *arguments)
+    return eager.run_body(body, given, (w, w_scale, bias, None), options)
+
+
 def _scaled_mm_fake(
     x: Tensor,
     x_scale: Tensor | None,
@@ -289,10 +301,11 @@ def _linear(
     batch_invariant: bool,
 ) -> Tensor:
     x_shape = None if x_group is None else GroupShape(*x_group)
-    options = (out_dtype, scale_rounding, accum, batch_invariant)
-    return linear(
-        x, w, w_scale, bias, input_scale, scale_ub, x_shape, GroupShape(*w_group), *options
-    )
+    options = (x_shape, GroupShape(*w_group), out_dtype, scale_rounding, accum, batch_invariant)
+    body = functools.partial(linear, x, w, w_scale, bias, input_scale, scale_ub, *options)
+    if scale_ub is not None:  # not among what a tape checks
+        return body()
+    return eager.run_body(body, x, (w, w_scale, bias, input_scale), ("linear", *options))
 
 
 def _linear_fake(
@@ -332,7 +345,7 @@ SCALED_MM = _register(
     "scaled_mm(Tensor x, Tensor? x_scale, Tensor w, Tensor w_scale, Tensor? bias,"
     " int[2]? x_group, int[2] w_group, ScalarType out_dtype, str accum, bool batch_invariant,"
     " str? backend) -> Tensor",
-    scaled_mm,
+    _scaled_mm,
     _scaled_mm_fake,
 )
 LINEAR = _register(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fp8kit import ops
-from fp8kit.formats import GroupShape, min_scale
+from fp8kit.formats import GroupShape, RowCodes, min_scale
 from fp8kit.quantizers import traced
 from fp8kit.quantizers.layout import product_layout
 
@@ -59,25 +58,6 @@ def linear_unchecked(
         *options,
     )
     return y
-
-
-@dataclass(frozen=True, slots=True)
-class RowCodes:
-    """An input quantized for several products.
-
-    Args:
-        data: codes ``[M, K]``.
-        scale: scales of ``data``, laid out as products load them.
-        group: elements per scale.
-        shape: shape of the input, ``[..., K]``.
-        dtype: dtype of the input (or autocast's), which results get.
-    """
-
-    data: Tensor
-    scale: Tensor
-    group: GroupShape
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 def quantize_rows(

@@ -294,7 +294,7 @@ def test_a_choice_is_made_once() -> None:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"m": 4097}, "at most 4096 rows"),
+        ({"m": 16385}, "at most 16384 rows"),
         ({"accum": "fast"}, "over 512 rows torch's fast sums"),
         ({"accum": "fast", "x_group": GROUP128, "w_group": BLOCK}, None),
         ({"x_group": TENSOR, "w_group": TENSOR}, "one scale each"),

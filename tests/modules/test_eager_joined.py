@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit.modules import eager
+from fp8kit import eager
+from fp8kit.formats import RowCodes
 from fp8kit.modules.shared import SharedInput
-from fp8kit.unchecked import RowCodes
 from numerics import assert_bits_equal
 from taped import CpuBackends, install
 

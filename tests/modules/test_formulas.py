@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
-from fp8kit import fused
-from fp8kit.formats import Scheme
-from fp8kit.modules import eager
+from fp8kit import eager, fused
+from fp8kit.formats import RowCodes, Scheme
 from fp8kit.modules.formulas import NormFormula, activation_codes, target
 from fp8kit.modules.fused import FusedGatedMlp
-from fp8kit.unchecked import RowCodes
 from numerics import assert_bits_equal
 from taped import CpuBackends, install
 

@@ -33,7 +33,7 @@ constexpr int TOKENS = TOKEN_ROWS ? ROWS : COLS, WEIGHTS = TOKEN_ROWS ? COLS : R
 constexpr int SCALE_BYTES = BLOCK_SCALES ? (TOKENS + 31) / 32 * 128 : 0;  // of one stage
 constexpr int ALL_SCALE_BYTES = (X_STAGES * SCALE_BYTES + 1023) / 1024 * 1024;  // swizzled results follow
 constexpr int ACC = COLS / 2, FRAGMENTS = COLS / 8;  // a fragment: four results of a thread
-constexpr int RELEASES = BLOCK_SCALES ? 4 : 1;  // of a slot by a warpgroup: each warp reads scales itself
+constexpr int X_RELEASES = BLOCK_SCALES ? 4 : 1;  // of a slot by a warpgroup: its warps read scales
 constexpr int RING = VALUES ? STAGES : X_STAGES;  // steps that warpgroups may be apart
 constexpr int SKEW = GROUPS > 1 && RING > 2 * GROUPS ? RING / 2 / (GROUPS - 1) : 0;
 // fragments that one block of a cluster owns
@@ -567,11 +567,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     };
     for (int s = 0; s < STAGES; s++) {
       init(&w_full[s], 1);
-      init(&w_empty[s], RELEASES * GROUPS);
+      init(&w_empty[s], GROUPS);
     }
     for (int s = 0; s < X_SLOTS; s++) {
       init(&x_full[s], 1);
-      init(&x_empty[s], RELEASES * GROUPS);
+      init(&x_empty[s], X_RELEASES * GROUPS);
     }
     init(&arrived, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -681,12 +681,14 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     auto add_product = [&](int i) {
       pin(product[i]);
       const u32 w_slot = shared(&w_empty[w_done.at]), x_slot = shared(&x_empty[VALUES ? 0 : x_done.at]);
-#if BLOCK_SCALES
-      auto let_go = [&](u32 read) {
-        __syncwarp();
-        if (lane > 0) return;
+      if (warp % 4 == 0 && lane == 0) {  // its warps wait for a product together
         release(w_slot);
-        if (!VALUES) release_read(x_slot, read);
+        if (!VALUES && !BLOCK_SCALES) release(x_slot);
+      }
+#if BLOCK_SCALES
+      auto let_go = [&](u32 read) {  // each warp reads scales itself
+        __syncwarp();
+        if (!VALUES && lane == 0) release_read(x_slot, read);
       };
       const u32 at = scale_ring + x_done.at * SCALE_BYTES;
       if (TOKEN_ROWS) {
@@ -706,27 +708,31 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
             acc[j] += product[i][j] * factor[j % 4 / 2];
         }
       } else {
+        constexpr int READ = ACC < 16 ? ACC : 16;  // results whose scales are read together
         u32 read = 0;
 #pragma unroll
-        for (int j = 0; j < ACC; j += 4) {
-          float even, odd;
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(even), "=f"(odd)
-                       : "r"(at + lane % 4 * 8 + j * 8));
-          read |= __float_as_uint(even);
-          even *= w_s[i][0];
-          odd *= w_s[i][0];
-          acc[j] += product[i][j] * even;
-          acc[j + 1] += product[i][j + 1] * odd;
-          acc[j + 2] += product[i][j + 2] * even;
-          acc[j + 3] += product[i][j + 3] * odd;
+        for (int from = 0; from < ACC; from += READ) {
+          float even[READ / 4], odd[READ / 4];
+#pragma unroll
+          for (int j = 0; j < READ && from + j < ACC; j += 4) {
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(even[j / 4]), "=f"(odd[j / 4])
+                         : "r"(at + lane % 4 * 8 + (from + j) * 8));
+            read |= __float_as_uint(even[j / 4]);
+          }
+          if (from + READ >= ACC) let_go(read);
+#pragma unroll
+          for (int j = 0; j < READ && from + j < ACC; j += 4) {
+            even[j / 4] *= w_s[i][0];
+            odd[j / 4] *= w_s[i][0];
+#pragma unroll
+            for (int half = 0; half < 4; half += 2) {
+              acc[from + j + half] += product[i][from + j + half] * even[j / 4];
+              acc[from + j + half + 1] += product[i][from + j + half + 1] * odd[j / 4];
+            }
+          }
         }
-        let_go(read);
       }
 #else
-      if (warp % 4 == 0 && lane == 0) {  // its warps wait for a product together
-        release(w_slot);
-        if (!VALUES) release(x_slot);
-      }
 #pragma unroll
       for (int j = 0; j < ACC; j++) acc[j] += product[i][j];
 #endif

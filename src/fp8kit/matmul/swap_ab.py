@@ -26,7 +26,7 @@ from fp8kit.matmul.swap_ab_cuts import choose_tile, every_cut, values_tile
 from fp8kit.matmul.swap_ab_tile import PRODUCER_REGISTERS, TILE_K, Tile
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
-MOST_ROWS = 4096
+MOST_ROWS = 16384
 _MOST_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fp8kit import fused, fused_ops
-from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, Scheme, min_scale
-from fp8kit.modules import eager
+from fp8kit import eager, fused, fused_ops
+from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, RowCodes, Scheme, min_scale
 from fp8kit.quantizers.layout import product_layout
-from fp8kit.unchecked import RowCodes
 from fp8kit.validation import default_rounding
 
 _FUSABLE = (ROW, GROUP128)

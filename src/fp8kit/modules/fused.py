@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8kit.formats import Scheme
-from fp8kit.modules import eager
+from fp8kit import eager
+from fp8kit.formats import RowCodes, Scheme
 from fp8kit.modules.formulas import NormFormula, activation_codes, takes_codes
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import SharedInput
-from fp8kit.unchecked import RowCodes
 
 FUSED_DEVICES = ("cuda",)
 

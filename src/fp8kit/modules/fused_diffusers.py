@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8kit.modules import eager
+from fp8kit import eager
 from fp8kit.modules.formulas import NormFormula, activation_codes, row_codes
 from fp8kit.modules.fused import Consumers, Fused, Producer, any_trained, can_multiply
 from fp8kit.modules.hooks import is_watched

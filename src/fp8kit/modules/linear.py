@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit import functional, ops, unchecked, validation
+from fp8kit import eager, functional, ops, unchecked, validation
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import (
     FP8_FORMATS,
     MX,
     QTensor,
+    RowCodes,
     Scheme,
     check_scale,
     scale_dtype,
     scale_shape,
 )
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
-from fp8kit.modules import eager
 from fp8kit.modules.parameters import frozen, moved
 
 _FROZEN = ("weight", "weight_scale", "input_scale")
@@ -181,7 +181,7 @@ class Fp8Linear(nn.Linear):
         validation.check_float("x", x)
         validation.check_operands(x, self.weight, self.bias, self.accum)
 
-    def compute(self, x: Tensor | unchecked.RowCodes) -> Tensor:
+    def compute(self, x: Tensor | RowCodes) -> Tensor:
         """Compute ``[..., N]`` from an input that is known to fit, or from its codes."""
 
         def product(*, directly: bool) -> Tensor:
@@ -194,7 +194,7 @@ class Fp8Linear(nn.Linear):
 
     def product(
         self,
-        x: Tensor | unchecked.RowCodes,
+        x: Tensor | RowCodes,
         weight: Tensor,
         scale: Tensor,
         bias: Tensor | None,
@@ -212,7 +212,7 @@ class Fp8Linear(nn.Linear):
         """
         groups = (self.scheme.activation, self.scheme.weight)
         options = (self.accum, self.batch_invariant)
-        if isinstance(x, unchecked.RowCodes):
+        if isinstance(x, RowCodes):
             return unchecked.multiply_rows(x, (weight, scale, groups[1]), bias, *options, directly)
         rounding = validation.default_rounding(groups[0], self.scheme.ue8m0)
         operands = (x, weight, scale, bias, self.input_scale, None)
@@ -220,7 +220,7 @@ class Fp8Linear(nn.Linear):
             return ops.linear(*operands, *groups, x.dtype, rounding, *options)
         return unchecked.linear_unchecked(*operands, groups, (rounding, *options))
 
-    def quantize_input(self, x: Tensor) -> unchecked.RowCodes:
+    def quantize_input(self, x: Tensor) -> RowCodes:
         """Quantize an input for ``compute``, so that siblings can share it; no gradient flows."""
         assert self.scheme.activation is not None
         rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fp8kit import tape, unchecked
-from fp8kit.formats import BLOCK, MX, ROW, Scheme
-from fp8kit.modules import eager
+from fp8kit import eager, tape
+from fp8kit.formats import BLOCK, MX, ROW, RowCodes, Scheme
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.quantizers import traced
 
@@ -42,7 +41,7 @@ class _Pending:
     x: Tensor
     state: _State
     results: _Results
-    codes: unchecked.RowCodes | None = None
+    codes: RowCodes | None = None
 
 
 class _Local(threading.local):
@@ -116,7 +115,7 @@ class SharedInput:
     def _forget(self) -> None:
         self._tapes = eager.Tapes()
         self._local = _Local()
-        self._traced: tuple[Tensor, unchecked.RowCodes] | None = None
+        self._traced: tuple[Tensor, RowCodes] | None = None
         self._captured = False
 
     def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
@@ -151,7 +150,7 @@ class SharedInput:
             return self._from_codes(member, pending, pending.codes)
         return result
 
-    def offer(self, stand_in: Tensor, codes: unchecked.RowCodes) -> None:
+    def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
         """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
 
         Args:
@@ -161,9 +160,7 @@ class SharedInput:
         everyone: _Results = {id(m): (None, _OFFERED) for m in self.members}
         self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
 
-    def _from_codes(
-        self, member: Fp8Linear, pending: _Pending, codes: unchecked.RowCodes
-    ) -> Tensor:
+    def _from_codes(self, member: Fp8Linear, pending: _Pending, codes: RowCodes) -> Tensor:
         few = member is self.members[0] and codes.data.shape[0] <= MOST_JOINED_ROWS
         y = self._replay(codes) if few else None
         if y is None:
@@ -229,13 +226,13 @@ class SharedInput:
         self._pending = _Pending(x, _input_state(x), results)
         return first
 
-    def _replay(self, x: Tensor | unchecked.RowCodes) -> Tensor | None:
+    def _replay(self, x: Tensor | RowCodes) -> Tensor | None:
         return eager.replay(self._tapes, x, [m._parameters for m in self.members], self._options())
 
     def _options(self) -> eager.Key:
         return tuple([(m.accum, m.batch_invariant) for m in self.members])
 
-    def _multiply(self, x: Tensor | unchecked.RowCodes) -> Tensor:
+    def _multiply(self, x: Tensor | RowCodes) -> Tensor:
         """Multiply an input, or its codes, by the joined weights.
 
         The joined weight is another tensor at every call, and shares a counter of changes with its

@@ -1,10 +1,11 @@
-"""Eager calls of a layer, without the work that is the same at every call.
+"""Calls of a layer, without the work that is the same at every call.
 
 Where nobody else would see the registered operator, its body is called directly: no gradient, no
 autocast, no tracer, no compiler, no dispatch mode, a plain CUDA tensor. The second call with a
 shape is recorded, and later ones repeat the tape (see ``tape``), if all the call does is launch
 kernels of this package. Layers whose weights are joined have tapes together; the product of codes
-that were made elsewhere has them, and so have norms and activations that make such codes. What a
+that were made elsewhere has them, and so have norms and activations that make such codes. Below the
+operators, which compiled code and ``functional`` call, each weight has tapes of its own. What a
 tape fixes is checked at every call: shapes, dtypes, the addresses of weights, scales and biases,
 and the versions of a layer's weights, so a reload in place, a move or a new Parameter is recorded
 anew.
@@ -13,15 +14,16 @@ anew.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8kit import dispatch, tape
-from fp8kit.unchecked import RowCodes
+from fp8kit.formats import RowCodes
 
 TAPED_DEVICES = ("cuda",)
 _PLAIN = (
@@ -71,6 +73,10 @@ class Tapes(dict[Key, tuple[State, tape.Tape | None]]):
     def __reduce__(self) -> tuple[type[Tapes], tuple[()]]:
         """As ``__deepcopy__``."""
         return Tapes, ()
+
+
+# of operators, by their weight, and gone with it
+_OF_WEIGHTS: MutableMapping[Tensor, Tapes] = WeakTensorKeyDictionary()
 
 
 def replay(
@@ -138,6 +144,33 @@ def run(
     y, taped = tape.record(functools.partial(product, directly=True), inputs, constants)
     _keep(tapes, key, state, taped)
     return y
+
+
+def run_body(
+    body: Callable[[], Tensor],
+    x: Tensor | RowCodes,
+    constants: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    options: Key,
+) -> Tensor:
+    """Repeat an earlier call of an operator's body, or make it, as ``run`` does for layers.
+
+    Args:
+        body: computes the result.
+        x: the input, or its codes.
+        constants: weight, its scale, bias and static input scale.
+        options: whatever else the result depends on.
+    """
+    weight = constants[0]
+    if weight.device.type not in TAPED_DEVICES:
+        return body()
+    tapes = _OF_WEIGHTS.get(weight) or _OF_WEIGHTS.setdefault(weight, Tapes())
+
+    def product(*, directly: bool) -> Tensor:
+        del directly  # there is nothing below a body
+        return body()
+
+    layer = dict(zip(_CONSTANTS, constants, strict=True))
+    return run(tapes, product, x, (layer,), options)
 
 
 def make_codes(

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
-from fp8kit import dispatch, tape
-from fp8kit.modules import eager
+from fp8kit import dispatch, eager, tape
+from fp8kit.formats import ROW
 from numerics import assert_bits_equal
 from taped import CpuBackends, install
 
@@ -555,3 +555,92 @@ def test_on_hopper_a_decode_step_is_taped() -> None:
     ((_, taped),) = layer._tapes.values()
     assert taped is not None
     assert len(taped.steps) == 2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_function_of_a_weight_is_taped(scheme: str, cpu_backends: CpuBackends) -> None:
+    layer = made(scheme)
+    weight, options = layer.quantized_weight(), {"scheme": scheme, "input_scale": layer.input_scale}
+    for turn in range(4):
+        x = x_of(3)
+        cpu_backends.calls.clear()
+        y = fp8kit.linear(x, weight, layer.bias, **options)
+        assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
+        rows = fp8kit.linear(x[:2], weight, layer.bias, **options)  # another shape
+        if scheme != "FP8_TENSOR":
+            assert_bits_equal(rows, y[:2])
+
+
+def test_a_product_of_codes_is_taped(cpu_backends: CpuBackends) -> None:
+    weight = made().quantized_weight()
+    for turn in range(4):
+        x_q = fp8kit.quantize(x_of(5))
+        cpu_backends.calls.clear()
+        y = fp8kit.scaled_mm(x_q, weight, out_dtype=torch.float32)
+        assert cpu_backends.calls == ([] if turn > 1 else ["multiply"])
+        exact = fp8kit.dequantize(x_q) @ fp8kit.dequantize(weight).t()
+        torch.testing.assert_close(y, exact)
+        other = fp8kit.scaled_mm(x_q, weight)  # neither another dtype nor another operator
+        assert other.dtype == torch.bfloat16
+
+
+def test_compiled_code_repeats_tapes(cpu_backends: CpuBackends) -> None:
+    layer = made()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    for turn in range(4):
+        x = x_of(3)
+        cpu_backends.calls.clear()
+        y = compiled(x)
+        assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
+        assert_bits_equal(y, layer(x))
+    layer.load_state_dict(made().state_dict())
+    assert_bits_equal(compiled(x), layer(x))
+
+
+def test_a_weight_changed_in_place_is_not_multiplied_as_it_was(cpu_backends: CpuBackends) -> None:
+    weight, x = made().quantized_weight(), x_of(3)
+    for _ in range(3):
+        before = fp8kit.linear(x, weight)
+    with torch.no_grad():
+        weight.data.copy_(made().weight)
+        weight.scale.mul_(2)
+    after = fp8kit.linear(x, weight)
+    assert not torch.equal(before, after)
+    assert_bits_equal(
+        after, fp8kit.linear(x, fp8kit.QTensor(weight.data.clone(), weight.scale, ROW))
+    )
+
+
+def test_a_bound_on_scales_is_no_part_of_a_tape(cpu_backends: CpuBackends) -> None:
+    weight, x = made().quantized_weight(), x_of(3)
+    for _ in range(4):
+        cpu_backends.calls.clear()
+        fp8kit.linear(x, weight, scale_ub=torch.tensor(1.0))
+        assert cpu_backends.calls == ["quantize", "multiply"]
+
+
+def test_gradients_flow_through_a_taped_operator(cpu_backends: CpuBackends) -> None:
+    layer = made()
+    weight, found = layer.quantized_weight(), []
+    for _ in range(4):
+        x = torch.ones(3, 160, dtype=torch.bfloat16, requires_grad=True)
+        cpu_backends.calls.clear()
+        fp8kit.linear(x, weight, layer.bias).sum().backward()
+        found.append(x.grad)
+    assert cpu_backends.calls == []
+    assert all(torch.equal(grad, found[0]) for grad in found)
+    assert found[0].any()
+
+
+def test_tapes_go_with_their_weight(cpu_backends: CpuBackends) -> None:
+    weight, x = made().quantized_weight(), x_of(3)
+    count = len(eager._OF_WEIGHTS)
+    for _ in range(3):
+        fp8kit.linear(x, weight)
+    assert len(eager._OF_WEIGHTS) == count + 1
+    saved = io.BytesIO()
+    torch.save(weight.data, saved)
+    saved.seek(0)
+    assert_bits_equal(torch.load(saved, weights_only=True), weight.data)
+    del weight
+    assert len(eager._OF_WEIGHTS) == count
