@@ -33,7 +33,7 @@ constexpr int TOKENS = TOKEN_ROWS ? ROWS : COLS, WEIGHTS = TOKEN_ROWS ? COLS : R
 constexpr int SCALE_BYTES = BLOCK_SCALES ? (TOKENS + 31) / 32 * 128 : 0;  // of one stage
 constexpr int ALL_SCALE_BYTES = (X_STAGES * SCALE_BYTES + 1023) / 1024 * 1024;  // swizzled results follow
 constexpr int ACC = COLS / 2, FRAGMENTS = COLS / 8;  // a fragment: four results of a thread
-constexpr int X_RELEASES = BLOCK_SCALES ? 4 : 1;  // of a slot by a warpgroup: its warps read scales
+constexpr int RELEASES = BLOCK_SCALES ? 4 : 1;  // of a slot by a warpgroup: each warp reads scales itself
 constexpr int RING = VALUES ? STAGES : X_STAGES;  // steps that warpgroups may be apart
 constexpr int SKEW = GROUPS > 1 && RING > 2 * GROUPS ? RING / 2 / (GROUPS - 1) : 0;
 // fragments that one block of a cluster owns
@@ -230,6 +230,19 @@ struct Slot {
       parity ^= 1;
     }
   }
+};
+
+// Barriers of a ring, by their addresses.
+struct Barriers {
+  u32 first;
+
+  // opaque, so that it stays in a register: the compiler would read the block's window in every step
+  __device__ explicit Barriers(const u64* barriers) {
+    asm volatile("mov.u32 %0, %1;" : "=r"(first) : "r"(shared(barriers)));
+  }
+  __device__ explicit Barriers(u32 address) : first(address) {}
+  __device__ Barriers after(int count) const { return Barriers(first + count * 8); }
+  __device__ u32 operator[](int slot) const { return first + slot * 8; }
 };
 
 // How tiles follow one another: all weights for `span` tiles of tokens, then for the next ones, and
@@ -547,8 +560,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     int x_stride, int w_stride, int span, u32 inverse, int full, const u8* values, long long value_bytes,
     float min_scale) {
   extern __shared__ __align__(1024) u8 base[];  // where a pattern of the swizzle begins
-  __shared__ alignas(8) u64 w_full[STAGES], w_empty[STAGES];
-  __shared__ alignas(8) u64 x_full[X_SLOTS], x_empty[X_SLOTS];
+  __shared__ alignas(8) u64 barriers[2 * (STAGES + X_SLOTS)];
+  const Barriers w_full(barriers), w_empty = w_full.after(STAGES);
+  const Barriers x_full = w_empty.after(STAGES), x_empty = x_full.after(X_SLOTS);
   __shared__ alignas(8) u64 arrived;
   __shared__ Scales scales;
   const u32 w_ring = shared(base), x_ring = w_ring + STAGES * W_BYTES;
@@ -562,18 +576,18 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   Walk walk({span, inverse, full}, m, n, k, rank);  // before the wait for the kernel ahead
 
   if (threadIdx.x == 0) {
-    auto init = [](u64* barrier, int arrivals) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals));
+    auto init = [](u32 barrier, int arrivals) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
     };
     for (int s = 0; s < STAGES; s++) {
-      init(&w_full[s], 1);
-      init(&w_empty[s], GROUPS);
+      init(w_full[s], 1);
+      init(w_empty[s], RELEASES * GROUPS);
     }
     for (int s = 0; s < X_SLOTS; s++) {
-      init(&x_full[s], 1);
-      init(&x_empty[s], X_RELEASES * GROUPS);
+      init(x_full[s], 1);
+      init(x_empty[s], RELEASES * GROUPS);
     }
-    init(&arrived, 1);
+    init(shared(&arrived), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (SPLIT > 1)
       expect(shared(&arrived),
@@ -592,18 +606,18 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       for (int asked = 0; walk.more(); walk.next())
 #pragma unroll 1
         for (int c = 0; c < walk.count; c++) {
-          wait(shared(&w_empty[next.at]), next.parity ^ 1);
+          wait(w_empty[next.at], next.parity ^ 1);
           // may be missed for a round of the ring, which only keeps START for so long
-          if (START < STAGES && !tokens) tokens = passed(shared(&x_full[0]), 0);
+          if (START < STAGES && !tokens) tokens = passed(x_full[0], 0);
           if (START < STAGES && ++asked > (tokens ? WINDOW : START)) {
-            wait(shared(&w_full[oldest.at]), oldest.parity);
+            wait(w_full[oldest.at], oldest.parity);
             oldest.advance();
             asked--;
           }
           if (elected()) {
-            expect(shared(&w_full[next.at]), W_BYTES);
+            expect(w_full[next.at], W_BYTES);
             load(w_ring + next.at * W_BYTES, &w_map, (walk.first + c) * TILE_K, walk.n0,
-                 shared(&w_full[next.at]), STREAMED ? once : keep);
+                 w_full[next.at], STREAMED ? once : keep);
           }
           next.advance();
         }
@@ -617,9 +631,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       for (; walk.more() && !VALUES; walk.next())
 #pragma unroll 1
         for (int c = 0; c < walk.count; c++) {
-          wait(shared(&x_empty[next.at]), next.parity ^ 1);
+          wait(x_empty[next.at], next.parity ^ 1);
           if (elected()) {
-            const u32 full = shared(&x_full[next.at]);
+            const u32 full = x_full[next.at];
             expect(full, X_BYTES + (BLOCK_SCALES ? TOKENS * 4 : 0));
             load(x_ring + next.at * X_BYTES, &x_map, (walk.first + c) * TILE_K, walk.t0, full, keep);
             if (BLOCK_SCALES)
@@ -644,7 +658,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   if (VALUES)
     quantize_values({values, value_bytes, m, k, min_scale}, x_ring, scale_ring, scales, held);
   if (SKEW > 0 && group > 0 && walk.rounds() > 1 && walk.steps > SKEW * group)
-    wait(shared(&w_full[SKEW * group]), 0);
+    wait(w_full[SKEW * group], 0);
   for (; walk.more(); walk.next()) {
     const int n0 = walk.n0, t0 = walk.t0;
     const int row0 = TOKEN_ROWS ? t0 : n0, col0 = TOKEN_ROWS ? n0 : t0;
@@ -666,8 +680,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       for (int b = 0; b < W_BLOCKS; b++) w_s[i][b] = w_scales[b][min(walk.first + c, walk.steps - 1)];
 #endif
       c++;
-      wait(shared(&w_full[w.at]), w.parity);
-      if (!VALUES) wait(shared(&x_full[x.at]), x.parity);
+      wait(w_full[w.at], w.parity);
+      if (!VALUES) wait(x_full[x.at], x.parity);
       const u32 w_tile = w_tiles + w.at * (W_BYTES / 16), x_tile = x_tiles + x.at * (X_BYTES / 16);
       const u32 a = TOKEN_ROWS ? x_tile : w_tile, b = TOKEN_ROWS ? w_tile : x_tile;
       pin(product[i]);
@@ -680,15 +694,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
     };
     auto add_product = [&](int i) {
       pin(product[i]);
-      const u32 w_slot = shared(&w_empty[w_done.at]), x_slot = shared(&x_empty[VALUES ? 0 : x_done.at]);
-      if (warp % 4 == 0 && lane == 0) {  // its warps wait for a product together
-        release(w_slot);
-        if (!VALUES && !BLOCK_SCALES) release(x_slot);
-      }
+      const u32 w_slot = w_empty[w_done.at], x_slot = x_empty[VALUES ? 0 : x_done.at];
 #if BLOCK_SCALES
-      auto let_go = [&](u32 read) {  // each warp reads scales itself
+      auto let_go = [&](u32 read) {
         __syncwarp();
-        if (!VALUES && lane == 0) release_read(x_slot, read);
+        if (lane > 0) return;
+        release(w_slot);
+        if (!VALUES) release_read(x_slot, read);
       };
       const u32 at = scale_ring + x_done.at * SCALE_BYTES;
       if (TOKEN_ROWS) {
@@ -708,31 +720,27 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
             acc[j] += product[i][j] * factor[j % 4 / 2];
         }
       } else {
-        constexpr int READ = ACC < 16 ? ACC : 16;  // results whose scales are read together
         u32 read = 0;
 #pragma unroll
-        for (int from = 0; from < ACC; from += READ) {
-          float even[READ / 4], odd[READ / 4];
-#pragma unroll
-          for (int j = 0; j < READ && from + j < ACC; j += 4) {
-            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(even[j / 4]), "=f"(odd[j / 4])
-                         : "r"(at + lane % 4 * 8 + (from + j) * 8));
-            read |= __float_as_uint(even[j / 4]);
-          }
-          if (from + READ >= ACC) let_go(read);
-#pragma unroll
-          for (int j = 0; j < READ && from + j < ACC; j += 4) {
-            even[j / 4] *= w_s[i][0];
-            odd[j / 4] *= w_s[i][0];
-#pragma unroll
-            for (int half = 0; half < 4; half += 2) {
-              acc[from + j + half] += product[i][from + j + half] * even[j / 4];
-              acc[from + j + half + 1] += product[i][from + j + half + 1] * odd[j / 4];
-            }
-          }
+        for (int j = 0; j < ACC; j += 4) {
+          float even, odd;
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(even), "=f"(odd)
+                       : "r"(at + lane % 4 * 8 + j * 8));
+          read |= __float_as_uint(even);
+          even *= w_s[i][0];
+          odd *= w_s[i][0];
+          acc[j] += product[i][j] * even;
+          acc[j + 1] += product[i][j + 1] * odd;
+          acc[j + 2] += product[i][j + 2] * even;
+          acc[j + 3] += product[i][j + 3] * odd;
         }
+        let_go(read);
       }
 #else
+      if (warp % 4 == 0 && lane == 0) {  // its warps wait for a product together
+        release(w_slot);
+        if (!VALUES) release(x_slot);
+      }
 #pragma unroll
       for (int j = 0; j < ACC; j++) acc[j] += product[i][j];
 #endif
