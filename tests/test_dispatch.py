@@ -15,7 +15,7 @@ from fp8kit.dispatch import choose, require
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul import problem as matmul
-from fp8kit.measurements import DENSE, REJECTED, Estimate, table_for
+from fp8kit.measurements import DENSE, MEASURED, REJECTED, Estimate, table_for
 from fp8kit.quantizers import problem as quantizers
 from fp8kit.quantizers.fused_problem import FUSED_BACKENDS
 
@@ -220,9 +220,10 @@ class Timed:
     us: tuple[tuple[str, float], ...]
     device_type: str = "cpu"
     configuration: str | None = None
+    basis: str = MEASURED
 
     def estimate(self) -> Estimate:
-        return Estimate(dict(self.us), "measured")
+        return Estimate(dict(self.us), self.basis)
 
 
 TIMED = ("first", "second", "third")
@@ -305,6 +306,31 @@ def test_what_was_rejected_runs_only_if_it_is_named(timed_table: dispatch.Backen
     assert all("computed something else" in why for _, why in choice.declined)
     # it may have been mended, and is measured anew
     assert choose.__wrapped__(timed_table, problem, "second").backend == "second"
+
+
+@pytest.mark.parametrize(
+    ("us", "basis", "padding", "chosen"),
+    [
+        ({"first": 2.0, "second": 1.0}, "estimated", "second", "first"),
+        ({"first": 2.0, "second": 1.0}, MEASURED, "second", "second"),
+        ({"first": 2.0, "second": 1.0, "third": 1.5}, "estimated", "second", "third"),
+        ({"first": 2.0, "second": REJECTED}, "estimated", "second", "first"),
+        ({"first": 1.0, "second": 2.0}, "estimated", "first", "first"),
+    ],
+    ids=str,
+)
+def test_times_of_other_shapes_do_not_choose_what_pads_this_one(
+    us: dict[str, float], basis: str, padding: str, chosen: str, timed_table: dispatch.BackendTable
+) -> None:
+    module, _ = dispatch._load(padding)
+    assert module is not None
+    module.__dict__["pads"] = lambda _: True
+    choice = choose(timed_table, Timed(tuple(us.items()), basis=basis))
+    assert choice.backend == chosen
+    rejected = us.get("second") == REJECTED
+    assert ("rejected" in dict(choice.declined).get("second", "")) == rejected
+    if padding != chosen and not rejected:
+        assert "would pad the weight" in dict(choice.declined)[padding]
 
 
 def test_measured_times_of_the_h200_choose_what_was_fastest() -> None:

@@ -4,6 +4,7 @@ A backend is a module with two functions: ``supports(problem) -> None | reason``
 One that can be cut in several ways also has ``configurations(problem) -> names``; ``run`` finds the
 chosen one in ``problem.configuration``, where an empty name leaves the choice to the backend;
 ``None`` asks dispatch for any.
+One that copies some weights at every call says so by ``pads(problem)``.
 A product may offer ``run_values``, which quantizes a few tokens in its own kernel.
 Loading one is the package's only lazy import, so a missing triton is a reason, not an exception.
 
@@ -16,13 +17,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 from fp8kit import settings
 from fp8kit.errors import UnsupportedError, did_you_mean, teach
-from fp8kit.measurements import DENSE, REJECTED, Estimate, table_for
+from fp8kit.measurements import DENSE, MEASURED, REJECTED, Estimate, table_for
 
 # (name, module path, device types), the best first; no device types means any device
 BackendTable = tuple[tuple[str, str, tuple[str, ...]], ...]
@@ -146,6 +148,8 @@ def _fastest(
     for name in fits:
         if name in times and us is not None:
             reasons[name] = f"{times[name][0]:.1f} µs, slower than {chosen}"
+        elif _pads(fits[name], problem):
+            reasons[name] = f"not measured, would pad the weight, and after {chosen} in the order"
         else:
             reasons[name] = f"not measured, and after {chosen} in the order"
     del reasons[chosen]
@@ -161,16 +165,31 @@ def _fastest(
 def _times(
     fits: dict[str, ModuleType], problem: Any, estimate: Estimate | None
 ) -> dict[str, tuple[float, str]]:
-    """Give the best microseconds of each backend, and the configuration that reaches them."""
+    """Give the best microseconds of each backend, and the configuration that reaches them.
+
+    Times of shapes that need no padding say nothing of one that does: it is not taken by them from
+    the first of the order.
+    """
     times: dict[str, tuple[float, str]] = {}
     wanted = getattr(problem, "configuration", None)
-    for candidate, us in ({} if estimate is None else estimate.us).items():
+    if estimate is None:
+        return times
+    first = next(iter(fits), "")
+    for candidate, us in estimate.us.items():
         name, _, configuration = candidate.partition(":")
         if name not in fits or configuration not in configurations(fits[name], problem):
+            continue
+        hidden = estimate.basis != MEASURED and name != first and _pads(fits[name], problem)
+        if hidden and us != REJECTED:
             continue
         if wanted in (None, configuration) and (name not in times or us < times[name][0]):
             times[name] = (us, configuration)
     return times
+
+
+def _pads(module: ModuleType, problem: Any) -> bool:
+    pads: Callable[[Any], bool] = getattr(module, "pads", lambda _: False)
+    return pads(problem)
 
 
 def configurations(module: ModuleType, problem: Any) -> tuple[str, ...]:

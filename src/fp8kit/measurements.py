@@ -31,6 +31,7 @@ from fp8kit.errors import teach
 
 SCHEMA = 1
 DENSE = "bf16"
+MEASURED = "measured"
 REJECTED = math.inf  # the time of a candidate that computed something else
 _NEIGHBOURS = 4
 _FARTHEST = 2.0
@@ -71,7 +72,7 @@ class Estimate:
     Args:
         us: microseconds by candidate (``"backend"`` or ``"backend:configuration"``, and
             ``"bf16"`` for the dense layer); ``REJECTED`` for one that may not run.
-        basis: ``"measured"``, or from what it was estimated.
+        basis: ``MEASURED``, or from what it was estimated.
     """
 
     us: Mapping[str, float]
@@ -116,7 +117,7 @@ class Table:
         """
         found = self.rows.get(case)
         if found is not None:
-            return Estimate(found, "measured")
+            return Estimate(found, MEASURED)
         if not min(case.m, case.n, case.k):
             return None
         alike = [c for c in self.rows if (c.scales, c.accum) == (case.scales, case.accum)]

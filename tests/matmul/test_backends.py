@@ -332,3 +332,41 @@ def test_every_configuration_matches_the_exact_product(
         cut = dataclasses.replace(problem, configuration=name)
         y = multiply(x_q.data, x_q.scale, w_q.data, w_q.scale, None, cut, backend)
         assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "pair", "padded"),
+    [
+        (64, 128, "FP8_DYNAMIC", False),
+        (70, 128, "FP8_DYNAMIC", True),
+        (64, 200, "FP8_DYNAMIC", True),  # copied by eight codes
+        (64, 129, "FP8_DYNAMIC", True),  # and by one
+        (128, 256, "FP8_BLOCK", False),
+        (144, 256, "FP8_BLOCK", True),
+        (128, 144, "FP8_BLOCK", True),
+    ],
+)
+def test_torch_gets_whole_tiles_and_tells_whose_weight_is_padded(
+    n: int, k: int, pair: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Tensor, Tensor]] = []
+
+    def scaled_mm(x: Tensor, w: Tensor, *_: object, **options: object) -> Tensor:
+        asked.append((x, w.t()))
+        return torch.zeros(x.shape[0], w.shape[1], dtype=options["output_dtype"])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch_native.F, "scaled_mm", scaled_mm)
+    groups = PAIRS[pair]
+    x_q, w_q = operands(17, n, k, groups, torch.device("cpu"))
+    problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, "precise", False)
+    assert torch_native.pads(problem) == padded
+    y = torch_native.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
+    assert y.shape == (17, n)
+    ((x, w),) = asked
+    multiple = 128 if pair == "FP8_BLOCK" else 16
+    assert w.shape == (-(-n // multiple) * multiple, -(-k // multiple) * multiple)
+    for got, codes in ((x, x_q.data), (w, w_q.data)):
+        rows, cols = codes.shape
+        assert torch.equal(got.view(torch.uint8)[:rows, :cols], codes.view(torch.uint8))
+        assert not got.view(torch.uint8)[rows:].any()
+        assert not got.view(torch.uint8)[:, cols:].any()

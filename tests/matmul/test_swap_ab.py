@@ -217,6 +217,15 @@ def test_a_weight_is_read_early_once_a_call_has_waited_for_it(
     assert [launched(4, uncounted, monkeypatch) for _ in range(3)] == [False, False, False]
 
 
+def test_a_long_product_starts_when_what_is_ahead_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    w = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
+    monkeypatch.setattr(swap_ab, "_LONG", 4 * 64 * 128)
+    assert not launched(4, w, monkeypatch)
+    assert [launched(m, w, monkeypatch) for m in (3, 4, 5)] == [True, False, False]
+
+
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 def test_every_way_to_a_product_knows_what_was_waited_for(
     mode: Callable[[], contextlib.AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ from fp8kit.matmul.problem import MatmulProblem
 
 _ROWWISE = (ROW, TENSOR)
 _ALIGN = 16
-_BLOCK_ALIGN = 128
+_WEIGHT_ALIGN = {BLOCK: (128, 128), MX: (_ALIGN, 32)}  # of N and K, where it is another one
 _BLOCK_M_ALIGN = 4
 _BLOCK_SCALE_ALIGN = 4
 SCALED_AFTER = "scaled_after"
@@ -50,6 +50,12 @@ def supports(problem: MatmulProblem) -> str | None:
     if pair == (MX, MX):
         return None if problem.capability[0] >= 10 else "MX tensor cores start at sm100"
     return f"torch has no recipe for {pair[0]} by {pair[1]} scales"
+
+
+def pads(problem: MatmulProblem) -> bool:
+    """Say whether a weight is padded at every call, which no time of other shapes includes."""
+    n_align, k_align = _WEIGHT_ALIGN.get(problem.w_group, (_ALIGN, _ALIGN))
+    return problem.n % n_align > 0 or problem.k % k_align > 0
 
 
 def configurations(problem: MatmulProblem) -> tuple[str, ...]:
@@ -136,7 +142,8 @@ def _block(
     problem: MatmulProblem,
 ) -> Tensor:
     rows, n = x.shape[0], w.shape[0]
-    x, w = _padded(x, _BLOCK_M_ALIGN, _BLOCK_ALIGN), _padded(w, _BLOCK_ALIGN, _BLOCK_ALIGN)
+    w = _padded(w, *_WEIGHT_ALIGN[BLOCK])
+    x = _padded(x, _BLOCK_M_ALIGN, _WEIGHT_ALIGN[BLOCK][1])
     x_scale = _padded_scale(x_scale, x.shape[0]).t().contiguous().t()
     w_scale = F.pad(w_scale, (0, -w_scale.shape[1] % _BLOCK_SCALE_ALIGN))
     y = F.scaled_mm(
@@ -160,7 +167,8 @@ def _mx(
     problem: MatmulProblem,
 ) -> Tensor:
     n = w.shape[0]
-    x, w = _padded(x, 1, 32), _padded(w, _ALIGN, 32)
+    w = _padded(w, *_WEIGHT_ALIGN[MX])
+    x = _padded(x, 1, _WEIGHT_ALIGN[MX][1])
     y = F.scaled_mm(
         x,
         w.t(),
@@ -197,8 +205,10 @@ def _padded(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
     below, right = -codes.shape[0] % row_multiple, -codes.shape[1] % col_multiple
     if not below and not right:
         return codes.contiguous()
-    bytes_ = F.pad(codes.contiguous().view(torch.uint8), (0, right, 0, below))
-    return bytes_.view(codes.dtype)
+    whole = codes.shape[1] % 8 == right % 8 == 0  # an element takes its time, whatever its size
+    kind, size = (torch.int64, 8) if whole else (torch.uint8, 1)
+    padded = F.pad(codes.contiguous().view(kind), (0, right // size, 0, below))
+    return padded.view(codes.dtype)
 
 
 def _padded_scale(scale: Tensor, rows: int) -> Tensor:
