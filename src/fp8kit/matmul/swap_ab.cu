@@ -245,6 +245,25 @@ struct Barriers {
   __device__ u32 operator[](int slot) const { return first + slot * 8; }
 };
 
+// The two blocks of a cluster that does not split K, while both have a tile of the same weights: loads
+// that are asked for together reach the cache as one. They drift apart unless they meet now and then.
+struct Partner {
+  u32 here, there, parity = 0;
+
+  __device__ explicit Partner(const u64* barrier) : here(shared(barrier)) {
+    asm("{\n.reg .b32 other;\nmov.u32 other, %%cluster_ctarank;\nxor.b32 other, other, 1;\n"
+        "mapa.shared::cluster.u32 %0, %1, other;\n}" : "=r"(there) : "r"(here));
+  }
+  __device__ void meet() {
+    if (elected()) {
+      release(here);
+      asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+    }
+    wait(here, parity);
+    parity ^= 1;
+  }
+};
+
 // How tiles follow one another: all weights for `span` tiles of tokens, then for the next ones, and
 // `full` rounds in which every block has a tile of its own. Divisions would delay the first load.
 struct Order {
@@ -563,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
   __shared__ alignas(8) u64 barriers[2 * (STAGES + X_SLOTS)];
   const Barriers w_full(barriers), w_empty = w_full.after(STAGES);
   const Barriers x_full = w_empty.after(STAGES), x_empty = x_full.after(X_SLOTS);
-  __shared__ alignas(8) u64 arrived;
+  __shared__ alignas(8) u64 arrived, together;
   __shared__ Scales scales;
   const u32 w_ring = shared(base), x_ring = w_ring + STAGES * W_BYTES;
   const u32 scale_ring = x_ring + X_STAGES * X_BYTES;
@@ -588,24 +607,30 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
       init(x_empty[s], RELEASES * GROUPS);
     }
     init(shared(&arrived), 1);
+    if (MEETING > 0) init(shared(&together), 2);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (SPLIT > 1)
       expect(shared(&arrived),
              (SPLIT - 1) * max(0, min(SHARE, FRAGMENTS - rank * SHARE)) * CONSUMERS * 16);
   }
   __syncthreads();
-  if (SPLIT > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  if (SPLIT > 1 || MEETING > 0) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 
   if (warp >= 4 * GROUPS) {
     if (REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     const u64 once = 0x12F0000000000000ull, keep = 0x14F0000000000000ull;  // L2 evict first, last
     if (warp == 4 * GROUPS) {
       if (elected()) prefetch(&w_map);
+      const bool meeting = MEETING > 0 && walk.order.full > 1;
+      if (meeting) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // both are set up
+      Partner partner(&together);
       Slot<STAGES> next, oldest;
       bool tokens = VALUES;  // whether the first ones are here
       for (int asked = 0; walk.more(); walk.next())
 #pragma unroll 1
         for (int c = 0; c < walk.count; c++) {
+          if (meeting && walk.round < walk.order.full && c % max(MEETING, 1) == MEETING - 1)
+            partner.meet();
           wait(w_empty[next.at], next.parity ^ 1);
           // may be missed for a round of the ring, which only keeps START for so long
           if (START < STAGES && !tokens) tokens = passed(x_full[0], 0);

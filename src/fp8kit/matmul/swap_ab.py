@@ -255,6 +255,7 @@ def source(
         "WINDOW": tile.window,
         "SPLIT": tile.split,
         "RESIDENT": tile.resident,
+        "MEETING": tile.meeting,
         "PRODUCERS": tile.threads - 128 * tile.groups,
         "REGISTERS": tile.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

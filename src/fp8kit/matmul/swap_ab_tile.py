@@ -13,6 +13,7 @@ TILE_K = 128
 PRODUCER_REGISTERS = 24
 FEW_ROWS = 64
 _SHARED_PER_PROCESSOR = 228 * 1024
+_MEETING = 4  # more often it takes its time, less often blocks drift apart
 _SYSTEM_BYTES = 1024  # of each block
 _SPAN = 1024  # tokens whose codes stay in the L2 cache while weights pass
 _AHEAD, TILES_AHEAD = 48 * 1024, 4  # weights on their way to a multiprocessor: bytes, tiles
@@ -125,6 +126,11 @@ class Tile:
         return ring + parts + self.groups * self.held * lines * (line + padding)
 
     @property
+    def meeting(self) -> int:
+        """Steps after which neighbors wait for one another before they load on; 0 if never."""
+        return _MEETING if self.neighbors > 1 else 0
+
+    @property
     def at_once(self) -> int:
         """Columns of one part of a tile's results."""
         return next((p for p in (64, 48, 80) if self.cols > 80 and not self.cols % p), self.cols)
@@ -137,7 +143,7 @@ class Tile:
     @property
     def static_bytes(self) -> int:
         """Static shared memory, padded so that swizzled tiles follow: barriers, a tile's scales."""
-        barriers = 2 * (self.stages + (1 if self.values else self.x_stages)) + 1
+        barriers = 2 * (self.stages + (1 if self.values else self.x_stages)) + 2
         floats = self.groups * (self.cols + (self.cols if self.token_rows else 64) + 4) + self.rows
         return round_up(8 * barriers + 4 * floats, 1024)
 
