@@ -63,7 +63,7 @@ def cuts(m: int, k: int, block_scales: bool) -> list[Tile]:
     if m > _MANY_ROWS:
         found += [
             _deepest(cols, 2, 1, 1, block_scales, long_run(k), token_rows)
-            for token_rows, cols in ((False, even), (True, _MOST_COLS))
+            for token_rows, cols in ((True, _MOST_COLS), (False, even))
         ]
     return [replace(tile, neighbors=2) if tile.split == 1 else tile for tile in found]
 
