@@ -39,6 +39,7 @@ CUTS = [
     Tile(144, 2, 1, 6, 6, 6, 1, 1, True),
     Tile(160, 2, 1, 5, 5, 5, 1, 1, True),
     Tile(128, 2, 8, 6, 6, 6, 1, 1, True, neighbors=2),
+    Tile(128, 2, 8, 5, 5, 5, 1, 1, True, held=2, neighbors=2),
     Tile(112, 2, 8, 6, 6, 6, 1, 1),
     Tile(128, 2, 5, 5, 5, 5, 1, 1, held=2, neighbors=2),
     Tile(128, 2, 7, 6, 6, 6, 1, 1, True, neighbors=2),

@@ -15,7 +15,7 @@ import fp8kit
 from fp8kit import measurements, settings
 from fp8kit.bench import operands as benched
 from fp8kit.bench import tuning
-from fp8kit.bench.timing import Case, Effort, copies_past_cache, time_cases
+from fp8kit.bench.timing import SUSTAINED, Case, Effort, copies_past_cache, time_cases
 from fp8kit.bench.warming import layer_wishes, warmup
 from fp8kit.dispatch import choose
 from fp8kit.formats import SCHEMES, Scheme
@@ -71,6 +71,34 @@ def tuned(scheme: str = "FP8_DYNAMIC", accum: str = "precise", m: int = 70) -> t
     wish = tuning.Wish([SHAPE], [m], [Scheme.of(scheme)], accum)
     timer = timer_of({"swap_ab": 1.0, "swap_ab:wide": 2.0, "torch_native": 3.0, DENSE: 4.0})
     return tuning.tune([wish], CPU, timer=timer)
+
+
+def test_long_layers_that_are_close_are_timed_under_load(
+    backends: Callable[[Spoil], None],
+) -> None:
+    """What wins for a moment may lose when power decides; what is far behind is not asked again."""
+    backends(lambda y: y)
+    asked: list[set[str]] = []
+    moment = {"swap_ab": 101.0, "swap_ab:wide": 130.0, "torch_native": 100.0, DENSE: 200.0}
+    loaded = {"swap_ab": 105.0, "torch_native": 111.0, DENSE: 220.0}
+
+    def timer(
+        cases: Mapping[str, Case], copies: int, effort: Effort, device: torch.device
+    ) -> dict[str, float]:
+        asked.append({name.rpartition(" ")[2] for name in cases})
+        times = loaded if effort == SUSTAINED else moment
+        return timer_of(times)(cases, copies, effort, device)
+
+    (row,) = tuning.tune(
+        [tuning.Wish([SHAPE], [70], [Scheme.of("FP8_DYNAMIC")])], CPU, timer=timer
+    ).table.rows.values()
+    assert asked[-1] == set(loaded)
+    assert row == pytest.approx({**loaded, "swap_ab:wide": 143.0})
+    moment["swap_ab"] = moment["torch_native"] = 90.0
+    asked.clear()
+    tuning.tune([tuning.Wish([SHAPE], [70], [Scheme.of("FP8_DYNAMIC")])], CPU, timer=timer)
+    assert set(moment) in asked
+    assert set(loaded) not in asked
 
 
 def one_row(y: Tensor) -> Tensor:

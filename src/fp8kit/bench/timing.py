@@ -41,6 +41,8 @@ class Effort:
 
 THOROUGH = Effort()
 QUICK = Effort(round_ms=2.0, rounds=7)
+# as long as a GPU needs to lower its clock to what its power allows
+SUSTAINED = Effort(round_ms=6.0, rounds=11)
 
 
 def time_cases(
