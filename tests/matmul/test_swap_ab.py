@@ -552,7 +552,7 @@ def test_tokens_quantized_inside_give_the_same_bits(
     dispatch.choose.cache_clear()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     fits = swap_ab.values_tile(m, n, k, processors, groups[1] == BLOCK) is not None
-    assert inside == [fits] * 6
+    assert set(inside) == {fits}  # later calls may repeat a tape
     assert fits or m * k > 4096
 
 
