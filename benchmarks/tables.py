@@ -325,6 +325,7 @@ def streaming(found: dict[str, Any]) -> str:
 
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "linear": ("Whole linear layers", linear),
+    "linear_odd": ("Whole linear layers of odd shapes", linear),
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),
