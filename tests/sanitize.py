@@ -269,7 +269,7 @@ def own_calls() -> Calls:
     for number, tile in enumerate(CUTS):
         for pair in (PAIRS[0], PAIRS[2]):
             several = (80 * tile.tokens + 3, 200, 144)  # tiles of a block: results are stored
-            if tile.neighbors > 1:
+            if tile.neighbors > 1 and pair == PAIRS[0]:
                 several = (140 * tile.tokens + 3, 200, 528)  # which meet within two whole rounds
             for m, n, k in ((tile.tokens + 1, 200, 1040), (1, 7, 16), several):
                 out = FLOATS[number % (2 if m == several[0] else 3)]

@@ -316,6 +316,7 @@ def test_what_was_rejected_runs_only_if_it_is_named(timed_table: dispatch.Backen
         ({"first": 2.0, "second": 1.0, "third": 1.5}, "estimated", "second", "third"),
         ({"first": 2.0, "second": REJECTED}, "estimated", "second", "first"),
         ({"first": 1.0, "second": 2.0}, "estimated", "first", "first"),
+        ({"first": REJECTED, "second": 2.0, "third": 1.0}, "estimated", "second", "third"),
     ],
     ids=str,
 )
@@ -327,10 +328,11 @@ def test_times_of_other_shapes_do_not_choose_what_pads_this_one(
     module.__dict__["pads"] = lambda _: True
     choice = choose(timed_table, Timed(tuple(us.items()), basis=basis))
     assert choice.backend == chosen
-    rejected = us.get("second") == REJECTED
-    assert ("rejected" in dict(choice.declined).get("second", "")) == rejected
-    if padding != chosen and not rejected:
-        assert "would pad the weight" in dict(choice.declined)[padding]
+    declined = dict(choice.declined)
+    for name, time in us.items():
+        assert ("rejected" in declined.get(name, "")) == (time == REJECTED)
+    if us["first"] != REJECTED != us["second"] and padding != chosen:
+        assert "would pad the weight" in declined[padding]
 
 
 def test_measured_times_of_the_h200_choose_what_was_fastest() -> None:

@@ -112,6 +112,16 @@ def test_nearer_neighbours_weigh_more() -> None:
     assert found == pytest.approx((ratios[near] ** 4 * ratios[far]) ** 0.2)
 
 
+@pytest.mark.parametrize("m", [2**i for i in range(16)])
+def test_the_shipped_table_leaves_out_no_row_count(m: int) -> None:
+    """Layers that are not in it, but near: what runs between two measured counts is no guess."""
+    table = table_for("NVIDIA H200")
+    assert table is not None
+    for shape in ((4608, 4096), (11008, 4096), (10752, 5120), (8192, 3584)):
+        for scales in ("row*row", "1x128*128x128"):
+            assert table.estimate(Case(scales, "precise", m, *shape)) is not None
+
+
 @pytest.mark.parametrize(
     "far",
     [

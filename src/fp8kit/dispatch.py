@@ -120,6 +120,10 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
         if only is None:
             del fits[name]
             reasons[name] = "rejected when it was measured: it computed something else"
+    for name in list(fits)[1:]:
+        # times of shapes that need no padding say nothing of one that does
+        if estimate is not None and estimate.basis != MEASURED and _pads(fits[name], problem):
+            times.pop(name, None)
     if not fits:
         return Choice(problem, "", None, tuple(reasons.items()))
     return _fastest(fits, reasons, problem, times, estimate)
@@ -165,22 +169,12 @@ def _fastest(
 def _times(
     fits: dict[str, ModuleType], problem: Any, estimate: Estimate | None
 ) -> dict[str, tuple[float, str]]:
-    """Give the best microseconds of each backend, and the configuration that reaches them.
-
-    Times of shapes that need no padding say nothing of one that does: it is not taken by them from
-    the first of the order.
-    """
+    """Give the best microseconds of each backend, and the configuration that reaches them."""
     times: dict[str, tuple[float, str]] = {}
     wanted = getattr(problem, "configuration", None)
-    if estimate is None:
-        return times
-    first = next(iter(fits), "")
-    for candidate, us in estimate.us.items():
+    for candidate, us in ({} if estimate is None else estimate.us).items():
         name, _, configuration = candidate.partition(":")
         if name not in fits or configuration not in configurations(fits[name], problem):
-            continue
-        hidden = estimate.basis != MEASURED and name != first and _pads(fits[name], problem)
-        if hidden and us != REJECTED:
             continue
         if wanted in (None, configuration) and (name not in times or us < times[name][0]):
             times[name] = (us, configuration)

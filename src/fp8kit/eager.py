@@ -14,13 +14,13 @@ anew.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8kit import dispatch, tape
 from fp8kit.formats import RowCodes
@@ -34,6 +34,7 @@ _INPUTS = (Tensor, RowCodes)
 _CONSTANTS = ("weight", "weight_scale", "bias", "input_scale")
 _MOST_SHAPES = 64
 _ALIGN = 16
+_TAPES = "_fp8kit_tapes"  # attribute of a weight
 _ONCE = "once"  # before the state of a call that was made once, and is recorded next
 _strided = torch.strided
 # bound once: looking the names up through torch costs more than calling them
@@ -68,15 +69,19 @@ class Tapes(dict[Key, tuple[State, tape.Tape | None]]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tapes:
         """Give an empty one: addresses belong to the original."""
-        return Tapes()
+        return type(self)()
 
     def __reduce__(self) -> tuple[type[Tapes], tuple[()]]:
         """As ``__deepcopy__``."""
         return Tapes, ()
 
 
-# of operators, by their weight, and gone with it
-_OF_WEIGHTS: MutableMapping[Tensor, Tapes] = WeakTensorKeyDictionary()
+class _OfWeight(Tapes):
+    """Those of operators, an attribute of their weight, with which they may be saved."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """Give an empty one of a type that ``torch.load`` takes for weights."""
+        return OrderedDict, ()
 
 
 def replay(
@@ -154,6 +159,8 @@ def run_body(
 ) -> Tensor:
     """Repeat an earlier call of an operator's body, or make it, as ``run`` does for layers.
 
+    A weight that is another tensor at every call, a fresh view for one, never gets a tape.
+
     Args:
         body: computes the result.
         x: the input, or its codes.
@@ -161,9 +168,13 @@ def run_body(
         options: whatever else the result depends on.
     """
     weight = constants[0]
-    if weight.device.type not in TAPED_DEVICES:
+    plain = type(weight) in _PLAIN and weight.device.type in TAPED_DEVICES
+    if not plain or tape.recording():
         return body()
-    tapes = _OF_WEIGHTS.get(weight) or _OF_WEIGHTS.setdefault(weight, Tapes())
+    tapes: Any = getattr(weight, _TAPES, None)
+    if type(tapes) is not _OfWeight:
+        tapes = _OfWeight()
+        setattr(weight, _TAPES, tapes)
 
     def product(*, directly: bool) -> Tensor:
         del directly  # there is nothing below a body
@@ -221,7 +232,7 @@ def make_codes(
 
 def _keep(tapes: Tapes, key: Key, state: State, taped: tape.Tape | None) -> None:
     if key not in tapes and len(tapes) >= _MOST_SHAPES:
-        tapes.clear()
+        tapes.pop(next(iter(tapes), key), None)  # the oldest, which another thread may have dropped
     tapes[key] = (state, taped)
 
 
@@ -291,6 +302,9 @@ def _state(layer: Parameters) -> tuple[object, ...] | None:
     return (
         address,
         weight.shape,
+        weight.dtype,
+        # others are copied before a launch, and the copy's address is none to come back to
+        weight.is_contiguous() and scale.is_contiguous() and (bias is None or bias.is_contiguous()),
         version,
         # tape.settled, which would ask for both again at every call
         getattr(weight, tape.WAITED_FOR, None) == (version, address),

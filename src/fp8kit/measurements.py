@@ -34,7 +34,7 @@ DENSE = "bf16"
 MEASURED = "measured"
 REJECTED = math.inf  # the time of a candidate that computed something else
 _NEIGHBOURS = 4
-_FARTHEST = 2.0
+_FARTHEST = 2.3  # row counts of a table lie two octaves apart, so one, and as much of N and K
 # launch, ramp and drain of a layer's kernels: with it r spreads least over the H200's table
 _OVERHEAD_US = 4.0
 _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")  # from CUDA 13 on, and before

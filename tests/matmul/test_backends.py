@@ -334,6 +334,20 @@ def test_every_configuration_matches_the_exact_product(
         assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
 
 
+@pytest.mark.parametrize("place", [(203, 0), (200, 5), (200, 8)], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_codes_are_padded_wherever_they_lie(rows: int, place: tuple[int, int]) -> None:
+    """What is copied eight codes at a time must begin, and its rows must, where eight codes may."""
+    pitch, offset = place
+    memory = torch.randint(0, 120, (offset + 4 * pitch,), dtype=torch.uint8)
+    codes = memory[offset:].view(4, pitch)[:rows, :200].view(torch.float8_e4m3fn)
+    padded = torch_native._padded(codes, 16, 16).view(torch.uint8)
+    assert padded.shape == (16, 208)
+    assert torch.equal(padded[:rows, :200], codes.view(torch.uint8))
+    assert not padded[rows:].any()
+    assert not padded[:, 200:].any()
+
+
 @pytest.mark.parametrize(
     ("n", "k", "pair", "padded"),
     [

@@ -42,6 +42,7 @@ _LOSS = {"precise": 1e-3, "fast": 8e-3}
 _CHECKED_ROWS = 64
 # microseconds from which power decides, and how much slower than the best a layer may be then
 _LONG_US, _CLOSE = 100.0, 1.2
+_LIMITED_BY_POWER = ("cuda",)
 SHIPPED_ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
@@ -201,11 +202,11 @@ def _measure(
         x = torch.randn(m, shape[1], device=device, dtype=torch.bfloat16)
         cases[DENSE] = dense_layer(x, dense)
         times = timer(cases, len(dense), QUICK, device)
-        times |= _under_load(
-            times, cases, [f"{name} " for name in layers], len(dense), timer, device
-        )
+        schemes = [f"{name} " for name in layers]
+        loaded = _under_load(times, cases, schemes, len(dense), timer, device)
         for name, (layer, runs, rejected) in layers.items():
-            row = {DENSE: times[DENSE], **{c: times[f"{name} {c}"] for c in runs}}
+            clock = loaded if any(f"{name} {c}" in loaded for c in runs) else times
+            row = {DENSE: clock[DENSE], **{c: clock[f"{name} {c}"] for c in runs}}
             row |= dict.fromkeys(rejected, REJECTED)
             outcome.table.rows[layer.problem().case()] = row
 
@@ -233,19 +234,21 @@ def _under_load(
         device: see there.
 
     Returns:
-        Microseconds of all cases, or nothing if no layer is long.
+        Microseconds of the dense layer and of the schemes that are long, if any is.
     """
+    long: list[str] = []
     again = {DENSE: cases[DENSE]}
-    for scheme in schemes:
+    for scheme in schemes if device.type in _LIMITED_BY_POWER else ():
         competing = [name for name in cases if name.startswith(scheme)]
         best = min((times[name] for name in competing), default=0.0)
         if best >= _LONG_US:
+            long += competing
             again |= {name: cases[name] for name in competing if times[name] <= _CLOSE * best}
-    if len(again) == 1:
+    if not long:
         return {}
     found = timer(again, copies, SUSTAINED, device)
     slower = found[DENSE] / times[DENSE]
-    return {name: us * slower for name, us in times.items()} | found
+    return {name: times[name] * slower for name in long} | found
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ constexpr int SCALE_BYTES = BLOCK_SCALES ? (TOKENS + 31) / 32 * 128 : 0;  // of 
 constexpr int ALL_SCALE_BYTES = (X_STAGES * SCALE_BYTES + 1023) / 1024 * 1024;  // swizzled results follow
 constexpr int ACC = COLS / 2, FRAGMENTS = COLS / 8;  // a fragment: four results of a thread
 constexpr int RELEASES = BLOCK_SCALES ? 4 : 1;  // of a slot by a warpgroup: each warp reads scales itself
+static_assert(MEETING == 0 || SPLIT == 1, "the blocks of a cluster either meet or split K");
 constexpr int RING = VALUES ? STAGES : X_STAGES;  // steps that warpgroups may be apart
 constexpr int SKEW = GROUPS > 1 && RING > 2 * GROUPS ? RING / 2 / (GROUPS - 1) : 0;
 // fragments that one block of a cluster owns

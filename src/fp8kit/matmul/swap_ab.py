@@ -255,7 +255,7 @@ def source(
         "WINDOW": tile.window,
         "SPLIT": tile.split,
         "RESIDENT": tile.resident,
-        "MEETING": tile.meeting,
+        "MEETING": 0 if streamed else tile.meeting,  # where neighbors have other weights
         "PRODUCERS": tile.threads - 128 * tile.groups,
         "REGISTERS": tile.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

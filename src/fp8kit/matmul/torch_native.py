@@ -205,10 +205,11 @@ def _padded(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
     below, right = -codes.shape[0] % row_multiple, -codes.shape[1] % col_multiple
     if not below and not right:
         return codes.contiguous()
-    whole = codes.shape[1] % 8 == right % 8 == 0  # an element takes its time, whatever its size
-    kind, size = (torch.int64, 8) if whole else (torch.uint8, 1)
-    padded = F.pad(codes.contiguous().view(kind), (0, right // size, 0, below))
-    return padded.view(codes.dtype)
+    codes = codes.contiguous()
+    places = (right, *codes.shape[1:], codes.stride(0), codes.storage_offset(), codes.data_ptr())
+    # an element takes its time, whatever its size
+    kind, size = (torch.uint8, 1) if any(place % 8 for place in places) else (torch.int64, 8)
+    return F.pad(codes.view(kind), (0, right // size, 0, below)).view(codes.dtype)
 
 
 def _padded_scale(scale: Tensor, rows: int) -> Tensor:
