@@ -199,6 +199,22 @@ CASES: list[tuple[str, Callable[[], object], type[Exception], str, str, str]] = 
         "torch.tensor(bound",
     ),
     (
+        "bound-value",
+        lambda: fp8kit.quantize(X, scale_ub=torch.tensor(-1.0)),
+        ValueError,
+        "Got scale_ub=-1.",
+        "it is positive",
+        "None for no bound",
+    ),
+    (
+        "bound-nan",
+        lambda: fp8kit.linear(X, W, scale_ub=torch.tensor(float("nan"))),
+        ValueError,
+        "Got scale_ub=nan.",
+        "bounds amax",
+        "largest magnitude",
+    ),
+    (
         "bound-without-effect",
         lambda: fp8kit.linear(X, W, scheme="FP8_WEIGHT_ONLY", scale_ub=torch.tensor(1.0)),
         ValueError,

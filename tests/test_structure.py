@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,10 +286,46 @@ def test_a_norm_of_torch_without_epsilon_is_accepted_and_one_without_weight_is_r
         fp8kit.plan(bare, fuse=rules)
 
 
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
+def test_layers_that_are_fp8_already_are_fused_later(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu", "cuda"))
+    model, x = tower(torch.device("cpu"))
+    fp8kit.convert(model, scheme, fuse="none")
+    fp8kit.save(model, tmp_path)
+    loaded = fp8kit.load(tmp_path, Tower().to(torch.bfloat16))
+    expected = fp8kit.convert(copy.deepcopy(model), scheme, fuse="none")
+    assert not expected.groups
+    assert not expected.fused
+    report = fp8kit.convert(loaded, scheme, fuse=STATED)
+    assert sorted(report.fused) == [f"blocks.{i}.{n}" for i in "01" for n in FUSED]
+    assert ("blocks.1.memory.k", "blocks.1.memory.v") in report.groups
+    assert "Not fused" not in str(report)
+    with torch.no_grad():
+        assert loaded.blocks[0].before(x).isnan().all()
+        found, wanted = loaded(x), model(x)
+    assert relative_error(found, wanted) < 0.02
+    again = fp8kit.convert(loaded, scheme, fuse=STATED)
+    assert not again.groups
+    assert not again.fused
+
+
+def test_layers_of_two_schemes_share_nothing() -> None:
+    model, _ = tower(torch.device("cpu"))
+    fp8kit.convert(model, "FP8_BLOCK", include=["*.heads.a", "*.memory.k"], fuse="none")
+    fp8kit.convert(model, "FP8_DYNAMIC", include=["*.heads.b", "*.memory.v"], fuse="none")
+    report = fp8kit.convert(model, exclude=["*"], fuse=STATED)
+    assert not report.groups
+    assert not report.fused
+    report = fp8kit.convert(model, "MXFP8", fuse={"blocks.0": ["act -> down"]})
+    assert "because MXFP8 quantizes" in str(report)
+
+
 def test_rules_that_change_nothing_are_notes() -> None:
     model, _ = tower(torch.device("cpu"))
     plan = fp8kit.plan(model, exclude=["*.heads.b"], fuse={"blocks.0": STATED["blocks.*"][:2]})
     assert "Not fused: blocks.0.before, because blocks.0.heads.b is not converted." in str(plan)
     plan = fp8kit.plan(model, "MXFP8", fuse={"blocks.0": STATED["blocks.*"][:3]})
-    assert str(plan).count("because MXFP8 quantizes inputs in another way.") == 2
+    assert str(plan).count("because MXFP8 quantizes inputs in another way than per token") == 2
     assert not any("Not fused: blocks.0.memory" in note for note in plan.report.notes)

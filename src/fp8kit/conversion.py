@@ -210,8 +210,11 @@ def plan(
         names_to_group = [r.name for r in report.converted]
         report.groups = structure.find_groups(model, names_to_group, calibrate, links)
     crossover.leave_slower(model, scheme, report, rows, include or ())
+    for others in structure.ungrouped(model) if level else ():  # converted or loaded earlier
+        report.groups += structure.find_groups(model, others, calibrate, links)
     _add_notes(report, model, scheme)
-    report.notes += structure.idle_links(links, scheme, [r.name for r in report.converted])
+    converted = [r.name for r in report.converted]
+    report.notes += structure.idle_links(model, links, scheme, converted)
     if strict:
         report.refuse_blocked()
     return Plan(model, scheme, report, calibrate, fuse, links)

@@ -58,7 +58,8 @@ def quantize(
         dtype: dtype of the codes.
         scale: static scales, positive, ``scale_shape(x.shape, group)``; taken from the data if
             omitted.
-        scale_ub: fp32 scalar tensor that bounds amax from above before the division.
+        scale_ub: fp32 scalar tensor, positive (looked at on a CPU only), that bounds amax from
+            above before the division.
         scale_rounding: ``"exact"`` or ``"up"`` (to a power of two, UE8M0); for MX ``"floor"`` (OCP
             MX v1.0, the default) or ``"up"`` (never saturates).
         scale_layout: ``"row"``, or ``"column"`` for groups along a row: the same scales with rows

@@ -125,7 +125,8 @@ def user_links(
     links = given_links(model, rules)
     for link in links:
         producer = model.get_submodule(link.name(link.producer or ""))
-        if link.producer is not None and not can_produce(producer):
+        known = isinstance(producer, Fused) or can_produce(producer)
+        if link.producer is not None and not known:
             raise ConversionError(
                 teach(
                     f"Got {link.name(link.producer)} ({type(producer).__name__}) before an arrow.",
@@ -139,16 +140,35 @@ def user_links(
     return links
 
 
-def idle_links(links: Iterable[Link], scheme: Scheme, converted: Sequence[str]) -> list[str]:
+def ungrouped(model: nn.Module) -> list[list[str]]:
+    """Name the FP8 layers of a model that could share their inputs and do not yet, by scheme."""
+    found: dict[Scheme, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Linear) and module.shared is None and can_share(module.scheme):
+            found.setdefault(module.scheme, []).append(name)
+    return list(found.values())
+
+
+def idle_links(
+    model: nn.Module, links: Iterable[Link], scheme: Scheme, converted: Sequence[str]
+) -> list[str]:
     """Say of each link why it changes nothing: an unfit scheme, or layers that stay dense."""
     notes = []
     for link in links:
-        dense = [name for name in link.layers if name not in converted]
+        layers = {name: model.get_submodule(name) for name in link.layers}
+        becomes = {n: layer.scheme for n, layer in layers.items() if isinstance(layer, Fp8Linear)}
+        becomes |= dict.fromkeys(set(layers) & set(converted), scheme)
+        dense = [name for name in layers if name not in becomes]
         what = " ".join(link.layers) if link.producer is None else link.name(link.producer)
+        fits = can_share if link.producer is None else takes_codes
+        unfit = [str(becomes[n]) for n in layers if n in becomes and not fits(becomes[n])]
         if dense:
             notes.append(f"Not fused: {what}, because {some_of(dense)} is not converted.")
-        elif not (can_share(scheme) if link.producer is None else takes_codes(scheme)):
-            notes.append(f"Not fused: {what}, because {scheme} quantizes inputs in another way.")
+        elif unfit:
+            notes.append(
+                f"Not fused: {what}, because {unfit[0]} quantizes inputs in another way than per "
+                "token or in groups of 128, each from its data."
+            )
     return notes
 
 

@@ -157,7 +157,7 @@ def check_layout(layout: object, group: GroupShape) -> None:
 
 
 def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
-    """Refuse a bound that is not one fp32 number on the device of ``x``."""
+    """Refuse a bound that is not one fp32 number, on a CPU a positive one, where ``x`` is."""
     if scale_ub is None:
         return
     if not isinstance(scale_ub, Tensor):
@@ -174,6 +174,14 @@ def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
                 f"Got scale_ub {scale_ub.dtype} {tuple(scale_ub.shape)} on {scale_ub.device}.",
                 f"It is one float32 number on {x.device}.",
                 "Pass torch.tensor(bound, device=x.device).",
+            )
+        )
+    if _can_read(scale_ub) and not scale_ub.item() > 0:
+        raise ValueError(
+            teach(
+                f"Got scale_ub={scale_ub.item():.4g}.",
+                "It bounds amax, of which a scale is made: it is positive.",
+                "Pass the largest magnitude that is to be kept, or None for no bound.",
             )
         )
 
