@@ -195,6 +195,7 @@ def test_a_users_rules_fuse(
     fp8kit.convert(separate, fuse="none")
     run = (lambda m: m(x)) if traced else None
     report = fp8kit.convert(together, fuse=STATED, calibrate=run)
+    assert ("The rules of fuse= were not tried" in str(report)) == (not traced)
     assert ("blocks.0.heads.a", "blocks.0.heads.b") in report.groups
     assert ("blocks.1.memory.k", "blocks.1.memory.v") in report.groups
     assert sorted(report.fused) == [f"blocks.{i}.{n}" for i in "01" for n in FUSED]

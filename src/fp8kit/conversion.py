@@ -215,6 +215,11 @@ def plan(
     _add_notes(report, model, scheme)
     converted = [r.name for r in report.converted]
     report.notes += structure.idle_links(model, links, scheme, converted)
+    if links and calibrate is None:
+        report.notes.append(
+            "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
+            "that one forgets meets NaN on a GPU."
+        )
     if strict:
         report.refuse_blocked()
     return Plan(model, scheme, report, calibrate, fuse, links)
