@@ -552,7 +552,8 @@ def test_tokens_quantized_inside_give_the_same_bits(
     dispatch.choose.cache_clear()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     fits = swap_ab.values_tile(m, n, k, processors, groups[1] == BLOCK) is not None
-    assert set(inside) == {fits}  # later calls may repeat a tape
+    assert set(inside) == {fits}
+    assert len(inside) == 6 or x.is_contiguous()  # of which later calls repeat a tape
     assert fits or m * k > 4096
 
 

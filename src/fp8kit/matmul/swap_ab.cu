@@ -20,9 +20,9 @@
 //
 // Nothing is __restrict__: what the kernels ahead still write is not read-only while this one runs.
 //
-// Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, START, WINDOW, SPLIT, RESIDENT, PRODUCERS,
-// REGISTERS, PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, STORED, PASS, HELD, OUT_KIND,
-// BIAS_KIND, VALUES, VECTORS, and those of encode.cuh.
+// Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, START, WINDOW, SPLIT, RESIDENT, MEETING,
+// PRODUCERS, REGISTERS, PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, STORED, PASS, HELD,
+// OUT_KIND, BIAS_KIND, VALUES, VECTORS, and those of encode.cuh.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
