@@ -615,15 +615,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
              (SPLIT - 1) * max(0, min(SHARE, FRAGMENTS - rank * SHARE)) * CONSUMERS * 16);
   }
   __syncthreads();
-  if (SPLIT > 1 || MEETING > 0) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  const bool meeting = MEETING > 0 && walk.order.full > 1;
+  if (SPLIT > 1 || meeting) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  if (meeting) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // both are set up
 
   if (warp >= 4 * GROUPS) {
     if (REGISTERS > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     const u64 once = 0x12F0000000000000ull, keep = 0x14F0000000000000ull;  // L2 evict first, last
     if (warp == 4 * GROUPS) {
       if (elected()) prefetch(&w_map);
-      const bool meeting = MEETING > 0 && walk.order.full > 1;
-      if (meeting) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");  // both are set up
       Partner partner(&together);
       Slot<STAGES> next, oldest;
       bool tokens = VALUES;  // whether the first ones are here
