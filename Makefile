@@ -28,7 +28,7 @@ check: $(VENV)/.installed
 
 # On a GPU machine the environment (torch with CUDA, triton) is the machine's own.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) -p no:benchmark
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal -p no:benchmark
 
 # On a Hopper machine; `pip install nvidia-cuda-sanitizer-api` where there is no CUDA toolkit.
 sanitize:

@@ -20,6 +20,8 @@ from fp8kit.quantizers.fused_problem import ROUNDINGS
 from fp8kit.validation import (
     check_float,
     check_layout,
+    check_operand,
+    check_options,
     check_rounding,
     check_scale_ub,
     check_static_scale,
@@ -161,7 +163,7 @@ def add_rms_norm_quantize(
         >>> torch.equal(residual, x + x)
         True
     """
-    _check_like("residual", residual, x)
+    check_operand("residual", residual, tuple(x.shape), x, x.dtype)
     found = _rms_norm(x, residual, weight, (eps, weight_offset, rounding), options)
     return _paired(found, options), found[-1]
 
@@ -205,16 +207,16 @@ def layer_norm_quantize(
         torch.Size([2, 9, 1])
     """
     target = _resolved("x", x, options)
-    _check_choice(rounding)
+    _check_norm(eps, rounding)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
-            _check_operand(name, vector, (x.shape[-1],), x, None)
+            check_operand(name, vector, (x.shape[-1],), x, None)
     gain, shift = modulation or (None, None)
     for name, part in (("scale of the modulation", gain), ("shift of the modulation", shift)):
         if part is not None:
             _check_batch(x)
             wanted = x.dtype if rounding == "stepwise" else None
-            _check_operand(name, part, (x.shape[0], x.shape[-1]), x, wanted)
+            check_operand(name, part, (x.shape[0], x.shape[-1]), x, wanted)
     found: list[Tensor] = torch.ops.fp8kit.layer_norm_quantize(
         x, weight, bias, gain, shift, eps, rounding, *target
     )
@@ -305,8 +307,8 @@ def _rms_norm(
     options: QuantizeOptions,
 ) -> list[Tensor]:
     target, rounding = _resolved("x", x, options), settings[2]
-    _check_choice(rounding)
-    _check_operand("weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None)
+    _check_norm(settings[0], rounding)
+    check_operand("weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None)
     found: list[Tensor] = torch.ops.fp8kit.rms_norm_quantize(
         x, residual, weight, *settings, *target
     )
@@ -316,7 +318,7 @@ def _rms_norm(
 def _activation(kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions) -> QTensor:
     target = _resolved("x" if up is None else "gate", gate, options)
     if up is not None:
-        _check_like("up", up, gate)
+        check_operand("up", up, tuple(gate.shape), gate, gate.dtype)
     found: list[Tensor] = torch.ops.fp8kit.activation_quantize(kind, gate, up, *target)
     return _paired(found, options)
 
@@ -336,6 +338,7 @@ def _resolved(name: str, x: Tensor, options: QuantizeOptions) -> tuple[object, .
                 f"Add one, e.g. {name}.reshape(1).",
             )
         )
+    check_options(options, QuantizeOptions.__annotations__)
     return _Options(**options).checked(x)
 
 
@@ -351,7 +354,15 @@ def _gelu(approximate: str) -> str:
     return "gelu" if approximate == "none" else "gelu_tanh"
 
 
-def _check_choice(rounding: str) -> None:
+def _check_norm(eps: float, rounding: str) -> None:
+    if not isinstance(eps, (int, float)):
+        raise TypeError(
+            teach(
+                f"Got eps={eps!r}.",
+                "A norm adds a number.",
+                "For torch's default, None, pass torch.finfo(x.dtype).eps.",
+            )
+        )
     if rounding not in ROUNDINGS:
         raise ValueError(
             teach(
@@ -369,31 +380,5 @@ def _check_batch(x: Tensor) -> None:
                 f"Got x of shape {tuple(x.shape)} with a modulation.",
                 "A modulation has one row per entry of the first dimension of x.",
                 "Pass x of shape [B, ..., K].",
-            )
-        )
-
-
-def _check_like(name: str, other: Tensor, x: Tensor) -> None:
-    _check_operand(name, other, tuple(x.shape), x, x.dtype)
-
-
-def _check_operand(
-    name: str, other: Tensor, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype | None
-) -> None:
-    check_float(name, other)
-    if dtype is not None and other.dtype != dtype:
-        raise TypeError(
-            teach(
-                f"Got a {name} of dtype {other.dtype} for an input of {x.dtype}.",
-                "Here both have one dtype.",
-                f"Convert the {name}, or, for a norm, compute in fp32 with rounding='once'.",
-            )
-        )
-    if tuple(other.shape) != shape or other.device != x.device:
-        raise ValueError(
-            teach(
-                f"Got a {name} of shape {tuple(other.shape)} on {other.device}.",
-                f"The input {tuple(x.shape)} on {x.device} needs {shape} on its device.",
-                f"Reshape, expand or move the {name}.",
             )
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import teach
+from fp8kit.errors import did_you_mean, teach
 from fp8kit.formats import (
     BLOCK,
     MX,
@@ -276,5 +276,49 @@ def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> Non
                 f"Got accum={accum!r}.",
                 "Sums are 'precise' or 'fast'.",
                 "Pass one of these words.",
+            )
+        )
+
+
+def check_operand(
+    name: str, other: Tensor, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype | None
+) -> None:
+    """Refuse a tensor that does not go with an input of a fused operation.
+
+    Args:
+        name: what it is called.
+        other: the tensor.
+        shape: the shape it has to have.
+        x: the input.
+        dtype: the dtype it has to have; ``None`` for any float.
+    """
+    check_float(name, other)
+    if dtype is not None and other.dtype != dtype:
+        raise TypeError(
+            teach(
+                f"Got a {name} of dtype {other.dtype} for an input of {x.dtype}.",
+                "Here both have one dtype.",
+                f"Convert the {name}, or, for a norm, compute in fp32 with rounding='once'.",
+            )
+        )
+    if tuple(other.shape) != shape or other.device != x.device:
+        raise ValueError(
+            teach(
+                f"Got a {name} of shape {tuple(other.shape)} on {other.device}.",
+                f"The input {tuple(x.shape)} on {x.device} needs {shape} on its device.",
+                f"Reshape, expand or move the {name}.",
+            )
+        )
+
+
+def check_options(given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse keywords that nobody reads."""
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise TypeError(
+            teach(
+                f"Got {unknown}=, which is no option.",
+                f"Options are {', '.join(known)}.",
+                "Rename it or leave it out." + did_you_mean(unknown, known),
             )
         )
