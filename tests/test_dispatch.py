@@ -335,6 +335,55 @@ def test_times_of_other_shapes_do_not_choose_what_pads_this_one(
         assert "would pad the weight" in declined[padding]
 
 
+@pytest.mark.parametrize(
+    ("us", "yields", "chosen"),
+    [
+        ({}, "", "first"),
+        ({}, "second", "second"),
+        ({}, "third", "second"),
+        ({}, "gone", "first"),
+        ({"second": 1.0, "third": 2.0}, "second", "second"),
+        ({"first": 1.0, "second": 2.0}, "second", "first"),
+        ({"second": REJECTED}, "second", "first"),
+    ],
+    ids=str,
+)
+def test_a_backend_that_yields_waits_for_its_times(
+    us: dict[str, float], yields: str, chosen: str, timed_table: dispatch.BackendTable
+) -> None:
+    module, _ = dispatch._load("first")
+    assert module is not None
+    module.__dict__["yields_to"] = lambda _: yields
+    choice = choose.__wrapped__(timed_table, Timed(tuple(us.items())))
+    assert choice.backend == chosen
+    assert {name for name, _ in choice.declined} == set(TIMED) - {chosen}
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend"),
+    [
+        ({"accum": "fast"}, "torch_native"),
+        ({"accum": "fast", "m": 512}, "swap_ab"),
+        ({"accum": "fast", "scheme": "FP8_BLOCK"}, "swap_ab"),
+        ({"scheme": "FP8"}, "torch_native"),
+        ({"scheme": "FP8", "m": 512}, "swap_ab"),
+        ({}, "swap_ab"),
+    ],
+    ids=str,
+)
+def test_torch_comes_first_where_its_sums_take_less_time(
+    changes: dict[str, str | int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = dict(changes)
+    monkeypatch.setattr("fp8kit.nvrtc.missing", lambda: None)
+    scheme = str(changes.pop("scheme", "FP8_DYNAMIC"))
+    problem = faked(scheme, "sm90", **{"m": 4096, **changes})
+    choice = choose.__wrapped__(matmul.BACKENDS, problem)
+    assert choice.backend == backend
+    other = {"swap_ab": "torch_native", "torch_native": "swap_ab"}[backend]
+    assert "in the order" in dict(choice.declined)[other]
+
+
 def test_measured_times_of_the_h200_choose_what_was_fastest() -> None:
     table = table_for("NVIDIA H200")
     assert table is not None

@@ -4,7 +4,8 @@ A backend is a module with two functions: ``supports(problem) -> None | reason``
 One that can be cut in several ways also has ``configurations(problem) -> names``; ``run`` finds the
 chosen one in ``problem.configuration``, where an empty name leaves the choice to the backend;
 ``None`` asks dispatch for any.
-One that copies some weights at every call says so by ``pads(problem)``.
+One that copies some weights at every call says so by ``pads(problem)``, and ``yields_to(problem)``
+names a backend that stands before it in the order for such a problem.
 A product may offer ``run_values``, which quantizes a few tokens in its own kernel.
 Loading one is the package's only lazy import, so a missing triton is a reason, not an exception.
 
@@ -113,6 +114,7 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
             if not reason:
                 fits[name] = module
         reasons[name] = reason
+    fits = _ordered(fits, problem)
     estimate: Estimate | None = getattr(problem, "estimate", lambda: None)()
     times = _times(fits, problem, estimate)
     for name in [name for name, (us, _) in times.items() if us == REJECTED]:
@@ -164,6 +166,18 @@ def _fastest(
         return Choice(problem, chosen, fits[chosen], declined)
     dense = estimate.us.get(DENSE)
     return Choice(problem, chosen, fits[chosen], declined, us, dense, estimate.basis)
+
+
+def _ordered(fits: dict[str, ModuleType], problem: Any) -> dict[str, ModuleType]:
+    """Put each backend right behind the one that it yields to."""
+    order = list(fits)
+    for name, module in fits.items():
+        yields_to: Callable[[Any], str] = getattr(module, "yields_to", lambda _: "")
+        before = yields_to(problem)
+        if before in fits:
+            order.remove(name)
+            order.insert(order.index(before) + 1, name)
+    return {name: fits[name] for name in order}
 
 
 def _times(

@@ -103,7 +103,7 @@ def shipped_wishes() -> list[Wish]:
     return [
         Wish(every, SHIPPED_ROWS, main),
         Wish(llama, SHIPPED_ROWS, rest),
-        Wish(llama, [m for m in SHIPPED_ROWS if m > 256], main[:1], "fast"),
+        Wish(every, [m for m in SHIPPED_ROWS if m > 256], main[:1], "fast"),
     ]
 
 

@@ -27,7 +27,7 @@ from fp8kit.matmul.swap_ab_tile import PRODUCER_REGISTERS, TILE_K, Tile
 from fp8kit.matmul.tma import ALIGN, aligned, by_column
 
 MOST_ROWS = 16384
-_MOST_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
+_SLOW_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
 # Multiplications from which a product lets what is ahead end: blocks that start while others end
 # run where there is room, not next to those that read the same tiles, and take up to 6 % longer.
 _LONG = 2**37
@@ -41,11 +41,6 @@ def supports(problem: MatmulProblem) -> str | None:
         return "written for sm90 (wgmma)"
     if problem.m > MOST_ROWS:
         return f"made for at most {MOST_ROWS} rows"
-    many = problem.m > _MOST_ROWS_OF_TORCH
-    if many and problem.accum == "fast" and problem.w_group != BLOCK:  # which nobody sums fast
-        return f"sums precisely; over {_MOST_ROWS_OF_TORCH} rows torch's fast sums take less time"
-    if many and problem.x_group == problem.w_group == TENSOR:
-        return f"over {_MOST_ROWS_OF_TORCH} rows torch's kernel for one scale each takes less time"
     if problem.batch_invariant:
         return "more rows than it takes would go to another kernel"
     if (problem.x_group, problem.w_group) not in _PAIRS:
@@ -55,6 +50,13 @@ def supports(problem: MatmulProblem) -> str | None:
     if problem.k % ALIGN:
         return f"needs K in multiples of {ALIGN}, got {problem.k}"
     return nvrtc.missing()
+
+
+def yields_to(problem: MatmulProblem) -> str:
+    """Name the backend to prefer where nothing was measured."""
+    fast = problem.accum == "fast" and problem.w_group != BLOCK  # which nobody sums fast
+    single = problem.x_group == problem.w_group == TENSOR
+    return "torch_native" if problem.m > _SLOW_ROWS_OF_TORCH and (fast or single) else ""
 
 
 def row_counts(problem: MatmulProblem) -> list[int]:
