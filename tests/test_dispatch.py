@@ -186,6 +186,13 @@ def test_triton_serves_what_torch_lacks(device: str, scheme: str, m: int, backen
     assert choose(matmul.BACKENDS, faked(scheme, device, m=m)).backend == backend
 
 
+@pytest.mark.parametrize(("m", "backend"), [(512, "triton_scaled"), (1024, "torch_native")])
+def test_few_rows_are_no_reason_to_copy_a_weight(m: int, backend: str) -> None:
+    for device in ("sm89", "sm90"):
+        problem = faked("FP8_DYNAMIC", device, m=m, k=4104)
+        assert choose(matmul.BACKENDS, problem).backend == backend
+
+
 @pytest.mark.parametrize("device", GPU)
 @pytest.mark.parametrize("m", [1, 4096])
 def test_batch_invariance_has_tensor_cores(device: str, m: int) -> None:
@@ -328,6 +335,7 @@ def test_times_of_other_shapes_do_not_choose_what_pads_this_one(
     module.__dict__["pads"] = lambda _: True
     choice = choose(timed_table, Timed(tuple(us.items()), basis=basis))
     assert choice.backend == chosen
+    assert choice.us == (None if padding == chosen and basis != MEASURED else us[chosen])
     declined = dict(choice.declined)
     for name, time in us.items():
         assert ("rejected" in declined.get(name, "")) == (time == REJECTED)
@@ -359,10 +367,22 @@ def test_a_backend_that_yields_waits_for_its_times(
     assert {name for name, _ in choice.declined} == set(TIMED) - {chosen}
 
 
+def test_nobody_yields_to_what_would_copy_the_weight(timed_table: dispatch.BackendTable) -> None:
+    first, second = (dispatch._load(name)[0] for name in TIMED[:2])
+    assert first is not None
+    assert second is not None
+    first.__dict__["yields_to"] = lambda _: "second"
+    second.__dict__["pads"] = lambda _: True
+    choice = choose.__wrapped__(timed_table, Timed((("second", 1.0),), basis="estimated"))
+    assert choice.backend == "first"
+
+
 @pytest.mark.parametrize(
     ("changes", "backend"),
     [
         ({"accum": "fast"}, "torch_native"),
+        ({"accum": "fast", "n": 4100}, "swap_ab"),
+        ({"accum": "fast", "out_dtype": torch.float16}, "swap_ab"),
         ({"accum": "fast", "m": 512}, "swap_ab"),
         ({"accum": "fast", "scheme": "FP8_BLOCK"}, "swap_ab"),
         ({"scheme": "FP8"}, "torch_native"),
@@ -372,7 +392,7 @@ def test_a_backend_that_yields_waits_for_its_times(
     ids=str,
 )
 def test_torch_comes_first_where_its_sums_take_less_time(
-    changes: dict[str, str | int], backend: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, object], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = dict(changes)
     monkeypatch.setattr("fp8kit.nvrtc.missing", lambda: None)
@@ -382,6 +402,15 @@ def test_torch_comes_first_where_its_sums_take_less_time(
     assert choice.backend == backend
     other = {"swap_ab": "torch_native", "torch_native": "swap_ab"}[backend]
     assert "in the order" in dict(choice.declined)[other]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "accum"),
+    [("FP8_DYNAMIC", "fast"), ("FP8", "fast"), ("FP8_BLOCK", "precise"), ("MXFP8", "precise")],
+)
+def test_groups_along_k_have_no_fast_sums_of_their_own(scheme: str, accum: str) -> None:
+    assert faked(scheme, "sm90", accum="fast").case().accum == accum
+    assert faked(scheme, "sm90").case().accum == "precise"
 
 
 def test_measured_times_of_the_h200_choose_what_was_fastest() -> None:

@@ -112,6 +112,17 @@ def test_nearer_neighbours_weigh_more() -> None:
     assert found == pytest.approx((ratios[near] ** 4 * ratios[far]) ** 0.2)
 
 
+def test_candidates_are_those_of_the_nearest_case() -> None:
+    near, far = (
+        Case("row*row", "precise", 16, 4096, 8192),
+        Case("row*row", "precise", 16, 4096, 1024),
+    )
+    table = made({near: {DENSE: 20.0, "torch": 10.0}, far: {DENSE: 20.0, "torch": 9.0, "own": 1.0}})
+    estimate = table.estimate(CASE)
+    assert estimate is not None
+    assert estimate.us.keys() == {DENSE, "torch"}
+
+
 @pytest.mark.parametrize("m", [2**i for i in range(16)])
 def test_the_shipped_table_leaves_out_no_row_count(m: int) -> None:
     """Layers that are not in it, but near: what runs between two measured counts is no guess."""

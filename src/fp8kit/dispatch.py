@@ -4,8 +4,8 @@ A backend is a module with two functions: ``supports(problem) -> None | reason``
 One that can be cut in several ways also has ``configurations(problem) -> names``; ``run`` finds the
 chosen one in ``problem.configuration``, where an empty name leaves the choice to the backend;
 ``None`` asks dispatch for any.
-One that copies some weights at every call says so by ``pads(problem)``, and ``yields_to(problem)``
-names a backend that stands before it in the order for such a problem.
+One that copies the weight at every call says so by ``pads(problem)``, and ``yields_to(problem)``
+names a backend that stands before it in the order for such a problem, unless that one pads.
 A product may offer ``run_values``, which quantizes a few tokens in its own kernel.
 Loading one is the package's only lazy import, so a missing triton is a reason, not an exception.
 
@@ -123,8 +123,7 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
             del fits[name]
             reasons[name] = "rejected when it was measured: it computed something else"
     for name in list(fits)[1:]:
-        # times of shapes that need no padding say nothing of one that does
-        if estimate is not None and estimate.basis != MEASURED and _pads(fits[name], problem):
+        if _copies_unmeasured(fits[name], problem, estimate):
             times.pop(name, None)
     if not fits:
         return Choice(problem, "", None, tuple(reasons.items()))
@@ -162,7 +161,7 @@ def _fastest(
     if wanted != configuration:
         problem = replace(problem, configuration=configuration)
     declined = tuple(reasons.items())
-    if estimate is None or us is None:
+    if estimate is None or us is None or _copies_unmeasured(fits[chosen], problem, estimate):
         return Choice(problem, chosen, fits[chosen], declined)
     dense = estimate.us.get(DENSE)
     return Choice(problem, chosen, fits[chosen], declined, us, dense, estimate.basis)
@@ -174,7 +173,7 @@ def _ordered(fits: dict[str, ModuleType], problem: Any) -> dict[str, ModuleType]
     for name, module in fits.items():
         yields_to: Callable[[Any], str] = getattr(module, "yields_to", lambda _: "")
         before = yields_to(problem)
-        if before in fits:
+        if before in fits and not _pads(fits[before], problem):
             order.remove(name)
             order.insert(order.index(before) + 1, name)
     return {name: fits[name] for name in order}
@@ -193,6 +192,11 @@ def _times(
         if wanted in (None, configuration) and (name not in times or us < times[name][0]):
             times[name] = (us, configuration)
     return times
+
+
+def _copies_unmeasured(module: ModuleType, problem: Any, estimate: Estimate | None) -> bool:
+    """Say whether times are of shapes that need no padding, which say nothing of one that does."""
+    return estimate is not None and estimate.basis != MEASURED and _pads(module, problem)
 
 
 def _pads(module: ModuleType, problem: Any) -> bool:

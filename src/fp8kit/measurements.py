@@ -113,7 +113,8 @@ class Table:
     def estimate(self, case: Case) -> Estimate | None:
         """Look a layer up, or estimate it from its neighbours; ``None`` if there are none near.
 
-        What one of them rejects is rejected: the mean with an infinite time is infinite.
+        What one of them rejects is rejected: the mean with an infinite time is infinite. Candidates
+        are those of the nearest, so that none is judged by its times far away alone.
         """
         found = self.rows.get(case)
         if found is not None:
@@ -125,18 +126,19 @@ class Table:
         near = [entry for entry in near if entry[0] <= _FARTHEST]
         if not near:
             return None
-        sums: dict[str, tuple[float, float]] = {}
+        first = near[0][-1]
+        sums = dict.fromkeys(self.rows[first], (0.0, 0.0))
         for distance, *_, other in near:
             weight = 1 / distance**2
-            for name, us in self.rows[other].items():
+            for name in sums.keys() & self.rows[other].keys():
+                us = self.rows[other][name]
                 ratio = math.log(us / (self.roofline(other, name) + _OVERHEAD_US))
-                total, weights = sums.get(name, (0.0, 0.0))
+                total, weights = sums[name]
                 sums[name] = (total + weight * ratio, weights + weight)
         times = {
             name: (self.roofline(case, name) + _OVERHEAD_US) * math.exp(total / weights)
             for name, (total, weights) in sums.items()
         }
-        first = near[0][-1]
         basis = f"estimated; nearest measured is {first.n}x{first.k} at m={first.m}"
         return Estimate(times, basis)
 

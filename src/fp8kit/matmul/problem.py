@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.dispatch import BackendTable
-from fp8kit.formats import GroupShape, Scheme
+from fp8kit.formats import ROW, TENSOR, GroupShape, Scheme
 from fp8kit.measurements import Case, Estimate, table_for
 from fp8kit.quantizers.problem import capability, device_name
 
@@ -22,6 +22,8 @@ BACKENDS: BackendTable = (
 )
 # rows up to which a backend may quantize in its own kernel (``run_values``)
 MOST_VALUES = 4
+# granularities with fast sums: groups along K are summed one by one, 16 bits in fp32
+_WHOLE_ROWS = (ROW, TENSOR)
 # backends that decode the weight before a dense matmul: correct everywhere, faster nowhere
 DECODING = ("dequantized", "reference")
 
@@ -115,7 +117,8 @@ class MatmulProblem:
     def case(self) -> Case:
         """Give the row of a table of measured times that describes this problem."""
         x = "none" if self.x_group is None else self.x_group
-        return Case(f"{x}*{self.w_group}", self.accum, self.m, self.n, self.k)
+        accum = self.accum if self.x_group in _WHOLE_ROWS else "precise"
+        return Case(f"{x}*{self.w_group}", accum, self.m, self.n, self.k)
 
     def __str__(self) -> str:
         x = "unquantized" if self.x_group is None else f"per {self.x_group}"

@@ -54,8 +54,9 @@ def supports(problem: MatmulProblem) -> str | None:
 
 def yields_to(problem: MatmulProblem) -> str:
     """Name the backend to prefer where nothing was measured."""
-    fast = problem.accum == "fast" and problem.w_group != BLOCK  # which nobody sums fast
     single = problem.x_group == problem.w_group == TENSOR
+    by_row = problem.w_group != BLOCK and problem.out_dtype == torch.bfloat16  # in one kernel
+    fast = problem.accum == "fast" and (single or by_row)
     return "torch_native" if problem.m > _SLOW_ROWS_OF_TORCH and (fast or single) else ""
 
 

@@ -25,7 +25,7 @@ _WEIGHT_ALIGN = {BLOCK: (128, 128), MX: (_ALIGN, 32)}  # of N and K, where it is
 _BLOCK_M_ALIGN = 4
 _BLOCK_SCALE_ALIGN = 4
 SCALED_AFTER = "scaled_after"
-_MOST_ROWS_SCALED_AFTER = 512
+_FEW_ROWS = 512  # up to which a product takes as long as its weight is read
 
 
 def supports(problem: MatmulProblem) -> str | None:
@@ -58,11 +58,16 @@ def pads(problem: MatmulProblem) -> bool:
     return problem.n % n_align > 0 or problem.k % k_align > 0
 
 
+def yields_to(problem: MatmulProblem) -> str:
+    """Name a backend that copies no weight: for few rows the copy takes longer than the rest."""
+    return "triton_scaled" if pads(problem) and problem.m <= _FEW_ROWS else ""
+
+
 def configurations(problem: MatmulProblem) -> tuple[str, ...]:
     """Offer to multiply bare codes where torch has a row-wise kernel, too."""
     pair = (problem.x_group, problem.w_group)
     rowwise = pair[0] in _ROWWISE and pair[1] in _ROWWISE and pair != (TENSOR, TENSOR)
-    few = problem.m <= _MOST_ROWS_SCALED_AFTER and problem.out_dtype == torch.bfloat16
+    few = problem.m <= _FEW_ROWS and problem.out_dtype == torch.bfloat16
     return (SCALED_AFTER,) if rowwise and few else ()
 
 
