@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import fp8kit
@@ -118,6 +119,17 @@ def test_scaled_mm_takes_any_shape_and_granularity(
     rows = math.prod(lead)
     x = fp8kit.dequantize(x_q).reshape(rows, k)
     assert_matmul(y.reshape(rows, n), x, fp8kit.dequantize(w_q))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func.jvp's own
+def test_a_tangent_is_refused_and_a_plain_input_beside_one_is_not() -> None:
+    x, w_q = torch.randn(3, 64), fp8kit.quantize(torch.randn(32, 64), role="weight")
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda v: fp8kit.linear(v, w_q), (x,), (x,))
+    with forward_ad.dual_level():
+        assert fp8kit.linear(x, w_q).isfinite().all()
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            fp8kit.linear(forward_ad.make_dual(x, x), w_q)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

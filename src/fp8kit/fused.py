@@ -211,7 +211,7 @@ def layer_norm_quantize(
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             check_operand(name, vector, (x.shape[-1],), x, None)
-    gain, shift = modulation or (None, None)
+    gain, shift = (None, None) if modulation is None else _pair(modulation)
     for name, part in (("scale of the modulation", gain), ("shift of the modulation", shift)):
         if part is not None:
             _check_batch(x)
@@ -296,6 +296,7 @@ def gelu_mul_quantize(
         >>> gelu_mul_quantize(gate, up).data.shape
         torch.Size([4, 256])
     """
+    check_float("up", up)
     return _activation(_gelu(approximate), gate, up, options)
 
 
@@ -360,7 +361,7 @@ def _check_norm(eps: float, rounding: str) -> None:
             teach(
                 f"Got eps={eps!r}.",
                 "A norm adds a number.",
-                "For torch's default, None, pass torch.finfo(x.dtype).eps.",
+                "For torch's default, None, pass torch.finfo(torch.float32).eps.",
             )
         )
     if rounding not in ROUNDINGS:
@@ -371,6 +372,20 @@ def _check_norm(eps: float, rounding: str) -> None:
                 "Pass the word that matches the layer that is replaced.",
             )
         )
+
+
+def _pair(modulation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    pair = modulation if isinstance(modulation, (tuple, list)) else ()
+    if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
+        kinds = ", ".join(type(part).__name__ for part in pair) or type(modulation).__name__
+        raise TypeError(
+            teach(
+                f"Got a modulation of {kinds}.",
+                "A modulation is two tensors, scale and shift.",
+                "Pass zeros for one that is missing.",
+            )
+        )
+    return pair[0], pair[1]
 
 
 def _check_batch(x: Tensor) -> None:

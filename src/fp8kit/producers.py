@@ -16,7 +16,12 @@ from fp8kit.modules.fused import (
     Producer,
     activation_kind,
 )
-from fp8kit.modules.fused_diffusers import FusedAdaptiveNorm, FusedFeedForward, Modulation
+from fp8kit.modules.fused_diffusers import (
+    FusedAdaptiveNorm,
+    FusedFeedForward,
+    Modulation,
+    first_kind,
+)
 from fp8kit.modules.residual import RandomChild
 from fp8kit.quantizers import fused_reference
 
@@ -32,7 +37,6 @@ _ADAPTIVE = {
     f"{_NORMS}AdaLayerNormContinuous": Modulation(2, 1, 0),
 }
 _FEED_FORWARD = "diffusers.models.attention.FeedForward"
-_FIRST_LAYERS = ("GELU", "GEGLU", "SwiGLU", "LinearActivation")
 
 
 def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
@@ -116,15 +120,9 @@ def fuse_feed_forward(module: nn.Module) -> FusedGatedMlp | FusedFeedForward | N
         return None
     if is_feed_forward(module):
         net = list(module.get_submodule("net").children())
-        first = type(net[0])
-        known = first.__name__ in _FIRST_LAYERS and first.__module__.startswith("diffusers.")
         dropouts = all(type(m) is nn.Dropout for m in (net[1], *net[3:]))
-        kind = activation_kind(getattr(net[0], "activation", None))
-        if first.__name__ in ("GELU", "GEGLU"):
-            tanh = getattr(net[0], "approximate", "none") == "tanh"
-            kind = "gelu_tanh" if tanh else "gelu"
-        gated = first.__name__ in ("GEGLU", "SwiGLU")
-        return FusedFeedForward(module, kind, gated) if known and dropouts and kind else None
+        kind, gated = first_kind(net[0])
+        return FusedFeedForward(module, kind, gated) if dropouts and kind else None
     kind = activation_kind(getattr(module, "act_fn", None))
     return FusedGatedMlp(module, kind) if kind is not None and _is_gated(module) else None
 

@@ -6,8 +6,10 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fp8kit import ops
+from fp8kit.errors import teach
 from fp8kit.formats import GroupShape, RowCodes, min_scale
 from fp8kit.quantizers import traced
 from fp8kit.quantizers.layout import product_layout
@@ -38,6 +40,7 @@ def linear_unchecked(
     Returns:
         ``[..., N]`` in the dtype of ``x``, or in autocast's where autocast is on.
     """
+    _refuse_tangent(x)
     x = autocast(x)
     x_group, w_group = groups
     if x_group is not None and x.shape[-1] and not _wants_gradient(x, bias):
@@ -78,6 +81,7 @@ def quantize_rows(
         input_scale: static per-tensor scale or ``None``.
         scale_ub: bound on amax or ``None``.
     """
+    _refuse_tangent(x)
     x = autocast(x)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     floor, shape = min_scale(group, dtype, "activation"), [group.rows, group.cols]
@@ -148,3 +152,17 @@ def autocast(x: Tensor) -> Tensor:
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
     return x
+
+
+def _refuse_tangent(x: Tensor) -> None:
+    """Raise for forward-mode differentiation, in which torch takes such operators for constants."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise NotImplementedError(
+            teach(
+                "Got an input with a forward-mode tangent.",
+                "FP8 products have a backward and no forward-mode derivative.",
+                "Differentiate with backward() or torch.autograd.grad, or the dense model.",
+            )
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -104,6 +104,58 @@ def test_fused_schemes(scheme: str, device: torch.device) -> None:
     found = logits(together, tokens(device))
     limit = relative_error(logits(separate, tokens(device)), logits(dense, tokens(device)))
     assert relative_error(found, logits(separate, tokens(device))) < 0.5 * limit
+
+
+def test_settings_changed_after_conversion_count(device: torch.device) -> None:
+    """Each stands in the replaced module, which computes from then on."""
+
+    def changed(fuse: str, change: Callable[[nn.Module], None]) -> Tensor:
+        model = build("llama", device)
+        fp8kit.convert(model, fuse=fuse)
+        before = logits(model, tokens(device))
+        change(model)
+        after = logits(model, tokens(device))
+        assert not torch.equal(before, after)
+        return after
+
+    def other_activation(model: nn.Module) -> None:
+        model.model.layers[0].mlp.act_fn = nn.GELU("tanh")
+
+    def other_epsilon(model: nn.Module) -> None:
+        norm = model.model.layers[0].post_attention_layernorm
+        norm.variance_epsilon = 1.0
+        assert norm.variance_epsilon == 1.0
+
+    for change in (other_activation, other_epsilon):
+        expected = changed("none", change)
+        limit = 0 if device.type == "cpu" else 0.05
+        assert relative_error(changed("all", change), expected) <= limit
+
+
+def test_what_stays_the_same_or_is_not_of_the_replaced_module_alters_nothing() -> None:
+    model = build("llama", torch.device("cpu"))
+    fp8kit.convert(model, fuse="all")
+    layer = model.model.layers[0]
+    made = (layer.input_layernorm, layer.mlp)
+    for module in made:
+        module.train()
+        assert module.training
+        assert module.replaced[0].training
+        module.eval()
+        assert not module.replaced[0].training
+        module.colour = "red"
+    made[0].variance_epsilon = made[0].replaced[0].variance_epsilon
+    assert not any(module.altered for module in made)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func.jvp's own
+@pytest.mark.parametrize("fuse", ["none", "inputs", "all"])
+def test_a_tangent_is_refused(fuse: str) -> None:
+    model = build("llama", torch.device("cpu"))
+    fp8kit.convert(model, fuse=fuse)
+    x = model.model.embed_tokens(tokens(torch.device("cpu"))).detach()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda e: model(inputs_embeds=e).logits, (x,), (x,))
 
 
 def test_fused_state_dict_is_that_of_the_model(device: torch.device) -> None:

@@ -252,6 +252,21 @@ def test_every_feed_forward(kind: str, device: torch.device) -> None:
         assert relative_error(found, expected) < 0.5 * relative_error(expected, exact)
 
 
+def test_another_activation_after_conversion_counts() -> None:
+    results = []
+    for fuse in ("none", "all"):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"ff": FeedForward(128, activation_fn="gelu")}).bfloat16().eval()
+        fp8kit.convert(model, fuse=fuse)
+        x = torch.randn(2, 4, 128, dtype=torch.bfloat16)
+        with torch.no_grad():
+            before = model["ff"](x)
+            model["ff"].net[0].approximate = "tanh"
+            results.append(model["ff"](x))
+        assert not torch.equal(results[-1], before)
+    assert_bits_equal(*results)
+
+
 class Adaptive(nn.Module):
     """A block like Flux's single one, with any adaptive norm."""
 
@@ -283,5 +298,10 @@ def test_adaptive_norms_called_by_position(
             found, expected = dense(x, emb), separate(x, emb)
         assert len(handed_over) == 1
         assert relative_error(found, expected) < 1e-2
+        for model in (dense, separate):
+            model.norm.norm.eps = 1.0
+        with torch.no_grad():
+            assert relative_error(dense(x, emb), separate(x, emb)) < 1e-2
+        assert len(handed_over) == 1
         wide = dense(x, emb.float()) if isinstance(norm, AdaLayerNormContinuous) else None
         assert wide is None or wide.isfinite().all()

@@ -16,6 +16,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from fp8kit import eager
@@ -26,6 +27,10 @@ from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import SharedInput
 
 FUSED_DEVICES = ("cuda",)
+# attributes of fused modules themselves, whatever the modules they replace have
+_OWN = frozenset(
+    "altered consumers embedding formula gated kind modulation names positional replaced".split()
+)
 
 
 class Consumers:
@@ -82,8 +87,22 @@ class Fused(nn.Module):
         self._buffers = replaced._buffers
         self._modules = replaced._modules
         self.training = replaced.training
+        self.altered = False
         self.replaced = (replaced,)  # inside a tuple, it is not registered as a child
         carry_hooks(replaced, self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the replaced module has there; what it computes then, it computes itself."""
+        replaced = self.__dict__.get("replaced")
+        if replaced is None or name[0] == "_" or name in _OWN or name not in vars(replaced[0]):
+            super().__setattr__(name, value)
+            return
+        before = getattr(replaced[0], name)
+        setattr(replaced[0], name, value)
+        if name == "training":
+            super().__setattr__(name, value)
+        elif before is not value:
+            self.altered = True
 
     def __getattr__(self, name: str) -> Any:
         """Look up what this module lacks in the one it replaces."""
@@ -104,7 +123,7 @@ class Fused(nn.Module):
 
     def may_fuse(self, *inputs: Tensor) -> bool:
         """Say whether device and modes permit codes instead of a result of these inputs."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.altered or forward_ad._current_level >= 0:
             return False
         place = inputs[0].device.type
         if place not in FUSED_DEVICES or torch.is_autocast_enabled(place):
@@ -225,7 +244,8 @@ class FusedGatedMlp(Fused):
             same: Tensor = self.unfused(x)
             return same
         gate_proj, up_proj, down = (self.get_submodule(name) for name in self.names)
-        if not can_multiply(down) or any_trained(gate_proj, up_proj, down):
+        same_kind = activation_kind(self.act_fn) == self.kind
+        if not (same_kind and can_multiply(down)) or any_trained(gate_proj, up_proj, down):
             y: Tensor = self.unfused(x)
             return y
         gate, up = gate_proj(x), up_proj(x)

@@ -10,8 +10,17 @@ from torch import Tensor, nn
 
 from fp8kit import eager
 from fp8kit.modules.formulas import NormFormula, activation_codes, row_codes
-from fp8kit.modules.fused import Consumers, Fused, Producer, any_trained, can_multiply
+from fp8kit.modules.fused import (
+    Consumers,
+    Fused,
+    Producer,
+    activation_kind,
+    any_trained,
+    can_multiply,
+)
 from fp8kit.modules.hooks import is_watched
+
+_FIRST_LAYERS = ("GELU", "GEGLU", "SwiGLU", "LinearActivation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,8 @@ class FusedAdaptiveNorm(Producer):
         projection = self.linear
         dtypes = emb.dtype == x.dtype == getattr(projection, "weight", x).dtype
         trained = any_trained(projection, self.norm)
-        return shapes and dtypes and not trained and not is_watched(self.norm)
+        same = self.norm.eps == self.formula.eps
+        return shapes and dtypes and same and not trained and not is_watched(self.norm)
 
 
 class FusedFeedForward(Fused):
@@ -101,6 +111,7 @@ class FusedFeedForward(Fused):
             return same
         first, dropout, down, *rest = self.net
         quiet = not any(is_watched(m) for m in (self.net, first, dropout))
+        quiet = quiet and first_kind(first) == (self.kind, self.gated)
         idle = all(not d.training or d.p == 0 for d in (dropout, *rest))
         if not (quiet and idle and can_multiply(down)) or any_trained(first.proj, down):
             y: Tensor = self.unfused(x)
@@ -112,3 +123,18 @@ class FusedFeedForward(Fused):
         for module in rest:
             y = module(y)
         return y
+
+
+def first_kind(first: nn.Module) -> tuple[str | None, bool]:
+    """Name the activation in the first layer of a feed-forward, and say whether it is gated.
+
+    Args:
+        first: the layer; one that is not known has no activation.
+    """
+    name, module = type(first).__name__, type(first).__module__
+    kind = None
+    if name in _FIRST_LAYERS and module.startswith("diffusers."):
+        kind = activation_kind(getattr(first, "activation", None))
+        if name in ("GELU", "GEGLU"):
+            kind = "gelu_tanh" if getattr(first, "approximate", "none") == "tanh" else "gelu"
+    return kind, name in ("GEGLU", "SwiGLU")
