@@ -275,6 +275,14 @@ def test_a_producer_without_a_fused_form_is_refused() -> None:
         fp8kit.plan(model, fuse={"blocks.0": ["up -> down"]})
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_layer_in_two_groups_is_an_error(turned: bool) -> None:
+    model, _ = tower(torch.device("cpu"))
+    rules = ["before -> heads.a heads.b", "heads.a up"]
+    with pytest.raises(ConversionError, match=r"Got blocks.0.heads.a together .* one rule"):
+        fp8kit.plan(model, fuse={"blocks.0": rules[::-1] if turned else rules})
+
+
 def test_a_norm_of_torch_without_epsilon_is_accepted_and_one_without_weight_is_refused() -> None:
     layers = {"q": nn.Linear(128, 128), "k": nn.Linear(128, 128)}
     rules = {"": ["norm -> q k"]}

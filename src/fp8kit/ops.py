@@ -370,7 +370,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             teach(
                 "A gradient to an FP8 weight or to a scale was asked for.",
                 "FP8 layers are frozen; gradients flow to their input and their bias.",
-                "Call requires_grad_(False) on weight and scales, and train an adapter instead.",
+                "Detach them (quantize weight.detach()), and train an adapter instead.",
             )
         )
     w, w_scale = ctx.saved_tensors

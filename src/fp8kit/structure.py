@@ -119,10 +119,11 @@ def user_links(
         run: calls the model on representative data; with it the rules are tried out.
 
     Raises:
-        ConversionError: if a rule names what does not exist, a producer that has no fused form, or
-            does not hold in the run.
+        ConversionError: if a rule names what does not exist or a producer that has no fused form,
+            names a layer of another group, or does not hold in the run.
     """
     links = given_links(model, rules)
+    _check_apart(links)
     for link in links:
         producer = model.get_submodule(link.name(link.producer or ""))
         known = isinstance(producer, Fused) or can_produce(producer)
@@ -138,6 +139,22 @@ def user_links(
     if run is not None:
         verify_links(model, links, run)
     return links
+
+
+def _check_apart(links: Sequence[Link]) -> None:
+    seen: dict[str, Link] = {}
+    for link in links:
+        for name in link.layers:
+            other = seen.setdefault(name, link)
+            if other.layers != link.layers:
+                raise ConversionError(
+                    teach(
+                        f"Got {name} together with {some_of(other.layers)}, and in another rule "
+                        f"together with {some_of(link.layers)}.",
+                        "A layer shares its input with one group of layers.",
+                        "Name all layers that read one tensor in one rule.",
+                    )
+                )
 
 
 def ungrouped(model: nn.Module) -> list[list[str]]:
