@@ -278,7 +278,7 @@ def test_a_producer_without_a_fused_form_is_refused() -> None:
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_layer_in_two_groups_is_an_error(turned: bool) -> None:
     model, _ = tower(torch.device("cpu"))
-    rules = ["before -> heads.a heads.b", "heads.a up"]
+    rules = ["before -> heads.a heads.b", "heads.a memory.k"]
     with pytest.raises(ConversionError, match=r"Got blocks.0.heads.a together .* one rule"):
         fp8kit.plan(model, fuse={"blocks.0": rules[::-1] if turned else rules})
 
