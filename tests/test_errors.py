@@ -71,6 +71,14 @@ CASES: list[tuple[str, Callable[[], object], type[Exception], str, str, str]] = 
         "Pass one of these two words",
     ),
     (
+        "static-role",
+        lambda: fp8kit.quantize(X, fp8kit.TENSOR, scale=ONE, role="bias"),
+        ValueError,
+        "Got role='bias'.",
+        "'activation' or as a 'weight'",
+        "Pass one of these two words",
+    ),
+    (
         "static-scheme-of-rows",
         lambda: fp8kit.Scheme("x", fp8kit.ROW, fp8kit.ROW, static=True),
         ValueError,

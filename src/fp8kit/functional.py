@@ -91,6 +91,7 @@ def quantize(
                 "Add dimensions with reshape or unsqueeze.",
             )
         )
+    floor = min_scale(group, dtype, role)
     if scale is not None:
         if scale_ub is not None or scale_rounding is not None or scale_layout != "row":
             raise ValueError(
@@ -106,7 +107,7 @@ def quantize(
     rounding = check_rounding(scale_rounding, group)
     check_scale_ub(scale_ub, x)
     check_layout(scale_layout, group)
-    options = (min_scale(group, dtype, role), scale_ub, rounding, scale_layout)
+    options = (floor, scale_ub, rounding, scale_layout)
     data, found = torch.ops.fp8kit.quantize(x, [group.rows, group.cols], dtype, *options)
     return QTensor(data, found, group)
 

@@ -207,7 +207,7 @@ def layer_norm_quantize(
         torch.Size([2, 9, 1])
     """
     target = _resolved("x", x, options)
-    _check_norm(eps, rounding)
+    _check_norm(rounding, eps)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             check_operand(name, vector, (x.shape[-1],), x, None)
@@ -308,7 +308,7 @@ def _rms_norm(
     options: QuantizeOptions,
 ) -> list[Tensor]:
     target, rounding = _resolved("x", x, options), settings[2]
-    _check_norm(settings[0], rounding)
+    _check_norm(rounding, *settings[:2])
     check_operand("weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None)
     found: list[Tensor] = torch.ops.fp8kit.rms_norm_quantize(
         x, residual, weight, *settings, *target
@@ -355,15 +355,16 @@ def _gelu(approximate: str) -> str:
     return "gelu" if approximate == "none" else "gelu_tanh"
 
 
-def _check_norm(eps: float, rounding: str) -> None:
-    if not isinstance(eps, (int, float)):
-        raise TypeError(
-            teach(
-                f"Got eps={eps!r}.",
-                "A norm adds a number.",
-                "For torch's default, None, pass torch.finfo(torch.float32).eps.",
+def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
+    for name, value in (("eps", eps), ("weight_offset", weight_offset)):
+        if not isinstance(value, (int, float)):
+            raise TypeError(
+                teach(
+                    f"Got {name} of type {type(value).__name__}.",
+                    "A norm adds numbers.",
+                    "For torch's default eps, None, pass torch.finfo(torch.float32).eps.",
+                )
             )
-        )
     if rounding not in ROUNDINGS:
         raise ValueError(
             teach(
