@@ -85,7 +85,7 @@ class Plan:
         if changed:
             raise ConversionError(
                 teach(
-                    f"{some_of(changed)} changed since the plan was made.",
+                    f"Layers that changed since the plan was made: {some_of(changed)}.",
                     "A plan is applied once, to the model it was made for.",
                     "Make a new plan: fp8kit.plan(model).",
                 )
