@@ -249,6 +249,10 @@ def test_fused_models_survive_copies_and_casts(device: torch.device) -> None:
     assert_bits_equal(logits(twin, tokens(device)), expected)
     moved = twin.to("cpu").to(device)
     assert_bits_equal(logits(moved, tokens(device)), expected)
+    assert norm.consumers.are_ready()
+    attention.q_proj = copy.deepcopy(attention.q_proj)
+    assert not norm.consumers.are_ready()
+    assert fused_norm(model).consumers.are_ready()
 
 
 def test_many_rows_multiply_the_codes_apart(device: torch.device) -> None:

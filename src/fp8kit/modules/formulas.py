@@ -110,7 +110,8 @@ class NormFormula:
 
     def takes(self, x: Tensor, norm: nn.Module) -> bool:
         """Say whether the dtypes of input and weight are those the formula holds for."""
-        return self.kind == "layer_norm" or x.dtype == norm.weight.dtype
+        weight = norm._parameters.get("weight")
+        return self.kind == "layer_norm" or (weight is not None and x.dtype == weight.dtype)
 
 
 def activation_codes(

@@ -18,13 +18,16 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
             setattr(new, name, value)
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Say whether a hook, or a forward put on the instance, sees what a module takes or gives."""
+def is_watched(*modules: nn.Module) -> bool:
+    """Say whether a hook, or a forward put on an instance, sees what these take or give."""
     return bool(
-        "forward" in vars(module)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
+        or any(
+            "forward" in own
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            for own in map(vars, modules)
+        )
     )

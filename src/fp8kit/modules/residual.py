@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +50,12 @@ class Flow:
         attention, mlp = children["self_attn"], children["mlp"]
         assert attention is not None
         assert mlp is not None
-        y, _ = attention(hidden_states=self._norm(layer, self.before_attention, x), **kwargs)
-        y = self._norm(layer, self.after_attention, y)
+        y, _ = attention(hidden_states=_normed(children, self.before_attention, x), **kwargs)
+        y = _normed(children, self.after_attention, y)
         norm = children[self.before_mlp]
         total = norm.add(y, x) if isinstance(norm, FusedNorm) else x + y
-        y = mlp(self._norm(layer, self.before_mlp, total))
-        return total + self._norm(layer, self.after_mlp, y)
-
-    @staticmethod
-    def _norm(layer: nn.Module, name: str | None, x: Tensor) -> Tensor:
-        if name is None:
-            return x
-        normed: Tensor = layer.get_submodule(name)(x)
-        return normed
+        y = mlp(_normed(children, self.before_mlp, total))
+        return total + _normed(children, self.after_mlp, y)
 
 
 FLOWS = (
@@ -160,6 +153,11 @@ class RandomChild(nn.Module):
         self.seen.append(kwargs)
         y = torch.sin(hidden_states * self.factor + self.phase)
         return (y, None) if self.attends else y
+
+
+def _normed(children: Mapping[str, nn.Module | None], name: str | None, x: Tensor) -> Tensor:
+    norm = None if name is None else children[name]
+    return x if norm is None else cast(Tensor, norm(x))
 
 
 def _arguments(layer: nn.Module) -> dict[str, Any]:
