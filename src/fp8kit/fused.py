@@ -211,12 +211,9 @@ def layer_norm_quantize(
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             check_operand(name, vector, (x.shape[-1],), x, None)
-    gain, shift = (None, None) if modulation is None else _pair(modulation)
-    for name, part in (("scale of the modulation", gain), ("shift of the modulation", shift)):
-        if part is not None:
-            _check_batch(x)
-            wanted = x.dtype if rounding == "stepwise" else None
-            check_operand(name, part, (x.shape[0], x.shape[-1]), x, wanted)
+    if modulation is not None:
+        _check_modulation(modulation, x, x.dtype if rounding == "stepwise" else None)
+    gain, shift = modulation or (None, None)
     found: list[Tensor] = torch.ops.fp8kit.layer_norm_quantize(
         x, weight, bias, gain, shift, eps, rounding, *target
     )
@@ -375,10 +372,10 @@ def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
         )
 
 
-def _pair(modulation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    pair = modulation if isinstance(modulation, (tuple, list)) else ()
-    if len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
-        kinds = ", ".join(type(part).__name__ for part in pair) or type(modulation).__name__
+def _check_modulation(pair: tuple[Tensor, Tensor], x: Tensor, dtype: torch.dtype | None) -> None:
+    parts = pair if isinstance(pair, (tuple, list)) else ()
+    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts) or type(pair).__name__
         raise TypeError(
             teach(
                 f"Got a modulation of {kinds}.",
@@ -386,10 +383,6 @@ def _pair(modulation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
                 "Pass zeros for one that is missing.",
             )
         )
-    return pair[0], pair[1]
-
-
-def _check_batch(x: Tensor) -> None:
     if x.dim() < 2:
         raise ValueError(
             teach(
@@ -398,3 +391,5 @@ def _check_batch(x: Tensor) -> None:
                 "Pass x of shape [B, ..., K].",
             )
         )
+    for name, part in zip(("scale", "shift"), parts, strict=True):
+        check_operand(f"{name} of the modulation", part, (x.shape[0], x.shape[-1]), x, dtype)

@@ -56,8 +56,8 @@ def yields_to(problem: MatmulProblem) -> str:
     """Name the backend to prefer where nothing was measured."""
     single = problem.x_group == problem.w_group == TENSOR
     by_row = problem.w_group != BLOCK and problem.out_dtype == torch.bfloat16  # in one kernel
-    fast = problem.accum == "fast" and (single or by_row)
-    return "torch_native" if problem.m > _SLOW_ROWS_OF_TORCH and (fast or single) else ""
+    quick = single or (problem.accum == "fast" and by_row)
+    return "torch_native" if quick and problem.m > _SLOW_ROWS_OF_TORCH else ""
 
 
 def row_counts(problem: MatmulProblem) -> list[int]:

@@ -110,10 +110,11 @@ class FusedFeedForward(Fused):
             same: Tensor = self.unfused(x, *args, **kwargs)
             return same
         first, dropout, down, *rest = self.net
-        quiet = not any(is_watched(m) for m in (self.net, first, dropout))
-        quiet = quiet and first_kind(first) == (self.kind, self.gated)
+        quiet = not is_watched(self.net, first, dropout)
+        same_kind = first_kind(first) == (self.kind, self.gated)
         idle = all(not d.training or d.p == 0 for d in (dropout, *rest))
-        if not (quiet and idle and can_multiply(down)) or any_trained(first.proj, down):
+        known = quiet and same_kind and idle and can_multiply(down)
+        if not known or any_trained(first.proj, down):
             y: Tensor = self.unfused(x)
             return y
         h, up = first.proj(x), None
