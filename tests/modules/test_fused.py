@@ -148,6 +148,16 @@ def test_what_stays_the_same_or_is_not_of_the_replaced_module_alters_nothing() -
     assert not any(module.altered for module in made)
 
 
+def test_attributes_of_fused_modules_are_told_from_those_of_what_they_replace() -> None:
+    """One that is not named there would be set on the replaced module, if that has it too."""
+    model = build("llama", torch.device("cpu"))
+    fp8kit.convert(model, fuse="all")
+    layer = model.model.layers[0]
+    for module in (layer.input_layernorm, layer.mlp):
+        own = {n for n in vars(module) if n[0] != "_"} - set(vars(nn.Module()))
+        assert own <= fused._OWN
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func.jvp's own
 @pytest.mark.parametrize("fuse", ["none", "inputs", "all"])
 def test_a_tangent_is_refused(fuse: str) -> None:

@@ -252,6 +252,17 @@ def test_every_feed_forward(kind: str, device: torch.device) -> None:
         assert relative_error(found, expected) < 0.5 * relative_error(expected, exact)
 
 
+def test_attributes_of_fused_modules_are_told_from_those_of_what_they_replace(
+    device: torch.device,
+) -> None:
+    model, _ = ready(flux, device)
+    fp8kit.convert(model)
+    made = [m for m in model.modules() if isinstance(m, fused.Fused)]
+    assert {type(m).__name__ for m in made} >= {"FusedAdaptiveNorm", "FusedFeedForward"}
+    for module in made:
+        assert {n for n in vars(module) if n[0] != "_"} - set(vars(nn.Module())) <= fused._OWN
+
+
 def test_another_activation_after_conversion_counts() -> None:
     results = []
     for fuse in ("none", "all"):
