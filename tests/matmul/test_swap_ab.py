@@ -24,7 +24,11 @@ swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is 
 CUTS = pytest.importorskip("cuts").CUTS
 launches = pytest.importorskip("launches")
 
-SHAPES = ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (64, 16))
+# of the last one, several rounds of whole tiles and a round that clusters split
+SHAPES = (
+    *((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 28672), (64, 16)),
+    (34816, 2560),
+)
 PROCESSORS = launches.PROCESSORS
 
 
@@ -182,6 +186,31 @@ def test_more_multiprocessors_are_used_when_k_is_long() -> None:
     few = choose(256, 4096, 14336)
     assert few.split > 1
     assert few.blocks(256, 4096, PROCESSORS) > PROCESSORS * 0.9
+
+
+def test_a_last_round_of_few_rows_has_work_for_most() -> None:
+    for n, k, split in ((57344, 8192, 2), (34816, 2560, 2), (28672, 4096, 1), (57344, 1024, 1)):
+        tile = choose(16, n, k)
+        full, left = divmod(tile.tiles(16, n), tile.blocks(16, n, PROCESSORS))
+        assert full > 0
+        assert (tile.groups, tile.split) == (2, split), (n, k)
+        assert split == 1 or 2 * left <= PROCESSORS
+
+
+def test_all_of_a_few_tiles_run_at_once() -> None:
+    for n in (17408, 22016, 25344):
+        tile = choose(16, n, 4096)
+        assert (tile.groups, tile.resident) == (1, 3), n
+        assert tile.tiles(16, n) <= tile.blocks(16, n, PROCESSORS)
+    assert choose(16, 25600, 4096).resident == 1
+
+
+def test_tokens_are_rows_where_costs_are_the_same_and_blocks_have_several_tiles() -> None:
+    assert choose(256, 57344, 8192).token_rows
+    one_round = choose(256, 8192, 8192)
+    assert one_round.tiles(256, 8192) < PROCESSORS
+    assert not one_round.token_rows
+    assert not choose(4096, 6144, 4096).token_rows
 
 
 def test_source_spells_out_the_registers() -> None:
@@ -418,7 +447,7 @@ def matmul_problem(
 
 @pytest.mark.gpu
 @HOPPER
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 1024)])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 1024), (34816, 2560)])
 def test_a_row_has_the_same_bits_at_every_m(n: int, k: int) -> None:
     x_q = fp8kit.quantize(torch.randn(64, k, device="cuda"))
     w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), role="weight")
@@ -467,7 +496,7 @@ def test_a_weight_quantized_just_before_is_seen() -> None:
 def test_tokens_quantized_inside_are_cut_as_others(m: int, n: int, k: int, blocks: bool) -> None:
     whole, tile = choose(m, n, k, blocks), swap_ab.values_tile(m, n, k, PROCESSORS, blocks)
     if tile is None:
-        assert m * k > 8192 or whole.resident > 1
+        assert (1 << (m - 1).bit_length()) * k > 8192 or whole.resident > 1
         return
     cut = ("cols", "groups", "run", "split", "resident")
     assert [getattr(tile, name) for name in cut] == [getattr(whole, name) for name in cut]
@@ -517,7 +546,11 @@ def test_values_are_taken_as_they_lie_or_left_to_two_kernels(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("groups", [(ROW, ROW), (ROW, TENSOR), (GROUP128, BLOCK)])
 @pytest.mark.parametrize(
-    ("n", "k"), [(64, 128), (130, 304), (4096, 4096), (1000, 4112), (28672, 2048), (10240, 8192)]
+    ("n", "k"),
+    [
+        *((64, 128), (130, 304), (4096, 4096), (1000, 4112), (28672, 2048), (10240, 8192)),
+        (34816, 2560),
+    ],
 )
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_tokens_quantized_inside_give_the_same_bits(

@@ -736,13 +736,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) sw
           asm volatile("ld.shared.f32 %0, [%1];" : "=f"(s[half])
                        : "r"(at + (warp * 16 + half * 8 + lane / 4) * 4));
         let_go(__float_as_uint(s[0]) | __float_as_uint(s[1]));
+        // columns of one block of weights, as tiles start at multiples of COLS
+        constexpr int ALIKE = W_BLOCKS == 1 ? ACC : (COLS & -COLS) / 2;
 #pragma unroll
-        for (int from = 0; from < ACC; from += W_BLOCKS == 1 ? ACC : 8) {
+        for (int from = 0; from < ACC; from += ALIKE) {
           const bool second = W_BLOCKS > 1 && from * 2 >= 128 - n0 % 128;
           const float w_f = second ? w_s[i][W_BLOCKS - 1] : w_s[i][0];
           const float factor[2] = {s[0] * w_f, s[1] * w_f};
 #pragma unroll
-          for (int j = from; j < from + (W_BLOCKS == 1 ? ACC : 8); j++)
+          for (int j = from; j < from + ALIKE; j++)
             acc[j] += product[i][j] * factor[j % 4 / 2];
         }
       } else {
