@@ -279,8 +279,8 @@ def own_calls() -> Calls:
                 calls[f"{tile} {problem}"] = lambda t=tile, o=operands, b=bias, g=pair, p=problem: (
                     own_product(t, o, b, g, p)
                 )
-    # one block, clusters of two and three, two warpgroups, and more tiles than blocks
-    shapes = ((200, 1040), (1024, 2048), (2048, 4096), (12000, 144), (24000, 1040))
+    # one block, clusters of two and three, two warpgroups, more tiles than blocks, whole or split
+    shapes = ((200, 1040), (1024, 2048), (2048, 4096), (12000, 144), (26000, 1040), (34816, 2560))
     for pair, m, (n, k) in itertools.product((PAIRS[0], PAIRS[2]), (1, 3), shapes):
         processors = swap_ab._processors(0)
         if swap_ab.values_tile(m, n, k, processors, pair == PAIRS[2]) is None:

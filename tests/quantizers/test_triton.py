@@ -339,6 +339,14 @@ def test_row_tiles_hold_a_row_and_fit_a_program(k: int, itemsize: int) -> None:
         assert m > 66 or tile.slices * m <= 2 * 132
 
 
+def test_a_thread_loads_once_where_a_multiprocessor_has_a_row_or_two() -> None:
+    for k, warps in ((4096, 16), (7168, 32)):
+        assert {row_tile(m, k, 2, 132).held for m in (65, 128, 256)} == {1}
+        assert row_tile(128, k, 2, 132).warps == warps
+        assert row_tile(64, k, 2, 132).held == row_tile(257, k, 2, 132).held == 2
+    assert row_tile(128, 5120, 2, 132).held == 2  # a third of the lanes would have nothing to load
+
+
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_group_and_tensor_tiles_fit_a_program(k: int, itemsize: int) -> None:
