@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 
 import fp8kit
 from checkpoint_samples import edit_tensors
+from fp8kit import model_io
 from fp8kit.bench import tuning
 from fp8kit.checkpoint import streaming
 from fp8kit.cli import _in_shell_words, main
@@ -269,6 +270,34 @@ def test_bench_times_shapes() -> None:
     ]
     assert all(t["us"] > 0 and t["bf16_us"] > 0 and t["roofline_us"] > 0 for t in found)
     assert "of the roofline" in run("bench", *options).output
+
+
+def test_what_is_measured_are_the_layers_of_a_checkpoint_in_fp8_too(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        "fp8kit.cli_measuring.linear.bench", lambda *a, **_: asked.append(set(a[0])) or []
+    )
+    for source in (NANO, quantized):
+        result = run("bench", source, "-m", "2", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+    assert asked[0] == asked[1] != set()
+
+
+def test_explain_asks_the_gpu_where_there_is_one(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    real = model_io.load
+    monkeypatch.setattr(
+        "fp8kit.cli.model_io.load", lambda path, device: asked.append(device) or real(path)
+    )
+    assert run("explain", quantized).exit_code == 0
+    assert run("explain", quantized, "--device", "cpu").exit_code == 0
+    assert asked == ["cuda", "cpu"]
 
 
 def test_bench_takes_the_layers_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -198,10 +199,21 @@ def test_without_a_table_the_report_says_so() -> None:
     assert note.startswith("Whether FP8 is faster than bf16 on cpu was not measured for 0, 1")
 
 
-@pytest.mark.parametrize("m", [0, -1, [], [4, 0]], ids=str)
-def test_row_counts_are_positive(m: int | list[int]) -> None:
-    with pytest.raises(ValueError, match="Row counts are positive"):
+@pytest.mark.parametrize(
+    ("m", "kind"),
+    [
+        *((m, ValueError) for m in (0, -1, [], [4, 0])),
+        *((m, TypeError) for m in ("16", 1.5, [1.5], [4, "x"])),
+    ],
+    ids=str,
+)
+def test_row_counts_are_positive_integers(m: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="Row counts are positive integers"):
         fp8kit.plan(two(), m=m)
+    model = two()
+    fp8kit.convert(model)
+    with pytest.raises(kind, match="Row counts are positive integers"):
+        fp8kit.warmup(model, m=m)
 
 
 def test_the_h200_serves_a_llama_faster_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

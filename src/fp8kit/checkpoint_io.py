@@ -145,7 +145,7 @@ def high_precision(source: str | Path) -> Checkpoint:
             teach(
                 f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
                 "A checkpoint in high precision is quantized.",
-                "Start from the original, or copy the directory if it is what you want.",
+                "Start from the original, or turn it into another form: fp8kit convert-checkpoint.",
             )
         )
     return checkpoint

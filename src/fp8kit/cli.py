@@ -92,8 +92,8 @@ _target = click.option(
 )
 _device = click.option(
     "--device",
-    default="cpu",
-    show_default=True,
+    default=lambda: "cuda" if torch.cuda.is_available() else "cpu",
+    show_default="cuda, or cpu without a GPU",
     callback=_known_device,
     help="Where to run: cpu, cuda or cuda:N.",
 )

@@ -26,6 +26,7 @@ from fp8kit.selection import (
     exclusion,
     some_of,
 )
+from fp8kit.validation import check_row_counts
 
 STORAGES = ("discard", "cpu_offload", "keep")
 
@@ -172,7 +173,7 @@ def plan(
         A ``Plan``: ``print`` it, or ``apply`` it.
 
     Raises:
-        TypeError: if the model is no module, or ``calibrate`` no function.
+        TypeError: if the model is no module, ``calibrate`` no function, or a row count no integer.
         ValueError: if the scheme or ``fuse`` is unknown, or a row count is not positive.
         ConversionError: if a pattern matches no layer, ``strict`` finds a layer that cannot be
             converted, or a fusion rule names what does not exist or does not hold.
@@ -180,7 +181,7 @@ def plan(
     Example:
         >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
     """
-    scheme, rows = Scheme.of(scheme), crossover.row_counts(m)
+    scheme, rows = Scheme.of(scheme), None if m is None else check_row_counts(m)
     _check_arguments(model, calibrate)
     level = structure.level(fuse)
     names: dict[nn.Module, list[str]] = defaultdict(list)

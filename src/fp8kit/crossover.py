@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from fp8kit.dispatch import Choice, choose
-from fp8kit.errors import teach
 from fp8kit.formats import Scheme
 from fp8kit.matmul.problem import BACKENDS, linear_problem
 from fp8kit.measurements import table_for
@@ -52,26 +51,6 @@ class Verdict:
     def __str__(self) -> str:
         times = f"{self.dense_us:.1f} µs, FP8 {self.us:.1f} µs ({self.basis})"
         return f"bf16 is faster at m={self.m}: {times}"
-
-
-def row_counts(m: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Check the row counts that a user names.
-
-    Raises:
-        ValueError: if there are none, or one is not positive.
-    """
-    if m is None:
-        return None
-    rows = (m,) if isinstance(m, int) else tuple(m)
-    if min(rows, default=0) < 1:
-        raise ValueError(
-            teach(
-                f"Got m={m!r}.",
-                "Row counts are positive numbers of tokens in a call.",
-                "Pass m=[1, 4096] for decode and prefill, or leave it out.",
-            )
-        )
-    return rows
 
 
 def leave_slower(

@@ -364,7 +364,7 @@ def check_scale(
             teach(
                 f"Got a scale of shape {tuple(scale.shape)}.",
                 f"Codes of shape {tuple(shape)} in {group} groups need {wanted}.",
-                "Reshape the scale; it is never squeezed, and [1, 1] per tensor.",
+                "Reshape the scale: all its dimensions stay, and one scale per tensor is [1, 1].",
             )
         )
     if scale.device != device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -113,7 +114,7 @@ def check_float(name: str, x: Tensor) -> None:
             teach(
                 f"Got {name} of dtype {x.dtype} and shape {tuple(x.shape)}.",
                 "Quantization takes bfloat16, float16 or float32.",
-                "Convert it first, e.g. with .float(); complex and integer data have no FP8 form.",
+                "Codes go to fp8kit.scaled_mm with their scales; convert numbers by .float().",
             )
         )
 
@@ -243,6 +244,20 @@ def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
         )
 
 
+def check_row_counts(m: object) -> tuple[int, ...]:
+    """Refuse row counts that are not one positive integer or several, and list them."""
+    rows = tuple(m) if isinstance(m, Iterable) and not isinstance(m, str) else (m,)
+    integers = all(isinstance(row, numbers.Integral) for row in rows)
+    if not integers or min(rows, default=0) < 1:
+        said = teach(
+            f"Got m={m!r}.",
+            "Row counts are positive integers: tokens in a call.",
+            "Pass m=[1, 4096] for decode and prefill, for example.",
+        )
+        raise ValueError(said) if integers else TypeError(said)
+    return rows
+
+
 def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> None:
     """Refuse operands of a matmul whose shapes, devices or options do not fit."""
     if w.dim() != 2 or x.dim() == 0 or x.shape[-1] != w.shape[1]:
@@ -251,6 +266,14 @@ def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> Non
                 f"Got x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}.",
                 "x [..., K] is multiplied by a weight [N, K] of the same K.",
                 "Check the orientation of the weight: rows are output features.",
+            )
+        )
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(
+            teach(
+                f"Got a bias of type {type(bias).__name__}.",
+                f"A bias is a float tensor of shape ({w.shape[0]},), or None.",
+                "Pass a torch.Tensor with one value per output feature.",
             )
         )
     if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype not in _FLOATS):

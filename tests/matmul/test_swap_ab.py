@@ -189,7 +189,10 @@ def test_more_multiprocessors_are_used_when_k_is_long() -> None:
 
 
 def test_a_last_round_of_few_rows_has_work_for_most() -> None:
-    for n, k, split in ((57344, 8192, 2), (34816, 2560, 2), (28672, 4096, 1), (57344, 1024, 1)):
+    split_round = ((57344, 8192), (34816, 2560), (22016, 4096))
+    whole_round = ((28672, 4096), (57344, 1024))
+    for n, k in (*split_round, *whole_round):
+        split = 2 if (n, k) in split_round else 1
         tile = choose(16, n, k)
         full, left = divmod(tile.tiles(16, n), tile.blocks(16, n, PROCESSORS))
         assert full > 0
@@ -198,11 +201,12 @@ def test_a_last_round_of_few_rows_has_work_for_most() -> None:
 
 
 def test_all_of_a_few_tiles_run_at_once() -> None:
-    for n in (17408, 22016, 25344):
+    for n in (17408, 21504):
         tile = choose(16, n, 4096)
         assert (tile.groups, tile.resident) == (1, 3), n
         assert tile.tiles(16, n) <= tile.blocks(16, n, PROCESSORS)
-    assert choose(16, 25600, 4096).resident == 1
+    assert choose(16, 22016, 4096).resident == 1
+    assert swap_ab.values_tile(4, 22016, 4096, PROCESSORS, False) is not None
 
 
 def test_tokens_are_rows_where_costs_are_the_same_and_blocks_have_several_tiles() -> None:
@@ -211,6 +215,8 @@ def test_tokens_are_rows_where_costs_are_the_same_and_blocks_have_several_tiles(
     assert one_round.tiles(256, 8192) < PROCESSORS
     assert not one_round.token_rows
     assert not choose(4096, 6144, 4096).token_rows
+    # nor where it takes more tiles: of 192 tokens, not of 128
+    assert not choose(512, 21504, 3072).token_rows
 
 
 def test_source_spells_out_the_registers() -> None:

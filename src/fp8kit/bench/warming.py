@@ -21,6 +21,7 @@ from fp8kit.modules.fused import FusedActivation, FusedGatedMlp, FusedNorm, Prod
 from fp8kit.modules.fused_diffusers import FusedAdaptiveNorm, FusedFeedForward
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import MOST_JOINED_ROWS, SharedInput, can_join
+from fp8kit.validation import check_row_counts
 
 
 def warmup(
@@ -46,6 +47,7 @@ def warmup(
         How many distinct calls were made.
 
     Raises:
+        TypeError: if a row count is no integer.
         ValueError: if there is no FP8 layer, it is on meta, or a row count is not positive.
 
     Example:
@@ -60,13 +62,7 @@ def warmup(
                 "Convert or load the model onto its device first.",
             )
         )
-    m = (m,) if isinstance(m, int) else m
-    if min(m, default=0) < 1:
-        raise ValueError(
-            teach(
-                f"Got m={list(m)}.", "Row counts are positive.", "Pass the sizes of your batches."
-            )
-        )
+    m = check_row_counts(m)
     if tune:
         tune_layers(layers, m, timer)
     done, calls = set[object](), 0

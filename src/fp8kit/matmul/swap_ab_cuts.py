@@ -41,13 +41,13 @@ def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     if m <= FEW_ROWS:
         return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors, block_scales)
     found = estimates((m, n, k), processors, block_scales)
-
-    def time(tile: Tile) -> tuple[float, bool]:
-        # costs are of either side; where blocks have several tiles, tokens as rows take 2 % less
-        several = m < _LARGE_ROWS and tile.split == 1 and tile.tiles(m, n) > processors
-        return found[tile], not (several and tile.token_rows)
-
-    return min(found, key=time)
+    best = min(found, key=found.__getitem__)
+    if m >= _LARGE_ROWS:
+        return best
+    # costs are the same for either side; with several tiles a block is faster with tokens as rows
+    several = range(processors + 1, best.tiles(m, n) + 1)
+    turned = (t for t in found if found[t] == found[best] and t.token_rows and t.split == 1)
+    return next((t for t in turned if t.tiles(m, n) in several), best)
 
 
 def cuts(m: int, k: int, block_scales: bool) -> list[Tile]:
@@ -131,7 +131,7 @@ def _few_rows_cut(n: int, k: int, processors: int) -> tuple[int, int, int]:
         return (2, 2, 1) if steps >= 24 else (1, 1, 1)
     if fill <= 1.25:
         return (1, 2, 3) if steps >= 24 else (1, 1, 2)
-    if processors < pairs and tiles <= 3 * processors:
+    if processors < pairs < 1.3 * processors and tiles <= 3 * processors:
         return 1, 1, 3
     # a last round that is too small for all blocks is shared: clusters of two split its tiles
     return 2, 2 if steps >= 20 and 0 < pairs % processors <= room[2] else 1, 1

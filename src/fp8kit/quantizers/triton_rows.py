@@ -67,7 +67,7 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
     if k <= 1024:
         rows = 4096 // whole if crowded else 1
         return RowTile(rows, whole, 1, 1, max(1, min(4, rows * whole // lanes)))
-    if 64 < m <= 256 and 16 * lanes <= k <= 28 * lanes and 8 * k >= 7 * whole:
+    if 64 < m <= min(256, 2 * processors) and itemsize == 2 and k in (4096, 7168):
         # a multiprocessor has a row or two: the product behind waits least for one load a thread
         return RowTile(1, whole, 1, 1, whole // lanes)
     for warps in (2, 4, 8, 16, 32):
