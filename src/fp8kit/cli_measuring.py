@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from fp8kit import checkpoint_io
 from fp8kit.bench import linear, operands, tuning
-from fp8kit.checkpoint.inspection import inspect
+from fp8kit.checkpoint.reader import open_checkpoint
 from fp8kit.checkpoint.recipe import Recipe
 from fp8kit.cli_options import json_option, known_device, print_result, row_counts
 from fp8kit.formats import Scheme
@@ -120,8 +120,10 @@ def _layer_shapes(source: Path | None, shapes: str | None) -> list[tuple[int, in
         raise click.UsageError("Name a model directory, or --shapes, and not both.")
     if source is None:
         return operands.parse_shapes(shapes or "")
-    if layers := [layer.shape for layer in inspect(source).layers]:
-        return operands.unique((shape[0], shape[1]) for shape in layers if len(shape) == 2)
-    checkpoint = checkpoint_io.high_precision(source)
-    decided = checkpoint_io.decide(checkpoint, Recipe())  # shapes are any scheme's
-    return operands.unique((r.shape[0], r.shape[1]) for r in decided.report.converted)
+    checkpoint = open_checkpoint(source)
+    if checkpoint.spec is None:
+        decided = checkpoint_io.decide(checkpoint, Recipe())  # shapes are any scheme's
+        found = [record.shape for record in decided.report.converted]
+    else:
+        found = [layer.shape for layer in checkpoint.layers.values() if len(layer.shape) == 2]
+    return operands.unique((n, k) for n, k in found)
