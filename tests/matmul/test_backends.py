@@ -115,7 +115,7 @@ def test_scaled_mm_writes_any_dtype_with_any_bias(
     assert_matmul(y, dequantized(x_q), dequantized(w_q), bias, backend)
 
 
-@pytest.mark.parametrize("k", [4096, 14336])
+@pytest.mark.parametrize("k", [4096, 14336, 28672])
 @pytest.mark.parametrize("pair", QUANTIZED)
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
 def test_scaled_mm_does_not_drift_on_same_sign_data(
