@@ -85,11 +85,12 @@ class CpuBackends:
         scale_ub: Tensor | None,
         rounding: str,
         layout: str = "row",
+        data: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         self.calls.append("quantize")
         x = x.contiguous().resolve_neg()
         scale = empty_scale(x, group, layout)
-        data = torch.empty(x.shape, dtype=dtype)
+        data = torch.empty(x.shape, dtype=dtype) if data is None else data
 
         def kernel(x: Tensor, data: Tensor, scale: Tensor) -> None:
             codes, found = quantizer.quantize(x, group, dtype, floor, None, rounding)

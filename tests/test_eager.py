@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
 from fp8kit import dispatch, eager, tape
-from fp8kit.formats import ROW
+from fp8kit.formats import ROW, GroupShape
 from numerics import assert_bits_equal
 from taped import CpuBackends, install
 
@@ -74,6 +74,21 @@ def test_a_taped_layer_computes_what_the_operator_computes(
         y = layer(x)
         assert cpu_backends.calls == ([] if turn > 1 else ["quantize", "multiply"])
         assert_bits_equal(y, operator(layer, x))
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
+def test_codes_with_gaps_between_rows_are_taped(
+    scheme: str, cpu_backends: CpuBackends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gaps(x: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
+        m, k = x.shape
+        return x.new_empty((m, k + 32), dtype=dtype).as_strided((m, k), (k + 32, 1))
+
+    x = x_of(5)
+    expected = operator(made(scheme, linear := dense()), x)
+    monkeypatch.setattr("fp8kit.ops.empty_codes", gaps)
+    layer = warmed(made(scheme, linear), x, cpu_backends)
+    assert_bits_equal(layer(x), expected)
 
 
 def test_shapes_and_dtypes_have_tapes_of_their_own(cpu_backends: CpuBackends) -> None:

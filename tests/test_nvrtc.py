@@ -102,7 +102,7 @@ def arguments(x: Tensor, y: Tensor, fake: FakeDriver) -> tuple[Any, ...]:
     """A tile map, three pointers of which one is null, and two numbers."""
     fake.kinds = ["map", *[ctypes.c_uint64] * 3, *[ctypes.c_int] * 2]
     return (
-        nvrtc.byte_tile_map(x.data_ptr(), 4, 16, 2, 16),
+        nvrtc.byte_tile_map(x.data_ptr(), 4, 16, 16, 2, 16),
         nvrtc.pointer(x),
         nvrtc.pointer(None),
         nvrtc.pointer(y),
@@ -171,7 +171,7 @@ def test_a_repeated_launch_changes_addresses_and_stream_alone(
     original, same, moved, *later = fake.launched
     assert same == original
     assert [launched["stream"] for launched in (moved, *later)] == [5, 5, 0, STREAM]
-    wanted = nvrtc.byte_tile_map(other.data_ptr(), 4, 16, 2, 16).getPtr()
+    wanted = nvrtc.byte_tile_map(other.data_ptr(), 4, 16, 16, 2, 16).getPtr()
     assert moved["values"] == [wanted, other.data_ptr(), 0, result.data_ptr(), -3, 9]
     assert {k: v for k, v in moved.items() if k not in ("stream", "values")} == {
         k: v for k, v in original.items() if k not in ("stream", "values")
@@ -184,20 +184,20 @@ def test_a_repeated_launch_keeps_the_kind_of_its_maps(
 ) -> None:
     x, other = torch.zeros(4, 16), torch.ones(4, 16)
     fake.kinds = ["map", "map"]
-    shape = (4, 16, 16, 8)
-    given = [make(x.data_ptr(), *shape) for make in (nvrtc.byte_tile_map, nvrtc.float_row_map)]
+    shapes = {nvrtc.byte_tile_map: (4, 16, 16, 2, 16), nvrtc.float_row_map: (4, 16, 16, 8)}
+    given = [make(x.data_ptr(), *shape) for make, shape in shapes.items()]
     made = nvrtc.KernelLaunch(kernel, 6, given, True)
     for position in range(2):
         made.move(position, other.data_ptr())
     made.start(5)
-    wanted = [m.make(other.data_ptr(), *shape) for m in given]
+    wanted = [make(other.data_ptr(), *shape) for make, shape in shapes.items()]
     assert fake.launched[-1]["values"] == [m.getPtr() for m in wanted]
-    assert [m.make for m in wanted] == [nvrtc.byte_tile_map, nvrtc.float_row_map]
+    assert [m.make for m in wanted] == list(shapes)
 
 
 def test_what_is_passed_twice_is_moved_once(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
     x, other = torch.zeros(4, 16), torch.ones(4, 16)
-    tile_map, pointer = nvrtc.byte_tile_map(x.data_ptr(), 4, 16, 2, 16), nvrtc.pointer(x)
+    tile_map, pointer = nvrtc.byte_tile_map(x.data_ptr(), 4, 16, 16, 2, 16), nvrtc.pointer(x)
     fake.kinds = ["map", "map", *[ctypes.c_uint64] * 3]
     given = (tile_map, tile_map, pointer, pointer, nvrtc.pointer(x))
     made = nvrtc.KernelLaunch(kernel, 6, given, True)
@@ -206,7 +206,7 @@ def test_what_is_passed_twice_is_moved_once(kernel: nvrtc.Kernel, fake: FakeDriv
         for position in range(3):
             made.move(position, turn.data_ptr())
         made.start(STREAM)
-        handle = nvrtc.byte_tile_map(turn.data_ptr(), 4, 16, 2, 16).getPtr()
+        handle = nvrtc.byte_tile_map(turn.data_ptr(), 4, 16, 16, 2, 16).getPtr()
         assert fake.launched[-1]["values"] == [handle] * 2 + [turn.data_ptr()] * 3
 
 
@@ -239,10 +239,10 @@ def test_a_failed_launch_raises(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
 
 
 def test_tile_maps_are_cached_by_address_and_shape(fake: FakeDriver) -> None:
-    first = nvrtc.byte_tile_map(4096, 4, 16, 2, 16)
-    assert nvrtc.byte_tile_map(4096, 4, 16, 2, 16) is first
-    assert nvrtc.byte_tile_map(8192, 4, 16, 2, 16) is not first
-    assert (first.address, first.shape) == (4096, (4, 16, 2, 16))
+    first = nvrtc.byte_tile_map(4096, 4, 16, 16, 2, 16)
+    assert nvrtc.byte_tile_map(4096, 4, 16, 16, 2, 16) is first
+    assert nvrtc.byte_tile_map(8192, 4, 16, 16, 2, 16) is not first
+    assert (first.address, first.shape) == (4096, (4, 16, 16, 2, 16))
 
 
 @COMPILER

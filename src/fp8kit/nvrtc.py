@@ -186,7 +186,7 @@ class TileMap:
 
     address: int
     make: Callable[..., TileMap]
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
     handle: Any
 
     def getPtr(self) -> int:
@@ -219,7 +219,9 @@ def joined(constants: Mapping[str, int], *files: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols: int) -> TileMap:
+def byte_tile_map(
+    address: int, rows: int, cols: int, pitch: int, tile_rows: int, tile_cols: int
+) -> TileMap:
     """Describe a row-major byte matrix to the tensor memory accelerator, which loads or stores it.
 
     The map holds the address and the shape, nothing of the content, so caching it by address is
@@ -229,6 +231,7 @@ def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols:
         address: of the first byte, a multiple of 16.
         rows: rows of the matrix; reads beyond them give zeros, writes are left out.
         cols: bytes per row, a multiple of 16; beyond them likewise.
+        pitch: bytes from row to row, a multiple of 16.
         tile_rows: rows that move together, at most 256.
         tile_cols: bytes of each, a multiple of 16, at most 256. In shared memory, rows of 128 are
             in the 128-byte swizzle, others one after the other.
@@ -236,12 +239,12 @@ def byte_tile_map(address: int, rows: int, cols: int, tile_rows: int, tile_cols:
     Returns:
         What to pass to ``Kernel.launch``.
     """
-    shape = (rows, cols, tile_rows, tile_cols)
+    shape = (rows, cols, pitch, tile_rows, tile_cols)
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8
     swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
     if tile_cols != 128:
         swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
-    handle = _encoded(address, kind, (cols, rows), cols, (tile_cols, tile_rows), swizzle)
+    handle = _encoded(address, kind, (cols, rows), pitch, (tile_cols, tile_rows), swizzle)
     return TileMap(address, byte_tile_map, shape, handle)
 
 

@@ -20,7 +20,7 @@ from fp8kit.errors import teach
 from fp8kit.formats import GroupShape, RowCodes, min_scale
 from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
 from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
-from fp8kit.quantizers.layout import empty_scale, product_layout
+from fp8kit.quantizers.layout import empty_codes, empty_scale, product_layout
 from fp8kit.quantizers.problem import BACKENDS as QUANTIZER_BACKENDS
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
 
@@ -208,9 +208,9 @@ def quantize_rows(
     backend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(rows, group, dtype))
     if input_scale is not None:
         return backend.quantize_static(rows, input_scale, group, dtype), input_scale
-    options = (min_scale(group, dtype, "activation"), scale_ub, scale_rounding)
-    data, scale = backend.quantize(rows, group, dtype, *options, product_layout(group))
-    return data, scale
+    layout, floor = product_layout(group), min_scale(group, dtype, "activation")
+    options = (floor, scale_ub, scale_rounding, layout, empty_codes(rows, group, dtype))
+    return tuple(backend.quantize(rows, group, dtype, *options))
 
 
 def multiply_values(

@@ -211,6 +211,24 @@ def test_operands_with_strides(backend: str, device: torch.device) -> None:
     assert torch.allclose(y.float(), plain.float(), rtol=0.02, atol=0.05)
 
 
+@pytest.mark.parametrize("m", [7, 100])
+@pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "FP8_BLOCK", "FP8"])
+@pytest.mark.parametrize("backend", BACKEND_NAMES)
+def test_rows_of_codes_may_have_gaps(backend: str, pair: str, m: int, device: torch.device) -> None:
+    x_q, w_q = operands(m, 96, 208, PAIRS[pair], device)
+    skip_if_declined(backend, x_q, w_q, torch.bfloat16)
+    apart = [dataclasses.replace(q, data=with_gaps(q.data)) for q in (x_q, w_q)]
+    y = fp8kit.scaled_mm(*apart, backend=backend)
+    assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
+
+
+def with_gaps(codes: Tensor) -> Tensor:
+    """Move rows 256 bytes apart, with NaN between them."""
+    memory = torch.full((len(codes), 256), 0x7F, dtype=torch.uint8, device=codes.device)
+    apart = memory.view(codes.dtype)[:, : codes.shape[1]]
+    return apart.copy_(codes)
+
+
 def test_fast_accumulation_is_an_option_and_changes_nothing_on_a_cpu() -> None:
     x_q, w_q = operands(4, 32, 256, (ROW, ROW), torch.device("cpu"))
     assert_bits_equal(

@@ -48,6 +48,19 @@ def test_codes_are_aligned(kind: str) -> None:
     assert (found is codes) == (kind == "fits")
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_gaps_between_rows_of_codes_cost_no_copy(rows: int) -> None:
+    memory = torch.randint(0, 127, (rows, 64), dtype=torch.uint8)
+    for step, stride in ((64, 64), (48, 48)):
+        codes = memory.flatten()[: rows * step].view(rows, step)[:, :48]
+        found = tma.aligned(codes)
+        assert found.data_ptr() == memory.data_ptr()
+        assert found.stride() == (stride if rows > 1 else 48, 1)
+    odd = tma.aligned(memory.flatten()[: rows * 56].view(rows, 56)[:, :48])
+    assert (odd.data_ptr() == memory.data_ptr()) == (rows == 1)
+    assert torch.equal(odd, memory.flatten()[: rows * 56].view(rows, 56)[:, :48])
+
+
 @pytest.mark.parametrize(
     ("shape", "strides"),
     [((1, 5), (20, 4)), ((1, 5), (0, 8)), ((6, 1), (1, 1)), ((1, 1), (9, 3))],

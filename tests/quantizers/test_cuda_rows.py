@@ -130,11 +130,13 @@ def check(x: Tensor, floor: float = FLOOR) -> None:
     cut = cuda_rows.row_cut(len(x), x.shape[1] * x.element_size() // 16, PROCESSORS)
     assert cut is not None, "longer than the kernel holds"
     expected, expected_scale = reference.quantize(x, ROW, E4M3, floor, None, "exact")
-    data = torch.full(x.shape, 0xAA, device="cuda", dtype=torch.uint8)
+    memory = torch.full((len(x), x.shape[1] + 24), 0xAA, device="cuda", dtype=torch.uint8)
+    data = memory[:, :-24]
     scale = torch.full((len(x),), torch.nan, device="cuda")
     cuda_rows.quantize_rows(x, scale, data, floor, PROCESSORS)
     assert_bits_equal(scale, expected_scale[:, 0])
     assert_bits_equal(data.view(E4M3), expected)
+    assert memory[:, -24:].eq(0xAA).all()
     called, called_scale = triton.quantize(x, ROW, E4M3, floor, None, "exact")
     assert_bits_equal(called_scale, expected_scale)
     assert_bits_equal(called, expected)

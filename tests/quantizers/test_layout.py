@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, scale_dtype, scale_shape
 from fp8kit.quantizers import cpu, layout, reference
@@ -49,6 +50,36 @@ def test_layouts_hold_the_same_scales(
         reference.dequantize(data_, scale_, group, torch.float32),
         reference.dequantize(data, scale, group, torch.float32),
     )
+
+
+@pytest.mark.parametrize("backend", [reference, cpu], ids=lambda b: b.__name__.split(".")[-1])
+@pytest.mark.parametrize("k", [256, 272])
+def test_codes_go_where_they_are_wanted(k: int, backend: object) -> None:
+    arguments = (torch.randn(3, k), GROUP128, E4M3, 1e-10, None, "exact", "column")
+    data, scale = backend.quantize(*arguments)
+    memory = torch.full((3, 320), 0xAA, dtype=torch.uint8)
+    wanted = memory.view(E4M3)[:, :k]
+    data_, scale_ = backend.quantize(*arguments, wanted)
+    assert data_ is wanted
+    assert_bits_equal(data_, data)
+    assert_bits_equal(scale_, scale)
+    assert memory[:, k:].eq(0xAA).all()
+
+
+@pytest.mark.parametrize(
+    ("k", "step"),
+    [(64, None), (4096, None), (4304, 4352), (96, 128), (16, 64), (100, None), (0, None)],
+)
+def test_rows_of_codes_start_where_they_are_loaded_fast(k: int, step: int | None) -> None:
+    with FakeTensorMode():
+        x = torch.empty(7, k, dtype=torch.bfloat16, device="cuda")
+        for group in (ROW, GROUP128):
+            codes = layout.empty_codes(x, group, E4M3)
+            assert (codes is None) == (step is None)
+            if codes is not None:
+                assert (codes.dtype, codes.shape, codes.stride()) == (E4M3, x.shape, (step, 1))
+        assert layout.empty_codes(x, TENSOR, E4M3) is None
+    assert layout.empty_codes(torch.empty(7, k), ROW, E4M3) is None
 
 
 def test_which_scales_can_be_by_column() -> None:

@@ -280,6 +280,23 @@ def test_no_group_tile_changes_the_result(
         assert_bits_equal(triton.quantize_mx_swizzled(x, E4M3)[1], swizzled(expected))
 
 
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize("group", [ROW, GROUP128, GroupShape(1, 16)], ids=str)
+def test_rows_of_codes_may_have_gaps(group: GroupShape, layout: str, device: torch.device) -> None:
+    if group == ROW and layout == "column":
+        pytest.skip("a scale per row has one layout")
+    x = hard_rows(torch.bfloat16, 401, device)
+    memory = torch.full((len(x), 448), 0xAA, dtype=torch.uint8, device=device)
+    wanted = memory.view(E4M3)[:, :401]
+    arguments = (x, group, E4M3, FLOORS[0], None, "exact", layout)
+    data, scale = triton.quantize(*arguments, wanted)
+    assert data is wanted
+    expected, expected_scale = reference.quantize(*arguments)
+    assert_bits_equal(data, expected)
+    assert_bits_equal(scale, expected_scale)
+    assert memory[:, 401:].eq(0xAA).all()
+
+
 TENSOR_TILES = [(64, 1, 1, 1, 1), (64, 4, 3, 5, 2), (256, 1, 3, 5, 2), (256, 4, 17, 2, 1)]
 
 

@@ -82,7 +82,7 @@ def run(
     x, w = aligned(x), aligned(w)
     with torch.cuda.device(x.device):
         tile = choose_tile(m, n, k, _processors(x.device.index), blocks)
-        x_map = nvrtc.byte_tile_map(x.data_ptr(), m, k, tile.tokens, TILE_K)
+        x_map = _code_map(x, tile.tokens)
         x_scale = by_column(x_scale) if blocks else x_scale
         scale_map = _scale_map(x_scale, tile.tokens) if blocks else x_map
         stride = 0 if groups[0] == TENSOR else x_scale.stride(0)
@@ -130,11 +130,13 @@ def _launch(
     )
     order = tile.order(m, n, processors)
     # where threads write results the map is not read
-    y_map = nvrtc.byte_tile_map(y.data_ptr(), m, 2 * n, *tile.box) if stored else tokens.x_map
+    y_map = (
+        nvrtc.byte_tile_map(y.data_ptr(), m, 2 * n, 2 * n, *tile.box) if stored else tokens.x_map
+    )
     kernel.launch(
         order.blocks,
         (
-            nvrtc.byte_tile_map(w.data_ptr(), n, k, tile.weights, TILE_K),
+            _code_map(w, tile.weights),
             tokens.x_map,
             tokens.scale_map,
             y_map,
@@ -190,10 +192,15 @@ def run_values(
         tile = values_tile(m, n, k, _processors(x.device.index), blocks)
         if tile is None:
             return None
-        w_map = nvrtc.byte_tile_map(w.data_ptr(), n, k, tile.weights, TILE_K)
+        w_map = _code_map(w, tile.weights)
         # the kernel takes maps of codes and of their scales in any case, and reads neither here
         tokens = _Tokens(w_map, w_map, values=x, min_scale=min_scale)
         return _launch(tile, m, tokens, (w, w_scale), bias, groups, problem)
+
+
+def _code_map(codes: Tensor, tile_rows: int) -> Any:
+    rows, k = codes.shape
+    return nvrtc.byte_tile_map(codes.data_ptr(), rows, k, codes.stride(0), tile_rows, TILE_K)
 
 
 def _scale_map(scale: Tensor, tokens: int) -> Any:

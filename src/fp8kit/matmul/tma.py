@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fp8kit.quantizers.layout import laid_out, pitch
@@ -10,13 +11,24 @@ ALIGN = 16  # bytes, of addresses and of strides
 
 
 def aligned(codes: Tensor) -> Tensor:
-    """Give codes ``[rows, K]``, K a multiple of 16, in rows without gaps from a 16-byte boundary.
+    """Give codes ``[rows, K]``, K a multiple of 16, in rows that start at 16-byte boundaries.
 
     Args:
         codes: one byte an element, any strides.
+
+    Returns:
+        The codes, columns adjacent; their rows may have gaps.
+
+    Example:
+        >>> aligned(torch.empty(7, 64, dtype=torch.uint8)[:, :48]).stride()
+        (64, 1)
     """
-    codes = codes.contiguous()
-    return codes if codes.data_ptr() % ALIGN == 0 else codes.clone()
+    rows, k = codes.shape
+    # strides along one row or one column are never taken, so views may have any there
+    step = codes.stride(0) if rows > 1 else k
+    if codes.stride(1) == 1 and step >= k and not (step % ALIGN or codes.data_ptr() % ALIGN):
+        return codes if codes.stride(0) == step else codes.as_strided((rows, k), (step, 1))
+    return codes.clone(memory_format=torch.contiguous_format)
 
 
 def by_column(scale: Tensor) -> Tensor:

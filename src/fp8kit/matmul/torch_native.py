@@ -18,6 +18,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.tma import aligned
 
 _ROWWISE = (ROW, TENSOR)
 _ALIGN = 16
@@ -209,7 +210,7 @@ def swizzle_mx_scale(scale: Tensor) -> Tensor:
 def _padded(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
     below, right = -codes.shape[0] % row_multiple, -codes.shape[1] % col_multiple
     if not below and not right:
-        return codes.contiguous()
+        return aligned(codes)
     codes = codes.contiguous()
     places = (right, *codes.shape[1:], codes.stride(0), codes.storage_offset(), codes.data_ptr())
     # an element takes its time, whatever its size

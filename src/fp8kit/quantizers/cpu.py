@@ -42,10 +42,11 @@ def quantize(
     scale_ub: Tensor | None,
     scale_rounding: str,
     scale_layout: str = "row",
+    data: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments."""
+    """Quantize with scales taken from the data; arguments as in ``reference``."""
     if not _divides(x, group):
-        same = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout)
+        same = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout, data)
         return reference.quantize(x, *same)
     fmt = fp8_format(dtype)
     options = (group, fmt, min_scale, scale_ub, scale_rounding)
@@ -65,7 +66,7 @@ def quantize(
             _divide(piece, out, wide, found[-1], group, fmt.max if clamped else None)
         scale = torch.cat(found).reshape(*x.shape[:-1], -1) if group.rows == 1 else torch.cat(found)
     codes = _with_nan(codes, scale, group, fmt.nan_code).view(x.shape)
-    return codes, laid_out(scale, scale_layout)
+    return codes if data is None else data.copy_(codes), laid_out(scale, scale_layout)
 
 
 def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ constexpr int WARPS = THREADS / 32, STEP = BLOCKS * THREADS;
 
 extern "C" __global__ void __launch_bounds__(THREADS) cluster_rows_kernel(
     const u8* x, float* scales, u8* codes,  // x is not read-only: it may be written until the wait
-    long long row_bytes, int vectors, float min_scale) {
+    long long row_bytes, long long code_bytes, int vectors, float min_scale) {
   __shared__ u32 maxima[WARPS * BLOCKS];
   __shared__ alignas(8) u64 arrived;
   int rank;
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) cluster_rows_kernel(
   for (int i = 0; i < VECTORS; i++) {
     const int at = first + i * STEP;
     if (at >= vectors) continue;
-    u8* const to = codes + row * vectors * EACH + (long long)at * EACH;
+    u8* const to = codes + row * code_bytes + (long long)at * EACH;
     if (KIND == F32)
       *(u32*)to = encode(held[i], 0, scale, reciprocal);
     else

@@ -86,7 +86,7 @@ def quantize_rows(
     Args:
         x: ``[M, K]`` that ``takes`` accepts.
         scale: ``float32 [M]``, contiguous.
-        data: ``uint8 [M, K]``, contiguous: e4m3fn codes.
+        data: ``uint8 [M, K]``, e4m3fn codes; columns are adjacent, rows start at multiples of 8.
         min_scale: floor under the scales, such that quotients are exact (``SAFE_SCALE``).
         processors: multiprocessors of the GPU.
     """
@@ -101,6 +101,7 @@ def quantize_rows(
             nvrtc.pointer(scale),
             nvrtc.pointer(data),
             ctypes.c_longlong(x.stride(0) * x.element_size()),
+            ctypes.c_longlong(data.stride(0)),
             ctypes.c_int(vectors),
             ctypes.c_float(min_scale),
         ),

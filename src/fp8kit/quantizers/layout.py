@@ -1,7 +1,8 @@
-"""How scales lie in memory: by row, or by column as block-scaled products load them.
+"""How codes and scales lie in memory where products load them fastest.
 
 Column-major scales have the logical shape of any others. Rows are adjacent, columns a multiple of
 four values apart: what the tensor memory accelerator needs to load the scales of many rows at once.
+It loads rows of codes up to twice as fast where they start at multiples of 64 bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fp8kit.formats import GROUP128, GroupShape, scale_dtype, scale_shape
 
 LAYOUTS = ("row", "column")
 _MULTIPLE = 4  # rows: 16 bytes of ``float32``
+_LOADED, _FAST = 16, 64  # bytes between rows of codes: multiples that are loaded at all, and fast
 
 
 def product_layout(group: GroupShape) -> str:
@@ -53,6 +55,28 @@ def empty_scale(x: Tensor, group: GroupShape, layout: str) -> Tensor:
     """
     shape, dtype = scale_shape(x.shape, group), scale_dtype(group)
     return empty_columns(x, shape, dtype) if layout == "column" else x.new_empty(shape, dtype=dtype)
+
+
+def empty_codes(x: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor | None:
+    """Allocate codes for a product whose rows have gaps, so that they are loaded fast.
+
+    Args:
+        x: what is quantized, ``[M, K]``.
+        group: elements per scale.
+        dtype: of the codes.
+
+    Returns:
+        ``[M, K]``, not initialised; ``None`` where rows without gaps are as fast, or all there is.
+
+    Example:
+        >>> empty_codes(torch.empty(7, 4304, device="cuda"), ROW, torch.float8_e4m3fn).stride()
+        (4352, 1)
+    """
+    m, k = x.shape
+    if not x.is_cuda or k % _LOADED or not k % _FAST or group.rows != 1:
+        return None
+    step = -(-k // _FAST) * _FAST
+    return x.new_empty((m, step), dtype=dtype).as_strided((m, k), (step, 1))
 
 
 def laid_out(scale: Tensor, layout: str) -> Tensor:

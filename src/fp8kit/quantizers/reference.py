@@ -36,12 +36,17 @@ def quantize(
     scale_ub: Tensor | None,
     scale_rounding: str,
     scale_layout: str = "row",
+    data: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments."""
+    """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments.
+
+    Codes go to ``data``, if it is given.
+    """
     fmt = fp8_format(dtype)
     amax = _group_amax(x.float(), group)
     scale = scales(amax, group, fmt, min_scale, scale_ub, scale_rounding)
-    return quantize_static(x, scale, group, dtype), laid_out(scale, scale_layout)
+    codes = quantize_static(x, scale, group, dtype)
+    return codes if data is None else data.copy_(codes), laid_out(scale, scale_layout)
 
 
 def scales(

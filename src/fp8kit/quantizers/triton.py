@@ -62,6 +62,7 @@ def quantize(
     scale_ub: Tensor | None,
     scale_rounding: str,
     scale_layout: str = "row",
+    data: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments.
 
@@ -73,15 +74,16 @@ def quantize(
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
         scale_layout: ``"row"``, or ``"column"`` for groups along a row, see ``layout``.
+        data: ``[M, K]``, where the codes go; its rows may have gaps if groups lie along rows.
 
     Returns:
         Codes and scales as in ``QTensor``; padding of column-major scales is not initialised.
     """
     if x.numel() == 0:
-        options = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout)
+        options = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout, data)
         return reference.quantize(x, *options)
     scale = empty_scale(x, group, scale_layout)
-    data = torch.empty(x.shape, dtype=dtype, device=x.device)
+    data = torch.empty(x.shape, dtype=dtype, device=x.device) if data is None else data
     division = _division(group, min_scale, scale_ub, scale_rounding)
     recipe = Recipe(min_scale, False, division, fp8_format(dtype).max)
     _launch(x, scale, scale_ub, data, group, recipe)
@@ -163,17 +165,19 @@ def _launch(
             quantize_blocks(stack, scales, scale_ub, raw, group.rows, group.cols, recipe)
         elif group.cols == -1:
             rows, exact = x.reshape(m, k), recipe.division == "corrected"
+            codes, scales = raw.reshape(m, k), scale.reshape(m)
             if exact and recipe.fp8_max == E4M3_MAX and cuda_rows.takes(rows, count):
-                cuda_rows.quantize_rows(rows, scale.reshape(m), raw, recipe.min_scale, count)
+                cuda_rows.quantize_rows(rows, scales, codes, recipe.min_scale, count)
                 return
             tile = row_tile(m, k, x.element_size(), count)
             tile = tile._replace(held=0) if recipe.static else tile
-            quantize_rows(rows, scale.reshape(m), scale_ub, raw, recipe, tile)
+            quantize_rows(rows, scales, scale_ub, codes, recipe, tile)
         else:
             scales = scale if swizzled else scale.reshape(1, -1) if m == 1 else scale.flatten(0, -2)
             column = swizzled or scales.stride(0) == 1
             part = group_tile(m, k, group.cols, x.element_size(), column, count)
-            quantize_groups(x.reshape(m, k), scales, scale_ub, raw, group.cols, recipe, part)
+            codes = raw.reshape(m, k)
+            quantize_groups(x.reshape(m, k), scales, scale_ub, codes, group.cols, recipe, part)
 
 
 @functools.cache

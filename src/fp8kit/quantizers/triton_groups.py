@@ -110,7 +110,7 @@ def _groups_kernel(
     x_ptr,  # [M, K]
     scale_ptr,  # [M, ceil(K / GROUP)], float32, or E8M0 bytes for MX
     scale_ub_ptr,  # [1] or None
-    data_ptr,  # [M, K] bytes, contiguous
+    data_ptr,  # [M, K] bytes
     M,
     stride_xm,
     stride_xk,
@@ -118,6 +118,7 @@ def _groups_kernel(
     stride_sg,
     min_scale,
     K: tl.constexpr,
+    STRIDE_DM: tl.constexpr,
     GROUP: tl.constexpr,
     STATIC: tl.constexpr,
     DIVISION: tl.constexpr,
@@ -165,7 +166,8 @@ def _groups_kernel(
             tl.store(where, scale.to(scale_ptr.dtype.element_ty), mask=kept)
         codes = _group_codes(held[i], scale, DIVISION, FP8_MAX)
         col = group[None, :, None] * GROUP + lane
-        tl.store(data_ptr + row[:, None, None] * K + col, codes, mask=present & (col < K))
+        to = data_ptr + row[:, None, None] * STRIDE_DM + col
+        tl.store(to, codes, mask=present & (col < K))
 
 
 def quantize_groups(
@@ -184,7 +186,7 @@ def quantize_groups(
         scale: ``[M, ceil(K / group)]`` in any strides, ``float32`` or (MX) ``uint8``; a 1-D
             ``uint8`` tensor receives the padded 128x4 tiles of cuBLAS.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
-        data: ``uint8 [M, K]``, contiguous.
+        data: ``uint8 [M, K]``, columns adjacent.
         group: columns per scale, a power of two.
         recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
         tile: how the matrix is cut; for swizzled scales, rows must be a power of two up to 128.
@@ -200,9 +202,9 @@ def quantize_groups(
     launch(
         _groups_kernel, blocks,
         x, scale, scale_ub, data, m, x.stride(0), x.stride(1), stride_sm, stride_sg,
-        recipe.min_scale, K=k, GROUP=group, STATIC=recipe.static, DIVISION=recipe.division,
-        FP8_MAX=recipe.fp8_max, SWIZZLE=swizzle, BLOCK_M=tile.rows, BLOCK_G=tile.groups,
-        HELD=tile.held, num_warps=tile.warps, enable_fp_fusion=False,
+        recipe.min_scale, K=k, STRIDE_DM=data.stride(0), GROUP=group, STATIC=recipe.static,
+        DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, SWIZZLE=swizzle, BLOCK_M=tile.rows,
+        BLOCK_G=tile.groups, HELD=tile.held, num_warps=tile.warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
 

@@ -64,9 +64,14 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
         slices = min(8, 1 << (processors // m).bit_length() - 1, cols // 1024)
         return RowTile(1, cols, 0, slices, min(32, cols // lanes))
     crowded = m > 4 * processors
+    each = triton.cdiv(k, lanes)
+    if m > 64 and each <= _HELD:
+        # a warp per row needs no barrier; programs are to be few, as one starts in 1.3 ns, but not
+        # so few that most find room on the multiprocessors that the product ahead leaves free
+        rows = (2 if crowded and each <= 3 else 1) * (4 if m > 8 * processors else 1)
+        return RowTile(rows, lanes, each, 1, rows)
     if k <= 1024:
-        rows = 4096 // whole if crowded else 1
-        return RowTile(rows, whole, 1, 1, max(1, min(4, rows * whole // lanes)))
+        return RowTile(1, whole, 1, 1, max(1, min(4, whole // lanes)))
     if 64 < m <= min(256, 2 * processors) and itemsize == 2 and k in (4096, 7168):
         # a multiprocessor has a row or two: the product behind waits least for one load a thread
         return RowTile(1, whole, 1, 1, whole // lanes)
@@ -87,13 +92,14 @@ def _rows_kernel(
     x_ptr,  # [M, K]
     scale_ptr,  # [M]
     scale_ub_ptr,  # [1] or None
-    data_ptr,  # [M, K] bytes, contiguous
+    data_ptr,  # [M, K] bytes
     M,
     stride_xm,
     stride_xk,
     stride_sm,
     min_scale,
     K: tl.constexpr,
+    STRIDE_DM: tl.constexpr,
     STATIC: tl.constexpr,
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
@@ -112,7 +118,7 @@ def _rows_kernel(
     row = (program // SLICES).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     present = existing(row, M)
     x_row = x_ptr + row[:, None] * stride_xm
-    data_row = data_ptr + row[:, None] * K
+    data_row = data_ptr + row[:, None] * STRIDE_DM
     col = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
     # a loop over elements would count in 32 bits, too few for the longest rows
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -166,7 +172,7 @@ def quantize_rows(
         x: ``[M, K]`` in any strides.
         scale: ``float32 [M]``.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
-        data: ``uint8 [M, K]``, contiguous.
+        data: ``uint8 [M, K]``, columns adjacent.
         recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
         tile: how the rows are cut; a static quantization needs ``held == 0``.
     """
@@ -177,8 +183,8 @@ def quantize_rows(
     launch(
         _rows_kernel, triton.cdiv(m, tile.rows) * tile.slices,
         x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), recipe.min_scale,
-        K=k, STATIC=recipe.static, DIVISION=recipe.division, FP8_MAX=recipe.fp8_max,
-        BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held, SLICES=tile.slices,
-        num_warps=tile.warps, maxnreg=registers, enable_fp_fusion=False,
+        K=k, STRIDE_DM=data.stride(0), STATIC=recipe.static, DIVISION=recipe.division,
+        FP8_MAX=recipe.fp8_max, BLOCK_M=tile.rows, BLOCK_K=tile.cols, HELD=tile.held,
+        SLICES=tile.slices, num_warps=tile.warps, maxnreg=registers, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip
