@@ -57,7 +57,21 @@ KINDS = (
     Kind("split in three, blocks", (45, 1000, 4224), BLOCKS, Tile(48, 2, 1, 4, 4, 3, 3, 1)),
     Kind("a split tail", (128, 10240, 1024), ROWS, Tile(128, 2, 4, 5, 5, 5, 2, 1), True),
     Kind("persistent", (33, 16400, 512), ROWS, Tile(48, 1, 1, 6, 4, 4, 1, 1), True),
-    Kind("persistent, blocks", (150, 10000, 640), BLOCKS, Tile(80, 2, 2, 5, 5, 5, 1, 1), True),
+    Kind(
+        "persistent, blocks",
+        (150, 10000, 640),
+        BLOCKS,
+        Tile(80, 2, 2, 5, 5, 5, 1, 1),
+        True,
+        torch.float32,
+    ),
+    Kind(
+        "stored, blocks",
+        (700, 10000, 640),
+        BLOCKS,
+        Tile(128, 3, 1, 4, 4, 4, 1, 1, True, held=2, neighbors=2),
+        True,
+    ),
     Kind(
         "stored",
         (300, 10000, 640),

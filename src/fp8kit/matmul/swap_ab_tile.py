@@ -172,8 +172,8 @@ class Tile:
         """Whether the tensor memory accelerator writes the results.
 
         It takes longer than the threads, and lets them multiply meanwhile: that is for blocks with
-        several tiles. Rows of results have to be multiples of 16 bytes. With block scales it saved
-        nothing.
+        several tiles. Rows of results have to be multiples of 16 bytes. With block scales wide
+        tiles, whose products nothing overlaps, were no faster.
 
         Args:
             m: rows of the result.
@@ -183,8 +183,8 @@ class Tile:
             size: bytes of a result.
         """
         several = self.tiles(m, n) > self.blocks(m, n, processors)
-        fitting = size == 2 and n % 8 == 0 and self.split == 1 and not block_scales
-        return several and m > FEW_ROWS and fitting
+        fitting = size == 2 and n % 8 == 0 and self.split == 1
+        return several and m > FEW_ROWS and fitting and not (block_scales and self.cols > 128)
 
 
 def round_up(count: int, multiple: int) -> int:
