@@ -58,15 +58,17 @@ def cuts(m: int, k: int, block_scales: bool) -> list[Tile]:
         block_scales: as in ``choose_tile``.
     """
     even = -(-m // (16 * -(-m // _MOST_COLS))) * 16  # tokens of a tile, if all have as many
+    many = m > _MANY_ROWS
     sides = [(False, even), *((True, cols) for cols in _TOKEN_ROWS_COLS)]
     found = [
-        _deepest(cols, groups, split, 1, block_scales, _whole_run(k, split), token_rows=token_rows)
+        _deepest(cols, groups, split, 1, block_scales, run, many and run != _RUN, token_rows)
         for token_rows, cols in sides
         for groups in (1, 2, 3)
         for split in (1, 2, 3, 4)
+        for run in (_whole_run(k, split),)
         if cols <= _MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
     ]
-    if m > _MANY_ROWS:
+    if many:
         found += [
             _deepest(cols, 2, 1, 1, block_scales, long_run(k), True, token_rows)
             for token_rows, cols in ((True, _MOST_COLS), (False, even))

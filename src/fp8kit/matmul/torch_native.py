@@ -211,7 +211,7 @@ def _padded(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:
     below, right = -codes.shape[0] % row_multiple, -codes.shape[1] % col_multiple
     if not below and not right:
         return aligned(codes)
-    codes = codes.contiguous()
+    codes = codes if codes.stride(1) == 1 else codes.contiguous()
     places = (right, *codes.shape[1:], codes.stride(0), codes.storage_offset(), codes.data_ptr())
     # an element takes its time, whatever its size
     kind, size = (torch.uint8, 1) if any(place % 8 for place in places) else (torch.int64, 8)
