@@ -9,6 +9,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -80,14 +81,22 @@ def test_a_taped_layer_computes_what_the_operator_computes(
 def test_codes_with_gaps_between_rows_are_taped(
     scheme: str, cpu_backends: CpuBackends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    multiplied = []
+
     def gaps(x: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
         m, k = x.shape
         return x.new_empty((m, k + 32), dtype=dtype).as_strided((m, k), (k + 32, 1))
 
-    x = x_of(5)
+    def noting(x: Tensor, *rest: Any) -> Tensor:
+        multiplied.append(x.stride())
+        return multiply(x, *rest)
+
+    x, multiply = x_of(5), cpu_backends.run
     expected = operator(made(scheme, linear := dense()), x)
     monkeypatch.setattr("fp8kit.ops.empty_codes", gaps)
+    monkeypatch.setattr(cpu_backends, "run", noting)
     layer = warmed(made(scheme, linear), x, cpu_backends)
+    assert multiplied == [(192, 1)] * 2
     assert_bits_equal(layer(x), expected)
 
 

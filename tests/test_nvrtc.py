@@ -59,7 +59,8 @@ class FakeDriver:
         )
         return (self.status,)
 
-    def cuTensorMapEncodeTiled(self, *_: Any) -> Any:
+    def cuTensorMapEncodeTiled(self, *described: Any) -> Any:
+        self.described = [[int(n) for n in d] if isinstance(d, list) else d for d in described]
         return self.status, self._real.CUtensorMap()
 
 
@@ -236,6 +237,12 @@ def test_a_failed_launch_raises(kernel: nvrtc.Kernel, fake: FakeDriver) -> None:
         kernel.launch(6, given, overlap=False)
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
         made.start(STREAM)
+
+
+def test_rows_of_a_described_matrix_may_have_gaps(fake: FakeDriver) -> None:
+    nvrtc.byte_tile_map(4096, 5, 48, 64, 2, 16)
+    _, rank, address, shape, pitch, box = fake.described[:6]
+    assert (rank, address, shape, pitch, box) == (2, 4096, [48, 5], [64], [16, 2])
 
 
 def test_tile_maps_are_cached_by_address_and_shape(fake: FakeDriver) -> None:

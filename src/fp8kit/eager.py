@@ -303,7 +303,7 @@ def _state(layer: Parameters) -> tuple[object, ...] | None:
         address,
         weight.shape,
         weight.dtype,
-        # others are copied before a launch, and the copy's address is none to come back to
+        # others may be copied before a launch, and the copy's address is none to come back to
         weight.is_contiguous() and scale.is_contiguous() and (bias is None or bias.is_contiguous()),
         version,
         # tape.settled, which would ask for both again at every call

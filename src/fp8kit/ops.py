@@ -208,9 +208,9 @@ def quantize_rows(
     backend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(rows, group, dtype))
     if input_scale is not None:
         return backend.quantize_static(rows, input_scale, group, dtype), input_scale
-    layout, floor = product_layout(group), min_scale(group, dtype, "activation")
-    options = (floor, scale_ub, scale_rounding, layout, empty_codes(rows, group, dtype))
-    return tuple(backend.quantize(rows, group, dtype, *options))
+    how = (min_scale(group, dtype, "activation"), scale_ub, scale_rounding, product_layout(group))
+    data, scale = backend.quantize(rows, group, dtype, *how, empty_codes(rows, group, dtype))
+    return data, scale
 
 
 def multiply_values(

@@ -211,11 +211,13 @@ def test_operands_with_strides(backend: str, device: torch.device) -> None:
     assert torch.allclose(y.float(), plain.float(), rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("m", [7, 100])
+@pytest.mark.parametrize(("m", "k"), [(7, 208), (100, 256)])
 @pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "FP8_BLOCK", "FP8"])
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
-def test_rows_of_codes_may_have_gaps(backend: str, pair: str, m: int, device: torch.device) -> None:
-    x_q, w_q = operands(m, 96, 208, PAIRS[pair], device)
+def test_rows_of_codes_may_have_gaps(
+    backend: str, pair: str, m: int, k: int, device: torch.device
+) -> None:
+    x_q, w_q = operands(m, 128, k, PAIRS[pair], device)
     skip_if_declined(backend, x_q, w_q, torch.bfloat16)
     apart = [dataclasses.replace(q, data=with_gaps(q.data)) for q in (x_q, w_q)]
     y = fp8kit.scaled_mm(*apart, backend=backend)
@@ -223,8 +225,8 @@ def test_rows_of_codes_may_have_gaps(backend: str, pair: str, m: int, device: to
 
 
 def with_gaps(codes: Tensor) -> Tensor:
-    """Move rows 256 bytes apart, with NaN between them."""
-    memory = torch.full((len(codes), 256), 0x7F, dtype=torch.uint8, device=codes.device)
+    """Move rows 320 bytes apart, with NaN between them."""
+    memory = torch.full((len(codes), 320), 0x7F, dtype=torch.uint8, device=codes.device)
     apart = memory.view(codes.dtype)[:, : codes.shape[1]]
     return apart.copy_(codes)
 

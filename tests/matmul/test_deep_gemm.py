@@ -54,7 +54,7 @@ class Library(ModuleType):
         assert d.shape == (m, n)
         assert d.dtype == torch.bfloat16
         for tensor in (x, w, d):
-            assert tensor.stride(1) == 1, "K-major operands, a row-major result"
+            assert tensor.is_contiguous(), "K-major operands, a row-major result, no gaps"
             assert tensor.stride(0) * tensor.element_size() % 16 == 0, "rows at 16-byte boundaries"
             assert tensor.data_ptr() % 16 == 0, "an address at a 16-byte boundary"
         assert x_scale.dtype == w_scale.dtype == torch.float32

@@ -145,6 +145,20 @@ def test_a_long_run_multiplies_little_in_vain(steps: int, run: int) -> None:
     assert swap_ab_cuts.long_run(128 * steps) == swap_ab_cuts.long_run(128 * steps - 112) == run
 
 
+def test_a_run_is_no_longer_than_k_where_that_is_short() -> None:
+    for m in (16, 128, 256, 1024, 4096):
+        assert {choose(m, 960, 576, blocks).run for blocks in (False, True)} == {5}
+        assert choose(m, 960, 1024).run in (4, 8)
+    assert swap_ab_cuts.run_of(576, 2) == swap_ab_cuts.run_of(4096, 1) == 4
+    many, few = choose(4096, 3352, 768), choose(256, 3352, 768)
+    assert (many.groups, many.x_stages, many.run) == (2, many.stages, 6)
+    assert few.run == 6
+    for n, k in ((960, 576), (3352, 768), (4304, 1152)):
+        inside = swap_ab.values_tile(4, n, k, PROCESSORS, False)
+        assert -(-k // 128) <= inside.x_stages
+        assert inside.run <= inside.x_stages
+
+
 def test_many_rows_take_long_runs() -> None:
     assert choose(4096, 4096, 4096).run == 8
     assert choose(256, 4096, 4096).run < 8

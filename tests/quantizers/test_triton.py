@@ -336,7 +336,25 @@ def test_what_is_to_stay_in_the_cache_is_the_end() -> None:
     assert triton_tensor._kept_from(large, step) == 0
 
 
-KS = (1, 16, 17, 512, 1024, 1025, 4096, 4097, 5120, 7168, 14336, 28672, 53248, 200_000)
+KS = (
+    1,
+    16,
+    17,
+    64,
+    512,
+    576,
+    896,
+    1024,
+    1025,
+    4096,
+    4097,
+    5120,
+    7168,
+    14336,
+    28672,
+    53248,
+    200_000,
+)
 MS = (1, 2, 16, 64, 66, 67, 300, 528, 529, 4096, 10**7)
 
 
@@ -354,6 +372,23 @@ def test_row_tiles_hold_a_row_and_fit_a_program(k: int, itemsize: int) -> None:
         assert tile.cols % tile.slices == 0
         assert tile.slices == 1 or (tile.held == 0 and tile.rows == 1)
         assert m > 66 or tile.slices * m <= 2 * 132
+
+
+def test_short_rows_have_a_warp_each_and_share_programs() -> None:
+    for k, held in ((512, 2), (576, 3), (768, 3), (896, 4), (1152, 5), (1792, 7)):
+        for m in (65, 528, 529, 1056, 1057, 10**6):
+            rows = (2 if m > 528 and held <= 3 else 1) * (4 if m > 1056 else 1)
+            assert row_tile(m, k, 2, 132) == RowTile(rows, 256, held, 1, rows)
+    assert row_tile(64, 576, 2, 132) == RowTile(1, 1024, 1, 1, 4)
+    # shorter than one load of a warp: as many rows as threads can hold
+    assert row_tile(10**6, 64, 2, 132) == RowTile(64, 64, 1, 1, 4)
+    assert row_tile(10**6, 1024, 4, 132) == RowTile(4, 1024, 1, 1, 4)
+
+
+def test_groups_by_column_have_small_programs_while_they_are_few() -> None:
+    for m, k, warps in ((1024, 576, 4), (1024, 1024, 4), (1024, 1152, 16), (4096, 576, 8)):
+        assert group_tile(m, k, 128, 2, True, 132).warps == warps
+    assert group_tile(1024, 576, 128, 2, False, 132).warps == 8
 
 
 def test_a_thread_loads_once_where_a_multiprocessor_has_a_row_or_two() -> None:

@@ -24,7 +24,7 @@ from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
 from fp8kit.matmul.swap_ab_cuts import choose_tile, every_cut, values_tile
 from fp8kit.matmul.swap_ab_tile import PRODUCER_REGISTERS, TILE_K, Tile
-from fp8kit.matmul.tma import ALIGN, aligned, by_column
+from fp8kit.matmul.tma import ALIGN, aligned, by_column, row_pitch
 
 MOST_ROWS = 16384
 _SLOW_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
@@ -199,8 +199,8 @@ def run_values(
 
 
 def _code_map(codes: Tensor, tile_rows: int) -> Any:
-    rows, k = codes.shape
-    return nvrtc.byte_tile_map(codes.data_ptr(), rows, k, codes.stride(0), tile_rows, TILE_K)
+    pitch = row_pitch(codes)
+    return nvrtc.byte_tile_map(codes.data_ptr(), *codes.shape, pitch, tile_rows, TILE_K)
 
 
 def _scale_map(scale: Tensor, tokens: int) -> Any:

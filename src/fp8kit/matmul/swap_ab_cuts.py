@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from fp8kit.matmul.swap_ab_tile import (
     FEW_ROWS,
+    MOST_COLS,
     TILE_K,
     TILES_AHEAD,
     Tile,
@@ -16,7 +17,6 @@ from fp8kit.matmul.swap_ab_tile import (
 
 _MANY_ROWS = 256
 _LARGE_ROWS = 1024
-_MOST_COLS = 128
 _RUN, _LONGEST_RUN = 4, 8
 _END = 0.2  # of a run of products: the part of a step that nothing overlaps
 _TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
@@ -59,7 +59,7 @@ def cuts(m: int, k: int, block_scales: bool) -> list[Tile]:
         k: its columns.
         block_scales: as in ``choose_tile``.
     """
-    even = -(-m // (16 * -(-m // _MOST_COLS))) * 16  # tokens of a tile, if all have as many
+    even = -(-m // (16 * -(-m // MOST_COLS))) * 16  # tokens of a tile, if all have as many
     many = m > _MANY_ROWS
     sides = [(False, even), *((True, cols) for cols in _TOKEN_ROWS_COLS)]
     found = [
@@ -67,14 +67,14 @@ def cuts(m: int, k: int, block_scales: bool) -> list[Tile]:
         for token_rows, cols in sides
         for groups in (1, 2, 3)
         for split in (1, 2, 3, 4)
-        for run in (_whole_run(k, split),)
-        if cols <= _MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
+        for run in (run_of(k, split),)
+        if cols <= MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
         if (token_rows, cols, groups, split) != _OVERRATED
     ]
     if many:
         found += [
             _deepest(cols, 2, 1, 1, block_scales, long_run(k), True, token_rows)
-            for token_rows, cols in ((True, _MOST_COLS), (False, even))
+            for token_rows, cols in ((True, MOST_COLS), (False, even))
         ]
     return [replace(tile, neighbors=2) if tile.split == 1 else tile for tile in found]
 
@@ -91,8 +91,13 @@ def long_run(k: int) -> int:
     return min(range(_LONGEST_RUN, 1, -1), key=lambda run: round_up(steps, run) * (1 + _END / run))
 
 
-def _whole_run(k: int, split: int) -> int:
-    """Give how many products a run has elsewhere: other than usual only if that multiplies less."""
+def run_of(k: int, split: int) -> int:
+    """Give how many products a run has: four, or as a long one if that multiplies less in vain.
+
+    Args:
+        k: columns of both operands.
+        split: blocks that split it; their parts are multiples of four.
+    """
     steps, long = -(-k // TILE_K), long_run(k)
     less = split == 1 and round_up(steps, long) < round_up(steps, _RUN)
     return long if less else _RUN
@@ -119,7 +124,7 @@ def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool, size:
 
 def _few_rows(cols: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
     groups, split, resident = _few_rows_cut(n, k, processors)
-    tile = _deepest(cols, groups, split, resident, block_scales, _whole_run(k, split))
+    tile = _deepest(cols, groups, split, resident, block_scales, run_of(k, split))
     # blocks that leave multiprocessors idle keep the memory busy with one tile more each
     few_blocks = 5 * tile.blocks(cols, n, processors) < 4 * processors * resident
     lasting = -(-k // TILE_K) >= 24 * split
@@ -212,7 +217,7 @@ def microseconds(
     if tile.split > 1 and 0 < left <= clusters:
         part, sums = round_up(-(-steps // tile.split), 4), costs.sums[tile.split - 2]
         blocks = min(tiles * tile.split, processors)
-    area = tile.groups * tile.cols / _MOST_COLS
+    area = tile.groups * tile.cols / MOST_COLS
     step = costs.steps[tile.groups - 1] + costs.area * area
     if tile.run > 1:
         step += costs.drain * (1 / tile.run - 1 / 4)  # that of runs of four is in its steps
@@ -222,7 +227,7 @@ def microseconds(
         step *= costs.crowded
     if block_scales:
         # a thread needs two scales of tokens for a row of them, or for every eight columns
-        wide = 1 if tile.token_rows else tile.cols / _MOST_COLS
+        wide = 1 if tile.token_rows else tile.cols / MOST_COLS
         step *= 1 + (costs.block_tokens if tile.token_rows else costs.block_weights) * wide
     # the multiplication, or the way of its operands from the L2 cache
     step = max(step, (tile.rows + tile.cols) * TILE_K * blocks / costs.cache)
@@ -261,7 +266,7 @@ def _deepest(
     token_rows: bool = False,
 ) -> Tile:
     """Give as many stages as there is room for, if ``alike`` as many for tokens as for weights."""
-    run = 1 if groups == 3 or resident > 1 or cols > _MOST_COLS else run
+    run = 1 if groups == 3 or resident > 1 or cols > MOST_COLS else run
     few = (64 * groups if token_rows else cols) <= FEW_ROWS
     # tokens come soon after they are asked for, weights are to be here before the tokens are
     shallow = few or (groups == 2 and not token_rows and not alike)
@@ -292,7 +297,7 @@ def values_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
         window = -(-_IN_FLIGHT // (blocks * tile.weights * TILE_K))
     if tile.tiles(m, n) <= blocks // tile.split:
         steps = -(-steps // tile.split)
-    held = round_up(steps, 4)
+    held = round_up(steps, _RUN)  # no run multiplies more
     # a ring of half the depth costs more than a kernel less saves
     for stages in range(tile.stages, tile.stages // 2, -1):
         cut = replace(tile, stages=stages, x_stages=held, window=min(window, stages))

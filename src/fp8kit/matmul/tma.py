@@ -17,18 +17,22 @@ def aligned(codes: Tensor) -> Tensor:
         codes: one byte an element, any strides.
 
     Returns:
-        The codes, columns adjacent; their rows may have gaps.
+        The codes, columns adjacent; their rows may have gaps, see ``row_pitch``.
 
     Example:
         >>> aligned(torch.empty(7, 64, dtype=torch.uint8)[:, :48]).stride()
         (64, 1)
     """
-    rows, k = codes.shape
-    # strides along one row or one column are never taken, so views may have any there
-    step = codes.stride(0) if rows > 1 else k
-    if codes.stride(1) == 1 and step >= k and not (step % ALIGN or codes.data_ptr() % ALIGN):
-        return codes if codes.stride(0) == step else codes.as_strided((rows, k), (step, 1))
+    apart = row_pitch(codes)
+    fits = codes.stride(1) == 1 and apart >= codes.shape[1] and apart % ALIGN == 0
+    if fits and codes.data_ptr() % ALIGN == 0:
+        return codes
     return codes.clone(memory_format=torch.contiguous_format)
+
+
+def row_pitch(codes: Tensor) -> int:
+    """Give the bytes from row to row; of one row, which may have any stride, its length."""
+    return codes.stride(0) if codes.shape[0] > 1 else codes.shape[1]
 
 
 def by_column(scale: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ def quantize_rows(
     Args:
         x: ``[M, K]`` that ``takes`` accepts.
         scale: ``float32 [M]``, contiguous.
-        data: ``uint8 [M, K]``, e4m3fn codes; columns are adjacent, rows start at multiples of 8.
+        data: ``uint8 [M, K]``, e4m3fn codes; columns are adjacent, rows 8 bytes apart in multiples
+            (4 if ``x`` is fp32).
         min_scale: floor under the scales, such that quotients are exact (``SAFE_SCALE``).
         processors: multiprocessors of the GPU.
     """

@@ -2,7 +2,7 @@
 
 Column-major scales have the logical shape of any others. Rows are adjacent, columns a multiple of
 four values apart: what the tensor memory accelerator needs to load the scales of many rows at once.
-It loads rows of codes up to twice as fast where they start at multiples of 64 bytes.
+On Hopper it loads rows of codes up to twice as fast if they start at multiples of 64 bytes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from fp8kit.formats import GROUP128, GroupShape, scale_dtype, scale_shape
+from fp8kit.quantizers.problem import capability
 
 LAYOUTS = ("row", "column")
 _MULTIPLE = 4  # rows: 16 bytes of ``float32``
-_LOADED, _FAST = 16, 64  # bytes between rows of codes: multiples that are loaded at all, and fast
+_TMA_ALIGN, _FULL_RATE = 16, 64  # bytes that rows of codes have to start at multiples of
 
 
 def product_layout(group: GroupShape) -> str:
@@ -58,7 +59,7 @@ def empty_scale(x: Tensor, group: GroupShape, layout: str) -> Tensor:
 
 
 def empty_codes(x: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor | None:
-    """Allocate codes for a product whose rows have gaps, so that they are loaded fast.
+    """Allocate codes with gaps between their rows, if a product loads them faster then.
 
     Args:
         x: what is quantized, ``[M, K]``.
@@ -66,17 +67,19 @@ def empty_codes(x: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor | No
         dtype: of the codes.
 
     Returns:
-        ``[M, K]``, not initialised; ``None`` where rows without gaps are as fast, or all there is.
+        ``[M, K]``, not initialised; ``None`` where gaps gain nothing, or were not measured.
 
     Example:
         >>> empty_codes(torch.empty(7, 4304, device="cuda"), ROW, torch.float8_e4m3fn).stride()
         (4352, 1)
     """
     m, k = x.shape
-    if not x.is_cuda or k % _LOADED or not k % _FAST or group.rows != 1:
+    if m < 2 or k % _TMA_ALIGN or not k % _FULL_RATE or group.rows != 1:
         return None
-    step = -(-k // _FAST) * _FAST
-    return x.new_empty((m, step), dtype=dtype).as_strided((m, k), (step, 1))
+    if (capability(x.device) or (0, 0))[0] != 9:
+        return None
+    row_pitch = -(-k // _FULL_RATE) * _FULL_RATE
+    return x.new_empty((m, row_pitch), dtype=dtype).as_strided((m, k), (row_pitch, 1))
 
 
 def laid_out(scale: Tensor, layout: str) -> Tensor:

@@ -84,6 +84,7 @@ def quantize(
         return reference.quantize(x, *options)
     scale = empty_scale(x, group, scale_layout)
     data = torch.empty(x.shape, dtype=dtype, device=x.device) if data is None else data
+    assert data.is_contiguous() or (group.rows == 1 and data.dim() == 2)
     division = _division(group, min_scale, scale_ub, scale_rounding)
     recipe = Recipe(min_scale, False, division, fp8_format(dtype).max)
     _launch(x, scale, scale_ub, data, group, recipe)

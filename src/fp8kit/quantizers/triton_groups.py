@@ -67,9 +67,9 @@ def group_tile(
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     crowded = m * k > 16 * LOADS * lanes * processors
-    # by column, larger programs pay more for bringing scales into order than for starting late
-    few = few_warps(m * k, lanes, processors, 8 if column else 4)
-    warps, loads = (8, LOADS // 2) if crowded else (few, 1)
+    warps, loads = (8, LOADS // 2) if crowded else (few_warps(m * k, lanes, processors), 1)
+    if column and m * k <= 8 * 4 * lanes * processors:
+        warps = 4  # eight small programs for each multiprocessor were faster than four of eight
     budget = max(1, warps * lanes // group)
     most = max(1, budget // 8) if column else budget
     count = triton.cdiv(k, group)

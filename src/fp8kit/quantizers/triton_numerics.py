@@ -65,7 +65,7 @@ class Recipe(NamedTuple):
     fp8_max: float
 
 
-def few_warps(numel: int, lanes: int, processors: int, most: int = 4) -> int:
+def few_warps(numel: int, lanes: int, processors: int) -> int:
     """Choose the warps of programs whose threads load one vector each, so that few start.
 
     More than four programs for each multiprocessor take longer to start than they save.
@@ -74,10 +74,8 @@ def few_warps(numel: int, lanes: int, processors: int, most: int = 4) -> int:
         numel: elements in all.
         lanes: elements that one warp loads.
         processors: multiprocessors of the GPU.
-        most: programs for each that are still few if they have four warps.
     """
-    at_once = lanes * processors  # elements that a warp on each multiprocessor loads
-    return 4 if numel <= 4 * most * at_once else 8 if numel <= 4 * 8 * at_once else 16
+    return next((w for w in (4, 8) if numel <= 4 * w * lanes * processors), 16)
 
 
 @triton.jit

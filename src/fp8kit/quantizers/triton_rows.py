@@ -65,13 +65,14 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
         return RowTile(1, cols, 0, slices, min(32, cols // lanes))
     crowded = m > 4 * processors
     each = triton.cdiv(k, lanes)
-    if m > 64 and each <= _HELD:
+    if m > 64 and 1 < each <= _HELD:
         # a warp per row needs no barrier; programs are to be few, as one starts in 1.3 ns, but not
         # so few that most find room on the multiprocessors that the product ahead leaves free
         rows = (2 if crowded and each <= 3 else 1) * (4 if m > 8 * processors else 1)
         return RowTile(rows, lanes, each, 1, rows)
     if k <= 1024:
-        return RowTile(1, whole, 1, 1, max(1, min(4, whole // lanes)))
+        rows = 4096 // whole if crowded else 1
+        return RowTile(rows, whole, 1, 1, max(1, min(4, rows * whole // lanes)))
     if 64 < m <= min(256, 2 * processors) and itemsize == 2 and k in (4096, 7168):
         # a multiprocessor has a row or two: the product behind waits least for one load a thread
         return RowTile(1, whole, 1, 1, whole // lanes)
