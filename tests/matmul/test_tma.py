@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from fp8kit.matmul import tma
 
@@ -51,15 +52,19 @@ def test_codes_are_aligned(kind: str) -> None:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_gaps_between_rows_of_codes_cost_no_copy(rows: int) -> None:
     memory = torch.randint(0, 127, (rows, 64), dtype=torch.uint8)
-    for step, stride in ((64, 64), (48, 48)):
-        codes = memory.flatten()[: rows * step].view(rows, step)[:, :48]
+
+    def apart(step: int) -> Tensor:
+        return memory.flatten()[: rows * step].view(rows, step)[:, :48]
+
+    for step in (64, 48):
+        codes = apart(step)
         assert tma.aligned(codes) is codes
-        assert tma.row_pitch(codes) == (stride if rows > 1 else 48)
+        assert tma.row_pitch(codes) == (step if rows > 1 else 48)
     alike = memory[:1, :48].expand(4, 48)  # rows on top of one another are none to load from
     assert tma.aligned(alike).is_contiguous()
-    odd = tma.aligned(memory.flatten()[: rows * 56].view(rows, 56)[:, :48])
+    odd = tma.aligned(apart(56))
     assert (odd.data_ptr() == memory.data_ptr()) == (rows == 1)
-    assert torch.equal(odd, memory.flatten()[: rows * 56].view(rows, 56)[:, :48])
+    assert torch.equal(odd, apart(56))
 
 
 @pytest.mark.parametrize(

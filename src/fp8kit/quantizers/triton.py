@@ -155,7 +155,7 @@ def _launch(
 ) -> None:
     raw = data.view(torch.uint8)
     m, k = math.prod(x.shape[:-1]), x.shape[-1]
-    count = _processors(x.device)
+    codes, count = raw.reshape(m, k), _processors(x.device)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         if group == TENSOR:
             cut = tensor_tile(x.numel(), x.element_size(), count)
@@ -166,7 +166,7 @@ def _launch(
             quantize_blocks(stack, scales, scale_ub, raw, group.rows, group.cols, recipe)
         elif group.cols == -1:
             rows, exact = x.reshape(m, k), recipe.division == "corrected"
-            codes, scales = raw.reshape(m, k), scale.reshape(m)
+            scales = scale.reshape(m)
             if exact and recipe.fp8_max == E4M3_MAX and cuda_rows.takes(rows, count):
                 cuda_rows.quantize_rows(rows, scales, codes, recipe.min_scale, count)
                 return
@@ -177,7 +177,6 @@ def _launch(
             scales = scale if swizzled else scale.reshape(1, -1) if m == 1 else scale.flatten(0, -2)
             column = swizzled or scales.stride(0) == 1
             part = group_tile(m, k, group.cols, x.element_size(), column, count)
-            codes = raw.reshape(m, k)
             quantize_groups(x.reshape(m, k), scales, scale_ub, codes, group.cols, recipe, part)
 
 
