@@ -49,4 +49,10 @@ CUTS = [
     Tile(128, 3, 1, 4, 4, 4, 1, 1, held=2),
     Tile(144, 2, 1, 5, 5, 5, 1, 1, True, held=2, neighbors=2),
     Tile(96, 2, 4, 6, 6, 6, 1, 1, True, held=2),
+    Tile(96, 1, 4, 9, 9, 9, 2, 1, leaves_room=True),
+    Tile(128, 1, 4, 8, 8, 8, 1, 1, held=2, neighbors=2, leaves_room=True),
+    Tile(80, 1, 4, 15, 4, 4, 3, 1, True, leaves_room=True),
+    Tile(96, 1, 4, 15, 4, 4, 1, 1, True, neighbors=2, leaves_room=True),
+    Tile(128, 1, 4, 10, 4, 4, 2, 1, True, leaves_room=True),
+    Tile(128, 1, 4, 9, 4, 4, 1, 1, True, neighbors=2, leaves_room=True),
 ]

@@ -63,10 +63,34 @@ def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> N
     products = 1 if tile.run == 1 else 2
     assert (1 + products) * tile.cols // 2 < min(consumers, 255)
     # consumers wait for registers that the block was not started with: without end
-    started = 65536 // tile.threads // 8 * 8 * tile.threads
     producers, given = tile.threads - 128 * tile.groups, swap_ab_tile.PRODUCER_REGISTERS
-    assert tile.registers * 128 * tile.groups + given * producers <= started
+    if tile.registers:
+        taken = tile.started * tile.threads
+        assert tile.registers * 128 * tile.groups + given * producers <= taken
+        assert taken <= 65536 // (2 if tile.leaves_room else 1)
     assert tile.split == 1 or 4 % tile.run == 0
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "blocks", "room"),
+    [
+        (96, 4096, 4096, False, True),
+        (256, 4096, 7168, False, True),
+        (192, 5120, 2880, True, True),
+        (64, 8192, 8192, False, False),  # few tokens
+        (96, 6144, 4096, False, False),  # 36 multiprocessors are idle
+        (96, 4096, 4096, True, False),  # block scales, weights as rows
+        (256, 8192, 8192, False, False),  # two warpgroups
+    ],
+)
+def test_room_for_the_next_quantizer(m: int, n: int, k: int, blocks: bool, room: bool) -> None:
+    tile = choose(m, n, k, blocks)
+    left = 228 * 1024 - tile.shared_bytes(blocks) - tile.static_bytes - 1024
+    assert tile.leaves_room == room
+    if room:
+        # two programs of 16 warps, 32 registers a thread, and what the system takes of each
+        assert left >= 2 * (1024 + 128)
+        assert tile.started * tile.threads + 2 * 512 * 32 <= 65536
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -325,6 +349,7 @@ def traits(tile: swap_ab.Tile) -> tuple[object, ...]:
         tile.token_rows,
         tile.token_rows and (128 % tile.cols > 0, tile.run > 1),
         tile.neighbors > 1,
+        tile.leaves_room,
         tile.split == 1 and tile.held > 1 and tile.box[1] == 128,
     )
 

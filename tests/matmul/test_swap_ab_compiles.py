@@ -52,6 +52,8 @@ def check(source: str, tile: swap_ab.Tile, blocks: bool) -> None:
     found = cuda_resources(source)
     # the rings are given what this leaves of a multiprocessor
     assert found["shared"] <= tile.static_bytes
+    # what a block is started with is what its warpgroups share
+    assert found["registers"] == tile.started or not tile.started
 
 
 def named(value: object) -> str:

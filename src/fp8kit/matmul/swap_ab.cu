@@ -21,7 +21,7 @@
 // Nothing is __restrict__: what the kernels ahead still write is not read-only while this one runs.
 //
 // Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, START, WINDOW, SPLIT, RESIDENT, MEETING,
-// PRODUCERS, REGISTERS, PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, STORED, PASS, HELD,
+// PRODUCERS, STARTED, REGISTERS, PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, STORED, PASS, HELD,
 // OUT_KIND, BIAS_KIND, VALUES, VECTORS, and those of encode.cuh.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
@@ -573,7 +573,13 @@ __device__ __forceinline__ void quantize_values(const Values& v, u32 tiles, u32 
   asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT) swap_ab(
+#if STARTED > 0
+#define REGISTER_LIMIT __maxnreg__(STARTED)
+#else
+#define REGISTER_LIMIT __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT)
+#endif
+
+extern "C" __global__ void REGISTER_LIMIT swap_ab(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap x_scale_map, const __grid_constant__ TensorMap y_map,
     const float* x_scale, const float* w_scale, const void* bias, void* y, int m, int n, int k,

@@ -267,6 +267,7 @@ def source(
         "RESIDENT": tile.resident,
         "MEETING": 0 if streamed else tile.meeting,  # where neighbors have other weights
         "PRODUCERS": tile.threads - 128 * tile.groups,
+        "STARTED": tile.started,
         "REGISTERS": tile.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "TOKEN_ROWS": int(tile.token_rows),

@@ -17,6 +17,7 @@ from fp8kit.matmul.swap_ab_tile import (
 
 _MANY_ROWS = 256
 _LARGE_ROWS = 1024
+_SPARE = 8  # of how many multiprocessors one may be idle while the others leave room
 _RUN, _LONGEST_RUN = 4, 8
 _END = 0.2  # of a run of products: the part of a step that nothing overlaps
 _TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
@@ -51,19 +52,20 @@ def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> 
     return next((t for t in equal if processors < t.tiles(m, n) <= best.tiles(m, n)), best)
 
 
-def cuts(m: int, k: int, block_scales: bool) -> list[Tile]:
+def cuts(problem: tuple[int, int, int], processors: int, block_scales: bool) -> list[Tile]:
     """Give the cuts that are considered for more than 64 rows.
 
     Args:
-        m: rows of ``x``.
-        k: its columns.
+        problem: ``(M, N, K)``.
+        processors: as in ``choose_tile``.
         block_scales: as in ``choose_tile``.
     """
+    m, n, k = problem
     even = -(-m // (16 * -(-m // MOST_COLS))) * 16  # tokens of a tile, if all have as many
     many = m > _MANY_ROWS
     sides = [(False, even), *((True, cols) for cols in _TOKEN_ROWS_COLS)]
     found = [
-        _deepest(cols, groups, split, 1, block_scales, run, many and run != _RUN, token_rows)
+        (_shape(cols, groups, split, run, token_rows), many and run != _RUN)
         for token_rows, cols in sides
         for groups in (1, 2, 3)
         for split in (1, 2, 3, 4)
@@ -73,10 +75,28 @@ def cuts(m: int, k: int, block_scales: bool) -> list[Tile]:
     ]
     if many:
         found += [
-            _deepest(cols, 2, 1, 1, block_scales, long_run(k), True, token_rows)
+            (_shape(cols, 2, 1, long_run(k), token_rows), True)
             for token_rows, cols in ((True, MOST_COLS), (False, even))
         ]
-    return [replace(tile, neighbors=2) if tile.split == 1 else tile for tile in found]
+    return [
+        _deepest(replace(tile, leaves_room=room), block_scales, alike)
+        for tile, alike in found
+        for room in (_helps_the_next(tile, (m, n), processors, block_scales),)
+    ]
+
+
+def _helps_the_next(
+    tile: Tile, shape: tuple[int, int], processors: int, block_scales: bool
+) -> bool:
+    """Say whether room beside blocks makes the next layer's quantizer faster.
+
+    Programs that find no room wait for the first multiprocessors that get free and go there by
+    fours. Where an eighth of them is idle anyway, that is as fast; weights as rows gained nothing
+    with block scales, and larger blocks need all registers.
+    """
+    idle = processors - tile.blocks(*shape, processors)
+    fitting = tile.groups == 1 and (tile.token_rows or not block_scales)
+    return fitting and _SPARE * idle <= processors
 
 
 def long_run(k: int) -> int:
@@ -124,7 +144,8 @@ def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool, size:
 
 def _few_rows(cols: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
     groups, split, resident = _few_rows_cut(n, k, processors)
-    tile = _deepest(cols, groups, split, resident, block_scales, run_of(k, split))
+    shape = _shape(cols, groups, split, run_of(k, split), resident=resident)
+    tile = _deepest(shape, block_scales)
     # blocks that leave multiprocessors idle keep the memory busy with one tile more each
     few_blocks = 5 * tile.blocks(cols, n, processors) < 4 * processors * resident
     lasting = -(-k // TILE_K) >= 24 * split
@@ -160,13 +181,15 @@ class Costs:
     ``benchmarks/tiles.py`` measures cuts and fits these. They are of 1231 cuts of 116 products at
     96 to 4096 rows, and of 22 whole layers in two cuts each, where what they prefer takes 0.5 %
     longer than the best cut in the mean. That is all they were fitted for: none is a measurement
-    of its part alone. In 373 whole layers that were not fitted it is 1.8 %, noise included.
+    of its part alone. In 481 whole layers it is 1.3 %, noise included; only ``crowded`` has seen
+    those.
 
     Args:
         steps: a step of 128 along K, by warpgroups.
         area: of a step for every 64 x 128 results.
         alone: of a step whose sum nothing overlaps.
-        crowded: factor on a step where one warpgroup has the tokens as rows, or the ring is short.
+        crowded: factors on a step where one warpgroup has the tokens as rows, of up to 80 columns
+            and of more; the first is also that of a short ring.
         block_tokens: what block scales add to a step, as a part of it, tokens as rows.
         block_weights: likewise, weights as rows and 128 columns.
         sums: of a split K, by blocks from two on.
@@ -179,7 +202,7 @@ class Costs:
     steps: tuple[float, float, float] = (0.159, 0.225, 0.296)
     area: float = 0.107
     alone: float = 0.13
-    crowded: float = 1.19
+    crowded: tuple[float, float] = (1.19, 1.12)
     block_tokens: float = 0.39
     block_weights: float = 0.75
     sums: tuple[float, float, float] = (3.62, 2.39, 4.62)
@@ -224,7 +247,7 @@ def microseconds(
     elif tile.groups < 3:
         step += costs.alone
     if (tile.token_rows and tile.groups == 1) or tile.stages < 4:
-        step *= costs.crowded
+        step *= costs.crowded[tile.stages >= 4 and tile.cols > 80]
     if block_scales:
         # a thread needs two scales of tokens for a row of them, or for every eight columns
         wide = 1 if tile.token_rows else tile.cols / MOST_COLS
@@ -247,37 +270,35 @@ def estimates(
         block_scales: as in ``choose_tile``.
         costs: of the parts.
     """
-    m, _, k = problem
     return {
         tile: microseconds(tile, problem, processors, block_scales, costs)
-        for tile in cuts(m, k, block_scales)
+        for tile in cuts(problem, processors, block_scales)
     }
 
 
-@functools.cache
-def _deepest(
-    cols: int,
-    groups: int,
-    split: int,
-    resident: int,
-    block_scales: bool,
-    run: int,
-    alike: bool = False,
-    token_rows: bool = False,
+def _shape(
+    cols: int, groups: int, split: int, run: int, token_rows: bool = False, resident: int = 1
 ) -> Tile:
-    """Give as many stages as there is room for, if ``alike`` as many for tokens as for weights."""
+    """Give a cut without its rings."""
     run = 1 if groups == 3 or resident > 1 or cols > MOST_COLS else run
-    few = (64 * groups if token_rows else cols) <= FEW_ROWS
+    neighbors = 2 if split == 1 and cols > FEW_ROWS else 1
+    return Tile(cols, groups, run, 0, 0, 0, split, resident, token_rows, neighbors=neighbors)
+
+
+@functools.cache
+def _deepest(cut: Tile, block_scales: bool, alike: bool = False) -> Tile:
+    """Give as many stages as there is room for, if ``alike`` as many for tokens as for weights."""
+    few = cut.tokens <= FEW_ROWS
     # tokens come soon after they are asked for, weights are to be here before the tokens are
-    shallow = few or (groups == 2 and not token_rows and not alike)
+    shallow = few or (cut.groups == 2 and not cut.token_rows and not alike)
     for stages in range(24, 1, -1):
         x_stages = min(stages, 4) if shallow else stages
         ahead = min(stages, TILES_AHEAD) if few else stages
-        tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
-        for held in range(cols // tile.at_once, 0, -1):
-            if (cut := replace(tile, held=held)).fits(block_scales):
-                return cut
-    raise AssertionError(f"no ring fits beside {cols} columns")
+        cut = replace(cut, stages=stages, x_stages=x_stages, window=ahead)
+        for held in range(cut.cols // cut.at_once, 0, -1):
+            if (tile := replace(cut, held=held)).fits(block_scales):
+                return tile
+    raise AssertionError(f"no ring fits beside {cut.cols} columns")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,6 +16,7 @@ MOST_COLS = 128  # for which a thread has registers in every cut
 _SHARED_PER_PROCESSOR = 228 * 1024
 _MEETING = 4  # more often it takes its time, less often blocks drift apart
 _SYSTEM_BYTES = 1024  # of each block
+_ROOM_BYTES = 3072  # for programs of the next quantizer, with what the system takes of each
 _SPAN = 1024  # tokens whose codes stay in the L2 cache while weights pass
 _AHEAD, TILES_AHEAD = 48 * 1024, 4  # weights on their way to a multiprocessor: bytes, tiles
 
@@ -58,6 +59,9 @@ class Tile:
         held: parts of a tile's results that are in shared memory together, on their way out.
         neighbors: blocks on neighboring multiprocessors, as a cluster of those that do not split.
             Their tiles follow one another, so they often ask the cache for the same codes together.
+        leaves_room: half of the registers and some shared memory are left for programs of the next
+            layer's quantizer, so that they wait on every multiprocessor when the product ends. Only
+            a block of one warpgroup can.
     """
 
     cols: int
@@ -73,6 +77,7 @@ class Tile:
     vectors: int = 1
     held: int = 1
     neighbors: int = 1
+    leaves_room: bool = False
 
     @property
     def rows(self) -> int:
@@ -90,14 +95,20 @@ class Tile:
         return self.cols if self.token_rows else self.rows
 
     @property
-    def registers(self) -> int:
-        """Registers per consumer thread if they are taken from the producer, else 0."""
+    def started(self) -> int:
+        """Registers a thread is started with, if consumers take some of the producer's, else 0."""
+        if self.leaves_room:
+            return 65536 // (2 * 128 * (self.groups + 1))
         accumulators = (2 if self.run == 1 else 3) * self.cols // 2
         if self.resident > 1 or accumulators + 56 <= 65536 // round_up(128 * self.groups + 64, 128):
             return 0
-        # what a block is started with: as many for each thread, a multiple of 8
-        given = 65536 // (128 * (self.groups + 1)) // 8 * 8 * (self.groups + 1)
-        return (given - PRODUCER_REGISTERS) // self.groups // 8 * 8
+        return 65536 // (128 * (self.groups + 1)) // 8 * 8
+
+    @property
+    def registers(self) -> int:
+        """Registers that a consumer thread then has, else 0."""
+        given = self.started * (self.groups + 1) - PRODUCER_REGISTERS
+        return given // self.groups // 8 * 8 if self.started else 0
 
     @property
     def threads(self) -> int:
@@ -151,7 +162,8 @@ class Tile:
     def fits(self, block_scales: bool) -> bool:
         """Whether as many blocks as are to be resident have room in a multiprocessor."""
         needed = self.needed_bytes(block_scales) + self.static_bytes
-        return needed <= _SHARED_PER_PROCESSOR // self.resident - _SYSTEM_BYTES
+        room = _ROOM_BYTES if self.leaves_room else 0
+        return needed + room <= _SHARED_PER_PROCESSOR // self.resident - _SYSTEM_BYTES
 
     def tiles(self, m: int, n: int) -> int:
         """Tiles of a product."""
