@@ -368,6 +368,23 @@ def test_short_rows_have_a_warp_each_and_share_programs() -> None:
     assert row_tile(10**6, 1024, 4, 132) == RowTile(4, 1024, 1, 1, 4)
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "tile"),
+    [
+        (96, 3072, RowTile(1, 1024, 3, 1, 4)),
+        (256, 3072, RowTile(1, 2048, 2, 1, 8)),
+        (1024, 3072, RowTile(1, 1024, 3, 1, 4)),
+        (1024, 2048, RowTile(1, 1024, 2, 1, 4)),
+        (256, 14336, RowTile(1, 8192, 2, 1, 32)),
+        (512, 14336, RowTile(1, 2048, 7, 1, 8)),
+        (128, 28672, RowTile(1, 4096, 7, 1, 32)),
+        (256, 28672, RowTile(1, 4096, 7, 1, 16)),
+    ],
+)
+def test_row_tiles_that_made_whole_layers_fastest(m: int, k: int, tile: RowTile) -> None:
+    assert row_tile(m, k, 2, 132) == tile
+
+
 def test_groups_by_column_have_small_programs_while_they_are_few() -> None:
     for m, k, warps in ((1024, 576, 4), (1024, 1024, 4), (1024, 1152, 16), (4096, 576, 8)):
         assert group_tile(m, k, 128, 2, True, 132).warps == warps

@@ -76,11 +76,15 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
     if 64 < m <= min(256, 2 * processors) and itemsize == 2 and k in (4096, 7168):
         # a multiprocessor has a row or two: the product behind waits least for one load a thread
         return RowTile(1, whole, 1, 1, whole // lanes)
-    for warps in (2, 4, 8, 16, 32):
+    if 64 < m <= 3 * processors // 2 and itemsize == 2 and k == 3072:
+        return RowTile(1, 4 * lanes, 3, 1, 4)  # no lane idles, and few warps wait for each other
+    # of long rows a multiprocessor has few programs in any case
+    long = each > 32 and m > (processors if each > 64 else 2 * processors)
+    for warps in (4, 8, 16, 32):
         held = triton.cdiv(k, warps * lanes)
         if (warps, held) == (4, 4):
             continue  # 8 warps of two tiles take 1 to 2 % less
-        if held <= (_HELD if crowded else 2):
+        if held <= (_HELD if crowded or long else 2):
             return RowTile(1, warps * lanes, held, 1, warps)
     for cols in (16 * lanes, 32 * lanes):  # half vectors, where both they and the sums are few
         if triton.cdiv(k, cols) <= _HELD:
