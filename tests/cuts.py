@@ -55,4 +55,8 @@ CUTS = [
     Tile(96, 1, 4, 15, 4, 4, 1, 1, True, neighbors=2, leaves_room=True),
     Tile(128, 1, 4, 10, 4, 4, 2, 1, True, leaves_room=True),
     Tile(128, 1, 4, 9, 4, 4, 1, 1, True, neighbors=2, leaves_room=True),
+    Tile(80, 2, 4, 7, 7, 7, 1, 1, True, neighbors=2, leaves_room=True),
+    Tile(144, 2, 1, 5, 5, 5, 1, 1, True, neighbors=2, leaves_room=True),
+    Tile(128, 2, 4, 8, 4, 8, 1, 1, neighbors=2, leaves_room=True),
+    Tile(128, 2, 6, 6, 6, 6, 1, 1, True, neighbors=2, leaves_room=True),
 ]

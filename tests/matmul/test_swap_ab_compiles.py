@@ -64,7 +64,12 @@ def named(value: object) -> str:
 @pytest.mark.parametrize("tile", CUTS, ids=named)
 def test_cuts_that_take_every_path(tile: swap_ab.Tile, blocks: bool) -> None:
     stored = tile.split == 1 and not blocks
-    check(swap_ab.source(tile, blocks, not stored, BF16, F32, 0, stored), tile, blocks)
+    source = swap_ab.source(tile, blocks, not stored, BF16, F32, 0, stored)
+    if blocks and tile.leaves_room and tile.groups == 2 and tile.cols == 128:
+        with pytest.raises(AssertionError, match="local memory"):  # so they are never chosen
+            check(source, tile, blocks)
+    else:
+        check(source, tile, blocks)
 
 
 @pytest.mark.parametrize(("tile", "blocks", "stored"), chosen(), ids=named)

@@ -360,7 +360,8 @@ def test_row_tiles_hold_a_row_and_fit_a_program(k: int, itemsize: int) -> None:
 def test_short_rows_have_a_warp_each_and_share_programs() -> None:
     for k, held in ((512, 2), (576, 3), (768, 3), (896, 4), (1152, 5), (1792, 7)):
         for m in (65, 528, 529, 1056, 1057, 10**6):
-            rows = (2 if m > 528 and held <= 3 else 1) * (4 if m > 1056 else 1)
+            few = 4 if m > 528 and held <= 3 else 1
+            rows = few if m <= 1056 else max(4, 2 * few)
             assert row_tile(m, k, 2, 132) == RowTile(rows, 256, held, 1, rows)
     assert row_tile(64, 576, 2, 132) == RowTile(1, 1024, 1, 1, 4)
     # shorter than one load of a warp: as many rows as threads can hold

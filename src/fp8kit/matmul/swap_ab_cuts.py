@@ -18,6 +18,7 @@ from fp8kit.matmul.swap_ab_tile import (
 _MANY_ROWS = 256
 _LARGE_ROWS = 1024
 _SPARE = 8  # of how many multiprocessors one may be idle while the others leave room
+_SHORT = 1792  # values of a row that a warp quantizes
 _RUN, _LONGEST_RUN = 4, 8
 _END = 0.2  # of a run of products: the part of a step that nothing overlaps
 _TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
@@ -60,7 +61,7 @@ def cuts(problem: tuple[int, int, int], processors: int, block_scales: bool) -> 
         processors: as in ``choose_tile``.
         block_scales: as in ``choose_tile``.
     """
-    m, n, k = problem
+    m, _, k = problem
     even = -(-m // (16 * -(-m // MOST_COLS))) * 16  # tokens of a tile, if all have as many
     many = m > _MANY_ROWS
     sides = [(False, even), *((True, cols) for cols in _TOKEN_ROWS_COLS)]
@@ -81,22 +82,27 @@ def cuts(problem: tuple[int, int, int], processors: int, block_scales: bool) -> 
     return [
         _deepest(replace(tile, leaves_room=room), block_scales, alike)
         for tile, alike in found
-        for room in (_helps_the_next(tile, (m, n), processors, block_scales),)
+        for room in (_helps_the_next(tile, problem, processors, block_scales),)
     ]
 
 
 def _helps_the_next(
-    tile: Tile, shape: tuple[int, int], processors: int, block_scales: bool
+    tile: Tile, problem: tuple[int, int, int], processors: int, block_scales: bool
 ) -> bool:
     """Say whether room beside blocks makes the next layer's quantizer faster.
 
     Programs that find no room wait for the first multiprocessors that get free and go there by
-    fours. Where an eighth of them is idle anyway, that is as fast; weights as rows gained nothing
-    with block scales, and larger blocks need all registers.
+    fours, or by dozens if rows are short. Where an eighth of them is idle anyway, that is as fast;
+    weights as rows gained nothing with block scales. Beside two warpgroups only programs of short
+    rows fit, and blocks with several tiles are slowed down.
     """
-    idle = processors - tile.blocks(*shape, processors)
-    fitting = tile.groups == 1 and (tile.token_rows or not block_scales)
-    return fitting and _SPARE * idle <= processors
+    m, n, k = problem
+    idle = processors - tile.blocks(m, n, processors)
+    if _SPARE * idle > processors or (block_scales and not tile.token_rows):
+        return False
+    narrow = tile.cols <= 96 or not block_scales  # others lack registers
+    single = tile.split == 1 and tile.tiles(m, n) <= processors
+    return tile.groups == 1 or (tile.groups == 2 and k <= _SHORT and narrow and single)
 
 
 def long_run(k: int) -> int:

@@ -16,6 +16,7 @@ MOST_COLS = 128  # for which a thread has registers in every cut
 _SHARED_PER_PROCESSOR = 228 * 1024
 _MEETING = 4  # more often it takes its time, less often blocks drift apart
 _SYSTEM_BYTES = 1024  # of each block
+_STARTED_WITH_ROOM = {1: 128, 2: 144}  # registers of a thread by warpgroups that multiply
 _ROOM_BYTES = 3072  # for programs of the next quantizer, with what the system takes of each
 _SPAN = 1024  # tokens whose codes stay in the L2 cache while weights pass
 _AHEAD, TILES_AHEAD = 48 * 1024, 4  # weights on their way to a multiprocessor: bytes, tiles
@@ -59,9 +60,9 @@ class Tile:
         held: parts of a tile's results that are in shared memory together, on their way out.
         neighbors: blocks on neighboring multiprocessors, as a cluster of those that do not split.
             Their tiles follow one another, so they often ask the cache for the same codes together.
-        leaves_room: half of the registers and some shared memory are left for programs of the next
-            layer's quantizer, so that they wait on every multiprocessor when the product ends. Only
-            a block of one warpgroup can.
+        leaves_room: registers and shared memory are left for programs of the quantizer behind, so
+            that they wait on every multiprocessor when the product ends: half of the registers
+            beside one warpgroup, a sixth beside two.
     """
 
     cols: int
@@ -98,7 +99,7 @@ class Tile:
     def started(self) -> int:
         """Registers a thread is started with, if consumers take some of the producer's, else 0."""
         if self.leaves_room:
-            return 65536 // (2 * 128 * (self.groups + 1))
+            return _STARTED_WITH_ROOM[self.groups]
         accumulators = (2 if self.run == 1 else 3) * self.cols // 2
         if self.resident > 1 or accumulators + 56 <= 65536 // round_up(128 * self.groups + 64, 128):
             return 0

@@ -68,7 +68,8 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
     if m > 64 and 1 < each <= _HELD:
         # a warp per row needs no barrier; programs are to be few, as one starts in 1.3 ns, but not
         # so few that most find room on the multiprocessors that the product ahead leaves free
-        rows = (2 if crowded and each <= 3 else 1) * (4 if m > 8 * processors else 1)
+        rows = 4 if crowded and each <= 3 else 1
+        rows = rows if m <= 8 * processors else max(4, 2 * rows)
         return RowTile(rows, lanes, each, 1, rows)
     if k <= 1024:
         rows = 4096 // whole if crowded else 1
