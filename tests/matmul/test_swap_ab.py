@@ -97,6 +97,48 @@ def test_room_for_the_next_quantizer(m: int, n: int, k: int, blocks: bool, room:
         assert tile.started * tile.threads + 2 * threads * 32 <= 65536
 
 
+@pytest.mark.parametrize(
+    ("cut", "tiles", "k", "blocks", "helps"),
+    [
+        ((128, 1, 1, 4, False), 116, 4096, False, True),
+        ((128, 1, 1, 4, False), 114, 4096, False, False),  # more than an eighth is idle
+        ((128, 1, 1, 4, False), 260, 4096, False, True),  # of one warpgroup, several tiles too
+        ((128, 1, 2, 4, False), 64, 4096, False, True),
+        ((128, 1, 1, 4, False), 130, 4096, True, False),  # block scales, weights as rows
+        ((128, 1, 1, 4, True), 130, 4096, True, True),
+        ((128, 2, 1, 4, True), 130, 1792, False, True),
+        ((128, 2, 1, 4, True), 130, 1808, False, False),  # rows of more than a warp
+        ((128, 2, 1, 4, True), 132, 1024, False, True),
+        ((128, 2, 1, 4, True), 133, 1024, False, False),  # several tiles
+        ((128, 2, 2, 4, True), 64, 1024, False, False),  # parts of tiles
+        ((96, 2, 1, 4, True), 130, 1024, True, True),
+        ((112, 2, 1, 4, True), 130, 1024, True, False),  # registers are lacking
+        ((96, 3, 1, 4, True), 130, 1024, False, False),
+    ],
+)
+def test_where_room_helps(
+    cut: tuple[int, int, int, int, bool], tiles: int, k: int, blocks: bool, helps: bool
+) -> None:
+    tile = swap_ab_cuts._shape(*cut)
+    problem = (tile.tokens, tiles * tile.weights, k)
+    assert swap_ab_cuts._helps_the_next(tile, problem, PROCESSORS, blocks) == helps
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "blocks", "cut"),
+    [
+        (96, 6144, 4096, True, (True, 1, 96, 1)),  # 16 % faster than weights as rows
+        (128, 6144, 4096, False, (True, 1, 96, 1)),
+        (128, 4096, 4096, False, (False, 1, 128, 2)),  # 5 % faster than 80 columns
+    ],
+)
+def test_one_warpgroup_with_tokens_as_rows(
+    m: int, n: int, k: int, blocks: bool, cut: tuple[bool, int, int, int]
+) -> None:
+    tile = choose(m, n, k, blocks)
+    assert (tile.token_rows, tile.groups, tile.cols, tile.split) == cut
+
+
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("m", [1, 64, 65, 256, 512, 1030, 4096])
 def test_every_tile_has_a_block(m: int, n: int, k: int) -> None:
