@@ -7,7 +7,8 @@
 ``measure`` times the product alone, of codes that are there already, in every cut that may be the
 best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it looks for
 costs whose choice takes the least time of what was measured, and prints them with what a choice by
-them, and by today's, loses against the best cut. They belong in ``swap_ab_cuts.Costs``.
+them, and by today's, loses against the best cut. They belong in ``swap_ab_cuts.Costs``. What room
+beside a block gives the quantizer behind (``Tile.leaves_room``) shows in whole layers only.
 """
 
 from __future__ import annotations

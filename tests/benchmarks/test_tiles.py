@@ -66,7 +66,7 @@ def test_what_is_chosen_is_promising(problem: tuple[int, int, int]) -> None:
     tiles = bench.promising(problem, PROCESSORS, False, 1.5)
     assert choose_tile(*problem, PROCESSORS, False) in tiles
     assert len(bench.promising(problem, PROCESSORS, False, 1.0)) <= len(tiles)
-    assert len(tiles) < len(cuts(problem, 132, False))
+    assert len(tiles) < len(cuts(problem, PROCESSORS, False))
 
 
 def test_a_result_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

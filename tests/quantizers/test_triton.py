@@ -372,14 +372,20 @@ def test_short_rows_have_a_warp_each_and_share_programs() -> None:
 @pytest.mark.parametrize(
     ("m", "k", "tile"),
     [
-        (96, 3072, RowTile(1, 1024, 3, 1, 4)),
-        (256, 3072, RowTile(1, 2048, 2, 1, 8)),
+        (64, 3072, RowTile(1, 2048, 2, 1, 8)),
+        (65, 3072, RowTile(1, 1024, 3, 1, 4)),
+        (198, 3072, RowTile(1, 1024, 3, 1, 4)),
+        (199, 3072, RowTile(1, 2048, 2, 1, 8)),
         (1024, 3072, RowTile(1, 1024, 3, 1, 4)),
         (1024, 2048, RowTile(1, 1024, 2, 1, 4)),
-        (256, 14336, RowTile(1, 8192, 2, 1, 32)),
-        (512, 14336, RowTile(1, 2048, 7, 1, 8)),
-        (128, 28672, RowTile(1, 4096, 7, 1, 32)),
-        (256, 28672, RowTile(1, 4096, 7, 1, 16)),
+        (264, 14336, RowTile(1, 8192, 2, 1, 32)),
+        (265, 14336, RowTile(1, 2048, 7, 1, 8)),
+        (265, 8192, RowTile(1, 4096, 2, 1, 16)),
+        (265, 8448, RowTile(1, 2048, 5, 1, 8)),
+        (132, 28672, RowTile(1, 4096, 7, 1, 32)),
+        (133, 28672, RowTile(1, 4096, 7, 1, 16)),
+        (133, 16384, RowTile(1, 8192, 2, 1, 32)),
+        (133, 16640, RowTile(1, 4096, 5, 1, 16)),
     ],
 )
 def test_row_tiles_that_made_whole_layers_fastest(m: int, k: int, tile: RowTile) -> None:

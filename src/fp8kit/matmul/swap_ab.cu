@@ -21,8 +21,8 @@
 // Nothing is __restrict__: what the kernels ahead still write is not read-only while this one runs.
 //
 // Set by the host: COLS, GROUPS, RUN, STAGES, X_STAGES, START, WINDOW, SPLIT, RESIDENT, MEETING,
-// PRODUCERS, STARTED, REGISTERS, PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, STORED, PASS, HELD,
-// OUT_KIND, BIAS_KIND, VALUES, VECTORS, and those of encode.cuh.
+// PRODUCERS, STARTED, REGISTERS, PRODUCER_REGISTERS, TOKEN_ROWS, BLOCK_SCALES, STREAMED, STORED,
+// PASS, HELD, OUT_KIND, BIAS_KIND, VALUES, VECTORS, and those of encode.cuh.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -573,6 +573,8 @@ __device__ __forceinline__ void quantize_values(const Values& v, u32 tiles, u32 
   asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
 }
 
+// Registers that are handed on later have to be counted: a block gets what its threads are started
+// with. Bounds of more threads than there are would only give 128 or 168 each.
 #if STARTED > 0
 #define REGISTER_LIMIT __maxnreg__(STARTED)
 #else

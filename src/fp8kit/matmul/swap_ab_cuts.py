@@ -18,7 +18,7 @@ from fp8kit.matmul.swap_ab_tile import (
 _MANY_ROWS = 256
 _LARGE_ROWS = 1024
 _SPARE = 8  # of how many multiprocessors one may be idle while the others leave room
-_SHORT = 1792  # values of a row that a warp quantizes
+_SHORT = 1792  # values of a row in 16 bits that a warp quantizes
 _RUN, _LONGEST_RUN = 4, 8
 _END = 0.2  # of a run of products: the part of a step that nothing overlaps
 _TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
@@ -79,10 +79,12 @@ def cuts(problem: tuple[int, int, int], processors: int, block_scales: bool) -> 
             (_shape(cols, 2, 1, long_run(k), token_rows), True)
             for token_rows, cols in ((True, MOST_COLS), (False, even))
         ]
+    helps = functools.partial(
+        _helps_the_next, problem=problem, processors=processors, block_scales=block_scales
+    )
     return [
-        _deepest(replace(tile, leaves_room=room), block_scales, alike)
+        _deepest(replace(tile, leaves_room=helps(tile)), block_scales, alike)
         for tile, alike in found
-        for room in (_helps_the_next(tile, problem, processors, block_scales),)
     ]
 
 
@@ -92,17 +94,19 @@ def _helps_the_next(
     """Say whether room beside blocks makes the next layer's quantizer faster.
 
     Programs that find no room wait for the first multiprocessors that get free and go there by
-    fours, or by dozens if rows are short. Where an eighth of them is idle anyway, that is as fast;
-    weights as rows gained nothing with block scales. Beside two warpgroups only programs of short
-    rows fit, and blocks with several tiles are slowed down.
+    fours, or by dozens if rows are short. Where an eighth of all multiprocessors is idle anyway,
+    that is as fast; weights as rows took 2 to 5 % longer with block scales. Beside two warpgroups
+    only programs of short rows fit, and blocks with several tiles are slowed down. What K the next
+    layer has is not known here: it is taken to be like this one's.
     """
     m, n, k = problem
     idle = processors - tile.blocks(m, n, processors)
     if _SPARE * idle > processors or (block_scales and not tile.token_rows):
         return False
-    narrow = tile.cols <= 96 or not block_scales  # others lack registers
-    single = tile.split == 1 and tile.tiles(m, n) <= processors
-    return tile.groups == 1 or (tile.groups == 2 and k <= _SHORT and narrow and single)
+    # with block scales 128 columns lack registers, and more were not measured
+    narrow = tile.cols <= 96 or not block_scales
+    short = k <= _SHORT and tile.tiles(m, n) <= processors
+    return tile.groups == 1 or (tile.groups == 2 and narrow and short)
 
 
 def long_run(k: int) -> int:
@@ -285,7 +289,7 @@ def estimates(
 def _shape(
     cols: int, groups: int, split: int, run: int, token_rows: bool = False, resident: int = 1
 ) -> Tile:
-    """Give a cut without its rings."""
+    """Give a cut without its rings; registers may only allow runs of one product."""
     run = 1 if groups == 3 or resident > 1 or cols > MOST_COLS else run
     neighbors = 2 if split == 1 and cols > FEW_ROWS else 1
     return Tile(cols, groups, run, 0, 0, 0, split, resident, token_rows, neighbors=neighbors)

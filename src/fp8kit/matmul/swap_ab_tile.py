@@ -12,7 +12,7 @@ from typing import NamedTuple
 TILE_K = 128
 PRODUCER_REGISTERS = 24
 FEW_ROWS = 64
-MOST_COLS = 128  # for which a thread has registers in every cut
+MOST_COLS = 128  # for which a thread has registers in every cut that leaves no room
 _SHARED_PER_PROCESSOR = 228 * 1024
 _MEETING = 4  # more often it takes its time, less often blocks drift apart
 _SYSTEM_BYTES = 1024  # of each block
@@ -114,7 +114,7 @@ class Tile:
     @property
     def threads(self) -> int:
         """Threads of a block; a whole warpgroup produces if it is to give registers away."""
-        return 128 * self.groups + (128 if self.registers else 64)
+        return 128 * self.groups + (128 if self.started else 64)
 
     @property
     def start(self) -> int:
@@ -123,7 +123,7 @@ class Tile:
         return min(self.window, TILES_AHEAD, ahead)
 
     def shared_bytes(self, block_scales: bool) -> int:
-        """Dynamic shared memory: what the block needs, or what keeps others out."""
+        """Dynamic shared memory: what the block needs, or what keeps other products out."""
         return max(self.needed_bytes(block_scales), _SHARED_PER_PROCESSOR // (self.resident + 1))
 
     def needed_bytes(self, block_scales: bool) -> int:

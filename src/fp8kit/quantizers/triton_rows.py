@@ -67,9 +67,9 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
     each = triton.cdiv(k, lanes)
     if m > 64 and 1 < each <= _HELD:
         # a warp per row needs no barrier; programs are to be few, as one starts in 1.3 ns, but not
-        # so few that most find room on the multiprocessors that the product ahead leaves free
-        rows = 4 if crowded and each <= 3 else 1
-        rows = rows if m <= 8 * processors else max(4, 2 * rows)
+        # so few that most find room on multiprocessors which the product ahead leaves idle
+        few = 4 if crowded and each <= 3 else 1
+        rows = few if m <= 8 * processors else max(4, 2 * few)
         return RowTile(rows, lanes, each, 1, rows)
     if k <= 1024:
         rows = 4096 // whole if crowded else 1
@@ -79,13 +79,13 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
         return RowTile(1, whole, 1, 1, whole // lanes)
     if 64 < m <= 3 * processors // 2 and itemsize == 2 and k == 3072:
         return RowTile(1, 4 * lanes, 3, 1, 4)  # no lane idles, and few warps wait for each other
-    # of long rows a multiprocessor has few programs in any case
-    long = each > 32 and m > (processors if each > 64 else 2 * processors)
+    # measured for 14336 and 28672 values of 16 bits, with one and two rows per multiprocessor
+    patient = each > 32 and m > (processors if each > 64 else 2 * processors)
     for warps in (4, 8, 16, 32):
         held = triton.cdiv(k, warps * lanes)
         if (warps, held) == (4, 4):
             continue  # 8 warps of two tiles take 1 to 2 % less
-        if held <= (_HELD if crowded or long else 2):
+        if held <= (_HELD if crowded or patient else 2):
             return RowTile(1, warps * lanes, held, 1, warps)
     for cols in (16 * lanes, 32 * lanes):  # half vectors, where both they and the sums are few
         if triton.cdiv(k, cols) <= _HELD:
