@@ -68,6 +68,7 @@ def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> N
         taken = tile.started * tile.threads
         assert tile.registers * 128 * tile.groups + given * producers <= taken
         assert taken <= 65536 // (2 if tile.leaves_room and tile.groups == 1 else 1)
+        assert tile.started % 8 == 0
     assert tile.split == 1 or 4 % tile.run == 0
 
 
@@ -118,7 +119,8 @@ def test_room_for_the_next_quantizer(m: int, n: int, k: int, blocks: bool, room:
 def test_where_room_helps(
     cut: tuple[int, int, int, int, bool], tiles: int, k: int, blocks: bool, helps: bool
 ) -> None:
-    tile = swap_ab_cuts._shape(*cut)
+    neighbors = 2 if cut[2] == 1 else 1
+    tile = swap_ab_cuts._deepest(swap_ab_cuts._Shape(*cut, neighbors), blocks)
     problem = (tile.tokens, tiles * tile.weights, k)
     assert swap_ab_cuts._helps_the_next(tile, problem, PROCESSORS, blocks) == helps
 

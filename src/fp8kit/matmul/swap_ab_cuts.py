@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fp8kit.matmul.swap_ab_tile import (
     FEW_ROWS,
@@ -65,8 +66,8 @@ def cuts(problem: tuple[int, int, int], processors: int, block_scales: bool) -> 
     even = -(-m // (16 * -(-m // MOST_COLS))) * 16  # tokens of a tile, if all have as many
     many = m > _MANY_ROWS
     sides = [(False, even), *((True, cols) for cols in _TOKEN_ROWS_COLS)]
-    found = [
-        (_shape(cols, groups, split, run, token_rows), many and run != _RUN)
+    shapes = [
+        (_Shape(cols, groups, split, run, token_rows, 2 if split == 1 else 1), many and run != _RUN)
         for token_rows, cols in sides
         for groups in (1, 2, 3)
         for split in (1, 2, 3, 4)
@@ -75,17 +76,17 @@ def cuts(problem: tuple[int, int, int], processors: int, block_scales: bool) -> 
         if (token_rows, cols, groups, split) != _OVERRATED
     ]
     if many:
-        found += [
-            (_shape(cols, 2, 1, long_run(k), token_rows), True)
+        shapes += [
+            (_Shape(cols, 2, 1, long_run(k), token_rows, 2), True)
             for token_rows, cols in ((True, MOST_COLS), (False, even))
         ]
-    helps = functools.partial(
-        _helps_the_next, problem=problem, processors=processors, block_scales=block_scales
-    )
-    return [
-        _deepest(replace(tile, leaves_room=helps(tile)), block_scales, alike)
-        for tile, alike in found
-    ]
+    found = []
+    for shape, alike in shapes:
+        tile = _deepest(shape, block_scales, alike)
+        if _helps_the_next(tile, problem, processors, block_scales):
+            tile = _deepest(shape, block_scales, alike, True)
+        found.append(tile)
+    return found
 
 
 def _helps_the_next(
@@ -100,13 +101,15 @@ def _helps_the_next(
     layer has is not known here: it is taken to be like this one's.
     """
     m, n, k = problem
-    idle = processors - tile.blocks(m, n, processors)
-    if _SPARE * idle > processors or (block_scales and not tile.token_rows):
+    if tile.groups > 2 or (block_scales and not tile.token_rows):
         return False
-    # with block scales 128 columns lack registers, and more were not measured
-    narrow = tile.cols <= 96 or not block_scales
-    short = k <= _SHORT and tile.tiles(m, n) <= processors
-    return tile.groups == 1 or (tile.groups == 2 and narrow and short)
+    if tile.groups == 2:
+        # with block scales 128 columns lack registers, and more were not measured
+        wide = block_scales and tile.cols > 96
+        if k > _SHORT or wide or tile.tiles(m, n) > processors:
+            return False
+    idle = processors - tile.blocks(m, n, processors)
+    return _SPARE * idle <= processors
 
 
 def long_run(k: int) -> int:
@@ -154,7 +157,7 @@ def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool, size:
 
 def _few_rows(cols: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
     groups, split, resident = _few_rows_cut(n, k, processors)
-    shape = _shape(cols, groups, split, run_of(k, split), resident=resident)
+    shape = _Shape(cols, groups, split, run_of(k, split), resident=resident)
     tile = _deepest(shape, block_scales)
     # blocks that leave multiprocessors idle keep the memory busy with one tile more each
     few_blocks = 5 * tile.blocks(cols, n, processors) < 4 * processors * resident
@@ -256,8 +259,11 @@ def microseconds(
         step += costs.drain * (1 / tile.run - 1 / 4)  # that of runs of four is in its steps
     elif tile.groups < 3:
         step += costs.alone
-    if (tile.token_rows and tile.groups == 1) or tile.stages < 4:
-        step *= costs.crowded[tile.stages >= 4 and tile.cols > 80]
+    narrow, other = costs.crowded
+    if tile.stages < 4:
+        step *= narrow
+    elif tile.token_rows and tile.groups == 1:
+        step *= narrow if tile.cols <= 80 else other
     if block_scales:
         # a thread needs two scales of tokens for a row of them, or for every eight columns
         wide = 1 if tile.token_rows else tile.cols / MOST_COLS
@@ -286,29 +292,37 @@ def estimates(
     }
 
 
-def _shape(
-    cols: int, groups: int, split: int, run: int, token_rows: bool = False, resident: int = 1
-) -> Tile:
-    """Give a cut without its rings; registers may only allow runs of one product."""
-    run = 1 if groups == 3 or resident > 1 or cols > MOST_COLS else run
-    neighbors = 2 if split == 1 and cols > FEW_ROWS else 1
-    return Tile(cols, groups, run, 0, 0, 0, split, resident, token_rows, neighbors=neighbors)
+class _Shape(NamedTuple):
+    """A cut without its rings, as ``Tile`` has it; registers may only allow runs of one product."""
+
+    cols: int
+    groups: int
+    split: int
+    run: int
+    token_rows: bool = False
+    neighbors: int = 1
+    resident: int = 1
 
 
 @functools.cache
-def _deepest(cut: Tile, block_scales: bool, alike: bool = False) -> Tile:
+def _deepest(
+    shape: _Shape, block_scales: bool, alike: bool = False, leaves_room: bool = False
+) -> Tile:
     """Give as many stages as there is room for, if ``alike`` as many for tokens as for weights."""
-    few = cut.tokens <= FEW_ROWS
+    cols, groups, split, run, token_rows, neighbors, resident = shape
+    run = 1 if groups == 3 or resident > 1 or cols > MOST_COLS else run
+    few = (64 * groups if token_rows else cols) <= FEW_ROWS
     # tokens come soon after they are asked for, weights are to be here before the tokens are
-    shallow = few or (cut.groups == 2 and not cut.token_rows and not alike)
+    shallow = few or (groups == 2 and not token_rows and not alike)
     for stages in range(24, 1, -1):
         x_stages = min(stages, 4) if shallow else stages
         ahead = min(stages, TILES_AHEAD) if few else stages
-        cut = replace(cut, stages=stages, x_stages=x_stages, window=ahead)
-        for held in range(cut.cols // cut.at_once, 0, -1):
-            if (tile := replace(cut, held=held)).fits(block_scales):
-                return tile
-    raise AssertionError(f"no ring fits beside {cut.cols} columns")
+        tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
+        tile = replace(tile, neighbors=neighbors, leaves_room=leaves_room)
+        for held in range(cols // tile.at_once, 0, -1):
+            if (cut := replace(tile, held=held)).fits(block_scales):
+                return cut
+    raise AssertionError(f"no ring fits beside {cols} columns")
 
 
 @functools.lru_cache(maxsize=4096)

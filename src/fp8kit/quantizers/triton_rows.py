@@ -68,8 +68,10 @@ def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
     if m > 64 and 1 < each <= _HELD:
         # a warp per row needs no barrier; programs are to be few, as one starts in 1.3 ns, but not
         # so few that most find room on multiprocessors which the product ahead leaves idle
-        few = 4 if crowded and each <= 3 else 1
-        rows = few if m <= 8 * processors else max(4, 2 * few)
+        if m > 8 * processors:
+            rows = 8 if each <= 3 else 4
+        else:
+            rows = 4 if crowded and each <= 3 else 1
         return RowTile(rows, lanes, each, 1, rows)
     if k <= 1024:
         rows = 4096 // whole if crowded else 1
