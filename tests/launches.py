@@ -24,7 +24,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     monkeypatch.setattr(swap_ab, "_processors", lambda _: PROCESSORS)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for described in ("byte_tile_map", "float_row_map"):
-        monkeypatch.setattr(swap_ab.nvrtc, described, lambda *shape: shape)
+        monkeypatch.setattr(swap_ab.cuda_driver, described, lambda *shape: shape)
     return early
 
 

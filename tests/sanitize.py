@@ -30,7 +30,7 @@ from torch import Tensor
 
 import fp8kit
 from cuts import CUTS
-from fp8kit import fused, nvrtc, tape
+from fp8kit import cuda_driver, fused, tape
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul import swap_ab, triton_scaled
 from fp8kit.matmul.problem import MatmulProblem
@@ -162,9 +162,9 @@ def run_broken(tool: str) -> int:
     """Launch a kernel with a fault that the tool is made for: an overrun by one, or a race."""
     y = torch.zeros(64, dtype=torch.int32, device="cuda")
     source = f'extern "C" __global__ void broken(int* y) {{ {BROKEN[tool]} }}'
-    kernel = nvrtc.Kernel(source, "broken", 64, 1, 0, y.device)
+    kernel = cuda_driver.Kernel(source, "broken", 64, 1, 0, y.device)
     with contextlib.suppress(RuntimeError):  # the tool may end the kernel, which is an error too
-        kernel.launch(1, (nvrtc.pointer(y),), overlap=False)
+        kernel.launch(1, (cuda_driver.pointer(y),), overlap=False)
         torch.cuda.synchronize()
     return 0
 
@@ -179,13 +179,13 @@ def noted(seen: set[str]) -> Iterator[None]:
         undo.append(lambda: setattr(holder, name, old))
         setattr(holder, name, new)
 
-    launch = nvrtc.Kernel.launch
+    launch = cuda_driver.Kernel.launch
 
-    def launched(self: nvrtc.Kernel, *arguments: Any, **options: Any) -> None:
+    def launched(self: cuda_driver.Kernel, *arguments: Any, **options: Any) -> None:
         seen.add(self.name)
         launch(self, *arguments, **options)
 
-    swap(nvrtc.Kernel, "launch", launched)
+    swap(cuda_driver.Kernel, "launch", launched)
     assert fused_triton.__name__ in sys.modules  # else dispatch would load it too late to watch
     for module in [m for n, m in sys.modules.items() if n.startswith("fp8kit.")]:
         for name in set(TRITON_KERNELS) & set(vars(module)):

@@ -47,7 +47,7 @@ def launched(tree: ast.Module) -> set[str]:
             names.add(ast.unparse(call.args[0]))
         if isinstance(call.func, ast.Subscript):
             names.add(ast.unparse(call.func.value))
-        if ast.unparse(call.func) == "nvrtc.Kernel":
+        if ast.unparse(call.func) == "cuda_driver.Kernel":
             names.add(str(ast.literal_eval(call.args[1])))
     return {name for name in names if name.endswith("_kernel") or name in sanitize.OWN_KERNELS}
 
@@ -58,7 +58,7 @@ def test_every_kernel_of_the_package_is_on_the_list() -> None:
 
 
 def test_the_search_for_kernels_can_fail() -> None:
-    code = "launch(novel_kernel, 3, x)\nother_kernel[(1,)](x)\nnvrtc.Kernel(text, 'swap_ab')"
+    code = "launch(novel_kernel, 3, x)\nother_kernel[(1,)](x)\ncuda_driver.Kernel(text, 'swap_ab')"
     assert launched(ast.parse(code)) == {"novel_kernel", "other_kernel", "swap_ab"}
 
 
@@ -142,7 +142,7 @@ def test_own_calls_cover_every_cut_kind_and_dtype(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sanitize.swap_ab, "_processors", lambda _: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for name in ("byte_tile_map", "float_row_map"):
-        monkeypatch.setattr(sanitize.nvrtc, name, lambda *shape: shape)
+        monkeypatch.setattr(sanitize.cuda_driver, name, lambda *shape: shape)
     for call in sanitize.own_calls().values():
         call()
     assert len(launches) == len(variants)

@@ -424,9 +424,10 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
 
 
 class Compiled:
-    """What a launch of a jitted function returns, as far as a replay needs it."""
+    """What a launch of a jitted function returns, as far as a replay by Triton needs it."""
 
     function, packed_metadata = "function", "metadata"
+    metadata = SimpleNamespace(target=SimpleNamespace(backend="hip"))
 
     def __init__(self) -> None:
         self.ran: list[tuple[object, ...]] = []

@@ -8,7 +8,8 @@ result, one for everything the call allocated besides, and the same kernels in t
 A call can be taped if all it does on the device is launch kernels of this package, and if every
 address it passes lies in a tensor that is known: an input, a constant operand, or one that was
 allocated inside. Any other operation of torch makes ``record`` give up, and the caller goes on as
-before. Kernels take part by noting their launches (``nvrtc.Kernel``, ``quantizers.triton_launch``).
+before. Kernels take part by noting their launches (``cuda_driver.Kernel``,
+``quantizers.triton_launch``).
 """
 
 from __future__ import annotations

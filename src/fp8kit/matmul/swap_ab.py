@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import nvrtc, tape
+from fp8kit import cuda_driver, nvrtc, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
 from fp8kit.matmul.swap_ab_cuts import choose_tile, every_cut, values_tile
@@ -131,7 +131,9 @@ def _launch(
     order = tile.order(m, n, processors)
     # where threads write results the map is not read
     y_map = (
-        nvrtc.byte_tile_map(y.data_ptr(), m, 2 * n, 2 * n, *tile.box) if stored else tokens.x_map
+        cuda_driver.byte_tile_map(y.data_ptr(), m, 2 * n, 2 * n, *tile.box)
+        if stored
+        else tokens.x_map
     )
     kernel.launch(
         order.blocks,
@@ -140,10 +142,10 @@ def _launch(
             tokens.x_map,
             tokens.scale_map,
             y_map,
-            nvrtc.pointer(tokens.scale),
-            nvrtc.pointer(w_scale),
-            nvrtc.pointer(bias),
-            nvrtc.pointer(y),
+            cuda_driver.pointer(tokens.scale),
+            cuda_driver.pointer(w_scale),
+            cuda_driver.pointer(bias),
+            cuda_driver.pointer(y),
             ctypes.c_int(m),
             ctypes.c_int(n),
             ctypes.c_int(k),
@@ -152,7 +154,7 @@ def _launch(
             ctypes.c_int(order.span),
             ctypes.c_uint(order.inverse),
             ctypes.c_int(order.full),
-            nvrtc.pointer(tokens.values),
+            cuda_driver.pointer(tokens.values),
             ctypes.c_longlong(0 if tokens.values is None else tokens.values.stride(0) * 2),
             ctypes.c_float(tokens.min_scale),
         ),
@@ -200,11 +202,11 @@ def run_values(
 
 def _code_map(codes: Tensor, tile_rows: int) -> Any:
     pitch = row_pitch(codes)
-    return nvrtc.byte_tile_map(codes.data_ptr(), *codes.shape, pitch, tile_rows, TILE_K)
+    return cuda_driver.byte_tile_map(codes.data_ptr(), *codes.shape, pitch, tile_rows, TILE_K)
 
 
 def _scale_map(scale: Tensor, tokens: int) -> Any:
-    return nvrtc.float_row_map(
+    return cuda_driver.float_row_map(
         scale.data_ptr(), scale.shape[1], scale.shape[0], scale.stride(1), tokens
     )
 
@@ -224,8 +226,8 @@ def _kernel(
     values: int,
     stored: bool,
     device: int,
-) -> nvrtc.Kernel:
-    return nvrtc.Kernel(
+) -> cuda_driver.Kernel:
+    return cuda_driver.Kernel(
         source(tile, block_scales, streamed, out, bias, values, stored),
         "swap_ab",
         block=tile.threads,

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 try:
-    from fp8kit import nvrtc
+    from fp8kit import cuda_driver, nvrtc
 except ImportError:  # without the extra ``cuda``
-    nvrtc = None  # type: ignore[assignment]
+    cuda_driver = nvrtc = None  # type: ignore[assignment]
 
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 _THREADS, _MOST_THREADS, _MOST_BLOCKS, _MOST_VECTORS = 128, 512, 8, 4
@@ -98,9 +98,9 @@ def quantize_rows(
     _kernel(_KINDS[x.dtype], cut, x.device.index).launch(
         m * cut.blocks,
         (
-            nvrtc.pointer(x),
-            nvrtc.pointer(scale),
-            nvrtc.pointer(data),
+            cuda_driver.pointer(x),
+            cuda_driver.pointer(scale),
+            cuda_driver.pointer(data),
             ctypes.c_longlong(x.stride(0) * x.element_size()),
             ctypes.c_longlong(data.stride(0)),
             ctypes.c_int(vectors),
@@ -119,7 +119,7 @@ def _compiles(device: torch.device) -> bool:
 
 @functools.cache
 def _kernel(kind: int, cut: RowCut, device: int) -> Any:
-    return nvrtc.Kernel(
+    return cuda_driver.Kernel(
         source(kind, cut),
         "cluster_rows_kernel",
         block=cut.threads,

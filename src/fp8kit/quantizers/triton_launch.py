@@ -1,16 +1,33 @@
 """Launch a jitted kernel, and note the launch where a tape is recorded.
 
 Triton's own launch binds, specializes and looks up the kernel at each call, ten microseconds and
-more. Its result, the compiled kernel, takes all arguments of the signature in order and addresses
-as plain integers; that much is the same in Triton 3.6 to 3.9.
+more. What it compiled is a function of the driver, whose parameters are the arguments that are not
+compiled in, and behind them pointers to scratch memory. Where the sizes of all of them are those,
+the bindings repeat the launch; else Triton's launcher does, which takes all arguments in order and
+addresses as plain integers. That much is the same in Triton 3.6 to 3.9.
 """
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fp8kit import tape
+
+try:
+    from fp8kit import cuda_driver
+except ImportError:  # without the extra ``cuda``
+    cuda_driver = None  # type: ignore[assignment]
+
+_COMPILED_IN = "constexpr"
+_POINTER_BYTES = 8
+_SCALARS: dict[str, Any] = {
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "fp32": ctypes.c_float,
+}
 
 
 class TritonLaunch:
@@ -23,6 +40,7 @@ class TritonLaunch:
     """
 
     def __init__(self, compiled: Any, blocks: int, arguments: Sequence[Any]) -> None:
+        self._compiled = compiled  # unloads the function when it goes
         self._run, self._function = compiled.run, compiled.function
         self._metadata, self._blocks = compiled.packed_metadata, blocks
         self._at = [i for i, a in enumerate(arguments) if isinstance(a, Tensor)]
@@ -58,4 +76,41 @@ def launch(kernel: Any, blocks: int, *arguments: Any, **options: Any) -> None:
             tape.note(None)
         else:
             named = [options[name] for name in kernel.arg_names[len(arguments) :]]
-            tape.note(TritonLaunch(compiled, blocks, [*arguments, *named]))
+            every = [*arguments, *named]
+            tape.note(_direct(compiled, blocks, every) or TritonLaunch(compiled, blocks, every))
+
+
+def _direct(compiled: Any, blocks: int, arguments: Sequence[Any]) -> tape.Launch | None:
+    """Give the launch as the bindings repeat it, ``None`` if the function is not as expected."""
+    metadata = compiled.metadata
+    if cuda_driver is None or metadata.target.backend != "cuda":
+        return None
+    scratch = metadata.global_scratch_size or metadata.profile_scratch_size
+    if scratch or metadata.num_ctas > 1 or metadata.launch_cooperative_grid:
+        return None
+    passed: list[Any] = []
+    for kind, argument in zip(compiled.src.signature.values(), arguments, strict=True):
+        if kind.startswith("*"):
+            passed.append(cuda_driver.pointer(argument))
+        elif kind in _SCALARS:
+            passed.append(_SCALARS[kind](argument))
+        elif kind != _COMPILED_IN:
+            return None
+    function = cuda_driver.Function(
+        cuda_driver.function_at(compiled.function),
+        block=32 * metadata.num_warps,
+        cluster=0,
+        shared_bytes=metadata.shared,
+        device=torch.cuda.current_device(),
+        owner=compiled,
+    )
+    try:
+        sizes = function.parameter_bytes()
+    except (AttributeError, RuntimeError):  # bindings or a driver from before CUDA 12.4
+        return None
+    known = [ctypes.sizeof(argument) for argument in passed]
+    behind = sizes[len(known) :]
+    if sizes != known + [_POINTER_BYTES] * len(behind):
+        return None
+    passed += [cuda_driver.pointer(None) for _ in behind]
+    return cuda_driver.KernelLaunch(function, blocks, passed, metadata.launch_pdl)
