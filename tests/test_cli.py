@@ -364,6 +364,27 @@ def test_tune_stores_or_writes_its_table(
         assert Table.from_json((tmp_path / "t.json").read_text()) == outcome.table
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["dense", "fp8"])
+def test_tune_measures_joined_siblings_of_few_rows(
+    fp8: bool, quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes: list[tuning.Wish] = []
+
+    def tune(asked: list[tuning.Wish], *_: object, **__: object) -> tuning.Outcome:
+        wishes.extend(asked)
+        return tuning.Outcome(Table("Toy", 1e12, 1e15))
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(tuning, "tune", tune)
+    result = run("tune", quantized if fp8 else NANO, "-m", "1,4096")
+    assert result.exit_code == 0, result.output
+    alone, joined = wishes
+    assert set(alone.shapes) >= {(256, 256), (128, 256), (768, 256), (256, 768)}
+    assert (set(joined.shapes), joined.rows) == ({(512, 256), (1536, 256)}, [1])
+    assert alone.rows == [1, 4096]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import fp8kit
 from fp8kit import conversion
 from fp8kit.errors import ConversionError
 from fp8kit.formats import SCHEMES
+from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.selection import DEFAULT_EXCLUDE, matches
 from numerics import assert_bits_equal, assert_scheme_error, relative_error
@@ -462,6 +464,17 @@ def test_the_report_says_that_a_cpu_gains_no_time() -> None:
     assert len(notes) == 1
     assert notes[0].startswith("On cpu FP8 saves memory, not time, for layers.0.o_proj")
     assert fp8kit.plan(Model().to("meta")).report.notes == []
+
+
+def test_the_report_says_where_many_rows_gain_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MX on Hopper: products of few rows, decoded weights for many."""
+
+    def chosen(_: object, problem: MatmulProblem) -> SimpleNamespace:
+        return SimpleNamespace(backend="dequantized" if problem.m > 64 else "triton_scaled")
+
+    monkeypatch.setattr(conversion, "choose", chosen)
+    (note,) = fp8kit.plan(Model(), "MXFP8").report.notes
+    assert note.startswith("On cpu with many rows (m=4096) FP8 saves memory, not time, for ")
 
 
 def test_converted_model_stays_close_to_the_dense_one() -> None:

@@ -80,6 +80,14 @@ def test_every_given_row_count_must_gain(
     plan = fp8kit.plan(two(), m=m)
     assert converted(plan) == names
     assert not any("not measured" in note for note in plan.report.notes)
+    (note,) = [n for n in plan.report.notes if "bf16 is faster" in n] or [""]
+    assert note.startswith("At m=256 bf16 is faster than FP8 for 0.") == (m is None)
+
+
+def test_times_of_a_power_of_two_say_so(measured: Callable[..., None]) -> None:
+    measured(MIXED)
+    (left,) = fp8kit.plan(two(), m=200).report.skipped
+    assert left.reason == "bf16 is faster at m=200: 4.0 µs, FP8 5.0 µs (measured, as 256)"
 
 
 def test_the_reason_names_row_count_and_times(measured: Callable[..., None]) -> None:
@@ -187,7 +195,9 @@ def test_what_was_not_measured_is_converted_and_said(
     measured(MIXED)
     plan = fp8kit.plan(two(dtype), m=256)
     assert converted(plan) == ["0", "1"]
-    assert any("was not measured for 0, 1" in note for note in plan.report.notes)
+    (note,) = [n for n in plan.report.notes if "was not measured for 0, 1" in n]
+    assert ("model.bfloat16()" in note) == (dtype == torch.float32)
+    assert ("fp8kit tune" in note) == (dtype == torch.float16)
 
 
 def test_without_a_table_the_report_says_so() -> None:
@@ -225,6 +235,16 @@ def test_the_h200_serves_a_llama_faster_in_fp8(monkeypatch: pytest.MonkeyPatch) 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 28672, bias=False)).bfloat16()
     assert converted(fp8kit.plan(model, m=[1, 16, 64, 4096])) == ["0"]
+
+
+def test_siblings_known_by_name_are_tuned_as_one() -> None:
+    shapes = {"q_proj": (1024, 512), "k_proj": (256, 512), "v_proj": (200, 512), "o": (512, 1024)}
+    names = {f"layers.0.attn.{name}": shape for name, shape in shapes.items()}
+    assert crossover.joined_shapes(names, SCHEMES["FP8_DYNAMIC"]) == [(1480, 512)]
+    assert crossover.joined_shapes(names, SCHEMES["FP8_BLOCK"]) == [(1480, 512)]
+    assert crossover.joined_shapes(names, SCHEMES["FP8"]) == []
+    names["layers.0.attn.k_proj"] = (200, 512)  # ends inside a block
+    assert crossover.joined_shapes(names, SCHEMES["FP8_BLOCK"]) == []
 
 
 def test_layers_on_meta_are_told_to_have_no_device_yet() -> None:

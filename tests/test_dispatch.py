@@ -429,11 +429,16 @@ def test_measured_times_of_the_h200_choose_what_was_fastest() -> None:
             assert choice.us == min(us for c, us in table.rows[case].items() if c != DENSE)
 
 
-def test_tables_speak_of_bf16_layers_alone() -> None:
+def test_tables_speak_of_16_bit_layers_alone() -> None:
     known = faked("FP8_DYNAMIC", "sm90", device="NVIDIA H200")
-    assert known.estimate() is not None
+    found = known.estimate()
+    assert found is not None
+    fp16 = faked("FP8_DYNAMIC", "sm90", device="NVIDIA H200", out_dtype=torch.float16).estimate()
+    assert fp16 is not None  # torch writes fp16 by way of fp32
+    assert set(found.us) - set(fp16.us) == {c for c in found.us if c.startswith("torch_native")}
+    assert all(found.us[c] == us for c, us in fp16.us.items())
     for change in (
-        {"out_dtype": torch.float16},
+        {"out_dtype": torch.float32},
         {"w_dtype": torch.float8_e5m2},
         {"x_dtype": torch.float8_e5m2},
         {"device": ""},

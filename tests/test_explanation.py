@@ -88,5 +88,31 @@ def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"µs, bf16 {times['bf16']:.1f} µs (measured)" in str(explanation)
 
 
+def test_the_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(swap_ab, "_processors", lambda _: 132)
+    monkeypatch.setattr(swap_ab.nvrtc, "missing", lambda: None)
+    layer = fp8kit.Fp8Linear(14336, 4096, bias=False, device="meta", dtype=torch.bfloat16)
+    on_hopper = dataclasses.replace(layer.problem(128), device_type="cuda", capability=(9, 0))
+    monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: on_hopper)
+    tile = swap_ab.choose_tile(128, 4096, 14336, 132, False)
+    assert tile.split > 1
+    text = str(fp8kit.explain(layer))
+    said = f"tiles of {tile.tokens} rows by {tile.weights} weights, {tile.stages} stages, K in "
+    assert f"swap_ab       chosen: {said}{tile.split} parts" in text
+    assert fp8kit.explain(layer).to_dict()[0]["cut"] in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_WEIGHT_ONLY"])
+def test_a_gpu_names_its_tiles(scheme: str) -> None:
+    dense = nn.Linear(4096, 4096, False, device="cuda", dtype=torch.bfloat16)
+    layer = fp8kit.Fp8Linear.from_linear(dense, scheme)
+    found = fp8kit.explain(layer, m=16).to_dict()[0]
+    assert str(found["cut"]).startswith("tiles of ")
+
+
 def test_zero_rows_can_be_explained() -> None:
     assert fp8kit.explain(model(), m=0).entries[0][1].problem.m == 0

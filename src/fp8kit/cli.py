@@ -256,7 +256,8 @@ def inspect(source: Path, as_json: bool) -> None:
     "-m",
     "--rows",
     callback=_row_counts,
-    help="Tokens in a call, separated by commas: name the layers that bf16 serves faster.",
+    help="Tokens in a call, separated by commas: name the layers that bf16 serves faster. Times "
+    "are of powers of two, to which these are rounded up.",
 )
 @_json
 def plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,12 +11,13 @@ import click
 import torch
 from click.core import ParameterSource
 
-from fp8kit import checkpoint_io
+from fp8kit import checkpoint_io, crossover
 from fp8kit.bench import linear, operands, tuning
 from fp8kit.checkpoint.reader import open_checkpoint
 from fp8kit.checkpoint.recipe import Recipe
 from fp8kit.cli_options import json_option, known_device, print_result, row_counts
 from fp8kit.formats import Scheme
+from fp8kit.modules.shared import MOST_JOINED_ROWS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -56,9 +57,8 @@ def bench(
 ) -> None:
     """Time the layers of the Transformers model SOURCE, or of --shapes, against bf16."""
     kind = Scheme.of(scheme)
-    found = linear.bench(
-        _layer_shapes(source, shapes), rows, kind, torch.device(device), accum=accum
-    )
+    layers = operands.unique(_layers(source, shapes).values())
+    found = linear.bench(layers, rows, kind, torch.device(device), accum=accum)
     print_result(linear.to_dicts(found) if as_json else linear.render(found), as_json)
 
 
@@ -83,7 +83,8 @@ def tune(
 ) -> None:
     """Measure which backend is fastest for the layers of SOURCE, and remember it.
 
-    The times are kept below FP8KIT_CACHE_DIR for this device, driver and versions.
+    Siblings that run as one matrix are measured as one, too. Row counts are rounded up to powers of
+    two. The times are kept below FP8KIT_CACHE_DIR for this device, driver and versions.
     """
     if torch.device(device).type != "cuda":
         raise click.BadParameter(f"{device!r} has no backends to choose among; use cuda or cuda:N.")
@@ -92,7 +93,7 @@ def tune(
         wishes = tuning.shipped_wishes()
     else:
         kinds = [Scheme.of(name) for name in scheme]
-        wishes = [tuning.Wish(_layer_shapes(source, shapes), rows, [kind], accum) for kind in kinds]
+        wishes = [w for kind in kinds for w in _wishes(_layers(source, shapes), rows, kind, accum)]
     said = None if as_json else (lambda text: click.echo(text, err=True))
     where = torch.device(device)
     with torch.cuda.device(where):
@@ -115,15 +116,25 @@ def _refuse_what_is_shipped(context: click.Context) -> None:
         )
 
 
-def _layer_shapes(source: Path | None, shapes: str | None) -> list[tuple[int, int]]:
+def _wishes(
+    layers: dict[str, tuple[int, int]], rows: list[int], scheme: Scheme, accum: str
+) -> Iterator[tuning.Wish]:
+    yield tuning.Wish(operands.unique(layers.values()), rows, [scheme], accum)
+    joined = operands.unique(crossover.joined_shapes(layers, scheme))
+    few = [m for m in rows if m <= MOST_JOINED_ROWS]
+    if joined and few:
+        yield tuning.Wish(joined, few, [scheme], accum)
+
+
+def _layers(source: Path | None, shapes: str | None) -> dict[str, tuple[int, int]]:
     if (source is None) == (shapes is None):
         raise click.UsageError("Name a model directory, or --shapes, and not both.")
     if source is None:
-        return operands.parse_shapes(shapes or "")
+        return {f"{n}x{k}": (n, k) for n, k in operands.parse_shapes(shapes or "")}
     checkpoint = open_checkpoint(source)
     if checkpoint.spec is None:
         decided = checkpoint_io.decide(checkpoint, Recipe())  # shapes are any scheme's
-        found = [record.shape for record in decided.report.converted]
+        found = {record.name: record.shape for record in decided.report.converted}
     else:
-        found = [layer.shape for layer in checkpoint.layers.values() if len(layer.shape) == 2]
-    return operands.unique((n, k) for n, k in found)
+        found = {name: layer.shape for name, layer in checkpoint.layers.items()}
+    return {name: (s[0], s[1]) for name, s in found.items() if len(s) == 2}

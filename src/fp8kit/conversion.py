@@ -29,6 +29,7 @@ from fp8kit.selection import (
 from fp8kit.validation import check_row_counts
 
 STORAGES = ("discard", "cpu_offload", "keep")
+_FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 
 
 @dataclass(slots=True)
@@ -363,19 +364,21 @@ def _model_bytes(model: nn.Module) -> int:
 
 
 def _add_notes(report: Report, model: nn.Module, scheme: Scheme) -> None:
-    slow: dict[str, list[str]] = defaultdict(list)
+    slow: dict[tuple[str, int], list[str]] = defaultdict(list)
     for record in report.converted:
         dense = _linear(model, record.name)
         if dense.weight.device.type == "meta":
             continue
         shape = (dense.out_features, dense.in_features)
-        bias = dense.bias is not None
-        problem = linear_problem(shape, scheme, dense.weight.dtype, dense.weight.device, bias, 16)
-        if choose(BACKENDS, problem).backend in DECODING:
-            slow[dense.weight.device.type].append(record.name)
-    for device_type, names in slow.items():
+        kind = (scheme, dense.weight.dtype, dense.weight.device, dense.bias is not None)
+        for m in _FEW_AND_MANY:
+            if choose(BACKENDS, linear_problem(shape, *kind, m)).backend in DECODING:
+                slow[dense.weight.device.type, m].append(record.name)
+                break
+    for (device_type, m), names in slow.items():
+        where = f"On {device_type}" + (f" with many rows (m={m})" if m > _FEW_AND_MANY[0] else "")
         report.notes.append(
-            f"On {device_type} FP8 saves memory, not time, for {some_of(names)}: "
+            f"{where} FP8 saves memory, not time, for {some_of(names)}: "
             "their weights are decoded for every matmul (fp8kit.explain says why)."
         )
 

@@ -9,7 +9,7 @@ that makes it. Siblings that will share their input are judged together, because
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from fp8kit.dispatch import Choice, choose
 from fp8kit.formats import Scheme
-from fp8kit.matmul.problem import BACKENDS, linear_problem
+from fp8kit.matmul.problem import BACKENDS, TIMED_DTYPES, linear_problem, m_bucket
 from fp8kit.measurements import table_for
 from fp8kit.modules.shared import MOST_JOINED_ROWS, can_share, would_join
 from fp8kit.report import Record, Report
@@ -49,7 +49,8 @@ class Verdict:
         return self.us > self.dense_us
 
     def __str__(self) -> str:
-        times = f"{self.dense_us:.1f} µs, FP8 {self.us:.1f} µs ({self.basis})"
+        basis = self.basis if self.m == m_bucket(self.m) else f"{self.basis}, as {m_bucket(self.m)}"
+        times = f"{self.dense_us:.1f} µs, FP8 {self.us:.1f} µs ({basis})"
         return f"bf16 is faster at m={self.m}: {times}"
 
 
@@ -74,6 +75,7 @@ def leave_slower(
     teams = [[records[n] for n in group] for group in report.groups]
     teams += [[r] for r in report.converted if r.name not in grouped]
     unknown: dict[str, list[str]] = defaultdict(list)
+    sometimes: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for team in teams:
         layers = [_linear(model, r.name) for r in team]
         if rows is None and (layers[0].weight.is_meta or any(r.name in wanted for r in team)):
@@ -86,14 +88,29 @@ def leave_slower(
         slower = [v for v in known if v.slower]
         if slower and (rows is not None or len(slower) == len(verdicts)):
             _skip(team, slower, known)
+        elif slower:
+            sometimes[tuple(v.m for v in slower)] += [r.name for r in team]
     left = {r.name for r in report.skipped}
     report.groups = [g for g in report.groups if left.isdisjoint(g)]
     for name, names in unknown.items():
         if rows is not None or name not in ("cpu", _NO_DEVICE):
-            report.notes.append(
-                f"Whether FP8 is faster than bf16 on {name} was not measured for {some_of(names)}: "
-                "they are converted. `fp8kit tune` measures them on a GPU."
-            )
+            report.notes.append(_not_measured(model, name, names))
+    for counts, names in sometimes.items():
+        report.notes.append(
+            f"At m={', '.join(map(str, counts))} bf16 is faster than FP8 for {some_of(names)}. "
+            "Name the row counts that you serve (m=[1, 64]) to leave out what is slower there."
+        )
+
+
+def _not_measured(model: nn.Module, device: str, names: Sequence[str]) -> str:
+    said = f"was not measured for {some_of(names)}: they are converted. "
+    others = {_linear(model, name).weight.dtype for name in names} - {*TIMED_DTYPES}
+    if others:
+        dtype = str(others.pop()).removeprefix("torch.")
+        said = f"Whether FP8 is faster than {dtype} on {device} {said}"
+        return said + "Times are kept of 16-bit layers: model.bfloat16() has them judged."
+    said = f"Whether FP8 is faster than bf16 on {device} {said}"
+    return said + "`fp8kit tune` measures them on a GPU."
 
 
 def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) -> None:
@@ -104,20 +121,42 @@ def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) 
         scheme: what the layers would become.
         rows: row counts that they will serve.
     """
+    shapes = {record.name: record.shape for record in report.converted}
+    tree = _tree(shapes)
+    if can_share(scheme):
+        report.groups = sibling_groups(tree, shapes)
+    leave_slower(tree, scheme, report, rows)
+    report.groups = []  # a checkpoint holds layers, whatever shares an input when they run
+
+
+def joined_shapes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list[tuple[int, int]]:
+    """Give the shapes of the matrices that siblings are multiplied as, for few rows.
+
+    Args:
+        shapes: ``(N, K)`` of layers by name; siblings are told by their usual names.
+        scheme: what the layers are, or would become.
+    """
+    tree = _tree(shapes)
+    groups = sibling_groups(tree, shapes) if can_share(scheme) else []
+    teams = [[_linear(tree, name) for name in group] for group in groups]
+    return [
+        (sum(layer.out_features for layer in team), team[0].in_features)
+        for team in teams
+        if would_join(scheme, team)
+    ]
+
+
+def _tree(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
     tree = nn.Module()
-    for record in report.converted:
-        *path, last = record.name.split(".")
+    for name, (n, k) in shapes.items():
+        *path, last = name.split(".")
         parent = tree
         for part in path:
             if part not in parent._modules:
                 parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
-        n, k = record.shape
         parent.add_module(last, nn.Linear(k, n, False, device="meta", dtype=torch.bfloat16))
-    if can_share(scheme):
-        report.groups = sibling_groups(tree, [r.name for r in report.converted])
-    leave_slower(tree, scheme, report, rows)
-    report.groups = []  # a checkpoint holds layers, whatever shares an input when they run
+    return tree
 
 
 def judge(

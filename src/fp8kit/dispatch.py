@@ -4,6 +4,7 @@ A backend is a module with two functions: ``supports(problem) -> None | reason``
 One that can be cut in several ways also has ``configurations(problem) -> names``; ``run`` finds the
 chosen one in ``problem.configuration``, where an empty name leaves the choice to the backend;
 ``None`` asks dispatch for any.
+By ``cut(problem)`` one says in words how it does so on this machine.
 One that copies the weight at every call says so by ``pads(problem)``, and ``yields_to(problem)``
 names a backend that stands before it in the order for such a problem, unless that one pads.
 A product may offer ``run_values``, which quantizes a few tokens in its own kernel.
@@ -61,10 +62,17 @@ class Choice:
         """Name of the backend's configuration; empty if the backend decides."""
         return getattr(self.problem, "configuration", None) or ""
 
+    def cut(self) -> str:
+        """Say how the backend cuts the problem; empty if it does not tell."""
+        told: Callable[[Any], str] = getattr(self.module, "cut", lambda _: "")
+        return told(self.problem)
+
     def __str__(self) -> str:
         chosen = "chosen"
         if self.configuration:
             chosen += f" ({self.configuration})"
+        if self.cut():
+            chosen += f": {self.cut()}"
         if self.us is not None:
             chosen += f", {self.us:.1f} µs"
         if self.us is not None and self.dense_us is not None:

@@ -32,6 +32,7 @@ class Explanation:
                 "problem": str(choice.problem),
                 "backend": choice.backend,
                 "configuration": choice.configuration,
+                "cut": choice.cut(),
                 "us": choice.us,
                 "bf16_us": choice.dense_us,
                 "basis": choice.basis,
@@ -47,6 +48,7 @@ class Explanation:
 def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
     """Tell which backend each FP8 layer uses for ``m`` rows, its expected time, and why no other.
 
+    Choices and times are of powers of two, to which ``m`` is rounded up, as are the tiles named.
     The time is that of the layer alone with cold weights, from the measured table of the device;
     joined siblings and fused producers are faster.
 

@@ -244,6 +244,23 @@ def test_can_join_needs_equal_layers() -> None:
     assert not can_join([first, fast])
 
 
+def test_layers_whose_bits_may_not_depend_on_rows_share_their_codes_alone(
+    device: torch.device,
+) -> None:
+    dense = [nn.Linear(2048, n, False, device=device, dtype=torch.bfloat16) for n in (64, 4224)]
+    layers = [fp8kit.Fp8Linear.from_linear(layer) for layer in dense]
+    for layer in layers:
+        layer.batch_invariant = True
+        layer.requires_grad_(False)
+    assert not can_join(layers)
+    SharedInput(layers)
+    x = torch.randn(513, 2048, dtype=torch.bfloat16, device=device)
+    many = [layer(x) for layer in layers]
+    few = x[:3].clone()
+    for layer, expected in zip(layers, many, strict=True):
+        assert_bits_equal(layer(few), expected[:3])
+
+
 class Trio(nn.Module):
     """Three siblings that share; after ``between``, what the others read has changed or not."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8kit.dispatch import BackendTable
 from fp8kit.formats import ROW, TENSOR, GroupShape, Scheme
-from fp8kit.measurements import Case, Estimate, table_for
+from fp8kit.measurements import DENSE, Case, Estimate, table_for
 from fp8kit.quantizers.problem import capability, device_name
 
 BACKENDS: BackendTable = (
@@ -24,6 +24,8 @@ BACKENDS: BackendTable = (
 MOST_VALUES = 4
 # granularities with fast sums: groups along K are summed one by one, 16 bits in fp32
 _WHOLE_ROWS = (ROW, TENSOR)
+TIMED_DTYPES = (torch.bfloat16, torch.float16)
+_ANY_16_BITS = (DENSE, "swap_ab", "triton_scaled")  # candidates whose times hold for both
 # backends that decode the weight before a dense matmul: correct everywhere, faster nowhere
 DECODING = ("dequantized", "reference")
 
@@ -102,17 +104,21 @@ class MatmulProblem:
     def estimate(self) -> Estimate | None:
         """Give measured or estimated times of the layer this product belongs to, if there are any.
 
-        Tables hold layers with bf16 input and output and e4m3fn codes, without a bias. A product
-        whose bits must not depend on M has none: times depend on M, and so would the choice.
+        Tables hold layers with bf16 input and output and e4m3fn codes, without a bias. What writes
+        fp16 in the same kernel takes as long. A product whose bits must not depend on M has none:
+        times depend on M, and so would the choice.
         """
         if self.batch_invariant:
             return None
         table = table_for(self.device)
-        wide = self.x_group is None and self.x_dtype == torch.bfloat16
+        wide = self.x_group is None and self.x_dtype == self.out_dtype
         e4m3 = self.w_dtype == torch.float8_e4m3fn and (wide or self.x_dtype == self.w_dtype)
-        if table is None or self.out_dtype != torch.bfloat16 or not e4m3:
+        if table is None or self.out_dtype not in TIMED_DTYPES or not e4m3:
             return None
-        return table.estimate(self.case())
+        found = table.estimate(self.case())
+        if found is None or self.out_dtype == torch.bfloat16:
+            return found
+        return Estimate({c: us for c, us in found.us.items() if c in _ANY_16_BITS}, found.basis)
 
     def case(self) -> Case:
         """Give the row of a table of measured times that describes this problem."""

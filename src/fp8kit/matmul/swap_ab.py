@@ -67,6 +67,15 @@ def row_counts(problem: MatmulProblem) -> list[int]:
     return every_cut(problem.m, problem.n, problem.k, processors, blocks, size)
 
 
+def cut(problem: MatmulProblem) -> str:
+    """Say how a product of as many rows as this power of two is cut; nothing without a GPU."""
+    if not torch.cuda.is_available():
+        return ""
+    processors = _processors(torch.cuda.current_device())
+    blocks = problem.w_group == BLOCK
+    return str(choose_tile(max(problem.m, 1), problem.n, problem.k, processors, blocks))
+
+
 def run(
     x: Tensor,
     x_scale: Tensor | None,

@@ -80,6 +80,10 @@ class Tile:
     neighbors: int = 1
     leaves_room: bool = False
 
+    def __str__(self) -> str:
+        parts = f", K in {self.split} parts where tiles are few" if self.split > 1 else ""
+        return f"tiles of {self.tokens} rows by {self.weights} weights, {self.stages} stages{parts}"
+
     @property
     def rows(self) -> int:
         """Rows of a tile."""

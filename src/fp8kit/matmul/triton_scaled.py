@@ -138,6 +138,13 @@ def choose_tile(problem: MatmulProblem, device: Device) -> Tile:
     return Tile(rows, cols, depth, splits, chunks, warps, max(2, stages))
 
 
+def cut(problem: MatmulProblem) -> str:
+    """Say how a product of as many rows as this power of two is cut."""
+    tile = choose_tile(problem, device_facts(torch.device(problem.device_type)))
+    parts = f", K in {tile.splits * tile.chunks} parts" if tile.splits * tile.chunks > 1 else ""
+    return f"tiles of {tile.rows} rows by {tile.cols} weights, {tile.stages} stages{parts}"
+
+
 def supports(problem: MatmulProblem) -> str | None:
     """Say what the kernels lack for a problem, if anything."""
     if not INTERPRETED.value:

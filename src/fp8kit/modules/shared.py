@@ -276,7 +276,9 @@ def can_share(scheme: Scheme) -> bool:
 def can_join(members: Sequence[Fp8Linear]) -> bool:
     """Say whether the weights of FP8 layers can be multiplied as one matrix.
 
-    What ``would_join`` asks for, and operands of one kind and device.
+    What ``would_join`` asks for, and operands of one kind and device. How a sum is cut depends on
+    the rows of the weight, and whether weights are joined on those of the input: where the bits of
+    a row may not, they are not joined.
     """
     first = members[0]
     scheme = first.scheme
@@ -284,7 +286,8 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         m.scheme == scheme
         and m.input_scale is None
         and m.in_features == first.in_features
-        and (m.accum, m.batch_invariant) == (first.accum, first.batch_invariant)
+        and m.accum == first.accum
+        and not m.batch_invariant
         and _kind(m.weight) == _kind(first.weight)
         and _kind(m.weight_scale) == _kind(first.weight_scale)
         and _kind(m.bias) == _kind(first.bias)
