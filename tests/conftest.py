@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from fp8kit import settings
+from fp8kit import settings, tape
 
 HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
@@ -61,12 +62,21 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill every uninitialized tensor with NaN or the largest integer: forgotten writes show."""
     assert torch.utils.deterministic.fill_uninitialized_memory
+    for device in list(tape._EMPTY):  # what tapes allocate with is never filled
+        poisoned = functools.partial(_empty_strided, device)
+        monkeypatch.setitem(tape._EMPTY, device, poisoned)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def _empty_strided(
+    device: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 @pytest.fixture

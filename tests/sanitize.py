@@ -276,8 +276,8 @@ def own_calls() -> Calls:
                 bias = torch.randn(n, device="cuda").to(FLOATS[(number + m) % 3])
                 operands = quantized(m, n, k, pair, "cuda")
                 problem = described(operands, pair, bias, out, False)
-                calls[f"{tile} {problem}"] = lambda t=tile, o=operands, b=bias, g=pair, p=problem: (
-                    own_product(t, o, b, g, p)
+                calls[f"{tile!r} {problem}"] = (
+                    lambda t=tile, o=operands, b=bias, g=pair, p=problem: own_product(t, o, b, g, p)
                 )
     # one block, clusters of two and three, two warpgroups, more tiles than blocks, whole or split
     shapes = ((200, 1040), (1024, 2048), (2048, 4096), (12000, 144), (26000, 1040), (34816, 2560))

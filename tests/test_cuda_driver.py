@@ -16,6 +16,19 @@ from fp8kit import cuda_driver, tape
 STREAM = 77
 
 
+def attributes(config: Any, ids: Any) -> dict[str, Any]:
+    """Give what the driver would read of a configuration's attributes."""
+    found: dict[str, Any] = {}
+    for attribute in list(config.attrs)[: config.numAttrs]:
+        if attribute.id == ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+            shape = attribute.value.clusterDim
+            found["cluster"] = (shape.x, shape.y, shape.z)
+        else:
+            assert attribute.id == ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            found["early"] = attribute.value.programmaticStreamSerializationAllowed
+    return found
+
+
 class FakeDriver:
     """The bindings' own structures, with calls that note instead of reaching a GPU."""
 
@@ -25,6 +38,8 @@ class FakeDriver:
         self.kinds: list[Any] = []
         self.status = real.CUresult.CUDA_SUCCESS
         self.bound: list[str] = []
+        self.loaded: list[bytes] = []
+        self.allowed: list[tuple[Any, ...]] = []
         self.cold = False  # whether the thread has no context yet
 
     def bind(self, context: str) -> Any:
@@ -45,11 +60,11 @@ class FakeDriver:
         ]
         self.launched.append(
             {
-                "grid": config.gridDimX,
-                "block": config.blockDimX,
+                "grid": (config.gridDimX, config.gridDimY, config.gridDimZ),
+                "block": (config.blockDimX, config.blockDimY, config.blockDimZ),
                 "shared": config.sharedMemBytes,
                 "stream": int(config.hStream),
-                "attributes": [int(a.id) for a in config.attrs],
+                "attributes": attributes(config, self._real.CUlaunchAttributeID),
                 "values": values,
             }
         )
@@ -76,23 +91,50 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 @pytest.fixture
 def kernel(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> cuda_driver.Kernel:
     functions = {
-        "cuModuleLoadData": lambda _: (fake.status, "module"),
+        "cuModuleLoadData": lambda image: (fake.status, fake.loaded.append(image) or "module"),
         "cuModuleGetFunction": lambda *_: (fake.status, "function"),
-        "cuFuncSetAttribute": lambda *_: (fake.status,),
+        "cuFuncSetAttribute": lambda *given: (fake.status, fake.allowed.append(given))[:1],
         "cuDeviceGet": lambda index: (fake.status, f"gpu {index}"),
         "cuDevicePrimaryCtxRetain": lambda gpu: (fake.status, f"context of {gpu}"),
         "cuCtxSetCurrent": lambda context: fake.bind(context),
     }
     for name, function in functions.items():
         monkeypatch.setattr(fake, name, function, raising=False)
-    monkeypatch.setattr(cuda_driver.nvrtc, "cubin", lambda *_: b"image")
+    monkeypatch.setattr(cuda_driver.nvrtc, "cubin", lambda _, arch: arch.encode())
     cuda = SimpleNamespace(
         device=lambda _: contextlib.nullcontext(),
         current_device=lambda: 0,
         get_device_capability=lambda _: (9, 0),
     )
     monkeypatch.setattr(cuda_driver.torch, "cuda", cuda)
-    return cuda_driver.Kernel("source", "name", 160, 2, 4096, torch.device("cuda", 0))
+    return cuda_driver.Kernel("source", "name", 160, 2, 4096, torch.device("cuda", 1))
+
+
+def test_a_kernel_is_made_for_its_device_and_allowed_its_memory(
+    kernel: cuda_driver.Kernel, fake: FakeDriver
+) -> None:
+    assert fake.bound == ["context of gpu 1"]
+    assert fake.loaded == [b"sm_90a"]
+    assert fake.allowed == [("function", cuda_driver._DYNAMIC_SHARED, 4096)]
+    assert kernel.device == 1
+
+
+def test_a_failure_to_read_parameters_is_an_error(
+    kernel: cuda_driver.Kernel, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = (fake.CUresult.CUDA_ERROR_INVALID_HANDLE, None, None)
+    monkeypatch.setattr(fake, "cuFuncGetParamInfo", lambda *_: failed, raising=False)
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_HANDLE"):
+        kernel.parameter_bytes()
+
+
+def test_stream_zero_is_the_legacy_one(kernel: cuda_driver.Kernel, fake: FakeDriver) -> None:
+    x = torch.zeros(4, 16)
+    made = cuda_driver.KernelLaunch(kernel, 6, arguments(x, x, fake), True)
+    for stream in (0, 5, 0):
+        made.start(stream)
+    legacy = int(fake.CU_STREAM_LEGACY)
+    assert [launched["stream"] for launched in fake.launched] == [legacy, 5, legacy]
 
 
 def arguments(x: Tensor, y: Tensor, fake: FakeDriver) -> tuple[Any, ...]:
@@ -128,14 +170,12 @@ def test_a_launch_passes_grid_stream_attributes_and_arguments(
     kernel.launch(6, given, overlap=True)
     kernel.launch(8, given, overlap=False)
     first, second = fake.launched
-    assert (first["grid"], first["block"], first["shared"]) == (6, 160, 4096)
+    sizes = (first["grid"], first["block"], first["shared"])
+    assert sizes == ((6, 1, 1), (160, 1, 1), 4096)
     assert first["stream"] == STREAM
     assert first["values"] == [given[0].getPtr(), x.data_ptr(), 0, y.data_ptr(), -3, 9]
-    ids = cuda_driver._ATTRIBUTE
-    cluster = int(ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
-    early = int(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
-    assert first["attributes"] == [early, cluster]
-    assert (second["grid"], second["attributes"]) == (8, [cluster])
+    assert first["attributes"] == {"early": 1, "cluster": (2, 1, 1)}
+    assert (second["grid"], second["attributes"]) == ((8, 1, 1), {"cluster": (2, 1, 1)})
 
 
 def test_a_thread_without_a_context_is_given_that_of_the_device(
@@ -149,7 +189,7 @@ def test_a_thread_without_a_context_is_given_that_of_the_device(
         fake.cold = True
         launch()
         launch()
-    assert fake.bound == ["context of gpu 0"] * 2
+    assert fake.bound == ["context of gpu 1"] * 2
     assert len(fake.launched) == 4
 
 
@@ -169,7 +209,7 @@ def test_a_repeated_launch_changes_addresses_and_stream_alone(
         made.start(stream)
     original, same, moved, *later = fake.launched
     assert same == original
-    assert [launched["stream"] for launched in (moved, *later)] == [5, 5, 0, STREAM]
+    assert [launched["stream"] for launched in (moved, *later)] == [5, 5, 1, STREAM]
     wanted = cuda_driver.byte_tile_map(other.data_ptr(), 4, 16, 16, 2, 16).getPtr()
     assert moved["values"] == [wanted, other.data_ptr(), 0, result.data_ptr(), -3, 9]
     assert {k: v for k, v in moved.items() if k not in ("stream", "values")} == {

@@ -8,6 +8,7 @@ import torch
 from numerics import (
     SCHEME_ERROR,
     assert_bits_equal,
+    assert_fast_sums,
     assert_matmul,
     assert_no_drift,
     assert_same_loss,
@@ -49,6 +50,15 @@ def test_drift_notices_a_truncated_sum() -> None:
     assert_no_drift(exact * 0.9994, exact)
     with pytest.raises(AssertionError, match=r"biased by -0\.20%"):
         assert_no_drift(exact * 0.998, exact)
+
+
+def test_fast_sums_may_be_short_and_not_wrong() -> None:
+    exact = torch.randn(3, 500, dtype=torch.float64)
+    assert_fast_sums(exact * 1.005, exact)
+    exact_but_one = exact.clone()
+    exact_but_one[1] *= 1.02
+    with pytest.raises(AssertionError, match="a row is off by 2"):
+        assert_fast_sums(exact_but_one, exact)
 
 
 @pytest.mark.parametrize("scheme", SCHEME_ERROR)

@@ -20,6 +20,8 @@ from torch import Tensor
 from fp8kit import nvrtc, tape
 from fp8kit.nvrtc import checked
 
+# torch's stream 0 by its own handle: the bindings can be told that 0 is the thread's stream
+_LEGACY_STREAM = int(driver.CU_STREAM_LEGACY)
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _ATTRIBUTE = driver.CUlaunchAttributeID
 _DYNAMIC_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -126,7 +128,7 @@ class Kernel(Function):
         config = self._configs[overlap]
         with self._lock:  # threads share the configuration
             config.gridDimX = blocks
-            config.hStream = stream
+            config.hStream = stream or _LEGACY_STREAM
             launch = (config, self.handle, ctypes.addressof(parameters), 0)
             status = driver.cuLaunchKernelEx(*launch)
             if status[0]:
@@ -151,7 +153,7 @@ class KernelLaunch:
         self._kernel, self._function = kernel, kernel.handle
         self._config = kernel.config(overlap)
         self._config.gridDimX = blocks
-        self._config.hStream = self._stream = 0
+        self._stream, self._config.hStream = 0, _LEGACY_STREAM
         # cells of its own: the values in them change
         cells = {id(a): pointer_to(a.value) for a in arguments if _is_pointer(a)}
         self._arguments = [cells.get(id(a), a) for a in arguments]
@@ -182,7 +184,7 @@ class KernelLaunch:
     def start(self, stream: int) -> None:
         """Launch again, on a stream of the kernel's device, given by its handle."""
         if stream != self._stream:
-            self._config.hStream = self._stream = stream
+            self._stream, self._config.hStream = stream, stream or _LEGACY_STREAM
         status = driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)
         if status[0]:
             launch = (self._config, self._function, self._address, 0)

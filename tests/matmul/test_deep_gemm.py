@@ -473,10 +473,11 @@ def test_the_real_library_matches_the_exact_product(m: int, n: int, k: int) -> N
 
 
 @pytest.mark.gpu
-def test_the_real_library_promotes_its_sums() -> None:
-    real(4, 128, 14336)
-    x_q = fp8kit.quantize(torch.rand(4, 14336, device="cuda"), GROUP128)
-    w_q = fp8kit.quantize(torch.rand(128, 14336, device="cuda"), BLOCK, role="weight")
+@pytest.mark.parametrize("k", [4096, 14336, 28672])
+def test_the_real_library_promotes_its_sums(k: int) -> None:
+    real(4, 128, k)
+    x_q = fp8kit.quantize(torch.rand(4, k, device="cuda"), GROUP128)
+    w_q = fp8kit.quantize(torch.rand(128, k, device="cuda"), BLOCK, role="weight")
     y = fp8kit.scaled_mm(x_q, w_q, backend="deep_gemm")
     assert_no_drift(y, exact_product(fp8kit.dequantize(x_q), fp8kit.dequantize(w_q)))
 

@@ -18,7 +18,7 @@ from fp8kit import dispatch, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul import swap_ab_cuts, swap_ab_tile
 from fp8kit.matmul.problem import MatmulProblem
-from numerics import assert_bits_equal, assert_matmul
+from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
 
 swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
 CUTS = pytest.importorskip("cuts").CUTS
@@ -167,7 +167,7 @@ def test_every_tile_has_a_block(m: int, n: int, k: int) -> None:
     )
 
 
-@pytest.mark.parametrize("tile", CUTS, ids=str)
+@pytest.mark.parametrize("tile", CUTS, ids=repr)
 @pytest.mark.parametrize(("m", "n"), [(1, 64), (300, 1000), (6500, 4096)])
 def test_every_tile_is_computed_once(tile: swap_ab.Tile, m: int, n: int) -> None:
     order = tile.order(m, n, PROCESSORS)
@@ -250,12 +250,12 @@ def test_many_rows_take_long_runs() -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("tile", CUTS, ids=str)
+@pytest.mark.parametrize("tile", CUTS, ids=repr)
 def test_every_cut_that_is_tested_can_be_launched(tile: swap_ab.Tile, blocks: bool) -> None:
     assert tile.shared_bytes(blocks) + tile.static_bytes <= 227 * 1024
 
 
-@pytest.mark.parametrize("tile", CUTS, ids=str)
+@pytest.mark.parametrize("tile", CUTS, ids=repr)
 def test_results_on_their_way_have_places_of_their_own(tile: swap_ab.Tile) -> None:
     columns, (lines, line_bytes) = tile.at_once, tile.box
     assert tile.cols % columns == 0
@@ -520,7 +520,7 @@ def test_swap_ab_matches_the_exact_product(m: int, n: int, k: int, groups: tuple
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("groups", [(ROW, ROW), (GROUP128, BLOCK)])
-@pytest.mark.parametrize("tile", CUTS, ids=str)
+@pytest.mark.parametrize("tile", CUTS, ids=repr)
 def test_no_cut_is_wrong(
     tile: swap_ab.Tile, groups: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -541,6 +541,35 @@ def test_no_cut_is_wrong(
                 y = swap_ab.run(*arguments)
                 assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, "swap_ab")
                 assert_bits_equal(swap_ab.run(*arguments), y)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("groups", [(ROW, ROW), (GROUP128, BLOCK)])
+@pytest.mark.parametrize("tile", CUTS, ids=repr)
+def test_no_cut_drifts(tile: swap_ab.Tile, groups: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_ab, "choose_tile", lambda *_: tile)
+    w_q = fp8kit.quantize(torch.rand(520, 14336, device="cuda"), groups[1], role="weight")
+    x_q = fp8kit.quantize(torch.rand(tile.tokens + 1, 14336, device="cuda"), groups[0])
+    problem = matmul_problem(x_q, w_q)
+    y = swap_ab.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
+    assert_no_drift(y, exact_product(fp8kit.dequantize(x_q), fp8kit.dequantize(w_q)))
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("groups", [(ROW, ROW), (GROUP128, BLOCK)])
+@pytest.mark.parametrize("m", [1, 4])
+def test_sums_of_tokens_quantized_inside_do_not_drift(m: int, groups: tuple) -> None:
+    k = 4096 if m == 4 else 14336
+    x = torch.rand(m, k, device="cuda", dtype=torch.bfloat16)
+    w_q = fp8kit.quantize(torch.rand(4096, k, device="cuda"), groups[1], role="weight")
+    x_q = fp8kit.quantize(x, groups[0])
+    problem = matmul_problem(x_q, w_q)
+    y = swap_ab.run_values(x, w_q.data, w_q.scale, None, groups, problem, 1e-12)
+    if y is None:
+        pytest.skip("too many values to be held in a block")
+    assert_no_drift(y, exact_product(fp8kit.dequantize(x_q), fp8kit.dequantize(w_q)))
 
 
 def matmul_problem(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit import ops
-from fp8kit.formats import BLOCK, GROUP128, ROW, GroupShape
+from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_matmul, bits
 
@@ -47,9 +47,10 @@ class Kind(NamedTuple):
     tile: Any
     persistent: bool = False
     out: torch.dtype = torch.bfloat16
+    inside: bool = False  # whether tokens are quantized in the kernel
 
 
-ROWS, BLOCKS = (ROW, ROW), (GROUP128, BLOCK)
+ROWS, BLOCKS, WHOLE = (ROW, ROW), (GROUP128, BLOCK), (TENSOR, TENSOR)
 Tile = swap_ab.Tile
 KINDS = (
     Kind("as a layer", (16, 4096, 7168), ROWS, None),
@@ -86,6 +87,23 @@ KINDS = (
         Tile(144, 2, 1, 5, 5, 5, 1, 1, True, held=2, neighbors=2),
         True,
     ),
+    # programs of the next quantizer run beside these
+    Kind("with room", (128, 4096, 1024), ROWS, Tile(128, 1, 4, 8, 4, 4, 2, 1, leaves_room=True)),
+    Kind(
+        "with room, blocks",
+        (128, 4096, 1024),
+        BLOCKS,
+        Tile(128, 1, 4, 9, 4, 4, 2, 1, True, leaves_room=True),
+    ),
+    Kind(
+        "with room, short rows",
+        (512, 3072, 768),
+        ROWS,
+        Tile(128, 2, 6, 6, 6, 6, 1, 1, True, neighbors=2, leaves_room=True),
+    ),
+    Kind("whole tensors", (100, 1000, 4112), WHOLE, None),
+    Kind("values", (2, 4096, 4096), ROWS, None, inside=True),
+    Kind("values, blocks", (2, 1000, 2048), BLOCKS, None, inside=True),
     # slow stores stand before the reads of scales
     Kind(
         "written slowly, blocks",
@@ -106,6 +124,9 @@ def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
     assert is_persistent(kind, H200_PROCESSORS) == kind.persistent
     assert tile.shared_bytes(kind.groups == BLOCKS) + tile.static_bytes <= 227 * 1024
     assert k % 16 == 0
+    assert ("room" in kind.name) == tile.leaves_room
+    if kind.inside:
+        assert swap_ab.values_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS) is not None
     stored = tile.stores(m, n, H200_PROCESSORS, kind.groups == BLOCKS, kind.out.itemsize)
     assert stored == kind.name.startswith("stored")
     assert ("in parts" in kind.name) == (stored and tile.cols > 128)
@@ -145,7 +166,7 @@ class Product:
         self.w = fp8kit.quantize(torch.randn(n, k, device="cuda"), self.groups[1], role="weight")
         self.bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
         self.codes = None if after_quantizer else [self.quantized(i) for i in range(CHAIN)]
-        self.given = given
+        self.given, self.inside = given, kind.inside
         self.problem = MatmulProblem.of(
             self.quantized(0)[0], self.w.data, self.groups, kind.out, self.bias, "precise", False
         )
@@ -159,6 +180,11 @@ class Product:
 
     def __call__(self, i: int, y: Tensor) -> None:
         """Write the product of input ``i`` to ``y``; no launch but ours comes in between."""
+        if self.inside:
+            self.given.result = y
+            weight = (self.w.data, self.w.scale, self.bias)
+            assert swap_ab.run_values(self.xs[i], *weight, self.groups, self.problem, 1e-12) is y
+            return
         self.multiply(self.quantized(i) if self.codes is None else self.codes[i], y)
 
     def multiply(self, codes: tuple[Tensor, Tensor], y: Tensor) -> None:
@@ -262,6 +288,39 @@ def test_ten_thousand_launches_on_two_streams_are_right(
     product = Product(kind, after_quantizer, given)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     assert wrong_values(product, product.expected(), streams) == [0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", [(ROW, ROW), (GROUP128, BLOCK), (None, ROW)], ids=str)
+def test_ten_thousand_split_products_of_triton_on_two_streams_are_right(
+    pair: tuple[GroupShape | None, GroupShape],
+) -> None:
+    """A quantizer, a product in parts and their sum, each of which starts early on Hopper."""
+    triton_scaled = pytest.importorskip("fp8kit.matmul.triton_scaled")
+    (group, w_group), (m, n, k) = pair, (16, 1024, 4096)
+    sizes = torch.logspace(-1, 1, CHAIN, device="cuda")
+    xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * s for s in sizes]
+    w = fp8kit.quantize(torch.randn(n, k, device="cuda"), w_group, role="weight")
+    codes = None if group is None else torch.float8_e4m3fn
+    problem = MatmulProblem.of(xs[0], w.data, pair, torch.bfloat16, None, "precise", False, codes)
+    device = triton_scaled.device_facts(xs[0].device)
+    assert triton_scaled.choose_tile(problem, device).splits > 1
+
+    def product(i: int) -> Tensor:
+        x, scale = xs[i], None
+        if group is not None:
+            x, scale = ops.quantize_rows(x, group, torch.float8_e4m3fn, None, None, "exact")
+        return triton_scaled.run(x, scale, w.data, w.scale, None, pair, problem)
+
+    exact_w = fp8kit.dequantize(w)
+    expected = torch.stack([product(i) for i in range(CHAIN)])
+    for i, y in enumerate(expected):
+        x_value = xs[i].float()
+        if group is not None:
+            x_value = fp8kit.dequantize(fp8kit.quantize(xs[i], group))
+        assert_matmul(y, x_value, exact_w, backend="triton_scaled")
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    assert wrong_values(lambda i, y: y.copy_(product(i)), expected, streams) == [0, 0]
 
 
 @pytest.fixture

@@ -412,7 +412,7 @@ def test_compiled_products(m: int, n: int, k: int, pair: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pair", ["row-row", "groups-block", "mx-mx", "16bit-row", "16bit-block"])
-@pytest.mark.parametrize("k", [4096, 28672])
+@pytest.mark.parametrize("k", [4096, 14336, 28672])
 def test_no_drift_on_the_gpu(k: int, pair: str) -> None:
     for m in (1, 64, 200):
         operands = Operands((m, 128, k), PAIRS[pair], torch.device("cuda"))

@@ -420,6 +420,26 @@ def test_layers_on_two_devices() -> None:
         twin(x.to("cuda:0"))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
+@pytest.mark.parametrize("m", [1, 16, 300])
+def test_repeated_calls_of_layers_on_two_devices(m: int, scheme: str) -> None:
+    """Tapes are repeated on the device of their layer, whichever is the current one."""
+    pairs = []
+    for index in (0, 1):
+        dense = nn.Linear(4096, 1024, False, device=f"cuda:{index}", dtype=torch.bfloat16)
+        layer = Fp8Linear.from_linear(dense, scheme).requires_grad_(False)
+        x = torch.randn(m, 4096, device=f"cuda:{index}", dtype=torch.bfloat16)
+        pairs.append((layer, x, layer(x)))
+    for current in (0, 1, 0):
+        with torch.cuda.device(current):
+            for layer, x, expected in pairs * 3:
+                assert_bits_equal(layer(x), expected)
+    for layer, *_ in pairs:
+        assert any(tape is not None for _, tape in layer._tapes.values())
+
+
 def test_a_layer_with_a_scale_per_tensor_has_a_matrix_scale() -> None:
     layer = layer_of("FP8_TENSOR")
     assert layer.weight_scale.shape == (1, 1)

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 cuda_driver = pytest.importorskip("fp8kit.cuda_driver", reason="cuda-bindings is not installed")
+from fp8kit import tape  # noqa: E402
 from fp8kit.quantizers import triton_launch  # noqa: E402
 
 SIGNATURE = {"x_ptr": "*bf16", "bound_ptr": "constexpr", "M": "i32", "stride": "i64", "low": "fp32"}
@@ -65,7 +66,7 @@ def direct(
 ) -> tuple[Any, FakeDriver, torch.Tensor]:
     fake = FakeDriver(cuda_driver.driver, sizes)
     monkeypatch.setattr(cuda_driver, "driver", fake)
-    cuda = SimpleNamespace(current_device=lambda: 0)
+    cuda = SimpleNamespace(current_device=lambda: 1)
     monkeypatch.setattr(triton_launch, "torch", SimpleNamespace(cuda=cuda))
     x = torch.zeros(4, dtype=torch.bfloat16)
     made = triton_launch._direct(compiled(**metadata), 9, [x, None, 3, 2**40, 0.5])
@@ -79,9 +80,9 @@ def test_the_bindings_pass_what_is_not_compiled_in(monkeypatch: pytest.MonkeyPat
     launch.start(77)
     assert fake.values == [64, 3, 2**40, 0.5, 0, 0]
     assert (fake.config.gridDimX, fake.config.blockDimX, fake.config.sharedMemBytes) == (9, 128, 48)
-    attributes = [int(a.id) for a in fake.config.attrs]
+    (attribute,) = fake.config.attrs
     kinds = fake.CUlaunchAttributeID
-    assert attributes == [int(kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)]
+    assert attribute.id == kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 def test_a_kernel_that_does_not_overlap_has_no_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +93,18 @@ def test_a_kernel_that_does_not_overlap_has_no_attribute(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     "sizes",
-    [SIZES[:3], [8, 8, 8, 4, 8, 8], [*SIZES[:4], 4], []],
-    ids=["few", "other", "more", "no"],
+    [
+        SIZES[:3],
+        SIZES[:4],
+        SIZES[:5],
+        [*SIZES, 8],
+        [*SIZES[:4], 8, 8, *SIZES[4:]],
+        [8, 8, 4, 4, 8, 8],
+        [8, 8, 8, 4, 8, 8],
+        [*SIZES[:4], 4, 8],
+        [],
+    ],
+    ids=str,
 )
 def test_other_parameters_are_left_to_triton(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
@@ -148,8 +159,45 @@ def test_a_launch_keeps_the_function_loaded(
 
 
 def test_other_types_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SIGNATURE, "M", "fp64")
+    monkeypatch.setitem(SIGNATURE, "low", "fp64")  # would be passed as a pointer to scratch memory
+    assert direct(monkeypatch, [8, 4, 8, 8, 8])[0] is None
+
+
+def test_without_the_bindings_triton_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = direct(monkeypatch)[0]
+    assert made is not None
+    monkeypatch.setattr(triton_launch, "cuda_driver", None)
     assert direct(monkeypatch)[0] is None
+
+
+def test_a_recorded_launch_is_repeated_by_the_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = direct(monkeypatch)[2]
+    ran = compiled()
+    ran.packed_metadata = None
+    jitted = Jitted(ran)
+
+    def call() -> torch.Tensor:
+        y = torch.empty_like(x)
+        triton_launch.launch(jitted, 9, y, None, 3, 2**40, low=0.5)
+        return y
+
+    _, made = tape.record(call, [x], [])
+    assert made is not None
+    assert [type(step) for step in made.steps] == [cuda_driver.KernelLaunch]
+    assert made.steps[0]._kernel.device == 1
+
+
+class Jitted:
+    """A jitted function that was compiled before."""
+
+    arg_names = tuple(SIGNATURE)
+
+    def __init__(self, ran: Compiled) -> None:
+        self.ran = ran
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert grid == (9,)
+        return lambda *_, **__: self.ran
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 Triton's own launch binds, specializes and looks up the kernel at each call, ten microseconds and
 more. What it compiled is a function of the driver, whose parameters are the arguments that are not
-compiled in, and behind them pointers to scratch memory. Where the sizes of all of them are those,
+compiled in, and behind them two pointers to scratch memory. Where the sizes of all are those,
 the bindings repeat the launch; else Triton's launcher does, which takes all arguments in order and
 addresses as plain integers. That much is the same in Triton 3.6 to 3.9.
 """
@@ -22,7 +22,7 @@ except ImportError:  # without the extra ``cuda``
     cuda_driver = None  # type: ignore[assignment]
 
 _COMPILED_IN = "constexpr"
-_POINTER_BYTES = 8
+_SCRATCH_POINTERS = 2  # global and of a profiler; instrumented kernels have more parameters
 _SCALARS: dict[str, Any] = {
     "i32": ctypes.c_int32,
     "i64": ctypes.c_int64,
@@ -108,9 +108,7 @@ def _direct(compiled: Any, blocks: int, arguments: Sequence[Any]) -> tape.Launch
         sizes = function.parameter_bytes()
     except (AttributeError, RuntimeError):  # bindings or a driver from before CUDA 12.4
         return None
-    known = [ctypes.sizeof(argument) for argument in passed]
-    behind = sizes[len(known) :]
-    if sizes != known + [_POINTER_BYTES] * len(behind):
+    passed += [cuda_driver.pointer(None) for _ in range(_SCRATCH_POINTERS)]
+    if sizes != [ctypes.sizeof(argument) for argument in passed]:
         return None
-    passed += [cuda_driver.pointer(None) for _ in behind]
     return cuda_driver.KernelLaunch(function, blocks, passed, metadata.launch_pdl)
