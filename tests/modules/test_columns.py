@@ -125,6 +125,7 @@ def test_a_graph_holds_the_kernels_of_the_package_alone(
 ) -> None:
     own = (("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),)
     monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", own)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     layer = decoder_layer(scheme, "cuda")
     x = torch.randn(1, rows, CONFIG.hidden_size, device="cuda").bfloat16()
     attention, mlp = layer.self_attn, layer.mlp
