@@ -41,9 +41,10 @@ tables: $(VENV)/.installed  ## the tables and the plot of the documents, from be
 # On a GPU machine; then `make tables`. The head of benchmarks/peers.py says how to bring peers.
 bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/quantizers.py benchmarks/results/quantizers.json
-	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json --shapes all --torchao-rows 1,64,4096
+	PYTHONPATH=src $(PYTHON) benchmarks/fused.py benchmarks/results/fused.json
+	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json --shapes 8b,ds,dit,70b --quick
+	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear_odd.json --shapes odd --cases row,block,row_fast --quick
 	PYTHONPATH=src $(PYTHON) benchmarks/host.py benchmarks/results/host.json
-	PYTHONPATH=src $(PYTHON) benchmarks/skinny.py benchmarks/results/skinny.json
 	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json
 	PYTHONPATH=src $(PYTHON) benchmarks/compiled.py benchmarks/results/compiled.json
 

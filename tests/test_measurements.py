@@ -60,7 +60,7 @@ def test_no_shipped_time_beats_the_roofline(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shape_that_was_not_measured_is_estimated_within_a_quarter(name: str) -> None:
+def test_a_shape_that_was_not_measured_is_estimated_within_a_sixth(name: str) -> None:
     """Leave every (N, K) out in turn: its times must follow from the other shapes'."""
     table = shipped(name)
     errors = []
@@ -76,8 +76,8 @@ def test_a_shape_that_was_not_measured_is_estimated_within_a_quarter(name: str) 
                 ]
     errors.sort()
     assert len(errors) > 100
-    assert statistics.median(errors) < 0.08
-    assert errors[int(0.9 * len(errors))] < 1 / 4
+    assert statistics.median(errors) < 0.05
+    assert errors[int(0.9 * len(errors))] < 1 / 6
 
 
 def test_a_measured_case_is_given_as_it_is() -> None:
@@ -97,6 +97,25 @@ def test_a_near_case_scales_with_the_roofline() -> None:
         grown = (table.roofline(twice, name) + 4) / (table.roofline(CASE, name) + 4)
         assert estimate.us[name] == pytest.approx(us * grown)
     assert estimate.basis == "estimated; nearest measured is 4096x4096 at m=16"
+
+
+@pytest.mark.parametrize(
+    ("scales", "n", "k", "known"),
+    [
+        ("row*row", 4112, 4160, True),
+        ("row*row", 4104, 4096, False),
+        ("row*row", 4096, 4112, False),
+        ("1x128*128x128", 4224, 3968, True),
+        ("1x128*128x128", 4160, 4096, False),
+        ("1x128*128x128", 4096, 4160, False),
+    ],
+)
+def test_layers_that_are_padded_tell_nothing_of_others(
+    scales: str, n: int, k: int, known: bool
+) -> None:
+    even, ragged = Case(scales, "precise", 16, 4096, 4096), Case(scales, "precise", 16, n, k)
+    for measured, asked in ((even, ragged), (ragged, even)):
+        assert (made({measured: {"swap_ab": 5.0}}).estimate(asked) is not None) == known
 
 
 def test_nearer_neighbours_weigh_more() -> None:

@@ -5,7 +5,8 @@ a dense bf16 layer. What a table does not hold is estimated from its neighbours:
 rows takes ``(roofline + 4 µs) * r``, where ``r`` changes slowly with the shape, so ``r`` is the
 geometric mean over the nearest measured layers, weighted by one over the squared distance. Distance
 counts octaves of N and K once and of M twice, because M decides which limit a kernel runs into.
-Beyond two octaves nothing is claimed, and dispatch falls back to the order of its backends.
+Beyond two octaves, or between layers that kernels pad and others, nothing is claimed, and dispatch
+falls back to the order of its backends.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _FARTHEST = 2.3  # row counts of a table lie two octaves apart, so one, and as m
 # launch, ramp and drain of a layer's kernels: with it r spreads least over the H200's table
 _OVERHEAD_US = 4.0
 _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")  # from CUDA 13 on, and before
+_BLOCKS = "128x128"
 _COLUMNS = ("scales", "accum", "m", "n", "k", "us")
 
 
@@ -58,6 +60,16 @@ class Case:
     m: int
     n: int
     k: int
+
+    def likeness(self) -> tuple[object, ...]:
+        """What has to be equal for the times of one layer to tell of another's.
+
+        Beside scales and sums that is whether weights are padded by libraries that want N in
+        multiples of 16, or 128 with block scales, and whether rows of codes start at multiples of
+        64 bytes: else some kernels take up to twice as long, and bf16 six times for an odd N.
+        """
+        whole = 128 if _BLOCKS in self.scales else 16
+        return self.scales, self.accum, self.n % whole == 0, self.k % max(whole, 64) == 0
 
     def distance(self, other: Case) -> float:
         """Octaves between two shapes, those of M counted twice."""
@@ -121,7 +133,7 @@ class Table:
             return Estimate(found, MEASURED)
         if not min(case.m, case.n, case.k):
             return None
-        alike = [c for c in self.rows if (c.scales, c.accum) == (case.scales, case.accum)]
+        alike = [c for c in self.rows if c.likeness() == case.likeness()]
         near = sorted((case.distance(c), c.m, c.n, c.k, c) for c in alike)[:_NEIGHBOURS]
         near = [entry for entry in near if entry[0] <= _FARTHEST]
         if not near:
