@@ -474,7 +474,10 @@ def test_the_report_says_where_many_rows_gain_no_time(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(conversion, "choose", chosen)
     (note,) = fp8kit.plan(Model(), "MXFP8").report.notes
-    assert note.startswith("On cpu with many rows (m=4096) FP8 saves memory, not time, for ")
+    assert note.startswith("On cpu at m=4096 FP8 saves memory, not time, for ")
+    several = fp8kit.plan(Model(), "MXFP8", m=[1, 65, 512]).report.notes
+    assert any(note.startswith("On cpu at m=65, 512 FP8 saves memory") for note in several)
+    assert not any("saves memory" in n for n in fp8kit.plan(Model(), "MXFP8", m=1).report.notes)
 
 
 def test_converted_model_stays_close_to_the_dense_one() -> None:

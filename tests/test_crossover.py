@@ -196,6 +196,7 @@ def test_what_was_not_measured_is_converted_and_said(
     plan = fp8kit.plan(two(dtype), m=256)
     assert converted(plan) == ["0", "1"]
     (note,) = [n for n in plan.report.notes if "was not measured for 0, 1" in n]
+    assert ("model.bfloat16()" in note) == ("faster than float32" in note)
     assert ("model.bfloat16()" in note) == (dtype == torch.float32)
     assert ("fp8kit tune" in note) == (dtype == torch.float16)
 
@@ -235,6 +236,28 @@ def test_the_h200_serves_a_llama_faster_in_fp8(monkeypatch: pytest.MonkeyPatch) 
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 28672, bias=False)).bfloat16()
     assert converted(fp8kit.plan(model, m=[1, 16, 64, 4096])) == ["0"]
+
+
+def test_each_dtype_is_told_of_for_itself(measured: Callable[..., None]) -> None:
+    measured({})
+    model = two()
+    model[1].float()
+    notes = [n for n in fp8kit.plan(model, m=256).report.notes if "was not measured" in n]
+    assert ["float32" in note for note in notes] == [False, True]
+    assert ["for 0:" in note for note in notes] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "names", [[""], ["a..b", "a"], ["l.0.type"], ["q_proj.adapter", "q_proj"], ["a", "a.b.c"]]
+)
+def test_layers_may_have_any_names(names: list[str], measured: Callable[..., None]) -> None:
+    measured({row(1, 512, 1024): (3.0, 2.0)})
+    shapes = dict.fromkeys(names, (512, 1024))
+    assert crossover.joined_shapes(shapes, SCHEMES["FP8_DYNAMIC"]) == []
+    report = Report("FP8_DYNAMIC")
+    report.records = [Record(name, "Linear", (512, 1024), "convert") for name in names]
+    crossover.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
+    assert [r.name for r in report.skipped] == names
 
 
 def test_siblings_known_by_name_are_tuned_as_one() -> None:

@@ -437,6 +437,23 @@ def test_tables_speak_of_16_bit_layers_alone() -> None:
     assert fp16 is not None  # torch writes fp16 by way of fp32
     assert set(found.us) - set(fp16.us) == {c for c in found.us if c.startswith("torch_native")}
     assert all(found.us[c] == us for c, us in fp16.us.items())
+    fp16 = {"device": "NVIDIA H200", "out_dtype": torch.float16}
+    single = faked("FP8", "sm90", **fp16).estimate()
+    assert single is not None  # in one kernel of torch's as well
+    assert "torch_native" in single.us
+    wide = faked("FP8_WEIGHT_ONLY", "sm90", x_dtype=torch.float16, m=4096, **fp16).estimate()
+    assert wide is not None
+    assert "dequantized" in wide.us
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "m"), [(18424, 1408, 4096), (50264, 2048, 256), (128264, 4096, 32)]
+)
+def test_a_layer_that_libraries_pad_runs_on_the_own_kernel(n: int, k: int, m: int) -> None:
+    choice = choose(
+        matmul.BACKENDS, faked("FP8_DYNAMIC", "sm90", device="NVIDIA H200", n=n, k=k, m=m)
+    )
+    assert choice.backend == "swap_ab"
     for change in (
         {"out_dtype": torch.float32},
         {"w_dtype": torch.float8_e5m2},

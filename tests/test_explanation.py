@@ -104,6 +104,12 @@ def test_the_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"swap_ab       chosen: {said}{tile.split} parts" in text
     assert fp8kit.explain(layer).to_dict()[0]["cut"] in text
 
+    few = dataclasses.replace(on_hopper, m=1)
+    inside = swap_ab.values_tile(1, 4096, 14336, 132, False)
+    assert inside is not None
+    assert swap_ab.cut(few) == f"{inside}, which quantize their rows"
+    assert swap_ab.cut(dataclasses.replace(few, x_group=fp8kit.TENSOR)) != swap_ab.cut(few)
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_WEIGHT_ONLY"])

@@ -104,6 +104,8 @@ def test_a_near_case_scales_with_the_roofline() -> None:
     [
         ("row*row", 4112, 4160, True),
         ("row*row", 4104, 4096, False),
+        ("row*row", 4097, 4096, False),
+        ("row*row", 4096, 4100, False),
         ("row*row", 4096, 4112, False),
         ("1x128*128x128", 4224, 3968, True),
         ("1x128*128x128", 4160, 4096, False),
@@ -116,6 +118,16 @@ def test_layers_that_are_padded_tell_nothing_of_others(
     even, ragged = Case(scales, "precise", 16, 4096, 4096), Case(scales, "precise", 16, n, k)
     for measured, asked in ((even, ragged), (ragged, even)):
         assert (made({measured: {"swap_ab": 5.0}}).estimate(asked) is not None) == known
+
+
+def test_an_odd_n_and_a_multiple_of_eight_tell_nothing_of_each_other() -> None:
+    odd, eights = (
+        Case("row*row", "precise", 16, 4097, 4096),
+        Case("row*row", "precise", 16, 4104, 4096),
+    )
+    assert made({odd: {"swap_ab": 5.0}}).estimate(eights) is None
+    fours, sixteens = (Case("row*row", "precise", 16, 4096, k) for k in (4100, 4112))
+    assert made({sixteens: {"swap_ab": 5.0}}).estimate(fours) is None
 
 
 def test_nearer_neighbours_weigh_more() -> None:

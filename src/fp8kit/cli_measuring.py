@@ -83,8 +83,9 @@ def tune(
 ) -> None:
     """Measure which backend is fastest for the layers of SOURCE, and remember it.
 
-    Siblings that run as one matrix are measured as one, too. Row counts are rounded up to powers of
-    two. The times are kept below FP8KIT_CACHE_DIR for this device, driver and versions.
+    Siblings, by their usual names, are measured as the one matrix that they run as, too. Row counts
+    are rounded up to powers of two. The times are kept below FP8KIT_CACHE_DIR for this device,
+    driver and versions.
     """
     if torch.device(device).type != "cuda":
         raise click.BadParameter(f"{device!r} has no backends to choose among; use cuda or cuda:N.")

@@ -214,7 +214,7 @@ def plan(
     crossover.leave_slower(model, scheme, report, rows, include or ())
     for others in structure.ungrouped(model) if level else ():  # converted or loaded earlier
         report.groups += structure.find_groups(model, others, calibrate, links)
-    _add_notes(report, model, scheme)
+    _add_notes(report, model, scheme, rows or _FEW_AND_MANY)
     converted = [r.name for r in report.converted]
     report.notes += structure.idle_links(model, links, scheme, converted)
     if links and calibrate is None:
@@ -363,22 +363,23 @@ def _model_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _add_notes(report: Report, model: nn.Module, scheme: Scheme) -> None:
-    slow: dict[tuple[str, int], list[str]] = defaultdict(list)
+def _add_notes(report: Report, model: nn.Module, scheme: Scheme, rows: Sequence[int]) -> None:
+    slow: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for record in report.converted:
         dense = _linear(model, record.name)
         if dense.weight.device.type == "meta":
             continue
         shape = (dense.out_features, dense.in_features)
         kind = (scheme, dense.weight.dtype, dense.weight.device, dense.bias is not None)
-        for m in _FEW_AND_MANY:
-            if choose(BACKENDS, linear_problem(shape, *kind, m)).backend in DECODING:
-                slow[dense.weight.device.type, m].append(record.name)
-                break
-    for (device_type, m), names in slow.items():
-        where = f"On {device_type}" + (f" with many rows (m={m})" if m > _FEW_AND_MANY[0] else "")
+        decoded = tuple(
+            m for m in rows if choose(BACKENDS, linear_problem(shape, *kind, m)).backend in DECODING
+        )
+        if decoded:
+            slow[dense.weight.device.type, decoded].append(record.name)
+    for (device_type, decoded), names in slow.items():
+        at = "" if len(decoded) == len(rows) else f" at m={', '.join(map(str, decoded))}"
         report.notes.append(
-            f"{where} FP8 saves memory, not time, for {some_of(names)}: "
+            f"On {device_type}{at} FP8 saves memory, not time, for {some_of(names)}: "
             "their weights are decoded for every matmul (fp8kit.explain says why)."
         )
 

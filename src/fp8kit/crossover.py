@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,7 +75,7 @@ def leave_slower(
     records = {r.name: r for r in report.converted}
     teams = [[records[n] for n in group] for group in report.groups]
     teams += [[r] for r in report.converted if r.name not in grouped]
-    unknown: dict[str, list[str]] = defaultdict(list)
+    unknown: dict[tuple[str, torch.dtype], list[str]] = defaultdict(list)
     sometimes: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for team in teams:
         layers = [_linear(model, r.name) for r in team]
@@ -84,7 +85,7 @@ def leave_slower(
         verdicts = [judge(layers, scheme, device, m) for m in rows or _measured(layers, scheme)]
         known = [v for v in verdicts if v is not None]
         if len(known) < len(verdicts) or not known:
-            unknown[_name(device)] += [r.name for r in team]
+            unknown[_name(device), layers[0].weight.dtype] += [r.name for r in team]
         slower = [v for v in known if v.slower]
         if slower and (rows is not None or len(slower) == len(verdicts)):
             _skip(team, slower, known)
@@ -92,9 +93,9 @@ def leave_slower(
             sometimes[tuple(v.m for v in slower)] += [r.name for r in team]
     left = {r.name for r in report.skipped}
     report.groups = [g for g in report.groups if left.isdisjoint(g)]
-    for name, names in unknown.items():
+    for (name, dtype), names in unknown.items():
         if rows is not None or name not in ("cpu", _NO_DEVICE):
-            report.notes.append(_not_measured(model, name, names))
+            report.notes.append(_not_measured(name, dtype, names))
     for counts, names in sometimes.items():
         report.notes.append(
             f"At m={', '.join(map(str, counts))} bf16 is faster than FP8 for {some_of(names)}. "
@@ -102,15 +103,13 @@ def leave_slower(
         )
 
 
-def _not_measured(model: nn.Module, device: str, names: Sequence[str]) -> str:
+def _not_measured(device: str, dtype: torch.dtype, names: Sequence[str]) -> str:
     said = f"was not measured for {some_of(names)}: they are converted. "
-    others = {_linear(model, name).weight.dtype for name in names} - {*TIMED_DTYPES}
-    if others:
-        dtype = str(others.pop()).removeprefix("torch.")
-        said = f"Whether FP8 is faster than {dtype} on {device} {said}"
-        return said + "Times are kept of 16-bit layers: model.bfloat16() has them judged."
-    said = f"Whether FP8 is faster than bf16 on {device} {said}"
-    return said + "`fp8kit tune` measures them on a GPU."
+    if dtype in TIMED_DTYPES:
+        said = f"Whether FP8 is faster than bf16 on {device} {said}"
+        return said + "`fp8kit tune` measures them on a GPU."
+    said = f"Whether FP8 is faster than {str(dtype).removeprefix('torch.')} on {device} {said}"
+    return said + "Times are measured of 16-bit layers alone: see model.bfloat16()."
 
 
 def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) -> None:
@@ -147,16 +146,18 @@ def joined_shapes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list
 
 
 def _tree(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    tree = nn.Module()
+    # a file may name layers as no module could: by nothing, or by what modules have already
+    root = nn.Module()
     for name, (n, k) in shapes.items():
         *path, last = name.split(".")
-        parent = tree
+        children: dict[str, Any] = root._modules
         for part in path:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(last, nn.Linear(k, n, False, device="meta", dtype=torch.bfloat16))
-    return tree
+            children = children.setdefault(part, nn.Module())._modules
+        layer = nn.Linear(k, n, False, device="meta", dtype=torch.bfloat16)
+        if last in children:
+            layer._modules.update(children[last]._modules)
+        children[last] = layer
+    return root
 
 
 def judge(
@@ -227,6 +228,9 @@ def _name(device: torch.device) -> str:
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:
-    module = model.get_submodule(name)
+    module: nn.Module | None = model
+    for part in name.split("."):
+        assert module is not None
+        module = module._modules[part]
     assert isinstance(module, nn.Linear)
     return module

@@ -65,11 +65,13 @@ class Case:
         """What has to be equal for the times of one layer to tell of another's.
 
         Beside scales and sums that is whether weights are padded by libraries that want N in
-        multiples of 16, or 128 with block scales, and whether rows of codes start at multiples of
-        64 bytes: else some kernels take up to twice as long, and bf16 six times for an odd N.
+        multiples of 16, or 128 with block scales, and where rows start: results at multiples of 16
+        bytes, or bf16 takes six times as long, codes at multiples of 64, or half as long again, and
+        of 16, or kernels decline.
         """
         whole = 128 if _BLOCKS in self.scales else 16
-        return self.scales, self.accum, self.n % whole == 0, self.k % max(whole, 64) == 0
+        n, k = (self.n % 8 == 0, self.n % whole == 0), (self.k % 16 == 0, self.k % 64 == 0)
+        return self.scales, self.accum, n, k, self.k % whole == 0
 
     def distance(self, other: Case) -> float:
         """Octaves between two shapes, those of M counted twice."""

@@ -19,7 +19,6 @@ from numerics import assert_fast_sums, assert_matmul, assert_no_drift, exact_pro
 PAIRS = {"row": (ROW, ROW), "block": (GROUP128, BLOCK), "tensor": (TENSOR, TENSOR)}
 SAMPLED = 257  # rows that are compared, the first and the last among them
 E4M3 = torch.float8_e4m3fn
-SIGN = 0x7F  # mask of all bits but the sign
 
 pytestmark = pytest.mark.gpu
 

@@ -25,7 +25,8 @@ MOST_VALUES = 4
 # granularities with fast sums: groups along K are summed one by one, 16 bits in fp32
 _WHOLE_ROWS = (ROW, TENSOR)
 TIMED_DTYPES = (torch.bfloat16, torch.float16)
-_ANY_16_BITS = (DENSE, "swap_ab", "triton_scaled")  # candidates whose times hold for both
+# candidates whose times hold for both; torch writes fp16 in one kernel for tensor scales alone
+_ANY_16_BITS = (DENSE, "swap_ab", "triton_scaled", "dequantized")
 # backends that decode the weight before a dense matmul: correct everywhere, faster nowhere
 DECODING = ("dequantized", "reference")
 
@@ -118,7 +119,9 @@ class MatmulProblem:
         found = table.estimate(self.case())
         if found is None or self.out_dtype == torch.bfloat16:
             return found
-        return Estimate({c: us for c, us in found.us.items() if c in _ANY_16_BITS}, found.basis)
+        single = self.x_group == self.w_group == TENSOR
+        alike = (*_ANY_16_BITS, "torch_native") if single else _ANY_16_BITS
+        return Estimate({c: us for c, us in found.us.items() if c in alike}, found.basis)
 
     def case(self) -> Case:
         """Give the row of a table of measured times that describes this problem."""

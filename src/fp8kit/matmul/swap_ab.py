@@ -32,6 +32,7 @@ _SLOW_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single
 # run where there is room, not next to those that read the same tiles, and take up to 6 % longer.
 _LONG = 2**37
 _PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
+_VALUES = (torch.bfloat16, torch.float16)  # dtypes of tokens that are quantized inside
 _KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
 
 
@@ -72,8 +73,12 @@ def cut(problem: MatmulProblem) -> str:
     if not torch.cuda.is_available():
         return ""
     processors = _processors(torch.cuda.current_device())
-    blocks = problem.w_group == BLOCK
-    return str(choose_tile(max(problem.m, 1), problem.n, problem.k, processors, blocks))
+    shape, blocks = (max(problem.m, 1), problem.n, problem.k), problem.w_group == BLOCK
+    inside = None
+    if shape[0] <= MOST_VALUES and problem.x_group != TENSOR and problem.out_dtype in _VALUES:
+        inside = values_tile(*shape, processors, blocks)
+    tile = inside or choose_tile(*shape, processors, blocks)
+    return f"{tile}, which quantize their rows" if inside else str(tile)
 
 
 def run(
@@ -194,7 +199,7 @@ def run_values(
         min_scale: floor under the scales of ``x``.
     """
     (m, k), n, blocks = x.shape, w.shape[0], groups[1] == BLOCK
-    if groups[0] == TENSOR or x.dtype not in (torch.bfloat16, torch.float16) or m > MOST_VALUES:
+    if groups[0] == TENSOR or x.dtype not in _VALUES or m > MOST_VALUES:
         return None
     if x.stride(1) != 1 or x.data_ptr() % ALIGN or (m > 1 and x.stride(0) * 2 % ALIGN):
         return None
