@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from fp8kit.checkpoint.reader import open_checkpoint
 from fp8kit.checkpoint.recipe import Recipe
 from fp8kit.cli_options import json_option, known_device, print_result, row_counts
 from fp8kit.formats import Scheme
-from fp8kit.modules.shared import MOST_JOINED_ROWS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -94,7 +93,14 @@ def tune(
         wishes = tuning.shipped_wishes()
     else:
         kinds = [Scheme.of(name) for name in scheme]
-        wishes = [w for kind in kinds for w in _wishes(_layers(source, shapes), rows, kind, accum)]
+        layers = _layers(source, shapes)
+        wishes = [
+            wish
+            for kind in kinds
+            for wish in tuning.wishes_of(
+                layers.values(), crossover.joined_shapes(layers, kind), rows, kind, accum
+            )
+        ]
     said = None if as_json else (lambda text: click.echo(text, err=True))
     where = torch.device(device)
     with torch.cuda.device(where):
@@ -115,16 +121,6 @@ def _refuse_what_is_shipped(context: click.Context) -> None:
             "--shipped-shapes has shapes, rows and schemes of its own; leave out "
             f"{', '.join(given)}."
         )
-
-
-def _wishes(
-    layers: dict[str, tuple[int, int]], rows: list[int], scheme: Scheme, accum: str
-) -> Iterator[tuning.Wish]:
-    yield tuning.Wish(operands.unique(layers.values()), rows, [scheme], accum)
-    joined = operands.unique(crossover.joined_shapes(layers, scheme))
-    few = [m for m in rows if m <= MOST_JOINED_ROWS]
-    if joined and few:
-        yield tuning.Wish(joined, few, [scheme], accum)
 
 
 def _layers(source: Path | None, shapes: str | None) -> dict[str, tuple[int, int]]:

@@ -92,7 +92,7 @@ class Plan:
                     "Make a new plan: fp8kit.plan(model).",
                 )
             )
-        on_meta = [n for n in names if _linear(self.model, n).weight.is_meta]
+        on_meta = [n for n in names if crossover.linear_at(self.model, n).weight.is_meta]
         if on_meta:
             raise ConversionError(
                 teach(
@@ -114,7 +114,7 @@ class Plan:
             found = calibration.observe_amax(self.model, names, self.calibrate)
             scales = {n: calibration.input_scale(a, self.scheme.dtype) for n, a in found.items()}
         for record in self.report.converted:
-            dense = _linear(self.model, record.name)
+            dense = crossover.linear_at(self.model, record.name)
             layer = _converted(dense, self.scheme, scales.get(record.name), weight_storage)
             for name in (record.name, *record.aliases):
                 self.model.set_submodule(name, layer)
@@ -366,7 +366,7 @@ def _model_bytes(model: nn.Module) -> int:
 def _add_notes(report: Report, model: nn.Module, scheme: Scheme, rows: Sequence[int]) -> None:
     slow: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for record in report.converted:
-        dense = _linear(model, record.name)
+        dense = crossover.linear_at(model, record.name)
         if dense.weight.device.type == "meta":
             continue
         shape = (dense.out_features, dense.in_features)
@@ -382,9 +382,3 @@ def _add_notes(report: Report, model: nn.Module, scheme: Scheme, rows: Sequence[
             f"On {device_type}{at} FP8 saves memory, not time, for {some_of(names)}: "
             "their weights are decoded for every matmul (fp8kit.explain says why)."
         )
-
-
-def _linear(model: nn.Module, name: str) -> nn.Linear:
-    module = model.get_submodule(name)
-    assert isinstance(module, nn.Linear)
-    return module

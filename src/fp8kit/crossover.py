@@ -78,7 +78,7 @@ def leave_slower(
     unknown: dict[tuple[str, torch.dtype], list[str]] = defaultdict(list)
     sometimes: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for team in teams:
-        layers = [_linear(model, r.name) for r in team]
+        layers = [linear_at(model, r.name) for r in team]
         if rows is None and (layers[0].weight.is_meta or any(r.name in wanted for r in team)):
             continue
         device = _serving(layers[0].weight)
@@ -104,12 +104,14 @@ def leave_slower(
 
 
 def _not_measured(device: str, dtype: torch.dtype, names: Sequence[str]) -> str:
-    said = f"was not measured for {some_of(names)}: they are converted. "
-    if dtype in TIMED_DTYPES:
-        said = f"Whether FP8 is faster than bf16 on {device} {said}"
-        return said + "`fp8kit tune` measures them on a GPU."
-    said = f"Whether FP8 is faster than {str(dtype).removeprefix('torch.')} on {device} {said}"
-    return said + "Times are measured of 16-bit layers alone: see model.bfloat16()."
+    dense, remedy = "bf16", "`fp8kit tune` measures them on a GPU."
+    if dtype not in TIMED_DTYPES:
+        dense = str(dtype).removeprefix("torch.")
+        remedy = "Times are measured of 16-bit layers alone: see model.bfloat16()."
+    return (
+        f"Whether FP8 is faster than {dense} on {device} was not measured for {some_of(names)}: "
+        f"they are converted. {remedy}"
+    )
 
 
 def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) -> None:
@@ -137,7 +139,7 @@ def joined_shapes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list
     """
     tree = _tree(shapes)
     groups = sibling_groups(tree, shapes) if can_share(scheme) else []
-    teams = [[_linear(tree, name) for name in group] for group in groups]
+    teams = [[linear_at(tree, name) for name in group] for group in groups]
     return [
         (sum(layer.out_features for layer in team), team[0].in_features)
         for team in teams
@@ -227,7 +229,8 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _linear(model: nn.Module, name: str) -> nn.Linear:
+def linear_at(model: nn.Module, name: str) -> nn.Linear:
+    """Give the dense layer of a qualified name."""
     module: nn.Module | None = model
     for part in name.split("."):
         assert module is not None

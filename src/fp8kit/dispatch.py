@@ -71,8 +71,8 @@ class Choice:
         chosen = "chosen"
         if self.configuration:
             chosen += f" ({self.configuration})"
-        if self.cut():
-            chosen += f": {self.cut()}"
+        if cut := self.cut():
+            chosen += f": {cut}"
         if self.us is not None:
             chosen += f", {self.us:.1f} µs"
         if self.us is not None and self.dense_us is not None:

@@ -135,7 +135,8 @@ class Table:
             return Estimate(found, MEASURED)
         if not min(case.m, case.n, case.k):
             return None
-        alike = [c for c in self.rows if c.likeness() == case.likeness()]
+        likeness = case.likeness()
+        alike = [c for c in self.rows if c.likeness() == likeness]
         near = sorted((case.distance(c), c.m, c.n, c.k, c) for c in alike)[:_NEIGHBOURS]
         near = [entry for entry in near if entry[0] <= _FARTHEST]
         if not near:

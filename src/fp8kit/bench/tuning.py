@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,7 @@ from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.matmul.problem import m_bucket
 from fp8kit.measurements import DENSE, REJECTED, Table, fingerprint, table_for, tuned_path
+from fp8kit.modules.shared import MOST_JOINED_ROWS
 from fp8kit.quantizers.problem import device_name
 
 _ROUNDING = 2.0**-8
@@ -92,6 +93,24 @@ class Outcome:
         if self.left:
             lines.append(f"{self.left} shapes were not reached in time; tune again with more.")
         return "\n".join(lines)
+
+
+def wishes_of(
+    alone: Iterable[Shape], joined: Iterable[Shape], rows: Sequence[int], scheme: Scheme, accum: str
+) -> Iterator[Wish]:
+    """Say what to measure for layers of which some run as one matrix for few rows.
+
+    Args:
+        alone: the layers.
+        joined: the matrices that siblings among them are multiplied as.
+        rows: row counts of the inputs.
+        scheme: how all are quantized.
+        accum: ``"precise"`` or ``"fast"``.
+    """
+    yield Wish(unique(alone), rows, [scheme], accum)
+    few = [m for m in rows if m <= MOST_JOINED_ROWS]
+    if few and (matrices := unique(joined)):
+        yield Wish(matrices, few, [scheme], accum)
 
 
 def shipped_wishes() -> list[Wish]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.bench import tuning
-from fp8kit.bench.operands import unique
 from fp8kit.bench.timing import Timer, time_cases
 from fp8kit.bench.tuning import Wish
 from fp8kit.dispatch import choose
@@ -91,16 +90,13 @@ def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish
     for scheme in dict.fromkeys(layer.scheme for layer in layers):
         for accum in dict.fromkeys(layer.accum for layer in layers if layer.scheme == scheme):
             alike = [mod for mod in layers if (mod.scheme, mod.accum) == (scheme, accum)]
-            shapes = [(mod.out_features, mod.in_features) for mod in alike]
-            yield Wish(unique(shapes), list(m), [scheme], accum)
+            alone = [(mod.out_features, mod.in_features) for mod in alike]
             joined = [
                 (sum(mod.out_features for mod in mod.shared.members), mod.in_features)
                 for mod in alike
                 if isinstance(mod.shared, SharedInput) and can_join(mod.shared.members)
             ]
-            few = [rows for rows in m if rows <= MOST_JOINED_ROWS]
-            if joined and few:
-                yield Wish(unique(joined), few, [scheme], accum)
+            yield from tuning.wishes_of(alone, joined, list(m), scheme, accum)
 
 
 def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = time_cases) -> None:

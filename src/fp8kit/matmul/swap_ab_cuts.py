@@ -275,8 +275,9 @@ def microseconds(
     # the multiplication, or the way of its operands from the L2 cache
     step = max(step, (tile.rows + tile.cols) * TILE_K * blocks / costs.cache)
     write = costs.write * area
-    if block_scales and tile.groups == 3 and tile.token_rows and tile.cols == MOST_COLS:
-        write *= costs.hidden if k <= _SHORT_SUM else 1
+    wide = tile.groups == 3 and tile.token_rows and tile.cols == MOST_COLS
+    if block_scales and wide and k <= _SHORT_SUM:
+        write *= costs.hidden
     multiply = full * (steps * step + write) + (left > 0) * (part * step + write + sums)
     return max(multiply, n * k / costs.memory)
 
