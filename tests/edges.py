@@ -39,5 +39,5 @@ def sampled(sizes: Sequence[T], count: int, seed: object) -> list[T]:
 
 
 def dealt(sizes: Sequence[T], hands: int) -> list[list[T]]:
-    """Deal sizes into ``hands`` lists of about one length, so that tests of each run side by side."""
+    """Deal sizes into ``hands`` lists of about one length, to be tried side by side."""
     return [list(sizes[i::hands]) for i in range(hands)]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import NamedTuple
 
@@ -45,7 +46,8 @@ def sizes() -> list[Size]:
     """
     shuffle = random.Random(0)
     ms, ns, ks = (around(edges, 4104) for edges in (M_EDGES, N_EDGES, K_EDGES))
-    aligned = [Size(m, -(-n // 16) * 16, 16 * (1 + (7 * m + n) % 40)) for m, n in zip(ms, ns * 2)]
+    pairs = zip(ms, itertools.cycle(ns), strict=False)
+    aligned = [Size(m, -(-n // 16) * 16, 16 * (1 + (7 * m + n) % 40)) for m, n in pairs]
     for values in (ms, ns, ks):
         shuffle.shuffle(values)
     count = max(map(len, (ms, ns, ks)))
