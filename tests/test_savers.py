@@ -150,10 +150,9 @@ def fused_and_moved(model: nn.Module) -> None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(fused, "FUSED_DEVICES", ("cpu", "cuda"))
         run(model, 5)
-        model.float()  # the weights are bf16 values, and bf16 again below
-        run(copy.deepcopy(model).bfloat16(), 5)
-        model.to(torch.bfloat16).to(next(model.parameters()).device)
+        model.to(torch.bfloat16).cpu().to(next(model.parameters()).device)
         run(model, 5)
+        run(copy.deepcopy(model), 5)
 
 
 USES = (without_gradients, in_inference_mode, with_gradients, in_every_order, fused_and_moved)
@@ -358,6 +357,15 @@ def test_running_changes_nothing_that_is_saved(kind: str, name: str, tmp_path: P
         assert_equal_state(model, loaded)
         with torch.no_grad():
             assert_bits_equal(run(untouched, 5), run(loaded, 5))
+
+
+@pytest.mark.parametrize("name", ["torch.save of state_dict", "torch.save of the module"])
+def test_a_model_that_has_run_is_cast_to_the_same_bytes(name: str, tmp_path: Path) -> None:
+    model, save = plain(), SAVERS[name].save
+    before = written(save, copy.deepcopy(model).half(), tmp_path / "before")
+    for use in USES:
+        use(model)
+    assert written(save, model.half(), tmp_path / "after") == before
 
 
 @pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY"])

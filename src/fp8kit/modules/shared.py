@@ -16,12 +16,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
+from torch.utils import dlpack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from fp8kit import eager, tape
 from fp8kit.formats import BLOCK, MX, ROW, RowCodes, Scheme
@@ -31,6 +32,10 @@ from fp8kit.quantizers import traced
 _JOINABLE = (ROW, BLOCK, MX)
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
 MOST_JOINED_ROWS = 512
+# what torch does not declare for type checkers
+_UntypedStorage: Any = torch.UntypedStorage
+_weak_reference: Any = reductions.StorageWeakRef
+_dlpack: Any = dlpack
 
 
 _State = tuple[object, ...]
@@ -122,7 +127,7 @@ class SharedInput:
         self._tapes = eager.Tapes()
         self._local = _Local()
         self._traced: tuple[Tensor, RowCodes] | None = None
-        self._homes: dict[str, StorageWeakRef] = {}
+        self._homes: dict[str, Any] = {}  # weak references to storages
         self._captured = False
 
     def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
@@ -279,7 +284,7 @@ class SharedInput:
             for part, home in zip(parts, homes, strict=True):
                 part.data = _with_own_storage(home).view(part.dtype)
                 tape.unsettle(part)  # written just now, maybe where it was waited for before
-            self._homes[name] = StorageWeakRef(whole.untyped_storage())
+            self._homes[name] = _weak_reference(whole.untyped_storage())
             return whole.view(parts[0].dtype)
 
     def _found(self, name: str) -> Tensor | None:
@@ -288,7 +293,7 @@ class SharedInput:
         The reference to its memory is weak: where members are offloaded, nothing stays behind.
         """
         home = self._homes.get(name)
-        memory = home and torch.UntypedStorage._new_with_weak_ptr(home.cdata)  # type: ignore[attr-defined]
+        memory = None if home is None else _UntypedStorage._new_with_weak_ptr(home.cdata)
         if memory is None:
             return None
         parts: list[Tensor] = [getattr(m, name) for m in self.members]
@@ -354,7 +359,9 @@ def _may_move(members: Sequence[Fp8Linear]) -> bool:
     """
     held = [p for m in members for p in m._parameters.values() if p is not None]
     return not any(
-        is_traceable_wrapper_subclass(p) or (p.device.type == "cpu" and p.is_shared()) for p in held
+        is_traceable_wrapper_subclass(p)
+        or (p.device.type == "cpu" and p.untyped_storage().is_shared())
+        for p in held
     )
 
 
@@ -364,7 +371,7 @@ def _kind(part: Tensor | None) -> tuple[torch.dtype, torch.device, bool] | None:
 
 def _with_own_storage(part: Tensor) -> Tensor:
     """Give a contiguous part of a tensor as a storage of its own, which keeps the memory alive."""
-    own: Tensor = from_dlpack(to_dlpack(part))
+    own: Tensor = _dlpack.from_dlpack(_dlpack.to_dlpack(part))
     return own
 
 
