@@ -150,7 +150,8 @@ def fused_and_moved(model: nn.Module) -> None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(fused, "FUSED_DEVICES", ("cpu", "cuda"))
         run(model, 5)
-        model.to(torch.bfloat16).cpu().to(next(model.parameters()).device)
+        device = next(model.parameters()).device
+        model.cpu().to(device)
         run(model, 5)
         run(copy.deepcopy(model), 5)
 
