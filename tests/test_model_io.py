@@ -302,16 +302,48 @@ def test_weights_with_nan_are_not_quantized(tmp_path: Path) -> None:
 
 
 def test_save_needs_fp8_layers(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="of these kinds: none"):
+    with pytest.raises(CheckpointError, match="holds no FP8 layers"):
         save(ragged(), tmp_path / "c")
 
 
-def test_save_needs_one_scheme(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
-    fp8kit.convert(model, "FP8_DYNAMIC", include=["0"])
-    fp8kit.convert(model, "FP8_TENSOR", include=["1"])
-    with pytest.raises(CheckpointError, match=r"FP8_DYNAMIC computing in .*, FP8_TENSOR computing"):
+def two_schemes(second: torch.dtype = torch.float32) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    model[3].to(second)
+    fp8kit.convert(model, "FP8_DYNAMIC", include=["0", "1", "2"])
+    fp8kit.convert(model, "FP8_TENSOR", include=["3"])
+    return model
+
+
+def test_two_schemes_are_announced_by_name(tmp_path: Path) -> None:
+    model = two_schemes()
+    save(model, tmp_path / "c")
+    config = json.loads((tmp_path / "c/config.json").read_text())["quantization_config"]
+    groups = config["config_groups"].values()
+    assert [(g["weights"]["strategy"], g["targets"]) for g in groups] == [
+        ("channel", ["Linear"]),
+        ("tensor", ["3"]),
+    ]
+    loaded = load(tmp_path / "c", nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))))
+    x = torch.randn(5, 128)
+    assert [m.scheme for m in loaded] == [m.scheme for m in model]
+    assert_bits_equal(loaded(x), model(x))
+
+
+def test_save_needs_one_high_precision(tmp_path: Path) -> None:
+    message = r"compute in torch\.bfloat16 and torch\.float32.*one high precision"
+    with pytest.raises(CheckpointError, match=message):
+        save(two_schemes(torch.bfloat16), tmp_path / "c")
+
+
+def test_engines_do_not_merge_layers_of_two_schemes(tmp_path: Path) -> None:
+    model = nn.Module()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        model.add_module(name, nn.Linear(128, 128))
+    fp8kit.convert(model, "FP8_DYNAMIC", include=["q_proj", "k_proj"])
+    fp8kit.convert(model, "FP8_TENSOR", include=["v_proj"])
+    with pytest.raises(CheckpointError, match=r"q_proj is FP8 and v_proj is FP8_TENSOR.*merges"):
         save(model, tmp_path / "c")
+    save(model, tmp_path / "c", target="transformers")
 
 
 def test_save_needs_values(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def run(
     steady = all(t is None or t.is_contiguous() for t in constants)
     if found is None or found[0] != [_ONCE, *state] or not steady:
         y = product(directly=True)
-        # the call may have moved the weights, and waited for them
+        # the call may have waited for the weights
         _keep(tapes, key, [_ONCE, *map(_state, layers)], None)
         return y
     y, taped = tape.record(functools.partial(product, directly=True), inputs, constants)

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from fp8kit.checkpoint import exporting, filling
-from fp8kit.checkpoint.dialects import Spec
+from fp8kit.checkpoint.announcing import announce
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.targets import check_layers, dialect_for, output_heads
 from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
@@ -48,32 +47,26 @@ def save(
 
     Raises:
         ValueError: for an unknown target.
-        CheckpointError: if the model has no FP8 layers or several schemes, if the target cannot
-            load them, or if the destination is in the way or is the source.
+        CheckpointError: if the model has no FP8 layers, or layers that the target cannot load, or
+            adapters, or if the destination is in the way or is the source.
 
     Example:
         >>> fp8kit.convert(model)
         >>> fp8kit.save(model, "dir", target="vllm", source="bf16-dir")
     """
-    scheme, dtype = exporting.fp8_kind(model)
-    dialect = dialect_for(target, scheme)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
-    shapes = {n: (m.out_features, m.in_features) for n, m in layers.items()}
-    check_layers(target, scheme, shapes, exporting.dense_linears(model))
-    if is_transformers(model):
-        exported = integration().export(model)
+    is_hf = is_transformers(model)
+    exported = integration().export(model) if is_hf else exporting.export_module(model)
+    if is_hf:
         known = Path(str(getattr(model, "name_or_path", "") or ""))
         source = source or (known if known.name and known.is_dir() else None)
-    else:
-        exported = exporting.export_module(model)
-    heads = dict.fromkeys(output_heads(layers), scheme)
-    quantization = dialect.render(Spec(scheme, tuple(exported.dense), others=heads))
-    tensors = dict(exporting.on_disk(n, t, dialect, scheme) for n, t in exported.tensors.items())
+    announced = announce(model, exported.tensors, target)
+    tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
+    quantization = announced.config(exported.dense)
     return write_checkpoint(
         destination,
         {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()},
         tensors.items(),
-        config=exporting.with_quantization(exported.config, quantization, dtype),
+        config=exporting.with_quantization(exported.config, quantization, announced.dtype),
         source=source,
         texts=exported.texts,
         overwrite=overwrite,

@@ -106,7 +106,7 @@ def settle(weight: Tensor) -> None:
 
 def unsettle(weight: Tensor) -> None:
     """Forget that a call has waited for this weight: it was written past its counter."""
-    setattr(weight, WAITED_FOR, None)
+    vars(weight).pop(WAITED_FOR, None)  # attributes are pickled: none is made where none was
 
 
 def recording() -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,12 @@ from checkpoint_samples import NANO, SHARD, all_bytes, edit_json, edit_tensors
 from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError
 from fp8kit.formats import ROW
 from fp8kit.model_io import load, save
+from fp8kit.modules.fused import Fused
 from fp8kit.modules.linear import Fp8Linear
 from numerics import assert_bits_equal, assert_logits_of_one_checkpoint, assert_matmul
 
 transformers = pytest.importorskip("transformers")
 from fp8kit.integrations import transformers as plugin  # noqa: E402
-from fp8kit.integrations import transformers_quantizer  # noqa: E402
 
 IDS = torch.arange(60).view(1, -1) * 37 % 4096
 
@@ -459,7 +462,7 @@ def test_offload_to_disk_is_refused() -> None:
 
 
 def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_quantizer.transformers, "__version__", "5.3.1")
+    monkeypatch.setattr(transformers, "__version__", "5.3.1")
     with pytest.raises(UnsupportedError, match=r"Transformers is 5.3.1. .* 5.17 and later"):
         load(NANO, scheme="FP8_DYNAMIC")
 
@@ -474,3 +477,147 @@ def test_a_model_quantized_by_others_is_refused(tmp_path: Path, nano: Path) -> N
 def test_a_model_cannot_replace_its_own_source(nano: Path) -> None:
     with pytest.raises(CheckpointError, match="is or holds the source"):
         save(load(nano), nano, overwrite=True)
+
+
+SAVED = ["FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "MXFP8", "FP8_WEIGHT_ONLY"]
+
+
+def config_of(path: Path) -> Any:
+    return json.loads((path / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("scheme", SAVED)
+def test_a_converted_model_saves_itself_as_we_would(tmp_path: Path, scheme: str) -> None:
+    model = converted(scheme)
+    model.save_pretrained(tmp_path / "theirs")
+    save(model, tmp_path / "ours")
+    assert config_of(tmp_path / "theirs") == config_of(tmp_path / "ours")
+    ours, theirs = (load_file(tmp_path / name / SHARD) for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert_bits_equal(tensor, theirs[name])
+    assert_same(model, load(tmp_path / "theirs"))
+
+
+def assert_stock_loads(model: Any, path: Path, ids: Tensor = IDS) -> None:
+    other, info = stock_with_info(path)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    unrounded = logits(dequantized(model, torch.bfloat16), ids)
+    assert_logits_of_one_checkpoint(logits(model, ids), logits(other, ids), unrounded)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+def test_a_converted_model_saves_itself_in_shards(tmp_path: Path, scheme: str) -> None:
+    model = converted(scheme)
+    model.save_pretrained(tmp_path / "c", max_shard_size="1MB", state_dict=model.state_dict())
+    assert len(list((tmp_path / "c").glob("*.safetensors"))) > 3
+    assert_same(model, load(tmp_path / "c"))
+    if scheme != "FP8_BLOCK":  # of which a CPU gets a dense model
+        assert_stock_loads(model, tmp_path / "c")
+
+
+def test_two_conversions_are_saved_as_two_schemes(tmp_path: Path) -> None:
+    model = stock(NANO)
+    fp8kit.convert(model, "FP8_DYNAMIC", include=["*.mlp.*"])
+    fp8kit.convert(model, "FP8_BLOCK", include=["*.self_attn.*"])
+    model.save_pretrained(tmp_path / "c")
+    assert len(config_of(tmp_path / "c")["config_groups"]) == 2
+    assert_same(model, load(tmp_path / "c"))
+    assert_stock_loads(model, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+@pytest.mark.parametrize(
+    "part",
+    [lambda m: m.model, lambda m: m.model.layers, lambda m: nn.ModuleDict({"language": m})],
+    ids=["base", "layers", "around"],
+)
+def test_a_model_converted_in_part_or_within_another(
+    part: Callable[[Any], nn.Module], copied: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    model = stock(NANO)
+    fp8kit.convert(part(model))
+    model = copied(model)
+    model.save_pretrained(tmp_path / "c")
+    assert config_of(tmp_path / "c")["ignore"] == ["lm_head"]
+    assert_same(model, load(tmp_path / "c"))
+    model.model.save_pretrained(tmp_path / "base")
+    assert config_of(tmp_path / "base")["quant_method"] == "compressed-tensors"
+    model.save_pretrained(tmp_path / "again")
+    assert all_bytes(tmp_path / "again") == all_bytes(tmp_path / "c")
+
+
+def test_a_part_of_a_model_announces_itself_alone(tmp_path: Path) -> None:
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(
+            vocab_size=160, hidden_size=128, intermediate_size=256, num_hidden_layers=1,
+            num_attention_heads=4, head_dim=64,
+        ),
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2,
+            image_size=32, patch_size=16,
+        ),
+    )  # fmt: skip
+    model = transformers.LlavaForConditionalGeneration(config).bfloat16()
+    fp8kit.convert(model.model.language_model)
+    model.model.language_model.save_pretrained(tmp_path / "part")
+    assert config_of(tmp_path / "part")["quant_method"] == "compressed-tensors"
+    model.save_pretrained(tmp_path / "whole")
+    content = json.loads((tmp_path / "whole/config.json").read_text())
+    assert content["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert "quantization_config" not in content["text_config"]
+    loaded = load(tmp_path / "whole")
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert_bits_equal(tensor, theirs[name])
+
+
+def test_dense_again(tmp_path: Path) -> None:
+    model = converted()
+    model.save_pretrained(tmp_path / "fp8")
+    wanted = dequantized(model, torch.bfloat16)
+    dense = model.dequantize()
+    assert not any(isinstance(m, (Fp8Linear, Fused)) for m in dense.modules())
+    assert_same(dense, wanted)
+    dense.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+    assert_same(stock(tmp_path / "dense"), wanted)
+
+
+def test_dense_models_are_saved_as_ever(tmp_path: Path) -> None:
+    converted()  # some other model
+    model = stock(NANO)
+    assert not hasattr(model, "hf_quantizer")
+    model.save_pretrained(tmp_path / "c")
+    assert_same(model, stock(tmp_path / "c"))
+    fp8kit.convert(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Fp8Linear):
+            model.set_submodule(name, module.to_linear())
+    assert not hasattr(model, "hf_quantizer")
+
+
+def test_what_transformers_could_not_load_is_not_saved(tmp_path: Path) -> None:
+    model = stock(tiny("Qwen3", tmp_path, tie_word_embeddings=False))
+    fp8kit.convert(model, "FP8_BLOCK", exclude=[])
+    with pytest.raises(CheckpointError, match=r"do not load in transformers, e\.g\. lm_head"):
+        model.save_pretrained(tmp_path / "c")
+    assert not list((tmp_path / "c").iterdir())
+
+
+def test_a_first_weight_that_is_fp8_is_no_dtype(tmp_path: Path) -> None:
+    class Bare(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = nn.Linear(128, 128)
+            self.post_init()
+
+    model = Bare(transformers.PretrainedConfig())
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match=r"first tensor of Bare is FP8.*fp8kit\.save"):
+        model.save_pretrained(tmp_path / "c")

@@ -111,26 +111,6 @@ def dense_linears(model: nn.Module) -> list[str]:
     return [n for n, m in linears if not isinstance(m, Fp8Linear)]
 
 
-def fp8_kind(model: nn.Module) -> tuple[Scheme, torch.dtype]:
-    """Give the one scheme and the one compute dtype of a model's FP8 layers.
-
-    Raises:
-        CheckpointError: if there are no FP8 layers, or they differ.
-    """
-    layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
-    kinds = sorted({(str(m.scheme), str(m.compute_dtype)) for m in layers})
-    if len(kinds) == 1:
-        return layers[0].scheme, layers[0].compute_dtype
-    listed = ", ".join(f"{scheme} computing in {dtype}" for scheme, dtype in kinds)
-    raise CheckpointError(
-        teach(
-            f"The model holds FP8 layers of these kinds: {listed or 'none'}.",
-            "A checkpoint has one scheme and one high precision.",
-            "Convert the model with one scheme, or use its own way of saving if it has no FP8.",
-        )
-    )
-
-
 def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tuple[str, Tensor]:
     """Give a tensor of ours the name and shape that a dialect writes.
 

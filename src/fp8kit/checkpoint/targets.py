@@ -119,6 +119,7 @@ def check_layers(
     dense: Iterable[str],
     *,
     dialect: Dialect | None = None,
+    others: Mapping[str, Scheme] | None = None,
 ) -> None:
     """Refuse layers that the target could not load.
 
@@ -128,10 +129,11 @@ def check_layers(
         quantized: names and weight shapes ``(N, K)`` of the quantized layers.
         dense: names of the linear layers left in high precision.
         dialect: how they are written, if not as ``dialect_for`` says.
+        others: quantized layers of other schemes.
 
     Raises:
         CheckpointError: for sides that the target cannot cut into blocks, for a quantized output
-            head, and for layers that serving engines merge of which only some are quantized.
+            head, and for layers that serving engines merge and that are not all of one kind.
 
     Example:
         >>> check_layers("vllm", Scheme.of("FP8_DYNAMIC"), {"a.q_proj": (64, 64)}, ["a.k_proj"])
@@ -160,8 +162,9 @@ def check_layers(
             )
         )
     if target in _ENGINES:
-        _check_merged(target, quantized, set(dense))
-        _check_experts(target, scheme, quantized, set(dense), dialect)
+        left = {**dict.fromkeys(dense, "not"), **{n: str(s) for n, s in (others or {}).items()}}
+        _check_merged(target, quantized, left)
+        _check_experts(target, scheme, quantized, left, dialect)
 
 
 def _check_dialect(target: str, scheme: Scheme, dialect: Dialect, experts: bool) -> None:
@@ -223,7 +226,9 @@ def misfit(target: str, scheme: Scheme, name: str, shape: tuple[int, int]) -> st
     return ""
 
 
-def _check_merged(target: str, quantized: Mapping[str, tuple[int, int]], left: set[str]) -> None:
+def _check_merged(
+    target: str, quantized: Mapping[str, tuple[int, int]], left: Mapping[str, str]
+) -> None:
     for name in quantized:
         parent, _, last = name.rpartition(".")
         for group in _MERGED:
@@ -232,7 +237,7 @@ def _check_merged(target: str, quantized: Mapping[str, tuple[int, int]], left: s
                 if other in left:
                     raise CheckpointError(
                         teach(
-                            f"{name} is FP8 and {other} is not.",
+                            f"{name} is FP8 and {other} is {left[other]}.",
                             f"{target} merges {', '.join(group)} into one layer of one kind.",
                             "Include or exclude them together, or save for target='transformers'.",
                         )
@@ -243,7 +248,7 @@ def _check_experts(
     target: str,
     scheme: Scheme,
     quantized: Mapping[str, tuple[int, int]],
-    left: set[str],
+    left: Mapping[str, str],
     dialect: Dialect,
 ) -> None:
     experts = [n for n in quantized if ".experts." in f".{n}"]
@@ -252,7 +257,7 @@ def _check_experts(
         if ".experts." in f".{name}" and name.rpartition("experts.")[0] in modules:
             raise CheckpointError(
                 teach(
-                    f"{experts[0]} is FP8 and {name} is not.",
+                    f"{experts[0]} is FP8 and {name} is {left[name]}.",
                     f"{target} stacks all experts of a layer into one of one kind.",
                     "Include or exclude all experts of a layer together.",
                 )

@@ -7,7 +7,6 @@ the names and in the shapes of this package, and builds the model around them.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +16,8 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from fp8kit import functional
-from fp8kit.checkpoint.exporting import Exported, unquantized, untied
 from fp8kit.checkpoint.filling import Filled
 from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.reader import Checkpoint
@@ -28,12 +25,9 @@ from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import QTensor
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
-from fp8kit.integrations.transformers_quantizer import (
-    check_version,
-    layers_in_model,
-    not_quantized,
-    plain,
-)
+from fp8kit.integrations.transformers_quantizer import layers_in_model, not_quantized, plain
+from fp8kit.integrations.transformers_saving import check_version
+from fp8kit.integrations.transformers_saving import export as export
 
 # what a model is built of one by one
 _COUNT = re.compile(r"(layer|expert|block|stage|depth)s?$|^n_layer")
@@ -133,47 +127,6 @@ def skeleton(checkpoint: Checkpoint) -> Any:
             )
         ) from error
     return model
-
-
-def export(model: Any) -> Exported:
-    """Take a Transformers model apart into what is written to disk.
-
-    Names and layouts are those of the checkpoint: renames and merges that Transformers does while
-    loading are undone, experts are one matrix each, tied weights appear once.
-
-    Args:
-        model: a ``PreTrainedModel``.
-
-    Returns:
-        Tensors, config, further files, and the linear layers in high precision.
-
-    Raises:
-        CheckpointError: if the model is quantized by other means as well.
-
-    Example:
-        >>> export(model).tensors["model.layers.0.mlp.up_proj.weight_scale"].shape
-        torch.Size([768, 1])
-    """
-    check_version()
-    method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    if method is not None and not isinstance(method, Fp8KitConfig):
-        raise CheckpointError(
-            teach(
-                f"{type(model).__name__} was quantized by {type(method).__name__} too.",
-                "Only layers that fp8kit made can be saved here.",
-                "Load the model in high precision and convert it.",
-            )
-        )
-    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    kept = untied(model, set(getattr(model, "all_tied_weights_keys", None) or ()))
-    tensors = {n: t for n, t in kept.items() if n not in ignored}
-    tensors = revert_weight_conversion(model, tensors)
-    config = json.loads(model.config.to_json_string())
-    config["architectures"] = [type(model).__name__]
-    texts = {}
-    if model.can_generate():
-        texts["generation_config.json"] = model.generation_config.to_json_string()
-    return Exported(tensors, unquantized(model, tensors), config, texts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,11 @@ compressed-tensors: nobody needs this package to load it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -23,26 +21,25 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
+from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8kit import structure
-from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, JsonObject, Spec
-from fp8kit.checkpoint.exporting import dense_linears, on_disk
+from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.joining import is_finite
-from fp8kit.checkpoint.targets import output_heads
 from fp8kit.conversion import plan
-from fp8kit.errors import CheckpointError, UnsupportedError, teach
-from fp8kit.formats import FP8_FORMATS, SCHEMES, TENSOR, GroupShape, Scheme
+from fp8kit.errors import UnsupportedError, teach
+from fp8kit.formats import FP8_FORMATS, SCHEMES, GroupShape, Scheme
+from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
+from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_version
 from fp8kit.modules.linear import Fp8Linear, quantize_weight
 from fp8kit.report import Record, Report
 
-OLDEST = (5, 17)
 
-
-@register_quantization_config("fp8kit")
+@register_quantization_config(METHOD)
 class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """What ``from_pretrained(..., quantization_config=...)`` takes to quantize while loading.
 
@@ -54,7 +51,6 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         strict: as in ``fp8kit.plan``.
         layers: the layers that are FP8 in the checkpoint, and their schemes as ``plain`` gives
             them; only ``load`` does.
-        ignore: names of the linear layers left in high precision; filled while loading.
 
     Raises:
         ValueError: if the scheme is unknown, or needs calibration.
@@ -71,8 +67,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         exclude: Sequence[str] | None = None,
         strict: bool = False,
         layers: Mapping[str, str | JsonObject] | None = None,
-        ignore: Sequence[str] = (),
-        quant_method: str = "fp8kit",
+        quant_method: str = METHOD,
     ) -> None:
         if scheme_of_plain(scheme).static and layers is None:
             raise ValueError(
@@ -84,18 +79,13 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
         self.quant_method = quant_method
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
-        self.layers, self.ignore = layers, list(ignore)
-        self.heads: list[str] = []  # output heads that are FP8; known once a model is loaded
+        self.layers = layers
+        self.announced: JsonObject | None = None  # what the model was last saved with
         self.deferred = False  # whoever loads asks for missing tensors first
 
     def to_dict(self) -> JsonObject:
-        """Give the quantization config that is saved: that of a compressed-tensors checkpoint."""
-        scheme = scheme_of_plain(self.scheme)
-        heads = dict.fromkeys(self.heads, scheme)
-        try:
-            return COMPRESSED_TENSORS.render(Spec(scheme, tuple(self.ignore), others=heads))
-        except CheckpointError:  # is_serializable says so before anything is saved
-            return {"quant_method": self.quant_method, "scheme": self.scheme}
+        """Give the quantization config that is saved: that of a public format, once it is known."""
+        return self.announced or {"quant_method": self.quant_method, "scheme": self.scheme}
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]
@@ -130,7 +120,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         return out
 
 
-@register_quantizer("fp8kit")
+@register_quantizer(METHOD)
 class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     """Swap linear layers for ``Fp8Linear`` before Transformers fills in the weights.
 
@@ -154,10 +144,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.unfilled: list[str] = []
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Say whether ``save_pretrained`` works; ``fp8kit.save`` writes more schemes."""
-        schemes = {str(s) for s in (self.quantization_config.layers or {}).values()}
-        announced = self.quantization_config.to_dict()["quant_method"]
-        return len(schemes) < 2 and announced == COMPRESSED_TENSORS.name
+        """Say yes: ``get_state_dict_and_metadata`` refuses what cannot be saved, with a reason."""
+        return True
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Refuse what would be wrong: quantizing on the fly into weights that live on disk."""
@@ -225,17 +213,41 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             grown = self.report.model_bytes_after - self.report.model_bytes_before
             tensors = (*model.parameters(), *model.buffers())
             self.report.model_bytes_before = sum(t.nbytes for t in tensors) - grown
-        self.quantization_config.ignore = _ignored(model)
-        self.quantization_config.heads = list(output_heads(layers))
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
-        """Give ``save_pretrained`` the scales in the shapes they have on disk."""
-        if self.scheme.weight != TENSOR:
+        """Give ``save_pretrained`` the tensors as they are on disk, and announce them.
+
+        Raises:
+            CheckpointError: if Transformers could not load what would be written.
+        """
+        if getattr(model, "_hf_peft_config_loaded", False):  # the adapter alone is saved
             return None, {}
-        state = model.state_dict()
-        renamed = (on_disk(n, t, COMPRESSED_TENSORS, self.scheme) for n, t in state.items())
-        return dict(renamed), {}
+        if not any(isinstance(m, Fp8Linear) for m in model.modules()):  # all were replaced
+            self.remove_quantization_config(model)
+            return None, {}
+        state, self.quantization_config.announced = as_saved(model)
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel) and hasattr(part.config, "quantization_config"):
+                del part.config.quantization_config  # one file announces the whole model
+        model.config.quantization_config = self.quantization_config
+        return state, {}
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        restore_dense(model, dtype if isinstance(dtype, torch.dtype) else None)  # else it is a word
+        return model
+
+
+def tell() -> None:
+    """Let every Transformers model with FP8 layers save itself as ``fp8kit.save`` would.
+
+    Raises:
+        UnsupportedError: if this version of Transformers is too old.
+    """
+    check_version()
+    PreTrainedModel.hf_quantizer = QuantizerOfLayers(
+        lambda layer: Fp8KitQuantizer(Fp8KitConfig(plain(layer.scheme), layers={}))
+    )
 
 
 def not_quantized(layers: Sequence[str]) -> UnsupportedError:
@@ -247,19 +259,6 @@ def not_quantized(layers: Sequence[str]) -> UnsupportedError:
             "Exclude them, or load the model and call fp8kit.convert(model).",
         )
     )
-
-
-def check_version() -> None:
-    """Refuse a Transformers whose loader is another one than this module plugs into."""
-    found = tuple(int(p) for p in transformers.__version__.split(".")[:2])
-    if found < OLDEST:
-        raise UnsupportedError(
-            teach(
-                f"Transformers is {transformers.__version__}.",
-                f"The integration is written for {OLDEST[0]}.{OLDEST[1]} and later.",
-                "Upgrade with pip install 'fp8kit[transformers]'.",
-            )
-        )
 
 
 def decide(model: Any, config: Fp8KitConfig) -> Report:
@@ -344,18 +343,6 @@ def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str],
         else:
             merged.append(key)
     return kept, merged
-
-
-def _ignored(model: nn.Module) -> list[str]:
-    """Name what ``save_pretrained`` writes in high precision and engines would take for linear."""
-    found = dense_linears(model)
-    for name, module in model.named_modules():
-        for kind, p in module.named_parameters(recurse=False):
-            if p.dim() == 3 and p.dtype not in FP8_FORMATS:  # experts, saved one by one
-                found.append(f"re:{re.escape(name)}\\..*")
-            elif p.dim() == 2 and kind == "weight" and not isinstance(module, nn.Embedding):
-                found += [] if isinstance(module, nn.Linear) else [name]
-    return sorted(set(found))
 
 
 def _placeholder(dense: Any, scheme: Scheme, pre_quantized: bool) -> Fp8Linear:

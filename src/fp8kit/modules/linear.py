@@ -21,6 +21,7 @@ from fp8kit.formats import (
     scale_dtype,
     scale_shape,
 )
+from fp8kit.libraries import tell_libraries
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules.parameters import frozen, moved
 
@@ -73,18 +74,16 @@ class Fp8Linear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self.in_features = in_features
-        self.out_features = out_features
+        tell_libraries()
+        self.in_features, self.out_features = in_features, out_features
         self.scheme = Scheme.of(scheme)
         self.compute_dtype = dtype or torch.get_default_dtype()
-        self.accum = "precise"
-        self.batch_invariant = False
+        self.accum, self.batch_invariant = "precise", False
         self.original_weight: Tensor | None = None
         self._tapes = eager.Tapes()
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
         shape = (out_features, in_features)
-        scales = scale_shape(shape, self.scheme.weight)
-        kind = scale_dtype(self.scheme.weight)
+        scales, kind = scale_shape(shape, self.scheme.weight), scale_dtype(self.scheme.weight)
         self.weight = frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
         self.weight_scale = frozen(torch.empty(scales, dtype=kind, device=device))
         if self.scheme.static:
@@ -305,6 +304,7 @@ class Fp8Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Undo ``__getstate__``."""
+        tell_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         weight = self._parameters["weight"]
         assert weight is not None

@@ -16,9 +16,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing import reductions
+from torch.utils import dlpack
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit import eager, tape
 from fp8kit.formats import BLOCK, MX, ROW, RowCodes, Scheme
@@ -26,7 +30,12 @@ from fp8kit.modules.linear import Fp8Linear
 from fp8kit.quantizers import traced
 
 _JOINABLE = (ROW, BLOCK, MX)
+_JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
 MOST_JOINED_ROWS = 512
+# what torch does not declare for type checkers
+_UntypedStorage: Any = torch.UntypedStorage
+_weak_reference: Any = reductions.StorageWeakRef
+_dlpack: Any = dlpack
 
 
 _State = tuple[object, ...]
@@ -53,9 +62,11 @@ class _Local(threading.local):
 class SharedInput:
     """A group of layers with one input; each member holds it as ``layer.shared``.
 
-    While the members' weights lie one behind the other in one storage, the group multiplies them
-    as one matrix. They are moved there on first use and again after a device move, but not once a
-    CUDA graph was captured of the group: its replays read weights where they were.
+    While the members' weights lie one behind the other in one allocation, the group multiplies
+    them as one matrix. They are moved there on first use and again after a device move, but not
+    once a CUDA graph was captured of the group: its replays read weights where they were. Each
+    member's part is a storage of its own, so that nothing that looks for shared storage takes
+    siblings for tied weights. The members own the allocation; the group only knows where it is.
 
     Args:
         members: layers with equal K, scheme and options, in the order they are called.
@@ -116,6 +127,7 @@ class SharedInput:
         self._tapes = eager.Tapes()
         self._local = _Local()
         self._traced: tuple[Tensor, RowCodes] | None = None
+        self._homes: dict[str, Any] = {}  # weak references to storages
         self._captured = False
 
     def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
@@ -197,11 +209,15 @@ class SharedInput:
         What a mode, tracer or transform makes of them is no place for weights, and what a graph has
         captured stays where it is: replays read it there.
         """
-        if eager.is_traced() or not can_join(self.members):
+        weight = self.members[0].weight
+        if eager.is_traced() or weight.device.type not in _JOINED_DEVICES:
+            return False
+        if not can_join(self.members) or not _may_move(self.members):
             return False
         return not self._captured or all(
-            _adjacent([part for m in self.members if (part := m._parameters[name]) is not None])
+            self._found(name) is not None
             for name in ("weight", "weight_scale", "bias")
+            if getattr(self.members[0], name) is not None
         )
 
     def _watch_capture(self, x: Tensor) -> None:
@@ -239,12 +255,12 @@ class SharedInput:
         first part alone. What an earlier call has waited for is known of each part.
         """
         members, weights = self.members, [m.weight for m in self.members]
+        joined, scale = self._joined("weight"), self._joined("weight_scale")
+        bias = None if members[0].bias is None else self._joined("bias")
+        if all(tape.settled(w) for w in weights):
+            tape.settle(joined)
 
         def product(*, directly: bool) -> Tensor:
-            joined, scale = self._joined("weight"), self._joined("weight_scale")
-            bias = None if members[0].bias is None else self._joined("bias")
-            if all(tape.settled(w) for w in weights):
-                tape.settle(joined)
             y = members[0].product(x, joined, scale, bias, directly=directly)
             if tape.settled(joined):
                 for weight in weights:
@@ -255,17 +271,42 @@ class SharedInput:
         return eager.run(self._tapes, product, x, layers, self._options())
 
     def _joined(self, name: str) -> Tensor:
+        """Give what the members hold under a name as one tensor, moving it there if it has to."""
         parts: list[Tensor] = [getattr(m, name) for m in self.members]
-        if _adjacent(parts):
-            return _joined_view(parts)
         # changes of parts that are counted stay counted, whatever the mode of this call
         with torch.inference_mode(parts[0].is_inference()):
+            found = self._found(name)
+            if found is not None:
+                return found
             bits = [p.detach().view(torch.uint8) for p in parts]  # torch.cat has no FP8 kernel
-            joined = torch.cat(bits).view(parts[0].dtype)
-            for part, home in zip(parts, _split_rows(joined, parts), strict=True):
-                part.data = home
+            whole = torch.cat(bits)
+            homes = torch.split(whole, [b.shape[0] for b in bits])
+            for part, home in zip(parts, homes, strict=True):
+                part.data = _with_own_storage(home).view(part.dtype)
                 tape.unsettle(part)  # written just now, maybe where it was waited for before
-        return joined
+            self._homes[name] = _weak_reference(whole.untyped_storage())
+            return whole.view(parts[0].dtype)
+
+    def _found(self, name: str) -> Tensor | None:
+        """Give the joined tensor if the members still lie in it, and fill it.
+
+        The reference to its memory is weak: where members are offloaded, nothing stays behind.
+        """
+        home = self._homes.get(name)
+        memory = None if home is None else _UntypedStorage._new_with_weak_ptr(home.cdata)
+        if memory is None:
+            return None
+        parts: list[Tensor] = [getattr(m, name) for m in self.members]
+        end = memory.data_ptr()
+        for part in parts:
+            if part.data_ptr() != end or not part.is_contiguous():
+                return None
+            end += part.nbytes
+        if end != memory.data_ptr() + memory.nbytes():
+            return None
+        first = parts[0].detach()
+        rows = sum(p.shape[0] for p in parts)
+        return first.new_empty(0).set_(memory, 0, (rows, *first.shape[1:]), first.stride())
 
 
 def can_share(scheme: Scheme) -> bool:
@@ -311,31 +352,27 @@ def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
     return scheme.weight in _JOINABLE and not scheme.static and edges and len(biases) == 1
 
 
+def _may_move(members: Sequence[Fp8Linear]) -> bool:
+    """Return whether what layers hold can be put elsewhere.
+
+    A distributed tensor lives in others, and other processes may look at shared memory.
+    """
+    held = [p for m in members for p in m._parameters.values() if p is not None]
+    return not any(
+        is_traceable_wrapper_subclass(p)
+        or (p.device.type == "cpu" and p.untyped_storage().is_shared())
+        for p in held
+    )
+
+
 def _kind(part: Tensor | None) -> tuple[torch.dtype, torch.device, bool] | None:
     return None if part is None else (part.dtype, part.device, part.is_inference())
 
 
-def _split_rows(joined: Tensor, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return torch.split(joined, [p.shape[0] for p in parts])
-
-
-def _joined_view(parts: Sequence[Tensor]) -> Tensor:
-    rows = sum(p.shape[0] for p in parts)
-    first = parts[0].detach()
-    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-def _adjacent(parts: Sequence[Tensor]) -> bool:
-    if not parts:
-        return True
-    storage = parts[0].untyped_storage().data_ptr()
-    end = parts[0].data_ptr()
-    for part in parts:
-        together = part.untyped_storage().data_ptr() == storage and part.data_ptr() == end
-        if not together or not part.is_contiguous():
-            return False
-        end += part.nbytes
-    return True
+def _with_own_storage(part: Tensor) -> Tensor:
+    """Give a contiguous part of a tensor as a storage of its own, which keeps the memory alive."""
+    own: Tensor = _dlpack.from_dlpack(_dlpack.to_dlpack(part))
+    return own
 
 
 def _input_state(x: Tensor) -> _State:

@@ -1,0 +1,120 @@
+"""Announce what the FP8 layers of a module are: the quantization config of its checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, Dialect, JsonObject, Spec
+from fp8kit.checkpoint.exporting import dense_linears, on_disk
+from fp8kit.checkpoint.targets import check_layers, dialect_for, output_heads
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import Scheme
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.selection import some_of
+
+_WRAPPED = ".base_layer"  # where PEFT puts a layer that has an adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """How the FP8 layers of a module are written.
+
+    Args:
+        dialect: names and shapes on disk.
+        dtype: the high precision of the module.
+        main: the scheme of most layers.
+        schemes: the scheme of each layer, under its names in the module and in the checkpoint.
+        heads: output heads that are FP8.
+    """
+
+    dialect: Dialect
+    dtype: torch.dtype
+    main: Scheme
+    schemes: Mapping[str, Scheme]
+    heads: Sequence[str]
+
+    def config(self, ignore: Sequence[str]) -> JsonObject:
+        """Give the ``quantization_config`` of the checkpoint.
+
+        Args:
+            ignore: names or patterns of the linear layers that are not quantized.
+        """
+        others = {n: s for n, s in self.schemes.items() if s != self.main}
+        others |= {n: self.schemes[n] for n in self.heads}
+        return self.dialect.render(Spec(self.main, tuple(ignore), others=others))
+
+    def on_disk(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """Give a tensor of the module its name and shape on disk."""
+        scheme = self.schemes.get(name.rpartition(".")[0], self.main)
+        return on_disk(name, tensor, self.dialect, scheme)
+
+
+def announce(
+    model: nn.Module, tensors: Mapping[str, Tensor], target: str, dialect: Dialect | None = None
+) -> Announced:
+    """Tell how the FP8 layers of a module are written for a target.
+
+    Layers of one scheme are written in the dialect of that scheme, layers of several in
+    compressed-tensors, which names those that differ from most.
+
+    Args:
+        model: a module with ``Fp8Linear`` layers.
+        tensors: its tensors by their names in the checkpoint.
+        target: one of ``targets.TARGETS``.
+        dialect: how they are written, if not in that of the target.
+
+    Raises:
+        ValueError: for an unknown target.
+        CheckpointError: if there are no FP8 layers, if they compute in several dtypes or have
+            adapters, or if the target cannot load them.
+
+    Example:
+        >>> announce(model, model.state_dict(), "vllm").dialect.name
+        'compressed-tensors'
+    """
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    dtypes = sorted({str(m.compute_dtype) for m in layers.values()})
+    if len(dtypes) != 1:
+        raise CheckpointError(
+            teach(
+                f"The model holds FP8 layers that compute in {' and '.join(dtypes)}."
+                if layers
+                else "The model holds no FP8 layers.",
+                "An FP8 checkpoint has FP8 layers, and one high precision.",
+                "Cast the model to one dtype, or use its own way of saving if it has no FP8.",
+            )
+        )
+    wrapped = [n.removesuffix(_WRAPPED) for n in layers if n.endswith(_WRAPPED)]
+    if wrapped:
+        raise CheckpointError(
+            teach(
+                f"Adapters are attached to {some_of(wrapped)}.",
+                "A checkpoint of the base model has the base layers alone.",
+                "Save the adapter with PeftModel.save_pretrained, and the base model before the "
+                "adapter is attached, or after PeftModel.unload().",
+            )
+        )
+    counts = Counter(m.scheme for m in layers.values())
+    main = counts.most_common(1)[0][0]
+    if dialect is None:
+        dialect = dialect_for(target, main) if len(counts) == 1 else COMPRESSED_TENSORS
+    for scheme in counts:
+        dialect_for(target, scheme)
+        shapes = {
+            n: (m.out_features, m.in_features) for n, m in layers.items() if m.scheme == scheme
+        }
+        others = {n: m.scheme for n, m in layers.items() if m.scheme != scheme}
+        dense = dense_linears(model)
+        check_layers(target, scheme, shapes, dense, dialect=dialect, others=others)
+    stored = {t.data_ptr(): n for n, t in tensors.items()}
+    schemes: dict[str, Scheme] = {}
+    for name, layer in layers.items():
+        found = stored.get(layer.weight.data_ptr(), f"{name}.weight")
+        schemes |= dict.fromkeys((name, found.removesuffix(".weight")), layer.scheme)
+    dtype = next(iter(layers.values())).compute_dtype
+    return Announced(dialect, dtype, main, schemes, output_heads(layers))

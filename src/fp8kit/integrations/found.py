@@ -1,0 +1,53 @@
+"""What libraries ask of a model with FP8 layers: its quantizer, and its dense form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8kit.modules.fused import Fused
+from fp8kit.modules.linear import Fp8Linear
+
+
+class QuantizerOfLayers:
+    """The ``hf_quantizer`` of models that hold FP8 layers, whoever put them there.
+
+    Set on the class of a library's models, it is found where a model has no quantizer of its own:
+    after ``convert`` of the model, of a part of it or of a module around it, and in copies and
+    pickles of these.
+
+    Args:
+        make: gives a quantizer for models with a layer.
+    """
+
+    def __init__(self, make: Callable[[Fp8Linear], object]) -> None:
+        self.make = make
+
+    def __get__(self, model: Any, owner: type) -> Any:
+        """Give a quantizer of the model; ``AttributeError`` if it has no FP8 layer."""
+        if model is None:
+            return self
+        layer = next((m for m in model.modules() if isinstance(m, Fp8Linear)), None)
+        if layer is None:
+            raise AttributeError(f"{type(model).__name__} has no FP8 layers.")
+        return self.make(layer)
+
+
+def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Put dense layers in the place of FP8 ones, and what was fused as it was, in place.
+
+    Args:
+        model: a module with ``Fp8Linear`` layers.
+        dtype: of the dense weights; by default each layer's ``compute_dtype``.
+    """
+    dense: dict[nn.Module, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, Fp8Linear) and module not in dense:
+            dense[module] = module.to_linear(dtype)
+        elif isinstance(module, Fused):
+            dense[module] = module.replaced[0]
+        if module in dense:
+            model.set_submodule(name, dense[module])

@@ -1,0 +1,116 @@
+"""Transformers models taken apart into what is written to disk."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from fp8kit.checkpoint.announcing import announce
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.exporting import Exported, unquantized, untied
+from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.formats import FP8_FORMATS
+
+OLDEST = (5, 17)
+METHOD = "fp8kit"
+
+
+def check_version() -> None:
+    """Refuse a Transformers whose loader is another one than these modules plug into."""
+    found = tuple(int(p) for p in transformers.__version__.split(".")[:2])
+    if found < OLDEST:
+        raise UnsupportedError(
+            teach(
+                f"Transformers is {transformers.__version__}.",
+                f"The integration is written for {OLDEST[0]}.{OLDEST[1]} and later.",
+                "Upgrade with pip install 'fp8kit[transformers]'.",
+            )
+        )
+
+
+def export(model: Any) -> Exported:
+    """Take a Transformers model apart into what is written to disk.
+
+    Names and layouts are those of the checkpoint: renames and merges that Transformers does while
+    loading are undone, experts are one matrix each, tied weights appear once.
+
+    Args:
+        model: a ``PreTrainedModel``.
+
+    Returns:
+        Tensors, config, further files, and the linear layers in high precision.
+
+    Raises:
+        CheckpointError: if the model is quantized by other means as well.
+
+    Example:
+        >>> export(model).tensors["model.layers.0.mlp.up_proj.weight_scale"].shape
+        torch.Size([768, 1])
+    """
+    check_version()
+    method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    if method is not None and method.quant_method != METHOD:
+        raise CheckpointError(
+            teach(
+                f"{type(model).__name__} was quantized by {type(method).__name__} too.",
+                "Only layers that fp8kit made can be saved here.",
+                "Load the model in high precision and convert it.",
+            )
+        )
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    kept = untied(model, set(getattr(model, "all_tied_weights_keys", None) or ()))
+    tensors = {n: t for n, t in kept.items() if n not in ignored}
+    tensors = revert_weight_conversion(model, tensors)
+    config = json.loads(model.config.to_json_string())
+    config["architectures"] = [type(model).__name__]
+    texts = {}
+    if model.can_generate():
+        texts["generation_config.json"] = model.generation_config.to_json_string()
+    return Exported(tensors, unquantized(model, tensors), config, texts)
+
+
+def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
+    """Give what ``save_pretrained`` writes: what ``fp8kit.save`` does, if Transformers loads it.
+
+    Args:
+        model: a ``PreTrainedModel`` with ``Fp8Linear`` layers.
+
+    Returns:
+        The ``state_dict`` with scales under the names and in the shapes they have on disk, and the
+        quantization config.
+
+    Raises:
+        CheckpointError: if Transformers could not load it.
+    """
+    check_version()
+    if model.dtype in FP8_FORMATS:
+        raise CheckpointError(
+            teach(
+                f"The first tensor of {type(model).__name__} is FP8.",
+                f"save_pretrained takes its dtype, {model.dtype}, for that of the whole model.",
+                "Save it with fp8kit.save(model, directory).",
+            )
+        )
+    exported = export(model)
+    try:
+        announced = announce(model, exported.tensors, "vllm")
+        announce(model, exported.tensors, "transformers", announced.dialect)
+    except CheckpointError:  # of what engines do not load, save_pretrained need not keep away
+        announced = announce(model, exported.tensors, "transformers")
+    state = dict(announced.on_disk(n, t) for n, t in model.state_dict().items())
+    return state, announced.config(sorted({*exported.dense, *_experts(model)}))
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Give patterns for stacks of experts in high precision, which are saved one by one."""
+    return [
+        f"re:{re.escape(name)}\\..*"
+        for name, module in model.named_modules()
+        for p in module.parameters(recurse=False)
+        if p.dim() == 3 and p.dtype not in FP8_FORMATS
+    ]
