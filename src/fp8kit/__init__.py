@@ -17,7 +17,13 @@ The data flow, which is also the order of the modules::
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING
+
+with warnings.catch_warnings():
+    # numpy is no need of this package: torch shall not speak of it at every command
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    import torch  # noqa: F401
 
 # These at once: an exported program finds its operators in torch's registry, by no name of ours.
 # Everything else is imported when it is asked for.
