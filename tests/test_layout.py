@@ -531,7 +531,7 @@ def test_importing_the_package_registers_every_operator() -> None:
 
 def test_tests_mirror_the_package() -> None:
     stages = {p.stem if p.parent == SOURCE else p.parent.name for p in sources()}
-    own = {"numerics", "layout", "nano", "sanitize"}
+    own = {"documents", "numerics", "layout", "nano", "sanitize"}
     for test in (ROOT / "tests").glob("test_*.py"):
         stem = test.stem.removeprefix("test_")
         assert stem in stages | own, f"{test.name} mirrors no module"

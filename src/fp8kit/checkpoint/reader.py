@@ -89,8 +89,8 @@ class Checkpoint:
             return ""
         there = "names no model" if self.config else "is missing"
         return (
-            f"config.json {there}: engines and Transformers need the original model's. Without one, "
-            "build the model yourself: fp8kit.load(dir, model=...)."
+            f"config.json {there}: engines and Transformers need the original model's. Without "
+            "one, build the model yourself: fp8kit.load(dir, model=...)."
         )
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
