@@ -37,6 +37,7 @@ class Partial:
         self.home = destination.parent / f".{destination.name}.partial"
         self.folder = self.home / "checkpoint"
         self._journal = self.home / "journal.json"
+        self._lock_is_mine = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -63,10 +64,11 @@ class Partial:
                 raise
             for name in ("checkpoint", "journal.json", "journal.new"):
                 self._refuse_link(self.home / name)
+            self._lock_is_mine = True
             try:
                 yield
             finally:
-                if not self._journal.exists():  # nothing was begun, or all of it is done
+                if self._lock_is_mine and not self._journal.exists():  # nothing was begun
                     self.forget()
 
     @staticmethod
@@ -130,6 +132,7 @@ class Partial:
 
     def forget(self) -> None:
         """Remove everything that is left, the journal last: until then the end can be told."""
+        self._lock_is_mine = False  # from here on another process may make one
         self._remove("lock", "journal.new", "journal.json")
         self.sweep()
 
