@@ -601,7 +601,11 @@ def _edited(**changes: Any) -> Callable[[Path], None]:
             ConversionError,
             "layers.1.up_proj.weight holds NaN",
         ),
-        (lambda source: (source / "model.safetensors").unlink(), CheckpointError, "no model.safe"),
+        (
+            lambda source: (source / "model.safetensors").unlink(),
+            CheckpointError,
+            "no safetensors files",
+        ),
         (
             lambda source: edit_json(
                 source / "config.json", quantization_config={"quant_method": "x"}

@@ -17,13 +17,18 @@ The data flow, which is also the order of the modules::
 """
 
 import importlib
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
-with warnings.catch_warnings():
-    # numpy is no need of this package: torch shall not speak of it at every command
+if "torch" not in sys.modules:
+    # Nothing here needs numpy: torch shall not miss it at every command. Filters are not restored
+    # as a whole, because torch adds some of its own.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    _of_numpy = warnings.filters[0]
     import torch  # noqa: F401
+
+    warnings.filters.remove(_of_numpy)  # type: ignore[attr-defined]
 
 # These at once: an exported program finds its operators in torch's registry, by no name of ours.
 # Everything else is imported when it is asked for.

@@ -66,7 +66,7 @@ def detect(source: Source) -> Dialect | None:
     if _is_quanto(source):
         raise CheckpointError(
             teach(
-                "The checkpoint was written by quanto (optimum-quanto).",
+                "The checkpoint was written by quanto, as its tensors or quanto_qmap.json say.",
                 "Its scales and packed weights have no dialect that is read here.",
                 "Start from the high-precision checkpoint that it was made of.",
             )
