@@ -81,18 +81,6 @@ class Checkpoint:
         floats = [d for d, _ in count.most_common() if d in FLOATS]
         return floats[0] if floats else torch.bfloat16
 
-    @property
-    def nameless(self) -> str:
-        """What to know about a checkpoint whose config names no model; empty if it does."""
-        named = any(self.config.get(key) for key in ("model_type", "architectures", "_class_name"))
-        if named or (self.path / "params.json").is_file():
-            return ""
-        there = "names no model" if self.config else "is missing"
-        return (
-            f"config.json {there}: engines and Transformers need the original model's. Without "
-            "one, build the model yourself: fp8kit.load(dir, model=...)."
-        )
-
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Load tensors one at a time, shard by shard, in the order they have on disk.
 
@@ -146,6 +134,18 @@ class Checkpoint:
         """Say whether our name is that of a scale of a layer or of the KV cache."""
         layer = self._owners.get(name)
         return name in self.kv_scales or (layer is not None and name != layer.weight)
+
+    @property
+    def nameless(self) -> str:
+        """What to know about a checkpoint whose config names no model; empty if it does."""
+        named = any(self.config.get(key) for key in ("model_type", "architectures", "_class_name"))
+        if named or (self.path / "params.json").is_file():
+            return ""
+        there = "names no model" if self.config else "is missing"
+        return (
+            f"config.json {there}: engines and Transformers need the original model's. Without "
+            "one, build the model yourself: fp8kit.load(dir, model=...)."
+        )
 
     def _ours(self, name: str, tensor: Tensor) -> Tensor:
         layer, info = self._owners.get(name), self.tensors[name]
