@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 WORKERS ?= 2
+NEWEST ?= .venv-newest
+TESTS ?= tests
 
 .PHONY: demo test test-gpu sweep sanitize check tables bench bench-streaming clean
 
@@ -18,6 +20,12 @@ demo: $(VENV)/.installed  ## quantize, save, reload and compare a real trained m
 
 test: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+.PHONY: test-newest
+test-newest:  ## every test that needs no GPU, or TESTS, on what pip gives a user today
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip --disable-pip-version-check install --quiet --upgrade --upgrade-strategy eager -e .[test]
+	$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu" $(TESTS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -57,4 +65,4 @@ bench-streaming: $(VENV)/.installed  ## needs no GPU, 12 GB of disk and an idle 
 	$(BIN)/python benchmarks/streaming.py benchmarks/results/streaming.json
 
 clean:
-	rm -rf $(VENV) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

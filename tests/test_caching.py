@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8kit.caching import locked, write_whole
+from fp8kit.caching import held, locked, write_whole
 
 COUNT = """
 import sys
@@ -70,3 +71,42 @@ def test_a_lock_ends_with_what_it_is_for(tmp_path: Path) -> None:
 def test_who_does_not_wait_is_told(tmp_path: Path) -> None:
     with locked(tmp_path / "lock"), pytest.raises(BlockingIOError):
         locked(tmp_path / "lock", wait=False).__enter__()
+
+
+def test_a_lock_that_its_owner_removed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who opened it before that would have a lock that nobody else sees."""
+    lock, flock, removed = tmp_path / "folder" / "lock", fcntl.flock, []
+
+    def late(handle: int, how: int) -> None:
+        flock(handle, how)
+        if not removed:
+            removed.append(lock.unlink())
+            lock.parent.rmdir()
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(lock):
+        assert removed
+        assert lock.exists()
+        with pytest.raises(BlockingIOError):
+            locked(lock, wait=False).__enter__()
+
+
+def test_a_lock_is_no_link(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        locked(tmp_path / "lock").__enter__()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_is_held_until_its_process_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with held(folder) as mine:
+        assert mine
+        with held(folder) as other:
+            assert not other
+    with held(folder) as mine, held(tmp_path / "none") as absent:
+        assert mine
+        assert not absent

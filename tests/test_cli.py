@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +21,7 @@ from click.testing import CliRunner, Result
 
 import fp8kit
 from checkpoint_samples import edit_tensors
-from fp8kit import model_io
+from fp8kit import checkpoint_io, model_io
 from fp8kit.bench import tuning
 from fp8kit.checkpoint import streaming
 from fp8kit.cli import _in_shell_words, main
@@ -131,8 +136,13 @@ def test_quantize_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.Monke
         patch.setattr(streaming, "write_shards", interrupted)
         said = failure(run("quantize", NANO, tmp_path / "out"))
     assert "the same command continues" in said
-    other = failure(run("quantize", NANO, tmp_path / "out", "--scheme", "FP8_BLOCK"))
-    assert "it was another one" in other
+    options = ("--scheme", "FP8_BLOCK", "--exclude", "*.o_proj", "--max-shard-size", "1GB")
+    other = failure(run("quantize", NANO, tmp_path / "out", *options))
+    assert (
+        "it was another one (exclude not given then, '*.o_proj' now; files of up to 5.00 GB then, "
+        "1.00 GB now; scheme FP8_DYNAMIC then, FP8_BLOCK now)"
+    ) in other
+    assert f"start anew: rm -r {tmp_path / '.out.partial'}" in other
     assert run("quantize", NANO, tmp_path / "out").exit_code == 0
 
 
@@ -155,7 +165,7 @@ def test_verify(quantized: Path, tmp_path: Path) -> None:
     result = run("verify", NANO, damaged)
     assert result.exit_code == 1
     assert "model.norm.weight: in the source, not in the result." in result.output
-    assert "is not." in failure(run("verify", NANO, NANO))
+    assert f"{NANO} was given twice." in failure(run("verify", NANO, NANO))
 
 
 def test_inspect(quantized: Path) -> None:
@@ -236,7 +246,16 @@ def test_options_are_named_end_to_end(tmp_path: Path) -> None:
 
 
 def test_explain_refuses_a_negative_row_count(quantized: Path) -> None:
-    assert "not negative" in failure(run("explain", quantized, "-m", -1))
+    assert "row counts are positive" in failure(run("explain", quantized, "-m", -1))
+
+
+def test_explain_takes_several_row_counts(quantized: Path) -> None:
+    result = run("explain", quantized, "-m", "1,16")
+    assert result.exit_code == 0, result.output
+    assert "[M<=1, K=256]" in result.stdout
+    assert "[M<=16, K=256]" in result.stdout
+    both = json.loads(run("explain", quantized, "-m", "1,16", "--json").stdout)
+    assert [p["problem"].startswith("[M<=1,") for p in both].count(True) == len(both) // 2
 
 
 def test_plan_for_row_counts_says_what_was_not_measured() -> None:
@@ -328,10 +347,16 @@ def test_bench_refuses_bad_options(arguments: tuple[object, ...], said: str) -> 
     assert said in failure(run("bench", *arguments, "--device", "cpu"))
 
 
-def test_tune_needs_a_gpu() -> None:
-    assert "no backends to choose among" in failure(
-        run("tune", "--shapes", "64x64", "--device", "cpu")
-    )
+def test_tune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = failure(run("tune", "--shapes", "64x64", "--device", "cpu"))
+    assert "'cpu' has no backends to choose among. Run this on the machine with the GPU" in said
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", None)
+    said = failure(run("tune", "--shapes", "64x64"))
+    assert "there is no CUDA device here, and torch" in said
+    assert "is built without. Run this on the machine with the GPU." in said
+    said = failure(run("bench", "--shapes", "64x64"))
+    assert "Run this on the machine with the GPU, or name --device cpu." in said
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -414,6 +439,204 @@ def test_module_entry_point() -> None:
     command = [sys.executable, "-m", "fp8kit", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert fp8kit.__version__ in done.stdout
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+
+
+def as_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text(POINTER)
+
+
+def as_other(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(b"other")
+
+    return change
+
+
+def as_shards(folder: Path) -> None:
+    for i in (1, 2):
+        shutil.copy(NANO / "model.safetensors", folder / f"model-0000{i}-of-00002.safetensors")
+    (folder / "model.safetensors").unlink()
+
+
+def as_pipeline(folder: Path) -> None:
+    (folder / "transformer").mkdir()
+    (folder / "model.safetensors").rename(folder / "transformer" / "model.safetensors")
+
+
+def with_a_missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def as_quanto(folder: Path) -> None:
+    (folder / "quanto_qmap.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (as_pointer, ["model.safetensors is a git-LFS pointer", "Get them with git lfs pull"]),
+        (lambda d: (d / "config.json").write_text(POINTER), ["config.json is a git-LFS pointer"]),
+        (as_other("nano-q4.gguf"), ["only nano-q4.gguf: that is GGUF", "Start from the model"]),
+        (as_other("pytorch_model.bin"), ["only pytorch_model.bin: that is a pickle"]),
+        (lambda d: (d / "model.safetensors").unlink(), ["complete the download"]),
+        (as_shards, ["and no model.safetensors.index.json", "Download the index too"]),
+        (with_a_missing_shard, ["model-00002-of-00002.safetensors is missing"]),
+        (as_pipeline, ["transformer inside it does", "Pass one of its folders"]),
+        (as_quanto, ["was written by quanto", "high-precision checkpoint"]),
+        (lambda d: os.truncate(d / "model.safetensors", 900), ["model.safetensors is damaged"]),
+    ],
+    ids="lfs lfs-config gguf pickle nothing no-index no-shard pipeline quanto truncated".split(),
+)
+def test_a_folder_that_is_no_checkpoint(
+    change: Callable[[Path], None], said: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(NANO, tmp_path / "source")
+    change(tmp_path / "source")
+    for command in (("inspect",), ("plan",), ("quantize", tmp_path / "out")):
+        text = failure(run(command[0], tmp_path / "source", *command[1:]))
+        assert all(words in text for words in said), text
+        assert "pickle" not in text or "pickle" in said[0]
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(NANO, "nano")
+    Path("model.gguf").write_bytes(b"GGUF")
+    Path("link").symlink_to("gone")
+    expected = {
+        "nano/config.json": "nano/config.json is a file, and no safetensors file. A checkpoint is a"
+        " directory with safetensors files, or one such file. Pass its directory: nano.",
+        "model.gguf": "that is GGUF",
+        "link": "link is a link to gone, which does not exist",
+        "~/models/x": f"pass {Path('~/models/x').expanduser()}",
+        "meta-llama/Llama-3.1-8B": "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B",
+        "nano/model": "Check the path",
+        "a\udcff": "is not UTF-8",
+    }
+    for source, said in expected.items():
+        for command in (
+            ("inspect",),
+            ("plan",),
+            ("quantize", "out"),
+            ("convert-checkpoint", "out"),
+        ):
+            assert said in failure(run(command[0], source, *command[1:]))
+    assert "hf download" not in failure(run("inspect", "nano/model"))
+    assert not Path("out").exists()
+
+
+def test_a_destination_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(NANO, "nano")
+    Path("file").touch()
+    expected = {
+        "nano": "is or holds the source",
+        "nano/": "is or holds the source",
+        "nano/fp8": "lies inside the source",
+        ".": "is or holds the source",
+        "file": "is a file",
+        "file/out": "Not a directory",
+        "o\udcff": "is not UTF-8",
+    }
+    for destination, said in expected.items():
+        assert said in failure(run("quantize", "nano", destination))
+    assert sorted(os.listdir()) == ["file", "nano"]
+    assert run("quantize", "nano/", "deep/er/out/").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["quantize", "convert-checkpoint"])
+def test_a_destination_that_may_not_be_written(
+    command: str, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.mkdir
+
+    def denied(self: Path, *options: Any, **others: Any) -> None:
+        if self.name.startswith(".out."):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        real(self, *options, **others)
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    said = failure(run(command, NANO if command == "quantize" else quantized, tmp_path / "out"))
+    assert "cannot be written: Permission denied" in said
+    assert f"look at the permissions of {tmp_path}" in said
+    assert "Errno" not in said
+
+
+def test_a_full_disk_is_told_in_units_for_people(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_234_567))
+    said = failure(run("quantize", NANO, tmp_path / "out"))
+    assert re.search(r"has 1\.23 MB free\. The checkpoint needs 5\.\d\d MB\. Make room", said)
+
+
+def test_a_source_without_a_config_is_told_of(tmp_path: Path) -> None:
+    shutil.copytree(NANO, tmp_path / "source")
+    (tmp_path / "source" / "config.json").unlink()
+    assert "config.json is missing" in run("inspect", tmp_path / "source").output
+    assert "config.json is missing" in run("plan", tmp_path / "source").output
+    result = run("quantize", tmp_path / "source", tmp_path / "out")
+    assert result.exit_code == 0
+    assert "config.json names no model" in result.output
+    assert "fp8kit.load(dir, model=...)" in result.output
+
+
+def test_errors_of_the_system_are_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "the disk")
+
+    monkeypatch.setattr("fp8kit.cli.inspect_checkpoint", fails)
+    assert "Error: the disk: Input/output error." in failure(run("inspect", NANO))
+
+
+def test_an_error_leaves_nothing_for_a_reader_of_json(tmp_path: Path) -> None:
+    result = run("inspect", tmp_path / "gone", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: There is no directory")
+
+
+def test_a_pipe_gets_lines_of_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "quantize:" not in run("quantize", NANO, tmp_path / "quick").stderr
+    monkeypatch.setattr(checkpoint_io, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoint_io, "QUIET_SECONDS", 0)
+    lines = run("quantize", NANO, tmp_path / "out").stderr.splitlines()
+    assert any(re.match(r"quantize: \d+%, .+ of 8.39M", line) for line in lines), lines
+    assert not any("\r" in line for line in lines)
+
+
+def fresh(
+    *arguments: object, path: Path | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own; ``path`` comes before all other modules."""
+    own = [str(Path(fp8kit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    places = os.pathsep.join([str(path), *own] if path else own)
+    command = [sys.executable, "-m", "fp8kit", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": places}
+    return subprocess.run(command, env=environment, text=True, **options)
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = fresh("inspect", NANO, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert "Error" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nobody_speaks_of_numpy_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')"
+    )
+    done = fresh("inspect", NANO, path=tmp_path, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import math
 import os
 import re
 import subprocess
@@ -67,13 +68,14 @@ ORDER = (
     "cli",
     "__main__",
 )
-# the only places that import by a computed name: backends, and what a model's library needs
-DYNAMIC_IMPORTERS = ("dispatch.py", "libraries.py", "model_io.py", "checkpoint_io.py")
+# the only places that import by a computed name: what is asked of the package, backends, and what
+# a model's library needs
+DYNAMIC_IMPORTERS = ("__init__.py", "dispatch.py", "libraries.py", "model_io.py", "checkpoint_io.py")
 
 FILE_LINES, KERNEL_FILE_LINES = 400, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80
 PARAMETERS = 8
-SOURCE_LINES = 23750
+SOURCE_LINES = 27000
 PUBLIC_NAMES = 40
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
 # extents and a tile; convert has what plan has, and where the dense weights go
@@ -106,7 +108,13 @@ HEAVY = (
     "deep_gemm",
     "vllm",
 )
-IMPORT_MILLISECONDS = 120
+IMPORT_MILLISECONDS = 100
+# what `import fp8kit` loads: the operators and what their bodies stand on; then what a layer needs
+OPERATORS = set(
+    "errors settings caching formats tape measurements dispatch eager quantizers matmul ops "
+    "fused_ops __init__".split()
+)
+FIRST_CALL = {"functional", "unchecked", "validation"}
 
 
 def sources() -> list[Path]:
@@ -233,7 +241,7 @@ def public_names(text: str) -> list[str]:
     """Give the names that ``__init__`` exports in the form ``X as X``."""
     return sorted(
         alias.asname
-        for node in ast.parse(text).body
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname == alias.name
@@ -295,25 +303,52 @@ def import_effects(module: str, folder: Path) -> list[str]:
     return found + ([f"prints {noise}"] if noise else [])
 
 
-def import_milliseconds(module: str, folder: Path, repeats: int = 3) -> float:
-    """Give the processor time that importing a module adds to importing torch.
+CLOCK = """
+import sys, time, torch
+from pathlib import Path
 
-    Processor time of one process does not count what other processes do meanwhile. An installed
-    package has its bytecode beside it, and so has this one from the second run on, whatever the
-    environment says about writing any.
+def now():
+    queue = Path("/proc/thread-self/schedstat")
+    waited = int(queue.read_text().split()[1]) if queue.exists() else 0
+    return time.perf_counter() * 1e3 - waited / 1e6
+
+sys.dont_write_bytecode, sys.pycache_prefix = False, {!r}
+start = now()
+import {}
+print(now() - start)
+"""
+
+
+def import_milliseconds(module: str, folder: Path, tries: int = 10) -> float:
+    """Give the time that importing a module adds to importing torch, as a user waits for it.
+
+    What it waited for a processor that others had is taken off where the system tells it. Whatever
+    else the machine does makes it longer, never shorter: the first time within the bar is taken,
+    else the best. An installed package has its bytecode beside it, and so has this one from the
+    second run on, whatever the environment says about writing any.
     """
-    code = (
-        "import sys, time, torch; sys.dont_write_bytecode = False; "
-        f"sys.pycache_prefix = {str(folder / 'bytecode')!r}; t = time.process_time(); "
-        f"import {module}; print(1000 * (time.process_time() - t))"
-    )
+    code = CLOCK.format(str(folder / "bytecode"), module)
+    best = math.inf
+    for attempt in range(1 + tries):
+        took = float(_fresh(code, folder))
+        best = min(best, took) if attempt else best
+        if best <= IMPORT_MILLISECONDS:
+            break
+    return best
+
+
+def loaded_stages(code: str) -> set[str]:
+    """Run code in a fresh interpreter and give the stages of the package that it has loaded."""
+    words = "import sys; print(*(m for m in sys.modules if m.partition('.')[0] == 'fp8kit'))"
+    modules = _fresh(f"{code}\n{words}").splitlines()[-1].split()
+    return {stage(module.partition(".")[2]) for module in modules}
+
+
+def _fresh(code: str, folder: Path = ROOT) -> str:
+    """Run code in a fresh interpreter and give what it prints."""
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'src'}"}
     run = [sys.executable, "-c", code]
-    times = [
-        float(subprocess.run(run, env=environment, capture_output=True, check=True).stdout)
-        for _ in range(1 + repeats)
-    ]
-    return min(times[1:])  # what shares the core makes it slower, never faster
+    return subprocess.run(run, env=environment, capture_output=True, check=True, text=True).stdout
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(SOURCE)))
@@ -445,6 +480,11 @@ def test_import_is_inert(tmp_path: Path) -> None:
     assert import_effects("fp8kit", tmp_path) == []
 
 
+def test_the_warning_filters_are_those_of_torch() -> None:
+    code = "import warnings, {0}; print(*warnings.filters, sep='\\n')"
+    assert _fresh(code.format("fp8kit")) == _fresh(code.format("torch"))
+
+
 def test_the_search_for_import_effects_can_fail(tmp_path: Path) -> None:
     code = (
         "import os, warnings, click\nos.environ['A_NEW_ONE'] = '1'\n"
@@ -464,15 +504,53 @@ def test_import_is_quick(tmp_path: Path) -> None:
 
 
 def test_the_clock_of_imports_can_fail(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
-    )
-    assert import_milliseconds("slow", tmp_path, repeats=1) > IMPORT_MILLISECONDS
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.2)")
+    assert import_milliseconds("slow", tmp_path, tries=1) > IMPORT_MILLISECONDS
+
+
+@pytest.mark.parametrize(
+    ("code", "stages"),
+    [
+        ("import fp8kit", OPERATORS),
+        (
+            "import torch, fp8kit\n"
+            "w = fp8kit.quantize(torch.ones(32, 16), fp8kit.ROW, role='weight')\n"
+            "fp8kit.linear(torch.ones(2, 16), w)",
+            OPERATORS | FIRST_CALL,
+        ),
+    ],
+    ids=["import", "linear"],
+)
+def test_only_what_is_needed_is_loaded(code: str, stages: set[str]) -> None:
+    assert loaded_stages(code) == stages
+
+
+def test_the_list_of_what_is_loaded_can_fail() -> None:
+    assert "conversion" in loaded_stages("import fp8kit\nfp8kit.convert")
+
+
+def test_every_public_name_is_found_when_it_is_asked_for() -> None:
+    code = "import fp8kit\nprint(*sorted(fp8kit.__all__))\nfrom fp8kit import *\nconvert, ROW"
+    assert _fresh(code).split() == sorted(PUBLIC.split())
+    assert {*PUBLIC.split(), "__version__"} <= set(dir(fp8kit))
+    assert fp8kit.fused.rms_norm_quantize.__module__ == "fp8kit.fused"
+    for name in ("no_such_name", "_private"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(fp8kit, name)
+
+
+def test_importing_the_package_registers_every_operator() -> None:
+    """A program that was exported is loaded by its operators' names alone."""
+    schemas = "import torch; print(*(s.name for s in torch._C._jit_get_all_schemas()))"
+    alone = {s for s in _fresh(f"import fp8kit; {schemas}").split() if s.startswith("fp8kit::")}
+    everything = f"from fp8kit import *; {schemas}"
+    assert alone == {s for s in _fresh(everything).split() if s.startswith("fp8kit::")}
+    assert "fp8kit::linear" in alone
 
 
 def test_tests_mirror_the_package() -> None:
     stages = {p.stem if p.parent == SOURCE else p.parent.name for p in sources()}
-    own = {"numerics", "layout", "nano", "sanitize", "savers"}
+    own = {"documents", "edges", "numerics", "layout", "nano", "sanitize", "savers"}
     for test in (ROOT / "tests").glob("test_*.py"):
         stem = test.stem.removeprefix("test_")
         assert stem in stages | own, f"{test.name} mirrors no module"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -38,18 +39,64 @@ def locked(lock: Path, *, wait: bool = True) -> Iterator[None]:
     """Keep other processes away; a lock ends with its process, however that ends.
 
     Args:
-        lock: a file that is for nothing else; its folder is made.
+        lock: a file that is for nothing else; its folder is made. Whoever has it may remove it.
         wait: until no other process has it.
 
     Raises:
         BlockingIOError: if the lock is not to be had.
-        OSError: if the file cannot be opened.
+        OSError: if the file cannot be opened, or is a symbolic link.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("ab") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except OSError as error:
-                raise BlockingIOError(*error.args) from error
-        yield
+    while True:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        except FileNotFoundError:
+            continue  # who had the lock removed the folder
+        try:
+            if not _flock(handle, wait):
+                raise BlockingIOError(errno.EWOULDBLOCK, "another process has the lock", str(lock))
+            if _is_at(handle, lock):
+                yield
+                return
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def held(folder: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold a folder as long as this process lives, or find that nobody holds it.
+
+    Args:
+        folder: that exists, or existed a moment ago.
+        wait: until no other process holds it.
+
+    Yields:
+        Whether it is held here and still there; ``False`` where the system cannot tell.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:  # it is gone, or is no folder that can be opened
+        yield False
+        return
+    try:
+        yield fcntl is not None and _flock(handle, wait) and _is_at(handle, folder)
+    finally:
+        os.close(handle)
+
+
+def _flock(handle: int, wait: bool) -> bool:
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Return whether a path still leads to what was opened there."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fp8kit.checkpoint import directory, journal, streaming
 from fp8kit.checkpoint.choosing import Choice, Facts, choose, facts_by_name
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.recipe import Recipe
+from fp8kit.checkpoint.refusals import check_source
 from fp8kit.checkpoint.verifying import Verification, verify
 from fp8kit.checkpoint.work import Work, plan_work
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
@@ -21,6 +23,11 @@ from fp8kit.formats import Scheme
 from fp8kit.report import Report
 
 THREADS_PER_GPU = 8
+# a bar says nothing of what is done by then, and lines come this often
+QUIET_SECONDS, LINE_SECONDS = 1, 10.0
+_LINE = (
+    "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} [{elapsed}, {remaining} left, {rate_fmt}]"
+)
 # (work, indices of files, source, folder, progress) -> None
 Runner = Callable[[Work, Sequence[int], Path, Path, Callable[[int], object]], None]
 
@@ -54,7 +61,8 @@ def quantize_checkpoint(
         overwrite: replace a destination that is a checkpoint.
         devices: one worker thread for each; by default one for each processor. See ``workers_on``.
         runner: carries out the work instead of threads of this process, e.g. ``ray_runner``.
-        progress: show a bar; by default on a terminal.
+        progress: show a bar on a terminal, and lines now and then elsewhere; by default a bar on
+            a terminal and nothing elsewhere.
 
     Returns:
         What was converted, what was not, and why.
@@ -71,6 +79,7 @@ def quantize_checkpoint(
         >>> print(report.summary())
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    check_source(source)
     origin, goal = directory.resolved(source), Path(os.path.realpath(destination))
     checkpoint, partial = high_precision(origin), journal.Partial(goal)
     if not partial.installed():
@@ -81,7 +90,7 @@ def quantize_checkpoint(
     report = _sized(choice, work)
     runner = runner or _threads(workers_on(["cpu"]) if devices is None else devices)
     run = {"source": journal.fingerprint(checkpoint), "plan": work.digest(), **recipe.to_dict()}
-    with partial.locked(), streaming.disk_errors(lambda: _kept(work, partial)):
+    with directory.disk_errors(goal, lambda: _kept(work, partial)), partial.locked():
         if partial.installed():
             if partial.is_of(run):
                 partial.forget()
@@ -109,7 +118,8 @@ def verify_checkpoint(
         source: the directory in high precision.
         result: the FP8 directory, in any dialect that is read here.
         workers: threads; by default one for each processor.
-        progress: show a bar; by default on a terminal.
+        progress: show a bar on a terminal, and lines now and then elsewhere; by default a bar on
+            a terminal and nothing elsewhere.
 
     Returns:
         The error of every tensor, and what is missing, extra or wrong.
@@ -165,7 +175,10 @@ def decide(checkpoint: Checkpoint, recipe: Recipe) -> Choice:
     Example:
         >>> print(decide(open_checkpoint("dir"), Recipe("FP8_DYNAMIC")).report)
     """
-    return choose(checkpoint, recipe, _facts(checkpoint, recipe))
+    choice = choose(checkpoint, recipe, _facts(checkpoint, recipe))
+    if checkpoint.nameless:
+        choice.report.notes.append(checkpoint.nameless)
+    return choice
 
 
 def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.device]:
@@ -243,13 +256,17 @@ def _carry_out(
 
 def _kept(work: Work, partial: journal.Partial) -> str:
     count = sum(streaming.is_whole(partial.folder, s) for s in work.shards)
-    return f"{count} of {len(work.shards)} files are complete and kept in {partial.home}."
+    return (
+        f"{count} of {len(work.shards)} files are complete and kept in {partial.home}. "
+        "Make room, and run the same command again: it continues."
+    )
 
 
 def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
-    """Show bytes, rate and the time that is left."""
+    """Show bytes, rate and the time that is left: a bar, or lines where nothing can be redrawn."""
     from tqdm import tqdm  # a tenth of what importing this package takes
 
+    lines = bool(progress) and not sys.stderr.isatty()
     return tqdm(
         total=total,
         initial=done,
@@ -257,7 +274,24 @@ def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
         unit_scale=True,
         desc=what,
         disable=None if progress is None else not progress,
+        file=_Lines() if lines else None,
+        bar_format=_LINE if lines else None,
+        delay=QUIET_SECONDS,
+        mininterval=LINE_SECONDS if lines else 0.1,
+        maxinterval=LINE_SECONDS if lines else 10,
     )
+
+
+class _Lines:
+    """Write what a bar draws over itself as lines, for a file or a pipe."""
+
+    def write(self, text: str) -> None:
+        line = text.strip("\r\n ")
+        if line:
+            sys.stderr.write(f"{line}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def _threads(devices: Sequence[torch.device | str]) -> Runner:
@@ -294,7 +328,8 @@ def _sized(choice: Choice, work: Work) -> Report:
     """Add the sizes that the recipe's dtype changes, which no record knows of."""
     written = sum(s.size - len(s.header) for s in work.shards)
     choice.report.notes.append(
-        f"{len(work.shards)} files hold {written} bytes of tensors, of {len(work.layout)} tensors."
+        f"{len(work.shards)} files hold {directory.size(written)} of tensors, "
+        f"of {len(work.layout)} tensors."
     )
     return choice.report
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import re
 import shlex
@@ -18,6 +19,7 @@ from torch import nn
 import fp8kit
 from fp8kit import checkpoint_io, crossover, model_io
 from fp8kit.checkpoint import translation
+from fp8kit.checkpoint.files import printable
 from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
 from fp8kit.checkpoint.targets import TARGETS
 from fp8kit.checkpoint.translation import UNFIT
@@ -33,6 +35,8 @@ from fp8kit.settings import DISABLED_BACKENDS
 
 _EXPECTED = (ValueError, TypeError, OSError, ImportError, fp8kit.UnsupportedError)
 _F = TypeVar("_F", bound=Callable[..., Any])
+# they warn of their own parts, which no command uses, when Transformers imports them
+_TALKATIVE = ("torchao", "torch.utils._pytree")
 
 
 class _Group(click.Group):
@@ -41,8 +45,13 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read the output has seen enough
+            raise
         except _EXPECTED as error:
-            raise click.ClickException(_in_shell_words(str(error))) from error
+            text = str(error)
+            if isinstance(error, OSError) and error.strerror:
+                text = f"{error.filename or 'A file'}: {error.strerror}."
+            raise click.ClickException(printable(_in_shell_words(text))) from error
 
 
 # an argument of Python as errors write it: scheme='FP8', strict=True, exclude=["a", "b"]
@@ -100,10 +109,12 @@ _device = click.option(
 _source = click.argument("source", type=click.Path(path_type=Path))
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("fp8kit", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(fp8kit.__version__)
 def main() -> None:
     """FP8 (W8A8) for any PyTorch model: quantize, inspect and explain checkpoints."""
+    for library in _TALKATIVE:
+        logging.getLogger(library).setLevel(logging.ERROR)
 
 
 main.add_command(bench)
@@ -185,6 +196,7 @@ def quantize(
             overwrite=overwrite,
             devices=checkpoint_io.workers_on(devices, workers),
             runner=runner,
+            progress=True,
         )
     except KeyboardInterrupt as error:
         raise click.ClickException(
@@ -231,7 +243,7 @@ def convert_checkpoint(
 @_json
 def verify(source: Path, result: Path, workers: int | None, as_json: bool) -> None:
     """Compare the FP8 checkpoint RESULT with its high-precision SOURCE, tensor by tensor."""
-    found = fp8kit.verify_checkpoint(source, result, workers=workers)
+    found = fp8kit.verify_checkpoint(source, result, workers=workers, progress=True)
     _print(found.to_dict() if as_json else str(found), as_json)
     if found.problems:
         sys.exit(1)
@@ -288,14 +300,24 @@ def plan(
 
 @main.command()
 @_source
-@click.option("-m", "--rows", default=16, show_default=True, help="Tokens in a call.")
+@click.option(
+    "-m",
+    "--rows",
+    default="16",
+    show_default=True,
+    callback=_row_counts,
+    help="Tokens in a call, separated by commas.",
+)
 @_device
 @_json
-def explain(source: Path, rows: int, device: str, as_json: bool) -> None:
+def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:
     """Say which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
     model: nn.Module = model_io.load(model_io.require_fp8(source), device=device)
-    found = fp8kit.explain(model, rows)
-    _print(found.to_dict() if as_json else str(found), as_json)
+    found = [fp8kit.explain(model, m) for m in rows]
+    if as_json:
+        _print([entry for one in found for entry in one.to_dict()], as_json)
+    else:
+        _print("\n\n".join(map(str, found)), as_json)
 
 
 @main.command()

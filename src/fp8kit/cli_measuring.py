@@ -87,7 +87,10 @@ def tune(
     driver and versions.
     """
     if torch.device(device).type != "cuda":
-        raise click.BadParameter(f"{device!r} has no backends to choose among; use cuda or cuda:N.")
+        raise click.BadParameter(
+            f"{device!r} has no backends to choose among. Run this on the machine with the GPU, "
+            "with --device cuda or cuda:N."
+        )
     if shipped_shapes:
         _refuse_what_is_shipped(click.get_current_context())
         wishes = tuning.shipped_wishes()

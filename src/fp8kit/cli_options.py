@@ -11,7 +11,7 @@ import torch
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
 
-def known_device(_: click.Context, __: click.Parameter, name: str) -> str:
+def known_device(context: click.Context, _: click.Parameter, name: str) -> str:
     """Refuse a device that torch does not know or this machine does not have."""
     try:
         device = torch.device(name)
@@ -20,7 +20,12 @@ def known_device(_: click.Context, __: click.Parameter, name: str) -> str:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if not count:
-            raise click.BadParameter(f"{name!r}: this machine has no CUDA device.")
+            why = "" if torch.version.cuda else f", and torch {torch.__version__} is built without"
+            other = "" if context.command.name == "tune" else ", or name --device cpu"
+            raise click.BadParameter(
+                f"{name!r}: there is no CUDA device here{why}. Run this on the machine with the "
+                f"GPU{other}."
+            )
         if (device.index or 0) >= count:
             raise click.BadParameter(f"{name!r}: this machine has {count}, from cuda:0 on.")
     return name

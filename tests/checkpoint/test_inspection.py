@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint_samples import NANO, SHARD, edit_json, edit_tensors, saved
 from fp8kit.checkpoint.inspection import Inspection, LayerInfo, inspect
@@ -148,6 +148,16 @@ def test_one_file_is_described() -> None:
     found = inspect(FOLDER / "comfyui-quant" / "diffusion.safetensors")
     assert (found.dialect, found.scheme, found.shards) == ("comfyui", "FP8_WEIGHT_ONLY", 1)
     assert str(found).startswith(f"{FOLDER / 'comfyui-quant' / 'diffusion.safetensors'}: comfyui")
+
+
+def test_quanto_is_named_once_by_its_tensors(tmp_path: Path) -> None:
+    tensors = {}
+    for name in ("up", "down"):
+        tensors[f"{name}.weight._data"] = torch.ones(8, 16).to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight._scale"] = torch.ones(8, 1)
+    save_file(tensors, tmp_path / SHARD)
+    (problem,) = inspect(tmp_path).problems
+    assert problem.startswith("The checkpoint was written by quanto")
 
 
 def test_an_unknown_dialect_is_described(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_source_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_source_without_weights(tmp_path: Path) -> None:
-    refused(tmp_path, "holds no model.safetensors")
+    refused(tmp_path, "holds no safetensors files: it is empty")
 
 
 def test_pickles_are_not_read(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -377,7 +379,9 @@ def test_what_does_not_read_back_is_not_written(
 
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(CheckpointError, match=r"has 10 bytes free. The checkpoint needs \d{4}"):
+    with pytest.raises(
+        CheckpointError, match=r"has 10 bytes free. The checkpoint needs \d\.\d+ kB"
+    ):
         write(tmp_path / "c", state())
     assert list(tmp_path.iterdir()) == []
 
@@ -386,3 +390,50 @@ def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shard_size_is_positive(tmp_path: Path, size: int) -> None:
     with pytest.raises(ValueError, match=f"Got max_shard_bytes={size}"):
         write(tmp_path / "c", state(), max_shard_bytes=size)
+
+
+DIE = """
+import os, signal, sys
+import torch
+from fp8kit.checkpoint.writer import write_checkpoint
+
+def tensors():
+    yield "a.weight", torch.ones(8)
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+
+kind = (torch.float32, (8,))
+write_checkpoint(sys.argv[1], {"a.weight": kind, "b.weight": kind}, tensors(), config={})
+"""
+
+
+def writing(destination: Path, signal: str) -> subprocess.Popen[bytes]:
+    """Start a process that gets a signal while it writes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([sys.executable, "-c", DIE, destination, signal], env=environment)
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    others = [".c.partial", ".c.0123abcd", ".d.0123abcd.tmp", "c.0123abcd.tmp", ".c.0123abcd.tmp.x"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".c.01234567.tmp").symlink_to(tmp_path / ".c.partial")
+    assert writing(tmp_path / "c", "SIGKILL").wait() == -9
+    assert len(only(tmp_path / "c")) == len(others) + 2
+    write(tmp_path / "c", state())
+    assert only(tmp_path / "c") == sorted(["c", ".c.01234567.tmp", *others])
+
+
+def test_what_a_living_run_writes_stays(tmp_path: Path) -> None:
+    process = writing(tmp_path / "c", "SIGSTOP")
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        (theirs,) = tmp_path.iterdir()
+        write(tmp_path / "c", state())
+        assert theirs.is_dir()
+        assert only(tmp_path / "c") == sorted([theirs.name, "c"])
+    finally:
+        process.kill()
+        process.wait()
+    write(tmp_path / "c", state(), overwrite=True)
+    assert only(tmp_path / "c") == ["c"]

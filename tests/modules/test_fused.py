@@ -158,7 +158,6 @@ def test_attributes_of_fused_modules_are_told_from_those_of_what_they_replace() 
         assert own <= fused._OWN
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch.func.jvp's own
 @pytest.mark.parametrize("fuse", ["none", "inputs", "all"])
 def test_a_tangent_is_refused(fuse: str) -> None:
     model = build("llama", torch.device("cpu"))

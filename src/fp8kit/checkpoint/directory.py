@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.layout import Layout, Shard, index_of
 from fp8kit.checkpoint.reader import open_checkpoint
+from fp8kit.checkpoint.refusals import check_name, unwritable
 from fp8kit.errors import CheckpointError, teach
 
 # what a model needs beside its weights and config.json, copied from its source directory
@@ -41,6 +44,7 @@ SIDE_FILES = (
     "NOTICE*",
 )
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def resolved(source: str | Path) -> Path:
@@ -67,12 +71,18 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
 
     Raises:
         CheckpointError: if the destination is a file, is or holds the source or a file that the
-            source links to, or is not empty and not replaceable.
+            source links to, lies inside the source, or is not empty and not replaceable.
     """
+    check_name(destination)
+    where = ""
     if source is not None and any(destination in (p, *p.parents) for p in _places(source)):
+        where = "is or holds"
+    elif source is not None and source in destination.parents:
+        where = "lies inside"
+    if where:
         raise CheckpointError(
             teach(
-                f"The destination {destination} is or holds the source {source}.",
+                f"The destination {destination} {where} the source {source}.",
                 "The source is never written to.",
                 "Save into another directory.",
             )
@@ -117,11 +127,47 @@ def check_space(folder: Path, wanted: int) -> None:
     if free < wanted:
         raise CheckpointError(
             teach(
-                f"{folder.parent} has {free} bytes free.",
-                f"The checkpoint needs {wanted}.",
+                f"{folder.parent} has {size(free)} free.",
+                f"The checkpoint needs {size(wanted)}.",
                 "Make room, or choose another disk.",
             )
         )
+
+
+def size(count: int) -> str:
+    """Write a number of bytes for people: ``4.97 GB``.
+
+    Args:
+        count: of bytes.
+    """
+    from tqdm import tqdm  # a tenth of what importing this package takes
+
+    text = tqdm.format_sizeof(count)
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{count} bytes"
+
+
+@contextmanager
+def disk_errors(place: Path, kept: Callable[[], str]) -> Iterator[None]:
+    """Explain a full disk, and one that may not be written.
+
+    Args:
+        place: what is being made.
+        kept: gives a sentence that says what is kept when a disk is full, and what to do.
+
+    Raises:
+        CheckpointError: in place of the ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise CheckpointError(
+                f"There is no room to write {error.filename or place}: {error.strerror}. {kept()}"
+            ) from error
+        refused = unwritable(error, place)
+        if refused is None:
+            raise
+        raise refused from error
 
 
 def complete(

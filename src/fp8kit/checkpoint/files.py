@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fp8kit.checkpoint.refusals import pointer
 from fp8kit.errors import CheckpointError, teach
 
 DTYPES: dict[str, torch.dtype] = {
@@ -120,11 +121,14 @@ def read_json(path: Path) -> dict[str, Any]:
             size = os.fstat(file.fileno()).st_size
             if size > _JSON_LIMIT:
                 raise ValueError(f"it has {size} bytes, more than {_JSON_LIMIT}")
+            _refuse_pointer(file, size, path.name)
             found = _parsed(_exactly(file, 0, size))
         if not isinstance(found, dict):
             raise ValueError(f"it holds {type(found).__name__}, no object")
         _check_depth(found)
         _check_text(found)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise _refused(path.name, error) from error
     return found
@@ -145,6 +149,7 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
             size = os.fstat(file.fileno()).st_size
             if size < 8:
                 raise ValueError(f"it has {size} bytes, less than the length of a header")
+            _refuse_pointer(file, size, shard)
             length = int.from_bytes(_exactly(file, 0, 8), "little")
             if length > min(_HEADER_LIMIT, size - 8):
                 raise ValueError(
@@ -165,6 +170,8 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
                 "Complete the download or the copy.",
             )
         ) from error
+    except CheckpointError:
+        raise
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise _refused(shard, error) from error
     return found, header.get("__metadata__", {})
@@ -200,6 +207,12 @@ def _reading(path: Path) -> FileIO:
         os.close(descriptor)
         raise OSError("it is not a regular file")
     return FileIO(descriptor)
+
+
+def _refuse_pointer(file: FileIO, size: int, name: str) -> None:
+    found = pointer(name, bytes(_exactly(file, 0, min(size, 64))))
+    if found is not None:
+        raise found
 
 
 def _exactly(file: FileIO, offset: int, length: int) -> bytearray:

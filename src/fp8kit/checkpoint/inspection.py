@@ -90,6 +90,8 @@ class Inspection:
             f"{self.path}: {kind}, {self.tensors} tensors in {files}",
             f"{total / _MIB:.1f} MiB: {', '.join(parts)}",
         ]
+        if not self.tensors:
+            lines = [f"{self.path}: no tensor could be read, of {files}"]
         if self.layers:
             lines += ["", table(rows), ""]
         if self.ignored:
@@ -146,6 +148,8 @@ def inspect(path: str | Path) -> Inspection:
         found.notes = list(checkpoint.spec.unread)
         found.layers = [_layer(checkpoint, layer) for layer in checkpoint.layers.values()]
         found.notes += _short_scales(checkpoint)
+    if checkpoint.nameless and Path(path).is_dir():
+        found.notes.append(checkpoint.nameless)
     if not found.problems:  # a scale of the wrong shape could not be read anyway
         found.problems = checkpoint.scale_problems()
     return found

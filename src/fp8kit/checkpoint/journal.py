@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -35,14 +37,17 @@ class Partial:
         self.home = destination.parent / f".{destination.name}.partial"
         self.folder = self.home / "checkpoint"
         self._journal = self.home / "journal.json"
+        self._lock_is_mine = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes away; a lock ends with its process, however that ends.
 
         Raises:
-            CheckpointError: if another process is at work here.
+            CheckpointError: if another process is at work here, or somebody put symbolic links
+                here, which would lead what is written elsewhere.
         """
+        self._refuse_link(self.home)
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(self.home / "lock", wait=False))
@@ -54,7 +59,28 @@ class Partial:
                         "Wait until it ends, or choose another destination.",
                     )
                 ) from error
-            yield
+            except OSError:
+                self._refuse_link(self.home / "lock")
+                raise
+            for name in ("checkpoint", "journal.json", "journal.new"):
+                self._refuse_link(self.home / name)
+            self._lock_is_mine = True
+            try:
+                yield
+            finally:
+                if self._lock_is_mine and not self._journal.exists():  # nothing was begun
+                    self.forget()
+
+    @staticmethod
+    def _refuse_link(place: Path) -> None:
+        if place.is_symlink():
+            raise CheckpointError(
+                teach(
+                    f"{place} is a symbolic link, to {os.readlink(place)}.",
+                    "What is written there has to stay there.",
+                    "Remove it, unless you know who put it there.",
+                )
+            )
 
     def begin(self, run: JsonObject) -> None:
         """Start, or continue what was interrupted.
@@ -76,9 +102,9 @@ class Partial:
     def keep(self, names: Collection[str]) -> None:
         """Remove what an interrupted run left half done: everything but these files."""
         for entry in self.folder.iterdir():
-            if entry.is_dir():
+            if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
-            elif entry.name not in names:
+            elif entry.name not in names or entry.is_symlink():
                 entry.unlink()
 
     def install(self) -> None:
@@ -106,6 +132,7 @@ class Partial:
 
     def forget(self) -> None:
         """Remove everything that is left, the journal last: until then the end can be told."""
+        self._lock_is_mine = False  # from here on another process may make one
         self._remove("lock", "journal.new", "journal.json")
         self.sweep()
 
@@ -121,18 +148,17 @@ class Partial:
             self.home.rmdir()
 
     def _compare(self, before: JsonObject, now: JsonObject) -> None:
-        differences = [
-            f"{key}: {before.get(key)} then, {now.get(key)} now"
-            for key in sorted({*before, *now})
-            if before.get(key) != now.get(key)
-        ]
-        if differences:
+        different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        if different:
+            words = [_difference(key, before.get(key), now.get(key)) for key in different]
+            # the plan follows from the others, and says nothing to a reader
+            words = [w for w in words if w] or ["other versions of the libraries choose otherwise"]
             raise CheckpointError(
                 teach(
                     f"A run that was interrupted left {self.home}, and it was another one "
-                    f"({'; '.join(differences)}).",
+                    f"({'; '.join(words)}).",
                     "Only the same source with the same options can be continued.",
-                    f"Run it again as it was, or delete {self.home} to start anew.",
+                    f"Run it again as it was, or start anew: rm -r {shlex.quote(str(self.home))}",
                 )
             )
 
@@ -147,6 +173,28 @@ class Partial:
 def _described(run: JsonObject) -> JsonObject:
     found: JsonObject = json.loads(json.dumps({"version": _VERSION, **run}))
     return found
+
+
+def _difference(key: str, before: object, now: object) -> str:
+    """Say in what a run differs from another one; nothing of what only a machine compares."""
+    if key == "plan":
+        return ""
+    if key == "source":
+        return "the files of the source have changed since"
+    if key == "max_shard_bytes":
+        found = [directory.size(n) if isinstance(n, int) else n for n in (before, now)]
+        return f"files of up to {found[0]} then, {found[1]} now"
+    then, new = _shown(before), _shown(now)
+    return f"{key.replace('_', ' ')} {then} then, {new if new != then else 'another one'} now"
+
+
+def _shown(value: object) -> str:
+    if value is None or value == "None":
+        return "not given"
+    if isinstance(value, list):
+        return " ".join(shlex.quote(str(item)) for item in value) or "switched off"
+    named = re.match(r"Scheme\(name='([^']*)'", str(value))
+    return named[1] if named else str(value)
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

@@ -25,11 +25,12 @@ from fp8kit.checkpoint.files import read_header as read_header
 from fp8kit.checkpoint.files import read_json as read_json
 from fp8kit.checkpoint.layers import FLOATS, Layer
 from fp8kit.checkpoint.pairing import group_repeated, interpret
+from fp8kit.checkpoint.refusals import check_source, no_weights
 from fp8kit.errors import CheckpointError, teach
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
 # what says how a checkpoint is quantized, beside config.json
-DOCUMENTS = ("hf_quant_config.json", "params.json")
+DOCUMENTS = ("hf_quant_config.json", "params.json", "quanto_qmap.json")
 _PROBLEMS_SHOWN = 20
 _WORDS = {str(d).removeprefix("torch."): d for d in FLOATS}
 
@@ -134,6 +135,18 @@ class Checkpoint:
         layer = self._owners.get(name)
         return name in self.kv_scales or (layer is not None and name != layer.weight)
 
+    @property
+    def nameless(self) -> str:
+        """What to know about a checkpoint whose config names no model; empty if it does."""
+        named = any(self.config.get(key) for key in ("model_type", "architectures", "_class_name"))
+        if named or (self.path / "params.json").is_file():
+            return ""
+        there = "names no model" if self.config else "is missing"
+        return (
+            f"config.json {there}: engines and Transformers need the original model's. Without "
+            "one, build the model yourself: fp8kit.load(dir, model=...)."
+        )
+
     def _ours(self, name: str, tensor: Tensor) -> Tensor:
         layer, info = self._owners.get(name), self.tensors[name]
         where = f"{info.shard}: {info.name}"
@@ -184,17 +197,10 @@ def scan(path: str | Path) -> Checkpoint:
     Raises:
         CheckpointError: only if there is nothing to look at, or the config cannot be read.
     """
+    check_source(path)
     path = Path(path)
-    if path.is_file() and path.suffix == ".safetensors":  # it has no config of its own
+    if path.is_file():  # it has no config of its own
         return _scan(path.parent, {}, {}, None, [path.name])
-    if not path.is_dir():
-        raise CheckpointError(
-            teach(
-                f"There is no directory {path}.",
-                "A checkpoint is a directory with safetensors files, or one such file.",
-                "Check the path; a model from a hub is downloaded first.",
-            )
-        )
     config = read_json(path / "config.json") if lexists(path / "config.json") else {}
     documents = {n: read_json(path / n) for n in DOCUMENTS if lexists(path / n)}
     index, shards = _files(path)
@@ -273,17 +279,7 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     single_files = [p.name for p in path.glob("*.safetensors")]
     if len(single_files) == 1:
         return None, single_files
-    pickles = sorted(p.name for p in path.glob("*.bin")) + sorted(
-        p.name for p in path.glob("*.pt*")
-    )
-    raise CheckpointError(
-        teach(
-            f"{path} holds no model.safetensors and no model.safetensors.index.json"
-            f"{f', only {pickles[0]}' if pickles else ''}.",
-            "Weights are read from safetensors, never from pickle files.",
-            "Check the path, or save the model as safetensors first.",
-        )
-    )
+    raise no_weights(path)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

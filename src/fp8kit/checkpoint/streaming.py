@@ -6,11 +6,9 @@ file with its name is whole, whatever happens in between.
 
 from __future__ import annotations
 
-import errno
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -22,12 +20,11 @@ from fp8kit.checkpoint.directory import bytes_of, sync
 from fp8kit.checkpoint.layout import Shard
 from fp8kit.checkpoint.matrices import MatrixFile
 from fp8kit.checkpoint.work import SLICE_BYTES, Item, Slice, Work
-from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import MX, TENSOR
 from fp8kit.modules.linear import quantize_weight
 
 PART = ".part"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_shards(
@@ -84,35 +81,10 @@ def is_whole(folder: Path, shard: Shard) -> bool:
         shard: what it would be.
     """
     file = folder / shard.file
-    if not file.is_file() or file.stat().st_size != shard.size:
+    if file.is_symlink() or not file.is_file() or file.stat().st_size != shard.size:
         return False
     with file.open("rb") as f:
         return f.read(len(shard.header)) == shard.header
-
-
-@contextmanager
-def disk_errors(kept: Callable[[], str]) -> Iterator[None]:
-    """Explain a full disk.
-
-    Args:
-        kept: gives a sentence that says what is kept.
-
-    Raises:
-        CheckpointError: in place of the ``OSError``.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise CheckpointError(
-            teach(
-                f"There is no room to write {error.filename or 'the checkpoint'}: "
-                f"{error.strerror}.",
-                kept(),
-                "Make room, and run the same command again: it continues.",
-            )
-        ) from error
 
 
 class _Part:

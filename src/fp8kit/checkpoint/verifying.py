@@ -134,10 +134,13 @@ def verify(
         >>> print(found)
     """
     if source.spec is not None or result.spec is None:
-        what = f"{source.path} is FP8" if source.spec else f"{result.path} is not"
+        first, second = ("FP8" if c.spec else "in high precision" for c in (source, result))
+        what = f"{source.path} is {first}, and {result.path} is {second}."
+        if source.path == result.path:
+            what = f"{source.path} was given twice."
         raise CheckpointError(
             teach(
-                f"{what}.",
+                what,
                 "The first checkpoint is in high precision, the second one is FP8.",
                 "Pass the source first, then what was made of it.",
             )

@@ -8,14 +8,16 @@ the destination, is read back, made durable, and renamed in one step.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
 
+from fp8kit.caching import held
 from fp8kit.checkpoint import directory
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.directory import check_destination as check_destination
@@ -68,7 +70,8 @@ def write_checkpoint(
     origin = None if source is None else directory.resolved(source)
     check_destination(destination, origin, overwrite)
     shards = plan_shards(layout, max_shard_bytes)
-    with _staging(destination) as folder:
+    nothing = "Nothing is kept. Make room, and run it again, or choose another disk."
+    with directory.disk_errors(destination, lambda: nothing), _staging(destination) as folder:
         directory.check_space(folder, sum(s.size for s in shards))
         for shard in shards:
             _start(folder, shard)
@@ -119,16 +122,36 @@ def _fill(
 
 @contextmanager
 def _staging(destination: Path) -> Iterator[Path]:
-    """Make a folder beside the destination; whatever happens, it is not there afterwards."""
+    """Make a folder beside the destination; whatever happens, it is not there afterwards.
+
+    A process that was killed leaves its folder to the next one, which removes it: the folder is
+    locked as long as its process lives.
+    """
     made = [p for p in destination.parents if not p.exists()]
     destination.parent.mkdir(parents=True, exist_ok=True)
-    folder = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:8]}"
-    try:
-        folder.mkdir()
-        yield folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        for parent in made:
-            with suppress(OSError):
-                parent.rmdir()
-        raise
+    _remove_abandoned(destination)
+    with ExitStack() as stack:
+        while True:
+            folder = destination.parent / f".{destination.name}.{uuid.uuid4().hex[:8]}.tmp"
+            folder.mkdir()
+            stack.enter_context(held(folder, wait=True))
+            if folder.is_dir():
+                break  # else another process took it for abandoned before it was held
+        try:
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            for parent in made:
+                with suppress(OSError):
+                    parent.rmdir()
+            raise
+
+
+def _remove_abandoned(destination: Path) -> None:
+    """Remove the folders beside a destination that processes left which are no more."""
+    mine = re.compile(re.escape(f".{destination.name}.") + r"[0-9a-f]{8}\.tmp")
+    for entry in os.scandir(destination.parent):
+        if mine.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            with held(Path(entry.path)) as abandoned:
+                if abandoned:
+                    shutil.rmtree(entry.path, ignore_errors=True)

@@ -175,6 +175,7 @@ def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool 
         (quark({}) | {"export": 3}, "export = 3"),
         ({"quant_method": "torchao"}, "not describe torchao's tensors"),
         ({"quant_method": "gptq"}, "quant_method = 'gptq'. This version reads compressed-tensors"),
+        ({"quant_method": "quanto"}, "was written by quanto"),
         ({"bits": 4}, "quant_method = None"),
     ],
 )

@@ -63,6 +63,14 @@ def detect(source: Source) -> Dialect | None:
         >>> detect(Source({"quantization_config": {"quant_method": "fp8"}})).name
         'autofp8'
     """
+    if _is_quanto(source):
+        raise CheckpointError(
+            teach(
+                "The checkpoint was written by quanto, as its tensors or quanto_qmap.json say.",
+                "Its scales and packed weights have no dialect that is read here.",
+                "Start from the high-precision checkpoint that it was made of.",
+            )
+        )
     for dialect in DIALECTS:
         if dialect.detect(source):
             return dialect
@@ -76,6 +84,11 @@ def detect(source: Source) -> Dialect | None:
             "Export the model to one of these, or start from its high-precision checkpoint.",
         )
     )
+
+
+def _is_quanto(source: Source) -> bool:
+    named = source.method == "quanto" or "quanto_qmap.json" in source.documents
+    return named or source.has(".weight._data")
 
 
 def dialect_named(name: str) -> Dialect:
