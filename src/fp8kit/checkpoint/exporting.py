@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
-from fp8kit.checkpoint.pairing import named
+from fp8kit.checkpoint.naming import dense_stacks, named
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.linear import Fp8Linear
@@ -89,8 +89,8 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
 def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
     """List what must be ignored: every dense linear layer, and matrices that engines make linear.
 
-    The latter are two-dimensional weights of other modules, such as routers and single experts;
-    embeddings are not among them.
+    The latter are two-dimensional weights of other modules, such as routers and single experts, and
+    stacks of experts; embeddings are not among them.
 
     Args:
         model: the module.
@@ -102,7 +102,8 @@ def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and t.dim() == 2 and t.dtype not in FP8_FORMATS:
             found |= {layer} - ({layer} if t.data_ptr() in embedded else set())
-    return sorted(found)
+    dense = {n: tuple(t.shape) for n, t in tensors.items() if t.dtype not in FP8_FORMATS}
+    return sorted(found | dense_stacks(dense, tensors.keys() - dense.keys()))
 
 
 def dense_linears(model: nn.Module) -> list[str]:

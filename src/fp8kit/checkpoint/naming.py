@@ -7,7 +7,7 @@ belongs to which dialect matters only when writing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,9 @@ _KV_SCALES = (
     re.compile(r"(?P<module>.*\.)?(?P<kv>)kv_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_scale"),
 )
+_EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.|$)")
+# GraniteMoE keeps its stacks of experts beside the router, in modules of these names
+_BARE_STACKS = ("input_linear", "output_linear")
 
 
 @dataclass(slots=True)
@@ -78,6 +81,45 @@ class Names:
 def named(layer: str, kind: str) -> str:
     """Name a tensor of a layer; the layer that is the whole model has no name."""
     return f"{layer}.{kind}" if layer else kind
+
+
+def experts_of(name: str) -> str:
+    """Give the module of experts, as serving engines name it, that a layer or tensor belongs to.
+
+    Args:
+        name: of one expert's layer, of a stack, of its tensor, or of the module itself.
+
+    Returns:
+        Its name; empty if it belongs to none.
+
+    Example:
+        >>> experts_of("layers.0.mlp.experts.3.w1"), experts_of("layers.0.moe.input_linear.weight")
+        ('layers.0.mlp.experts', 'layers.0.moe.experts')
+    """
+    found = _EXPERTS.match(name)
+    if found:
+        return found["experts"]
+    parent, _, last = name.removesuffix(".weight").rpartition(".")
+    return named(parent, "experts") if last in _BARE_STACKS else ""
+
+
+def dense_stacks(dense: Mapping[str, tuple[int, ...]], coded: Iterable[str]) -> set[str]:
+    """Name the modules of experts whose stacks are in high precision.
+
+    Args:
+        dense: names of the tensors in high precision, and their shapes.
+        coded: names of the FP8 layers.
+
+    Example:
+        >>> dense_stacks({"mlp.experts.down_proj": (8, 64, 32)}, ["self_attn.q_proj"])
+        {'mlp.experts'}
+    """
+    found = set()
+    for name, shape in dense.items():
+        inside = name.removeprefix(f"{experts_of(name)}.")
+        if len(shape) == 3 or (inside != name and len(shape) == 2 and not inside[:1].isdigit()):
+            found.add(experts_of(name))
+    return found - {experts_of(n) for n in coded} - {""}
 
 
 def sort_names(kinds: Kinds) -> Names:

@@ -16,7 +16,7 @@ from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.joining import Fp8Weight, joined_scheme, rows_of
 from fp8kit.checkpoint.layers import Layer
-from fp8kit.checkpoint.naming import named
+from fp8kit.checkpoint.naming import dense_stacks, named
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.targets import (
     check_layers,
@@ -216,16 +216,15 @@ def _check_input_scales(job: _Job) -> None:
 
 def _dense(checkpoint: Checkpoint) -> list[str]:
     """Name the matrices in high precision that engines would take for quantized linear layers."""
-    found = []
+    found, dense = [], {}
     for name, info in checkpoint.tensors.items():
         layer, _, kind = name.rpartition(".")
         if checkpoint.is_scale(name) or layer in checkpoint.layers or name in checkpoint.layers:
             continue
+        dense[name] = info.shape
         if kind == "weight" and len(info.shape) == 2 and not is_embedding(layer):
             found.append(layer)
-        elif len(info.shape) == 3 and layer.endswith("experts"):
-            found.append(layer)
-    return found
+    return found + sorted(dense_stacks(dense, checkpoint.layers))
 
 
 def _spec(job: _Job, dense: list[str]) -> Spec:

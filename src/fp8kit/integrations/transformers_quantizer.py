@@ -7,7 +7,6 @@ compressed-tensors: nobody needs this package to load it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -22,6 +21,7 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     rename_source_key,
+    revert_weight_conversion,
 )
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -32,7 +32,8 @@ from fp8kit import structure
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, JsonObject, Spec
 from fp8kit.checkpoint.exporting import dense_linears, on_disk
 from fp8kit.checkpoint.joining import is_finite
-from fp8kit.checkpoint.targets import output_heads
+from fp8kit.checkpoint.naming import dense_stacks
+from fp8kit.checkpoint.targets import is_embedding, output_heads
 from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, TENSOR, GroupShape, Scheme
@@ -347,15 +348,22 @@ def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str],
 
 
 def _ignored(model: nn.Module) -> list[str]:
-    """Name what ``save_pretrained`` writes in high precision and engines would take for linear."""
-    found = dense_linears(model)
+    """Name what ``save_pretrained`` writes in high precision and engines would take for linear.
+
+    By the names of modules and by those that the tensors get on disk, where experts are single.
+    """
+    found = set(dense_linears(model))
     for name, module in model.named_modules():
         for kind, p in module.named_parameters(recurse=False):
-            if p.dim() == 3 and p.dtype not in FP8_FORMATS:  # experts, saved one by one
-                found.append(f"re:{re.escape(name)}\\..*")
-            elif p.dim() == 2 and kind == "weight" and not isinstance(module, nn.Embedding):
-                found += [] if isinstance(module, nn.Linear) else [name]
-    return sorted(set(found))
+            if p.dim() == 2 and kind == "weight" and not isinstance(module, nn.Embedding):
+                found |= set() if isinstance(module, nn.Linear) else {name}
+    dense = {n: t.to("meta") for n, t in model.state_dict().items() if t.dtype not in FP8_FORMATS}
+    shapes = {n: tuple(t.shape) for n, t in revert_weight_conversion(model, dense).items()}
+    for name, shape in shapes.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and len(shape) == 2 and not is_embedding(layer):
+            found.add(layer)
+    return sorted(found | dense_stacks(shapes, ()))
 
 
 def _placeholder(dense: Any, scheme: Scheme, pre_quantized: bool) -> Fp8Linear:

@@ -8,7 +8,7 @@ What is written is the union of what vLLM (``format``, ``type``) and Transformer
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ _FLOAT, _MX = "float-quantized", "mxfp8-quantized"
 _FORMATS = (_FLOAT, "naive-quantized", _MX)
 # these describe how the values were found; reading the values does not need them
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
+
+_EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.\d+\..+)?")
 
 
 def _detect(source: Source) -> bool:
@@ -156,9 +158,21 @@ def _render(spec: Spec) -> JsonObject:
         "format": "mixed-precision" if mixed else layouts[0],
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted({"lm_head", *spec.ignore} - spec.others.keys()),
+        "ignore": sorted({"lm_head", *spec.ignore, *_asked_for(spec.ignore)} - spec.others.keys()),
         "kv_cache_scheme": _KV_CACHE if spec.kv_scales else None,
     }
+
+
+def _asked_for(ignore: Iterable[str]) -> set[str]:
+    """Name what vLLM and SGLang ask for to learn whether experts are quantized.
+
+    They ask for three layers of the first expert, by these names whatever the model calls them,
+    and never for a stack. Models of vLLM rename what is listed as they rename weights, but not
+    patterns: names serve models that move their layers, the pattern those that rename projections.
+    """
+    homes = {m["experts"] for name in ignore if (m := _EXPERTS.fullmatch(name))}
+    names = {f"{h}.0.{part}_proj" for h in homes for part in ("gate", "up", "down")}
+    return names | {f"re:{re.escape(h)}\\..*" for h in homes}
 
 
 def _rendered(scheme: Scheme) -> Mapping[str, Any]:
