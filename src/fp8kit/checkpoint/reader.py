@@ -25,6 +25,7 @@ from fp8kit.checkpoint.files import read_header as read_header
 from fp8kit.checkpoint.files import read_json as read_json
 from fp8kit.checkpoint.layers import FLOATS, Layer
 from fp8kit.checkpoint.pairing import group_repeated, interpret
+from fp8kit.checkpoint.slicing import sliced
 from fp8kit.errors import CheckpointError, teach
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
@@ -224,6 +225,7 @@ def _scan(
         metadata.update(texts)
         if index is not None:
             problems += _disagreements(shard, found, index)
+    tensors = sliced(tensors)
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
     read = interpret(Source(config, kinds, documents, metadata))
     return Checkpoint(
