@@ -14,8 +14,9 @@ from torch import nn
 
 from fp8kit.checkpoint import exporting, filling
 from fp8kit.checkpoint.dialects import Spec
+from fp8kit.checkpoint.naming import cache_strategy
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.targets import check_layers, dialect_for, output_heads
+from fp8kit.checkpoint.targets import check_cache, check_layers, dialect_for, output_heads
 from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
@@ -67,7 +68,10 @@ def save(
     else:
         exported = exporting.export_module(model)
     heads = dict.fromkeys(output_heads(layers), scheme)
-    quantization = dialect.render(Spec(scheme, tuple(exported.dense), others=heads))
+    cache = cache_strategy(tuple(t.shape) for t in exporting.cache_scales(model).values())
+    check_cache(dialect, cache)
+    spec = Spec(scheme, tuple(exported.dense), others=heads, kv_scales=cache)
+    quantization = dialect.render(spec)
     tensors = dict(exporting.on_disk(n, t, dialect, scheme) for n, t in exported.tensors.items())
     return write_checkpoint(
         destination,

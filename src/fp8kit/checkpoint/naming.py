@@ -30,14 +30,16 @@ _STACK_SCALES = {
     "_input_scale": "input_scale",
     "_activation_scale": "input_scale",
 }
-# each gives the module that holds the cache, and k or v, both if it says neither
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
+# each gives the attention module, and k or v, both if it says neither; or q, where attention itself
+# is quantized
 _KV_SCALES = (
-    re.compile(r"(?P<module>.*\.)?(?:[kv]|qkv)_proj\.(?P<kv>[kv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?:[qkv]|qkv)_proj\.(?P<kv>[qkv])_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_proj\.output_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_fake_quantizer\.qscale_act"),
-    re.compile(r"(?P<module>.*\.self_attn\.)attn\.(?P<kv>[kv])_scale"),
+    re.compile(r"(?P<module>.*\.self_attn\.)attn\.(?P<kv>[qkv])_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>)kv_scale"),
-    re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[qkv])_scale"),
 )
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.|$)")
 # GraniteMoE keeps its stacks of experts beside the router, in modules of these names
@@ -67,7 +69,7 @@ class Names:
 
     Args:
         layers: our name of each layer to its tensors.
-        kv_scales: our name, ``X.k_scale`` or ``X.v_scale``, to names on disk.
+        kv_scales: our name, ``X.k_scale``, ``X.v_scale`` or ``X.q_scale``, to names on disk.
         plain: tensors that have nothing to do with FP8.
         stray: FP8 tensors that are not the weight of a layer.
     """
@@ -205,6 +207,23 @@ def _add_cache(found: Names, name: str) -> bool:
                 found.kv_scales.setdefault(f"{module}{kv}_scale", []).append(name)
             return True
     return False
+
+
+def cache_strategy(shapes: Iterable[tuple[int, ...]]) -> str:
+    """Say how fine the scales of a KV cache are, in the word of compressed-tensors.
+
+    Args:
+        shapes: of all of them.
+
+    Returns:
+        ``"tensor"``, ``"attn_head"`` if one has a number per head, or nothing if there are none.
+
+    Example:
+        >>> cache_strategy([(1,), (1,)]), cache_strategy([(8, 1, 1)])
+        ('tensor', 'attn_head')
+    """
+    found = {"attn_head" if len(shape) == 3 else "tensor" for shape in shapes}
+    return min(found, default="")
 
 
 def standard_names(layer: str, stack: bool) -> Mapping[str, str]:

@@ -19,6 +19,7 @@ from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.naming import dense_stacks, named
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.targets import (
+    check_cache,
     check_layers,
     dialect_for,
     is_embedding,
@@ -242,7 +243,8 @@ def _spec(job: _Job, dense: list[str]) -> Spec:
     others = {m.name: m.scheme for m in job.matrices if m.scheme != main}
     heads = output_heads(m.name for m in job.matrices)
     others |= {m.name: m.scheme for m in job.matrices if m.name in heads}
-    cache = bool(job.checkpoint.kv_scales)
+    cache = job.checkpoint.spec.kv_scales
+    check_cache(job.dialect, cache)
     return Spec(main, tuple(sorted(set(dense))), others=others, kv_scales=cache)
 
 

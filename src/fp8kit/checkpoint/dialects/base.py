@@ -111,14 +111,14 @@ class Spec:
         unread: sentences about parts of the config that this package does not carry out.
         others: layers that the common name of linear layers does not cover, by name: those of
             another scheme than ``scheme``, and a quantized output head.
-        kv_scales: the checkpoint holds scales of the KV cache.
+        kv_scales: what scales of the KV cache it holds: ``"tensor"``, ``"attn_head"``, or none.
     """
 
     scheme: Scheme
     ignore: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     others: Mapping[str, Scheme] = field(default_factory=dict)
-    kv_scales: bool = False
+    kv_scales: str = ""
 
 
 def _read_only(spec: Spec) -> JsonObject:

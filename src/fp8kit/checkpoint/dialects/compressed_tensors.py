@@ -43,7 +43,6 @@ _ACTIVATIONS: dict[tuple[GroupShape, bool], JsonObject] = {
 }
 # readers select MX by these, and read scales into bytes
 _MX_BYTES: JsonObject = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-_KV_CACHE: JsonObject = {**_ARGS, "strategy": "tensor", "dynamic": False}
 _FLOAT, _MX = "float-quantized", "mxfp8-quantized"
 _FORMATS = (_FLOAT, "naive-quantized", _MX)
 # these describe how the values were found; reading the values does not need them
@@ -63,14 +62,23 @@ def _parse(source: Source) -> Announcement:
     if not isinstance(groups, dict) or not groups:
         raise broken("config_groups", groups, "an object with at least one group")
     ignore = strings(found, "ignore")
-    read = [(_targets(name, group), _group(name, group, found)) for name, group in groups.items()]
+    attention = [name for name, group in groups.items() if _is_attention(name, group)]
+    read = [
+        (_targets(name, group), _group(name, group, found))
+        for name, group in groups.items()
+        if name not in attention
+    ]
+    if not read:
+        raise broken("config_groups", groups, "an object with a group of linear layers")
     sparsity = objects(found, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise broken("sparsity_config", sparsity, "absent or dense")
     if found.get("transform_config"):
         raise broken("transform_config", found["transform_config"], "absent: weights as they are")
     cache = "The config quantizes the KV cache; its scales are not used."
+    quantized = "The config quantizes attention; its scales are not used."
     unread = (cache,) if found.get("kv_cache_scheme") else ()
+    unread += (quantized,) if attention else ()
 
     def numbers(layer: str) -> Numbers:
         # a layer's own name counts before patterns, and those before the names of classes
@@ -81,6 +89,14 @@ def _parse(source: Source) -> Announcement:
         return next((g for t, g in read if any(c.isidentifier() for c in t)), read[0][1])
 
     return Announcement(numbers, ignore, unread)
+
+
+def _is_attention(name: str, group: Any) -> bool:
+    """Return whether a group quantizes the inputs of attention modules, which have no weights."""
+    targets = _targets(name, group)
+    return bool(targets) and not group.get("weights") and all(
+        target.endswith("Attention") or "attn" in target for target in targets
+    )
 
 
 def _is_pattern_of(target: str, layer: str) -> bool:
@@ -153,13 +169,14 @@ def _render(spec: Spec) -> JsonObject:
         }
         for i, ((scheme, targets), layout) in enumerate(zip(schemes.items(), layouts, strict=True))
     }
+    cache = {**_ARGS, "strategy": spec.kv_scales, "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision" if mixed else layouts[0],
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": sorted({"lm_head", *spec.ignore, *_asked_for(spec.ignore)} - spec.others.keys()),
-        "kv_cache_scheme": _KV_CACHE if spec.kv_scales else None,
+        "kv_cache_scheme": cache if spec.kv_scales else None,
     }
 
 
