@@ -42,6 +42,14 @@ _KV_SCALES = (
     re.compile(r"(?P<module>.*\.)?(?P<kv>[qkv])_scale"),
 )
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.|$)")
+# models whose experts engines know as block_sparse_moe.experts.0.w1; exporters that walk the modules
+# of Transformers write mlp.experts.0.gate_proj
+_MIXTRAL_LIKE = ("mixtral", "phimoe", "minimax", "minimax_m2")
+_MIXTRAL = re.compile(
+    r"(?P<block>.*\blayers\.\d+\.)(?:mlp|block_sparse_moe)\."
+    r"(?P<rest>(?P<experts>experts\.(?:\d+\.)?)(?P<part>\w+)(?P<kind>.*)|(?P<router>gate|router)\..*)"
+)
+_MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 # GraniteMoE keeps its stacks of experts beside the router, in modules of these names
 _BARE_STACKS = ("input_linear", "output_linear")
 
@@ -103,6 +111,32 @@ def experts_of(name: str) -> str:
         return found["experts"]
     parent, _, last = name.removesuffix(".weight").rpartition(".")
     return named(parent, "experts") if last in _BARE_STACKS else ""
+
+
+def engine_name(name: str, model_type: str) -> str:
+    """Give a tensor or layer the name by which engines and Transformers load it.
+
+    Args:
+        name: as an exporter wrote it.
+        model_type: of the model, as ``config.json`` says it.
+
+    Returns:
+        The same name, but for the experts and routers of Mixtral and its like.
+
+    Example:
+        >>> engine_name("model.layers.0.mlp.experts.3.up_proj.weight", "mixtral")
+        'model.layers.0.block_sparse_moe.experts.3.w3.weight'
+    """
+    found = _MIXTRAL.fullmatch(name) if model_type in _MIXTRAL_LIKE else None
+    if found is None:
+        return name
+    rest = found["rest"]
+    if found["router"]:
+        rest = f"gate.{rest.partition('.')[2]}"
+    elif found["experts"] != "experts.":  # a stack keeps the words that say how it is divided
+        part = _MIXTRAL_PARTS.get(found["part"], found["part"])
+        rest = f"{found['experts']}{part}{found['kind']}"
+    return f"{found['block']}block_sparse_moe.{rest}"
 
 
 def dense_stacks(dense: Mapping[str, tuple[int, ...]], coded: Iterable[str]) -> set[str]:

@@ -72,6 +72,7 @@ def load(
         >>> model, filled = load(open_checkpoint("dir"), None)
     """
     check_version()
+    checkpoint = checkpoint.for_engines()
     built = skeleton(checkpoint)
     _check_shapes(checkpoint, built)
     kept, merged = _layers(checkpoint, built)
