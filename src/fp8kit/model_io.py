@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fp8kit.checkpoint import exporting, filling
+from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Spec
 from fp8kit.checkpoint.naming import cache_strategy
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
@@ -68,7 +69,7 @@ def save(
     else:
         exported = exporting.export_module(model)
     heads = dict.fromkeys(output_heads(layers), scheme)
-    cache = cache_strategy(tuple(t.shape) for t in exporting.cache_scales(model).values())
+    cache = cache_strategy(tuple(t.shape) for t in held_cache_scales(model).values())
     check_cache(dialect, cache)
     spec = Spec(scheme, tuple(exported.dense), others=heads, kv_scales=cache)
     quantization = dialect.render(spec)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.naming import dense_stacks, named
 from fp8kit.errors import CheckpointError, teach
@@ -46,7 +47,7 @@ def export_module(model: nn.Module) -> Exported:
         >>> export_module(model).tensors["0.weight"].dtype
         torch.float8_e4m3fn
     """
-    tensors = untied(model, set()) | cache_scales(model)
+    tensors = untied(model, set()) | held_cache_scales(model)
     return Exported(tensors, unquantized(model, tensors))
 
 
@@ -104,26 +105,6 @@ def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
             found |= {layer} - ({layer} if t.data_ptr() in embedded else set())
     dense = {n: tuple(t.shape) for n, t in tensors.items() if t.dtype not in FP8_FORMATS}
     return sorted(found | dense_stacks(dense, tensors.keys() - dense.keys()))
-
-
-def cache_scales(model: nn.Module) -> dict[str, Tensor]:
-    """Give the scales of the KV cache that ``load`` left on attention modules.
-
-    Args:
-        model: any module; ``module.cache_scales`` holds what ``keep_cache_scales`` put there.
-
-    Returns:
-        ``X.k_scale``, ``X.v_scale`` and ``X.q_scale`` by name, fp32 ``[1]`` or ``[heads, 1, 1]``.
-
-    Example:
-        >>> cache_scales(fp8kit.load("dir"))["model.layers.0.self_attn.k_scale"]
-        tensor([0.0210])
-    """
-    return {
-        named(name, kind): scale
-        for name, module in model.named_modules()
-        for kind, scale in getattr(module, "cache_scales", {}).items()
-    }
 
 
 def dense_linears(model: nn.Module) -> list[str]:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fp8kit import structure
 from fp8kit.checkpoint.arrivals import Arrivals
+from fp8kit.checkpoint.cache_scales import has_home, keep_cache_scales
 from fp8kit.checkpoint.joining import joined_scheme
 from fp8kit.checkpoint.layers import Layer
-from fp8kit.checkpoint.naming import CACHE_SCALES, named
+from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.reader import Checkpoint
 from fp8kit.checkpoint.routing import Shapes, find, fit
 from fp8kit.conversion import plan
@@ -125,38 +126,6 @@ def fill(
         model.to(device)
     kept = keep_cache_scales(model, checkpoint, {n: n for n in unused})
     return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded))
-
-
-def keep_cache_scales(
-    model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, str]
-) -> set[str]:
-    """Leave the scales of the KV cache on the modules they belong to, for ``save`` to write again.
-
-    They are data, ``module.cache_scales`` by ``"k_scale"`` and so on, on the CPU in fp32: neither
-    parameters nor buffers, so that ``state_dict`` has the names that the model gave it, and no cast
-    or move of the model touches them.
-
-    Args:
-        model: which has been filled; it does not use them.
-        checkpoint: which holds them.
-        places: their names in the checkpoint to their names in the model.
-
-    Returns:
-        The names in the checkpoint of those for which the model has a module.
-
-    Example:
-        >>> keep_cache_scales(model, checkpoint, {n: n for n in checkpoint.kv_scales})
-        {'model.layers.0.self_attn.k_scale', 'model.layers.0.self_attn.v_scale'}
-    """
-    kept, modules = set(), dict(model.named_modules())
-    for module in modules.values():  # of an earlier load
-        vars(module).pop("cache_scales", None)
-    for name in checkpoint.kv_scales:
-        owner, _, kind = places.get(name, "").rpartition(".")
-        if owner in modules and owner:
-            vars(modules[owner]).setdefault("cache_scales", {})[kind] = checkpoint.read(name)
-            kept.add(name)
-    return kept
 
 
 def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
@@ -360,9 +329,8 @@ def _check(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: boo
     here = found.covered | _made_here(model, layers, found.covered)
     problems += [f"{n}: not on disk" for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
     if strict:
-        homes = {named(n, k) for n, _ in model.named_modules() if n for k in CACHE_SCALES}
-        unknown = set(found.unused) - (homes & set(checkpoint.kv_scales))
-        problems += [f"{name}: not in the model" for name in sorted(unknown)]
+        lost = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
+        problems += [f"{name}: not in the model" for name in lost]
     lost = [n for n, b in model.named_buffers() if b.is_meta and n not in wanted]
     problems += [f"{n}: a buffer on meta that checkpoints do not hold" for n in lost]
     if problems:

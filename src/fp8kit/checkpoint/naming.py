@@ -30,7 +30,6 @@ _STACK_SCALES = {
     "_input_scale": "input_scale",
     "_activation_scale": "input_scale",
 }
-CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
 # each gives the attention module, and k or v, both if it says neither; or q, where attention itself
 # is quantized
 _KV_SCALES = (
@@ -47,7 +46,8 @@ _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.|$)")
 _MIXTRAL_LIKE = ("mixtral", "phimoe", "minimax", "minimax_m2")
 _MIXTRAL = re.compile(
     r"(?P<block>.*\blayers\.\d+\.)(?:mlp|block_sparse_moe)\."
-    r"(?P<rest>(?P<experts>experts\.(?:\d+\.)?)(?P<part>\w+)(?P<kind>.*)|(?P<router>gate|router)\..*)"
+    r"(?P<rest>(?P<experts>experts\.(?:\d+\.)?)(?P<part>\w+)(?P<kind>.*)"
+    r"|(?P<router>gate|router)\..*)"
 )
 _MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 # GraniteMoE keeps its stacks of experts beside the router, in modules of these names

@@ -1,7 +1,7 @@
 """Scales that a file stacks for all experts while it holds their codes one by one.
 
-Transformers writes an FP8 mixture of experts so: it splits the codes, ``X.experts.0.gate_proj``, and
-leaves the scales as it holds them, ``X.experts.gate_up_proj_scale_inv`` of ``[E, n, k]``.
+Transformers writes an FP8 mixture of experts so: it splits the codes, ``X.experts.0.gate_proj``,
+and leaves the scales as it holds them, ``X.experts.gate_up_proj_scale_inv`` of ``[E, n, k]``.
 """
 
 from __future__ import annotations

@@ -276,7 +276,8 @@ def _spec(job: _Job, dense: list[str]) -> Spec:
     schemes = Counter(m.scheme for m in job.matrices if m not in job.apart)
     main = (schemes or Counter(m.scheme for m in apart)).most_common(1)[0][0]
     others = {m.name: m.scheme for m in job.matrices if m.scheme != main and m not in job.apart}
-    others |= {_ALL_EXPERTS: m.scheme for m in apart if m.scheme != main}
+    if apart and apart[0].scheme != main:
+        others[_ALL_EXPERTS] = apart[0].scheme
     heads = output_heads(m.name for m in job.matrices)
     others |= {m.name: m.scheme for m in job.matrices if m.name in heads}
     cache = job.checkpoint.spec.kv_scales

@@ -20,8 +20,9 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from fp8kit import functional
-from fp8kit.checkpoint.exporting import Exported, cache_scales, unquantized, untied
-from fp8kit.checkpoint.filling import Filled, keep_cache_scales
+from fp8kit.checkpoint.cache_scales import held_cache_scales, keep_cache_scales
+from fp8kit.checkpoint.exporting import Exported, unquantized, untied
+from fp8kit.checkpoint.filling import Filled
 from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.reader import Checkpoint
@@ -170,7 +171,7 @@ def export(model: Any) -> Exported:
         )
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = untied(model, set(getattr(model, "all_tied_weights_keys", None) or ()))
-    tensors = {n: t for n, t in kept.items() if n not in ignored} | cache_scales(model)
+    tensors = {n: t for n, t in kept.items() if n not in ignored} | held_cache_scales(model)
     tensors = revert_weight_conversion(model, tensors)
     config = json.loads(model.config.to_json_string())
     config["architectures"] = [type(model).__name__]

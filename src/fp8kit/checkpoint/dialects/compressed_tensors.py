@@ -94,8 +94,10 @@ def _parse(source: Source) -> Announcement:
 def _is_attention(name: str, group: Any) -> bool:
     """Return whether a group quantizes the inputs of attention modules, which have no weights."""
     targets = _targets(name, group)
-    return bool(targets) and not group.get("weights") and all(
-        target.endswith("Attention") or "attn" in target for target in targets
+    return (
+        bool(targets)
+        and not group.get("weights")
+        and all(target.endswith("Attention") or "attn" in target for target in targets)
     )
 
 
