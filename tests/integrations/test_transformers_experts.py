@@ -1,4 +1,4 @@
-"""Mixtures of experts and scales of the KV cache: what other libraries wrote, and what they read."""
+"""Experts and scales of the KV cache: what other libraries write, and what they read."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ def keep_cache_scales(
     """
     kept, modules = set(), dict(model.named_modules())
     for module in modules.values():  # of an earlier load
-        vars(module).pop(_HOME, None)
+        module.__dict__.pop(_HOME, None)
     for name in checkpoint.kv_scales:
         owner, _, kind = places.get(name, "").rpartition(".")
         if owner and owner in modules:
-            vars(modules[owner]).setdefault(_HOME, {})[kind] = checkpoint.read(name)
+            modules[owner].__dict__.setdefault(_HOME, {})[kind] = checkpoint.read(name)
             kept.add(name)
     return kept
 

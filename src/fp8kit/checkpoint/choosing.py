@@ -167,8 +167,8 @@ def choose(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Choice:
     dense = {n: checkpoint.tensors[n].shape for n in choice.copies}
     # vLLM runs models that it has no class for by their modules, without renaming what is listed
     modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
-    stacks = dense_stacks(dense, choice.matrices)
-    choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *stacks})
+    homes = dense_stacks(dense, choice.matrices)
+    choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *homes})
     _check(choice, recipe)
     return choice
 

@@ -329,8 +329,8 @@ def _check(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: boo
     here = found.covered | _made_here(model, layers, found.covered)
     problems += [f"{n}: not on disk" for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
     if strict:
-        lost = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
-        problems += [f"{name}: not in the model" for name in lost]
+        unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
+        problems += [f"{name}: not in the model" for name in unknown]
     lost = [n for n, b in model.named_buffers() if b.is_meta and n not in wanted]
     problems += [f"{n}: a buffer on meta that checkpoints do not hold" for n in lost]
     if problems:

@@ -41,8 +41,8 @@ _KV_SCALES = (
     re.compile(r"(?P<module>.*\.)?(?P<kv>[qkv])_scale"),
 )
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.|$)")
-# models whose experts engines know as block_sparse_moe.experts.0.w1; exporters that walk the modules
-# of Transformers write mlp.experts.0.gate_proj
+# models whose experts engines know as block_sparse_moe.experts.0.w1; exporters that walk the
+# modules of Transformers write mlp.experts.0.gate_proj
 _MIXTRAL_LIKE = ("mixtral", "phimoe", "minimax", "minimax_m2")
 _MIXTRAL = re.compile(
     r"(?P<block>.*\blayers\.\d+\.)(?:mlp|block_sparse_moe)\."

@@ -21,6 +21,7 @@ from fp8kit.checkpoint.dialects.base import (
     Source,
     Spec,
     broken,
+    listed,
     objects,
     strings,
 )
@@ -77,8 +78,8 @@ def _parse(source: Source) -> Announcement:
         raise broken("transform_config", found["transform_config"], "absent: weights as they are")
     cache = "The config quantizes the KV cache; its scales are not used."
     quantized = "The config quantizes attention; its scales are not used."
-    unread = (cache,) if found.get("kv_cache_scheme") else ()
-    unread += (quantized,) if attention else ()
+    said = {cache: found.get("kv_cache_scheme"), quantized: attention}
+    unread = tuple(sentence for sentence, reason in said.items() if reason)
 
     def numbers(layer: str) -> Numbers:
         # a layer's own name counts before patterns, and those before the names of classes
@@ -177,7 +178,7 @@ def _render(spec: Spec) -> JsonObject:
         "format": "mixed-precision" if mixed else layouts[0],
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted({"lm_head", *spec.ignore, *_asked_for(spec.ignore)} - spec.others.keys()),
+        "ignore": sorted((listed(spec.ignore) | _asked_for(spec.ignore)) - spec.others.keys()),
         "kv_cache_scheme": cache if spec.kv_scales else None,
     }
 
