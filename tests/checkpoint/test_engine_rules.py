@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from engines import are_dense, is_dense, is_listed
 from fp8kit.checkpoint.dialects import Spec
 from fp8kit.checkpoint.targets import TARGETS, dialect_for
 from fp8kit.checkpoint.translation import convert_checkpoint
@@ -153,3 +154,25 @@ def test_mx_beside_other_schemes_is_not_for_sglang(tmp_path: Path) -> None:
         convert_checkpoint(FOLDER / "torchao", tmp_path / target, target=target)
     with pytest.raises(CheckpointError, match="it has no MX in this dialect"):
         convert_checkpoint(FOLDER / "torchao", tmp_path / "c", target="sglang")
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+@pytest.mark.parametrize("left", ["a.experts", "a.experts.3.w1", "a.experts.0.gate_proj"])
+def test_dense_experts_are_asked_for_by_names_of_their_own(left: str, scheme: str) -> None:
+    for target in TARGETS:
+        spec = Spec(SCHEMES[scheme], ("a.experts_gate", left))
+        config = dialect_for(target, SCHEMES[scheme]).render(spec)
+        assert are_dense(config, "a.experts")
+        assert not are_dense(config, "b.experts")
+
+
+def test_merged_layers_are_listed_with_their_parts() -> None:
+    parts = ("v.gate_proj", "v.up_proj", "v.attn.qkv", "w.gate_proj")
+    for target, scheme in (("vllm", "FP8_DYNAMIC"), ("vllm", "FP8_BLOCK"), ("sglang", "MXFP8")):
+        config = dialect_for(target, SCHEMES[scheme]).render(Spec(SCHEMES[scheme], parts))
+        assert is_listed(config, "v.gate_up_proj")
+        assert is_listed(config, "v.attn.qkv_proj")
+        assert not is_listed(config, "w.gate_up_proj")
+        assert is_dense(config, "v.gate_up_proj")
+        with pytest.raises(AssertionError, match="some of its parts"):
+            is_dense(config, "w.gate_up_proj")

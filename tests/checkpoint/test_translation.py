@@ -183,7 +183,13 @@ def test_embeddings_are_not_listed_and_dense_experts_are(tmp_path: Path) -> None
     }
     source = make(tmp_path / "c", tensors, FP8)
     convert_checkpoint(source, tmp_path / "d", target="vllm")
-    assert quantization(tmp_path / "d")["ignore"] == ["a.experts", "b", "lm_head"]
+    assert quantization(tmp_path / "d")["ignore"] == [
+        "a.experts",
+        *(f"a.experts.0.{part}_proj" for part in ("down", "gate", "up")),
+        "b",
+        "lm_head",
+        r"re:a\.experts\..*",
+    ]
 
 
 def test_embeddings_in_fp8_are_decoded_on_request(tmp_path: Path) -> None:

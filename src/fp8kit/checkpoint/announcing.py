@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, Dialect, JsonObject, Spec
 from fp8kit.checkpoint.exporting import dense_linears, on_disk
-from fp8kit.checkpoint.targets import check_layers, dialect_for, output_heads
+from fp8kit.checkpoint.naming import cache_strategy
+from fp8kit.checkpoint.targets import check_cache, check_layers, dialect_for, output_heads
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules.linear import Fp8Linear
@@ -30,6 +32,7 @@ class Announced:
         main: the scheme of most layers.
         schemes: the scheme of each layer, under its names in the module and in the checkpoint.
         heads: output heads that are FP8.
+        kv_scales: of the KV cache, as in ``Spec``.
     """
 
     dialect: Dialect
@@ -37,6 +40,7 @@ class Announced:
     main: Scheme
     schemes: Mapping[str, Scheme]
     heads: Sequence[str]
+    kv_scales: str
 
     def config(self, ignore: Sequence[str]) -> JsonObject:
         """Give the ``quantization_config`` of the checkpoint.
@@ -46,7 +50,8 @@ class Announced:
         """
         others = {n: s for n, s in self.schemes.items() if s != self.main}
         others |= {n: self.schemes[n] for n in self.heads}
-        return self.dialect.render(Spec(self.main, tuple(ignore), others=others))
+        spec = Spec(self.main, tuple(ignore), others=others, kv_scales=self.kv_scales)
+        return self.dialect.render(spec)
 
     def on_disk(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         """Give a tensor of the module its name and shape on disk."""
@@ -117,4 +122,6 @@ def announce(
         found = stored.get(layer.weight.data_ptr(), f"{name}.weight")
         schemes |= dict.fromkeys((name, found.removesuffix(".weight")), layer.scheme)
     dtype = next(iter(layers.values())).compute_dtype
-    return Announced(dialect, dtype, main, schemes, output_heads(layers))
+    cache = cache_strategy(tuple(t.shape) for t in held_cache_scales(model).values())
+    check_cache(dialect, cache)
+    return Announced(dialect, dtype, main, schemes, output_heads(layers), cache)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from fp8kit.checkpoint.layers import FLOATS
 from fp8kit.checkpoint.matrices import Matrix, stack_of, stacked_experts
+from fp8kit.checkpoint.naming import dense_stacks
 from fp8kit.checkpoint.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.recipe import Recipe
 from fp8kit.checkpoint.targets import check_layers
@@ -57,6 +58,7 @@ class Facts:
         others: names on disk of two-dimensional weights of any other use, and what they are.
         absent: linear layers of the model without a weight of their own on disk, by name.
         repeated: names of tensors that are another tensor's second name.
+        modules: names on disk to names of modules, where the model calls a layer otherwise.
     """
 
     source: str
@@ -65,6 +67,7 @@ class Facts:
     others: dict[str, str] = field(default_factory=dict)
     absent: dict[str, KnownLayer] = field(default_factory=dict)
     repeated: set[str] = field(default_factory=set)
+    modules: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -152,7 +155,7 @@ def choose(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Choice:
         elif (experts := stack_of(name)) is not None and len(info.shape) == 3:
             if _decide_stack(choice, info, stacks.get(experts, {}), odd.get(experts, ""), recipe):
                 continue
-            choice.ignore += [experts, f"re:{re.escape(experts)}\\..*"]
+            choice.ignore.append(experts)
         elif kind == "weight" and len(info.shape) == 2 and layer not in facts.embeddings:
             choice.ignore.append(layer)
             if layer in facts.others:
@@ -161,7 +164,11 @@ def choose(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Choice:
     for name, absent in facts.absent.items():
         reason = _excluded([name], absent, recipe) or absent.obstacle or "not on disk"
         choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
-    choice.ignore = sorted({*choice.ignore, *facts.absent})
+    dense = {n: checkpoint.tensors[n].shape for n in choice.copies}
+    # vLLM runs models that it has no class for by their modules, without renaming what is listed
+    modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
+    homes = dense_stacks(dense, choice.matrices)
+    choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *homes})
     _check(choice, recipe)
     return choice
 

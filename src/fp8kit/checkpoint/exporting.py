@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
-from fp8kit.checkpoint.pairing import named
+from fp8kit.checkpoint.naming import dense_stacks, named
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.linear import Fp8Linear
@@ -46,7 +47,7 @@ def export_module(model: nn.Module) -> Exported:
         >>> export_module(model).tensors["0.weight"].dtype
         torch.float8_e4m3fn
     """
-    tensors = untied(model, set())
+    tensors = untied(model, set()) | held_cache_scales(model)
     return Exported(tensors, unquantized(model, tensors))
 
 
@@ -89,8 +90,8 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
 def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
     """List what must be ignored: every dense linear layer, and matrices that engines make linear.
 
-    The latter are two-dimensional weights of other modules, such as routers and single experts;
-    embeddings are not among them.
+    The latter are two-dimensional weights of other modules, such as routers and single experts, and
+    stacks of experts; embeddings are not among them.
 
     Args:
         model: the module.
@@ -102,7 +103,8 @@ def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and t.dim() == 2 and t.dtype not in FP8_FORMATS:
             found |= {layer} - ({layer} if t.data_ptr() in embedded else set())
-    return sorted(found)
+    dense = {n: tuple(t.shape) for n, t in tensors.items() if t.dtype not in FP8_FORMATS}
+    return sorted(found | dense_stacks(dense, tensors.keys() - dense.keys()))
 
 
 def dense_linears(model: nn.Module) -> list[str]:

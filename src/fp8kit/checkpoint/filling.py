@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8kit import structure
 from fp8kit.checkpoint.arrivals import Arrivals
+from fp8kit.checkpoint.cache_scales import has_home, keep_cache_scales
 from fp8kit.checkpoint.joining import joined_scheme
 from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.naming import named
@@ -123,7 +124,8 @@ def fill(
     end(model, layers, arrivals)
     if device is not None:
         model.to(device)
-    return Filled(unused, sorted(arrivals.decoded))
+    kept = keep_cache_scales(model, checkpoint, {n: n for n in unused})
+    return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded))
 
 
 def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
@@ -327,7 +329,8 @@ def _check(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: boo
     here = found.covered | _made_here(model, layers, found.covered)
     problems += [f"{n}: not on disk" for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
     if strict:
-        problems += [f"{name}: not in the model" for name in sorted(found.unused)]
+        unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
+        problems += [f"{name}: not in the model" for name in unknown]
     lost = [n for n, b in model.named_buffers() if b.is_meta and n not in wanted]
     problems += [f"{n}: a buffer on meta that checkpoints do not hold" for n in lost]
     if problems:

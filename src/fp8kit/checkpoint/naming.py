@@ -7,7 +7,7 @@ belongs to which dialect matters only when writing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,15 +30,28 @@ _STACK_SCALES = {
     "_input_scale": "input_scale",
     "_activation_scale": "input_scale",
 }
-# each gives the module that holds the cache, and k or v, both if it says neither
+# each gives the attention module, and k or v, both if it says neither; or q, where attention itself
+# is quantized
 _KV_SCALES = (
-    re.compile(r"(?P<module>.*\.)?(?:[kv]|qkv)_proj\.(?P<kv>[kv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?:[qkv]|qkv)_proj\.(?P<kv>[qkv])_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_proj\.output_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_fake_quantizer\.qscale_act"),
-    re.compile(r"(?P<module>.*\.self_attn\.)attn\.(?P<kv>[kv])_scale"),
+    re.compile(r"(?P<module>.*\.self_attn\.)attn\.(?P<kv>[qkv])_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>)kv_scale"),
-    re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[qkv])_scale"),
 )
+_EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.|$)")
+# models whose experts engines know as block_sparse_moe.experts.0.w1; exporters that walk the
+# modules of Transformers write mlp.experts.0.gate_proj
+_MIXTRAL_LIKE = ("mixtral", "phimoe", "minimax", "minimax_m2")
+_MIXTRAL = re.compile(
+    r"(?P<block>.*\blayers\.\d+\.)(?:mlp|block_sparse_moe)\."
+    r"(?P<rest>(?P<experts>experts\.(?:\d+\.)?)(?P<part>\w+)(?P<kind>.*)"
+    r"|(?P<router>gate|router)\..*)"
+)
+_MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+# GraniteMoE keeps its stacks of experts beside the router, in modules of these names
+_BARE_STACKS = ("input_linear", "output_linear")
 
 
 @dataclass(slots=True)
@@ -64,7 +77,7 @@ class Names:
 
     Args:
         layers: our name of each layer to its tensors.
-        kv_scales: our name, ``X.k_scale`` or ``X.v_scale``, to names on disk.
+        kv_scales: our name, ``X.k_scale``, ``X.v_scale`` or ``X.q_scale``, to names on disk.
         plain: tensors that have nothing to do with FP8.
         stray: FP8 tensors that are not the weight of a layer.
     """
@@ -78,6 +91,71 @@ class Names:
 def named(layer: str, kind: str) -> str:
     """Name a tensor of a layer; the layer that is the whole model has no name."""
     return f"{layer}.{kind}" if layer else kind
+
+
+def experts_of(name: str) -> str:
+    """Give the module of experts, as serving engines name it, that a layer or tensor belongs to.
+
+    Args:
+        name: of one expert's layer, of a stack, of its tensor, or of the module itself.
+
+    Returns:
+        Its name; empty if it belongs to none.
+
+    Example:
+        >>> experts_of("layers.0.mlp.experts.3.w1"), experts_of("layers.0.moe.input_linear.weight")
+        ('layers.0.mlp.experts', 'layers.0.moe.experts')
+    """
+    found = _EXPERTS.match(name)
+    if found:
+        return found["experts"]
+    parent, _, last = name.removesuffix(".weight").rpartition(".")
+    return named(parent, "experts") if last in _BARE_STACKS else ""
+
+
+def engine_name(name: str, model_type: str) -> str:
+    """Give a tensor or layer the name by which engines and Transformers load it.
+
+    Args:
+        name: as an exporter wrote it.
+        model_type: of the model, as ``config.json`` says it.
+
+    Returns:
+        The same name, but for the experts and routers of Mixtral and its like.
+
+    Example:
+        >>> engine_name("model.layers.0.mlp.experts.3.up_proj.weight", "mixtral")
+        'model.layers.0.block_sparse_moe.experts.3.w3.weight'
+    """
+    found = _MIXTRAL.fullmatch(name) if model_type in _MIXTRAL_LIKE else None
+    if found is None:
+        return name
+    rest = found["rest"]
+    if found["router"]:
+        rest = f"gate.{rest.partition('.')[2]}"
+    elif found["experts"] != "experts.":  # a stack keeps the words that say how it is divided
+        part = _MIXTRAL_PARTS.get(found["part"], found["part"])
+        rest = f"{found['experts']}{part}{found['kind']}"
+    return f"{found['block']}block_sparse_moe.{rest}"
+
+
+def dense_stacks(dense: Mapping[str, tuple[int, ...]], coded: Iterable[str]) -> set[str]:
+    """Name the modules of experts whose stacks are in high precision.
+
+    Args:
+        dense: names of the tensors in high precision, and their shapes.
+        coded: names of the FP8 layers.
+
+    Example:
+        >>> dense_stacks({"mlp.experts.down_proj": (8, 64, 32)}, ["self_attn.q_proj"])
+        {'mlp.experts'}
+    """
+    found = set()
+    for name, shape in dense.items():
+        inside = name.removeprefix(f"{experts_of(name)}.")
+        if len(shape) == 3 or (inside != name and len(shape) == 2 and not inside[:1].isdigit()):
+            found.add(experts_of(name))
+    return found - {experts_of(n) for n in coded} - {""}
 
 
 def sort_names(kinds: Kinds) -> Names:
@@ -163,6 +241,23 @@ def _add_cache(found: Names, name: str) -> bool:
                 found.kv_scales.setdefault(f"{module}{kv}_scale", []).append(name)
             return True
     return False
+
+
+def cache_strategy(shapes: Iterable[tuple[int, ...]]) -> str:
+    """Say how fine the scales of a KV cache are, in the word of compressed-tensors.
+
+    Args:
+        shapes: of all of them.
+
+    Returns:
+        ``"tensor"``, ``"attn_head"`` if one has a number per head, or nothing if there are none.
+
+    Example:
+        >>> cache_strategy([(1,), (1,)]), cache_strategy([(8, 1, 1)])
+        ('tensor', 'attn_head')
+    """
+    found = {"attn_head" if len(shape) == 3 else "tensor" for shape in shapes}
+    return min(found, default="")
 
 
 def standard_names(layer: str, stack: bool) -> Mapping[str, str]:

@@ -26,7 +26,7 @@ from fp8kit.checkpoint.layers import (
     scale_problem,
 )
 from fp8kit.checkpoint.layers import Layer as Layer
-from fp8kit.checkpoint.naming import CODES, Parts, sort_names, standard_names
+from fp8kit.checkpoint.naming import CODES, Parts, cache_strategy, sort_names, standard_names
 from fp8kit.checkpoint.naming import named as named
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW, TENSOR, Scheme
@@ -84,7 +84,8 @@ def interpret(source: Source) -> Reading:
         _add_layer(found, name, parts, source, announced)
     for ours, on_disk in sorted(names.kv_scales.items()):
         _add_cache_scale(found, ours, on_disk, source.kinds)
-    _summarize(found, announced)
+    cache = cache_strategy(source.kinds[found.tensors[n]][1] for n in found.kv_scales)
+    _summarize(found, announced, cache)
     return found
 
 
@@ -127,11 +128,11 @@ def _stray(name: str, dtype: torch.dtype) -> str:
     )
 
 
-def _summarize(found: Reading, announced: Announcement) -> None:
+def _summarize(found: Reading, announced: Announcement, cache: str) -> None:
     schemes = Counter(layer.scheme for layer in found.layers.values())
     main = schemes.most_common(1)[0][0] if schemes else _announced_scheme(announced)
     others = {n: x.scheme for n, x in found.layers.items() if x.scheme != main}
-    found.spec = Spec(main, announced.ignore, announced.unread, others, bool(found.kv_scales))
+    found.spec = Spec(main, announced.ignore, announced.unread, others, cache)
 
 
 def _announced_scheme(announced: Announcement) -> Scheme:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os.path import lexists
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -24,8 +24,10 @@ from fp8kit.checkpoint.files import damaged, printable, read_tensor, shown
 from fp8kit.checkpoint.files import read_header as read_header
 from fp8kit.checkpoint.files import read_json as read_json
 from fp8kit.checkpoint.layers import FLOATS, Layer
+from fp8kit.checkpoint.naming import engine_name
 from fp8kit.checkpoint.pairing import group_repeated, interpret
 from fp8kit.checkpoint.refusals import check_source, no_weights
+from fp8kit.checkpoint.slicing import sliced
 from fp8kit.errors import CheckpointError, teach
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
@@ -80,6 +82,31 @@ class Checkpoint:
         count = Counter(i.dtype for n, i in self.tensors.items() if not self.is_scale(n))
         floats = [d for d, _ in count.most_common() if d in FLOATS]
         return floats[0] if floats else torch.bfloat16
+
+    def for_engines(self) -> Checkpoint:
+        """Give the same checkpoint under the names by which engines and Transformers load it.
+
+        Example:
+            >>> "model.layers.0.block_sparse_moe.gate.weight" in checkpoint.for_engines().tensors
+            True
+        """
+        model_type = str(self.config.get("model_type"))
+        names = {n: engine_name(n, model_type) for n in (*self.tensors, *self.layers)}
+        taken = len({names[n] for n in self.tensors}) < len(self.tensors)
+        if taken or all(n == name for n, name in names.items()):
+            return self
+        layers = {
+            names[n]: replace(
+                layer,
+                name=names[n],
+                weight=names[layer.weight],
+                scale=names[layer.scale],
+                input_scale=names[layer.input_scale] if layer.input_scale else None,
+            )
+            for n, layer in self.layers.items()
+        }
+        tensors = {names[n]: info for n, info in self.tensors.items()}
+        return replace(self, tensors=tensors, layers=layers)
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Load tensors one at a time, shard by shard, in the order they have on disk.
@@ -230,6 +257,7 @@ def _scan(
         metadata.update(texts)
         if index is not None:
             problems += _disagreements(shard, found, index)
+    tensors = sliced(tensors)
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
     read = interpret(Source(config, kinds, documents, metadata))
     return Checkpoint(

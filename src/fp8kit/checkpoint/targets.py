@@ -184,6 +184,29 @@ def _check_dialect(target: str, scheme: Scheme, dialect: Dialect, experts: bool)
         )
 
 
+def check_cache(dialect: Dialect, kv_scales: str) -> None:
+    """Refuse scales of the KV cache that engines cannot load from a dialect.
+
+    Args:
+        dialect: how they would be written.
+        kv_scales: as in ``Spec``.
+
+    Raises:
+        CheckpointError: for scales per head elsewhere than in compressed-tensors.
+
+    Example:
+        >>> check_cache(AUTOFP8, "tensor")
+    """
+    if kv_scales == "attn_head" and dialect is not COMPRESSED_TENSORS:
+        raise CheckpointError(
+            teach(
+                f"The KV cache has scales per head, to write as {dialect.name}.",
+                "Engines load them from compressed-tensors only.",
+                f"Write dialect {COMPRESSED_TENSORS.name}.",
+            )
+        )
+
+
 def is_embedding(name: str) -> bool:
     """Say whether a layer of this name is a table that is looked up, not a linear layer."""
     return _EMBEDDING.fullmatch(name) is not None

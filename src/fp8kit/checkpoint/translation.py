@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,13 +14,14 @@ from torch import Tensor
 
 from fp8kit import functional
 from fp8kit.checkpoint.decoding import check_codes
-from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named
+from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named, scheme_of
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.joining import Fp8Weight, joined_scheme, rows_of
 from fp8kit.checkpoint.layers import Layer
-from fp8kit.checkpoint.naming import named
+from fp8kit.checkpoint.naming import dense_stacks, engine_name, experts_of, named
 from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.targets import (
+    check_cache,
     check_layers,
     dialect_for,
     is_embedding,
@@ -33,6 +36,8 @@ _EQUAL = 1e-5
 UNFIT = ("refuse", "dequantize")
 # the halves of a stack that holds two projections, in the order of their rows
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
+_ALL_EXPERTS = r"re:.*\bexperts\.\d+\..*"
+_EXPERT = re.compile(r".*experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +62,7 @@ class _Job:
     dialect: Dialect
     matrices: list[_Matrix]
     unfit: list[_Matrix] = field(default_factory=list)
+    apart: set[_Matrix] = field(default_factory=set)  # experts with a scheme of their own
 
 
 def convert_checkpoint(
@@ -110,6 +116,8 @@ def convert_checkpoint(
     scheme = _scheme(checkpoint)
     if target is None and dialect is None:
         target = "vllm"
+    if target is not None:
+        checkpoint = checkpoint.for_engines()
     written = dialect_named(dialect) if dialect else dialect_for(target or "vllm", scheme)
     job = _Job(checkpoint, written, list(_matrices(checkpoint)))
     dense = _dense(checkpoint)
@@ -160,7 +168,9 @@ def _matrices(checkpoint: Checkpoint) -> Iterator[_Matrix]:
         rows = layer.shape[1] // len(parts)
         for expert in range(layer.shape[0]):
             for i, part in enumerate(parts):
-                name = named(parent, f"{expert}.{part}")
+                name = engine_name(
+                    named(parent, f"{expert}.{part}"), str(checkpoint.config.get("model_type"))
+                )
                 yield _Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
 
 
@@ -189,8 +199,33 @@ def _check_target(job: _Job, target: str, dense: list[str], unfit: str) -> None:
     for scheme in {m.scheme for m in job.matrices}:
         shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme}
         check_layers(target, scheme, shapes, dense, dialect=job.dialect)
-    if target == "vllm" and job.dialect.name == "compressed-tensors":
-        _check_input_scales(job)
+    if job.dialect.name == "compressed-tensors":
+        if target == "vllm":
+            _check_input_scales(job)
+        if target == "transformers":
+            _drop_input_scales(job)
+    odd = [m.name for m in job.matrices if experts_of(m.name) and not _EXPERT.fullmatch(m.name)]
+    if odd:
+        warnings.warn(
+            f"{odd[0]} and {len(odd) - 1} more layers of experts have names that no engine is "
+            f"known to load; they are written as they are.",
+            stacklevel=3,
+        )
+
+
+def _drop_input_scales(job: _Job) -> None:
+    """Leave out the input scales of experts, which Transformers runs in high precision."""
+    experts = [m for m in job.matrices if experts_of(m.name) and m.scheme.static]
+    if not experts:
+        return
+    left = [m for m in job.matrices if m not in set(experts)]
+    job.apart = {replace(m, scheme=scheme_of(m.scheme.weight, None)) for m in experts}
+    job.matrices = sorted((*left, *job.apart), key=lambda m: m.name)
+    warnings.warn(
+        f"The input scales of {len(experts)} experts, e.g. {experts[0].name}, are left out: "
+        "Transformers merges experts, and does not quantize what goes into them.",
+        stacklevel=4,
+    )
 
 
 def _check_input_scales(job: _Job) -> None:
@@ -216,16 +251,15 @@ def _check_input_scales(job: _Job) -> None:
 
 def _dense(checkpoint: Checkpoint) -> list[str]:
     """Name the matrices in high precision that engines would take for quantized linear layers."""
-    found = []
+    found, dense = [], {}
     for name, info in checkpoint.tensors.items():
         layer, _, kind = name.rpartition(".")
         if checkpoint.is_scale(name) or layer in checkpoint.layers or name in checkpoint.layers:
             continue
+        dense[name] = info.shape
         if kind == "weight" and len(info.shape) == 2 and not is_embedding(layer):
             found.append(layer)
-        elif len(info.shape) == 3 and layer.endswith("experts"):
-            found.append(layer)
-    return found
+    return found + sorted(dense_stacks(dense, checkpoint.layers))
 
 
 def _spec(job: _Job, dense: list[str]) -> Spec:
@@ -238,12 +272,16 @@ def _spec(job: _Job, dense: list[str]) -> Spec:
                 "Name another target.",
             )
         )
-    schemes = Counter(m.scheme for m in job.matrices)
-    main = schemes.most_common(1)[0][0]
-    others = {m.name: m.scheme for m in job.matrices if m.scheme != main}
+    apart = [m for m in job.matrices if m in job.apart]
+    schemes = Counter(m.scheme for m in job.matrices if m not in job.apart)
+    main = (schemes or Counter(m.scheme for m in apart)).most_common(1)[0][0]
+    others = {m.name: m.scheme for m in job.matrices if m.scheme != main and m not in job.apart}
+    if apart and apart[0].scheme != main:
+        others[_ALL_EXPERTS] = apart[0].scheme
     heads = output_heads(m.name for m in job.matrices)
     others |= {m.name: m.scheme for m in job.matrices if m.name in heads}
-    cache = bool(job.checkpoint.kv_scales)
+    cache = job.checkpoint.spec.kv_scales
+    check_cache(job.dialect, cache)
     return Spec(main, tuple(sorted(set(dense))), others=others, kv_scales=cache)
 
 
@@ -306,7 +344,7 @@ def _stream(job: _Job) -> Iterator[tuple[str, Tensor]]:
                 continue
             yield _renamed(job, m, "weight", part.data)
             yield _renamed(job, m, "weight_scale", part.scale)
-            if inputs is not None:
+            if inputs is not None and m.scheme.static:
                 one = inputs[m.expert if len(inputs) > 1 else 0].reshape(1, 1)
                 yield _renamed(job, m, "input_scale", one)
 

@@ -18,8 +18,10 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from fp8kit import functional
+from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.filling import Filled
 from fp8kit.checkpoint.layers import Layer
+from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.reader import Checkpoint
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import QTensor
@@ -65,12 +67,14 @@ def load(
         >>> model, filled = load(open_checkpoint("dir"), None)
     """
     check_version()
+    checkpoint = checkpoint.for_engines()
     built = skeleton(checkpoint)
     _check_shapes(checkpoint, built)
     kept, merged = _layers(checkpoint, built)
     hf_config = _config(checkpoint, kept)
     high = dtype or checkpoint.dtype
-    state = {name: _OnDisk(checkpoint, name) for name in checkpoint.tensors}
+    places = _cache_places(checkpoint, built)
+    state = {n: _OnDisk(checkpoint, n) for n in checkpoint.tensors if n not in places}
     for layer in (checkpoint.layers[name] for name in merged):
         for scale in (layer.scale, layer.input_scale):
             state.pop(scale or "", None)
@@ -92,6 +96,7 @@ def load(
     if device is not None:
         model.to(device)
     _check_loaded(model, info, strict)
+    keep_cache_scales(model, checkpoint, places)
     model.config.name_or_path = model.name_or_path = str(checkpoint.path.resolve())
     if model.can_generate() and (checkpoint.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
@@ -159,6 +164,20 @@ def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str]]:
     weights = {layer.weight: name for name, layer in checkpoint.layers.items()}
     kept, merged = layers_in_model(model, weights)
     return [weights[w] for w in kept], [weights[w] for w in merged]
+
+
+def _cache_places(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
+    """Name in the model the scales of the KV cache whose module it has and does not use itself."""
+    homes = {name.rpartition(".")[0] for name in checkpoint.kv_scales}
+    weights = [n for n in checkpoint.tensors if n.rpartition(".")[0].rpartition(".")[0] in homes]
+    linears, _ = layers_in_model(model, [n for n in weights if n.endswith(".weight")])
+    modules = {n.rpartition(".")[0].rpartition(".")[0]: m for n, m in linears.items()}
+    places = {}
+    for name in set(checkpoint.kv_scales) - model.state_dict().keys():
+        home, _, kind = name.rpartition(".")
+        if home in modules:
+            places[name] = named(modules[home].rpartition(".")[0], kind)
+    return places
 
 
 def _model_class(checkpoint: Checkpoint) -> Any:

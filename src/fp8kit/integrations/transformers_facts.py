@@ -54,6 +54,8 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
         met |= set() if name in repeated else {owner}
         if kind != "weight" or len(checkpoint.tensors[name].shape) != 2:
             continue
+        if owner != layer:
+            found.modules[layer] = owner
         if owner in known:
             found.layers[layer] = known[owner]
         elif isinstance(module, nn.Embedding):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import transformers
-from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from fp8kit.checkpoint.announcing import announce
+from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
@@ -64,7 +63,7 @@ def export(model: Any) -> Exported:
         )
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = untied(model, set(getattr(model, "all_tied_weights_keys", None) or ()))
-    tensors = {n: t for n, t in kept.items() if n not in ignored}
+    tensors = {n: t for n, t in kept.items() if n not in ignored} | held_cache_scales(model)
     tensors = revert_weight_conversion(model, tensors)
     config = json.loads(model.config.to_json_string())
     config["architectures"] = [type(model).__name__]
@@ -102,15 +101,6 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
         announce(model, exported.tensors, "transformers", announced.dialect)
     except CheckpointError:  # of what engines do not load, save_pretrained need not keep away
         announced = announce(model, exported.tensors, "transformers")
-    state = dict(announced.on_disk(n, t) for n, t in model.state_dict().items())
-    return state, announced.config(sorted({*exported.dense, *_experts(model)}))
+    held = model.state_dict() | held_cache_scales(model)
+    return dict(announced.on_disk(n, t) for n, t in held.items()), announced.config(exported.dense)
 
-
-def _experts(model: nn.Module) -> list[str]:
-    """Give patterns for stacks of experts in high precision, which are saved one by one."""
-    return [
-        f"re:{re.escape(name)}\\..*"
-        for name, module in model.named_modules()
-        for p in module.parameters(recurse=False)
-        if p.dim() == 3 and p.dtype not in FP8_FORMATS
-    ]

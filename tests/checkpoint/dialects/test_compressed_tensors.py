@@ -194,7 +194,7 @@ def test_the_library_that_defines_the_format_accepts_what_is_written() -> None:
         scheme_of(TENSOR, TENSOR),
         scheme_of(ROW, TENSOR, static=True),
     ):
-        found = COMPRESSED_TENSORS.render(Spec(scheme, kv_scales=True))
+        found = COMPRESSED_TENSORS.render(Spec(scheme, kv_scales="attn_head"))
         read = quantization.QuantizationConfig.model_validate(found)
         assert read.format == found["format"]
         assert read.kv_cache_scheme.num_bits == 8

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Source, Spec, strings
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Source,
+    Spec,
+    listed,
+    strings,
+)
 from fp8kit.checkpoint.dialects.transformers_fp8 import fp8_numbers
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW, TENSOR
@@ -35,7 +43,7 @@ def _render(spec: Spec) -> JsonObject:
                 "Write dialect compressed-tensors, or convert with FP8 or FP8_TENSOR.",
             )
         )
-    left = sorted({"lm_head", *spec.ignore})
+    left = sorted(listed(spec.ignore))
     return {
         "quant_method": "fp8",
         "activation_scheme": "static" if scheme.static else "dynamic",

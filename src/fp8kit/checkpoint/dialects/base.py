@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from fp8kit.selection import some_of
 
 JsonObject = dict[str, Any]
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+_MERGED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("qkv",)}
 _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 
 
@@ -111,14 +112,14 @@ class Spec:
         unread: sentences about parts of the config that this package does not carry out.
         others: layers that the common name of linear layers does not cover, by name: those of
             another scheme than ``scheme``, and a quantized output head.
-        kv_scales: the checkpoint holds scales of the KV cache.
+        kv_scales: what scales of the KV cache it holds: ``"tensor"``, ``"attn_head"``, or none.
     """
 
     scheme: Scheme
     ignore: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     others: Mapping[str, Scheme] = field(default_factory=dict)
-    kv_scales: bool = False
+    kv_scales: str = ""
 
 
 def _read_only(spec: Spec) -> JsonObject:
@@ -156,6 +157,31 @@ class Dialect:
     def writable(self) -> bool:
         """Whether checkpoints are written in it."""
         return self.render is not _read_only
+
+
+def listed(names: Iterable[str]) -> set[str]:
+    """List what stays in high precision, with what engines may ask for in its place.
+
+    They merge q, k and v, and gate and up, and ask for the parts of most merged layers; but for
+    some, such as those in the vision tower of GLM-4V, for the merged layer itself.
+
+    Args:
+        names: of the layers.
+
+    Returns:
+        These, the output head, and the merged layers all of whose parts are among them.
+
+    Example:
+        >>> sorted(listed(["a.gate_proj", "a.up_proj", "b.qkv"]))
+        ['a.gate_proj', 'a.gate_up_proj', 'a.up_proj', 'b.qkv', 'b.qkv_proj', 'lm_head']
+    """
+    found = {"lm_head", *names}
+    for name in sorted(found):
+        parent, dot, last = name.rpartition(".")
+        for merged, parts in _MERGED.items():
+            if last == parts[0] and {f"{parent}{dot}{part}" for part in parts} <= found:
+                found.add(f"{parent}{dot}{merged}")
+    return found
 
 
 def scheme_of(

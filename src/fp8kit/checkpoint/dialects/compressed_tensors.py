@@ -8,7 +8,7 @@ What is written is the union of what vLLM (``format``, ``type``) and Transformer
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fp8kit.checkpoint.dialects.base import (
     Source,
     Spec,
     broken,
+    listed,
     objects,
     strings,
 )
@@ -43,11 +44,12 @@ _ACTIVATIONS: dict[tuple[GroupShape, bool], JsonObject] = {
 }
 # readers select MX by these, and read scales into bytes
 _MX_BYTES: JsonObject = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-_KV_CACHE: JsonObject = {**_ARGS, "strategy": "tensor", "dynamic": False}
 _FLOAT, _MX = "float-quantized", "mxfp8-quantized"
 _FORMATS = (_FLOAT, "naive-quantized", _MX)
 # these describe how the values were found; reading the values does not need them
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
+
+_EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.\d+\..+)?")
 
 
 def _detect(source: Source) -> bool:
@@ -61,14 +63,23 @@ def _parse(source: Source) -> Announcement:
     if not isinstance(groups, dict) or not groups:
         raise broken("config_groups", groups, "an object with at least one group")
     ignore = strings(found, "ignore")
-    read = [(_targets(name, group), _group(name, group, found)) for name, group in groups.items()]
+    attention = [name for name, group in groups.items() if _is_attention(name, group)]
+    read = [
+        (_targets(name, group), _group(name, group, found))
+        for name, group in groups.items()
+        if name not in attention
+    ]
+    if not read:
+        raise broken("config_groups", groups, "an object with a group of linear layers")
     sparsity = objects(found, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise broken("sparsity_config", sparsity, "absent or dense")
     if found.get("transform_config"):
         raise broken("transform_config", found["transform_config"], "absent: weights as they are")
     cache = "The config quantizes the KV cache; its scales are not used."
-    unread = (cache,) if found.get("kv_cache_scheme") else ()
+    quantized = "The config quantizes attention; its scales are not used."
+    said = {cache: found.get("kv_cache_scheme"), quantized: attention}
+    unread = tuple(sentence for sentence, reason in said.items() if reason)
 
     def numbers(layer: str) -> Numbers:
         # a layer's own name counts before patterns, and those before the names of classes
@@ -79,6 +90,16 @@ def _parse(source: Source) -> Announcement:
         return next((g for t, g in read if any(c.isidentifier() for c in t)), read[0][1])
 
     return Announcement(numbers, ignore, unread)
+
+
+def _is_attention(name: str, group: Any) -> bool:
+    """Return whether a group quantizes the inputs of attention modules, which have no weights."""
+    targets = _targets(name, group)
+    return (
+        bool(targets)
+        and not group.get("weights")
+        and all(target.endswith("Attention") or "attn" in target for target in targets)
+    )
 
 
 def _is_pattern_of(target: str, layer: str) -> bool:
@@ -151,14 +172,27 @@ def _render(spec: Spec) -> JsonObject:
         }
         for i, ((scheme, targets), layout) in enumerate(zip(schemes.items(), layouts, strict=True))
     }
+    cache = {**_ARGS, "strategy": spec.kv_scales, "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision" if mixed else layouts[0],
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted({"lm_head", *spec.ignore} - spec.others.keys()),
-        "kv_cache_scheme": _KV_CACHE if spec.kv_scales else None,
+        "ignore": sorted((listed(spec.ignore) | _asked_for(spec.ignore)) - spec.others.keys()),
+        "kv_cache_scheme": cache if spec.kv_scales else None,
     }
+
+
+def _asked_for(ignore: Iterable[str]) -> set[str]:
+    """Name what vLLM and SGLang ask for to learn whether experts are quantized.
+
+    They ask for three layers of the first expert, by these names whatever the model calls them,
+    and never for a stack. Models of vLLM rename what is listed as they rename weights, but not
+    patterns: names serve models that move their layers, the pattern those that rename projections.
+    """
+    homes = {m["experts"] for name in ignore if (m := _EXPERTS.fullmatch(name))}
+    names = {f"{h}.0.{part}_proj" for h in homes for part in ("gate", "up", "down")}
+    return names | {f"re:{re.escape(h)}\\..*" for h in homes}
 
 
 def _rendered(scheme: Scheme) -> Mapping[str, Any]:

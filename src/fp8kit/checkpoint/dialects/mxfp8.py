@@ -16,6 +16,7 @@ from fp8kit.checkpoint.dialects.base import (
     block_shape,
     broken,
     choice,
+    listed,
     strings,
 )
 from fp8kit.errors import CheckpointError, teach
@@ -53,7 +54,7 @@ def _render(spec: Spec) -> JsonObject:
                 "Write dialect compressed-tensors, or convert with MXFP8.",
             )
         )
-    left = sorted({"lm_head", *spec.ignore})
+    left = sorted(listed(spec.ignore))
     return {
         "quant_method": "mxfp8",
         "activation_scheme": "dynamic",

@@ -20,6 +20,7 @@ from fp8kit.checkpoint.dialects.base import (
     block_shape,
     broken,
     choice,
+    listed,
     strings,
 )
 from fp8kit.errors import CheckpointError, teach
@@ -83,7 +84,7 @@ def _render(spec: Spec) -> JsonObject:
                 "Write dialect compressed-tensors, or convert with FP8_BLOCK.",
             )
         )
-    left = sorted({"lm_head", *spec.ignore})
+    left = sorted(listed(spec.ignore))
     return {
         "quant_method": "fp8",
         "activation_scheme": "static" if scheme.static else "dynamic",
