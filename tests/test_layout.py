@@ -70,7 +70,13 @@ ORDER = (
 )
 # the only places that import by a computed name: what is asked of the package, backends, and what
 # a model's library needs
-DYNAMIC_IMPORTERS = ("__init__.py", "dispatch.py", "libraries.py", "model_io.py", "checkpoint_io.py")
+DYNAMIC_IMPORTERS = (
+    "__init__.py",
+    "dispatch.py",
+    "libraries.py",
+    "model_io.py",
+    "checkpoint_io.py",
+)
 
 FILE_LINES, KERNEL_FILE_LINES = 400, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80

@@ -103,4 +103,3 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
         announced = announce(model, exported.tensors, "transformers")
     held = model.state_dict() | held_cache_scales(model)
     return dict(announced.on_disk(n, t) for n, t in held.items()), announced.config(exported.dense)
-
