@@ -31,9 +31,9 @@ from torch import Tensor
 import fp8kit
 from checking import Checked
 from fp8kit.bench.timing import QUICK
+from fp8kit.matmul.hopper.heuristics import Costs, estimates
+from fp8kit.matmul.hopper.tile_config import Tile
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.matmul.swap_ab_cuts import Costs, estimates
-from fp8kit.matmul.swap_ab_tile import Tile
 from layers import chosen
 from timing import Case, copies_past_cache, time_cases, write_results
 
@@ -150,7 +150,7 @@ def promising(
 
 def product(tile: Tile, x_q: fp8kit.QTensor, weights: list[fp8kit.QTensor], scales: str) -> Case:
     """Bind operands to the own product in one cut."""
-    from fp8kit.matmul import swap_ab
+    from fp8kit.matmul.hopper import gemm as swap_ab
 
     pair, out = PAIRS[scales], torch.bfloat16
     problem = MatmulProblem.of(x_q.data, weights[0].data, pair, out, None, "precise", False)

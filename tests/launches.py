@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.formats import GroupShape
-from fp8kit.matmul import swap_ab
+from fp8kit.matmul.hopper import gemm as swap_ab
 from fp8kit.matmul.problem import MatmulProblem
 
 PROCESSORS = 132

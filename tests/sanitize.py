@@ -32,7 +32,8 @@ import fp8kit
 from cuts import CUTS
 from fp8kit import cuda_driver, fused, tape
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
-from fp8kit.matmul import swap_ab, triton_scaled
+from fp8kit.matmul import triton_scaled
+from fp8kit.matmul.hopper import gemm as swap_ab
 from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.quantizers import fused_triton, triton
 

@@ -89,7 +89,9 @@ def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+    swap_ab = pytest.importorskip(
+        "fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed"
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(swap_ab, "_processors", lambda _: 132)

@@ -248,6 +248,31 @@ def test_tuned_times_hold_for_one_driver_and_version(
     assert all(p.parent == cache / "tables" for p in paths)
 
 
+def test_the_digest_of_kernels_changes_with_every_source_at_any_depth(tmp_path: Path) -> None:
+    sources = ("matmul/a.py", "matmul/hopper/gemm.cu", "matmul/hopper/ptx.cuh", "quantizers/b.cuh")
+    for name in ("matmul/__pycache__/a.pyc", "ops.py", *sources):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+    digests = [measurements.kernel_digest(tmp_path)]
+    for name in ("matmul/__pycache__/a.pyc", "ops.py"):  # no kernels
+        (tmp_path / name).write_text("after")
+        assert measurements.kernel_digest(tmp_path) == digests[0]
+    for name in sources:
+        (tmp_path / name).write_text("after")
+        digests.append(measurements.kernel_digest(tmp_path))
+    (tmp_path / "matmul/a.py").rename(tmp_path / "matmul/renamed.py")
+    digests.append(measurements.kernel_digest(tmp_path))
+    assert len(set(digests)) == len(digests)
+
+
+def test_every_kernel_source_of_the_package_is_in_the_digest() -> None:
+    root = Path(measurements.__file__).parent
+    found = {p for suffix in ("cu", "cuh") for p in root.rglob(f"*.{suffix}")}
+    assert len(found) >= 3
+    folders = {root / name for name in measurements._KERNEL_FOLDERS}
+    assert all(folders & set(path.parents) for path in found)
+
+
 def test_the_first_package_that_is_installed_has_the_version() -> None:
     assert measurements._version("not-a-package", "torch") == measurements._version("torch")
     assert measurements._version("torch", "pytest").startswith("2.")

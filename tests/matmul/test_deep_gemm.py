@@ -27,7 +27,7 @@ from fp8kit.formats import BLOCK, GROUP128, SCHEMES, Scheme, min_scale
 from fp8kit.matmul import deep_gemm
 from fp8kit.matmul import problem as matmul
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
-from fp8kit.matmul.tma import by_column
+from fp8kit.matmul.tma_operands import by_column
 from fp8kit.measurements import DENSE, REJECTED, Table
 from fp8kit.quantizers import reference
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 import fp8kit
 from fp8kit import tape
-from fp8kit.matmul import swap_ab
+from fp8kit.matmul.hopper import gemm as swap_ab
 from fp8kit.modules import fused
 from fp8kit.modules.shared import SharedInput
 
@@ -123,7 +123,7 @@ HOPPER = pytest.mark.skipif(
 def test_a_graph_holds_the_kernels_of_the_package_alone(
     scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = (("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),)
+    own = (("swap_ab", "fp8kit.matmul.hopper.gemm", ("cuda",)),)
     monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", own)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     layer = decoder_layer(scheme, "cuda")

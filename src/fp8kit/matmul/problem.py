@@ -13,7 +13,7 @@ from fp8kit.measurements import DENSE, Case, Estimate, table_for
 from fp8kit.quantizers.problem import capability, device_name
 
 BACKENDS: BackendTable = (
-    ("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),
+    ("swap_ab", "fp8kit.matmul.hopper.gemm", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
     ("triton_scaled", "fp8kit.matmul.triton_scaled", ("cuda",)),
     ("deep_gemm", "fp8kit.matmul.deep_gemm", ("cuda",)),

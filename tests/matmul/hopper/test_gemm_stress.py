@@ -25,7 +25,7 @@ from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_matmul, bits
 
-swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+swap_ab = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
 
 LAUNCHES = 10_000
 CHAIN = 4  # launches in a row, each with an input of its own

@@ -13,7 +13,7 @@ import pytest
 
 from ahead import cuda_resources, machine_code, without_nvrtc
 
-swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+swap_ab = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
 CUTS = pytest.importorskip("cuts").CUTS
 layers = pytest.importorskip("layers")
 

@@ -16,11 +16,12 @@ import torch
 import fp8kit
 from fp8kit import dispatch, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
-from fp8kit.matmul import swap_ab_cuts, swap_ab_tile
+from fp8kit.matmul.hopper import heuristics as swap_ab_cuts
+from fp8kit.matmul.hopper import tile_config as swap_ab_tile
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
 
-swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+swap_ab = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
 CUTS = pytest.importorskip("cuts").CUTS
 launches = pytest.importorskip("launches")
 
