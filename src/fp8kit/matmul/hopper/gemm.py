@@ -243,7 +243,7 @@ def _kernel(
 ) -> cuda_driver.Kernel:
     return cuda_driver.Kernel(
         source(tile, block_scales, streamed, out, bias, values, stored),
-        "swap_ab",
+        "hopper_gemm",
         block=tile.threads,
         cluster=tile.split * tile.neighbors,
         shared_bytes=tile.shared_bytes(block_scales),
