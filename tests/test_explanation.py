@@ -101,7 +101,7 @@ def test_the_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tile.split > 1
     text = str(fp8kit.explain(layer))
     said = f"tiles of {tile.tokens} rows by {tile.weights} weights, {tile.stages} stages, K in "
-    assert f"hopper_gemm       chosen: {said}{tile.split} parts" in text
+    assert f"hopper_gemm   chosen: {said}{tile.split} parts" in text
     assert fp8kit.explain(layer).to_dict()[0]["cut"] in text
 
     few = dataclasses.replace(on_hopper, m=1)
