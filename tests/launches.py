@@ -1,4 +1,4 @@
-"""The own kernel with everything below its launch faked: what is left tells what starts early."""
+"""The Hopper GEMM with everything below its launch faked: what is left tells what starts early."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fp8kit.formats import GroupShape
 from fp8kit.matmul.hopper import gemm
+from fp8kit.matmul.hopper.device import H200
 from fp8kit.matmul.problem import MatmulProblem
-
-PROCESSORS = 132
 
 
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -21,7 +20,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     early: list[bool] = []
     kernel = SimpleNamespace(launch=lambda *_, overlap: early.append(overlap))
     monkeypatch.setattr(gemm, "_kernel", lambda *_: kernel)
-    monkeypatch.setattr(gemm, "_processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(gemm, "device_record", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for described in ("byte_tile_map", "float_row_map"):
         monkeypatch.setattr(gemm.cuda_driver, described, lambda *shape: shape)
@@ -29,7 +28,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def fake_layers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Let every product of the package be the own kernel; otherwise as ``fake``."""
+    """Let every matmul of the package be the Hopper GEMM; otherwise as ``fake``."""
 
     def multiply(
         x: Tensor,

@@ -20,8 +20,8 @@ BACKENDS: BackendTable = (
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
 )
-# rows up to which a backend may quantize in its own kernel (``run_values``)
-MOST_VALUES = 4
+# rows up to which a backend may quantize in its own kernel (``quantize_in_gemm``)
+QUANTIZE_IN_GEMM_ROWS = 4
 # granularities with fast sums: groups along K are summed one by one, 16 bits in fp32
 _WHOLE_ROWS = (ROW, TENSOR)
 TIMED_DTYPES = (torch.bfloat16, torch.float16)

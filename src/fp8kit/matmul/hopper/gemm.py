@@ -1,12 +1,11 @@
-"""The own kernel on Hopper (``gemm.cu``).
+"""The Hopper GEMM (``gemm.cu``): whether it supports a problem, its kernels, and their launch.
 
     y[M, N] = (x[M, K] @ w[N, K].T) * x_scale * w_scale + bias
 
-Weights are the rows of wgmma and tokens its columns, or above 64 rows the other way round where
-that divides the work better. Row, tensor and 128-block scales; sums are promoted to fp32 every 128
-of K. Up to 64 rows the bits of a row depend on N and K only; above, K is cut so that every
-multiprocessor has work. The error against the exact product is that of DeepGEMM's promotion: 2^-13
-per partial sum, a bias of -0.06 % on same-sign data. Up to four tokens are quantized inside.
+Scales are per row, per tensor or per 128 block. Sums are promoted to fp32 every 128 of K; the error
+is that of DeepGEMM's promotion: 2^-13 per partial sum, a bias of -0.06 % on data of one sign. Up to
+64 rows the bits of a row depend on N and K only. Up to four tokens may come in 16 bits and are
+quantized in the GEMM.
 """
 
 from __future__ import annotations
@@ -14,37 +13,64 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8kit import cuda_driver, nvrtc, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
-from fp8kit.matmul.hopper.heuristics import choose_tile, every_cut, values_tile
-from fp8kit.matmul.hopper.tile_config import PRODUCER_REGISTERS, TILE_K, Tile
-from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
+from fp8kit.matmul.hopper.device import H200, Device, hopper
+from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
+from fp8kit.matmul.hopper.heuristics import row_counts as row_counts_of_kernels
+from fp8kit.matmul.hopper.tile_config import PRODUCER_REGISTERS, TILE_K, Schedule, TileConfig
+from fp8kit.matmul.problem import QUANTIZE_IN_GEMM_ROWS, MatmulProblem
 from fp8kit.matmul.tma_operands import ALIGN, aligned, by_column, row_pitch
 
-MOST_ROWS = 16384
-_SLOW_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
-# Multiplications from which a product lets what is ahead end: blocks that start while others end
-# run where there is room, not next to those that read the same tiles, and take up to 6 % longer.
-_LONG = 2**37
-_PAIRS = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
-_VALUES = (torch.bfloat16, torch.float16)  # dtypes of tokens that are quantized inside
-_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}
+MAX_ROWS = 16384
+SOURCES = (
+    "quantizers/encode.cuh",
+    "matmul/hopper/config.cuh",
+    "matmul/hopper/ptx.cuh",
+    "matmul/hopper/scheduler.cuh",
+    "matmul/hopper/epilogue.cuh",
+    "matmul/hopper/quantize.cuh",
+    "matmul/hopper/gemm.cu",
+)
+_GRANULARITIES = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
+_QUANTIZED_DTYPES = (torch.bfloat16, torch.float16)  # of tokens that are quantized in the GEMM
+_KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags of the kernel
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for beside its tile configuration.
+
+    Args:
+        block_scales: 1x128 by 128x128 scales instead of row or tensor scales.
+        one_token_tile: all tokens fit one tile, so every weight is read once.
+        tma_store: TMA stores the result, else threads do.
+        out_dtype: of the result.
+        bias_dtype: of the bias; ``None`` without one.
+        x_dtype: of tokens that are quantized in the GEMM; ``None`` if they come as codes.
+    """
+
+    block_scales: bool
+    one_token_tile: bool
+    tma_store: bool
+    out_dtype: torch.dtype
+    bias_dtype: torch.dtype | None = None
+    x_dtype: torch.dtype | None = None
 
 
 def supports(problem: MatmulProblem) -> str | None:
-    """Say what this kernel lacks for a problem, if anything."""
+    """Return what this backend lacks for a problem, ``None`` if nothing."""
     if problem.capability is None or problem.capability[0] != 9:
         return "written for sm90 (wgmma)"
-    if problem.m > MOST_ROWS:
-        return f"made for at most {MOST_ROWS} rows"
+    if problem.m > MAX_ROWS:
+        return f"made for at most {MAX_ROWS} rows"
     if problem.batch_invariant:
         return "more rows than it takes would go to another kernel"
-    if (problem.x_group, problem.w_group) not in _PAIRS:
+    if (problem.x_group, problem.w_group) not in _GRANULARITIES:
         return f"has no {problem.x_group} by {problem.w_group} scales"
     if problem.x_dtype != torch.float8_e4m3fn or problem.w_dtype != torch.float8_e4m3fn:
         return "multiplies e4m3fn codes only"
@@ -54,31 +80,33 @@ def supports(problem: MatmulProblem) -> str | None:
 
 
 def yields_to(problem: MatmulProblem) -> str:
-    """Name the backend to prefer where nothing was measured."""
+    """Return the backend to prefer where nothing was measured, empty if none."""
     single = problem.x_group == problem.w_group == TENSOR
     by_row = problem.w_group != BLOCK and problem.out_dtype == torch.bfloat16  # in one kernel
     quick = single or (problem.accum == "fast" and by_row)
-    return "torch_native" if quick and problem.m > _SLOW_ROWS_OF_TORCH else ""
+    return "torch_native" if quick and problem.m > H200.torch_rows else ""
 
 
 def row_counts(problem: MatmulProblem) -> list[int]:
-    """Give row counts that run every kernel which problems of this power of two compile."""
-    processors, blocks = _processors(torch.cuda.current_device()), problem.w_group == BLOCK
-    size = problem.out_dtype.itemsize
-    return every_cut(problem.m, problem.n, problem.k, processors, blocks, size)
+    """Return row counts that run every kernel that problems of this power of two compile."""
+    device = device_record(torch.cuda.current_device())
+    size, blocks = problem.out_dtype.itemsize, problem.w_group == BLOCK
+    return row_counts_of_kernels(problem.m, problem.n, problem.k, device, blocks, size)
 
 
 def cut(problem: MatmulProblem) -> str:
-    """Say how a product of as many rows as this power of two is cut; nothing without a GPU."""
+    """Return the tile configuration of a problem in words; empty without a GPU."""
     if not torch.cuda.is_available():
         return ""
-    processors = _processors(torch.cuda.current_device())
+    device = device_record(torch.cuda.current_device())
     shape, blocks = (max(problem.m, 1), problem.n, problem.k), problem.w_group == BLOCK
-    inside = None
-    if shape[0] <= MOST_VALUES and problem.x_group != TENSOR and problem.out_dtype in _VALUES:
-        inside = values_tile(*shape, processors, blocks)
-    tile = inside or choose_tile(*shape, processors, blocks)
-    return f"{tile}, which quantize their rows" if inside else str(tile)
+    quantizing = None
+    few = shape[0] <= QUANTIZE_IN_GEMM_ROWS and problem.x_group != TENSOR
+    if few and problem.out_dtype in _QUANTIZED_DTYPES:
+        quantizing = choose_quantizing(*shape, device, blocks)
+    if quantizing is not None:
+        return f"{quantizing}, which quantize their rows"
+    return str(choose(*shape, device, blocks))
 
 
 def run(
@@ -89,70 +117,226 @@ def run(
     bias: Tensor | None,
     groups: tuple[GroupShape | None, GroupShape],
     problem: MatmulProblem,
+    config: TileConfig | None = None,
 ) -> Tensor:
-    """Multiply ``x [M, K]`` by ``w [N, K]``."""
+    """Multiply ``x [M, K]`` by ``w [N, K]``.
+
+    Args:
+        x: e4m3fn codes ``[M, K]``.
+        x_scale: float32 scales of ``x``.
+        w: e4m3fn codes ``[N, K]``.
+        w_scale: float32 scales of ``w``.
+        bias: ``[N]`` or ``None``.
+        groups: granularities of ``(x, w)``.
+        problem: what is computed.
+        config: in place of the heuristics' choice.
+
+    Returns:
+        ``[M, N]`` in the problem's ``out_dtype``.
+    """
     assert x_scale is not None
-    (m, k), n, blocks = x.shape, w.shape[0], groups[1] == BLOCK
-    x, w = aligned(x), aligned(w)
+    x, w, blocks = aligned(x), aligned(w), groups[1] == BLOCK
     with torch.cuda.device(x.device):
-        tile = choose_tile(m, n, k, _processors(x.device.index), blocks)
-        x_map = _code_map(x, tile.tokens)
+        plan = _plan(x, w, problem, blocks, config)
+        assert plan is not None
+        x_map = _code_map(x, plan.config.tokens)
         x_scale = by_column(x_scale) if blocks else x_scale
-        scale_map = _scale_map(x_scale, tile.tokens) if blocks else x_map
+        scale_map = _scale_map(x_scale, plan.config.tokens) if blocks else x_map
         stride = 0 if groups[0] == TENSOR else x_scale.stride(0)
-        tokens = _Tokens(x_map, scale_map, x_scale, stride)
-        return _launch(tile, m, tokens, (w, w_scale), bias, groups, problem)
+        tokens = _Tokens(x_map, scale_map, scale=x_scale, scale_stride=stride)
+        return _launch(plan, x.shape[0], tokens, (w, w_scale), bias, groups, problem)
+
+
+def quantize_in_gemm(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    groups: tuple[GroupShape | None, GroupShape],
+    problem: MatmulProblem,
+    min_scale: float,
+) -> Tensor | None:
+    """Quantize and multiply in one kernel, with the bits of two.
+
+    Args:
+        x: bf16 or fp16 ``[M, K]``, to be quantized by its own maxima.
+        w: e4m3fn codes ``[N, K]``.
+        w_scale: float32 scales of ``w``.
+        bias: ``[N]`` or ``None``.
+        groups: granularities of ``(x, w)``.
+        problem: of the GEMM; ``x_dtype`` is that of the codes.
+        min_scale: floor under the scales of ``x``.
+
+    Returns:
+        ``[M, N]`` in the problem's ``out_dtype``; ``None`` if two kernels are needed.
+    """
+    if groups[0] == TENSOR or x.dtype not in _QUANTIZED_DTYPES:
+        return None
+    if x.shape[0] > QUANTIZE_IN_GEMM_ROWS or x.stride(1) != 1 or x.data_ptr() % ALIGN:
+        return None
+    if x.shape[0] > 1 and x.stride(0) * 2 % ALIGN:
+        return None
+    w = aligned(w)
+    with torch.cuda.device(x.device):
+        plan = _plan(x, w, problem, groups[1] == BLOCK, None)
+        if plan is None:
+            return None
+        # the kernel takes maps of codes and of their scales in any case, and reads neither here
+        w_map = _code_map(w, plan.config.weights)
+        tokens = _Tokens(w_map, w_map, dense=x, min_scale=min_scale)
+        return _launch(plan, x.shape[0], tokens, (w, w_scale), bias, groups, problem)
+
+
+@functools.cache
+def device_record(index: int) -> Device:
+    """Return the record of a CUDA device, which the heuristics read.
+
+    Args:
+        index: of the device.
+    """
+    return hopper(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def macros(config: TileConfig, variant: Variant) -> dict[str, int | str]:
+    """Return the macros that ``gemm.cu`` is compiled with; its head says what they mean.
+
+    Args:
+        config: the tile configuration.
+        variant: what the kernel is compiled for beside it.
+    """
+    layout, pipeline, launch = config.layout, config.pipeline, config.launch
+    accumulators = range(layout.mma_n // 2)
+    operands = ", ".join(f"%{i}" for i in accumulators)
+    a, b, add = (f"%{len(accumulators) + i}" for i in range(3))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{layout.mma_n}k32.f32.e4m3.e4m3"
+    return {
+        "MMA_N": layout.mma_n,
+        "WARPGROUPS": layout.warpgroups,
+        "SWAP_AB": int(layout.swap_ab),
+        "WEIGHT_STAGES": pipeline.weight_stages,
+        "TOKEN_STAGES": pipeline.token_stages,
+        "PIPELINED_STEPS": pipeline.pipelined_steps,
+        "MAX_INFLIGHT": pipeline.max_inflight,
+        "WARMUP_INFLIGHT": pipeline.warmup_inflight,
+        "EPILOGUE_COLS": config.epilogue_cols,
+        "EPILOGUE_BUFFERS": config.epilogue.buffers,
+        "SPLIT_K": launch.split_k,
+        "BLOCKS_PER_SM": launch.blocks_per_sm,
+        # blocks of a cluster have different weights where each is read once
+        "CLUSTER_SYNC_EVERY": 0 if variant.one_token_tile else launch.cluster_sync_every,
+        "PRODUCER_THREADS": config.producer_threads,
+        "LAUNCH_REGISTERS": config.launch_registers,
+        "CONSUMER_REGISTERS": config.consumer_registers,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
+        "QUANTIZE_ROWS": config.quantize.rows if config.quantize else 0,
+        "QUANTIZE_VECTORS": config.quantize.vectors if config.quantize else 1,
+        "BLOCK_SCALES": int(variant.block_scales),
+        "ONE_TOKEN_TILE": int(variant.one_token_tile),
+        "TMA_STORE": int(variant.tma_store),
+        "OUT_KIND": _KINDS[variant.out_dtype],
+        "BIAS_KIND": _KINDS[variant.bias_dtype or torch.float32],
+        "KIND": _KINDS[variant.x_dtype] if variant.x_dtype else 0,
+        "WGMMA": f'"{instruction} {{{operands}}}, {a}, {b}, add, 1, 1;"',
+        "WGMMA_ADD": f'"{add}"',
+        "WGMMA_REGISTERS": ", ".join(f'"+f"(d[{i}])' for i in accumulators),
+    }
+
+
+def source(config: TileConfig, variant: Variant) -> str:
+    """Return the CUDA source of one kernel.
+
+    Args:
+        config: the tile configuration.
+        variant: what the kernel is compiled for beside it.
+    """
+    return nvrtc.joined(macros(config, variant), *SOURCES)
+
+
+class _Plan(NamedTuple):
+    """How a GEMM of one shape is launched."""
+
+    config: TileConfig
+    schedule: Schedule
+    tma_store: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What the kernel is passed for the left operand: codes or values."""
+    """The left operand as the kernel takes it: codes, or 16-bit values to quantize."""
 
     x_map: Any
     scale_map: Any
     scale: Tensor | None = None
     scale_stride: int = 0
-    values: Tensor | None = None
+    dense: Tensor | None = None
     min_scale: float = 0.0
 
 
+def _plan(
+    x: Tensor, w: Tensor, problem: MatmulProblem, block_scales: bool, config: TileConfig | None
+) -> _Plan | None:
+    shape = (x.shape[0], w.shape[0], w.shape[1])
+    facts = (device_record(x.device.index), block_scales, problem.out_dtype.itemsize)
+    if config is not None:
+        return _planned(config, shape, *facts)
+    return _chosen_plan(shape, *facts, x.dtype in _QUANTIZED_DTYPES)
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen_plan(
+    shape: tuple[int, int, int],
+    device: Device,
+    block_scales: bool,
+    out_bytes: int,
+    quantize: bool,
+) -> _Plan | None:
+    config = (choose_quantizing if quantize else choose)(*shape, device, block_scales)
+    return config and _planned(config, shape, device, block_scales, out_bytes)
+
+
+def _planned(
+    config: TileConfig,
+    shape: tuple[int, int, int],
+    device: Device,
+    block_scales: bool,
+    out_bytes: int,
+) -> _Plan:
+    m, n, _ = shape
+    tma_store = config.uses_tma_store(m, n, device, block_scales, out_bytes)
+    return _Plan(config, config.schedule(m, n, device), tma_store)
+
+
 def _launch(
-    tile: Tile,
+    plan: _Plan,
     m: int,
     tokens: _Tokens,
-    w_q: tuple[Tensor, Tensor],
+    weight: tuple[Tensor, Tensor],
     bias: Tensor | None,
     groups: tuple[GroupShape | None, GroupShape],
     problem: MatmulProblem,
 ) -> Tensor:
-    w, w_scale = w_q[0], w_q[1].contiguous()
+    config, schedule, tma_store = plan
+    w, w_scale = weight[0], weight[1].contiguous()
     n, k = w.shape
     bias = None if bias is None else bias.contiguous()
     y = torch.empty(m, n, dtype=problem.out_dtype, device=w.device)
-    processors = _processors(w.device.index)
-    blocks, size = groups[1] == BLOCK, problem.out_dtype.itemsize
-    stored = tile.stores(m, n, processors, blocks, size)
-    kernel = _kernel(
-        tile,
-        blocks,
-        m <= tile.tokens,
-        _KINDS[problem.out_dtype],
-        _KINDS[torch.float32 if bias is None else bias.dtype],
-        0 if tokens.values is None else _KINDS[tokens.values.dtype],
-        stored,
-        w.device.index,
+    variant = Variant(
+        groups[1] == BLOCK,
+        m <= config.tokens,
+        tma_store,
+        problem.out_dtype,
+        # without a bias the kernel of an fp32 one is launched with a null pointer
+        torch.float32 if bias is None else bias.dtype,
+        None if tokens.dense is None else tokens.dense.dtype,
     )
-    order = tile.order(m, n, processors)
-    # where threads write results the map is not read
-    y_map = (
-        cuda_driver.byte_tile_map(y.data_ptr(), m, 2 * n, 2 * n, *tile.box)
-        if stored
-        else tokens.x_map
-    )
-    kernel.launch(
-        order.blocks,
+    # not read where threads store the result
+    y_map = tokens.x_map
+    if tma_store:
+        y_map = cuda_driver.byte_tile_map(y.data_ptr(), m, 2 * n, 2 * n, *config.store_box)
+    _kernel(config, variant, w.device.index).launch(
+        schedule.grid,
         (
-            _code_map(w, tile.weights),
+            _code_map(w, config.weights),
             tokens.x_map,
             tokens.scale_map,
             y_map,
@@ -165,53 +349,23 @@ def _launch(
             ctypes.c_int(k),
             ctypes.c_int(tokens.scale_stride),
             ctypes.c_int(0 if groups[1] == TENSOR else 1),
-            ctypes.c_int(order.span),
-            ctypes.c_uint(order.inverse),
-            ctypes.c_int(order.full),
-            cuda_driver.pointer(tokens.values),
-            ctypes.c_longlong(0 if tokens.values is None else tokens.values.stride(0) * 2),
+            ctypes.c_int(schedule.band),
+            ctypes.c_uint(schedule.band_inverse),
+            ctypes.c_int(schedule.full_waves),
+            cuda_driver.pointer(tokens.dense),
+            ctypes.c_longlong(0 if tokens.dense is None else tokens.dense.stride(0) * 2),
             ctypes.c_float(tokens.min_scale),
         ),
-        overlap=m * n * k < _LONG and tape.settled(w),
+        overlap=_starts_early(m * n * k, w),
     )
     tape.settle(w)
     return y
 
 
-def run_values(
-    x: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-    min_scale: float,
-) -> Tensor | None:
-    """Quantize and multiply in one kernel, with the bits of two; ``None`` if they have to be two.
-
-    Args:
-        x: bf16 or fp16 ``[M, K]``, to be quantized from its own maxima.
-        w: codes ``[N, K]``.
-        w_scale: scales of ``w``.
-        bias: ``[N]`` or ``None``.
-        groups: granularities of ``(x, w)``.
-        problem: of the product; ``x_dtype`` is that of the codes.
-        min_scale: floor under the scales of ``x``.
-    """
-    (m, k), n, blocks = x.shape, w.shape[0], groups[1] == BLOCK
-    if groups[0] == TENSOR or x.dtype not in _VALUES or m > MOST_VALUES:
-        return None
-    if x.stride(1) != 1 or x.data_ptr() % ALIGN or (m > 1 and x.stride(0) * 2 % ALIGN):
-        return None
-    w = aligned(w)
-    with torch.cuda.device(x.device):
-        tile = values_tile(m, n, k, _processors(x.device.index), blocks)
-        if tile is None:
-            return None
-        w_map = _code_map(w, tile.weights)
-        # the kernel takes maps of codes and of their scales in any case, and reads neither here
-        tokens = _Tokens(w_map, w_map, values=x, min_scale=min_scale)
-        return _launch(tile, m, tokens, (w, w_scale), bias, groups, problem)
+def _starts_early(macs: int, w: Tensor) -> bool:
+    """Return whether the GEMM starts before the previous kernel has ended (PDL)."""
+    device = device_record(w.device.index)
+    return macs < device.early_start_macs and tape.settled(w)
 
 
 def _code_map(codes: Tensor, tile_rows: int) -> Any:
@@ -226,87 +380,12 @@ def _scale_map(scale: Tensor, tokens: int) -> Any:
 
 
 @functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _kernel(
-    tile: Tile,
-    block_scales: bool,
-    streamed: bool,
-    out: int,
-    bias: int,
-    values: int,
-    stored: bool,
-    device: int,
-) -> cuda_driver.Kernel:
+def _kernel(config: TileConfig, variant: Variant, device: int) -> cuda_driver.Kernel:
     return cuda_driver.Kernel(
-        source(tile, block_scales, streamed, out, bias, values, stored),
+        source(config, variant),
         "hopper_gemm",
-        block=tile.threads,
-        cluster=tile.split * tile.neighbors,
-        shared_bytes=tile.shared_bytes(block_scales),
+        block=config.threads,
+        cluster=config.cluster,
+        shared_bytes=config.dynamic_smem_bytes(variant.block_scales),
         device=torch.device("cuda", device),
     )
-
-
-def source(
-    tile: Tile,
-    block_scales: bool,
-    streamed: bool,
-    out: int,
-    bias: int,
-    values: int = 0,
-    stored: bool = False,
-) -> str:
-    """Write the CUDA source of one variant: constants first, and the operands of wgmma spelled out.
-
-    Args:
-        tile: the cut.
-        block_scales: 1x128 by 128x128 scales instead of row or tensor scales.
-        streamed: every weight is read once.
-        out: tag of the result's dtype, a value of ``_KINDS``.
-        bias: tag of the bias's dtype.
-        values: tag of the tokens' dtype if they are quantized here.
-        stored: the tensor memory accelerator writes the results.
-    """
-    constants = {
-        "COLS": tile.cols,
-        "GROUPS": tile.groups,
-        "RUN": tile.run,
-        "STAGES": tile.stages,
-        "X_STAGES": tile.x_stages,
-        "START": tile.start,
-        "WINDOW": tile.window,
-        "SPLIT": tile.split,
-        "RESIDENT": tile.resident,
-        "MEETING": 0 if streamed else tile.meeting,  # where neighbors have other weights
-        "PRODUCERS": tile.threads - 128 * tile.groups,
-        "STARTED": tile.started,
-        "REGISTERS": tile.registers,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "TOKEN_ROWS": int(tile.token_rows),
-        "BLOCK_SCALES": int(block_scales),
-        "STREAMED": int(streamed),
-        "STORED": int(stored),
-        "PASS": tile.at_once,
-        "HELD": tile.held,
-        "OUT_KIND": out,
-        "BIAS_KIND": bias,
-        "VALUES": tile.values,
-        "VECTORS": tile.vectors,
-        "KIND": values,
-    }
-    registers = tile.cols // 2
-    text = nvrtc.joined(constants, "quantizers/encode.cuh", "matmul/hopper/gemm.cu")
-    for mark, value in (
-        ("@D@", ", ".join(f"%{i}" for i in range(registers))),
-        ("@OUT@", ", ".join(f'"+f"(d[{i}])' for i in range(registers))),
-        ("@A@", f"%{registers}"),
-        ("@B@", f"%{registers + 1}"),
-        ("@ADD@", f"%{registers + 2}"),
-        ("@COLS@", str(tile.cols)),
-    ):
-        text = text.replace(mark, value)
-    return text

@@ -1,177 +1,336 @@
-"""Which cut the own kernel on Hopper takes for a problem; any machine can ask."""
+"""Which tile configuration the Hopper GEMM takes for a problem; no GPU is needed to ask."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
+from fp8kit.matmul.hopper.device import Costs, Device
 from fp8kit.matmul.hopper.tile_config import (
     FEW_ROWS,
-    MOST_COLS,
+    MAX_PIPELINED_COLS,
     TILE_K,
-    TILES_AHEAD,
-    Tile,
-    clusters_at_once,
+    Epilogue,
+    InGemmQuantization,
+    Launch,
+    Layout,
+    Pipeline,
+    TileConfig,
     round_up,
 )
 
 _MANY_ROWS = 256
 _LARGE_ROWS = 1024
-_SPARE = 8  # of how many multiprocessors one may be idle while the others leave room
-_SHORT_SUM = 1280  # up to this K the write of a tile takes as long as its products
-_SHORT = 1792  # values of a row in 16 bits that a warp quantizes
-_RUN, _LONGEST_RUN = 4, 8
-_END = 0.2  # of a run of products: the part of a step that nothing overlaps
-_TOKEN_ROWS_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose rows are tokens
-# side, columns, warpgroups, split: 13 % slower than another cut in 16 layers whose choice it was
-_OVERRATED = (True, 80, 2, 3)
-_IN_FLIGHT = 6 * 10**6  # bytes of weights on their way to all multiprocessors
-_MOST_VECTORS = {False: 8, True: 4}  # of 16 bytes that a thread quantizes, by block scales
+_SHORT_SUM = 1280  # up to this K the epilogue takes as long as the main loop
+_SHORT_ROW = 1792  # values of a row in 16 bits that one warp quantizes
+_STEPS, _MAX_STEPS = 4, 8  # K steps that are pipelined: usually, at most
+_DRAIN = 0.2  # part of a step that nothing overlaps when the pipeline drains
+_UNSWAPPED_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose MMA rows are tokens
+_MAX_VECTORS = {False: 8, True: 4}  # of 16 bytes that a thread quantizes, by block scales
+_MAX_STAGES = 24
+_FEW_STAGES = 4  # of tokens, where these come soon after they are requested
+
+Shape = tuple[int, int, int]
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
-    """Cut a problem so that every multiprocessor has work.
+def choose(m: int, n: int, k: int, device: Device, block_scales: bool) -> TileConfig:
+    """Return the tile configuration of a GEMM.
 
-    Up to 64 rows the weights alone matter, and the cut along K depends on N and K only: it decides
-    the order of the sum. Above, the cut is the fastest by ``microseconds``.
+    Up to 64 rows the weights alone matter, and split-K depends on N and K only, as it decides the
+    order of the sum. Above, the choice is the fastest by ``microseconds``.
 
     Args:
         m: rows of ``x``.
         n: rows of ``w``.
         k: columns of both.
-        processors: multiprocessors of the GPU.
-        block_scales: scales per 1x128 and 128x128 elements.
+        device: the GPU.
+        block_scales: 1x128 by 128x128 scales.
+
+    Example:
+        >>> str(choose(16, 4096, 4096, H200, False))
+        'tiles of 16 rows by 128 weights, 11 stages, K in 3 parts where tiles are few'
     """
     if m <= FEW_ROWS:
-        return _few_rows(max(8, 1 << (m - 1).bit_length()), n, k, processors, block_scales)
-    found = estimates((m, n, k), processors, block_scales)
+        return _choose_few_rows(max(8, 1 << (m - 1).bit_length()), n, k, device, block_scales)
+    found = estimates((m, n, k), device, block_scales)
     best = min(found, key=found.__getitem__)
     if m > _LARGE_ROWS:
         return best
-    # costs are the same for either side; with several tiles a block is faster with tokens as rows
-    equal = (t for t in found if found[t] == found[best] and t.token_rows and t.split == 1)
-    return next((t for t in equal if processors < t.tiles(m, n) <= best.tiles(m, n)), best)
+    # costs do not depend on the side; blocks with several tiles are faster with tokens as MMA rows
+    equal = (
+        c
+        for c, us in found.items()
+        if us == found[best] and not c.layout.swap_ab and c.launch.split_k == 1
+    )
+    return next((c for c in equal if device.sm_count < c.tiles(m, n) <= best.tiles(m, n)), best)
 
 
-def cuts(problem: tuple[int, int, int], processors: int, block_scales: bool) -> list[Tile]:
-    """Give the cuts that are considered for more than 64 rows.
-
-    Args:
-        problem: ``(M, N, K)``.
-        processors: as in ``choose_tile``.
-        block_scales: as in ``choose_tile``.
-    """
-    m, _, k = problem
-    even = -(-m // (16 * -(-m // MOST_COLS))) * 16  # tokens of a tile, if all have as many
-    many = m > _MANY_ROWS
-    sides = [(False, even), *((True, cols) for cols in _TOKEN_ROWS_COLS)]
-    shapes = [
-        (_Shape(cols, groups, split, run, token_rows, 2 if split == 1 else 1), many and run != _RUN)
-        for token_rows, cols in sides
-        for groups in (1, 2, 3)
-        for split in (1, 2, 3, 4)
-        for run in (run_of(k, split),)
-        if cols <= MOST_COLS or (groups == 2 and split == 1)  # registers for more are not there
-        if (token_rows, cols, groups, split) != _OVERRATED
-    ]
-    if many:
-        shapes += [
-            (_Shape(cols, 2, 1, long_run(k), token_rows, 2), True)
-            for token_rows, cols in ((True, MOST_COLS), (False, even))
-        ]
-    found = []
-    for shape, alike in shapes:
-        tile = _deepest(shape, block_scales, alike)
-        if _helps_the_next(tile, problem, processors, block_scales):
-            tile = _deepest(shape, block_scales, alike, True)
-        found.append(tile)
-    return found
-
-
-def _helps_the_next(
-    tile: Tile, problem: tuple[int, int, int], processors: int, block_scales: bool
-) -> bool:
-    """Say whether room beside blocks makes the next layer's quantizer faster.
-
-    Programs that find no room wait for the first multiprocessors that get free and go there by
-    fours, or by dozens if rows are short. Where an eighth of all multiprocessors is idle anyway,
-    that is as fast; weights as rows took 2 to 5 % longer with block scales. Beside two warpgroups
-    only programs of short rows fit, and blocks with several tiles are slowed down. What K the next
-    layer has is not known here: it is taken to be like this one's.
-    """
-    m, n, k = problem
-    if tile.groups > 2 or (block_scales and not tile.token_rows):
-        return False
-    if tile.groups == 2:
-        # with block scales 128 columns lack registers, and more were not measured
-        wide = block_scales and tile.cols > 96
-        if k > _SHORT or wide or tile.tiles(m, n) > processors:
-            return False
-    idle = processors - tile.blocks(m, n, processors)
-    return _SPARE * idle <= processors
-
-
-def long_run(k: int) -> int:
-    """Give how many products a run has where there are many rounds of tiles.
-
-    Longer runs end less often, but what a run has beyond K is multiplied in vain.
+@functools.lru_cache(maxsize=4096)
+def choose_quantizing(
+    m: int, n: int, k: int, device: Device, block_scales: bool
+) -> TileConfig | None:
+    """Return the configuration of a GEMM that quantizes its tokens, tiled as ``choose`` does.
 
     Args:
-        k: columns of both operands.
+        m: as in ``choose``, and so are the others.
+        n: see there.
+        k: see there.
+        device: see there.
+        block_scales: see there.
+
+    Returns:
+        The configuration; ``None`` if registers or shared memory do not hold the tokens.
     """
-    steps = -(-k // TILE_K)
-    return min(range(_LONGEST_RUN, 1, -1), key=lambda run: round_up(steps, run) * (1 + _END / run))
+    config, rows = choose(m, n, k, device, block_scales), 1 << (m - 1).bit_length()
+    vectors = 1 << (-(-k // 8 // (128 * config.layout.warpgroups // rows)) - 1).bit_length()
+    if vectors > _MAX_VECTORS[block_scales]:
+        return None
+    steps, grid = -(-k // TILE_K), config.grid(m, n, device)
+    inflight = config.pipeline.max_inflight
+    if config.launch.blocks_per_sm == 1:
+        inflight = -(-device.quantize_inflight_bytes // (grid * config.weights * TILE_K))
+    if config.tiles(m, n) <= grid // config.launch.split_k:
+        steps = -(-steps // config.launch.split_k)
+    # half the stages cost more than a kernel less saves
+    stages = config.pipeline.weight_stages
+    for weight_stages in range(stages, stages // 2, -1):
+        pipeline = replace(
+            config.pipeline,
+            weight_stages=weight_stages,
+            token_stages=round_up(steps, _STEPS),  # no pipelined group multiplies more
+        )
+        quantize = InGemmQuantization(rows=rows, vectors=vectors)
+        candidate = replace(config, pipeline=pipeline, quantize=quantize)
+        candidate = with_inflight(candidate, min(inflight, weight_stages), device)
+        if candidate.fits(block_scales):
+            return candidate
+    return None
 
 
-def run_of(k: int, split: int) -> int:
-    """Give how many products a run has: four, or as a long one if that multiplies less in vain.
-
-    Args:
-        k: columns of both operands.
-        split: blocks that split it; their parts are multiples of four.
-    """
-    steps, long = -(-k // TILE_K), long_run(k)
-    less = split == 1 and round_up(steps, long) < round_up(steps, _RUN)
-    return long if less else _RUN
-
-
-def every_cut(m: int, n: int, k: int, processors: int, block_scales: bool, size: int) -> list[int]:
-    """Give row counts in ``(m / 2, m]`` that between them take every kernel that these take.
+def row_counts(
+    m: int, n: int, k: int, device: Device, block_scales: bool, out_bytes: int
+) -> list[int]:
+    """Return row counts in ``(m / 2, m]`` that between them need every kernel these need.
 
     Args:
         m: a power of two.
-        n: as in ``choose_tile``, and so are the others.
+        n: as in ``choose``, and so are the others.
         k: see there.
-        processors: see there.
+        device: see there.
         block_scales: see there.
-        size: bytes of a result.
+        out_bytes: bytes of an element of the result.
     """
     found: dict[object, int] = {}
-    for rows in range(m, m // 2, -min(16, m)):  # a tile is a multiple of 16 tokens, or holds all
-        tile = choose_tile(rows, n, k, processors, block_scales)
-        stored = tile.stores(rows, n, processors, block_scales, size)
-        found.setdefault((tile, rows <= tile.tokens, stored), rows)
+    for rows in range(m, m // 2, -min(16, m)):  # a tile has a multiple of 16 tokens, or all
+        config = choose(rows, n, k, device, block_scales)
+        tma_store = config.uses_tma_store(rows, n, device, block_scales, out_bytes)
+        found.setdefault((config, rows <= config.tokens, tma_store), rows)
     return sorted(found.values())
 
 
-def _few_rows(cols: int, n: int, k: int, processors: int, block_scales: bool) -> Tile:
-    groups, split, resident = _few_rows_cut(n, k, processors)
-    shape = _Shape(cols, groups, split, run_of(k, split), resident=resident)
-    tile = _deepest(shape, block_scales)
-    # blocks that leave multiprocessors idle keep the memory busy with one tile more each
-    few_blocks = 5 * tile.blocks(cols, n, processors) < 4 * processors * resident
-    lasting = -(-k // TILE_K) >= 24 * split
-    return replace(tile, window=min(tile.window, tile.start + (few_blocks and lasting)))
+def estimates(
+    problem: Shape, device: Device, block_scales: bool, costs: Costs | None = None
+) -> dict[TileConfig, float]:
+    """Return ``microseconds`` of every configuration that is considered above 64 rows.
+
+    Args:
+        problem: ``(M, N, K)``.
+        device: the GPU.
+        block_scales: 1x128 by 128x128 scales.
+        costs: in place of the device's.
+    """
+    return {
+        config: microseconds(config, problem, device, block_scales, costs)
+        for config in candidates(problem, device, block_scales)
+    }
 
 
-def _few_rows_cut(n: int, k: int, processors: int) -> tuple[int, int, int]:
-    """Give warpgroups, blocks that split K, and blocks per multiprocessor."""
-    # in the mean within 2 % of the best of 1700 cuts of 38 layers, measured on an H200 at 16 and 64
-    # rows, 23 of the layers at one row, too; all of a layer split alike
+def microseconds(
+    config: TileConfig,
+    problem: Shape,
+    device: Device,
+    block_scales: bool,
+    costs: Costs | None = None,
+) -> float:
+    """Estimate the time of a GEMM, to compare its configurations.
+
+    Args:
+        config: one of them.
+        problem: ``(M, N, K)``.
+        device: the GPU.
+        block_scales: 1x128 by 128x128 scales.
+        costs: in place of the device's.
+    """
+    (m, n, k), costs = problem, costs or device.costs
+    layout, pipeline, split = config.layout, config.pipeline, config.launch.split_k
+    tiles, clusters = config.tiles(m, n), device.clusters[split - 1]
+    full, tail = divmod(tiles, clusters * split)
+    steps = round_up(-(-k // TILE_K), pipeline.pipelined_steps)
+    part, reduction, blocks = steps, 0.0, min(tiles, device.sm_count)
+    if split > 1 and 0 < tail <= clusters:
+        part, reduction = round_up(-(-steps // split), 4), costs.reduction[split - 2]
+        blocks = min(tiles * split, device.sm_count)
+    area = layout.warpgroups * layout.mma_n / MAX_PIPELINED_COLS
+    step = costs.steps[layout.warpgroups - 1] + costs.area * area
+    if pipeline.pipelined_steps > 1:
+        step += costs.drain * (1 / pipeline.pipelined_steps - 1 / 4)  # that of four is in steps
+    elif layout.warpgroups < 3:
+        step += costs.exposed
+    narrow, other = costs.crowded
+    if pipeline.weight_stages < 4:
+        step *= narrow
+    elif not layout.swap_ab and layout.warpgroups == 1:
+        step *= narrow if layout.mma_n <= 80 else other
+    if block_scales:
+        # a thread needs two scales of tokens as MMA rows, or two for every eight columns
+        wide = layout.mma_n / MAX_PIPELINED_COLS if layout.swap_ab else 1
+        step *= 1 + (costs.block_weights if layout.swap_ab else costs.block_tokens) * wide
+    # the MMAs, or the transfer of their operands from L2
+    step = max(step, (config.mma_m + layout.mma_n) * TILE_K * blocks / costs.cache)
+    epilogue = costs.epilogue * area
+    three = layout.warpgroups == 3 and not layout.swap_ab and layout.mma_n == MAX_PIPELINED_COLS
+    if block_scales and three and k <= _SHORT_SUM:
+        epilogue *= costs.hidden
+    compute = full * (steps * step + epilogue) + (tail > 0) * (part * step + epilogue + reduction)
+    return max(compute, n * k / costs.memory)
+
+
+def candidates(problem: Shape, device: Device, block_scales: bool) -> list[TileConfig]:
+    """Return the configurations that are considered above 64 rows.
+
+    Args:
+        problem: ``(M, N, K)``.
+        device: the GPU.
+        block_scales: 1x128 by 128x128 scales.
+    """
+    m, _, k = problem
+    # tokens of a tile, if all have as many
+    even = -(-m // (16 * -(-m // MAX_PIPELINED_COLS))) * 16
+    many = m > _MANY_ROWS
+    sides = [(True, even), *((False, cols) for cols in _UNSWAPPED_COLS)]
+    outlines = [
+        _Outline(
+            Layout(mma_n=cols, warpgroups=warpgroups, swap_ab=swap_ab),
+            split,
+            steps,
+            shares_weights=split == 1,
+            equal_stages=many and steps != _STEPS,
+        )
+        for swap_ab, cols in sides
+        for warpgroups in (1, 2, 3)
+        for split in (1, 2, 3, 4)
+        for steps in (pipelined_steps(k, split),)
+        # more columns lack registers
+        if cols <= MAX_PIPELINED_COLS or (warpgroups == 2 and split == 1)
+    ]
+    if many:
+        outlines += [
+            _Outline(
+                Layout(mma_n=cols, warpgroups=2, swap_ab=swap_ab),
+                1,
+                most_pipelined_steps(k),
+                shares_weights=True,
+                equal_stages=True,
+            )
+            for swap_ab, cols in ((False, MAX_PIPELINED_COLS), (True, even))
+        ]
+    found = []
+    for outline in outlines:
+        config = _deepest(outline, device, block_scales)
+        if device.reserve_for_next and _helps_next(config, problem, device, block_scales):
+            config = _deepest(outline._replace(reserve_for_next=True), device, block_scales)
+        found.append(config)
+    return found
+
+
+def most_pipelined_steps(k: int) -> int:
+    """Return how many K steps are pipelined where there are many waves.
+
+    More steps drain the pipeline less often, but the steps beyond K are wasted.
+
+    Args:
+        k: columns of both operands.
+    """
+    steps, counts = -(-k // TILE_K), range(_MAX_STEPS, 1, -1)
+    return min(counts, key=lambda count: round_up(steps, count) * (1 + _DRAIN / count))
+
+
+def pipelined_steps(k: int, split: int) -> int:
+    """Return how many K steps are pipelined: four, or as above if that wastes fewer steps.
+
+    Args:
+        k: columns of both operands.
+        split: blocks that split K; their parts are multiples of four steps.
+    """
+    steps, most = -(-k // TILE_K), most_pipelined_steps(k)
+    fewer = split == 1 and round_up(steps, most) < round_up(steps, _STEPS)
+    return most if fewer else _STEPS
+
+
+def with_inflight(config: TileConfig, max_inflight: int, device: Device) -> TileConfig:
+    """Return the configuration with other weight loads in flight, and a warmup that fits them.
+
+    Args:
+        config: any configuration.
+        max_inflight: weight loads in flight, in stages.
+        device: the GPU.
+    """
+    per_stage = config.weights * TILE_K * config.launch.blocks_per_sm
+    warmup = max(2, device.warmup_bytes // per_stage)
+    pipeline = replace(
+        config.pipeline,
+        max_inflight=max_inflight,
+        warmup_inflight=min(max_inflight, device.warmup_stages, warmup),
+    )
+    return replace(config, pipeline=pipeline)
+
+
+def _helps_next(config: TileConfig, problem: Shape, device: Device, block_scales: bool) -> bool:
+    """Return whether reserving room makes the next layer's quantizer faster.
+
+    Its programs wait for the first SMs that get free otherwise, and go there by fours, or by dozens
+    if rows are short. Where an eighth of all SMs is idle anyway, that is as fast; with block scales
+    and weights as MMA rows, reserving was 2 to 5 % slower. Beside two warpgroups only programs of
+    short rows fit, and blocks with several tiles are slowed down. K of the next layer is not known
+    here: it is taken to be this one's.
+    """
+    m, n, k = problem
+    layout = config.layout
+    if layout.warpgroups > 2 or (block_scales and layout.swap_ab):
+        return False
+    if layout.warpgroups == 2:
+        # with block scales 128 columns lack registers, and 112 were not measured
+        wide = block_scales and layout.mma_n > 96
+        if k > _SHORT_ROW or wide or config.tiles(m, n) > device.sm_count:
+            return False
+    idle = device.sm_count - config.grid(m, n, device)
+    return device.idle_share * idle <= device.sm_count
+
+
+def _choose_few_rows(mma_n: int, n: int, k: int, device: Device, block_scales: bool) -> TileConfig:
+    warpgroups, split, blocks_per_sm = _few_rows_launch(n, k, device)
+    outline = _Outline(
+        Layout(mma_n=mma_n, warpgroups=warpgroups),
+        split,
+        pipelined_steps(k, split),
+        blocks_per_sm=blocks_per_sm,
+    )
+    config = _deepest(outline, device, block_scales)
+    # blocks that leave SMs idle keep the memory busy with one load more each
+    few_blocks = 5 * config.grid(mma_n, n, device) < 4 * device.sm_count * blocks_per_sm
+    long = -(-k // TILE_K) >= 24 * split
+    inflight = config.pipeline.warmup_inflight + (few_blocks and long)
+    return with_inflight(config, min(config.pipeline.max_inflight, inflight), device)
+
+
+def _few_rows_launch(n: int, k: int, device: Device) -> tuple[int, int, int]:
+    """Return warpgroups, blocks that split K, and blocks per SM."""
+    # On an H200 within 2 % of the best of 1700 configurations in the mean, over 38 layers at 16 and
+    # 64 rows and 23 of them at one row; every row count of a layer splits K alike.
     tiles, pairs, steps = -(-n // 64), -(-n // 128), -(-k // TILE_K)
-    fill, room = tiles / processors, clusters_at_once(processors)
+    fill, room = tiles / device.sm_count, (0, *device.clusters)
     if steps >= 64 and 2 * room[4] < 3 * pairs <= 3 * room[4]:
         return 2, 4, 1
     if 0.36 < fill and tiles <= 2 * room[3] and steps >= 24:
@@ -182,178 +341,50 @@ def _few_rows_cut(n: int, k: int, processors: int) -> tuple[int, int, int]:
         return (2, 2, 1) if steps >= 24 else (1, 1, 1)
     if fill <= 1.25:
         return (1, 2, 3) if steps >= 24 else (1, 1, 2)
-    if processors < pairs < 1.3 * processors and tiles <= 3 * processors:
+    if device.sm_count < pairs < 1.3 * device.sm_count and tiles <= 3 * device.sm_count:
         return 1, 1, 3
-    # a last round that is too small for all blocks is shared: clusters of two split its tiles
-    return 2, 2 if steps >= 20 and 0 < pairs % processors <= room[2] else 1, 1
+    # clusters of two share the tiles of a last wave that is too small for all blocks
+    return 2, 2 if steps >= 20 and 0 < pairs % device.sm_count <= room[2] else 1, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What the parts of a product take, in microseconds on an H200.
+class _Outline(NamedTuple):
+    """A configuration without the depth of its pipeline."""
 
-    ``benchmarks/tiles.py`` measures cuts and fits these. They are of 1231 cuts of 116 products at
-    96 to 4096 rows, and of 22 whole layers in two cuts each, where what they prefer takes 0.5 %
-    longer than the best cut in the mean. That is all they were fitted for: none is a measurement
-    of its part alone. In 481 whole layers it is 1.3 %, noise included; only ``crowded`` has seen
-    those, and ``hidden`` 60 others.
-
-    Args:
-        steps: a step of 128 along K, by warpgroups.
-        area: of a step for every 64 x 128 results.
-        alone: of a step whose sum nothing overlaps.
-        crowded: factors on a step where one warpgroup has the tokens as rows, of up to 80 columns
-            and of more; the first is also that of a short ring.
-        block_tokens: what block scales add to a step, as a part of it, tokens as rows.
-        block_weights: likewise, weights as rows and 128 columns.
-        sums: of a split K, by blocks from two on.
-        write: scaling and writing 64 x 128 results.
-        hidden: factor on that where three warpgroups have tokens as rows with block scales and K is
-            short: one multiplies while another writes.
-        drain: of the end of a run of products.
-        cache: bytes from the L2 cache, of all multiprocessors together.
-        memory: bytes of weights that are read.
-    """
-
-    steps: tuple[float, float, float] = (0.159, 0.225, 0.296)
-    area: float = 0.107
-    alone: float = 0.13
-    crowded: tuple[float, float] = (1.19, 1.12)
-    block_tokens: float = 0.39
-    block_weights: float = 0.75
-    sums: tuple[float, float, float] = (3.62, 2.39, 4.62)
-    write: float = 1.2
-    hidden: float = 0.8
-    drain: float = 0.0863
-    cache: float = 14.1e6
-    memory: float = 10.5e6
-
-
-_COSTS = Costs()
-
-
-def microseconds(
-    tile: Tile,
-    problem: tuple[int, int, int],
-    processors: int,
-    block_scales: bool,
-    costs: Costs = _COSTS,
-) -> float:
-    """Estimate the time of a product, to compare cuts of it.
-
-    Args:
-        tile: the cut.
-        problem: ``(M, N, K)``.
-        processors: multiprocessors of the GPU.
-        block_scales: as in ``choose_tile``.
-        costs: of the parts.
-    """
-    m, n, k = problem
-    tiles = tile.tiles(m, n)
-    clusters = clusters_at_once(processors)[tile.split]
-    full, left = divmod(tiles, clusters * tile.split)
-    steps = round_up(-(-k // TILE_K), tile.run)
-    part, sums, blocks = steps, 0.0, min(tiles, processors)
-    if tile.split > 1 and 0 < left <= clusters:
-        part, sums = round_up(-(-steps // tile.split), 4), costs.sums[tile.split - 2]
-        blocks = min(tiles * tile.split, processors)
-    area = tile.groups * tile.cols / MOST_COLS
-    step = costs.steps[tile.groups - 1] + costs.area * area
-    if tile.run > 1:
-        step += costs.drain * (1 / tile.run - 1 / 4)  # that of runs of four is in its steps
-    elif tile.groups < 3:
-        step += costs.alone
-    narrow, other = costs.crowded
-    if tile.stages < 4:
-        step *= narrow
-    elif tile.token_rows and tile.groups == 1:
-        step *= narrow if tile.cols <= 80 else other
-    if block_scales:
-        # a thread needs two scales of tokens for a row of them, or for every eight columns
-        wide = 1 if tile.token_rows else tile.cols / MOST_COLS
-        step *= 1 + (costs.block_tokens if tile.token_rows else costs.block_weights) * wide
-    # the multiplication, or the way of its operands from the L2 cache
-    step = max(step, (tile.rows + tile.cols) * TILE_K * blocks / costs.cache)
-    write = costs.write * area
-    wide = tile.groups == 3 and tile.token_rows and tile.cols == MOST_COLS
-    if block_scales and wide and k <= _SHORT_SUM:
-        write *= costs.hidden
-    multiply = full * (steps * step + write) + (left > 0) * (part * step + write + sums)
-    return max(multiply, n * k / costs.memory)
-
-
-def estimates(
-    problem: tuple[int, int, int], processors: int, block_scales: bool, costs: Costs = _COSTS
-) -> dict[Tile, float]:
-    """Give ``microseconds`` of every cut that is considered.
-
-    Args:
-        problem: ``(M, N, K)``.
-        processors: multiprocessors of the GPU.
-        block_scales: as in ``choose_tile``.
-        costs: of the parts.
-    """
-    return {
-        tile: microseconds(tile, problem, processors, block_scales, costs)
-        for tile in cuts(problem, processors, block_scales)
-    }
-
-
-class _Shape(NamedTuple):
-    """A cut without its rings, as ``Tile`` has it; registers may only allow runs of one product."""
-
-    cols: int
-    groups: int
-    split: int
-    run: int
-    token_rows: bool = False
-    neighbors: int = 1
-    resident: int = 1
+    layout: Layout
+    split_k: int
+    pipelined_steps: int  # at most: registers may allow one only
+    blocks_per_sm: int = 1
+    shares_weights: bool = False  # a cluster of two blocks loads the same weights
+    equal_stages: bool = False  # as many for tokens as for weights
+    reserve_for_next: bool = False
 
 
 @functools.cache
-def _deepest(
-    shape: _Shape, block_scales: bool, alike: bool = False, leaves_room: bool = False
-) -> Tile:
-    """Give as many stages as there is room for, if ``alike`` as many for tokens as for weights."""
-    cols, groups, split, run, token_rows, neighbors, resident = shape
-    run = 1 if groups == 3 or resident > 1 or cols > MOST_COLS else run
-    few = (64 * groups if token_rows else cols) <= FEW_ROWS
-    # tokens come soon after they are asked for, weights are to be here before the tokens are
-    shallow = few or (groups == 2 and not token_rows and not alike)
-    for stages in range(24, 1, -1):
-        x_stages = min(stages, 4) if shallow else stages
-        ahead = min(stages, TILES_AHEAD) if few else stages
-        tile = Tile(cols, groups, run, stages, x_stages, ahead, split, resident, token_rows)
-        tile = replace(tile, neighbors=neighbors, leaves_room=leaves_room)
-        for held in range(cols // tile.at_once, 0, -1):
-            if (cut := replace(tile, held=held)).fits(block_scales):
-                return cut
-    raise AssertionError(f"no ring fits beside {cols} columns")
-
-
-@functools.lru_cache(maxsize=4096)
-def values_tile(m: int, n: int, k: int, processors: int, block_scales: bool) -> Tile | None:
-    """Cut a problem whose tokens are quantized in the kernel, as ``choose_tile`` cuts it.
-
-    Returns:
-        The cut; ``None`` if the tokens are too many to be held.
-    """
-    tile, rows = choose_tile(m, n, k, processors, block_scales), 1 << (m - 1).bit_length()
-    vectors = 1 << (-(-k // 8 // (128 * tile.groups // rows)) - 1).bit_length()
-    if vectors > _MOST_VECTORS[block_scales]:
-        return None
-    steps, blocks = -(-k // TILE_K), tile.blocks(m, n, processors)
-    window = tile.window
-    if tile.resident == 1:
-        window = -(-_IN_FLIGHT // (blocks * tile.weights * TILE_K))
-    if tile.tiles(m, n) <= blocks // tile.split:
-        steps = -(-steps // tile.split)
-    held = round_up(steps, _RUN)  # no run multiplies more
-    # a ring of half the depth costs more than a kernel less saves
-    for stages in range(tile.stages, tile.stages // 2, -1):
-        cut = replace(tile, stages=stages, x_stages=held, window=min(window, stages))
-        cut = replace(cut, values=rows, vectors=vectors)
-        if cut.fits(block_scales):
-            return cut
-    return None
+def _deepest(outline: _Outline, device: Device, block_scales: bool) -> TileConfig:
+    """Return the outline with as many stages, then epilogue buffers, as there is room for."""
+    layout = outline.layout
+    one = layout.warpgroups == 3 or outline.blocks_per_sm > 1 or layout.mma_n > MAX_PIPELINED_COLS
+    launch = Launch(
+        split_k=outline.split_k,
+        blocks_per_sm=outline.blocks_per_sm,
+        cluster_sync_every=device.cluster_sync_every if outline.shares_weights else 0,
+        reserve_for_next=outline.reserve_for_next,
+    )
+    few = (layout.mma_n if layout.swap_ab else 64 * layout.warpgroups) <= FEW_ROWS
+    # tokens come soon after they are requested, weights must be here before the tokens are
+    shallow = few or (layout.warpgroups == 2 and layout.swap_ab and not outline.equal_stages)
+    for stages in range(_MAX_STAGES, 1, -1):
+        pipeline = Pipeline(
+            weight_stages=stages,
+            token_stages=min(stages, _FEW_STAGES) if shallow else stages,
+            pipelined_steps=1 if one else outline.pipelined_steps,
+            max_inflight=stages,
+            warmup_inflight=stages,
+        )
+        config = TileConfig(layout=layout, pipeline=pipeline, launch=launch)
+        for buffers in range(layout.mma_n // config.epilogue_cols, 0, -1):
+            candidate = replace(config, epilogue=Epilogue(buffers=buffers))
+            if candidate.fits(block_scales):
+                inflight = min(stages, device.warmup_stages) if few else stages
+                return with_inflight(candidate, inflight, device)
+    raise AssertionError(f"no pipeline fits {layout}")

@@ -1,223 +1,302 @@
-"""A cut of a problem for the own kernel on Hopper: what it takes, and how its tiles follow.
+"""A tile configuration of the Hopper GEMM: what ``gemm.cu`` is compiled and launched with.
 
-Sizes and conditions repeat those of ``gemm.cu``, which reads a cut as constants.
+Sizes and conditions repeat those of ``config.cuh``, which reads a configuration as macros; the head
+of ``gemm.cu`` lists them.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fp8kit.matmul.hopper.device import Device
+
 TILE_K = 128
 PRODUCER_REGISTERS = 24
-FEW_ROWS = 64
-MOST_COLS = 128  # for which a thread has registers in every cut that leaves no room
-_SHARED_PER_PROCESSOR = 228 * 1024
-_MEETING = 4  # more often it takes its time, less often blocks drift apart
-_SYSTEM_BYTES = 1024  # of each block
-_STARTED_WITH_ROOM = {1: 128, 2: 144}  # registers of a thread by warpgroups that multiply
-_ROOM_BYTES = 3072  # for programs of the next quantizer, with what the system takes of each
-_SPAN = 1024  # tokens whose codes stay in the L2 cache while weights pass
-_AHEAD, TILES_AHEAD = 48 * 1024, 4  # weights on their way to a multiprocessor: bytes, tiles
+FEW_ROWS = 64  # up to which the bits of a row do not depend on M
+MAX_PIPELINED_COLS = 128  # MMA columns for which a thread has registers in every configuration
+_REGISTERS = 65536  # of an SM
+_SMEM = 228 * 1024  # of an SM, in bytes
+_SYSTEM_SMEM = 1024  # of each block
+_RESERVED_REGISTERS = {1: 128, 2: 144}  # launch registers by warpgroups, beside the next kernel
+_RESERVED_SMEM = 3072  # of the next quantizer's programs, with what the system takes of each
 
 
-class Order(NamedTuple):
-    """How tiles follow one another: all weights for some tokens, then for the next ones.
+class Schedule(NamedTuple):
+    """The tile order: all weights pass a band of token tiles, then the next band.
 
     Args:
-        blocks: blocks to launch.
-        span: token tiles that weights pass at a time.
-        inverse: ``2**32 / span``, rounded up: exact for dividends times ``span`` below ``2**32``.
-        full: rounds in which every block has a tile of its own.
+        grid: blocks to launch.
+        band: token tiles of a band.
+        band_inverse: ``2**32 / band``, rounded up: exact for dividends times ``band`` below
+            ``2**32``.
+        full_waves: waves in which every block has a whole tile.
     """
 
-    blocks: int
-    span: int
-    inverse: int
-    full: int
+    grid: int
+    band: int
+    band_inverse: int
+    full_waves: int
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How one problem is cut.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The shape of a tile and which operand is which.
 
     Args:
-        cols: columns of a tile: 8 or a multiple of 16.
-        groups: consumer warpgroups of a block, 64 rows of the tile each.
-        run: products along K of which each is added while the next is computed; 1 saves the
-            registers of a second one.
-        stages: weight tiles of 128 along K in shared memory.
-        x_stages: token tiles likewise.
-        window: weight tiles that are requested and have not arrived, at most.
-        split: blocks of a cluster that split K.
-        resident: blocks per multiprocessor if they are spread evenly. No more may fit: blocks that
-            start while the quantizer still runs would crowd where it is not.
-        token_rows: tokens are the rows and weights the columns, instead of the other way round.
-        values: rows of 16-bit values, up to a power of two, that each block quantizes and keeps:
-            all that it multiplies, in place of a ring; 0 if tokens come as codes.
-        vectors: of 16 bytes, that a thread then holds.
-        held: parts of a tile's results that are in shared memory together, on their way out.
-        neighbors: blocks on neighboring multiprocessors, as a cluster of those that do not split.
-            Their tiles follow one another, so they often ask the cache for the same codes together.
-        leaves_room: registers and shared memory are left for programs of the quantizer behind, so
-            that they wait on every multiprocessor when the product ends: half of the registers
-            beside one warpgroup, a sixth beside two.
+        mma_n: columns of a tile: 8 or a multiple of 16.
+        warpgroups: consumer warpgroups of a block, 64 MMA rows each.
+        swap_ab: weights are the rows and tokens the columns, instead of the other way round.
     """
 
-    cols: int
-    groups: int
-    run: int
-    stages: int
-    x_stages: int
-    window: int
-    split: int
-    resident: int
-    token_rows: bool = False
-    values: int = 0
-    vectors: int = 1
-    held: int = 1
-    neighbors: int = 1
-    leaves_room: bool = False
+    mma_n: int
+    warpgroups: int
+    swap_ab: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """The stages in shared memory and what is in flight.
+
+    Args:
+        weight_stages: weight tiles of 128 along K in shared memory.
+        token_stages: token tiles likewise; with in-GEMM quantization all that a block multiplies.
+        pipelined_steps: K steps of which each is promoted while the MMA of the next runs; 1 saves
+            the registers of a second partial sum.
+        max_inflight: weight loads in flight, at most.
+        warmup_inflight: the same until the first tokens are here.
+    """
+
+    weight_stages: int
+    token_stages: int
+    pipelined_steps: int
+    max_inflight: int
+    warmup_inflight: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epilogue:
+    """How a tile leaves.
+
+    Args:
+        buffers: parts of a warpgroup's tile that are in shared memory together.
+    """
+
+    buffers: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Clusters and occupancy.
+
+    Args:
+        split_k: blocks of a cluster that split K of a tile.
+        blocks_per_sm: occupancy. No more may fit: blocks that start while the quantizer still runs
+            would crowd on the SMs it has left.
+        cluster_sync_every: K steps after which the two blocks of a cluster synchronize. Their tiles
+            follow one another, so L2 serves their loads of the same codes together. 0: no cluster.
+        reserve_for_next: registers and shared memory stay free for programs of the next quantizer,
+            which then wait on every SM when this GEMM ends: half of the registers beside one
+            warpgroup, a sixth beside two.
+    """
+
+    split_k: int = 1
+    blocks_per_sm: int = 1
+    cluster_sync_every: int = 0
+    reserve_for_next: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InGemmQuantization:
+    """How each block quantizes the tokens that it multiplies.
+
+    Args:
+        rows: tokens, rounded up to a power of two.
+        vectors: of 16 bytes that a thread quantizes.
+    """
+
+    rows: int
+    vectors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """A configuration of the Hopper GEMM.
+
+    Args:
+        layout: shape of a tile.
+        pipeline: its stages.
+        epilogue: how it leaves.
+        launch: clusters and occupancy.
+        quantize: ``None`` if tokens come as codes.
+
+    Example:
+        >>> TileConfig(
+        ...     layout=Layout(mma_n=128, warpgroups=2),
+        ...     pipeline=Pipeline(
+        ...         weight_stages=6,
+        ...         token_stages=6,
+        ...         pipelined_steps=4,
+        ...         max_inflight=6,
+        ...         warmup_inflight=3,
+        ...     ),
+        ... ).dynamic_smem_bytes(block_scales=False)
+        229376
+    """
+
+    layout: Layout
+    pipeline: Pipeline
+    epilogue: Epilogue = Epilogue()
+    launch: Launch = Launch()
+    quantize: InGemmQuantization | None = None
 
     def __str__(self) -> str:
-        parts = f", K in {self.split} parts where tiles are few" if self.split > 1 else ""
-        return f"tiles of {self.tokens} rows by {self.weights} weights, {self.stages} stages{parts}"
+        size = f"tiles of {self.tokens} rows by {self.weights} weights"
+        split = self.launch.split_k
+        parts = f", K in {split} parts where tiles are few" if split > 1 else ""
+        return f"{size}, {self.pipeline.weight_stages} stages{parts}"
 
     @property
-    def rows(self) -> int:
+    def mma_m(self) -> int:
         """Rows of a tile."""
-        return 64 * self.groups
+        return 64 * self.layout.warpgroups
 
     @property
     def tokens(self) -> int:
         """Tokens of a tile."""
-        return self.rows if self.token_rows else self.cols
+        return self.layout.mma_n if self.layout.swap_ab else self.mma_m
 
     @property
     def weights(self) -> int:
         """Weight rows of a tile."""
-        return self.cols if self.token_rows else self.rows
+        return self.mma_m if self.layout.swap_ab else self.layout.mma_n
 
     @property
-    def started(self) -> int:
-        """Registers a thread is started with, if consumers take some of the producer's, else 0."""
-        if self.leaves_room:
-            return _STARTED_WITH_ROOM[self.groups]
-        accumulators = (2 if self.run == 1 else 3) * self.cols // 2
-        if self.resident > 1 or accumulators + 56 <= 65536 // round_up(128 * self.groups + 64, 128):
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return 2 if self.launch.cluster_sync_every else self.launch.split_k
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers of a thread at launch, if consumers take some of the producer's, else 0."""
+        warpgroups = self.layout.warpgroups
+        if self.launch.reserve_for_next:
+            return _RESERVED_REGISTERS[warpgroups]
+        sums = 2 if self.pipeline.pipelined_steps == 1 else 3
+        needed = sums * self.layout.mma_n // 2 + 56
+        evenly = _REGISTERS // round_up(128 * warpgroups + 64, 128)
+        if self.launch.blocks_per_sm > 1 or needed <= evenly:
             return 0
-        return 65536 // (128 * (self.groups + 1)) // 8 * 8
+        return _REGISTERS // (128 * (warpgroups + 1)) // 8 * 8
 
     @property
-    def registers(self) -> int:
+    def consumer_registers(self) -> int:
         """Registers that a consumer thread then has, else 0."""
-        given = self.started * (self.groups + 1) - PRODUCER_REGISTERS
-        return given // self.groups // 8 * 8 if self.started else 0
+        warpgroups, launched = self.layout.warpgroups, self.launch_registers
+        given = launched * (warpgroups + 1) - PRODUCER_REGISTERS
+        return given // warpgroups // 8 * 8 if launched else 0
+
+    @property
+    def producer_threads(self) -> int:
+        """Threads that load; a whole warpgroup if it is to give registers away."""
+        return 128 if self.launch_registers else 64
 
     @property
     def threads(self) -> int:
-        """Threads of a block; a whole warpgroup produces if it is to give registers away."""
-        return 128 * self.groups + (128 if self.started else 64)
+        """Threads of a block."""
+        return 128 * self.layout.warpgroups + self.producer_threads
 
     @property
-    def start(self) -> int:
-        """As ``window``, until the first tokens are here."""
-        ahead = max(2, _AHEAD // (self.weights * TILE_K * self.resident))
-        return min(self.window, TILES_AHEAD, ahead)
+    def epilogue_cols(self) -> int:
+        """Columns of a tile that are stored at once."""
+        mma_n = self.layout.mma_n
+        return next((p for p in (64, 48, 80) if mma_n > 80 and not mma_n % p), mma_n)
 
-    def shared_bytes(self, block_scales: bool) -> int:
-        """Dynamic shared memory: what the block needs, or what keeps other products out."""
-        return max(self.needed_bytes(block_scales), _SHARED_PER_PROCESSOR // (self.resident + 1))
+    @property
+    def store_box(self) -> tuple[int, int]:
+        """Tokens that are stored at once, and bytes of each along N."""
+        return (self.epilogue_cols, 128) if self.layout.swap_ab else (64, 2 * self.epilogue_cols)
 
-    def needed_bytes(self, block_scales: bool) -> int:
-        """The rings with their scales, parts of peers, and results on their way out."""
+    def dynamic_smem_bytes(self, block_scales: bool) -> int:
+        """Return the dynamic shared memory: what a block needs, or what keeps more blocks out."""
+        return max(self.needed_smem_bytes(block_scales), _SMEM // (self.launch.blocks_per_sm + 1))
+
+    def needed_smem_bytes(self, block_scales: bool) -> int:
+        """Return the bytes of all stages, their scales, peers' partial sums and the epilogue."""
+        pipeline, split = self.pipeline, self.launch.split_k
         scales = round_up(self.tokens, 32) * 4 if block_scales else 0
-        ring = self.stages * self.weights * TILE_K
-        ring += self.x_stages * self.tokens * TILE_K + round_up(self.x_stages * scales, 1024)
-        fragments = self.cols // 8
-        share = 1 if fragments == 1 else round_up(round_up(fragments, self.split) // self.split, 2)
-        parts = (self.split - 1) * share * 2048 * self.groups
-        lines, line = self.box
+        ring = pipeline.weight_stages * self.weights * TILE_K
+        ring += pipeline.token_stages * self.tokens * TILE_K
+        ring += round_up(pipeline.token_stages * scales, 1024)
+        fragments = self.layout.mma_n // 8
+        owned = 1 if fragments == 1 else round_up(round_up(fragments, split) // split, 2)
+        partials = (split - 1) * owned * 2048 * self.layout.warpgroups
+        lines, line = self.store_box
         padding = 16 if line % 128 else 0
-        return ring + parts + self.groups * self.held * lines * (line + padding)
+        buffer = lines * (line + padding)
+        return ring + partials + self.layout.warpgroups * self.epilogue.buffers * buffer
 
     @property
-    def meeting(self) -> int:
-        """Steps after which neighbors wait for one another before they load on; 0 if never."""
-        return _MEETING if self.neighbors > 1 else 0
-
-    @property
-    def at_once(self) -> int:
-        """Columns of one part of a tile's results."""
-        return next((p for p in (64, 48, 80) if self.cols > 80 and not self.cols % p), self.cols)
-
-    @property
-    def box(self) -> tuple[int, int]:
-        """Tokens of that part, and bytes of each along N."""
-        return (64, 2 * self.at_once) if self.token_rows else (self.at_once, 128)
-
-    @property
-    def static_bytes(self) -> int:
-        """Static shared memory, padded so that swizzled tiles follow: barriers, a tile's scales."""
-        barriers = 2 * (self.stages + (1 if self.values else self.x_stages)) + 2
-        floats = self.groups * (self.cols + (self.cols if self.token_rows else 64) + 4) + self.rows
+    def static_smem_bytes(self) -> int:
+        """Static shared memory, padded so that swizzled tiles follow: barriers, scales, biases."""
+        layout, pipeline = self.layout, self.pipeline
+        token_barriers = 1 if self.quantize else pipeline.token_stages
+        barriers = 2 * (pipeline.weight_stages + token_barriers) + 2
+        biases = 64 if layout.swap_ab else layout.mma_n
+        floats = layout.warpgroups * (layout.mma_n + biases + 4) + self.mma_m
         return round_up(8 * barriers + 4 * floats, 1024)
 
     def fits(self, block_scales: bool) -> bool:
-        """Whether as many blocks as are to be resident have room in a multiprocessor."""
-        needed = self.needed_bytes(block_scales) + self.static_bytes
-        room = _ROOM_BYTES if self.leaves_room else 0
-        return needed + room <= _SHARED_PER_PROCESSOR // self.resident - _SYSTEM_BYTES
+        """Return whether an SM has shared memory for the blocks that shall be resident."""
+        needed = self.needed_smem_bytes(block_scales) + self.static_smem_bytes
+        reserved = _RESERVED_SMEM if self.launch.reserve_for_next else 0
+        return needed + reserved <= _SMEM // self.launch.blocks_per_sm - _SYSTEM_SMEM
 
     def tiles(self, m: int, n: int) -> int:
-        """Tiles of a product."""
+        """Return the number of tiles of an ``[m, n]`` result."""
         return -(-n // self.weights) * -(-m // self.tokens)
 
-    def order(self, m: int, n: int, processors: int) -> Order:
-        """How the tiles of a product follow one another, as the kernel is told."""
-        blocks = self.blocks(m, n, processors)
-        span = min(_SPAN // self.tokens, -(-m // self.tokens))
-        assert span > 1 or m <= self.tokens  # the reciprocal of 1 has no 32 bits, and is not read
-        return Order(blocks, span, -(-(1 << 32) // span) % (1 << 32), self.tiles(m, n) // blocks)
+    def schedule(self, m: int, n: int, device: Device) -> Schedule:
+        """Return the tile order of an ``[m, n]`` result, as the kernel takes it."""
+        grid = self.grid(m, n, device)
+        band = min(device.band_tokens // self.tokens, -(-m // self.tokens))
+        assert band > 1 or m <= self.tokens  # the inverse of 1 has no 32 bits, and is not read
+        inverse = -(-(1 << 32) // band) % (1 << 32)
+        return Schedule(grid, band, inverse, self.tiles(m, n) // grid)
 
-    def blocks(self, m: int, n: int, processors: int) -> int:
-        """Blocks to launch: as many as there is room for and work."""
-        clusters = clusters_at_once(processors)[self.split * self.neighbors] * self.resident
-        return min(-(-self.tiles(m, n) // self.neighbors), clusters) * self.split * self.neighbors
+    def grid(self, m: int, n: int, device: Device) -> int:
+        """Return the blocks to launch: as many as there is room and work for."""
+        neighbors = self.cluster // self.launch.split_k
+        room = device.clusters[self.cluster - 1] * self.launch.blocks_per_sm
+        return min(-(-self.tiles(m, n) // neighbors), room) * self.cluster
 
-    def stores(self, m: int, n: int, processors: int, block_scales: bool, size: int) -> bool:
-        """Whether the tensor memory accelerator writes the results.
+    def uses_tma_store(
+        self, m: int, n: int, device: Device, block_scales: bool, out_bytes: int
+    ) -> bool:
+        """Return whether TMA stores the result.
 
-        It takes longer than the threads, and lets them multiply meanwhile: that is for blocks with
-        several tiles. Rows of results have to be multiples of 16 bytes. With block scales tiles of
-        144 and 160 columns took 1 to 4 % longer.
+        It takes longer than the threads do, and lets them go on to the next tile: it is for blocks
+        with several tiles. Rows of the result must be multiples of 16 bytes. With block scales,
+        tiles of 144 and 160 columns were 1 to 4 % slower.
 
         Args:
             m: rows of the result.
             n: its columns.
-            processors: multiprocessors of the GPU.
-            block_scales: scales per 1x128 and 128x128 elements.
-            size: bytes of a result.
+            device: the GPU.
+            block_scales: 1x128 by 128x128 scales.
+            out_bytes: bytes of an element of the result.
         """
-        several = self.tiles(m, n) > self.blocks(m, n, processors)
-        fitting = size == 2 and n % 8 == 0 and self.split == 1
-        return several and m > FEW_ROWS and fitting and not (block_scales and self.cols > MOST_COLS)
+        several = self.tiles(m, n) > self.grid(m, n, device)
+        storable = out_bytes == 2 and n % 8 == 0 and self.launch.split_k == 1
+        wide = block_scales and self.layout.mma_n > MAX_PIPELINED_COLS
+        return several and m > FEW_ROWS and storable and not wide
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Give the next multiple."""
+    """Return the next multiple.
+
+    Args:
+        count: any number.
+        multiple: of what.
+    """
     return -(-count // multiple) * multiple
-
-
-@functools.cache
-def clusters_at_once(processors: int) -> dict[int, int]:
-    """Give how many clusters run at once, by the blocks of each."""
-    # those of 3 and 4 do not fill the processing clusters of 16 and 18 multiprocessors
-    found = {
-        1: processors,
-        2: processors // 2,
-        3: processors * 39 // 132,
-        4: processors * 30 // 132,
-    }
-    return {split: max(1, room) for split, room in found.items()}
