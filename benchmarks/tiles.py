@@ -6,10 +6,10 @@
     python benchmarks/tiles.py reserve OUT.json [--shapes all] [--rows 96,128,256]
 
 ``measure`` times the GEMM alone, of codes that are there already, in every configuration that may
-be the best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it looks
-for costs whose choice takes the least time of what was measured, and prints them with what a choice
-by them, and by today's, loses against the best. They belong in ``device.Costs``. ``reserve`` times
-whole layers with and without the room that a GEMM reserves for the next quantizer.
+be the best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it
+looks for costs whose choice takes the least time of what was measured, and prints them with what a
+choice by them, and by today's, loses against the best. They belong in ``device.Costs``. ``reserve``
+times whole layers with and without the room that a GEMM reserves for the next quantizer.
 """
 
 from __future__ import annotations

@@ -135,3 +135,25 @@ CONFIGS = [
         128, 2, steps=6, stages=(6, 6), swap_ab=False, cluster_sync_every=4, reserve_for_next=True
     ),
 ]
+
+
+def label(value: object) -> str:
+    """Return a short name of a parameter of a test: a configuration, block scales, anything."""
+    if isinstance(value, bool):
+        return "block" if value else "row"
+    if not isinstance(value, TileConfig):
+        return str(value)
+    layout, pipeline, launch = value.layout, value.pipeline, value.launch
+    words = [
+        f"{layout.mma_n}x{layout.warpgroups}",
+        "swap" if layout.swap_ab else "noswap",
+        f"steps{pipeline.pipelined_steps}",
+        f"stages{pipeline.weight_stages}+{pipeline.token_stages}",
+        f"split{launch.split_k}" if launch.split_k > 1 else "",
+        f"occupancy{launch.blocks_per_sm}" if launch.blocks_per_sm > 1 else "",
+        f"buffers{value.epilogue.buffers}" if value.epilogue.buffers > 1 else "",
+        "cluster" if launch.cluster_sync_every else "",
+        "reserve" if launch.reserve_for_next else "",
+        f"quantize{value.quantize.rows}" if value.quantize else "",
+    ]
+    return "-".join(filter(None, words))

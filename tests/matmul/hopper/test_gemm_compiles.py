@@ -1,4 +1,4 @@
-"""The own product compiled for Hopper on any machine: no word of the compiler, no local memory.
+"""The Hopper GEMM compiled on any machine: no word of the compiler, no local memory.
 
 The figures are those of the compiler in ``constraints.txt``, which is the one that torch's own
 packages for CUDA 13 bring along.
@@ -10,93 +10,99 @@ import itertools
 import re
 
 import pytest
+import torch
 
 from ahead import cuda_resources, machine_code, without_nvrtc
+from fp8kit.matmul.hopper.device import H200
+from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
+from fp8kit.matmul.hopper.tile_config import TileConfig
+from tile_configs import CONFIGS, label, tile_config
 
 gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
-CUTS = pytest.importorskip("cuts").CUTS
 layers = pytest.importorskip("layers")
 
 pytestmark = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
 
-Case = tuple[gemm.Tile, bool]  # and whether it has block scales
-PROCESSORS = 132
-F32, F16, BF16 = 32, 16, 8
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = (1, 16, 64, 96, 128, 256, 512, 1024, 4096)
 LAYERS = [layers.SHAPES[name] for name in layers.chosen("8b,ds")]  # more take minutes
-CUT = gemm.Tile(64, 1, 4, 10, 4, 6, 4, 1)
+CONFIG = tile_config(64, 1, steps=4, stages=(10, 4), inflight=6, split_k=4)
+ONE_TILE = gemm.Variant(False, True, False, BF16)
 
 
-def chosen() -> list[tuple[gemm.Tile, bool, bool]]:
-    """Give the cuts of measured layers that are not among ``CUTS``, and who writes results."""
+def chosen() -> list[tuple[TileConfig, bool, bool]]:
+    """Return configurations of measured layers that are not among ``CONFIGS``, and who stores."""
     found = set()
     for m, (n, k), blocks in itertools.product(ROWS, LAYERS, (False, True)):
-        tile = gemm.choose_tile(m, n, k, PROCESSORS, blocks)
-        if tile not in CUTS:
-            found.add((tile, blocks, tile.stores(m, n, PROCESSORS, blocks, 2)))
-    return sorted(found, key=str)
+        config = choose(m, n, k, H200, blocks)
+        if config not in CONFIGS:
+            found.add((config, blocks, config.uses_tma_store(m, n, H200, blocks, 2)))
+    return sorted(found, key=repr)
 
 
-def quantizing() -> list[Case]:
-    """Give the cuts of measured layers whose tokens are quantized by the product."""
+def quantizing() -> list[tuple[TileConfig, bool]]:
+    """Return configurations of measured layers whose tokens the GEMM quantizes."""
     found = {
-        (gemm.values_tile(m, n, k, PROCESSORS, blocks), blocks)
+        (config, blocks)
         for m in (1, 2, 4)
         for n, k in LAYERS
         for blocks in (False, True)
+        if (config := choose_quantizing(m, n, k, H200, blocks)) is not None
     }
-    return sorted((case for case in found if case[0] is not None), key=str)
+    return sorted(found, key=repr)
 
 
-def check(source: str, tile: gemm.Tile, blocks: bool) -> None:
+def check(source: str, config: TileConfig) -> None:
     found = cuda_resources(source)
-    # the rings are given what this leaves of a multiprocessor
-    assert found["shared"] <= tile.static_bytes
-    # what a block is started with is what its warpgroups share
-    assert found["registers"] == tile.started or not tile.started
+    # the stages are given what this leaves of a multiprocessor
+    assert found["shared"] <= config.static_smem_bytes
+    # registers at launch are what the warpgroups share
+    assert found["registers"] == config.launch_registers or not config.launch_registers
 
 
-def named(value: object) -> str:
-    return {True: "block", False: "row"}[value] if isinstance(value, bool) else str(value)
-
-
-@pytest.mark.parametrize("blocks", [False, True], ids=named)
-@pytest.mark.parametrize("tile", CUTS, ids=named)
-def test_cuts_that_take_every_path(tile: gemm.Tile, blocks: bool) -> None:
-    stored = tile.split == 1 and not blocks
-    source = gemm.source(tile, blocks, not stored, BF16, F32, 0, stored)
-    if blocks and tile.leaves_room and tile.groups == 2 and tile.cols == 128:
+@pytest.mark.parametrize("blocks", [False, True], ids=label)
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_configurations_that_take_every_path(config: TileConfig, blocks: bool) -> None:
+    tma_store = config.launch.split_k == 1 and not blocks
+    source = gemm.source(config, gemm.Variant(blocks, not tma_store, tma_store, BF16))
+    reserving = config.launch.reserve_for_next and config.layout.warpgroups == 2
+    if blocks and reserving and config.layout.mma_n == 128:
         with pytest.raises(AssertionError, match="local memory"):  # so they are never chosen
-            check(source, tile, blocks)
+            check(source, config)
     else:
-        check(source, tile, blocks)
+        check(source, config)
 
 
-@pytest.mark.parametrize(("tile", "blocks", "stored"), chosen(), ids=named)
-def test_cuts_of_measured_layers(tile: gemm.Tile, blocks: bool, stored: bool) -> None:
-    check(gemm.source(tile, blocks, False, BF16, F32, 0, stored), tile, blocks)
+@pytest.mark.parametrize(("config", "blocks", "tma_store"), chosen(), ids=label)
+def test_configurations_of_measured_layers(
+    config: TileConfig, blocks: bool, tma_store: bool
+) -> None:
+    check(gemm.source(config, gemm.Variant(blocks, False, tma_store, BF16)), config)
 
 
 def test_measured_layers_are_stored_by_both() -> None:
-    found = {(blocks, stored) for _, blocks, stored in chosen()}
+    found = {(blocks, tma_store) for _, blocks, tma_store in chosen()}
     assert found == set(itertools.product((False, True), repeat=2))
 
 
-@pytest.mark.parametrize(("tile", "blocks"), quantizing(), ids=named)
-def test_cuts_that_quantize(tile: gemm.Tile, blocks: bool) -> None:
-    values = F16 if tile.values == 2 else BF16
-    check(gemm.source(tile, blocks, True, values, values, values), tile, blocks)
+@pytest.mark.parametrize(("config", "blocks"), quantizing(), ids=label)
+def test_configurations_that_quantize(config: TileConfig, blocks: bool) -> None:
+    assert config.quantize is not None
+    dtype = F16 if config.quantize.rows == 2 else BF16
+    check(gemm.source(config, gemm.Variant(blocks, True, False, dtype, dtype, dtype)), config)
 
 
-@pytest.mark.parametrize("blocks", [False, True], ids=named)
+@pytest.mark.parametrize("blocks", [False, True], ids=label)
 @pytest.mark.parametrize(("out", "bias"), [(F32, BF16), (F16, F16)])
-@pytest.mark.parametrize("tile", [CUT, gemm.Tile(96, 3, 1, 5, 5, 5, 1, 1, True)], ids=named)
-def test_dtypes(tile: gemm.Tile, out: int, bias: int, blocks: bool) -> None:
-    check(gemm.source(tile, blocks, True, out, bias), tile, blocks)
+@pytest.mark.parametrize(
+    "config", [CONFIG, tile_config(96, 3, steps=1, stages=(5, 5), swap_ab=False)], ids=label
+)
+def test_dtypes(config: TileConfig, out: torch.dtype, bias: torch.dtype, blocks: bool) -> None:
+    check(gemm.source(config, gemm.Variant(blocks, True, False, out, bias)), config)
 
 
 def altered(before: str, after: str) -> str:
-    source = gemm.source(CUT, False, True, BF16, F32)
+    source = gemm.source(CONFIG, ONE_TILE)
     assert before in source
     return source.replace(before, after)
 
@@ -104,13 +110,13 @@ def altered(before: str, after: str) -> str:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("wait_products<1>();", ""),
-        ("multiply_tile(i % 2);", "if (lane < 16) multiply_tile(i % 2);"),
-        ("x.advance();\n    };", "x.advance();\n      product[i][0] += 1;\n    };"),
+        ("wgmma_wait<1>();", ""),
+        ("issue_mma(i % 2);", "if (lane < 16) issue_mma(i % 2);"),
+        ("x.advance();\n    };", "x.advance();\n      partial[i][0] += 1;\n    };"),
     ],
-    ids=["added before it is there", "divergent", "written in flight"],
+    ids=["promoted before it is there", "divergent", "written in flight"],
 )
-def test_serialised_products_are_found(before: str, after: str) -> None:
+def test_serialised_mmas_are_found(before: str, after: str) -> None:
     with pytest.raises(AssertionError, match=r"C75\d\d.*(are serialized|wait is injected)"):
         cuda_resources(altered(before, after))
 
@@ -122,14 +128,18 @@ def test_broken_ptx_is_an_error_with_the_log() -> None:
 
 
 def test_shared_memory_that_the_host_does_not_know_of_is_found() -> None:
-    source = altered("__shared__ Scales scales;", "__shared__ Scales scales, more[3];")
-    source = source.replace("scales.fetch(p,", "more[2].fetch(p, row0, col0), scales.fetch(p,")
-    with pytest.raises(AssertionError, match="static_bytes"):
-        check(source, CUT, False)
+    source = altered(
+        "__shared__ ScalesAndBias scales;", "__shared__ ScalesAndBias scales, more[3];"
+    )
+    load = "scales.load_scales(output,"
+    assert load in source
+    source = source.replace(load, f"more[2].load_scales(output, row0, col0), {load}")
+    with pytest.raises(AssertionError, match="static_smem_bytes"):
+        check(source, CONFIG)
 
 
 def dependent_releases(source: str) -> int:
-    """Count the slots that are handed back under both outcomes of a comparison of what was read.
+    """Count the stages that are released under both outcomes of a comparison of what was read.
 
     Raises:
         AssertionError: if the comparison does not come after the reads.
@@ -155,15 +165,12 @@ def dependent_releases(source: str) -> int:
     return found
 
 
-@pytest.mark.parametrize(
-    "tile",
-    [gemm.Tile(128, 2, 4, 6, 6, 6, 1, 1, True), gemm.Tile(128, 2, 4, 5, 5, 5, 1, 1)],
-    ids=["token rows", "weight rows"],
-)
-def test_slots_are_handed_back_when_their_scales_were_read(tile: gemm.Tile) -> None:
-    source = gemm.source(tile, True, False, BF16, F32)
-    assert dependent_releases(source) == tile.run
-    before = "release_read(x_slot, read);"
+@pytest.mark.parametrize("swap_ab", [False, True])
+def test_stages_are_released_when_their_scales_were_read(swap_ab: bool) -> None:
+    config = tile_config(128, 2, steps=4, stages=(6 - swap_ab, 6 - swap_ab), swap_ab=swap_ab)
+    source = gemm.source(config, gemm.Variant(True, False, False, BF16))
+    assert dependent_releases(source) == config.pipeline.pipelined_steps
+    before = "barrier_arrive_after(x_released, read);"
     assert before in source
-    unsafe = source.replace(before, "release(x_slot);")
+    unsafe = source.replace(before, "barrier_arrive(x_released);")
     assert dependent_releases(unsafe) == 0
