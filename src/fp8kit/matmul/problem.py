@@ -20,7 +20,7 @@ BACKENDS: BackendTable = (
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
 )
-# rows up to which a backend may quantize in its own kernel (``quantize_in_gemm``)
+# rows up to which a backend may quantize inside the GEMM (``quantize_in_gemm``)
 QUANTIZE_IN_GEMM_ROWS = 4
 # granularities with fast sums: groups along K are summed one by one, 16 bits in fp32
 _WHOLE_ROWS = (ROW, TENSOR)
