@@ -24,9 +24,10 @@ from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_pr
 from tile_configs import CONFIGS, label, tile_config
 
 gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
+source = pytest.importorskip("fp8kit.matmul.hopper.source")
 launches = pytest.importorskip("launches")
 
-CODES = gemm.Variant(False, True, False, torch.bfloat16)
+CODES = source.Variant(False, True, False, torch.bfloat16)
 HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="the kernel is written for sm90",
@@ -41,16 +42,18 @@ def documented_macros() -> list[str]:
 
 
 def test_the_table_of_macros_lists_what_is_set_and_what_is_set_is_read() -> None:
-    macros = gemm.macros(CONFIGS[0], CODES)
+    macros = source.macros(CONFIGS[0], CODES)
     assert sorted(documented_macros()) == sorted(macros)
-    text = "\n".join(resources.files("fp8kit").joinpath(name).read_text() for name in gemm.SOURCES)
+    text = "\n".join(
+        resources.files("fp8kit").joinpath(name).read_text() for name in source.SOURCES
+    )
     code = re.sub(r"//.*", "", text)
     assert [name for name in macros if not re.search(rf"\b{name}\b", code)] == []
 
 
 def test_every_field_of_a_configuration_reaches_the_source() -> None:
     config = tile_config(96, 2, steps=4, stages=(8, 8), inflight=5)
-    before = gemm.macros(config, CODES)
+    before = source.macros(config, CODES)
     changes = {
         "layout": {"mma_n": 80, "warpgroups": 1, "swap_ab": False},
         "pipeline": {
@@ -63,21 +66,21 @@ def test_every_field_of_a_configuration_reaches_the_source() -> None:
     for part, fields in changes.items():
         for name, value in fields.items():
             changed = dataclasses.replace(getattr(config, part), **{name: value})
-            macros = gemm.macros(dataclasses.replace(config, **{part: changed}), CODES)
+            macros = source.macros(dataclasses.replace(config, **{part: changed}), CODES)
             assert macros != before, f"{part}.{name}"
     launch = dataclasses.replace(config.launch, cluster_sync_every=4)
     paired, several = (
         dataclasses.replace(config, launch=launch),
         CODES._replace(one_token_tile=False),
     )
-    assert gemm.macros(paired, several) != gemm.macros(config, several)
+    assert source.macros(paired, several) != source.macros(config, several)
     # blocks that share no weights need not synchronize
-    assert gemm.macros(paired, CODES) == gemm.macros(config, CODES)
+    assert source.macros(paired, CODES) == source.macros(config, CODES)
 
 
 def test_the_source_spells_out_the_registers() -> None:
     config = tile_config(16, 1, steps=4, stages=(4, 4), inflight=2, split_k=2)
-    text = gemm.source(config, CODES._replace(block_scales=True))
+    text = source.source(config, CODES._replace(block_scales=True))
     assert "m64n16k32" in text
     assert "%7}, %8, %9, add" in text
     assert '#define WGMMA_ADD "%10"' in text

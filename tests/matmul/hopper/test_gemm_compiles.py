@@ -18,7 +18,7 @@ from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
 from fp8kit.matmul.hopper.tile_config import TileConfig
 from tile_configs import CONFIGS, label, tile_config
 
-gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
+sources = pytest.importorskip("fp8kit.matmul.hopper.source", reason="no cuda-bindings")
 layers = pytest.importorskip("layers")
 
 pytestmark = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
@@ -27,7 +27,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = (1, 16, 64, 96, 128, 256, 512, 1024, 4096)
 LAYERS = [layers.SHAPES[name] for name in layers.chosen("8b,ds")]  # more take minutes
 CONFIG = tile_config(64, 1, steps=4, stages=(10, 4), inflight=6, split_k=4)
-ONE_TILE = gemm.Variant(False, True, False, BF16)
+ONE_TILE = sources.Variant(False, True, False, BF16)
 
 
 def chosen() -> list[tuple[TileConfig, bool, bool]]:
@@ -64,7 +64,7 @@ def check(source: str, config: TileConfig) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_configurations_that_take_every_path(config: TileConfig, blocks: bool) -> None:
     tma_store = config.launch.split_k == 1 and not blocks
-    source = gemm.source(config, gemm.Variant(blocks, not tma_store, tma_store, BF16))
+    source = sources.source(config, sources.Variant(blocks, not tma_store, tma_store, BF16))
     reserving = config.launch.reserve_for_next and config.layout.warpgroups == 2
     if blocks and reserving and config.layout.mma_n == 128:
         with pytest.raises(AssertionError, match="local memory"):  # so they are never chosen
@@ -77,7 +77,7 @@ def test_configurations_that_take_every_path(config: TileConfig, blocks: bool) -
 def test_configurations_of_measured_layers(
     config: TileConfig, blocks: bool, tma_store: bool
 ) -> None:
-    check(gemm.source(config, gemm.Variant(blocks, False, tma_store, BF16)), config)
+    check(sources.source(config, sources.Variant(blocks, False, tma_store, BF16)), config)
 
 
 def test_measured_layers_are_stored_by_both() -> None:
@@ -89,7 +89,7 @@ def test_measured_layers_are_stored_by_both() -> None:
 def test_configurations_that_quantize(config: TileConfig, blocks: bool) -> None:
     assert config.quantize is not None
     dtype = F16 if config.quantize.rows == 2 else BF16
-    check(gemm.source(config, gemm.Variant(blocks, True, False, dtype, dtype, dtype)), config)
+    check(sources.source(config, sources.Variant(blocks, True, False, dtype, dtype, dtype)), config)
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=label)
@@ -98,11 +98,11 @@ def test_configurations_that_quantize(config: TileConfig, blocks: bool) -> None:
     "config", [CONFIG, tile_config(96, 3, steps=1, stages=(5, 5), swap_ab=False)], ids=label
 )
 def test_dtypes(config: TileConfig, out: torch.dtype, bias: torch.dtype, blocks: bool) -> None:
-    check(gemm.source(config, gemm.Variant(blocks, True, False, out, bias)), config)
+    check(sources.source(config, sources.Variant(blocks, True, False, out, bias)), config)
 
 
 def altered(before: str, after: str) -> str:
-    source = gemm.source(CONFIG, ONE_TILE)
+    source = sources.source(CONFIG, ONE_TILE)
     assert before in source
     return source.replace(before, after)
 
@@ -168,7 +168,7 @@ def dependent_releases(source: str) -> int:
 @pytest.mark.parametrize("swap_ab", [False, True])
 def test_stages_are_released_when_their_scales_were_read(swap_ab: bool) -> None:
     config = tile_config(128, 2, steps=4, stages=(6 - swap_ab, 6 - swap_ab), swap_ab=swap_ab)
-    source = gemm.source(config, gemm.Variant(True, False, False, BF16))
+    source = sources.source(config, sources.Variant(True, False, False, BF16))
     assert dependent_releases(source) == config.pipeline.pipelined_steps
     before = "barrier_arrive_after(x_released, read);"
     assert before in source

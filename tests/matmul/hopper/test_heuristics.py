@@ -8,6 +8,7 @@ import itertools
 import pytest
 
 from fp8kit.matmul.hopper import heuristics
+from fp8kit.matmul.hopper.cost_model import microseconds
 from fp8kit.matmul.hopper.device import H200, Device, hopper
 from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
 from fp8kit.matmul.hopper.tile_config import TileConfig, round_up
@@ -86,7 +87,7 @@ def test_the_choice_is_deterministic() -> None:
 def test_estimates_grow_with_the_work() -> None:
     for config, blocks in itertools.product(CONFIGS, (False, True)):
         times = [
-            heuristics.microseconds(config, problem, H200, blocks)
+            microseconds(config, problem, H200, blocks)
             for problem in ((256, 4096, 4096), (512, 8192, 4096), (1024, 16384, 8192))
         ]
         assert times == sorted(set(times))

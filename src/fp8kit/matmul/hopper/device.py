@@ -102,8 +102,9 @@ def hopper(sm_count: int) -> Device:
         (132, 66, 39, 30)
     """
     # clusters of 3 and 4 do not fill the GPCs, which have 16 and 18 SMs on an H200
-    clusters = (sm_count, sm_count // 2, sm_count * 39 // 132, sm_count * 30 // 132)
-    return Device(sm_count=sm_count, clusters=tuple(max(1, count) for count in clusters))
+    two, three, four = sm_count // 2, sm_count * 39 // 132, sm_count * 30 // 132
+    clusters = (sm_count, max(1, two), max(1, three), max(1, four))
+    return Device(sm_count=sm_count, clusters=clusters)
 
 
 H200 = hopper(132)

@@ -25,7 +25,7 @@
 // Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, ptx.cuh, scheduler.cuh,
 // epilogue.cuh, quantize.cuh, gemm.cu.
 //
-// Macros. "config" is a TileConfig (tile_config.py), "variant" a Variant (gemm.py).
+// Macros. "config" is a TileConfig (tile_config.py), "variant" a Variant (source.py).
 //
 //   macro                unit        set by                            meaning
 //   MMA_N                columns     config.layout                     columns of a tile: 8 or a multiple of 16
@@ -53,9 +53,9 @@
 //   OUT_KIND             dtype tag   variant                           of y: 32 fp32, 8 bf16, 16 fp16
 //   BIAS_KIND            dtype tag   variant                           of the bias
 //   KIND                 dtype tag   variant                           of 16-bit tokens, read by encode.cuh
-//   WGMMA                PTX         gemm.py                           the MMA with its registers spelled out
-//   WGMMA_ADD            PTX         gemm.py                           the operand that says whether to accumulate
-//   WGMMA_REGISTERS      constraints gemm.py                           the accumulators of the asm statement
+//   WGMMA                PTX         source.py                         the MMA with its registers spelled out
+//   WGMMA_ADD            PTX         source.py                         the operand that says whether to accumulate
+//   WGMMA_REGISTERS      constraints source.py                         the accumulators of the asm statement
 
 // A block's register allocation is fixed at launch, and setmaxnreg only redistributes it, so the number
 // must be exact. Launch bounds would give 128 or 168.

@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 from typing import NamedTuple
 
+from fp8kit.matmul.hopper.cost_model import Shape, microseconds
 from fp8kit.matmul.hopper.device import Costs, Device
 from fp8kit.matmul.hopper.tile_config import (
     FEW_ROWS,
@@ -22,7 +23,6 @@ from fp8kit.matmul.hopper.tile_config import (
 
 _MANY_ROWS = 256
 _LARGE_ROWS = 1024
-_SHORT_SUM = 1280  # up to this K the epilogue takes as long as the main loop
 _SHORT_ROW = 1792  # values of a row in 16 bits that one warp quantizes
 _STEPS, _MAX_STEPS = 4, 8  # K steps that are pipelined: usually, at most
 _DRAIN = 0.2  # part of a step that nothing overlaps when the pipeline drains
@@ -30,8 +30,6 @@ _UNSWAPPED_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose MMA rows ar
 _MAX_VECTORS = {False: 8, True: 4}  # of 16 bytes that a thread quantizes, by block scales
 _MAX_STAGES = 24
 _FEW_STAGES = 4  # of tokens, where these come soon after they are requested
-
-Shape = tuple[int, int, int]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -50,7 +48,7 @@ def choose(m: int, n: int, k: int, device: Device, block_scales: bool) -> TileCo
 
     Example:
         >>> str(choose(16, 4096, 4096, H200, False))
-        'tiles of 16 rows by 128 weights, 11 stages, K in 3 parts where tiles are few'
+        'tiles of 16 rows by 128 weights, 12 stages, K in 3 parts where tiles are few'
     """
     if m <= FEW_ROWS:
         return _choose_few_rows(max(8, 1 << (m - 1).bit_length()), n, k, device, block_scales)
@@ -145,56 +143,6 @@ def estimates(
         config: microseconds(config, problem, device, block_scales, costs)
         for config in candidates(problem, device, block_scales)
     }
-
-
-def microseconds(
-    config: TileConfig,
-    problem: Shape,
-    device: Device,
-    block_scales: bool,
-    costs: Costs | None = None,
-) -> float:
-    """Estimate the time of a GEMM, to compare its configurations.
-
-    Args:
-        config: one of them.
-        problem: ``(M, N, K)``.
-        device: the GPU.
-        block_scales: 1x128 by 128x128 scales.
-        costs: in place of the device's.
-    """
-    (m, n, k), costs = problem, costs or device.costs
-    layout, pipeline, split = config.layout, config.pipeline, config.launch.split_k
-    tiles, clusters = config.tiles(m, n), device.clusters[split - 1]
-    full, tail = divmod(tiles, clusters * split)
-    steps = round_up(-(-k // TILE_K), pipeline.pipelined_steps)
-    part, reduction, blocks = steps, 0.0, min(tiles, device.sm_count)
-    if split > 1 and 0 < tail <= clusters:
-        part, reduction = round_up(-(-steps // split), 4), costs.reduction[split - 2]
-        blocks = min(tiles * split, device.sm_count)
-    area = layout.warpgroups * layout.mma_n / MAX_PIPELINED_COLS
-    step = costs.steps[layout.warpgroups - 1] + costs.area * area
-    if pipeline.pipelined_steps > 1:
-        step += costs.drain * (1 / pipeline.pipelined_steps - 1 / 4)  # that of four is in steps
-    elif layout.warpgroups < 3:
-        step += costs.exposed
-    narrow, other = costs.crowded
-    if pipeline.weight_stages < 4:
-        step *= narrow
-    elif not layout.swap_ab and layout.warpgroups == 1:
-        step *= narrow if layout.mma_n <= 80 else other
-    if block_scales:
-        # a thread needs two scales of tokens as MMA rows, or two for every eight columns
-        wide = layout.mma_n / MAX_PIPELINED_COLS if layout.swap_ab else 1
-        step *= 1 + (costs.block_weights if layout.swap_ab else costs.block_tokens) * wide
-    # the MMAs, or the transfer of their operands from L2
-    step = max(step, (config.mma_m + layout.mma_n) * TILE_K * blocks / costs.cache)
-    epilogue = costs.epilogue * area
-    three = layout.warpgroups == 3 and not layout.swap_ab and layout.mma_n == MAX_PIPELINED_COLS
-    if block_scales and three and k <= _SHORT_SUM:
-        epilogue *= costs.hidden
-    compute = full * (steps * step + epilogue) + (tail > 0) * (part * step + epilogue + reduction)
-    return max(compute, n * k / costs.memory)
 
 
 def candidates(problem: Shape, device: Device, block_scales: bool) -> list[TileConfig]:

@@ -141,7 +141,7 @@ class TileConfig:
         ...         warmup_inflight=3,
         ...     ),
         ... ).dynamic_smem_bytes(block_scales=False)
-        229376
+        212992
     """
 
     layout: Layout
