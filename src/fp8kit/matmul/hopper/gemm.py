@@ -207,7 +207,9 @@ def _chosen_plan(
     quantize: bool,
 ) -> _Plan | None:
     config = (choose_quantizing if quantize else choose)(*shape, device, block_scales)
-    return config and _planned(config, shape, device, block_scales, out_bytes)
+    if config is None:
+        return None
+    return _planned(config, shape, device, block_scales, out_bytes)
 
 
 def _planned(
