@@ -53,7 +53,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Device:
-    """One GPU, as the choice of a tile configuration knows it; compared by identity.
+    """What the choice of a tile configuration depends on; compared by identity.
 
     Args:
         sm_count: streaming multiprocessors.
