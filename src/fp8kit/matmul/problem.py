@@ -21,7 +21,7 @@ BACKENDS: BackendTable = (
     ("reference", "fp8kit.matmul.reference", ()),
 )
 # rows up to which a backend may quantize inside the GEMM (``quantize_in_gemm``)
-QUANTIZE_IN_GEMM_ROWS = 4
+IN_GEMM_ROWS = 4
 # granularities with fast sums: groups along K are summed one by one, 16 bits in fp32
 _WHOLE_ROWS = (ROW, TENSOR)
 TIMED_DTYPES = (torch.bfloat16, torch.float16)

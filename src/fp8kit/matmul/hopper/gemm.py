@@ -25,7 +25,7 @@ from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
 from fp8kit.matmul.hopper.heuristics import row_counts as row_counts_of_kernels
 from fp8kit.matmul.hopper.source import Variant, source
 from fp8kit.matmul.hopper.tile_config import TILE_K, Schedule, TileConfig
-from fp8kit.matmul.problem import QUANTIZE_IN_GEMM_ROWS, MatmulProblem
+from fp8kit.matmul.problem import IN_GEMM_ROWS, MatmulProblem
 from fp8kit.matmul.tma_operands import ALIGN, aligned, by_column, row_pitch
 
 MAX_ROWS = 16384
@@ -72,7 +72,7 @@ def cut(problem: MatmulProblem) -> str:
     device = device_record(torch.cuda.current_device())
     shape, blocks = (max(problem.m, 1), problem.n, problem.k), problem.w_group == BLOCK
     quantizing = None
-    few = shape[0] <= QUANTIZE_IN_GEMM_ROWS and problem.x_group != TENSOR
+    few = shape[0] <= IN_GEMM_ROWS and problem.x_group != TENSOR
     if few and problem.out_dtype in _QUANTIZED_DTYPES:
         quantizing = choose_quantizing(*shape, device, blocks)
     if quantizing is not None:
@@ -143,7 +143,7 @@ def quantize_in_gemm(
     """
     if groups[0] == TENSOR or x.dtype not in _QUANTIZED_DTYPES:
         return None
-    if x.shape[0] > QUANTIZE_IN_GEMM_ROWS or x.stride(1) != 1 or x.data_ptr() % ALIGN:
+    if x.shape[0] > IN_GEMM_ROWS or x.stride(1) != 1 or x.data_ptr() % ALIGN:
         return None
     if x.shape[0] > 1 and x.stride(0) * 2 % ALIGN:
         return None
