@@ -1,14 +1,15 @@
-"""Measure cuts of the own product on Hopper, and fit the costs by which it chooses one.
+"""Measure tile configurations of the Hopper GEMM, and fit the costs by which one is chosen.
 
     python benchmarks/tiles.py measure OUT.json [--shapes 8b,ds] [--rows 96,128,256,512]
         [--scales row,block] [--within 1.5] [--seconds 500]
     python benchmarks/tiles.py fit OUT.json [--trials 2000]
+    python benchmarks/tiles.py reserve OUT.json [--shapes all] [--rows 96,128,256]
 
-``measure`` times the product alone, of codes that are there already, in every cut that may be the
-best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it looks for
-costs whose choice takes the least time of what was measured, and prints them with what a choice by
-them, and by today's, loses against the best cut. They belong in ``swap_ab_cuts.Costs``. What room
-beside a block gives the quantizer behind (``Tile.leaves_room``) shows in whole layers only.
+``measure`` times the GEMM alone, of codes that are there already, in every configuration that may
+be the best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it
+looks for costs whose choice takes the least time of what was measured, and prints them with what a
+choice by them, and by today's, loses against the best. They belong in ``device.Costs``. ``reserve``
+times whole layers with and without the room that a GEMM reserves for the next quantizer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ from torch import Tensor
 import fp8kit
 from checking import Checked
 from fp8kit.bench.timing import QUICK
+from fp8kit.matmul.hopper.device import Costs, Device, hopper
+from fp8kit.matmul.hopper.heuristics import choose, estimates
+from fp8kit.matmul.hopper.tile_config import Epilogue, Launch, Layout, Pipeline, TileConfig
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.matmul.swap_ab_cuts import Costs, estimates
-from fp8kit.matmul.swap_ab_tile import Tile
 from layers import chosen
 from timing import Case, copies_past_cache, time_cases, write_results
 
@@ -48,26 +50,26 @@ SPREAD, SHARE = 0.08, 0.3
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of one product.
+    """What was measured of one GEMM.
 
     Args:
         problem: ``(M, N, K)``.
-        processors: multiprocessors of the GPU.
+        device: the GPU.
         block_scales: whether it has block scales.
-        us: microseconds by cut.
+        us: microseconds by configuration.
     """
 
     problem: tuple[int, int, int]
-    processors: int
+    device: Device
     block_scales: bool
-    us: dict[Tile, float]
+    us: dict[TileConfig, float]
 
     def loss(self, costs: Costs) -> float:
-        """Give what the choice by some costs takes longer than the best cut, as a part of that.
+        """Return what the choice by some costs loses against the best, as a part of the best time.
 
         A choice that was not measured counts as ``UNMEASURED``: a fit keeps to what is known.
         """
-        found = estimates(self.problem, self.processors, self.block_scales, costs)
+        found = estimates(self.problem, self.device, self.block_scales, costs)
         choice = min(found, key=found.__getitem__)
         return self.us[choice] / min(self.us.values()) - 1 if choice in self.us else UNMEASURED
 
@@ -75,10 +77,10 @@ class Measured:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure or fit."""
     arguments = parse(argv)
-    if arguments.verb == "measure":
-        measure(arguments)
-    else:
+    if arguments.verb == "fit":
         report_fit(arguments.file, arguments.trials)
+    else:
+        measure(arguments)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -87,13 +89,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    add = verbs.add_parser("measure").add_argument
-    add("file", type=Path)
-    add("--shapes", default="8b,ds,dit")
-    add("--rows", default=ROWS)
-    add("--scales", default="row,block")
-    add("--within", type=float, default=1.5, help="of the best estimate; others are not measured")
-    add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
+    for verb in ("measure", "reserve"):
+        add = verbs.add_parser(verb).add_argument
+        add("file", type=Path)
+        add("--shapes", default="8b,ds,dit")
+        add("--rows", default=ROWS)
+        add("--scales", default="row,block")
+        add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
+        if verb == "measure":
+            add(
+                "--within",
+                type=float,
+                default=1.5,
+                help="of the best estimate; others are left out",
+            )
     add = verbs.add_parser("fit").add_argument
     add("file", type=Path)
     add("--trials", type=int, default=2000)
@@ -101,7 +110,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Time the cuts of every product, print the best, and write the result file."""
+    """Time every problem, print a line of it, and write the result file."""
     deadline = time.monotonic() + arguments.seconds
     rows: list[dict[str, Any]] = []
     for name, (n, k) in chosen(arguments.shapes).items():
@@ -114,71 +123,125 @@ def measure(arguments: argparse.Namespace) -> None:
                 if time.monotonic() > deadline:
                     print(f"{name} {scales} m={m}: skipped, out of time", flush=True)
                     continue
-                row = measure_product(m, scales, weights, arguments.within)
+                if arguments.verb == "reserve":
+                    row, what = measure_reserve(m, scales, weights), "layers, microseconds"
+                else:
+                    row = measure_gemm(m, scales, weights, arguments.within)
+                    what = "tile configurations of the Hopper GEMM, microseconds"
                 rows.append({"shape": name, "m": m, "n": n, "k": k, "scales": scales, **row})
-                report(rows[-1])
-                write_results(arguments.file, rows, what="cuts of products, microseconds")
+                (report_reserve if arguments.verb == "reserve" else report)(rows[-1])
+                write_results(arguments.file, rows, what=what)
 
 
 @torch.no_grad()
-def measure_product(
+def measure_gemm(
     m: int, scales: str, weights: list[fp8kit.QTensor], within: float
 ) -> dict[str, Any]:
-    """Check and time the cuts of one product, against each other."""
+    """Check and time the configurations of one GEMM, against each other."""
     n, k = weights[0].data.shape
     x_q = fp8kit.quantize(torch.randn(m, k, device="cuda", dtype=torch.bfloat16), PAIRS[scales][0])
     exact = fp8kit.dequantize(x_q) @ fp8kit.dequantize(weights[0]).t()
-    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-    tiles = promising((m, n, k), processors, scales == "block", within)
+    sm_count = torch.cuda.get_device_properties("cuda").multi_processor_count
+    configs = promising((m, n, k), hopper(sm_count), scales == "block", within)
     checked = Checked()
-    for i, tile in enumerate(tiles):
-        checked.add(str(i), product(tile, x_q, weights, scales), exact, LARGEST_ERROR)
+    for i, config in enumerate(configs):
+        checked.add(str(i), gemm_case(config, x_q, weights, scales), exact, LARGEST_ERROR)
     times = time_cases(checked.cases, len(weights), QUICK)
-    cut = [{"tile": asdict(tiles[int(i)]), "us": us} for i, us in times.items()]
-    failed = {str(tiles[int(i)]): why for i, why in checked.failed.items()}
-    return {"processors": processors, "cuts": cut} | ({"failed": failed} if failed else {})
+    found = [{"config": asdict(configs[int(i)]), "us": us} for i, us in times.items()]
+    failed = {str(configs[int(i)]): why for i, why in checked.failed.items()}
+    return {"sm_count": sm_count, "configs": found} | ({"failed": failed} if failed else {})
+
+
+@torch.no_grad()
+def measure_reserve(m: int, scales: str, weights: list[fp8kit.QTensor]) -> dict[str, Any]:
+    """Check and time a whole layer with and without reserved room, against each other."""
+    from fp8kit.matmul.hopper import gemm
+
+    n, k = weights[0].data.shape
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    x_q = fp8kit.quantize(x, PAIRS[scales][0])
+    exact = fp8kit.dequantize(x_q) @ fp8kit.dequantize(weights[0]).t()
+    record = gemm.device_record(torch.cuda.current_device())
+    reserving = choose(m, n, k, record, scales == "block").launch.reserve_for_next
+    checked = Checked()
+    for reserve in (True, False):
+        other = replace(record, reserve_for_next=reserve)
+        checked.add(str(reserve), layer_case(other, x, weights), exact, LARGEST_ERROR)
+    return {"reserves": reserving, "us": time_cases(checked.cases, len(weights), QUICK)}
+
+
+def layer_case(device: Device, x: Tensor, weights: list[fp8kit.QTensor]) -> Case:
+    """Bind operands to a whole layer on the Hopper GEMM, chosen by a device's record."""
+    from fp8kit.matmul.hopper import gemm
+
+    def case(i: int) -> Tensor:
+        with mock.patch.object(gemm, "device_record", return_value=device):
+            return fp8kit.linear(x, weights[i])
+
+    return case
 
 
 def promising(
-    problem: tuple[int, int, int], processors: int, block_scales: bool, within: float
-) -> list[Tile]:
-    """Give the cuts whose estimate is near the best one."""
-    found = estimates(problem, processors, block_scales)
+    problem: tuple[int, int, int], device: Device, block_scales: bool, within: float
+) -> list[TileConfig]:
+    """Return the configurations whose estimate is near the best one."""
+    found = estimates(problem, device, block_scales)
     best = min(found.values())
-    return [tile for tile, estimate in found.items() if estimate <= within * best]
+    return [config for config, estimate in found.items() if estimate <= within * best]
 
 
-def product(tile: Tile, x_q: fp8kit.QTensor, weights: list[fp8kit.QTensor], scales: str) -> Case:
-    """Bind operands to the own product in one cut."""
-    from fp8kit.matmul import swap_ab
+def gemm_case(
+    config: TileConfig, x_q: fp8kit.QTensor, weights: list[fp8kit.QTensor], scales: str
+) -> Case:
+    """Bind operands to the Hopper GEMM in one configuration."""
+    from fp8kit.matmul.hopper import gemm
 
     pair, out = PAIRS[scales], torch.bfloat16
     problem = MatmulProblem.of(x_q.data, weights[0].data, pair, out, None, "precise", False)
 
     def case(i: int) -> Tensor:
         w_q = weights[i]
-        with mock.patch.object(swap_ab, "choose_tile", return_value=tile):
-            return swap_ab.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, pair, problem)
+        return gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, pair, problem, config)
 
     return case
 
 
 def report(row: dict[str, Any]) -> None:
-    """Print the best cut of one product, what the choice takes, and what failed."""
+    """Print the best configuration of one GEMM, what the choice loses, and what failed."""
     found = measured(row)
     best = min(found.us, key=found.us.__getitem__) if found.us else None
-    line = f"{row['shape']:>11} {row['scales']:>5} m={row['m']:<5} {len(found.us)} cuts"
+    line = f"{row['shape']:>11} {row['scales']:>5} m={row['m']:<5} {len(found.us)} configurations"
     if best is not None:
         line += f", best {found.us[best]:.1f}, the choice {found.loss(Costs()):+.1%}: {best}"
-    line += "".join(f"\n    failed {tile}: {why}" for tile, why in row.get("failed", {}).items())
+    line += "".join(
+        f"\n    failed {config}: {why}" for config, why in row.get("failed", {}).items()
+    )
     print(line, flush=True)
+
+
+def report_reserve(row: dict[str, Any]) -> None:
+    """Print what reserving room gains in one layer."""
+    us = row["us"]
+    line = f"{row['shape']:>11} {row['scales']:>5} m={row['m']:<5} "
+    line += f"{us['True']:.1f} reserved, {us['False']:.1f} not: {us['True'] / us['False'] - 1:+.1%}"
+    print(line + ("" if row["reserves"] else ", none is reserved"), flush=True)
 
 
 def measured(row: dict[str, Any]) -> Measured:
     """Read a row of a result file."""
-    us = {Tile(**cut["tile"]): cut["us"] for cut in row["cuts"]}
+    us = {config_of(entry["config"]): entry["us"] for entry in row["configs"]}
     problem = (row["m"], row["n"], row["k"])
-    return Measured(problem, row["processors"], row["scales"] == "block", us)
+    return Measured(problem, hopper(row["sm_count"]), row["scales"] == "block", us)
+
+
+def config_of(parts: Mapping[str, Any]) -> TileConfig:
+    """Read a configuration from what ``asdict`` made of it; these quantize nothing."""
+    return TileConfig(
+        layout=Layout(**parts["layout"]),
+        pipeline=Pipeline(**parts["pipeline"]),
+        epilogue=Epilogue(**parts["epilogue"]),
+        launch=Launch(**parts["launch"]),
+    )
 
 
 def report_fit(path: Path, trials: int) -> None:

@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from cuts import CUTS
 from fp8kit import cuda_driver, fused, tape
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
-from fp8kit.matmul import swap_ab, triton_scaled
+from fp8kit.matmul import triton_scaled
+from fp8kit.matmul.hopper import gemm, heuristics
 from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.quantizers import fused_triton, triton
+from tile_configs import CONFIGS
 
 Calls = dict[str, Callable[[], object]]
 
@@ -49,7 +50,7 @@ TRITON_KERNELS = (
     "product_kernel",
     "sum_kernel",
 )
-OWN_KERNELS = ("swap_ab", "cluster_rows_kernel")
+OWN_KERNELS = ("hopper_gemm", "cluster_rows_kernel")
 KERNELS = (*OWN_KERNELS, *TRITON_KERNELS)
 TOOLS = ("memcheck", "racecheck")
 FOUND = 7  # exit status of the sanitizer where it has found something
@@ -261,60 +262,57 @@ def triton_calls(device: str) -> Calls:
 
 
 def own_calls() -> Calls:
-    """Give calls of the own kernel in every cut, with both kinds of scales and all dtypes."""
+    """Return calls of the CUDA kernels: the GEMM in every configuration, scale kind and dtype."""
     calls: Calls = {}
     for k, dtype in itertools.product((24, 7168, 40000), FLOATS):
         x = torch.randn(3, k, device="cuda").to(dtype)
         calls[f"rows of {k} {dtype}"] = lambda x=x: fp8kit.quantize(x)
-    for number, tile in enumerate(CUTS):
+    for number, config in enumerate(CONFIGS):
         for pair in (PAIRS[0], PAIRS[2]):
-            several = (80 * tile.tokens + 3, 200, 144)  # tiles of a block: results are stored
-            if tile.neighbors > 1 and pair == PAIRS[0]:
-                several = (140 * tile.tokens + 3, 200, 528)  # which meet within two whole rounds
-            for m, n, k in ((tile.tokens + 1, 200, 1040), (1, 7, 16), several):
+            several = (80 * config.tokens + 3, 200, 144)  # tiles of a block: TMA stores them
+            if config.launch.cluster_sync_every and pair == PAIRS[0]:
+                several = (140 * config.tokens + 3, 200, 528)  # which synchronize in two full waves
+            for m, n, k in ((config.tokens + 1, 200, 1040), (1, 7, 16), several):
                 out = FLOATS[number % (2 if m == several[0] else 3)]
                 bias = torch.randn(n, device="cuda").to(FLOATS[(number + m) % 3])
                 operands = quantized(m, n, k, pair, "cuda")
                 problem = described(operands, pair, bias, out, False)
-                calls[f"{tile!r} {problem}"] = (
-                    lambda t=tile, o=operands, b=bias, g=pair, p=problem: own_product(t, o, b, g, p)
+                calls[f"{config!r} {problem}"] = (
+                    lambda c=config, o=operands, b=bias, g=pair, p=problem: gemm_of_codes(
+                        c, o, b, g, p
+                    )
                 )
     # one block, clusters of two and three, two warpgroups, more tiles than blocks, whole or split
     shapes = ((200, 1040), (1024, 2048), (2048, 4096), (12000, 144), (26000, 1040), (34816, 2560))
     for pair, m, (n, k) in itertools.product((PAIRS[0], PAIRS[2]), (1, 3), shapes):
-        processors = swap_ab._processors(0)
-        if swap_ab.values_tile(m, n, k, processors, pair == PAIRS[2]) is None:
+        device = gemm.device_record(0)
+        if heuristics.choose_quantizing(m, n, k, device, pair == PAIRS[2]) is None:
             continue
         x = torch.randn(m, k, device="cuda").to(FLOATS[m // 2])
         operands = quantized(m, n, k, pair, "cuda")
         problem = described(operands, pair, None, torch.bfloat16, False)
-        calls[f"{m} values {problem}"] = lambda x=x, o=operands, g=pair, p=problem: (
-            own_product_of_values(x, o[2:], g, p)
+        calls[f"{m} quantized in {problem}"] = lambda x=x, o=operands, g=pair, p=problem: (
+            gemm_of_dense(x, o[2:], g, p)
         )
     return calls
 
 
-def own_product_of_values(
+def gemm_of_dense(
     x: Tensor, w_q: tuple[Tensor, Tensor], pair: Any, problem: MatmulProblem
 ) -> Tensor:
-    """Quantize and multiply in the own kernel."""
+    """Quantize and multiply in the Hopper GEMM."""
     tape.settle(w_q[0])
-    y = swap_ab.run_values(x, *w_q, None, pair, problem, 1e-12)
+    y = gemm.quantize_in_gemm(x, *w_q, None, pair, problem, 1e-12)
     assert y is not None
     return y
 
 
-def own_product(
-    tile: Any, operands: Any, bias: Tensor, pair: Any, problem: MatmulProblem
+def gemm_of_codes(
+    config: Any, operands: Any, bias: Tensor, pair: Any, problem: MatmulProblem
 ) -> Tensor:
-    """Multiply by the own kernel, cut as told."""
-    chosen = swap_ab.choose_tile
-    swap_ab.choose_tile = lambda *_: tile
+    """Multiply by the Hopper GEMM in a given configuration."""
     tape.settle(operands[2])  # as in every call but the first: the weight is read early
-    try:
-        return swap_ab.run(*operands, bias, pair, problem)
-    finally:
-        swap_ab.choose_tile = chosen
+    return gemm.run(*operands, bias, pair, problem, config)
 
 
 def quantized(m: int, n: int, k: int, pair: Any, device: str) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ import torch
 
 import fp8kit
 from fp8kit import fused_ops
+from fp8kit.matmul.hopper.device import H200
 
 sanitize = pytest.importorskip("sanitize", reason="triton or cuda-bindings is not installed")
 triton_rows = pytest.importorskip("fp8kit.quantizers.triton_rows")
@@ -27,8 +28,8 @@ BROKEN = """========= COMPUTE-SANITIZER
 ========= ERROR SUMMARY: 1 error
 """
 RACE = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at swap_ab+0x1230
-=========     and Read access at swap_ab+0x1280 [64 hazards]
+========= Error: Race reported between Write access at hopper_gemm+0x1230
+=========     and Read access at hopper_gemm+0x1280 [64 hazards]
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
@@ -58,8 +59,10 @@ def test_every_kernel_of_the_package_is_on_the_list() -> None:
 
 
 def test_the_search_for_kernels_can_fail() -> None:
-    code = "launch(novel_kernel, 3, x)\nother_kernel[(1,)](x)\ncuda_driver.Kernel(text, 'swap_ab')"
-    assert launched(ast.parse(code)) == {"novel_kernel", "other_kernel", "swap_ab"}
+    code = (
+        "launch(novel_kernel, 3, x)\nother_kernel[(1,)](x)\ncuda_driver.Kernel(text, 'hopper_gemm')"
+    )
+    assert launched(ast.parse(code)) == {"novel_kernel", "other_kernel", "hopper_gemm"}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -125,21 +128,23 @@ def test_only_a_clean_run_of_a_tool_that_finds_faults_passes(
     assert said in verdict
 
 
-def test_own_calls_cover_every_cut_kind_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the calls of the own kernel with everything below the launch faked."""
+def test_own_calls_cover_every_configuration_kind_and_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Make the calls of the Hopper GEMM with everything below the launch faked."""
     variants: list[tuple[Any, ...]] = []
     launches: list[tuple[Any, ...]] = []
 
-    def kernel(*variant: Any) -> SimpleNamespace:
-        variants.append((*variant[:5], variant[6]))
+    def kernel(config: Any, variant: Any, _: int) -> SimpleNamespace:
+        variants.append((config, variant))
         return SimpleNamespace(launch=lambda *a, **options: launches.append((*a, options)))
 
     on_cpu = sanitize.quantized
     monkeypatch.setattr(sanitize, "quantized", lambda *a: on_cpu(*a[:4], "cpu"))
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, device=None: randn(*shape))
-    monkeypatch.setattr(sanitize.swap_ab, "_kernel", kernel)
-    monkeypatch.setattr(sanitize.swap_ab, "_processors", lambda _: 132)
+    monkeypatch.setattr(sanitize.gemm, "_kernel", kernel)
+    monkeypatch.setattr(sanitize.gemm, "device_record", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for name in ("byte_tile_map", "float_row_map"):
         monkeypatch.setattr(sanitize.cuda_driver, name, lambda *shape: shape)
@@ -147,20 +152,21 @@ def test_own_calls_cover_every_cut_kind_and_dtype(monkeypatch: pytest.MonkeyPatc
         call()
     assert len(launches) == len(variants)
     assert all(options == {"overlap": True} for *_, options in launches)
-    columns = (set(column) for column in zip(*variants, strict=True))
-    tiles, blocks, streamed, out, bias, stored = columns
-    inside = [tile for tile in tiles if tile.values]
-    assert {tile.values for tile in inside} == {1, 4}
-    assert {tile.groups for tile in inside} == {1, 2}
-    assert {tile.split for tile in inside} >= {1, 2, 3}
+    configs = {config for config, _ in variants}
+    quantizing = [config for config in configs if config.quantize]
+    assert {config.quantize.rows for config in quantizing} == {1, 4}
+    assert {config.layout.warpgroups for config in quantizing} == {1, 2}
+    assert {config.launch.split_k for config in quantizing} >= {1, 2, 3}
     n_at = 9  # among the arguments
     assert any(
-        tile.values and -(-arguments[n_at].value // tile.weights) > grid
-        for (tile, *_), (grid, arguments, _) in zip(variants, launches, strict=True)
+        config.quantize and -(-arguments[n_at].value // config.weights) > grid
+        for (config, _), (grid, arguments, _) in zip(variants, launches, strict=True)
     )
-    assert {tile for tile in tiles if not tile.values} == set(sanitize.CUTS)
-    assert blocks == streamed == stored == {False, True}
-    assert out == bias == {8, 16, 32}
+    assert {config for config in configs if not config.quantize} == set(sanitize.CONFIGS)
+    for flag in ("block_scales", "one_token_tile", "tma_store"):
+        assert {getattr(variant, flag) for _, variant in variants} == {False, True}
+    for dtype in ("out_dtype", "bias_dtype"):
+        assert {getattr(variant, dtype) for _, variant in variants} == set(sanitize.FLOATS)
 
 
 def test_the_sanitizer_is_found_on_the_path_and_in_packages(

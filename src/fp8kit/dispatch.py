@@ -7,7 +7,7 @@ chosen one in ``problem.configuration``, where an empty name leaves the choice t
 By ``cut(problem)`` one says in words how it does so on this machine.
 One that copies the weight at every call says so by ``pads(problem)``, and ``yields_to(problem)``
 names a backend that stands before it in the order for such a problem, unless that one pads.
-A product may offer ``run_values``, which quantizes a few tokens in its own kernel.
+A backend may offer ``quantize_in_gemm``, which quantizes a few tokens inside the GEMM.
 Loading one is the package's only lazy import, so a missing triton is a reason, not an exception.
 
 Of the backends that take a problem the fastest runs, by the measured times that the problem's

@@ -36,11 +36,11 @@ def missing() -> str | None:
     return None
 
 
-def joined(constants: Mapping[str, int], *files: str) -> str:
-    """Write the source of one variant of a kernel: its constants as macros, then files.
+def joined(constants: Mapping[str, int | str], *files: str) -> str:
+    """Return the source of one variant of a kernel: its macros, then files.
 
     Args:
-        constants: macros by name.
+        constants: values of macros by name.
         files: paths below the package.
     """
     texts = [resources.files("fp8kit").joinpath(name).read_text() for name in files]

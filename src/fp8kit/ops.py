@@ -19,7 +19,7 @@ from fp8kit.dispatch import decide, require
 from fp8kit.errors import teach
 from fp8kit.formats import GroupShape, RowCodes, min_scale
 from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
-from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
+from fp8kit.matmul.problem import IN_GEMM_ROWS, MatmulProblem
 from fp8kit.quantizers.layout import empty_codes, empty_scale, product_layout
 from fp8kit.quantizers.problem import BACKENDS as QUANTIZER_BACKENDS
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
@@ -234,11 +234,11 @@ def multiply_values(
     Returns:
         The bits of ``quantize_rows`` and ``multiply``; ``None`` where it takes two kernels.
     """
-    if problem.x_group is None or not 0 < rows.shape[0] <= MOST_VALUES or not rows.is_cuda:
+    if problem.x_group is None or not 0 < rows.shape[0] <= IN_GEMM_ROWS or not rows.is_cuda:
         return None
     if not w.shape[0] or not w.shape[1]:
         return None
-    in_one = getattr(decide(MATMUL_BACKENDS, problem, backend).module, "run_values", None)
+    in_one = getattr(decide(MATMUL_BACKENDS, problem, backend).module, "quantize_in_gemm", None)
     if in_one is None:
         return None
     floor = min_scale(problem.x_group, w.dtype, "activation")

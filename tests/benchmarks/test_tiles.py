@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import tiles as bench
-from fp8kit.matmul.swap_ab_cuts import Costs, choose_tile, cuts, estimates
+from fp8kit.matmul.hopper.device import H200, Costs
+from fp8kit.matmul.hopper.heuristics import candidates, choose, estimates
 
-PROCESSORS = 132
 PROBLEMS = [(m, n, k) for m in (96, 256, 512) for n, k in ((4096, 4096), (10240, 8192))]
-OTHER = replace(Costs(), write=2.0, sums=(0.5, 0.6, 0.7), steps=(0.1, 0.3, 0.6))
+OTHER = replace(Costs(), epilogue=2.0, reduction=(0.5, 0.6, 0.7), steps=(0.1, 0.3, 0.6))
 
 
 def as_if(costs: Costs) -> list[bench.Measured]:
@@ -21,9 +21,9 @@ def as_if(costs: Costs) -> list[bench.Measured]:
     return [
         bench.Measured(
             problem,
-            PROCESSORS,
+            H200,
             block_scales,
-            estimates(problem, PROCESSORS, block_scales, costs),
+            estimates(problem, H200, block_scales, costs),
         )
         for problem in PROBLEMS
         for block_scales in (False, True)
@@ -42,7 +42,7 @@ def test_a_choice_by_the_true_costs_loses_nothing() -> None:
 def test_a_choice_that_was_not_measured_is_no_gain() -> None:
     one = as_if(OTHER)[0]
     best = min(one.us, key=one.us.__getitem__)
-    others = replace(one, us={tile: us for tile, us in one.us.items() if tile != best})
+    others = replace(one, us={config: us for config, us in one.us.items() if config != best})
     assert one.loss(OTHER) == 0 < others.loss(OTHER) == bench.UNMEASURED
 
 
@@ -63,10 +63,10 @@ def test_costs_move_a_little_and_not_all_of_them() -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_what_is_chosen_is_promising(problem: tuple[int, int, int]) -> None:
-    tiles = bench.promising(problem, PROCESSORS, False, 1.5)
-    assert choose_tile(*problem, PROCESSORS, False) in tiles
-    assert len(bench.promising(problem, PROCESSORS, False, 1.0)) <= len(tiles)
-    assert len(tiles) < len(cuts(problem, PROCESSORS, False))
+    configs = bench.promising(problem, H200, False, 1.5)
+    assert choose(*problem, H200, False) in configs
+    assert len(bench.promising(problem, H200, False, 1.0)) <= len(configs)
+    assert len(configs) < len(candidates(problem, H200, False))
 
 
 def test_a_result_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,18 +74,27 @@ def test_a_result_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixtur
         {
             "shape": "8b.o",
             "scales": "block" if one.block_scales else "row",
-            "processors": one.processors,
+            "sm_count": one.device.sm_count,
             **dict(zip("mnk", one.problem, strict=True)),
-            "cuts": [{"tile": asdict(tile), "us": us} for tile, us in one.us.items()],
+            "configs": [{"config": asdict(config), "us": us} for config, us in one.us.items()],
         }
         for one in as_if(OTHER)
     ]
     assert [bench.measured(row) for row in rows] == as_if(OTHER)
-    path = tmp_path / "cuts.json"
+    path = tmp_path / "configs.json"
     bench.write_results(path, rows)
     bench.main(["fit", str(path), "--trials", "0"])
     printed = capsys.readouterr().out
     assert "today: " in printed
-    assert f"sums = {Costs().sums}" in printed
+    assert f"reduction = {Costs().reduction}" in printed
     bench.report(rows[0])
     assert "8b.o" in capsys.readouterr().out
+
+
+def test_what_reserving_gains_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"shape": "8b.o", "scales": "row", "m": 96, "us": {"True": 9.0, "False": 10.0}}
+    bench.report_reserve({**row, "reserves": True})
+    bench.report_reserve({**row, "reserves": False})
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("9.0 reserved, 10.0 not: -10.0%")
+    assert second.endswith("none is reserved")

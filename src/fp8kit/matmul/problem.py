@@ -13,20 +13,20 @@ from fp8kit.measurements import DENSE, Case, Estimate, table_for
 from fp8kit.quantizers.problem import capability, device_name
 
 BACKENDS: BackendTable = (
-    ("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),
+    ("hopper_gemm", "fp8kit.matmul.hopper.gemm", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
     ("triton_scaled", "fp8kit.matmul.triton_scaled", ("cuda",)),
     ("deep_gemm", "fp8kit.matmul.deep_gemm", ("cuda",)),
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
 )
-# rows up to which a backend may quantize in its own kernel (``run_values``)
-MOST_VALUES = 4
+# rows up to which a backend may quantize inside the GEMM (``quantize_in_gemm``)
+IN_GEMM_ROWS = 4
 # granularities with fast sums: groups along K are summed one by one, 16 bits in fp32
 _WHOLE_ROWS = (ROW, TENSOR)
 TIMED_DTYPES = (torch.bfloat16, torch.float16)
 # candidates whose times hold for both; torch writes fp16 in one kernel for tensor scales alone
-_ANY_16_BITS = (DENSE, "swap_ab", "triton_scaled", "dequantized")
+_ANY_16_BITS = (DENSE, "hopper_gemm", "triton_scaled", "dequantized")
 # backends that decode the weight before a dense matmul: correct everywhere, faster nowhere
 DECODING = ("dequantized", "reference")
 

@@ -1,4 +1,4 @@
-"""Operands as the tensor memory accelerator loads them; what already fits is not copied."""
+"""Operands as TMA loads them; what already fits is not copied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALIGN = 16  # bytes, of addresses and of strides
 
 
 def aligned(codes: Tensor) -> Tensor:
-    """Give codes ``[rows, K]``, K a multiple of 16, in rows that start at 16-byte boundaries.
+    """Return codes ``[rows, K]``, K a multiple of 16, in rows that start at 16-byte boundaries.
 
     Args:
         codes: one byte an element, any strides.
@@ -31,12 +31,12 @@ def aligned(codes: Tensor) -> Tensor:
 
 
 def row_pitch(codes: Tensor) -> int:
-    """Give the bytes from row to row; of one row, which may have any stride, its length."""
+    """Return the bytes from row to row; of one row, which may have any stride, its length."""
     return codes.stride(0) if codes.shape[0] > 1 else codes.shape[1]
 
 
 def by_column(scale: Tensor) -> Tensor:
-    """Put the scales of one step along K next to each other, as the quantizer for layers does.
+    """Return scales with those of one K step adjacent, as the quantizer for layers writes them.
 
     Args:
         scale: ``float32 [rows, cols]``, any strides.

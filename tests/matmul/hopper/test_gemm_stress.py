@@ -1,10 +1,10 @@
-"""Ten thousand launches of the own kernel on two streams, each result of which is compared.
+"""Ten thousand launches of the Hopper GEMM on two streams, each result of which is compared.
 
 A launch that starts early, reads what the next one overwrites or leaves a result unwritten shows
 once in thousands of times. So results are poisoned before they are computed, inputs alternate so
 that stale codes are wrong codes, and nothing but this package's kernels runs between the launches
-of a chain: torch's own poisoning of memory would put a kernel between a quantizer and the product
-that is to start early.
+of a chain: torch's own poisoning of memory would put a kernel between a quantizer and the GEMM that
+is to start early.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from torch import Tensor, nn
 import fp8kit
 from fp8kit import ops
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
+from fp8kit.matmul.hopper.device import H200, Device
+from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
+from fp8kit.matmul.hopper.tile_config import TileConfig
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_matmul, bits
+from tile_configs import tile_config
 
-swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
 
 LAUNCHES = 10_000
 CHAIN = 4  # launches in a row, each with an input of its own
 POISON = float("nan")
 AHEAD = 1_000_000  # clock cycles that a chain waits while it is launched
-H200_PROCESSORS = 132
 HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
     reason="the kernel is written for sm90",
@@ -39,30 +42,51 @@ HOPPER = pytest.mark.skipif(
 
 
 class Kind(NamedTuple):
-    """A product, how it is cut (``None``: as layers are), and whether blocks take several tiles."""
+    """A GEMM, its configuration (``None``: as chosen), and whether blocks take several tiles."""
 
     name: str
     shape: tuple[int, int, int]
     groups: tuple[GroupShape, GroupShape]
-    tile: Any
+    config: TileConfig | None
     persistent: bool = False
     out: torch.dtype = torch.bfloat16
-    inside: bool = False  # whether tokens are quantized in the kernel
+    quantizes: bool = False  # whether the GEMM quantizes its tokens
 
 
 ROWS, BLOCKS, WHOLE = (ROW, ROW), (GROUP128, BLOCK), (TENSOR, TENSOR)
-Tile = swap_ab.Tile
 KINDS = (
     Kind("as a layer", (16, 4096, 7168), ROWS, None),
-    Kind("split in four", (13, 1000, 4112), ROWS, Tile(16, 1, 2, 8, 4, 4, 4, 1)),
-    Kind("split in three, blocks", (45, 1000, 4224), BLOCKS, Tile(48, 2, 1, 4, 4, 3, 3, 1)),
-    Kind("a split tail", (128, 10240, 1024), ROWS, Tile(128, 2, 4, 5, 5, 5, 2, 1), True),
-    Kind("persistent", (33, 16400, 512), ROWS, Tile(48, 1, 1, 6, 4, 4, 1, 1), True),
+    Kind(
+        "split in four",
+        (13, 1000, 4112),
+        ROWS,
+        tile_config(16, 1, steps=2, stages=(8, 4), inflight=4, split_k=4),
+    ),
+    Kind(
+        "split in three, blocks",
+        (45, 1000, 4224),
+        BLOCKS,
+        tile_config(48, 2, steps=1, stages=(4, 4), inflight=3, split_k=3),
+    ),
+    Kind(
+        "a split tail",
+        (128, 10240, 1024),
+        ROWS,
+        tile_config(128, 2, steps=4, stages=(5, 5), split_k=2),
+        True,
+    ),
+    Kind(
+        "persistent",
+        (33, 16400, 512),
+        ROWS,
+        tile_config(48, 1, steps=1, stages=(6, 4), inflight=4),
+        True,
+    ),
     Kind(
         "persistent, blocks",
         (150, 10000, 640),
         BLOCKS,
-        Tile(80, 2, 2, 5, 5, 5, 1, 1),
+        tile_config(80, 2, steps=2, stages=(5, 5)),
         True,
         torch.float32,
     ),
@@ -70,46 +94,68 @@ KINDS = (
         "stored, blocks",
         (700, 10000, 640),
         BLOCKS,
-        Tile(128, 3, 1, 4, 4, 4, 1, 1, True, held=2, neighbors=2),
+        tile_config(128, 3, steps=1, stages=(4, 4), swap_ab=False, buffers=2, cluster_sync_every=4),
         True,
     ),
     Kind(
         "stored",
         (300, 10000, 640),
         ROWS,
-        Tile(128, 2, 8, 5, 5, 5, 1, 1, held=2, neighbors=2),
+        tile_config(128, 2, steps=8, stages=(5, 5), buffers=2, cluster_sync_every=4),
         True,
     ),
     Kind(
         "stored in parts",
         (300, 10000, 640),
         ROWS,
-        Tile(144, 2, 1, 5, 5, 5, 1, 1, True, held=2, neighbors=2),
+        tile_config(144, 2, steps=1, stages=(5, 5), swap_ab=False, buffers=2, cluster_sync_every=4),
         True,
     ),
     # programs of the next quantizer run beside these
-    Kind("with room", (128, 4096, 1024), ROWS, Tile(128, 1, 4, 8, 4, 4, 2, 1, leaves_room=True)),
     Kind(
-        "with room, blocks",
+        "with reserved room",
+        (128, 4096, 1024),
+        ROWS,
+        tile_config(128, 1, steps=4, stages=(8, 4), inflight=4, split_k=2, reserve_for_next=True),
+    ),
+    Kind(
+        "with reserved room, blocks",
         (128, 4096, 1024),
         BLOCKS,
-        Tile(128, 1, 4, 9, 4, 4, 2, 1, True, leaves_room=True),
+        tile_config(
+            128,
+            1,
+            steps=4,
+            stages=(9, 4),
+            inflight=4,
+            split_k=2,
+            swap_ab=False,
+            reserve_for_next=True,
+        ),
     ),
     Kind(
-        "with room, short rows",
+        "with reserved room, short rows",
         (512, 3072, 768),
         ROWS,
-        Tile(128, 2, 6, 6, 6, 6, 1, 1, True, neighbors=2, leaves_room=True),
+        tile_config(
+            128,
+            2,
+            steps=6,
+            stages=(6, 6),
+            swap_ab=False,
+            cluster_sync_every=4,
+            reserve_for_next=True,
+        ),
     ),
     Kind("whole tensors", (100, 1000, 4112), WHOLE, None),
-    Kind("values", (2, 4096, 4096), ROWS, None, inside=True),
-    Kind("values, blocks", (2, 1000, 2048), BLOCKS, None, inside=True),
+    Kind("quantized inside", (2, 4096, 4096), ROWS, None, quantizes=True),
+    Kind("quantized inside, blocks", (2, 1000, 2048), BLOCKS, None, quantizes=True),
     # slow stores stand before the reads of scales
     Kind(
         "written slowly, blocks",
         (1030, 4096, 512),
         BLOCKS,
-        Tile(128, 2, 4, 6, 6, 6, 1, 1, True, neighbors=2),
+        tile_config(128, 2, steps=4, stages=(6, 6), swap_ab=False, cluster_sync_every=4),
         True,
         torch.float32,
     ),
@@ -119,24 +165,25 @@ KINDS = (
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
     m, n, k = kind.shape
-    tile = kind.tile or swap_ab.choose_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS)
-    assert ("split in" in kind.name) <= (tile.split > 1)
-    assert is_persistent(kind, H200_PROCESSORS) == kind.persistent
-    assert tile.shared_bytes(kind.groups == BLOCKS) + tile.static_bytes <= 227 * 1024
+    blocks = kind.groups == BLOCKS
+    config = kind.config or choose(m, n, k, H200, blocks)
+    assert ("split in" in kind.name) <= (config.launch.split_k > 1)
+    assert is_persistent(kind, H200) == kind.persistent
+    assert config.dynamic_smem_bytes(blocks) + config.static_smem_bytes <= 227 * 1024
     assert k % 16 == 0
-    assert ("room" in kind.name) == tile.leaves_room
-    if kind.inside:
-        assert swap_ab.values_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS) is not None
-    stored = tile.stores(m, n, H200_PROCESSORS, kind.groups == BLOCKS, kind.out.itemsize)
+    assert ("room" in kind.name) == config.launch.reserve_for_next
+    if kind.quantizes:
+        assert choose_quantizing(m, n, k, H200, blocks) is not None
+    stored = config.uses_tma_store(m, n, H200, blocks, kind.out.itemsize)
     assert stored == kind.name.startswith("stored")
-    assert ("in parts" in kind.name) == (stored and tile.cols > 128)
+    assert ("in parts" in kind.name) == (stored and config.layout.mma_n > 128)
 
 
-def is_persistent(kind: Kind, processors: int) -> bool:
-    """Say whether a block takes tile after tile."""
+def is_persistent(kind: Kind, device: Device) -> bool:
+    """Return whether a block takes tile after tile."""
     m, n, k = kind.shape
-    tile = kind.tile or swap_ab.choose_tile(m, n, k, processors, kind.groups == BLOCKS)
-    return tile.blocks(m, n, processors) < tile.tiles(m, n) * tile.split
+    config = kind.config or choose(m, n, k, device, kind.groups == BLOCKS)
+    return config.grid(m, n, device) < config.tiles(m, n) * config.launch.split_k
 
 
 class Given:
@@ -166,7 +213,7 @@ class Product:
         self.w = fp8kit.quantize(torch.randn(n, k, device="cuda"), self.groups[1], role="weight")
         self.bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
         self.codes = None if after_quantizer else [self.quantized(i) for i in range(CHAIN)]
-        self.given, self.inside = given, kind.inside
+        self.given, self.quantizes, self.config = given, kind.quantizes, kind.config
         self.problem = MatmulProblem.of(
             self.quantized(0)[0], self.w.data, self.groups, kind.out, self.bias, "precise", False
         )
@@ -180,10 +227,11 @@ class Product:
 
     def __call__(self, i: int, y: Tensor) -> None:
         """Write the product of input ``i`` to ``y``; no launch but ours comes in between."""
-        if self.inside:
+        if self.quantizes:
             self.given.result = y
             weight = (self.w.data, self.w.scale, self.bias)
-            assert swap_ab.run_values(self.xs[i], *weight, self.groups, self.problem, 1e-12) is y
+            made = gemm.quantize_in_gemm(self.xs[i], *weight, self.groups, self.problem, 1e-12)
+            assert made is y
             return
         self.multiply(self.quantized(i) if self.codes is None else self.codes[i], y)
 
@@ -191,7 +239,8 @@ class Product:
         """Write the product of quantized rows to ``y``."""
         self.given.result = y
         data, scale = codes
-        swap_ab.run(data, scale, self.w.data, self.w.scale, self.bias, self.groups, self.problem)
+        operands = (data, scale, self.w.data, self.w.scale, self.bias)
+        gemm.run(*operands, self.groups, self.problem, self.config)
 
     def expected(self) -> Tensor:
         """Compute every result by itself, and hold it to the exact product."""
@@ -203,7 +252,7 @@ class Product:
             torch.cuda.synchronize()
             self.multiply(codes, y)
             x = fp8kit.dequantize(fp8kit.QTensor(*codes, self.groups[0]))
-            assert_matmul(y, x, w, self.bias, "swap_ab")
+            assert_matmul(y, x, w, self.bias, "hopper_gemm")
         return results
 
 
@@ -269,7 +318,7 @@ def test_one_wrong_launch_of_ten_thousand_is_counted(fault: str) -> None:
 def given(monkeypatch: pytest.MonkeyPatch) -> Given:
     """Let the test decide where results are written, and torch launch nothing by itself."""
     made = Given()
-    monkeypatch.setattr(swap_ab, "torch", made)
+    monkeypatch.setattr(gemm, "torch", made)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     return made
 
@@ -279,12 +328,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Given:
 @pytest.mark.parametrize("after_quantizer", [False, True], ids=["alone", "after-quantizer"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_ten_thousand_launches_on_two_streams_are_right(
-    kind: Kind, after_quantizer: bool, given: Given, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, after_quantizer: bool, given: Given
 ) -> None:
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    assert is_persistent(kind, processors) == kind.persistent
-    if kind.tile is not None:
-        monkeypatch.setattr(swap_ab, "choose_tile", lambda *_: kind.tile)
+    assert is_persistent(kind, gemm.device_record(0)) == kind.persistent
     product = Product(kind, after_quantizer, given)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     assert wrong_values(product, product.expected(), streams) == [0, 0]
@@ -326,22 +372,22 @@ def test_ten_thousand_split_products_of_triton_on_two_streams_are_right(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile the kernel without its wait for the quantizer."""
-    patient = swap_ab.source
+    patient = gemm.source
 
     def source(*arguments: Any) -> str:
         text = patient(*arguments)
         assert text.count("griddepcontrol.wait;") == 2
         return text.replace("griddepcontrol.wait;", "")
 
-    monkeypatch.setattr(swap_ab, "source", source)
-    swap_ab._kernel.cache_clear()
+    monkeypatch.setattr(gemm, "source", source)
+    gemm._kernel.cache_clear()
     yield
-    swap_ab._kernel.cache_clear()
+    gemm._kernel.cache_clear()
 
 
 @pytest.mark.gpu
 @HOPPER
-def test_a_product_that_does_not_wait_would_show(given: Given, impatient: None) -> None:
+def test_a_gemm_that_does_not_wait_would_show(given: Given, impatient: None) -> None:
     # codes cannot be there before a whole row was read, which takes longer the longer it is
     kind = Kind("long rows", (32, 1024, 28672), (ROW, ROW), None)
     product = Product(kind, True, given)

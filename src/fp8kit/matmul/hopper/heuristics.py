@@ -1,0 +1,338 @@
+"""Which tile configuration the Hopper GEMM takes for a problem; no GPU is needed to ask."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import NamedTuple
+
+from fp8kit.matmul.hopper.cost_model import Shape, microseconds
+from fp8kit.matmul.hopper.device import Costs, Device
+from fp8kit.matmul.hopper.tile_config import (
+    FEW_ROWS,
+    MAX_PIPELINED_COLS,
+    TILE_K,
+    Epilogue,
+    InGemmQuantization,
+    Launch,
+    Layout,
+    Pipeline,
+    TileConfig,
+    round_up,
+)
+
+_MANY_ROWS = 256
+_LARGE_ROWS = 1024
+_SHORT_ROW = 1792  # values of a row in 16 bits that one warp quantizes
+_STEPS, _MAX_STEPS = 4, 8  # K steps that are pipelined: usually, at most
+_DRAIN = 0.2  # part of a step that nothing overlaps when the pipeline drains
+_UNSWAPPED_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose MMA rows are tokens
+_MAX_VECTORS = {False: 8, True: 4}  # of 16 bytes that a thread quantizes, by block scales
+_MAX_STAGES = 24
+_FEW_STAGES = 4  # of tokens, where these come soon after they are requested
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(m: int, n: int, k: int, device: Device, block_scales: bool) -> TileConfig:
+    """Return the tile configuration of a GEMM.
+
+    Up to 64 rows the weights alone matter, and split-K depends on N and K only, as it decides the
+    order of the sum. Above, the choice is the fastest by ``microseconds``.
+
+    Args:
+        m: rows of ``x``.
+        n: rows of ``w``.
+        k: columns of both.
+        device: the GPU.
+        block_scales: 1x128 by 128x128 scales.
+
+    Example:
+        >>> str(choose(16, 4096, 4096, H200, False))
+        'tiles of 16 rows by 128 weights, 12 stages, K in 3 parts where tiles are few'
+    """
+    if m <= FEW_ROWS:
+        return _choose_few_rows(max(8, 1 << (m - 1).bit_length()), n, k, device, block_scales)
+    found = estimates((m, n, k), device, block_scales)
+    best = min(found, key=found.__getitem__)
+    if m > _LARGE_ROWS:
+        return best
+    # costs do not depend on the side; blocks with several tiles are faster with tokens as MMA rows
+    equal = (
+        c
+        for c, us in found.items()
+        if us == found[best] and not c.layout.swap_ab and c.launch.split_k == 1
+    )
+    return next((c for c in equal if device.sm_count < c.tiles(m, n) <= best.tiles(m, n)), best)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_quantizing(
+    m: int, n: int, k: int, device: Device, block_scales: bool
+) -> TileConfig | None:
+    """Return the configuration of a GEMM that quantizes its tokens, tiled as ``choose`` does.
+
+    Args:
+        m: as in ``choose``, and so are the others.
+        n: see there.
+        k: see there.
+        device: see there.
+        block_scales: see there.
+
+    Returns:
+        The configuration; ``None`` if registers or shared memory do not hold the tokens.
+    """
+    config, rows = choose(m, n, k, device, block_scales), 1 << (m - 1).bit_length()
+    vectors = 1 << (-(-k // 8 // (128 * config.layout.warpgroups // rows)) - 1).bit_length()
+    if vectors > _MAX_VECTORS[block_scales]:
+        return None
+    steps, grid = -(-k // TILE_K), config.grid(m, n, device)
+    inflight = config.pipeline.max_inflight
+    if config.launch.blocks_per_sm == 1:
+        inflight = -(-device.quantize_inflight_bytes // (grid * config.weights * TILE_K))
+    if config.tiles(m, n) <= grid // config.launch.split_k:
+        steps = -(-steps // config.launch.split_k)
+    # half the stages cost more than a kernel less saves
+    stages = config.pipeline.weight_stages
+    for weight_stages in range(stages, stages // 2, -1):
+        pipeline = replace(
+            config.pipeline,
+            weight_stages=weight_stages,
+            token_stages=round_up(steps, _STEPS),  # no pipelined group multiplies more
+        )
+        quantize = InGemmQuantization(rows=rows, vectors=vectors)
+        candidate = replace(config, pipeline=pipeline, quantize=quantize)
+        candidate = with_inflight(candidate, min(inflight, weight_stages), device)
+        if candidate.fits(block_scales):
+            return candidate
+    return None
+
+
+def row_counts(
+    m: int, n: int, k: int, device: Device, block_scales: bool, out_bytes: int
+) -> list[int]:
+    """Return row counts in ``(m / 2, m]`` that between them need every kernel these need.
+
+    Args:
+        m: a power of two.
+        n: as in ``choose``, and so are the others.
+        k: see there.
+        device: see there.
+        block_scales: see there.
+        out_bytes: bytes of an element of the result.
+    """
+    found: dict[object, int] = {}
+    for rows in range(m, m // 2, -min(16, m)):  # a tile has a multiple of 16 tokens, or all
+        config = choose(rows, n, k, device, block_scales)
+        tma_store = config.uses_tma_store(rows, n, device, block_scales, out_bytes)
+        found.setdefault((config, rows <= config.tokens, tma_store), rows)
+    return sorted(found.values())
+
+
+def estimates(
+    problem: Shape, device: Device, block_scales: bool, costs: Costs | None = None
+) -> dict[TileConfig, float]:
+    """Return ``microseconds`` of every configuration that is considered above 64 rows.
+
+    Args:
+        problem: ``(M, N, K)``.
+        device: the GPU.
+        block_scales: 1x128 by 128x128 scales.
+        costs: in place of the device's.
+    """
+    return {
+        config: microseconds(config, problem, device, block_scales, costs)
+        for config in candidates(problem, device, block_scales)
+    }
+
+
+def candidates(problem: Shape, device: Device, block_scales: bool) -> list[TileConfig]:
+    """Return the configurations that are considered above 64 rows.
+
+    Args:
+        problem: ``(M, N, K)``.
+        device: the GPU.
+        block_scales: 1x128 by 128x128 scales.
+    """
+    m, _, k = problem
+    # tokens of a tile, if all have as many
+    even = -(-m // (16 * -(-m // MAX_PIPELINED_COLS))) * 16
+    many = m > _MANY_ROWS
+    sides = [(True, even), *((False, cols) for cols in _UNSWAPPED_COLS)]
+    outlines = [
+        _Outline(
+            Layout(mma_n=cols, warpgroups=warpgroups, swap_ab=swap_ab),
+            split,
+            steps,
+            shares_weights=split == 1,
+            equal_stages=many and steps != _STEPS,
+        )
+        for swap_ab, cols in sides
+        for warpgroups in (1, 2, 3)
+        for split in (1, 2, 3, 4)
+        for steps in (pipelined_steps(k, split),)
+        # more columns lack registers
+        if cols <= MAX_PIPELINED_COLS or (warpgroups == 2 and split == 1)
+    ]
+    if many:
+        outlines += [
+            _Outline(
+                Layout(mma_n=cols, warpgroups=2, swap_ab=swap_ab),
+                1,
+                most_pipelined_steps(k),
+                shares_weights=True,
+                equal_stages=True,
+            )
+            for swap_ab, cols in ((False, MAX_PIPELINED_COLS), (True, even))
+        ]
+    found = []
+    for outline in outlines:
+        config = _deepest(outline, device, block_scales)
+        if device.reserve_for_next and _helps_next(config, problem, device, block_scales):
+            config = _deepest(outline._replace(reserve_for_next=True), device, block_scales)
+        found.append(config)
+    return found
+
+
+def most_pipelined_steps(k: int) -> int:
+    """Return how many K steps are pipelined where there are many waves.
+
+    More steps drain the pipeline less often, but the steps beyond K are wasted.
+
+    Args:
+        k: columns of both operands.
+    """
+    steps, counts = -(-k // TILE_K), range(_MAX_STEPS, 1, -1)
+    return min(counts, key=lambda count: round_up(steps, count) * (1 + _DRAIN / count))
+
+
+def pipelined_steps(k: int, split: int) -> int:
+    """Return how many K steps are pipelined: four, or as above if that wastes fewer steps.
+
+    Args:
+        k: columns of both operands.
+        split: blocks that split K; their parts are multiples of four steps.
+    """
+    steps, most = -(-k // TILE_K), most_pipelined_steps(k)
+    fewer = split == 1 and round_up(steps, most) < round_up(steps, _STEPS)
+    return most if fewer else _STEPS
+
+
+def with_inflight(config: TileConfig, max_inflight: int, device: Device) -> TileConfig:
+    """Return the configuration with other weight loads in flight, and a warmup that fits them.
+
+    Args:
+        config: any configuration.
+        max_inflight: weight loads in flight, in stages.
+        device: the GPU.
+    """
+    per_stage = config.weights * TILE_K * config.launch.blocks_per_sm
+    warmup = max(2, device.warmup_bytes // per_stage)
+    pipeline = replace(
+        config.pipeline,
+        max_inflight=max_inflight,
+        warmup_inflight=min(max_inflight, device.warmup_stages, warmup),
+    )
+    return replace(config, pipeline=pipeline)
+
+
+def _helps_next(config: TileConfig, problem: Shape, device: Device, block_scales: bool) -> bool:
+    """Return whether reserving room makes the next layer's quantizer faster.
+
+    Its programs wait for the first SMs that get free otherwise, and go there by fours, or by dozens
+    if rows are short. Where an eighth of all SMs is idle anyway, that is as fast; with block scales
+    and weights as MMA rows, reserving was 2 to 5 % slower. Beside two warpgroups only programs of
+    short rows fit, and blocks with several tiles are slowed down. K of the next layer is not known
+    here: it is taken to be this one's.
+    """
+    m, n, k = problem
+    layout = config.layout
+    if layout.warpgroups > 2 or (block_scales and layout.swap_ab):
+        return False
+    if layout.warpgroups == 2:
+        # with block scales 128 columns lack registers, and 112 were not measured
+        wide = block_scales and layout.mma_n > 96
+        if k > _SHORT_ROW or wide or config.tiles(m, n) > device.sm_count:
+            return False
+    idle = device.sm_count - config.grid(m, n, device)
+    return device.idle_share * idle <= device.sm_count
+
+
+def _choose_few_rows(mma_n: int, n: int, k: int, device: Device, block_scales: bool) -> TileConfig:
+    warpgroups, split, blocks_per_sm = _few_rows_launch(n, k, device)
+    outline = _Outline(
+        Layout(mma_n=mma_n, warpgroups=warpgroups),
+        split,
+        pipelined_steps(k, split),
+        blocks_per_sm=blocks_per_sm,
+    )
+    config = _deepest(outline, device, block_scales)
+    # blocks that leave SMs idle keep the memory busy with one load more each
+    few_blocks = 5 * config.grid(mma_n, n, device) < 4 * device.sm_count * blocks_per_sm
+    long = -(-k // TILE_K) >= 24 * split
+    inflight = config.pipeline.warmup_inflight + (few_blocks and long)
+    return with_inflight(config, min(config.pipeline.max_inflight, inflight), device)
+
+
+def _few_rows_launch(n: int, k: int, device: Device) -> tuple[int, int, int]:
+    """Return warpgroups, blocks that split K, and blocks per SM."""
+    # On an H200 within 2 % of the best of 1700 configurations in the mean, over 38 layers at 16 and
+    # 64 rows and 23 of them at one row; every row count of a layer splits K alike.
+    tiles, pairs, steps = -(-n // 64), -(-n // 128), -(-k // TILE_K)
+    fill, room = tiles / device.sm_count, (0, *device.clusters)
+    if steps >= 64 and 2 * room[4] < 3 * pairs <= 3 * room[4]:
+        return 2, 4, 1
+    if 0.36 < fill and tiles <= 2 * room[3] and steps >= 24:
+        return 2, 3, 1
+    if fill <= 0.5:
+        return 1, max(s for s in (1, 2, 3, 4) if s == 1 or (steps >= 8 * s and tiles <= room[s])), 1
+    if fill <= 1:
+        return (2, 2, 1) if steps >= 24 else (1, 1, 1)
+    if fill <= 1.25:
+        return (1, 2, 3) if steps >= 24 else (1, 1, 2)
+    if device.sm_count < pairs < 1.3 * device.sm_count and tiles <= 3 * device.sm_count:
+        return 1, 1, 3
+    # clusters of two share the tiles of a last wave that is too small for all blocks
+    return 2, 2 if steps >= 20 and 0 < pairs % device.sm_count <= room[2] else 1, 1
+
+
+class _Outline(NamedTuple):
+    """A configuration without the depth of its pipeline."""
+
+    layout: Layout
+    split_k: int
+    pipelined_steps: int  # at most: registers may allow one only
+    blocks_per_sm: int = 1
+    shares_weights: bool = False  # a cluster of two blocks loads the same weights
+    equal_stages: bool = False  # as many for tokens as for weights
+    reserve_for_next: bool = False
+
+
+@functools.cache
+def _deepest(outline: _Outline, device: Device, block_scales: bool) -> TileConfig:
+    """Return the outline with as many stages, then epilogue buffers, as there is room for."""
+    layout = outline.layout
+    one = layout.warpgroups == 3 or outline.blocks_per_sm > 1 or layout.mma_n > MAX_PIPELINED_COLS
+    launch = Launch(
+        split_k=outline.split_k,
+        blocks_per_sm=outline.blocks_per_sm,
+        cluster_sync_every=device.cluster_sync_every if outline.shares_weights else 0,
+        reserve_for_next=outline.reserve_for_next,
+    )
+    few = (layout.mma_n if layout.swap_ab else 64 * layout.warpgroups) <= FEW_ROWS
+    # tokens come soon after they are requested, weights must be here before the tokens are
+    shallow = few or (layout.warpgroups == 2 and layout.swap_ab and not outline.equal_stages)
+    for stages in range(_MAX_STAGES, 1, -1):
+        pipeline = Pipeline(
+            weight_stages=stages,
+            token_stages=min(stages, _FEW_STAGES) if shallow else stages,
+            pipelined_steps=1 if one else outline.pipelined_steps,
+            max_inflight=stages,
+            warmup_inflight=stages,
+        )
+        config = TileConfig(layout=layout, pipeline=pipeline, launch=launch)
+        for buffers in range(layout.mma_n // config.epilogue_cols, 0, -1):
+            candidate = replace(config, epilogue=Epilogue(buffers=buffers))
+            if candidate.fits(block_scales):
+                inflight = min(stages, device.warmup_stages) if few else stages
+                return with_inflight(candidate, inflight, device)
+    raise AssertionError(f"no pipeline fits {layout}")
