@@ -7,7 +7,7 @@
 ``measure`` times the product alone, of codes that are there already, in every cut that may be the
 best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it looks for
 costs whose choice takes the least time of what was measured, and prints them with what a choice by
-them, and by today's, loses against the best cut. They belong in ``swap_ab_cuts.Costs``. What room
+them, and by today's, loses against the best cut. They belong in ``heuristics.Costs``. What room
 beside a block gives the quantizer behind (``Tile.leaves_room``) shows in whole layers only.
 """
 
@@ -31,9 +31,9 @@ from torch import Tensor
 import fp8kit
 from checking import Checked
 from fp8kit.bench.timing import QUICK
+from fp8kit.matmul.hopper.heuristics import Costs, estimates
+from fp8kit.matmul.hopper.tile_config import Tile
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.matmul.swap_ab_cuts import Costs, estimates
-from fp8kit.matmul.swap_ab_tile import Tile
 from layers import chosen
 from timing import Case, copies_past_cache, time_cases, write_results
 
@@ -150,15 +150,15 @@ def promising(
 
 def product(tile: Tile, x_q: fp8kit.QTensor, weights: list[fp8kit.QTensor], scales: str) -> Case:
     """Bind operands to the own product in one cut."""
-    from fp8kit.matmul import swap_ab
+    from fp8kit.matmul.hopper import gemm
 
     pair, out = PAIRS[scales], torch.bfloat16
     problem = MatmulProblem.of(x_q.data, weights[0].data, pair, out, None, "precise", False)
 
     def case(i: int) -> Tensor:
         w_q = weights[i]
-        with mock.patch.object(swap_ab, "choose_tile", return_value=tile):
-            return swap_ab.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, pair, problem)
+        with mock.patch.object(gemm, "choose_tile", return_value=tile):
+            return gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, pair, problem)
 
     return case
 

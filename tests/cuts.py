@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8kit.matmul.swap_ab import Tile
+from fp8kit.matmul.hopper.gemm import Tile
 
 CUTS = [
     Tile(16, 1, 4, 24, 4, 6, 1, 1),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.formats import GroupShape
-from fp8kit.matmul import swap_ab
+from fp8kit.matmul.hopper import gemm
 from fp8kit.matmul.problem import MatmulProblem
 
 PROCESSORS = 132
@@ -20,11 +20,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Give a list that grows with each launch: whether it may read the weight early."""
     early: list[bool] = []
     kernel = SimpleNamespace(launch=lambda *_, overlap: early.append(overlap))
-    monkeypatch.setattr(swap_ab, "_kernel", lambda *_: kernel)
-    monkeypatch.setattr(swap_ab, "_processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(gemm, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(gemm, "_processors", lambda _: PROCESSORS)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for described in ("byte_tile_map", "float_row_map"):
-        monkeypatch.setattr(swap_ab.cuda_driver, described, lambda *shape: shape)
+        monkeypatch.setattr(gemm.cuda_driver, described, lambda *shape: shape)
     return early
 
 
@@ -41,7 +41,7 @@ def fake_layers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         _: str | None = None,
     ) -> Tensor:
         groups: tuple[GroupShape | None, GroupShape] = (problem.x_group, problem.w_group)
-        return swap_ab.run(x, x_scale, w, w_scale, bias, groups, problem)
+        return gemm.run(x, x_scale, w, w_scale, bias, groups, problem)
 
     monkeypatch.setattr("fp8kit.ops.multiply", multiply)
     return fake(monkeypatch)

@@ -32,7 +32,8 @@ import fp8kit
 from cuts import CUTS
 from fp8kit import cuda_driver, fused, tape
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
-from fp8kit.matmul import swap_ab, triton_scaled
+from fp8kit.matmul import triton_scaled
+from fp8kit.matmul.hopper import gemm
 from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.quantizers import fused_triton, triton
 
@@ -49,7 +50,7 @@ TRITON_KERNELS = (
     "product_kernel",
     "sum_kernel",
 )
-OWN_KERNELS = ("swap_ab", "cluster_rows_kernel")
+OWN_KERNELS = ("hopper_gemm", "cluster_rows_kernel")
 KERNELS = (*OWN_KERNELS, *TRITON_KERNELS)
 TOOLS = ("memcheck", "racecheck")
 FOUND = 7  # exit status of the sanitizer where it has found something
@@ -282,8 +283,8 @@ def own_calls() -> Calls:
     # one block, clusters of two and three, two warpgroups, more tiles than blocks, whole or split
     shapes = ((200, 1040), (1024, 2048), (2048, 4096), (12000, 144), (26000, 1040), (34816, 2560))
     for pair, m, (n, k) in itertools.product((PAIRS[0], PAIRS[2]), (1, 3), shapes):
-        processors = swap_ab._processors(0)
-        if swap_ab.values_tile(m, n, k, processors, pair == PAIRS[2]) is None:
+        processors = gemm._processors(0)
+        if gemm.values_tile(m, n, k, processors, pair == PAIRS[2]) is None:
             continue
         x = torch.randn(m, k, device="cuda").to(FLOATS[m // 2])
         operands = quantized(m, n, k, pair, "cuda")
@@ -299,7 +300,7 @@ def own_product_of_values(
 ) -> Tensor:
     """Quantize and multiply in the own kernel."""
     tape.settle(w_q[0])
-    y = swap_ab.run_values(x, *w_q, None, pair, problem, 1e-12)
+    y = gemm.run_values(x, *w_q, None, pair, problem, 1e-12)
     assert y is not None
     return y
 
@@ -308,13 +309,13 @@ def own_product(
     tile: Any, operands: Any, bias: Tensor, pair: Any, problem: MatmulProblem
 ) -> Tensor:
     """Multiply by the own kernel, cut as told."""
-    chosen = swap_ab.choose_tile
-    swap_ab.choose_tile = lambda *_: tile
+    chosen = gemm.choose_tile
+    gemm.choose_tile = lambda *_: tile
     tape.settle(operands[2])  # as in every call but the first: the weight is read early
     try:
-        return swap_ab.run(*operands, bias, pair, problem)
+        return gemm.run(*operands, bias, pair, problem)
     finally:
-        swap_ab.choose_tile = chosen
+        gemm.choose_tile = chosen
 
 
 def quantized(m: int, n: int, k: int, pair: Any, device: str) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from fp8kit.dispatch import choose
 from fp8kit.formats import BLOCK, GroupShape
 from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.matmul.tma import by_column
+from fp8kit.matmul.tma_operands import by_column
 from fp8kit.modules import fused
 from fp8kit.quantizers import fused_reference
 from fp8kit.quantizers import reference as quantizer

@@ -342,7 +342,7 @@ def test_tune_stores_or_writes_its_table(
     kept: list[Table] = []
     wishes: list[tuning.Wish] = []
     case = Case("row*row", "precise", 16, 64, 128)
-    outcome = tuning.Outcome(Table("Toy", 1e12, 1e15, {case: {"bf16": 4.0, "swap_ab": 2.0}}))
+    outcome = tuning.Outcome(Table("Toy", 1e12, 1e15, {case: {"bf16": 4.0, "hopper_gemm": 2.0}}))
 
     def tune(asked: list[tuning.Wish], *_: object, store: Callable[[Table], None], **__: object):
         wishes.extend(asked)
@@ -357,7 +357,7 @@ def test_tune_stores_or_writes_its_table(
     schemes = ("--scheme", "FP8_BLOCK", "--scheme", "FP8")
     result = run("tune", "--shapes", "64x128", "-m", "16", *schemes, *place)
     assert result.exit_code == 0, result.output
-    assert "64x128 m=16 row*row precise: swap_ab 2.0 µs, 2.00 x bf16" in result.output
+    assert "64x128 m=16 row*row precise: hopper_gemm 2.0 µs, 2.00 x bf16" in result.output
     assert [w.schemes[0].name for w in wishes] == ["FP8_BLOCK", "FP8"]
     assert kept == ([outcome.table] if stored else [])
     if not stored:

@@ -25,7 +25,7 @@ GPU = {"sm80": (8, 0), "sm89": (8, 9), "sm90": (9, 0), "sm100": (10, 0), "sm120"
 # What must run where. A backend that learns more is free to; one that loses a row fails here, so
 # no bug can turn the suite green by declining everything.
 MUST_RUN = {
-    "swap_ab": {
+    "hopper_gemm": {
         "sm80": (),
         "sm89": (),
         "sm90": ("FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK"),
@@ -381,13 +381,13 @@ def test_nobody_yields_to_what_would_copy_the_weight(timed_table: dispatch.Backe
     ("changes", "backend"),
     [
         ({"accum": "fast"}, "torch_native"),
-        ({"accum": "fast", "n": 4100}, "swap_ab"),
-        ({"accum": "fast", "out_dtype": torch.float16}, "swap_ab"),
-        ({"accum": "fast", "m": 512}, "swap_ab"),
-        ({"accum": "fast", "scheme": "FP8_BLOCK"}, "swap_ab"),
+        ({"accum": "fast", "n": 4100}, "hopper_gemm"),
+        ({"accum": "fast", "out_dtype": torch.float16}, "hopper_gemm"),
+        ({"accum": "fast", "m": 512}, "hopper_gemm"),
+        ({"accum": "fast", "scheme": "FP8_BLOCK"}, "hopper_gemm"),
         ({"scheme": "FP8"}, "torch_native"),
-        ({"scheme": "FP8", "m": 512}, "swap_ab"),
-        ({}, "swap_ab"),
+        ({"scheme": "FP8", "m": 512}, "hopper_gemm"),
+        ({}, "hopper_gemm"),
     ],
     ids=str,
 )
@@ -400,7 +400,7 @@ def test_torch_comes_first_where_its_sums_take_less_time(
     problem = faked(scheme, "sm90", **{"m": 4096, **changes})
     choice = choose.__wrapped__(matmul.BACKENDS, problem)
     assert choice.backend == backend
-    other = {"swap_ab": "torch_native", "torch_native": "swap_ab"}[backend]
+    other = {"hopper_gemm": "torch_native", "torch_native": "hopper_gemm"}[backend]
     assert "in the order" in dict(choice.declined)[other]
 
 
@@ -464,7 +464,7 @@ def test_a_layer_that_libraries_pad_runs_on_the_own_kernel(n: int, k: int, m: in
     choice = choose(
         matmul.BACKENDS, faked("FP8_DYNAMIC", "sm90", device="NVIDIA H200", n=n, k=k, m=m)
     )
-    assert choice.backend == "swap_ab"
+    assert choice.backend == "hopper_gemm"
 
 
 def test_missing_dependency_is_a_reason() -> None:

@@ -89,26 +89,26 @@ def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+    gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(swap_ab, "_processors", lambda _: 132)
-    monkeypatch.setattr(swap_ab.nvrtc, "missing", lambda: None)
+    monkeypatch.setattr(gemm, "_processors", lambda _: 132)
+    monkeypatch.setattr(gemm.nvrtc, "missing", lambda: None)
     layer = fp8kit.Fp8Linear(14336, 4096, bias=False, device="meta", dtype=torch.bfloat16)
     on_hopper = dataclasses.replace(layer.problem(128), device_type="cuda", capability=(9, 0))
     monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: on_hopper)
-    tile = swap_ab.choose_tile(128, 4096, 14336, 132, False)
+    tile = gemm.choose_tile(128, 4096, 14336, 132, False)
     assert tile.split > 1
     text = str(fp8kit.explain(layer))
     said = f"tiles of {tile.tokens} rows by {tile.weights} weights, {tile.stages} stages, K in "
-    assert f"swap_ab       chosen: {said}{tile.split} parts" in text
+    assert f"hopper_gemm   chosen: {said}{tile.split} parts" in text
     assert fp8kit.explain(layer).to_dict()[0]["cut"] in text
 
     few = dataclasses.replace(on_hopper, m=1)
-    inside = swap_ab.values_tile(1, 4096, 14336, 132, False)
+    inside = gemm.values_tile(1, 4096, 14336, 132, False)
     assert inside is not None
-    assert swap_ab.cut(few) == f"{inside}, which quantize their rows"
-    assert swap_ab.cut(dataclasses.replace(few, x_group=fp8kit.TENSOR)) != swap_ab.cut(few)
+    assert gemm.cut(few) == f"{inside}, which quantize their rows"
+    assert gemm.cut(dataclasses.replace(few, x_group=fp8kit.TENSOR)) != gemm.cut(few)
 
 
 @pytest.mark.gpu

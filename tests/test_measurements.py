@@ -81,15 +81,15 @@ def test_a_shape_that_was_not_measured_is_estimated_within_a_sixth(name: str) ->
 
 
 def test_a_measured_case_is_given_as_it_is() -> None:
-    table = made({CASE: {DENSE: 13.0, "swap_ab": 8.0}})
+    table = made({CASE: {DENSE: 13.0, "hopper_gemm": 8.0}})
     estimate = table.estimate(CASE)
     assert estimate is not None
-    assert estimate.us == {DENSE: 13.0, "swap_ab": 8.0}
+    assert estimate.us == {DENSE: 13.0, "hopper_gemm": 8.0}
     assert estimate.basis == "measured"
 
 
 def test_a_near_case_scales_with_the_roofline() -> None:
-    table = made({CASE: {DENSE: 20.0, "swap_ab": 10.0}})
+    table = made({CASE: {DENSE: 20.0, "hopper_gemm": 10.0}})
     twice = Case("row*row", "precise", 16, 8192, 4096)
     estimate = table.estimate(twice)
     assert estimate is not None
@@ -117,7 +117,7 @@ def test_layers_that_are_padded_tell_nothing_of_others(
 ) -> None:
     even, ragged = Case(scales, "precise", 16, 4096, 4096), Case(scales, "precise", 16, n, k)
     for measured, asked in ((even, ragged), (ragged, even)):
-        assert (made({measured: {"swap_ab": 5.0}}).estimate(asked) is not None) == known
+        assert (made({measured: {"hopper_gemm": 5.0}}).estimate(asked) is not None) == known
 
 
 def test_an_odd_n_and_a_multiple_of_eight_tell_nothing_of_each_other() -> None:
@@ -125,9 +125,9 @@ def test_an_odd_n_and_a_multiple_of_eight_tell_nothing_of_each_other() -> None:
         Case("row*row", "precise", 16, 4097, 4096),
         Case("row*row", "precise", 16, 4104, 4096),
     )
-    assert made({odd: {"swap_ab": 5.0}}).estimate(eights) is None
+    assert made({odd: {"hopper_gemm": 5.0}}).estimate(eights) is None
     fours, sixteens = (Case("row*row", "precise", 16, 4096, k) for k in (4100, 4112))
-    assert made({sixteens: {"swap_ab": 5.0}}).estimate(fours) is None
+    assert made({sixteens: {"hopper_gemm": 5.0}}).estimate(fours) is None
 
 
 def test_nearer_neighbours_weigh_more() -> None:
@@ -135,11 +135,11 @@ def test_nearer_neighbours_weigh_more() -> None:
         Case("row*row", "precise", 16, 4096, 8192),
         Case("row*row", "precise", 16, 4096, 1024),
     )
-    table = made({near: {"swap_ab": 100.0}, far: {"swap_ab": 1.0}})
-    ratios = {c: table.rows[c]["swap_ab"] / (table.roofline(c) + 4) for c in (near, far)}
+    table = made({near: {"hopper_gemm": 100.0}, far: {"hopper_gemm": 1.0}})
+    ratios = {c: table.rows[c]["hopper_gemm"] / (table.roofline(c) + 4) for c in (near, far)}
     estimate = table.estimate(CASE)
     assert estimate is not None
-    found = estimate.us["swap_ab"] / (table.roofline(CASE) + 4)
+    found = estimate.us["hopper_gemm"] / (table.roofline(CASE) + 4)
     assert found == pytest.approx((ratios[near] ** 4 * ratios[far]) ** 0.2)
 
 
@@ -180,7 +180,7 @@ def test_nothing_is_claimed_of_what_is_far_or_different(far: Case) -> None:
 
 
 def test_a_table_survives_writing(tmp_path: Path) -> None:
-    table = made({CASE: {DENSE: 13.25, "swap_ab:wide": 8.5}})
+    table = made({CASE: {DENSE: 13.25, "hopper_gemm:wide": 8.5}})
     table.facts = {"driver": "1.2", "commit": "abc"}
     table.write(tmp_path / "a" / "t.json")
     assert Table.from_json((tmp_path / "a" / "t.json").read_text()) == table
@@ -246,6 +246,31 @@ def test_tuned_times_hold_for_one_driver_and_version(
         paths.add(measurements.tuned_path(H200))
     assert len(paths) == 7
     assert all(p.parent == cache / "tables" for p in paths)
+
+
+def test_the_digest_of_kernels_changes_with_every_source_at_any_depth(tmp_path: Path) -> None:
+    sources = ("matmul/a.py", "matmul/hopper/gemm.cu", "matmul/hopper/ptx.cuh", "quantizers/b.cuh")
+    for name in ("matmul/__pycache__/a.pyc", "ops.py", *sources):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before")
+    digests = [measurements.kernel_digest(tmp_path)]
+    for name in ("matmul/__pycache__/a.pyc", "ops.py"):  # no kernels
+        (tmp_path / name).write_text("after")
+        assert measurements.kernel_digest(tmp_path) == digests[0]
+    for name in sources:
+        (tmp_path / name).write_text("after")
+        digests.append(measurements.kernel_digest(tmp_path))
+    (tmp_path / "matmul/a.py").rename(tmp_path / "matmul/renamed.py")
+    digests.append(measurements.kernel_digest(tmp_path))
+    assert len(set(digests)) == len(digests)
+
+
+def test_every_kernel_source_of_the_package_is_in_the_digest() -> None:
+    root = Path(measurements.__file__).parent
+    found = {p for suffix in ("cu", "cuh") for p in root.rglob(f"*.{suffix}")}
+    assert len(found) >= 3
+    folders = {root / name for name in measurements._KERNEL_FOLDERS}
+    assert all(folders & set(path.parents) for path in found)
 
 
 def test_the_first_package_that_is_installed_has_the_version() -> None:

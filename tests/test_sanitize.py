@@ -27,8 +27,8 @@ BROKEN = """========= COMPUTE-SANITIZER
 ========= ERROR SUMMARY: 1 error
 """
 RACE = """========= COMPUTE-SANITIZER
-========= Error: Race reported between Write access at swap_ab+0x1230
-=========     and Read access at swap_ab+0x1280 [64 hazards]
+========= Error: Race reported between Write access at hopper_gemm+0x1230
+=========     and Read access at hopper_gemm+0x1280 [64 hazards]
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
@@ -58,8 +58,10 @@ def test_every_kernel_of_the_package_is_on_the_list() -> None:
 
 
 def test_the_search_for_kernels_can_fail() -> None:
-    code = "launch(novel_kernel, 3, x)\nother_kernel[(1,)](x)\ncuda_driver.Kernel(text, 'swap_ab')"
-    assert launched(ast.parse(code)) == {"novel_kernel", "other_kernel", "swap_ab"}
+    code = (
+        "launch(novel_kernel, 3, x)\nother_kernel[(1,)](x)\ncuda_driver.Kernel(text, 'hopper_gemm')"
+    )
+    assert launched(ast.parse(code)) == {"novel_kernel", "other_kernel", "hopper_gemm"}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -138,8 +140,8 @@ def test_own_calls_cover_every_cut_kind_and_dtype(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sanitize, "quantized", lambda *a: on_cpu(*a[:4], "cpu"))
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, device=None: randn(*shape))
-    monkeypatch.setattr(sanitize.swap_ab, "_kernel", kernel)
-    monkeypatch.setattr(sanitize.swap_ab, "_processors", lambda _: 132)
+    monkeypatch.setattr(sanitize.hopper_gemm, "_kernel", kernel)
+    monkeypatch.setattr(sanitize.hopper_gemm, "_processors", lambda _: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for name in ("byte_tile_map", "float_row_map"):
         monkeypatch.setattr(sanitize.cuda_driver, name, lambda *shape: shape)

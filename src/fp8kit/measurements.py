@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata, resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ _FARTHEST = 2.3  # row counts of a table lie two octaves apart, so one, and as m
 # launch, ramp and drain of a layer's kernels: with it r spreads least over the H200's table
 _OVERHEAD_US = 4.0
 _NVRTC = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")  # from CUDA 13 on, and before
+_KERNEL_FOLDERS, _KERNEL_SUFFIXES = ("matmul", "quantizers"), (".py", ".cu", ".cuh")
 _BLOCKS = "128x128"
 _COLUMNS = ("scales", "accum", "m", "n", "k", "us")
 
@@ -244,11 +246,6 @@ def tuned_path(device: str) -> Path:
 @functools.cache
 def fingerprint() -> dict[str, str]:
     """What a time depends on beside the device and the layer: driver, versions, kernels."""
-    kernels = hashlib.sha256()
-    for folder in ("matmul", "quantizers"):
-        files = resources.files("fp8kit").joinpath(folder).iterdir()
-        for file in sorted((f for f in files if f.is_file()), key=lambda f: f.name):
-            kernels.update(file.name.encode() + b"\0" + file.read_bytes())
     return {
         "driver": _driver(),
         "torch": torch.__version__,
@@ -256,8 +253,26 @@ def fingerprint() -> dict[str, str]:
         "deep_gemm": _version("deep_gemm", "vllm"),  # vLLM brings a copy
         "cuda_bindings": _version("cuda-bindings"),
         "nvrtc": _version(*_NVRTC),
-        "kernels": kernels.hexdigest()[:16],
+        "kernels": kernel_digest(resources.files("fp8kit")),
     }
+
+
+def kernel_digest(package: Traversable) -> str:
+    """Return a digest of every kernel source: the files of the kernel folders, at any depth.
+
+    Args:
+        package: the folder that contains ``matmul`` and ``quantizers``.
+    """
+    digest = hashlib.sha256()
+    pending = [(name, package.joinpath(name)) for name in reversed(_KERNEL_FOLDERS)]
+    while pending:
+        path, entry = pending.pop()
+        if entry.is_dir():
+            children = sorted(entry.iterdir(), key=lambda child: child.name, reverse=True)
+            pending += [(f"{path}/{child.name}", child) for child in children]
+        elif path.endswith(_KERNEL_SUFFIXES):
+            digest.update(path.encode() + b"\0" + entry.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _read_tuned(device: str) -> Table | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8kit.errors import teach
 
 BACKEND_NAMES = (
-    "swap_ab",
+    "hopper_gemm",
     "torch_native",
     "triton_scaled",
     "deep_gemm",

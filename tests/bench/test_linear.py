@@ -31,7 +31,7 @@ def test_every_scheme_is_timed_against_bf16() -> None:
 
 
 def test_the_table_shows_ratios() -> None:
-    row = linear.Timing(16, 4096, 4096, "FP8_DYNAMIC", "swap_ab", 8.0, 12.0, 4.0)
+    row = linear.Timing(16, 4096, 4096, "FP8_DYNAMIC", "hopper_gemm", 8.0, 12.0, 4.0)
     lines = linear.render([row]).splitlines()
-    assert lines[2].split() == "4096x4096 16 FP8_DYNAMIC swap_ab 8.0 12.0 1.50 50%".split()
+    assert lines[2].split() == "4096x4096 16 FP8_DYNAMIC hopper_gemm 8.0 12.0 1.50 50%".split()
     assert json.loads(json.dumps(linear.to_dicts([row])))[0]["roofline_us"] == 4.0

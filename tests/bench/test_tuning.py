@@ -46,7 +46,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
     """Put a backend that is quick and spoils the right result before the honest one."""
     quick, honest = ModuleType("fp8kit_quick"), ModuleType("fp8kit_honest")
     honest.__dict__.update(supports=lambda _: None, run=reference.run)
-    table = (("swap_ab", "quick", ()), ("torch_native", "honest", ()))
+    table = (("hopper_gemm", "quick", ()), ("torch_native", "honest", ()))
     modules = {"quick": quick, "honest": honest}
     monkeypatch.setattr("fp8kit.dispatch._load", lambda path: (modules[path], ""))
     monkeypatch.setattr(benched, "BACKENDS", table)
@@ -69,7 +69,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
 
 def tuned(scheme: str = "FP8_DYNAMIC", accum: str = "precise", m: int = 70) -> tuning.Outcome:
     wish = tuning.Wish([SHAPE], [m], [Scheme.of(scheme)], accum)
-    timer = timer_of({"swap_ab": 1.0, "swap_ab:wide": 2.0, "torch_native": 3.0, DENSE: 4.0})
+    timer = timer_of({"hopper_gemm": 1.0, "hopper_gemm:wide": 2.0, "torch_native": 3.0, DENSE: 4.0})
     return tuning.tune([wish], CPU, timer=timer)
 
 
@@ -79,8 +79,8 @@ def test_long_layers_that_are_close_are_timed_under_load(
     """What wins for a moment may lose when power decides; what is far behind is not asked again."""
     backends(lambda y: y)
     asked: list[set[str]] = []
-    moment = {"swap_ab": 101.0, "swap_ab:wide": 130.0, "torch_native": 100.0, DENSE: 200.0}
-    loaded = {"swap_ab": 105.0, "torch_native": 111.0, DENSE: 220.0}
+    moment = {"hopper_gemm": 101.0, "hopper_gemm:wide": 130.0, "torch_native": 100.0, DENSE: 200.0}
+    loaded = {"hopper_gemm": 105.0, "torch_native": 111.0, DENSE: 220.0}
 
     def timer(
         cases: Mapping[str, Case], copies: int, effort: Effort, device: torch.device
@@ -98,8 +98,8 @@ def test_long_layers_that_are_close_are_timed_under_load(
     monkeypatch.setattr(tuning, "_LIMITED_BY_POWER", ("cpu",))
     asked.clear()
     long, short = measured("FP8_DYNAMIC", "FP8")
-    assert asked[-1] == {DENSE, "FP8_DYNAMIC swap_ab", "FP8_DYNAMIC torch_native"}
-    assert long == pytest.approx({**loaded, "swap_ab:wide": 143.0})
+    assert asked[-1] == {DENSE, "FP8_DYNAMIC hopper_gemm", "FP8_DYNAMIC torch_native"}
+    assert long == pytest.approx({**loaded, "hopper_gemm:wide": 143.0})
     assert short == pytest.approx({n: us * (1 if n == DENSE else 0.3) for n, us in moment.items()})
 
 
@@ -140,7 +140,7 @@ def test_every_right_candidate_is_timed(scheme: str, backends: Callable[[Spoil],
     assert outcome.faults == []
     ((case, times),) = outcome.table.rows.items()
     assert (case.m, case.n, case.k) == (128, *SHAPE)
-    assert times == {"swap_ab": 1.0, "swap_ab:wide": 2.0, "torch_native": 3.0, DENSE: 4.0}
+    assert times == {"hopper_gemm": 1.0, "hopper_gemm:wide": 2.0, "torch_native": 3.0, DENSE: 4.0}
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_a_wrong_candidate_cannot_win(
     assert len(outcome.faults) == 2  # in both of its configurations
     assert all(said in fault for fault in outcome.faults)
     (times,) = outcome.table.rows.values()
-    rejected = {"swap_ab": REJECTED, "swap_ab:wide": REJECTED}
+    rejected = {"hopper_gemm": REJECTED, "hopper_gemm:wide": REJECTED}
     assert times == {"torch_native": 3.0, DENSE: 4.0, **rejected}
-    assert "rejected: swap_ab on" in str(outcome)
+    assert "rejected: hopper_gemm on" in str(outcome)
     assert "torch_native 3.0 µs, 1.33 x bf16" in str(outcome)
 
 
@@ -390,7 +390,7 @@ def test_a_full_gpu_is_no_fault_of_a_candidate(backends: Callable[[Spoil], None]
 def test_times_are_stored_shape_by_shape(backends: Callable[[Spoil], None]) -> None:
     backends(lambda y: y)
     wish = tuning.Wish([SHAPE, (64, 64)], [1], [Scheme.of("FP8_DYNAMIC")])
-    timer = timer_of({"swap_ab": 1.0, "swap_ab:wide": 2.0, "torch_native": 3.0, DENSE: 4.0})
+    timer = timer_of({"hopper_gemm": 1.0, "hopper_gemm:wide": 2.0, "torch_native": 3.0, DENSE: 4.0})
     stored: list[int] = []
     outcome = tuning.tune(
         [wish], CPU, timer=timer, store=lambda table: stored.append(len(table.rows))
@@ -407,7 +407,7 @@ def test_what_was_rejected_is_not_dispatched(
     monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
     outcome = tuned()
     (case,) = outcome.table.rows
-    shipped = Table("Toy", 1e12, 1e15, {case: {"swap_ab": 0.5, DENSE: 4.0}})
+    shipped = Table("Toy", 1e12, 1e15, {case: {"hopper_gemm": 0.5, DENSE: 4.0}})
     shipped.merge(outcome.table)
     problem = benched.operands(
         benched.dense_weights(SHAPE, CPU), 70, Scheme.of("FP8_DYNAMIC"), "precise"
@@ -416,6 +416,6 @@ def test_what_was_rejected_is_not_dispatched(
     choose.cache_clear()
     choice = choose(benched.BACKENDS, problem)
     assert choice.backend == "torch_native"
-    assert "computed something else" in dict(choice.declined)["swap_ab"]
+    assert "computed something else" in dict(choice.declined)["hopper_gemm"]
     # a tuning of its own still tries it
-    assert ("swap_ab", "") in benched.candidates(problem)
+    assert ("hopper_gemm", "") in benched.candidates(problem)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiles as bench
-from fp8kit.matmul.swap_ab_cuts import Costs, choose_tile, cuts, estimates
+from fp8kit.matmul.hopper.heuristics import Costs, choose_tile, cuts, estimates
 
 PROCESSORS = 132
 PROBLEMS = [(m, n, k) for m in (96, 256, 512) for n, k in ((4096, 4096), (10240, 8192))]

@@ -27,7 +27,7 @@ from fp8kit.formats import BLOCK, GROUP128, SCHEMES, Scheme, min_scale
 from fp8kit.matmul import deep_gemm
 from fp8kit.matmul import problem as matmul
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
-from fp8kit.matmul.tma import by_column
+from fp8kit.matmul.tma_operands import by_column
 from fp8kit.measurements import DENSE, REJECTED, Table
 from fp8kit.quantizers import reference
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
@@ -385,7 +385,7 @@ def test_every_own_kernel_stands_before_it() -> None:
 def test_a_table_decides_and_the_choice_says_so(
     us: float, chosen: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {DENSE: 60.0, "swap_ab": 55.0, "torch_native": 30.0, "triton_scaled": 50.0}
+    times = {DENSE: 60.0, "hopper_gemm": 55.0, "torch_native": 30.0, "triton_scaled": 50.0}
     times["deep_gemm"] = us
     problem = faked(device="Toy GPU")
     table = Table("Toy GPU", 4e12, 1e15, {problem.case(): times})

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 import fp8kit
 from fp8kit import tape
-from fp8kit.matmul import swap_ab
+from fp8kit.matmul.hopper import gemm
 from fp8kit.modules import fused
 from fp8kit.modules.shared import SharedInput
 
@@ -36,7 +36,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
     launches.fake_layers(monkeypatch)
     monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu", "cuda"))
-    run = swap_ab.run
+    run = gemm.run
 
     def watched(*operands: object) -> Tensor:
         with tape._Watch() as watch:
@@ -44,7 +44,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(watch.foreign)
         return y
 
-    monkeypatch.setattr(swap_ab, "run", watched)
+    monkeypatch.setattr(gemm, "run", watched)
     return ran
 
 
@@ -92,7 +92,7 @@ def test_the_watch_sees_a_copy_of_scales(between: list[str]) -> None:
     scale = codes.scale.contiguous()
     groups = (codes.group, layer.scheme.weight)
     problem = layer.problem(5)
-    swap_ab.run(codes.data, scale, layer.weight, layer.weight_scale, None, groups, problem)
+    gemm.run(codes.data, scale, layer.weight, layer.weight_scale, None, groups, problem)
     assert between == ["aten.copy_.default"]
 
 
@@ -123,7 +123,7 @@ HOPPER = pytest.mark.skipif(
 def test_a_graph_holds_the_kernels_of_the_package_alone(
     scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = (("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),)
+    own = (("hopper_gemm", "fp8kit.matmul.hopper.gemm", ("cuda",)),)
     monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", own)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     layer = decoder_layer(scheme, "cuda")

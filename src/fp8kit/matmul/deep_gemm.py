@@ -25,7 +25,7 @@ from torch import Tensor
 from fp8kit import tape
 from fp8kit.formats import BLOCK, GROUP128, GroupShape
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.matmul.tma import aligned, by_column
+from fp8kit.matmul.tma_operands import aligned, by_column
 
 _NAMES = ("fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt")  # since 2.0, and before
 _ABSENT = ("deep_gemm", "vllm.third_party", "vllm.third_party.deep_gemm")

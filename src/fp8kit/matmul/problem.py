@@ -13,7 +13,7 @@ from fp8kit.measurements import DENSE, Case, Estimate, table_for
 from fp8kit.quantizers.problem import capability, device_name
 
 BACKENDS: BackendTable = (
-    ("swap_ab", "fp8kit.matmul.swap_ab", ("cuda",)),
+    ("hopper_gemm", "fp8kit.matmul.hopper.gemm", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
     ("triton_scaled", "fp8kit.matmul.triton_scaled", ("cuda",)),
     ("deep_gemm", "fp8kit.matmul.deep_gemm", ("cuda",)),
@@ -26,7 +26,7 @@ MOST_VALUES = 4
 _WHOLE_ROWS = (ROW, TENSOR)
 TIMED_DTYPES = (torch.bfloat16, torch.float16)
 # candidates whose times hold for both; torch writes fp16 in one kernel for tensor scales alone
-_ANY_16_BITS = (DENSE, "swap_ab", "triton_scaled", "dequantized")
+_ANY_16_BITS = (DENSE, "hopper_gemm", "triton_scaled", "dequantized")
 # backends that decode the weight before a dense matmul: correct everywhere, faster nowhere
 DECODING = ("dequantized", "reference")
 

@@ -18,7 +18,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.matmul.tma import aligned
+from fp8kit.matmul.tma_operands import aligned
 
 _ROWWISE = (ROW, TENSOR)
 _ALIGN = 16

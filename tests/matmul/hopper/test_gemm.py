@@ -16,11 +16,11 @@ import torch
 import fp8kit
 from fp8kit import dispatch, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
-from fp8kit.matmul import swap_ab_cuts, swap_ab_tile
+from fp8kit.matmul.hopper import heuristics, tile_config
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
 
-swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
 CUTS = pytest.importorskip("cuts").CUTS
 launches = pytest.importorskip("launches")
 
@@ -32,8 +32,8 @@ SHAPES = (
 PROCESSORS = launches.PROCESSORS
 
 
-def choose(m: int, n: int, k: int, block_scales: bool = False) -> swap_ab.Tile:
-    return swap_ab.choose_tile(m, n, k, PROCESSORS, block_scales)
+def choose(m: int, n: int, k: int, block_scales: bool = False) -> gemm.Tile:
+    return gemm.choose_tile(m, n, k, PROCESSORS, block_scales)
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -49,7 +49,7 @@ def test_the_cut_along_k_of_few_rows_does_not_depend_on_m(n: int, k: int) -> Non
 def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> None:
     tile = choose(m, n, k, blocks)
     assert tile.cols == 8 or tile.cols % 16 == 0
-    assert not tile.token_rows or tile.cols in swap_ab_cuts._TOKEN_ROWS_COLS
+    assert not tile.token_rows or tile.cols in heuristics._TOKEN_ROWS_COLS
     assert m <= 64 or tile.token_rows or tile.cols * -(-m // tile.cols) < m + 16 * -(-m // 128)
     assert m > 64 or m <= tile.cols < 2 * max(m, 8)
     assert 2 <= tile.start <= tile.window <= tile.stages
@@ -63,7 +63,7 @@ def test_tiles_fit_the_multiprocessor(m: int, n: int, k: int, blocks: bool) -> N
     products = 1 if tile.run == 1 else 2
     assert (1 + products) * tile.cols // 2 < min(consumers, 255)
     # consumers wait for registers that the block was not started with: without end
-    producers, given = tile.threads - 128 * tile.groups, swap_ab_tile.PRODUCER_REGISTERS
+    producers, given = tile.threads - 128 * tile.groups, tile_config.PRODUCER_REGISTERS
     if tile.registers:
         taken = tile.started * tile.threads
         assert tile.registers * 128 * tile.groups + given * producers <= taken
@@ -120,19 +120,19 @@ def test_where_room_helps(
     cut: tuple[int, int, int, int, bool], tiles: int, k: int, blocks: bool, helps: bool
 ) -> None:
     neighbors = 2 if cut[2] == 1 else 1
-    tile = swap_ab_cuts._deepest(swap_ab_cuts._Shape(*cut, neighbors), blocks)
+    tile = heuristics._deepest(heuristics._Shape(*cut, neighbors), blocks)
     problem = (tile.tokens, tiles * tile.weights, k)
-    assert swap_ab_cuts._helps_the_next(tile, problem, PROCESSORS, blocks) == helps
+    assert heuristics._helps_the_next(tile, problem, PROCESSORS, blocks) == helps
 
 
 def test_room_is_registers_and_shared_memory() -> None:
-    one, two = (swap_ab.Tile(96, g, 4, 4, 4, 4, 1, 1, leaves_room=True) for g in (1, 2))
+    one, two = (gemm.Tile(96, g, 4, 4, 4, 4, 1, 1, leaves_room=True) for g in (1, 2))
     assert (one.started, one.registers, one.threads) == (128, 232, 256)
     assert (two.started, two.registers, two.threads) == (144, 200, 384)
     for spare, fits in ((3072, True), (3071, False)):
         needed = 227 * 1024 - one.static_bytes - spare
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(swap_ab.Tile, "needed_bytes", lambda *_, needed=needed: needed)
+            patch.setattr(gemm.Tile, "needed_bytes", lambda *_, needed=needed: needed)
             assert one.fits(False) == fits
             assert dataclasses.replace(one, leaves_room=False).fits(False)
 
@@ -169,7 +169,7 @@ def test_every_tile_has_a_block(m: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("tile", CUTS, ids=repr)
 @pytest.mark.parametrize(("m", "n"), [(1, 64), (300, 1000), (6500, 4096)])
-def test_every_tile_is_computed_once(tile: swap_ab.Tile, m: int, n: int) -> None:
+def test_every_tile_is_computed_once(tile: gemm.Tile, m: int, n: int) -> None:
     order = tile.order(m, n, PROCESSORS)
     w_tiles, t_tiles = -(-n // tile.weights), -(-m // tile.tokens)
     places = [place(index, order, w_tiles, t_tiles) for index in range(w_tiles * t_tiles)]
@@ -181,7 +181,7 @@ def test_every_tile_is_computed_once(tile: swap_ab.Tile, m: int, n: int) -> None
     assert order.span * tile.tokens <= max(1024, tile.tokens)
 
 
-def place(tile: int, order: swap_ab_tile.Order, w_tiles: int, t_tiles: int) -> tuple[int, int]:
+def place(tile: int, order: tile_config.Order, w_tiles: int, t_tiles: int) -> tuple[int, int]:
     """Find a tile as the kernel does, without dividing by the span."""
     if t_tiles == 1:
         return tile, 0
@@ -200,12 +200,12 @@ def test_threads_write_what_has_nothing_to_hide_behind() -> None:
     assert not tile.stores(4096, 4096, PROCESSORS, False, 4)
     assert not tile.stores(4096, 4100, PROCESSORS, False, 2)
     assert tile.stores(4096, 4096, PROCESSORS, True, 2)
-    wide = swap_ab.Tile(144, 2, 1, 6, 6, 6, 1, 1, True)
+    wide = gemm.Tile(144, 2, 1, 6, 6, 6, 1, 1, True)
     assert wide.stores(4096, 4096, PROCESSORS, False, 2)
     assert not wide.stores(4096, 4096, PROCESSORS, True, 2)
     assert tile.stores(tile.tokens * 2, tile.weights * 67, PROCESSORS, False, 2)
     assert not tile.stores(tile.tokens * 2, tile.weights * 66, PROCESSORS, False, 2)
-    assert not swap_ab.Tile(128, 2, 4, 6, 4, 6, 2, 1).stores(4096, 4096, PROCESSORS, False, 2)
+    assert not gemm.Tile(128, 2, 4, 6, 4, 6, 2, 1).stores(4096, 4096, PROCESSORS, False, 2)
     few = choose(64, 28672, 4096)
     assert few.tiles(64, 28672) > few.blocks(64, 28672, PROCESSORS)
     assert not few.stores(64, 28672, PROCESSORS, False, 2)
@@ -224,19 +224,19 @@ def test_neighbors_leave_no_tile_for_a_second_round() -> None:
     [(32, 8), (28, 7), (24, 8), (20, 5), (12, 6), (44, 4), (86, 8), (23, 8), (9, 3), (2, 2)],
 )
 def test_a_long_run_multiplies_little_in_vain(steps: int, run: int) -> None:
-    assert swap_ab_cuts.long_run(128 * steps) == swap_ab_cuts.long_run(128 * steps - 112) == run
+    assert heuristics.long_run(128 * steps) == heuristics.long_run(128 * steps - 112) == run
 
 
 def test_a_run_is_no_longer_than_k_where_that_is_short() -> None:
     for m in (16, 128, 256, 1024, 4096):
         assert {choose(m, 960, 576, blocks).run for blocks in (False, True)} == {5}
         assert choose(m, 960, 1024).run in (4, 8)
-    assert swap_ab_cuts.run_of(576, 2) == swap_ab_cuts.run_of(4096, 1) == 4
+    assert heuristics.run_of(576, 2) == heuristics.run_of(4096, 1) == 4
     many, few = choose(4096, 3352, 768), choose(256, 3352, 768)
     assert (many.groups, many.x_stages, many.run) == (2, many.stages, 6)
     assert few.run == 6
     for n, k in ((960, 576), (3352, 768), (4304, 1152)):
-        inside = swap_ab.values_tile(4, n, k, PROCESSORS, False)
+        inside = gemm.values_tile(4, n, k, PROCESSORS, False)
         assert -(-k // 128) <= inside.x_stages
         assert inside.run <= inside.x_stages
 
@@ -251,12 +251,12 @@ def test_many_rows_take_long_runs() -> None:
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("tile", CUTS, ids=repr)
-def test_every_cut_that_is_tested_can_be_launched(tile: swap_ab.Tile, blocks: bool) -> None:
+def test_every_cut_that_is_tested_can_be_launched(tile: gemm.Tile, blocks: bool) -> None:
     assert tile.shared_bytes(blocks) + tile.static_bytes <= 227 * 1024
 
 
 @pytest.mark.parametrize("tile", CUTS, ids=repr)
-def test_results_on_their_way_have_places_of_their_own(tile: swap_ab.Tile) -> None:
+def test_results_on_their_way_have_places_of_their_own(tile: gemm.Tile) -> None:
     columns, (lines, line_bytes) = tile.at_once, tile.box
     assert tile.cols % columns == 0
     assert line_bytes * lines == columns * 64 * 2
@@ -307,7 +307,7 @@ def test_all_of_a_few_tiles_run_at_once() -> None:
         assert (tile.groups, tile.resident) == (1, 3), n
         assert tile.tiles(16, n) <= tile.blocks(16, n, PROCESSORS)
     assert choose(16, 22016, 4096).resident == 1
-    assert swap_ab.values_tile(4, 22016, 4096, PROCESSORS, False) is not None
+    assert gemm.values_tile(4, 22016, 4096, PROCESSORS, False) is not None
 
 
 def test_tokens_are_rows_where_costs_are_the_same_and_blocks_have_several_tiles() -> None:
@@ -321,7 +321,7 @@ def test_tokens_are_rows_where_costs_are_the_same_and_blocks_have_several_tiles(
 
 
 def test_source_spells_out_the_registers() -> None:
-    text = swap_ab.source(swap_ab.Tile(16, 1, 4, 4, 4, 2, 2, 1), True, True, 8, 32)
+    text = gemm.source(gemm.Tile(16, 1, 4, 4, 4, 2, 2, 1), True, True, 8, 32)
     assert "m64n16k32" in text
     assert "%7}, %8, %9, add" in text
     assert not re.search(r"@[A-Z]+@", text)
@@ -334,7 +334,7 @@ def launched(m: int, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> bool:
     x_q = fp8kit.quantize(torch.randn(m, w.shape[1]))
     groups, scale = (ROW, ROW), torch.ones(len(w), 1)
     problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
-    swap_ab.run(x_q.data, x_q.scale, w, scale, None, groups, problem)
+    gemm.run(x_q.data, x_q.scale, w, scale, None, groups, problem)
     return early[0]
 
 
@@ -357,7 +357,7 @@ def test_a_long_product_starts_when_what_is_ahead_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     w = torch.zeros(64, 128, dtype=torch.float8_e4m3fn)
-    monkeypatch.setattr(swap_ab, "_LONG", 4 * 64 * 128)
+    monkeypatch.setattr(gemm, "_LONG", 4 * 64 * 128)
     assert not launched(4, w, monkeypatch)
     assert [launched(m, w, monkeypatch) for m in (3, 4, 5)] == [True, False, False]
 
@@ -390,15 +390,15 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
 
     with monkeypatch.context() as patch:
         x_q = fp8kit.quantize(torch.randn(4, 128))
-        patch.setattr(swap_ab, "_kernel", lambda *_: SimpleNamespace(launch=broken))
+        patch.setattr(gemm, "_kernel", lambda *_: SimpleNamespace(launch=broken))
         groups = (ROW, ROW)
         problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
         with pytest.raises(RuntimeError, match="no kernel image"):
-            swap_ab.run(x_q.data, x_q.scale, w, torch.ones(64, 1), None, groups, problem)
+            gemm.run(x_q.data, x_q.scale, w, torch.ones(64, 1), None, groups, problem)
     assert not launched(4, w, monkeypatch)
 
 
-def traits(tile: swap_ab.Tile) -> tuple[object, ...]:
+def traits(tile: gemm.Tile) -> tuple[object, ...]:
     """Name the paths of the source that a cut takes."""
     wide = tile.cols > 64
     return (
@@ -426,14 +426,14 @@ def test_what_is_chosen_is_among_the_cuts_that_are_tested() -> None:
 
 
 def test_a_choice_is_made_once() -> None:
-    swap_ab.choose_tile.cache_clear()
-    swap_ab_cuts._deepest.cache_clear()
+    gemm.choose_tile.cache_clear()
+    heuristics._deepest.cache_clear()
     choose(300, 4096, 4096, True)
-    made = swap_ab_cuts._deepest.cache_info().misses
+    made = heuristics._deepest.cache_info().misses
     choose(300, 4096, 4096, True)
     choose(300, 6144, 4096, True)
-    assert swap_ab_cuts._deepest.cache_info().misses == made
-    assert swap_ab.choose_tile.cache_info().hits == 1
+    assert heuristics._deepest.cache_info().misses == made
+    assert gemm.choose_tile.cache_info().hits == 1
 
 
 @pytest.mark.parametrize(
@@ -457,12 +457,12 @@ def test_a_choice_is_made_once() -> None:
 def test_what_it_declines(
     changes: dict[str, object], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap_ab.nvrtc, "missing", lambda: None)
+    monkeypatch.setattr(gemm.nvrtc, "missing", lambda: None)
     e4m3, hopper = torch.float8_e4m3fn, ("cuda", (9, 0), "NVIDIA H200")
     problem = MatmulProblem(
         *(1024, 4096, 4096, ROW, ROW, e4m3, e4m3, torch.bfloat16, False, "precise", False), *hopper
     )
-    said = swap_ab.supports(dataclasses.replace(problem, **changes))
+    said = gemm.supports(dataclasses.replace(problem, **changes))
     assert said is None if reason is None else reason in str(said)
 
 
@@ -470,7 +470,7 @@ def test_what_it_declines(
 @pytest.mark.parametrize("most", [1, 2, 8, 64, 128, 512, 1024, 2048, 4096])
 def test_row_counts_take_every_cut_of_their_power_of_two(most: int, blocks: bool) -> None:
     for n, k in ((6144, 4096), (9216, 3072), (1792, 4096), (896, 4096)):
-        counts = swap_ab_cuts.every_cut(most, n, k, PROCESSORS, blocks, 2)
+        counts = heuristics.every_cut(most, n, k, PROCESSORS, blocks, 2)
         assert all(most // 2 < m <= most for m in counts)
         assert len(counts) <= 8
 
@@ -488,12 +488,12 @@ def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("libnvrtc.so not found")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(swap_ab.nvrtc.nvrtc, "nvrtcVersion", broken)
-    swap_ab.nvrtc.missing.cache_clear()
+    monkeypatch.setattr(gemm.nvrtc.nvrtc, "nvrtcVersion", broken)
+    gemm.nvrtc.missing.cache_clear()
     try:
-        assert swap_ab.nvrtc.missing() == "NVRTC is not usable: libnvrtc.so not found"
+        assert gemm.nvrtc.missing() == "NVRTC is not usable: libnvrtc.so not found"
     finally:
-        swap_ab.nvrtc.missing.cache_clear()
+        gemm.nvrtc.missing.cache_clear()
 
 
 HOPPER = pytest.mark.skipif(
@@ -507,24 +507,24 @@ HOPPER = pytest.mark.skipif(
 @pytest.mark.parametrize("groups", [(ROW, ROW), (TENSOR, ROW), (ROW, TENSOR), (GROUP128, BLOCK)])
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (130, 304), (1000, 4112), (257, 14336), (1, 16)])
 @pytest.mark.parametrize("m", [1, 2, 8, 9, 33, 64, 65, 100, 256, 300, 512, 1030, 4096])
-def test_swap_ab_matches_the_exact_product(m: int, n: int, k: int, groups: tuple) -> None:
+def test_hopper_gemm_matches_the_exact_product(m: int, n: int, k: int, groups: tuple) -> None:
     x = torch.randn(m, k, device="cuda") * torch.logspace(-1, 1, m, device="cuda")[:, None]
     w = torch.randn(n, k, device="cuda") * torch.logspace(-2, 0, n, device="cuda")[:, None]
     x_q, w_q = fp8kit.quantize(x, groups[0]), fp8kit.quantize(w, groups[1], role="weight")
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
-        y = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype, backend="swap_ab")
-        assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, backend="swap_ab")
+        y = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype, backend="hopper_gemm")
+        assert_matmul(
+            y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, backend="hopper_gemm"
+        )
 
 
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("groups", [(ROW, ROW), (GROUP128, BLOCK)])
 @pytest.mark.parametrize("tile", CUTS, ids=repr)
-def test_no_cut_is_wrong(
-    tile: swap_ab.Tile, groups: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(swap_ab, "choose_tile", lambda *_: tile)
+def test_no_cut_is_wrong(tile: gemm.Tile, groups: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "choose_tile", lambda *_: tile)
     for n, k in ((64, 128), (4096, 2048), (5000, 144), (1000, 4112), (257, 7168), (3, 16)):
         w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), groups[1], role="weight")
         some = torch.randn(n, device="cuda", dtype=torch.bfloat16)
@@ -538,21 +538,23 @@ def test_no_cut_is_wrong(
             ):
                 problem = matmul_problem(x_q, w_q, bias, out)
                 arguments = (x_q.data, x_q.scale, w_q.data, w_q.scale, bias, groups, problem)
-                y = swap_ab.run(*arguments)
-                assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, "swap_ab")
-                assert_bits_equal(swap_ab.run(*arguments), y)
+                y = gemm.run(*arguments)
+                assert_matmul(
+                    y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, "hopper_gemm"
+                )
+                assert_bits_equal(gemm.run(*arguments), y)
 
 
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("groups", [(ROW, ROW), (GROUP128, BLOCK)])
 @pytest.mark.parametrize("tile", CUTS, ids=repr)
-def test_no_cut_drifts(tile: swap_ab.Tile, groups: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_ab, "choose_tile", lambda *_: tile)
+def test_no_cut_drifts(tile: gemm.Tile, groups: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "choose_tile", lambda *_: tile)
     w_q = fp8kit.quantize(torch.rand(520, 14336, device="cuda"), groups[1], role="weight")
     x_q = fp8kit.quantize(torch.rand(tile.tokens + 1, 14336, device="cuda"), groups[0])
     problem = matmul_problem(x_q, w_q)
-    y = swap_ab.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
+    y = gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
     assert_no_drift(y, exact_product(fp8kit.dequantize(x_q), fp8kit.dequantize(w_q)))
 
 
@@ -572,7 +574,7 @@ def test_sums_of_tokens_quantized_inside_do_not_drift(m: int, k: int, groups: tu
     w_q = fp8kit.quantize(torch.rand(4096, k, device="cuda"), groups[1], role="weight")
     x_q = fp8kit.quantize(x, groups[0])
     problem = matmul_problem(x_q, w_q)
-    y = swap_ab.run_values(x, w_q.data, w_q.scale, None, groups, problem, 1e-12)
+    y = gemm.run_values(x, w_q.data, w_q.scale, None, groups, problem, 1e-12)
     assert y is not None
     assert_no_drift(y, exact_product(fp8kit.dequantize(x_q), fp8kit.dequantize(w_q)))
 
@@ -593,10 +595,10 @@ def matmul_problem(
 def test_a_row_has_the_same_bits_at_every_m(n: int, k: int) -> None:
     x_q = fp8kit.quantize(torch.randn(64, k, device="cuda"))
     w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), role="weight")
-    whole = fp8kit.scaled_mm(x_q, w_q, backend="swap_ab")
+    whole = fp8kit.scaled_mm(x_q, w_q, backend="hopper_gemm")
     for m in (1, 3, 8, 9, 17, 33):
         part = fp8kit.QTensor(x_q.data[:m], x_q.scale[:m], ROW)
-        assert_bits_equal(fp8kit.scaled_mm(part, w_q, backend="swap_ab"), whole[:m])
+        assert_bits_equal(fp8kit.scaled_mm(part, w_q, backend="hopper_gemm"), whole[:m])
 
 
 @pytest.mark.gpu
@@ -636,7 +638,7 @@ def test_a_weight_quantized_just_before_is_seen() -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("m", [1, 2, 3, 4])
 def test_tokens_quantized_inside_are_cut_as_others(m: int, n: int, k: int, blocks: bool) -> None:
-    whole, tile = choose(m, n, k, blocks), swap_ab.values_tile(m, n, k, PROCESSORS, blocks)
+    whole, tile = choose(m, n, k, blocks), gemm.values_tile(m, n, k, PROCESSORS, blocks)
     if tile is None:
         assert (1 << (m - 1).bit_length()) * k > 8192 or whole.resident > 1
         return
@@ -655,7 +657,7 @@ def test_tokens_quantized_inside_are_cut_as_others(m: int, n: int, k: int, block
 def launch_values(x: torch.Tensor, w: torch.Tensor, x_group: GroupShape) -> torch.Tensor | None:
     groups = (x_group, ROW)
     problem = MatmulProblem.of(x, w, groups, x.dtype, None, "precise", False, w.dtype)
-    return swap_ab.run_values(x, w, torch.ones(len(w), 1), None, groups, problem, 1e-12)
+    return gemm.run_values(x, w, torch.ones(len(w), 1), None, groups, problem, 1e-12)
 
 
 def test_values_are_taken_as_they_lie_or_left_to_two_kernels(
@@ -704,25 +706,25 @@ def test_tokens_quantized_inside_give_the_same_bits(
     w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), groups[1], role="weight")
     bias = torch.randn(n, device="cuda", dtype=dtype)
     inside: list[bool] = []
-    run_values = swap_ab.run_values
+    run_values = gemm.run_values
 
     def watched(*arguments: object) -> torch.Tensor | None:
         y = run_values(*arguments)
         inside.append(y is not None)
         return y
 
-    monkeypatch.setattr(swap_ab, "run_values", watched)
+    monkeypatch.setattr(gemm, "run_values", watched)
     monkeypatch.setattr(MatmulProblem, "estimate", lambda _: None)
     dispatch.choose.cache_clear()
     for row in (None, 0.0, float("nan"), float("inf"), 60000.0, 1e-30):
         if row is not None:
             x[0] = row
         x_q = fp8kit.quantize(x, groups[0])
-        expected = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=dtype, backend="swap_ab")
+        expected = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=dtype, backend="hopper_gemm")
         assert_bits_equal(fp8kit.linear(x, w_q, bias), expected)
     dispatch.choose.cache_clear()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    fits = swap_ab.values_tile(m, n, k, processors, groups[1] == BLOCK) is not None
+    fits = gemm.values_tile(m, n, k, processors, groups[1] == BLOCK) is not None
     assert set(inside) == {fits}
     assert len(inside) == 6 or x.is_contiguous()  # of which later calls repeat a tape
     assert fits or m * k > 4096

@@ -1,6 +1,6 @@
 """A cut of a problem for the own kernel on Hopper: what it takes, and how its tiles follow.
 
-Sizes and conditions repeat those of ``swap_ab.cu``, which reads a cut as constants.
+Sizes and conditions repeat those of ``gemm.cu``, which reads a cut as constants.
 """
 
 from __future__ import annotations

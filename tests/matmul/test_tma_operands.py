@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8kit.matmul import tma
+from fp8kit.matmul import tma_operands as tma
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (1, 5), (8, 1), (1, 1), (130, 33)], ids=str)

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from fp8kit.matmul.swap_ab_tile import (
+from fp8kit.matmul.hopper.tile_config import (
     FEW_ROWS,
     MOST_COLS,
     TILE_K,

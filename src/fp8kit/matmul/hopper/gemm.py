@@ -1,4 +1,4 @@
-"""The own kernel on Hopper (``swap_ab.cu``).
+"""The own kernel on Hopper (``gemm.cu``).
 
     y[M, N] = (x[M, K] @ w[N, K].T) * x_scale * w_scale + bias
 
@@ -21,10 +21,10 @@ from torch import Tensor
 
 from fp8kit import cuda_driver, nvrtc, tape
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
+from fp8kit.matmul.hopper.heuristics import choose_tile, every_cut, values_tile
+from fp8kit.matmul.hopper.tile_config import PRODUCER_REGISTERS, TILE_K, Tile
 from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
-from fp8kit.matmul.swap_ab_cuts import choose_tile, every_cut, values_tile
-from fp8kit.matmul.swap_ab_tile import PRODUCER_REGISTERS, TILE_K, Tile
-from fp8kit.matmul.tma import ALIGN, aligned, by_column, row_pitch
+from fp8kit.matmul.tma_operands import ALIGN, aligned, by_column, row_pitch
 
 MOST_ROWS = 16384
 _SLOW_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
@@ -243,7 +243,7 @@ def _kernel(
 ) -> cuda_driver.Kernel:
     return cuda_driver.Kernel(
         source(tile, block_scales, streamed, out, bias, values, stored),
-        "swap_ab",
+        "hopper_gemm",
         block=tile.threads,
         cluster=tile.split * tile.neighbors,
         shared_bytes=tile.shared_bytes(block_scales),
@@ -299,7 +299,7 @@ def source(
         "KIND": values,
     }
     registers = tile.cols // 2
-    text = nvrtc.joined(constants, "quantizers/encode.cuh", "matmul/swap_ab.cu")
+    text = nvrtc.joined(constants, "quantizers/encode.cuh", "matmul/hopper/gemm.cu")
     for mark, value in (
         ("@D@", ", ".join(f"%{i}" for i in range(registers))),
         ("@OUT@", ", ".join(f'"+f"(d[{i}])' for i in range(registers))),

@@ -13,25 +13,25 @@ import pytest
 
 from ahead import cuda_resources, machine_code, without_nvrtc
 
-swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
 CUTS = pytest.importorskip("cuts").CUTS
 layers = pytest.importorskip("layers")
 
 pytestmark = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
 
-Case = tuple[swap_ab.Tile, bool]  # and whether it has block scales
+Case = tuple[gemm.Tile, bool]  # and whether it has block scales
 PROCESSORS = 132
 F32, F16, BF16 = 32, 16, 8
 ROWS = (1, 16, 64, 96, 128, 256, 512, 1024, 4096)
 LAYERS = [layers.SHAPES[name] for name in layers.chosen("8b,ds")]  # more take minutes
-CUT = swap_ab.Tile(64, 1, 4, 10, 4, 6, 4, 1)
+CUT = gemm.Tile(64, 1, 4, 10, 4, 6, 4, 1)
 
 
-def chosen() -> list[tuple[swap_ab.Tile, bool, bool]]:
+def chosen() -> list[tuple[gemm.Tile, bool, bool]]:
     """Give the cuts of measured layers that are not among ``CUTS``, and who writes results."""
     found = set()
     for m, (n, k), blocks in itertools.product(ROWS, LAYERS, (False, True)):
-        tile = swap_ab.choose_tile(m, n, k, PROCESSORS, blocks)
+        tile = gemm.choose_tile(m, n, k, PROCESSORS, blocks)
         if tile not in CUTS:
             found.add((tile, blocks, tile.stores(m, n, PROCESSORS, blocks, 2)))
     return sorted(found, key=str)
@@ -40,7 +40,7 @@ def chosen() -> list[tuple[swap_ab.Tile, bool, bool]]:
 def quantizing() -> list[Case]:
     """Give the cuts of measured layers whose tokens are quantized by the product."""
     found = {
-        (swap_ab.values_tile(m, n, k, PROCESSORS, blocks), blocks)
+        (gemm.values_tile(m, n, k, PROCESSORS, blocks), blocks)
         for m in (1, 2, 4)
         for n, k in LAYERS
         for blocks in (False, True)
@@ -48,7 +48,7 @@ def quantizing() -> list[Case]:
     return sorted((case for case in found if case[0] is not None), key=str)
 
 
-def check(source: str, tile: swap_ab.Tile, blocks: bool) -> None:
+def check(source: str, tile: gemm.Tile, blocks: bool) -> None:
     found = cuda_resources(source)
     # the rings are given what this leaves of a multiprocessor
     assert found["shared"] <= tile.static_bytes
@@ -62,9 +62,9 @@ def named(value: object) -> str:
 
 @pytest.mark.parametrize("blocks", [False, True], ids=named)
 @pytest.mark.parametrize("tile", CUTS, ids=named)
-def test_cuts_that_take_every_path(tile: swap_ab.Tile, blocks: bool) -> None:
+def test_cuts_that_take_every_path(tile: gemm.Tile, blocks: bool) -> None:
     stored = tile.split == 1 and not blocks
-    source = swap_ab.source(tile, blocks, not stored, BF16, F32, 0, stored)
+    source = gemm.source(tile, blocks, not stored, BF16, F32, 0, stored)
     if blocks and tile.leaves_room and tile.groups == 2 and tile.cols == 128:
         with pytest.raises(AssertionError, match="local memory"):  # so they are never chosen
             check(source, tile, blocks)
@@ -73,8 +73,8 @@ def test_cuts_that_take_every_path(tile: swap_ab.Tile, blocks: bool) -> None:
 
 
 @pytest.mark.parametrize(("tile", "blocks", "stored"), chosen(), ids=named)
-def test_cuts_of_measured_layers(tile: swap_ab.Tile, blocks: bool, stored: bool) -> None:
-    check(swap_ab.source(tile, blocks, False, BF16, F32, 0, stored), tile, blocks)
+def test_cuts_of_measured_layers(tile: gemm.Tile, blocks: bool, stored: bool) -> None:
+    check(gemm.source(tile, blocks, False, BF16, F32, 0, stored), tile, blocks)
 
 
 def test_measured_layers_are_stored_by_both() -> None:
@@ -83,20 +83,20 @@ def test_measured_layers_are_stored_by_both() -> None:
 
 
 @pytest.mark.parametrize(("tile", "blocks"), quantizing(), ids=named)
-def test_cuts_that_quantize(tile: swap_ab.Tile, blocks: bool) -> None:
+def test_cuts_that_quantize(tile: gemm.Tile, blocks: bool) -> None:
     values = F16 if tile.values == 2 else BF16
-    check(swap_ab.source(tile, blocks, True, values, values, values), tile, blocks)
+    check(gemm.source(tile, blocks, True, values, values, values), tile, blocks)
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=named)
 @pytest.mark.parametrize(("out", "bias"), [(F32, BF16), (F16, F16)])
-@pytest.mark.parametrize("tile", [CUT, swap_ab.Tile(96, 3, 1, 5, 5, 5, 1, 1, True)], ids=named)
-def test_dtypes(tile: swap_ab.Tile, out: int, bias: int, blocks: bool) -> None:
-    check(swap_ab.source(tile, blocks, True, out, bias), tile, blocks)
+@pytest.mark.parametrize("tile", [CUT, gemm.Tile(96, 3, 1, 5, 5, 5, 1, 1, True)], ids=named)
+def test_dtypes(tile: gemm.Tile, out: int, bias: int, blocks: bool) -> None:
+    check(gemm.source(tile, blocks, True, out, bias), tile, blocks)
 
 
 def altered(before: str, after: str) -> str:
-    source = swap_ab.source(CUT, False, True, BF16, F32)
+    source = gemm.source(CUT, False, True, BF16, F32)
     assert before in source
     return source.replace(before, after)
 
@@ -157,11 +157,11 @@ def dependent_releases(source: str) -> int:
 
 @pytest.mark.parametrize(
     "tile",
-    [swap_ab.Tile(128, 2, 4, 6, 6, 6, 1, 1, True), swap_ab.Tile(128, 2, 4, 5, 5, 5, 1, 1)],
+    [gemm.Tile(128, 2, 4, 6, 6, 6, 1, 1, True), gemm.Tile(128, 2, 4, 5, 5, 5, 1, 1)],
     ids=["token rows", "weight rows"],
 )
-def test_slots_are_handed_back_when_their_scales_were_read(tile: swap_ab.Tile) -> None:
-    source = swap_ab.source(tile, True, False, BF16, F32)
+def test_slots_are_handed_back_when_their_scales_were_read(tile: gemm.Tile) -> None:
+    source = gemm.source(tile, True, False, BF16, F32)
     assert dependent_releases(source) == tile.run
     before = "release_read(x_slot, read);"
     assert before in source

@@ -25,7 +25,7 @@ from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulProblem
 from numerics import assert_matmul, bits
 
-swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
+gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
 
 LAUNCHES = 10_000
 CHAIN = 4  # launches in a row, each with an input of its own
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
 
 
 ROWS, BLOCKS, WHOLE = (ROW, ROW), (GROUP128, BLOCK), (TENSOR, TENSOR)
-Tile = swap_ab.Tile
+Tile = gemm.Tile
 KINDS = (
     Kind("as a layer", (16, 4096, 7168), ROWS, None),
     Kind("split in four", (13, 1000, 4112), ROWS, Tile(16, 1, 2, 8, 4, 4, 4, 1)),
@@ -119,14 +119,14 @@ KINDS = (
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
     m, n, k = kind.shape
-    tile = kind.tile or swap_ab.choose_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS)
+    tile = kind.tile or gemm.choose_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS)
     assert ("split in" in kind.name) <= (tile.split > 1)
     assert is_persistent(kind, H200_PROCESSORS) == kind.persistent
     assert tile.shared_bytes(kind.groups == BLOCKS) + tile.static_bytes <= 227 * 1024
     assert k % 16 == 0
     assert ("room" in kind.name) == tile.leaves_room
     if kind.inside:
-        assert swap_ab.values_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS) is not None
+        assert gemm.values_tile(m, n, k, H200_PROCESSORS, kind.groups == BLOCKS) is not None
     stored = tile.stores(m, n, H200_PROCESSORS, kind.groups == BLOCKS, kind.out.itemsize)
     assert stored == kind.name.startswith("stored")
     assert ("in parts" in kind.name) == (stored and tile.cols > 128)
@@ -135,7 +135,7 @@ def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
 def is_persistent(kind: Kind, processors: int) -> bool:
     """Say whether a block takes tile after tile."""
     m, n, k = kind.shape
-    tile = kind.tile or swap_ab.choose_tile(m, n, k, processors, kind.groups == BLOCKS)
+    tile = kind.tile or gemm.choose_tile(m, n, k, processors, kind.groups == BLOCKS)
     return tile.blocks(m, n, processors) < tile.tiles(m, n) * tile.split
 
 
@@ -183,7 +183,7 @@ class Product:
         if self.inside:
             self.given.result = y
             weight = (self.w.data, self.w.scale, self.bias)
-            assert swap_ab.run_values(self.xs[i], *weight, self.groups, self.problem, 1e-12) is y
+            assert gemm.run_values(self.xs[i], *weight, self.groups, self.problem, 1e-12) is y
             return
         self.multiply(self.quantized(i) if self.codes is None else self.codes[i], y)
 
@@ -191,7 +191,7 @@ class Product:
         """Write the product of quantized rows to ``y``."""
         self.given.result = y
         data, scale = codes
-        swap_ab.run(data, scale, self.w.data, self.w.scale, self.bias, self.groups, self.problem)
+        gemm.run(data, scale, self.w.data, self.w.scale, self.bias, self.groups, self.problem)
 
     def expected(self) -> Tensor:
         """Compute every result by itself, and hold it to the exact product."""
@@ -203,7 +203,7 @@ class Product:
             torch.cuda.synchronize()
             self.multiply(codes, y)
             x = fp8kit.dequantize(fp8kit.QTensor(*codes, self.groups[0]))
-            assert_matmul(y, x, w, self.bias, "swap_ab")
+            assert_matmul(y, x, w, self.bias, "hopper_gemm")
         return results
 
 
@@ -269,7 +269,7 @@ def test_one_wrong_launch_of_ten_thousand_is_counted(fault: str) -> None:
 def given(monkeypatch: pytest.MonkeyPatch) -> Given:
     """Let the test decide where results are written, and torch launch nothing by itself."""
     made = Given()
-    monkeypatch.setattr(swap_ab, "torch", made)
+    monkeypatch.setattr(gemm, "torch", made)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     return made
 
@@ -284,7 +284,7 @@ def test_ten_thousand_launches_on_two_streams_are_right(
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     assert is_persistent(kind, processors) == kind.persistent
     if kind.tile is not None:
-        monkeypatch.setattr(swap_ab, "choose_tile", lambda *_: kind.tile)
+        monkeypatch.setattr(gemm, "choose_tile", lambda *_: kind.tile)
     product = Product(kind, after_quantizer, given)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     assert wrong_values(product, product.expected(), streams) == [0, 0]
@@ -326,17 +326,17 @@ def test_ten_thousand_split_products_of_triton_on_two_streams_are_right(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile the kernel without its wait for the quantizer."""
-    patient = swap_ab.source
+    patient = gemm.source
 
     def source(*arguments: Any) -> str:
         text = patient(*arguments)
         assert text.count("griddepcontrol.wait;") == 2
         return text.replace("griddepcontrol.wait;", "")
 
-    monkeypatch.setattr(swap_ab, "source", source)
-    swap_ab._kernel.cache_clear()
+    monkeypatch.setattr(gemm, "source", source)
+    gemm._kernel.cache_clear()
     yield
-    swap_ab._kernel.cache_clear()
+    gemm._kernel.cache_clear()
 
 
 @pytest.mark.gpu

@@ -581,7 +581,7 @@ __device__ __forceinline__ void quantize_values(const Values& v, u32 tiles, u32 
 #define REGISTER_LIMIT __launch_bounds__(CONSUMERS + PRODUCERS, RESIDENT)
 #endif
 
-extern "C" __global__ void REGISTER_LIMIT swap_ab(
+extern "C" __global__ void REGISTER_LIMIT hopper_gemm(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map,
     const __grid_constant__ TensorMap x_scale_map, const __grid_constant__ TensorMap y_map,
     const float* x_scale, const float* w_scale, const void* bias, void* y, int m, int n, int k,

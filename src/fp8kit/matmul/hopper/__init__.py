@@ -1,0 +1,1 @@
+"""The Hopper GEMM: one persistent CUDA C++ kernel, its tile configurations, and their choice."""
