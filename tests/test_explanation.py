@@ -84,7 +84,7 @@ def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table is not None
     times = table.rows[on_h200.case()]
     assert found["bf16_us"] == times["bf16"]
-    assert found["basis"] == "measured"
+    assert found["measured_m"] == 64
     assert f"µs, bf16 {times['bf16']:.1f} µs (measured)" in str(explanation)
 
 

@@ -52,7 +52,7 @@ ORDER = (
     "structure",
     "explanation",
     "calibration",
-    "crossover",
+    "profitability",
     "conversion",
     "checkpoint",
     "integrations",

@@ -27,7 +27,8 @@ from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
 from fp8kit.matmul.tma_operands import ALIGN, aligned, by_column, row_pitch
 
 MOST_ROWS = 16384
-_SLOW_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
+# torch's kernel for single scales wins above so many rows, and its fast sums from so many products
+_ROWS_FOR_TORCH, _PRODUCTS_FOR_TORCH = 512, 2**35
 # Multiplications from which a product lets what is ahead end: blocks that start while others end
 # run where there is room, not next to those that read the same tiles, and take up to 6 % longer.
 _LONG = 2**37
@@ -57,8 +58,9 @@ def yields_to(problem: MatmulProblem) -> str:
     """Name the backend to prefer where nothing was measured."""
     single = problem.x_group == problem.w_group == TENSOR
     by_row = problem.w_group != BLOCK and problem.out_dtype == torch.bfloat16  # in one kernel
-    quick = single or (problem.accum == "fast" and by_row)
-    return "torch_native" if quick and problem.m > _SLOW_ROWS_OF_TORCH else ""
+    products = problem.m * problem.n * problem.k
+    fast = problem.accum == "fast" and by_row and products >= _PRODUCTS_FOR_TORCH
+    return "torch_native" if fast or (single and problem.m > _ROWS_FOR_TORCH) else ""
 
 
 def row_counts(problem: MatmulProblem) -> list[int]:
