@@ -84,8 +84,8 @@ def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table is not None
     times = table.rows[on_h200.case()]
     assert found["bf16_us"] == times["bf16"]
-    assert found["basis"] == "measured"
-    assert f"µs, bf16 {times['bf16']:.1f} µs (measured)" in str(explanation)
+    assert found["measured_m"] == 64
+    assert f"µs, bf16 {times['bf16']:.1f} µs (measured at m=64)" in str(explanation)
 
 
 def test_the_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ ORDER = (
     "structure",
     "explanation",
     "calibration",
-    "crossover",
+    "profitability",
     "conversion",
     "checkpoint",
     "integrations",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import fp8kit
-from fp8kit import checkpoint_io, crossover, model_io
+from fp8kit import checkpoint_io, model_io, profitability
 from fp8kit.checkpoint import translation
 from fp8kit.checkpoint.files import printable
 from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
@@ -289,7 +289,7 @@ def plan(
     )
     report = checkpoint_io.decide(checkpoint_io.high_precision(source), recipe).report
     if rows is not None and torch.cuda.is_available():
-        crossover.leave_slower_by_name(report, recipe.resolved, tuple(rows))
+        profitability.leave_slower_by_name(report, recipe.resolved, tuple(rows))
     elif rows is not None:
         report.notes.append(
             f"Whether FP8 is faster than bf16 at m={', '.join(map(str, rows))} depends on the GPU, "

@@ -11,7 +11,7 @@ import click
 import torch
 from click.core import ParameterSource
 
-from fp8kit import checkpoint_io, crossover
+from fp8kit import checkpoint_io, profitability
 from fp8kit.bench import linear, operands, tuning
 from fp8kit.checkpoint.reader import open_checkpoint
 from fp8kit.checkpoint.recipe import Recipe
@@ -101,7 +101,7 @@ def tune(
             wish
             for kind in kinds
             for wish in tuning.wishes_of(
-                layers.values(), crossover.joined_shapes(layers, kind), rows, kind, accum
+                layers.values(), profitability.joined_shapes(layers, kind), rows, kind, accum
             )
         ]
     said = None if as_json else (lambda text: click.echo(text, err=True))

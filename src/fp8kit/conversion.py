@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fp8kit import calibration, crossover, structure
+from fp8kit import calibration, profitability, structure
 from fp8kit.dispatch import choose
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme, scale_dtype, scale_shape
@@ -92,7 +92,7 @@ class Plan:
                     "Make a new plan: fp8kit.plan(model).",
                 )
             )
-        on_meta = [n for n in names if crossover.linear_at(self.model, n).weight.is_meta]
+        on_meta = [n for n in names if profitability.linear_at(self.model, n).weight.is_meta]
         if on_meta:
             raise ConversionError(
                 teach(
@@ -114,7 +114,7 @@ class Plan:
             found = calibration.observe_amax(self.model, names, self.calibrate)
             scales = {n: calibration.input_scale(a, self.scheme.dtype) for n, a in found.items()}
         for record in self.report.converted:
-            dense = crossover.linear_at(self.model, record.name)
+            dense = profitability.linear_at(self.model, record.name)
             layer = _converted(dense, self.scheme, scales.get(record.name), weight_storage)
             for name in (record.name, *record.aliases):
                 self.model.set_submodule(name, layer)
@@ -211,7 +211,7 @@ def plan(
     if level and can_share(scheme):
         names_to_group = [r.name for r in report.converted]
         report.groups = structure.find_groups(model, names_to_group, calibrate, links)
-    crossover.leave_slower(model, scheme, report, rows, include or ())
+    profitability.leave_slower(model, scheme, report, rows, include or ())
     for others in structure.ungrouped(model) if level else ():  # converted or loaded earlier
         report.groups += structure.find_groups(model, others, calibrate, links)
     _add_notes(report, model, scheme, rows or _FEW_AND_MANY)
@@ -366,7 +366,7 @@ def _model_bytes(model: nn.Module) -> int:
 def _add_notes(report: Report, model: nn.Module, scheme: Scheme, rows: Sequence[int]) -> None:
     slow: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for record in report.converted:
-        dense = crossover.linear_at(model, record.name)
+        dense = profitability.linear_at(model, record.name)
         if dense.weight.device.type == "meta":
             continue
         shape = (dense.out_features, dense.in_features)

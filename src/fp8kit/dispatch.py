@@ -10,9 +10,9 @@ names a backend that stands before it in the order for such a problem, unless th
 A backend may offer ``quantize_in_gemm``, which quantizes a few tokens inside the GEMM.
 Loading one is the package's only lazy import, so a missing triton is a reason, not an exception.
 
-Of the backends that take a problem the fastest runs, by the measured times that the problem's
-``estimate()`` gives. Without times the first of the order runs, and so does a first one that was
-not measured: a table can only reorder what it knows, and leave out what it knows to be wrong.
+Of the backends that take a problem the first of the order runs, unless the times that
+``problem.measured()`` returns say that another one is faster. A first one that was not measured
+runs, too: a table can only reorder what it knows, and leave out what it knows to be wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from fp8kit import settings
 from fp8kit.errors import UnsupportedError, did_you_mean, teach
-from fp8kit.measurements import DENSE, MEASURED, REJECTED, Estimate, table_for
+from fp8kit.measurements import DENSE, REJECTED, Measured, table_for
 
 # (name, module path, device types), the best first; no device types means any device
 BackendTable = tuple[tuple[str, str, tuple[str, ...]], ...]
@@ -44,9 +44,9 @@ class Choice:
         backend: the name that was chosen; empty if none fits.
         module: the backend module, ``None`` if none fits.
         declined: pairs of backend name and reason, in dispatch order.
-        us: microseconds that the whole layer should take; ``None`` if nothing was measured.
+        us: measured microseconds of the whole layer; ``None`` if it was not measured.
         dense_us: the same of a dense bf16 layer.
-        basis: where the times come from: ``"measured"``, or from what they were estimated.
+        measured_m: the row count at which it was measured; 0 if it was not.
     """
 
     problem: Any
@@ -55,7 +55,7 @@ class Choice:
     declined: tuple[tuple[str, str], ...]
     us: float | None = None
     dense_us: float | None = None
-    basis: str = ""
+    measured_m: int = 0
 
     @property
     def configuration(self) -> str:
@@ -77,8 +77,8 @@ class Choice:
             chosen += f", {self.us:.1f} µs"
         if self.us is not None and self.dense_us is not None:
             chosen += f", bf16 {self.dense_us:.1f} µs"
-        if self.basis:
-            chosen += f" ({self.basis})"
+        if self.us is not None:
+            chosen += f" (measured at m={self.measured_m})"
         lines = [f"{self.problem}", f"  {self.backend or 'nothing fits':<13} {chosen}"]
         return "\n".join(lines + [f"  {name:<13} declined: {why}" for name, why in self.declined])
 
@@ -123,19 +123,16 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
                 fits[name] = module
         reasons[name] = reason
     fits = _ordered(fits, problem)
-    estimate: Estimate | None = getattr(problem, "estimate", lambda: None)()
-    times = _times(fits, problem, estimate)
+    measured: Measured | None = getattr(problem, "measured", lambda: None)()
+    times = _times(fits, problem, measured)
     for name in [name for name, (us, _) in times.items() if us == REJECTED]:
         del times[name]
         if only is None:
             del fits[name]
             reasons[name] = "rejected when it was measured: it computed something else"
-    for name in list(fits)[1:]:
-        if _copies_unmeasured(fits[name], problem, estimate):
-            times.pop(name, None)
     if not fits:
         return Choice(problem, "", None, tuple(reasons.items()))
-    return _fastest(fits, reasons, problem, times, estimate)
+    return _fastest(fits, reasons, problem, times, measured)
 
 
 def renew() -> None:
@@ -151,7 +148,7 @@ def _fastest(
     reasons: dict[str, str],
     problem: Any,
     times: dict[str, tuple[float, str]],
-    estimate: Estimate | None,
+    measured: Measured | None,
 ) -> Choice:
     wanted = getattr(problem, "configuration", "")
     chosen, configuration, us = next(iter(fits)), wanted or "", None
@@ -169,10 +166,10 @@ def _fastest(
     if wanted != configuration:
         problem = replace(problem, configuration=configuration)
     declined = tuple(reasons.items())
-    if estimate is None or us is None or _copies_unmeasured(fits[chosen], problem, estimate):
+    if measured is None or us is None:
         return Choice(problem, chosen, fits[chosen], declined)
-    dense = estimate.us.get(DENSE)
-    return Choice(problem, chosen, fits[chosen], declined, us, dense, estimate.basis)
+    dense = measured.us.get(DENSE)
+    return Choice(problem, chosen, fits[chosen], declined, us, dense, measured.m)
 
 
 def _ordered(fits: dict[str, ModuleType], problem: Any) -> dict[str, ModuleType]:
@@ -188,23 +185,18 @@ def _ordered(fits: dict[str, ModuleType], problem: Any) -> dict[str, ModuleType]
 
 
 def _times(
-    fits: dict[str, ModuleType], problem: Any, estimate: Estimate | None
+    fits: dict[str, ModuleType], problem: Any, measured: Measured | None
 ) -> dict[str, tuple[float, str]]:
     """Give the best microseconds of each backend, and the configuration that reaches them."""
     times: dict[str, tuple[float, str]] = {}
     wanted = getattr(problem, "configuration", None)
-    for candidate, us in ({} if estimate is None else estimate.us).items():
+    for candidate, us in ({} if measured is None else measured.us).items():
         name, _, configuration = candidate.partition(":")
         if name not in fits or configuration not in configurations(fits[name], problem):
             continue
         if wanted in (None, configuration) and (name not in times or us < times[name][0]):
             times[name] = (us, configuration)
     return times
-
-
-def _copies_unmeasured(module: ModuleType, problem: Any, estimate: Estimate | None) -> bool:
-    """Say whether times are of shapes that need no padding, which say nothing of one that does."""
-    return estimate is not None and estimate.basis != MEASURED and _pads(module, problem)
 
 
 def _pads(module: ModuleType, problem: Any) -> bool:

@@ -35,7 +35,7 @@ class Explanation:
                 "cut": choice.cut(),
                 "us": choice.us,
                 "bf16_us": choice.dense_us,
-                "basis": choice.basis,
+                "measured_m": choice.measured_m,
                 "declined": dict(choice.declined),
             }
             for names, choice in self.entries

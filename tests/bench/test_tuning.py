@@ -15,7 +15,7 @@ import fp8kit
 from fp8kit import measurements, settings
 from fp8kit.bench import operands as benched
 from fp8kit.bench import tuning
-from fp8kit.bench.timing import SUSTAINED, Case, Effort, copies_past_cache, time_cases
+from fp8kit.bench.timing import QUICK, SUSTAINED, Case, Effort, copies_past_cache, time_cases
 from fp8kit.bench.warming import layer_wishes, warmup
 from fp8kit.dispatch import choose
 from fp8kit.formats import SCHEMES, Scheme
@@ -73,34 +73,25 @@ def tuned(scheme: str = "FP8_DYNAMIC", accum: str = "precise", m: int = 70) -> t
     return tuning.tune([wish], CPU, timer=timer)
 
 
-def test_long_layers_that_are_close_are_timed_under_load(
-    backends: Callable[[Spoil], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("flops", "effort"), [(1e15, QUICK), (1e4, SUSTAINED)])
+def test_long_layers_are_timed_until_power_limits_the_clock(
+    flops: float,
+    effort: Effort,
+    backends: Callable[[Spoil], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What wins for a moment may lose when power decides; what is far behind is not asked again."""
     backends(lambda y: y)
-    asked: list[set[str]] = []
-    moment = {"hopper_gemm": 101.0, "hopper_gemm:wide": 130.0, "torch_native": 100.0, DENSE: 200.0}
-    loaded = {"hopper_gemm": 105.0, "torch_native": 111.0, DENSE: 220.0}
+    monkeypatch.setattr(tuning, "_limits", lambda *_: (1e15, flops))
+    asked: list[Effort] = []
 
     def timer(
         cases: Mapping[str, Case], copies: int, effort: Effort, device: torch.device
     ) -> dict[str, float]:
-        asked.append(set(cases))
-        found = timer_of(loaded if effort == SUSTAINED else moment)(cases, copies, effort, device)
-        # another scheme of the same wish, which is not long
-        return {name: us * 0.3 if name.startswith("FP8 ") else us for name, us in found.items()}
+        asked.append(effort)
+        return dict.fromkeys(cases, 1.0)
 
-    def measured(*schemes: str) -> list[dict[str, float]]:
-        wish = tuning.Wish([SHAPE], [70], [Scheme.of(scheme) for scheme in schemes])
-        return list(tuning.tune([wish], CPU, timer=timer).table.rows.values())
-
-    assert measured("FP8_DYNAMIC") == [moment]  # no CPU slows down so
-    monkeypatch.setattr(tuning, "_LIMITED_BY_POWER", ("cpu",))
-    asked.clear()
-    long, short = measured("FP8_DYNAMIC", "FP8")
-    assert asked[-1] == {DENSE, "FP8_DYNAMIC hopper_gemm", "FP8_DYNAMIC torch_native"}
-    assert long == pytest.approx({**loaded, "hopper_gemm:wide": 143.0})
-    assert short == pytest.approx({n: us * (1 if n == DENSE else 0.3) for n, us in moment.items()})
+    tuning.tune([tuning.Wish([SHAPE], [70], [Scheme.of("FP8_DYNAMIC")])], CPU, timer=timer)
+    assert asked == [effort]
 
 
 def one_row(y: Tensor) -> Tensor:

@@ -41,9 +41,7 @@ from fp8kit.quantizers.problem import device_name
 _ROUNDING = 2.0**-8
 _LOSS = {"precise": 1e-3, "fast": 8e-3}
 _CHECKED_ROWS = 64
-# microseconds from which power decides, and how much slower than the best a layer may be then
-_LONG_US, _CLOSE = 100.0, 1.2
-_LIMITED_BY_POWER = ("cuda",)
+_LONG_US = 100.0  # from which power limits the clock
 SHIPPED_ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
@@ -220,54 +218,14 @@ def _measure(
             cases |= {f"{scheme.name} {name}": run for name, run in runs.items()}
         x = torch.randn(m, shape[1], device=device, dtype=torch.bfloat16)
         cases[DENSE] = dense_layer(x, dense)
-        times = timer(cases, len(dense), QUICK, device)
-        schemes = [f"{name} " for name in layers]
-        loaded = _under_load(times, cases, schemes, len(dense), timer, device)
+        # where kernels draw all the power there is, the clock falls, and the fastest may be another
+        case = layers[wish.schemes[0].name][0].problem().case()
+        effort = SUSTAINED if outcome.table.roofline(case) >= _LONG_US else QUICK
+        times = timer(cases, len(dense), effort, device)
         for name, (layer, runs, rejected) in layers.items():
-            clock = loaded if any(f"{name} {c}" in loaded for c in runs) else times
-            row = {DENSE: clock[DENSE], **{c: clock[f"{name} {c}"] for c in runs}}
+            row = {DENSE: times[DENSE], **{c: times[f"{name} {c}"] for c in runs}}
             row |= dict.fromkeys(rejected, REJECTED)
             outcome.table.rows[layer.problem().case()] = row
-
-
-def _under_load(
-    times: dict[str, float],
-    cases: dict[str, Case],
-    schemes: Sequence[str],
-    copies: int,
-    timer: Timer,
-    device: torch.device,
-) -> dict[str, float]:
-    """Time long layers again, the close ones against each other, until power limits the clock.
-
-    Alone and for a moment a kernel that moves more data per operation looks as good as one that
-    moves less; where both draw all the power there is, it is up to a tenth slower. What was not
-    close is scaled as the dense layer is.
-
-    Args:
-        times: microseconds of a moment, by case.
-        cases: what was timed.
-        schemes: prefixes of cases that compete.
-        copies: as of ``timer``, and so are the others.
-        timer: see there.
-        device: see there.
-
-    Returns:
-        Microseconds of the dense layer and of the schemes that are long, if any is.
-    """
-    long: list[str] = []
-    again = {DENSE: cases[DENSE]}
-    for scheme in schemes if device.type in _LIMITED_BY_POWER else ():
-        competing = [name for name in cases if name.startswith(scheme)]
-        best = min((times[name] for name in competing), default=0.0)
-        if best >= _LONG_US:
-            long += competing
-            again |= {name: cases[name] for name in competing if times[name] <= _CLOSE * best}
-    if not long:
-        return {}
-    found = timer(again, copies, SUSTAINED, device)
-    slower = found[DENSE] / times[DENSE]
-    return {name: times[name] * slower for name in long} | found
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8kit.dispatch import BackendTable
 from fp8kit.formats import ROW, TENSOR, GroupShape, Scheme
-from fp8kit.measurements import DENSE, Case, Estimate, table_for
+from fp8kit.measurements import DENSE, Case, Measured, table_for
 from fp8kit.quantizers.problem import capability, device_name
 
 BACKENDS: BackendTable = (
@@ -102,8 +102,8 @@ class MatmulProblem:
             device_name(x.device),
         )
 
-    def estimate(self) -> Estimate | None:
-        """Give measured or estimated times of the layer this product belongs to, if there are any.
+    def measured(self) -> Measured | None:
+        """Return the measured times of the layer this product belongs to, if there are any.
 
         Tables hold layers with bf16 input and output and e4m3fn codes, without a bias. What writes
         fp16 in the same kernel takes as long. A product whose bits must not depend on M has none:
@@ -116,12 +116,12 @@ class MatmulProblem:
         e4m3 = self.w_dtype == torch.float8_e4m3fn and (wide or self.x_dtype == self.w_dtype)
         if table is None or self.out_dtype not in TIMED_DTYPES or not e4m3:
             return None
-        found = table.estimate(self.case())
+        found = table.find(self.case())
         if found is None or self.out_dtype == torch.bfloat16:
             return found
         single = self.x_group == self.w_group == TENSOR
         alike = (*_ANY_16_BITS, "torch_native") if single else _ANY_16_BITS
-        return Estimate({c: us for c, us in found.us.items() if c in alike}, found.basis)
+        return Measured(found.m, {c: us for c, us in found.us.items() if c in alike})
 
     def case(self) -> Case:
         """Give the row of a table of measured times that describes this problem."""

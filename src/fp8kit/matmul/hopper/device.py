@@ -68,8 +68,8 @@ class Device:
         early_start_macs: multiply-adds from which a GEMM starts only after the previous kernel has
             ended. Blocks that start early run where there is room, not next to those that read the
             same tiles, which costs long GEMMs up to 6 %.
-        torch_rows: rows from which torch's fast accumulation, and its kernel for one scale per
-            tensor, are faster.
+        torch_rows: rows from which torch's kernel for one scale per tensor is faster.
+        torch_macs: multiply-adds from which torch's fast accumulation is faster.
         idle_share: one over the share of SMs that may be idle while the others reserve room for the
             next kernel.
         reserve_for_next: whether configurations may reserve registers and shared memory for the
@@ -86,6 +86,7 @@ class Device:
     band_tokens: int = 1024
     early_start_macs: int = 2**37
     torch_rows: int = 512
+    torch_macs: int = 2**35
     idle_share: int = 8
     reserve_for_next: bool = True
 

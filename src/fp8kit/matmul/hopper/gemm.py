@@ -54,8 +54,9 @@ def yields_to(problem: MatmulProblem) -> str:
     """Return the backend to prefer where nothing was measured, empty if none."""
     single = problem.x_group == problem.w_group == TENSOR
     by_row = problem.w_group != BLOCK and problem.out_dtype == torch.bfloat16  # in one kernel
-    quick = single or (problem.accum == "fast" and by_row)
-    return "torch_native" if quick and problem.m > H200.torch_rows else ""
+    fast = problem.accum == "fast" and by_row
+    faster = fast and problem.m * problem.n * problem.k >= H200.torch_macs
+    return "torch_native" if faster or (single and problem.m > H200.torch_rows) else ""
 
 
 def row_counts(problem: MatmulProblem) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8kit
-from fp8kit import crossover
+from fp8kit import profitability
 from fp8kit.dispatch import choose
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul import problem as matmul
@@ -26,7 +26,7 @@ JOINED = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_WEIGHT_ONLY")
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Case, tuple[float, float]]], None]:
     """Pretend that layers run on a GPU with a table of (FP8, bf16) times."""
-    real = crossover.linear_problem
+    real = profitability.linear_problem
     gpu = {"device_type": "cuda", "capability": (8, 9), "device": "Toy GPU"}
     table = Table("Toy GPU", 1e12, 1e15)
 
@@ -37,12 +37,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Case, tuple[floa
         table.rows = {c: {FIRST: fp8, "bf16": dense} for c, (fp8, dense) in times.items()}
         choose.cache_clear()
 
-    monkeypatch.setattr(crossover, "table_for", tables)
+    monkeypatch.setattr(profitability, "table_for", tables)
     monkeypatch.setattr(matmul, "table_for", tables)
     only = tuple(row for row in matmul.BACKENDS if row[0] == FIRST)
-    monkeypatch.setattr(crossover, "BACKENDS", only)
+    monkeypatch.setattr(profitability, "BACKENDS", only)
     monkeypatch.setattr(
-        crossover, "linear_problem", lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu)
+        profitability, "linear_problem", lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu)
     )
     yield pretend
     choose.cache_clear()
@@ -87,7 +87,7 @@ def test_every_given_row_count_must_gain(
 def test_times_of_a_power_of_two_say_so(measured: Callable[..., None]) -> None:
     measured(MIXED)
     (left,) = fp8kit.plan(two(), m=200).report.skipped
-    assert left.reason == "bf16 is faster at m=200: 4.0 µs, FP8 5.0 µs (measured, as 256)"
+    assert left.reason == "bf16 is faster at m=200: 4.0 µs, FP8 5.0 µs (measured at m=256)"
 
 
 def test_the_reason_names_row_count_and_times(measured: Callable[..., None]) -> None:
@@ -112,7 +112,7 @@ def test_layers_known_by_name_are_judged_with_their_siblings(
     names["layers.0.mlp.fc"] = (256, 512)
     report = Report("FP8_DYNAMIC")
     report.records = [Record(n, "Linear", shape, "convert") for n, shape in names.items()]
-    crossover.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
+    profitability.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
     assert [r.name for r in report.skipped] == ["layers.0.mlp.fc"]
     assert "bf16 is faster at m=1" in report.skipped[0].reason
     assert report.groups == []
@@ -228,10 +228,10 @@ def test_row_counts_are_positive_integers(m: Any, kind: type[Exception]) -> None
 
 
 def test_the_h200_serves_a_llama_faster_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = crossover.linear_problem
+    real = profitability.linear_problem
     gpu = {"device_type": "cuda", "capability": (9, 0), "device": "NVIDIA H200"}
     monkeypatch.setattr(
-        crossover, "linear_problem", lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu)
+        profitability, "linear_problem", lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu)
     )
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 28672, bias=False)).bfloat16()
@@ -253,21 +253,21 @@ def test_each_dtype_is_told_of_for_itself(measured: Callable[..., None]) -> None
 def test_layers_may_have_any_names(names: list[str], measured: Callable[..., None]) -> None:
     measured({row(1, 512, 1024): (3.0, 2.0)})
     shapes = dict.fromkeys(names, (512, 1024))
-    assert crossover.joined_shapes(shapes, SCHEMES["FP8_DYNAMIC"]) == []
+    assert profitability.joined_shapes(shapes, SCHEMES["FP8_DYNAMIC"]) == []
     report = Report("FP8_DYNAMIC")
     report.records = [Record(name, "Linear", (512, 1024), "convert") for name in names]
-    crossover.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
+    profitability.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
     assert [r.name for r in report.skipped] == names
 
 
 def test_siblings_known_by_name_are_tuned_as_one() -> None:
     shapes = {"q_proj": (1024, 512), "k_proj": (256, 512), "v_proj": (200, 512), "o": (512, 1024)}
     names = {f"layers.0.attn.{name}": shape for name, shape in shapes.items()}
-    assert crossover.joined_shapes(names, SCHEMES["FP8_DYNAMIC"]) == [(1480, 512)]
-    assert crossover.joined_shapes(names, SCHEMES["FP8_BLOCK"]) == [(1480, 512)]
-    assert crossover.joined_shapes(names, SCHEMES["FP8"]) == []
+    assert profitability.joined_shapes(names, SCHEMES["FP8_DYNAMIC"]) == [(1480, 512)]
+    assert profitability.joined_shapes(names, SCHEMES["FP8_BLOCK"]) == [(1480, 512)]
+    assert profitability.joined_shapes(names, SCHEMES["FP8"]) == []
     names["layers.0.attn.k_proj"] = (200, 512)  # ends inside a block
-    assert crossover.joined_shapes(names, SCHEMES["FP8_BLOCK"]) == []
+    assert profitability.joined_shapes(names, SCHEMES["FP8_BLOCK"]) == []
 
 
 def test_layers_on_meta_are_told_to_have_no_device_yet() -> None:
