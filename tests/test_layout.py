@@ -46,6 +46,7 @@ ORDER = (
     "fused",
     "modules",
     "selection",
+    "roles",
     "obstacles",
     "links",
     "producers",

@@ -20,6 +20,7 @@ from fp8kit.dispatch import Choice, choose
 from fp8kit.formats import Scheme
 from fp8kit.matmul.problem import BACKENDS, TIMED_DTYPES, linear_problem, m_bucket
 from fp8kit.measurements import table_for
+from fp8kit.modules.dense import as_linear
 from fp8kit.modules.shared import MOST_JOINED_ROWS, can_share, would_join
 from fp8kit.report import Record, Report
 from fp8kit.selection import some_of
@@ -230,10 +231,9 @@ def _name(device: torch.device) -> str:
 
 
 def linear_at(model: nn.Module, name: str) -> nn.Linear:
-    """Give the dense layer of a qualified name."""
+    """Give the dense layer of a qualified name, as ``as_linear`` does."""
     module: nn.Module | None = model
     for part in name.split("."):
         assert module is not None
         module = module._modules[part]
-    assert isinstance(module, nn.Linear)
-    return module
+    return as_linear(module)

@@ -59,6 +59,7 @@ def save(
     dialect = dialect_for(target, scheme)
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
     shapes = {n: (m.out_features, m.in_features) for n, m in layers.items()}
+    exporting.refuse_transposed(layers)
     check_layers(target, scheme, shapes, exporting.dense_linears(model))
     if is_transformers(model):
         exported = integration().export(model)

@@ -19,6 +19,7 @@ from fp8kit.checkpoint.routing import Shapes, find, fit
 from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
+from fp8kit.modules.dense import computes_linear
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.selection import some_of
@@ -218,7 +219,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             if isinstance(module, Fp8Linear) and module.scheme.activation == scheme.activation:
                 if module.scheme == scheme or len(route.sources) > 1:
                     continue
-            if type(module) is not nn.Linear or not target:
+            if isinstance(module, Fp8Linear) or not computes_linear(module) or not target:
                 raise CheckpointError(
                     teach(
                         f"{target or 'The model itself'} is {scheme} in the checkpoint and "

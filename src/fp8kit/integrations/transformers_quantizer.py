@@ -36,10 +36,12 @@ from fp8kit.checkpoint.targets import output_heads
 from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, TENSOR, GroupShape, Scheme
+from fp8kit.modules.dense import computes_linear
 from fp8kit.modules.linear import Fp8Linear, quantize_weight
 from fp8kit.report import Record, Report
 
 OLDEST = (5, 17)
+_TIED = "its weight is tied to another parameter"
 
 
 @register_quantization_config("fp8kit")
@@ -263,33 +265,21 @@ def check_version() -> None:
 
 
 def decide(model: Any, config: Fp8KitConfig) -> Report:
-    """Plan as ``fp8kit.plan`` does, and heed what only a Transformers model knows about itself."""
+    """Plan as ``fp8kit.plan`` does for loaded weights; on meta, ties are known by name alone."""
     scheme = scheme_of_plain(config.scheme)
     report = plan(
         model, scheme, include=config.include, exclude=config.exclude, strict=config.strict
     ).report
     for record in report.converted:
-        reason, obstacle = _reason(model, record, config)
-        if reason:
-            record.action, record.reason, record.warning = "skip", reason, obstacle
+        links = getattr(model, "all_tied_weights_keys", None) or {}
+        tied = {n.removesuffix(".weight") for n in (*links, *links.values())}
+        if tied & {record.name, *record.aliases}:
+            record.action, record.reason, record.warning = "skip", _TIED, True
             record.bytes_after = record.bytes_before
     if config.strict:
         report.refuse_blocked()
     report.groups = structure.find_groups(model, [r.name for r in report.converted])
     return report
-
-
-def _reason(model: Any, record: Record, config: Fp8KitConfig) -> tuple[str, bool]:
-    names = {record.name, *record.aliases}
-    links = getattr(model, "all_tied_weights_keys", None) or {}
-    if names & {n.removesuffix(".weight") for n in (*links, *links.values())}:
-        return "its weight is tied to another parameter", True
-    defaults = config.exclude is None or len(config.exclude) > 0
-    head = model.get_output_embeddings()
-    if head is not None and head is model.get_submodule(record.name):
-        if defaults and not names & set(config.include or ()):
-            return "output head: kept in high precision by default", False
-    return "", False
 
 
 def plain(scheme: Scheme) -> str | JsonObject:
@@ -335,11 +325,9 @@ def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str],
         module, _, kind = name.rpartition(".")
         if name not in known:
             continue
-        if (
-            converted is None
-            and kind == "weight"
-            and type(model.get_submodule(module)) is nn.Linear
-        ):
+        owner = model.get_submodule(module)
+        plain = isinstance(owner, nn.Linear) and computes_linear(owner)
+        if converted is None and kind == "weight" and plain:
             kept[key] = module
         else:
             merged.append(key)

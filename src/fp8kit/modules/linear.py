@@ -62,6 +62,7 @@ class Fp8Linear(nn.Linear):
 
     weight_scale: nn.Parameter
     input_scale: nn.Parameter | None
+    transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
         self,
@@ -360,6 +361,7 @@ class Fp8Linear(nn.Linear):
             validation.check_codes(f"{prefix}weight", weight.dtype, self.scheme)
             self.original_weight = None  # it is not what these codes were made from
             return state_dict
+        weight = weight.t() if self.transposed and weight.dim() == 2 else weight
         if tuple(weight.shape) != (self.out_features, self.in_features):
             return state_dict
         if scale is not None:
