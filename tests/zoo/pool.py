@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from zoo.architecture import Architecture
+from zoo.of_vision import install_stand_ins
 
 FAMILIES = ("torch", "diffusers", "vision", "transformers")
 SECONDS = 120
@@ -25,6 +26,7 @@ def listed() -> list[str]:
 
 def architectures() -> dict[str, Architecture]:
     """Give all architectures by name."""
+    install_stand_ins()
     found = []
     for family in FAMILIES:
         try:

@@ -24,6 +24,10 @@ _EMBEDDING = re.compile(
     r"(\w*embed|\w*embedding|\w*embeddings|embed_tokens|\w*_emb|emb|wte|wpe|shared|"
     r"relative_attention_bias)$"
 )
+AS_CONV1D = (
+    "held as [K, N] by Conv1D of Transformers, as which no engine loads FP8; fp8kit.convert takes it "
+    "once the model is loaded"
+)
 # GPT-2 keeps these as [K, N] in a module of its own
 _CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
 _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
@@ -110,7 +114,7 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
         if _EMBEDDING.match(last) or (vocabulary and last != "output"):
             facts.embeddings.add(layer)
         elif conv1d and last in _CONV1D:
-            facts.others[layer] = "stored as [K, N] by GPT-2's Conv1D, which is not an nn.Linear"
+            facts.others[layer] = AS_CONV1D
         else:
             obstacle = "its weight is tied to another parameter" if tied and head else ""
             facts.layers[layer] = KnownLayer((layer,), obstacle)

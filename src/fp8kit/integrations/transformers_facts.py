@@ -14,6 +14,7 @@ from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.integrations.transformers import skeleton
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide, plain
+from fp8kit.modules.dense import is_linear
 from fp8kit.roles import layer_roles
 
 
@@ -37,7 +38,7 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
     model = _skeleton(checkpoint)
     found = Facts(f"{type(model).__name__} of Transformers")
     report = decide(model, Fp8KitConfig(plain(scheme), exclude=[]))
-    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {n for n, m in model.named_modules() if is_linear(m)}
     roles = layer_roles(model)
     known: dict[str, KnownLayer] = {}
     for record in report.records:

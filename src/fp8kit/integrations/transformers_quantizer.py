@@ -31,9 +31,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp8kit import structure
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, JsonObject, Spec
 from fp8kit.checkpoint.exporting import dense_linears, on_disk
+from fp8kit.checkpoint.filling import plan_to_load
 from fp8kit.checkpoint.joining import is_finite
 from fp8kit.checkpoint.targets import output_heads
-from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, TENSOR, GroupShape, Scheme
 from fp8kit.modules.dense import computes_linear
@@ -267,9 +267,7 @@ def check_version() -> None:
 def decide(model: Any, config: Fp8KitConfig) -> Report:
     """Plan as ``fp8kit.plan`` does for loaded weights; on meta, ties are known by name alone."""
     scheme = scheme_of_plain(config.scheme)
-    report = plan(
-        model, scheme, include=config.include, exclude=config.exclude, strict=config.strict
-    ).report
+    report = plan_to_load(model, scheme, config.include, config.exclude, config.strict)
     for record in report.converted:
         links = getattr(model, "all_tied_weights_keys", None) or {}
         tied = {n.removesuffix(".weight") for n in (*links, *links.values())}
