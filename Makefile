@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-gpu sanitize check tables bench bench-streaming clean
+.PHONY: demo test test-gpu zoo sanitize check tables bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,10 @@ demo: $(VENV)/.installed  ## quantize, save, reload and compare a real trained m
 
 test: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+zoo: $(VENV)/.installed  ## hundreds of tiny architectures, into docs/zoo.md; an hour of two cores
+	$(PIP) --no-deps timm torchvision
+	$(BIN)/python tests/zoo --processes $(WORKERS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -25,10 +25,14 @@ _SENSES = {
 }
 # classes of diffusers whose every linear layer prepares an input or a condition
 _PREPARING = (
-    (re.compile(r"AdaLayerNorm|AdaGroupNorm|Modulation|AdaLN|RMSNormZero"), "modulation"),
+    (re.compile(r"Ada(LayerNorm|GroupNorm|LN)|Modulation|NormZero|NormContinuous"), "modulation"),
     (re.compile(r"Embed(ding|der|s)?s?$|TextProjection$|ImageProjection$"), "embedding"),
 )
-_FINAL = re.compile(r"(proj_out(_\d+)?|final_layer(\..*)?|final_proj|head)$")
+# names of what a model of diffusers begins and ends with; inside its blocks they mean other things
+_ENDS = (
+    (re.compile(r"proj_in$"), "embedding"),
+    (re.compile(r"(proj_out(_\d+)?|final_layer(\..*)?|proj_to_clip_embeddings)$"), "final projection"),
+)
 
 
 def layer_roles(model: nn.Module) -> dict[str, str]:
@@ -46,12 +50,33 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
     """
     linears = {n: m for n, m in model.named_modules(remove_duplicate=False) if is_linear(m)}
     found = roles_by_name(linears)
+    if _sense(model):  # the tower is the model
+        found = {name: role for name, role in found.items() if role not in TOWERS}
     for name, module in model.named_modules(remove_duplicate=False):
         for library, roles_in in _LIBRARIES.items():
             if _is_from(library, module):
                 for path, role in roles_in(module):
-                    _assign(found, linears, ".".join(filter(None, (name, path))), role)
+                    _assign(found, linears, _joined(name, path), role)
+    for name, module in _outermost(model):
+        for path, _ in module.named_modules():
+            for pattern, role in _ENDS:
+                if pattern.match(path):
+                    _assign(found, linears, _joined(name, path), role)
     return found
+
+
+def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Give the models of diffusers that are not part of another one."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        mixin = any(c.__name__ == "ModelMixin" for c in type(module).__mro__)
+        if mixin and not name.startswith(inside):
+            yield name, module
+            inside += (f"{name}." if name else "",)
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(filter(None, parts))
 
 
 def _assign(found: dict[str, str], linears: Iterable[str], path: str, role: str) -> None:
@@ -69,6 +94,8 @@ def _is_from(library: str, module: nn.Module) -> bool:
 
 
 def _in_transformers(module: nn.Module) -> Iterator[tuple[str, str]]:
+    if type(module).__name__ == "FocalNetModulation":  # in the place of attention
+        yield "", ""
     if not _is_pretrained(module):
         return
     paths = {id(m): n for n, m in module.named_modules()}
@@ -108,7 +135,7 @@ def _output_sizes(config: Any) -> set[int]:
 
 def _towers(module: nn.Module) -> Iterator[tuple[str, str]]:
     """Find what sees or hears for a language model, and what connects the two."""
-    senses = {n: _SENSES.get(_main_input(m), "") for n, m in module.named_children()}
+    senses = {n: _sense(m) for n, m in module.named_children()}
     speaks = [n for n, m in module.named_children() if _main_input(m) == "input_ids"]
     if _main_input(module) != "input_ids" or not speaks or not any(senses.values()):
         return
@@ -117,6 +144,12 @@ def _towers(module: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, senses[name]
         elif not _is_pretrained(child):
             yield name, _PROJECTOR
+
+
+def _sense(module: nn.Module) -> str:
+    """Say which tower a model is; empty for one that takes text, or holds one that does."""
+    speaks = any(_main_input(m) == "input_ids" for m in module.modules())
+    return "" if speaks else _SENSES.get(_main_input(module), "")
 
 
 def _main_input(module: nn.Module) -> str:
@@ -128,8 +161,6 @@ def _in_diffusers(module: nn.Module) -> Iterator[tuple[str, str]]:
         if pattern.search(type(module).__name__):
             yield "", role
             return
-    if any(c.__name__ == "ModelMixin" for c in type(module).__mro__):
-        yield from ((n, "final projection") for n, _ in module.named_modules() if _FINAL.match(n))
 
 
 def _in_timm(module: Any) -> Iterator[tuple[str, str]]:
@@ -150,7 +181,7 @@ def _in_torchvision(module: nn.Module) -> Iterator[tuple[str, str]]:
         linears = [n for n, m in end.named_modules() if isinstance(m, nn.Linear)]
         yield last, ""
         if linears:
-            yield ".".join(filter(None, (last, linears[-1]))), _HEAD
+            yield _joined(last, linears[-1]), _HEAD
 
 
 _LIBRARIES = {

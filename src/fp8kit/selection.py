@@ -14,35 +14,39 @@ SMALLEST_WEIGHT = 128 * 128
 TOWERS = ("vision tower", "audio tower")
 _PROTECTED = (
     (
-        r"lm_heads?|output_head|score|embed_out|lm_loss|qa_outputs|cls_score|bbox_pred|"
-        r"(\w+_)?classifier|predictions\.decoder|pred_layer\.proj|heads?\.(head|fc)",
+        r"(\w+_)?(lm_heads?|class_head|classifier)|output_head|output_projection|logits_dense|score|"
+        r"embed_out|lm_loss|qa_outputs|cls_score|bbox_pred|aux_head|aux\d|AuxLogits|"
+        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc)",
         "output head",
     ),
     (r"(text|visual|vision|image|audio)_projection", "output projection"),
     (
-        r"embed_tokens|word_embeddings|(\w+_)?patch_embed\w*|pos_embed\w*|x_embedder|img_in|txt_in|"
-        r"(context|caption|cap|label|class)_embedder|caption_projection",
+        r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(embed|proj)\w*|pos_embed\w*|"
+        r"x_embedder|img_in|txt_in|(context|caption|cap|label|class)_embedder|caption_projection",
         "embedding",
     ),
-    (r"gate|router|wg|shared_expert_gate", "MoE router"),
+    (r"router|(gate|wg|shared_expert_gate)$", "MoE router"),
     (
-        r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_text_embed)|"
-        r"t_embedder|t_block|time_in|vector_in|guidance_in|add_embedding",
+        r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_mlp\w*)|"
+        r"time_text_embed|t_embedder|t_block|time_in|vector_in|guidance_in|add_embedding",
         "time embedding",
     ),
     (
-        r"(?i:(\w+_)?(adaln\w*|ada_?norm\w*|modulation|scale_shift\w*))|\w+_mod|\w*norm\w*\.linear",
+        r"(?i:(\w+_)?(adaln\w*|ada_?norm\w*|modulation|scale_shift\w*))|\w+_mod|"
+        r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer",
         "modulation",
     ),
-    (r"(\w+_)?(vision_tower|vision_model|visual)|multi_modal_projector|mm_projector", TOWERS[0]),
+    (r"(\w+_)?(vision_tower|vision_model|visual)", TOWERS[0]),
+    (r"(\w+_)?projector|language_projection", "projector"),
     (r"(\w+_)?audio_tower|audio_proj\w*", TOWERS[1]),
-    (r"img_emb|image_embedder", "conditioning projection"),
+    (r"img_emb|image_embedder|cond_proj", "conditioning projection"),
     (r"lora_A|lora_B|lora_embedding\w*", "adapter"),
 )
 # each describes whole components of a name: `scores` is no `score`
 DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     *((f"re:(.*\\.)?({words})(\\.|$)", role) for words, role in _PROTECTED),
-    ("re:(proj_out(_\\d+)?|final_layer.*|head)$", "final projection"),
+    ("re:proj_in$", "embedding"),
+    ("re:(proj_out(_\\d+)?|final_layer.*|proj_to_clip_embeddings|head)$", "final projection"),
 )
 
 

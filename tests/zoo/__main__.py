@@ -23,11 +23,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "zoo.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "zoo.md")
     given = parser.parse_args()
-    names = [n for n in pool.listed() if not given.words or any(w in n for w in given.words)]
+    found = pool.architectures()
+    names = [n for n in found if not given.words or any(w in n for w in given.words)]
     random.Random(0).shuffle(names)  # the big ones of one family are not all at the end
     old = json.loads(given.json.read_text()) if given.words and given.json.exists() else []
     records = {r["name"]: r for r in old}
-    for done, record in enumerate(pool.run(names, given.processes, given.quick), 1):
+    for done, record in enumerate(pool.run(found, names, given.processes, given.quick), 1):
         records[record["name"]] = record
         print(f"{done}/{len(names)} {record['name']}: {record['status']} "
               f"{record.get('why', '')} ({record['seconds']} s)", flush=True)  # fmt: skip

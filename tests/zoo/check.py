@@ -26,10 +26,11 @@ CASES = tuple((scheme, dtype) for dtype in DTYPES for scheme in SCHEMES)
 QUICK = (("FP8_DYNAMIC", "bf16"), ("FP8_BLOCK", "fp32"))
 TARGETS = ("vllm", "transformers")
 
+Cases = tuple[tuple[str, str], ...]
 Dense = dict[str, tuple[Tensor, Tensor | None]]
 
 
-def check(arch: Architecture, cases: tuple[tuple[str, str], ...] = CASES) -> dict[str, Any]:
+def check(arch: Architecture, cases: Cases = CASES) -> dict[str, Any]:
     """Check one architecture; gives a record for the page, and never raises.
 
     Its ``status`` is ``"passes"``, ``"not built"`` (nobody could run it in high precision),
@@ -53,7 +54,7 @@ class _NotBuilt(Exception):
     pass
 
 
-def _check(arch: Architecture, cases: tuple[tuple[str, str], ...], record: dict[str, Any]) -> None:
+def _check(arch: Architecture, cases: Cases, record: dict[str, Any]) -> None:
     inputs = {}
     for dtype in dict.fromkeys(dtype for _, dtype in cases):
         try:

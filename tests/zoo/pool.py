@@ -11,21 +11,19 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 from zoo.architecture import Architecture
+from zoo.check import CASES, QUICK, Cases, check
 from zoo.of_vision import install_stand_ins
 
 FAMILIES = ("torch", "diffusers", "vision", "transformers")
-SECONDS = 120
-
-
-def listed() -> list[str]:
-    """Name all architectures; the libraries are imported in a process that then ends."""
-    with mp.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_names)
+SECONDS = 300
 
 
 def architectures() -> dict[str, Architecture]:
     """Give all architectures by name."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
     install_stand_ins()
     found = []
     for family in FAMILIES:
@@ -38,13 +36,12 @@ def architectures() -> dict[str, Architecture]:
     return {arch.name: arch for arch in found}
 
 
-def _names() -> list[str]:
-    return list(architectures())
-
-
-def run(names: list[str], processes: int, quick: bool = False) -> Iterator[dict[str, Any]]:
+def run(
+    found: dict[str, Architecture], names: list[str], processes: int, quick: bool = False
+) -> Iterator[dict[str, Any]]:
     """Give the record of each architecture, as they come."""
-    queue, workers = names[::-1], [_Worker(quick) for _ in range(processes)]
+    torch.set_num_threads(1)  # processes are forked, and threads do not survive that
+    queue, workers = names[::-1], [_Worker(found, quick) for _ in range(processes)]
     for worker in workers:
         worker.take(queue)
     while any(worker.name for worker in workers):
@@ -60,36 +57,34 @@ def run(names: list[str], processes: int, quick: bool = False) -> Iterator[dict[
 
 
 class _Worker:
-    def __init__(self, quick: bool) -> None:
-        self.name, self.quick = "", quick
+    def __init__(self, found: dict[str, Architecture], quick: bool) -> None:
+        self.name, self.found, self.cases = "", found, QUICK if quick else CASES
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("fork")  # the libraries take half a minute to import
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, self.quick), daemon=True)
+        given = (theirs, self.found, self.cases)
+        self.process = context.Process(target=_serve, args=given, daemon=True)
         self.process.start()
         theirs.close()
-        self.ready = False
 
     def take(self, queue: list[str]) -> None:
         self.name = queue.pop() if queue else ""
-        self.since = time.monotonic() if self.ready else None
+        self.since = time.monotonic()
         if self.name:
             self.pipe.send(self.name)
 
     def record(self) -> dict[str, Any] | None:
         """Give what came of the architecture; ``None`` while it runs."""
         try:
-            while self.pipe.poll():
-                found: dict[str, Any] | None = self.pipe.recv()
-                if found is not None:
-                    return found
-                self.ready, self.since = True, time.monotonic()
+            if self.pipe.poll():
+                found: dict[str, Any] = self.pipe.recv()
+                return found
         except (EOFError, ConnectionError):
             self.process.join()
             return self._lost(f"its process ended with code {self.process.exitcode}")
-        if self.since is not None and time.monotonic() - self.since > SECONDS:
+        if time.monotonic() - self.since > SECONDS:
             self.process.kill()
             return self._lost(f"it took longer than {SECONDS} s")
         return None
@@ -100,15 +95,7 @@ class _Worker:
         return lost
 
 
-def _serve(pipe: Connection, quick: bool) -> None:
-    os.environ["HF_HUB_OFFLINE"] = "1"
+def _serve(pipe: Connection, found: dict[str, Architecture], cases: Cases) -> None:
     sys.stderr = sys.stdout = open(os.devnull, "w")
-    import torch
-
-    torch.set_num_threads(1)
-    found = architectures()
-    check = importlib.import_module("zoo.check")
-    cases = check.QUICK if quick else check.CASES
-    pipe.send(None)
     while True:
-        pipe.send(check.check(found[pipe.recv()], cases))
+        pipe.send(check(found[pipe.recv()], cases))
