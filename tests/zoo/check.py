@@ -174,7 +174,7 @@ def _load(arch: Architecture, model: nn.Module, folder: Path, dtype: torch.dtype
             if "has no model class" not in str(error) and "cannot read config" not in str(error):
                 raise
         else:
-            return found
+            return found.to(dtype)  # buffers too, which `from_pretrained` leaves in fp32
     return fp8kit.load(folder, arch.model(dtype)).eval()
 
 

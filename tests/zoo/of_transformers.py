@@ -17,9 +17,9 @@ from zoo.architecture import Architecture
 
 # the class of a model type is that of the first of these tasks it has
 TASKS = (
+    "MASKED_LM",
     "CAUSAL_LM",
     "SEQ_TO_SEQ_CAUSAL_LM",
-    "MASKED_LM",
     "IMAGE_TEXT_TO_TEXT",
     "MULTIMODAL_LM",
     "SPEECH_SEQ_2_SEQ",
@@ -103,13 +103,10 @@ VOCABULARY = 320
 
 def architectures() -> list[Architecture]:
     """Give one architecture per model type of the auto classes."""
-    found = []
-    for kind, name in classes().items():
-        cls = getattr(transformers, name, None)
-        if cls is not None:
-            arch = Architecture(f"transformers/{name}", partial(_build, kind, cls), inputs_of)
-            found.append(arch)
-    return found
+    return [
+        Architecture(f"transformers/{name}", partial(_build, kind, name), inputs_of)
+        for kind, name in classes().items()
+    ]
 
 
 def classes() -> dict[str, str]:
@@ -189,10 +186,9 @@ def _small(key: str, value: Any) -> tuple[bool, Any]:
     return True, value
 
 
-def _build(kind: str, cls: Any) -> nn.Module:
-    config = tiny_config(kind)
-    config._attn_implementation = "eager"
-    return cls(config)
+def _build(kind: str, name: str) -> nn.Module:
+    model: nn.Module = getattr(transformers, name)(tiny_config(kind))
+    return model
 
 
 def inputs_of(model: Any) -> list[dict[str, Any]]:

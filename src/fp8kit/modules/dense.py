@@ -76,31 +76,32 @@ def computes_linear(linear: nn.Linear) -> bool:
     """
     if type(linear).forward is nn.Linear.forward:
         return True
-    generator = torch.Generator().manual_seed(0)
-    k, n = _TRIED
-    for dtype in (torch.float32, torch.bfloat16):
-        for training in (False, True):
-            twin = type(linear).__new__(type(linear))
-            twin.__dict__.update(vars(linear))
-            weight = torch.randn(n, k, generator=generator).to(dtype)
-            bias = torch.randn(n, generator=generator).to(dtype)
-            bias = None if linear.bias is None else nn.Parameter(bias)
-            own = {"weight": nn.Parameter(weight), "bias": bias}
-            twin.__dict__ |= {"_parameters": own, "in_features": k, "out_features": n}
-            twin.training = training
-            x = torch.randn(2, 3, k, generator=generator).to(dtype)
-            if not _agrees(twin, x, functional.linear(x, weight, bias)):
-                return False
-    return True
+    with torch.device("cpu"):  # a caller may have made another one, or meta, the default
+        return all(
+            _agrees(linear, training, dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+            for training in (False, True)
+        )
 
 
 @torch.no_grad()
-def _agrees(layer: nn.Linear, x: torch.Tensor, wanted: torch.Tensor) -> bool:
+def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    k, n = _TRIED
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, k), (n, k), (n,))
+    )
+    own: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(weight)}
+    own["bias"] = None if linear.bias is None else nn.Parameter(bias)
+    twin = type(linear).__new__(type(linear))
+    twin.__dict__.update(vars(linear))
+    twin.__dict__ |= {"_parameters": own, "in_features": k, "out_features": n, "training": training}
+    wanted = functional.linear(x, weight, own["bias"])
     try:
-        y = layer.forward(x)
+        y = twin.forward(x)
     except Exception:  # it needs what a layer of another size or on another device has
         return False
     same = isinstance(y, torch.Tensor) and (y.dtype, y.shape) == (wanted.dtype, wanted.shape)
     # the sum with the bias may be rounded apart from the product
-    close = 4 * torch.finfo(x.dtype).eps * float(wanted.abs().max())
+    close = 4 * torch.finfo(dtype).eps * float(wanted.abs().max())
     return same and torch.allclose(y, wanted, rtol=0, atol=close)
