@@ -14,6 +14,7 @@ compiler, and below torch's Python interface (C++ code, DLPack, a raw address).
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,6 +107,11 @@ class GuardedCodes(Tensor):
             raise _refused("data =", self.__dict__["_owner"])
         else:
             setattr(codes, name, plain(value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copy what is guarded."""
+        copied: Tensor = copy.deepcopy(plain(self), memo)
+        return copied
 
     def __hash__(self) -> int:
         """Tell objects apart, as tensors do."""

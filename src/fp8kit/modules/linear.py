@@ -274,9 +274,8 @@ class Fp8Linear(nn.Linear):
     @property
     def codes(self) -> nn.Parameter:
         """The Parameter of codes ``[N, K]``; as ``weight`` it is guarded against casts."""
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return weight
+        weight = self._parameters.get("weight")
+        return self.weight if weight is None else weight  # what parametrizations compute
 
     def keep(self, original_weight: Tensor) -> None:
         """Keep the dense weight that the codes were made from; its changes are followed."""
@@ -339,7 +338,7 @@ class Fp8Linear(nn.Linear):
             teach(
                 f"torch.jit.script was called with {self._described()} inside.",
                 "An FP8 layer chooses its kernel in Python, which TorchScript cannot compile.",
-                "Use torch.compile or torch.export; torch.jit.trace works for one input shape.",
+                "Use torch.compile, torch.export or torch.jit.trace.",
             )
         )
 
