@@ -47,7 +47,7 @@ ORDER = (
     "fused",
     "modules",
     "selection",
-    "weight_readers",
+    "readers",
     "obstacles",
     "links",
     "producers",

@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
         return ops.linear_backward(ctx, grad)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(_ctx: Any, *_tangents: Any) -> Any:
         raise UnsupportedError(
             teach(
                 "A forward-mode derivative of an FP8 layer was asked for.",

@@ -162,7 +162,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``input`` (or autocast's)."""
-        if type(input) is Proxy:  # of fx.symbolic_trace
+        if isinstance(input, Proxy):  # of fx.symbolic_trace
             return self._as_node(input)
         if self.original_weight is not None:
             self._follow_original()
@@ -272,7 +272,7 @@ class Fp8Linear(nn.Linear):
         """Do nothing: FP8 weights are loaded or quantized, never drawn at random."""
 
     @property
-    def codes(self) -> nn.Parameter:
+    def codes(self) -> Tensor:
         """The Parameter of codes ``[N, K]``; as ``weight`` it is guarded against casts."""
         weight = self._parameters.get("weight")
         return self.weight if weight is None else weight  # what parametrizations compute
@@ -302,7 +302,8 @@ class Fp8Linear(nn.Linear):
 
     def _as_node(self, x: Proxy) -> Any:
         """Stay one call of this module in a graph of ``torch.fx``."""
-        return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
+        tracer: Any = x.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(self), (x,), {})
 
     def __getattr__(self, name: str) -> Any:
         """Guard ``weight``; refuse what would split the codes and not their scales."""
