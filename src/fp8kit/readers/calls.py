@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from fp8kit.readers.values import (
     Items,
     Local,
     Method,
+    Parameters,
     Parent,
     Values,
     Weight,
@@ -24,6 +26,7 @@ from fp8kit.readers.values import (
     constant,
     elements,
     leaves,
+    parameters_of,
     united,
 )
 
@@ -67,7 +70,7 @@ class Calls(Expressions):
             callees = self.value(node.func)
         if not callees:
             return self.opaque(args, kwargs)
-        return united(*[self.call(c, args, kwargs) for c in callees])
+        return self.call(callees, args, kwargs)
 
     def builtin(self, name: str, args: list[Values]) -> tuple[bool, Values]:
         """Call what Python has built in; whether it is known, and what it gives."""
@@ -78,15 +81,16 @@ class Calls(Expressions):
             owned = [v for o in args[0] for v in _everything(o)]
             return True, united(owned)
         if name == "super":
-            owner = next(iter(self.scope.first()), None)
             after = closure(self.scope.function).get("__class__")
-            return True, () if after is None or owner is None else (Parent(owner, after),)
+            owners = self.scope.first() if after is not None else ()
+            return True, tuple(Parent(o, after) for o in owners if isinstance(o, after))
         if name in _UNREAD:
             return True, ()
         if name == "map" and args:
             return True, (Items(self.callback(args[0], [elements(a) for a in args[1:]])),)
         if name == "next":
-            return True, united(*[elements(a) for a in args])
+            values = united(*[elements((v,)) for a in args for v in map(_ahead, a)])
+            return True, values
         if name == "vars":
             return True, (Items(united([v for o in args[0] for v in _everything(o)])),)
         if name in _ITERATES:
@@ -106,9 +110,9 @@ class Calls(Expressions):
         if modules and name == "get_submodule" and constant(args[0] if args else ())[0]:
             return True, tuple(m.get_submodule(args[0][0]) for m in modules)
         if modules and name in TENSORS:
-            # of a holder they are asked for its dtype and device as a rule
-            layers = [Weight(m) for m in modules if isinstance(m, nn.Linear)]
-            return True, tuple(layers)
+            # apart from the forward pass, holders are asked for them to count or to train them
+            wanted = [m for m in modules if self.reader.running or isinstance(m, nn.Linear)]
+            return True, tuple(map(parameters_of, wanted))
         held = [o for o in owners if isinstance(o, (Items, list, tuple, dict, *CONTAINERS))]
         if name in _GROWS and isinstance(function.value, ast.Name):
             added = (Items(united(elements(owners), *args, *[elements(a) for a in args])),)
@@ -118,34 +122,33 @@ class Calls(Expressions):
             return True, elements(owners)
         return False, ()
 
-    def call(self, callee: Any, args: list[Values], kwargs: dict[str, Values]) -> Values:
-        """Call one candidate of what is called."""
-        depth = self.depth + 1
-        if isinstance(callee, Local):
-            return self.enter(callee, args, kwargs)
-        if isinstance(callee, Method):
-            return self.reader.follow(callee.function, [(callee.owner,), *args], kwargs, depth)
-        if isinstance(callee, functools.partial):
-            first = [(a,) for a in callee.args]
-            named = {k: (v,) for k, v in callee.keywords.items()}
-            return self.call(callee.func, [*first, *args], {**named, **kwargs})
-        if callee is functools.partial and args:
-            return (Items(self.callback(args[0], args[1:], kwargs)),)
-        if isinstance(callee, types.MethodType):
-            return self.call(callee.__func__, [(callee.__self__,), *args], kwargs)
-        if isinstance(callee, types.FunctionType) and self.reader.is_followed(callee):
-            return self.reader.follow(callee, args, kwargs, depth)
-        function = None
-        if isinstance(callee, nn.Module):  # its own weight is for its own root to find
-            reaches = any(map(_reaches, leaves(united(*args, *kwargs.values()))))
-            function = type(callee).forward if reaches else None
-            if not reaches:
-                return ()
-        elif not isinstance(callee, type):
-            function = inspect.getattr_static(type(callee), "__call__", None)
-        if isinstance(function, types.FunctionType) and self.reader.is_followed(function):
-            return self.reader.follow(function, [(callee,), *args], kwargs, depth)
-        return self.opaque(args, kwargs)
+    def call(self, callees: Values, args: list[Values], kwargs: dict[str, Values]) -> Values:
+        """Call all candidates of what is called; those of one function together."""
+        owners: dict[Any, list[Any]] = defaultdict(list)
+        results: list[Values] = []
+        for callee in callees:
+            function, owner = _bound(callee)
+            if isinstance(callee, Local):
+                results.append(self.enter(callee, args, kwargs))
+            elif isinstance(callee, functools.partial):
+                given = [*[(a,) for a in callee.args], *args]
+                named = {k: (v,) for k, v in callee.keywords.items()}
+                results.append(self.call((callee.func,), given, {**named, **kwargs}))
+            elif callee is functools.partial and args:
+                results.append((Items(self.callback(args[0], args[1:], kwargs)),))
+            elif function is None or not self.reader.is_followed(function):
+                owners[None] = [callee]
+            elif not isinstance(callee, nn.Module):
+                owners[function] += owner
+            elif any(map(_reaches, leaves(united(*args, *kwargs.values())))):
+                owners[function] += owner  # what it reads of its own is for its own root to find
+        for function, bound in owners.items():
+            if function is None:
+                results.append(self.opaque(args, kwargs))
+            else:
+                given = [tuple(bound), *args] if bound else args
+                results.append(self.reader.follow(function, given, kwargs, self.depth + 1))
+        return united(*results)
 
     def opaque(self, args: list[Values], kwargs: dict[str, Values]) -> Values:
         """Pass arguments to code that is not followed: it reads weights, and calls functions."""
@@ -155,7 +158,7 @@ class Calls(Expressions):
         others = united([v for v in leaves(given) if isinstance(v, nn.Module)])
         for function in functions:
             if isinstance(function, Method) and not others:
-                self.call(function, [], {})
+                self.call((function,), [], {})
             else:
                 self.callback((function,), [others] * _MOST_PARAMETERS)
         return ()
@@ -164,15 +167,34 @@ class Calls(Expressions):
         self, functions: Values, args: list[Values], kwargs: dict[str, Values] | None = None
     ) -> Values:
         """Call what was passed as a function."""
-        results = united(*[self.call(f, args, kwargs or {}) for f in functions])
+        results = self.call(functions, args, kwargs or {})
         self.reader.escape(results, self.scope.where)
         return results
+
+
+def _bound(callee: Any) -> tuple[Any, list[Any]]:
+    """Give the function of a candidate, and what its first argument is."""
+    if isinstance(callee, Method):
+        return callee.function, [callee.owner]
+    if isinstance(callee, types.MethodType):
+        return callee.__func__, [callee.__self__]
+    if isinstance(callee, types.FunctionType):
+        return callee, []
+    if isinstance(callee, type | Local):
+        return None, []
+    name = "forward" if isinstance(callee, nn.Module) else "__call__"
+    function = inspect.getattr_static(type(callee), name, None)
+    return (function, [callee]) if isinstance(function, types.FunctionType) else (None, [])
 
 
 def _everything(owner: Any) -> list[Any]:
     if isinstance(owner, nn.Module):
         return [*owner.children(), *([Weight(owner)] if isinstance(owner, nn.Linear) else [])]
     return []
+
+
+def _ahead(value: Any) -> Any:
+    return value.values[0] if isinstance(value, Parameters) and value.values else value
 
 
 def _reaches(value: Any) -> bool:

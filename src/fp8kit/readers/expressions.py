@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
+
+from torch import nn
 
 from fp8kit.readers.values import (
     CONTAINERS,
@@ -44,6 +47,8 @@ _HARMLESS = frozenset(
 
 class Reader(Protocol):
     """What a walk tells, and asks, about the whole model."""
+
+    running: bool  # whether this is the forward pass itself
 
     def escape(self, values: Iterable[Any], where: str, how: str = "") -> None:
         """Note that the weights among values are read."""
@@ -202,18 +207,23 @@ class Expressions:
     def attribute(self, owners: Values, name: str) -> Values:
         """Give an attribute of values; one of a weight is a use of it."""
         found: list[Values] = []
+        getters: dict[Any, list[Any]] = defaultdict(list)
         for owner in owners:
             if isinstance(owner, Weight):
                 if name not in _HARMLESS:
                     how = "asks for the dtype of its weight" if name == "dtype" else ""
                     self.reader.escape((owner,), self.scope.where, how)
                 continue
+            if name == "_parameters" and isinstance(owner, nn.Linear):
+                found.append((Items((Weight(owner),)),))
+                continue
             for value in lookup(owner, name):
                 if isinstance(value, Property):
-                    args: list[Values] = [(value.owner,)]
-                    found.append(self.reader.follow(value.function, args, {}, self.depth + 1))
+                    getters[value.function].append(value.owner)
                 else:
                     found.append((value,))
+        for function, bound in getters.items():
+            found.append(self.reader.follow(function, [tuple(bound)], {}, self.depth + 1))
         return united(*found)
 
     def truth(self, node: ast.AST) -> tuple[bool, bool]:
@@ -257,8 +267,11 @@ class Expressions:
         if not isinstance(node, ast.Attribute) or node.attr == "training":
             return False, None
         owners = self.value(node.value)
-        if len(owners) != 1 or self.reader.changes(owners[0], node.attr):
+        found = [lookup(owner, node.attr) for owner in owners]
+        changes = any(self.reader.changes(owner, node.attr) for owner in owners)
+        if changes or not found or any(len(v) != 1 or isinstance(v[0], Property) for v in found):
             return False, None
-        values = lookup(owners[0], node.attr)
-        plain = len(values) == 1 and not isinstance(values[0], Property)
-        return plain, values[0] if plain else None
+        values = [v[0] for v in found]
+        settings = [isinstance(v, _SETTINGS) for v in values]
+        alike = all(type(v) is type(values[0]) and v == values[0] for v in values if any(settings))
+        return not any(settings) or (all(settings) and alike), values[0]

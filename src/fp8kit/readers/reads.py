@@ -61,21 +61,35 @@ def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
         {Linear(...): 'MambaMixer.slow_forward reads its weight instead of calling it'}
     """
     reader = _Reader(model)
+    alike: dict[Any, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
-        for function in _roots(module):
+        if not isinstance(module, nn.Linear):  # what subclasses do is judged by their class
+            alike[_kind(module)].append(module)
+    for modules in alike.values():
+        for name, function in _roots(modules[0]):
             if reader.is_suspect(function):
-                result = reader.follow(function, [(module,)], {}, 0)
+                reader.running = name in ("forward", "__call__")
+                result = reader.follow(function, [tuple(modules)], {}, 0)
                 reader.escape(result, function.__qualname__)
     return reader.found
 
 
-def _roots(module: nn.Module) -> Iterator[Any]:
-    """Give the functions of a module that may run when a model is used."""
+def _kind(module: nn.Module) -> Any:
+    """Give a key of modules whose code takes the same branches: same class, same switches."""
+    held = {**vars(module), **module._parameters, **module._modules, **module._buffers}
+    switches = (type(None), bool, str)
+    kinds = [(n, v) if isinstance(v, switches) else (n, type(v)) for n, v in held.items()]
+    own = vars(module).get("forward")
+    return type(module), id(own) if own is not None else None, frozenset(kinds)
+
+
+def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Give the functions of a module that may run when a model is used, by name."""
     seen: set[str] = set()
     for name, value in vars(module).items():
         if name == "forward":
             seen.add(name)
-            yield from filter(_is_python, [_function(_function(value))])
+            yield from ((name, f) for f in [_function(_function(value))] if _is_python(f))
     for cls in type(module).__mro__:
         if _is_library(cls.__module__) or cls is object:
             continue
@@ -84,13 +98,13 @@ def _roots(module: nn.Module) -> Iterator[Any]:
                 continue
             seen.add(name)
             if isinstance(value, types.FunctionType) and _may_run(name):
-                yield inspect.unwrap(value)
+                yield name, inspect.unwrap(value)
 
 
 def _may_run(name: str) -> bool:
     if name in ("forward", "__call__", "__getitem__"):
         return True
-    return not any(part in name for part in _APART)
+    return not name.startswith("_") and not any(part in name for part in _APART)
 
 
 def _assigned(kind: type) -> set[str]:
@@ -129,6 +143,7 @@ def _is_python(function: Any) -> bool:
 class _Reader:
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[nn.Module, str] = {}
+        self.running = True
         self._results: dict[Any, Values] = {}
         self._suspects: dict[Any, bool] = {}
         self._changing: dict[type, set[str]] = {}

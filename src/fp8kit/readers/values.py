@@ -39,6 +39,11 @@ class Items:
 
 
 @dataclass(frozen=True, eq=False)
+class Parameters(Items):
+    """What ``parameters()`` gives, in order; ``None`` for those that are no weight of a layer."""
+
+
+@dataclass(frozen=True, eq=False)
 class Method:
     """A function bound to its first argument."""
 
@@ -143,6 +148,18 @@ def item(values: Values, key: Any) -> Values:
         except (LookupError, TypeError):
             found += elements((value,))
     return united(found)
+
+
+def parameters_of(module: nn.Module) -> Parameters:
+    """Give the parameters of a module and of those inside it."""
+    return Parameters(
+        tuple(
+            Weight(m) if isinstance(m, nn.Linear) and name == "weight" else None
+            for m in module.modules()
+            for name, p in m._parameters.items()
+            if p is not None
+        )
+    )
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
