@@ -93,6 +93,8 @@ class Calls(Expressions):
             return True, values
         if name == "vars":
             return True, (Items(united([v for o in args[0] for v in _everything(o)])),)
+        if name == "iter":
+            return True, args[0] if args else ()
         if name in _ITERATES:
             values = united(*[elements(a) for a in args])
             if name in ("max", "min", "sum"):

@@ -38,7 +38,7 @@ _APART = (
 ).split()
 _LIBRARIES = tuple(
     """
-    abc. accelerate. builtins. collections. diffusers. enum. fp8kit. functools. huggingface_hub.
+    abc. accelerate. collections. diffusers. enum. fp8kit. functools. huggingface_hub.
     numpy. peft. torch. transformers. typing.
     """.split()
 )
@@ -202,7 +202,9 @@ class _Reader:
         if not _is_python(function) or depth > DEPTH:
             self.escape(united(*args, *kwargs.values()), getattr(function, "__qualname__", "code"))
             return ()
-        if len(function.__code__.co_code) > _SHORT and not self.is_suspect(function):
+        brings = any(isinstance(v, Weight) for v in leaves(united(*args, *kwargs.values())))
+        long = len(function.__code__.co_code) > _SHORT
+        if long and not brings and not self.is_suspect(function):
             return ()
         node = node_of(function.__code__)
         if node is None:
