@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dis
-import functools
-import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from types import CodeType
 
 import torch
 from torch import nn
@@ -16,13 +12,11 @@ from torch.nn.utils import parametrize
 
 from fp8kit.modules.dense import computes_linear, extras
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.readers.reads import weight_reads
 from fp8kit.selection import size_obstacle, some_of
 
 # modules of Transformers and diffusers name here what a cast to 16 bits must leave alone
 _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-# uses of a weight that give another meaning to codes: T5 casts hidden states to `wo.weight.dtype`
-_CASTS = ("dtype", "to", "type", "type_as", "float", "half", "bfloat16", "double")
-_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 # modules of torch that multiply by the weights of their layers without calling these
 _READERS: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
@@ -45,6 +39,7 @@ class Obstacles:
         self._model = model
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
+        self._read = weight_reads(model)
 
     def of(self, names: Sequence[str], wanted: bool = False) -> str:
         """Say why a linear layer cannot become FP8; empty if it can.
@@ -60,7 +55,7 @@ class Obstacles:
             or _of_holder(holders.values())
             or _of_class(module, wanted)
             or self._of_names(names)
-            or _of_code(holders)
+            or self._read.get(module, "")
             or self._of_weight(module.get_parameter("weight"))
         )
 
@@ -118,23 +113,6 @@ def _of_class(module: nn.Module, wanted: bool) -> str:
             "the same, if nothing else uses that"
         )
     return ""
-
-
-def _of_code(holders: dict[str, nn.Module]) -> str:
-    for name, holder in holders.items():
-        code = getattr(inspect.unwrap(type(holder).forward), "__code__", None)
-        if code is not None and name.rpartition(".")[2] in _cast_children(code):
-            return f"{type(holder).__name__}.forward asks for the dtype of its weight, or casts it"
-    return ""
-
-
-@functools.cache
-def _cast_children(forward: CodeType) -> frozenset[str]:
-    """Name the children of which it casts ``self.child.weight`` or asks for its dtype."""
-    steps = list(dis.get_instructions(forward))
-    path = [str(s.argval) if s.opname in _LOADS else "" for s in steps]
-    reads = zip(path, path[1:], path[2:], strict=False)
-    return frozenset(child for child, what, use in reads if what == "weight" and use in _CASTS)
 
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:

@@ -37,7 +37,8 @@ from fp8kit.checkpoint.targets import output_heads
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, TENSOR, GroupShape, Scheme
 from fp8kit.modules.dense import computes_linear
-from fp8kit.modules.linear import Fp8Linear, quantize_weight
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.linear import Fp8Linear
 from fp8kit.report import Record, Report
 
 OLDEST = (5, 17)

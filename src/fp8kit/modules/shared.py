@@ -238,7 +238,7 @@ class SharedInput:
         The joined weight is another tensor at every call, and shares a counter of changes with its
         first part alone. What an earlier call has waited for is known of each part.
         """
-        members, weights = self.members, [m.weight for m in self.members]
+        members, weights = self.members, [m.codes for m in self.members]
 
         def product(*, directly: bool) -> Tensor:
             joined, scale = self._joined("weight"), self._joined("weight_scale")
@@ -255,7 +255,7 @@ class SharedInput:
         return eager.run(self._tapes, product, x, layers, self._options())
 
     def _joined(self, name: str) -> Tensor:
-        parts: list[Tensor] = [getattr(m, name) for m in self.members]
+        parts = [part for m in self.members if (part := m._parameters[name]) is not None]
         if _adjacent(parts):
             return _joined_view(parts)
         # changes of parts that are counted stay counted, whatever the mode of this call
@@ -288,7 +288,7 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         and m.in_features == first.in_features
         and m.accum == first.accum
         and not m.batch_invariant
-        and _kind(m.weight) == _kind(first.weight)
+        and _kind(m.codes) == _kind(first.codes)
         and _kind(m.weight_scale) == _kind(first.weight_scale)
         and _kind(m.bias) == _kind(first.bias)
         for m in members
