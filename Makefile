@@ -7,7 +7,7 @@ WORKERS ?= 2
 NEWEST ?= .venv-newest
 TESTS ?= tests
 
-.PHONY: demo test test-gpu sweep sanitize check tables bench bench-streaming clean
+.PHONY: demo test test-newest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,11 +21,14 @@ demo: $(VENV)/.installed  ## quantize, save, reload and compare a real trained m
 test: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
 
-.PHONY: test-newest
 test-newest:  ## every test that needs no GPU, or TESTS, on what pip gives a user today
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/pip --disable-pip-version-check install --quiet --upgrade --upgrade-strategy eager -e .[test]
 	$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu" $(TESTS)
+
+zoo: $(VENV)/.installed  ## hundreds of tiny architectures, into docs/zoo.md; an hour of two cores
+	$(PIP) --no-deps timm torchvision
+	$(BIN)/python tests/zoo --processes $(WORKERS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

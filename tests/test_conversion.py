@@ -75,6 +75,14 @@ def reasons(report: fp8kit.Report) -> dict[str, str]:
     return {r.name: r.reason for r in report.skipped}
 
 
+def unconverted(model: nn.Module) -> fp8kit.Report:
+    """Convert a model of which no layer can become FP8."""
+    with pytest.warns(UserWarning, match=r"^No layer becomes FP8: "):
+        report = fp8kit.convert(model)
+    assert not report.converted
+    return report
+
+
 def one(layer: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(fc=layer, other=nn.Linear(D, D)))
 
@@ -237,6 +245,23 @@ class Odd(nn.Linear):
         return super().forward(x) + 1
 
 
+class Thin(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Tagged(nn.Linear):
+    def merged(self) -> Tensor:
+        return self.weight
+
+
+def dispatched() -> nn.Linear:
+    hooks = pytest.importorskip("accelerate.hooks")
+    layer: nn.Linear = hooks.add_hook_to_module(nn.Linear(D, D), hooks.AlignDevicesHook("cpu"))
+    return layer
+
+
 def replaced_forward() -> nn.Linear:
     layer = nn.Linear(D, D)
     layer.forward = lambda x: x  # type: ignore[method-assign]
@@ -257,7 +282,9 @@ def bad_value(value: float) -> nn.Linear:
 
 
 OBSTACLES = {
-    "subclass": (lambda: Odd(D, D), "Odd is a subclass of nn.Linear"),
+    "subclass": (lambda: Odd(D, D), "Odd is a subclass of nn.Linear that computes something else"),
+    "more-than-linear": (lambda: Tagged(D, D), "Tagged is a subclass of nn.Linear and has more"),
+    "dispatched": (lambda: dispatched(), "accelerate dispatched the model"),
     "parametrized": (
         lambda: parametrizations.weight_norm(nn.Linear(D, D)),
         "its weight is parametrized",
@@ -301,6 +328,69 @@ def test_obstacles_are_left_alone_by_name(kind: str) -> None:
     assert snapshot(model) == before
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_subclass_with_the_formula_of_its_parent_converts(bias: bool) -> None:
+    layer = Thin(D, D, bias)
+    model, x = one(layer), torch.randn(5, D)
+    assert [r.name for r in fp8kit.convert(model).converted] == ["fc", "other"]
+    assert_scheme_error(model.fc(x), layer(x), "FP8_DYNAMIC")
+
+
+def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:
+    report = fp8kit.convert(one(Tagged(D, D)), include=["fc", "other"])
+    assert [r.name for r in report.converted] == ["fc", "other"]
+    with pytest.warns(UserWarning, match="computes something else"):
+        fp8kit.convert(one(Odd(D, D)), include=["fc"])
+
+
+class Switching(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.training else 1)
+
+
+class Widening(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+class Restless(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.1, self.training))
+
+
+@pytest.mark.parametrize("kind", [Switching, Widening, Restless])
+def test_the_trial_of_a_subclass_can_fail(kind: type[nn.Linear]) -> None:
+    layer = kind(D, D)
+    layer.weight.data.zero_()  # on which all of them agree
+    report = fp8kit.plan(one(layer)).report
+    assert "computes something else" in reasons(report)["fc"]
+
+
+def test_attention_of_torch_is_left_alone_by_name() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(D, 2), "other": nn.Linear(D, D)})
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.converted] == ["other"]
+    for name, said in reasons(report).items():
+        assert name.startswith("attention."), name
+        assert "nn.MultiheadAttention" in said
+    assert model["attention"](*[torch.randn(3, 1, D)] * 3)[0].isfinite().all()
+
+
+def test_no_converted_layer_is_a_warning_and_with_strict_an_error() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    plan = fp8kit.plan(model)
+    assert plan.report.notes == [plan.report.nothing()]
+    with pytest.warns(UserWarning, match="No layer becomes FP8: there is no linear layer") as seen:
+        plan.apply()
+    assert seen[0].filename == __file__
+    unconverted(nn.Sequential(nn.Linear(D, 8)))
+    with pytest.raises(ConversionError, match="No layer becomes FP8"):
+        fp8kit.plan(model, strict=True)
+    converted = one(nn.Linear(D, D))
+    assert fp8kit.convert(converted).nothing() == ""
+    assert fp8kit.convert(converted, strict=True).nothing() == ""  # they are FP8 already
+
+
 def test_strict_accepts_deliberate_exclusions() -> None:
     assert len(fp8kit.convert(Model(), strict=True).converted) == 8
 
@@ -310,7 +400,7 @@ def test_tied_weights_are_left_alone(how: str) -> None:
     model = nn.ModuleDict({"emb": nn.Embedding(256, D), "proj": nn.Linear(D, 256)})
     tied = model["emb"].weight
     model["proj"].weight = tied if how == "parameter" else nn.Parameter(tied.data)
-    report = fp8kit.convert(model)
+    report = unconverted(model)
     assert reasons(report) == {"proj": "its weight is tied to another parameter"}
     assert type(model["proj"]) is nn.Linear
 
@@ -504,15 +594,15 @@ def test_weights_that_hooks_compute_are_left_alone(reparametrized: str) -> None:
         with pytest.warns(FutureWarning):
             torch.nn.utils.weight_norm(linear)
     model = nn.Sequential(linear)
-    report = fp8kit.convert(model)
+    report = unconverted(model)
     assert "computed by a hook" in report.skipped[0].reason
     assert model(torch.randn(2, 128)).isfinite().all()
 
 
 def test_encoder_layers_with_a_fast_path_keep_working() -> None:
     model = nn.Sequential(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True)).eval()
-    report = fp8kit.convert(model)
-    assert not report.converted
+    report = unconverted(model)
+    assert "fast path" in report.skipped[-1].reason
     with torch.no_grad():
         assert model(torch.randn(2, 3, 128)).isfinite().all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,13 @@ from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme, scale_dtype, scale_shape
 from fp8kit.links import Link
 from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
+from fp8kit.modules.dense import as_linear, is_conv1d, is_linear
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import can_share
 from fp8kit.obstacles import Obstacles
 from fp8kit.report import Record, Report
+from fp8kit.roles import layer_roles
 from fp8kit.selection import (
     SMALLEST_WEIGHT,
     check_patterns,
@@ -73,7 +76,15 @@ class Plan:
         Raises:
             ConversionError: if calibration is missing or misses a layer, or a weight is on meta.
             ValueError: for an unknown ``weight_storage``.
+
+        Warns:
+            UserWarning: if no layer becomes FP8, and none was before.
         """
+        report = self._carry_out(weight_storage)
+        _warn_of_nothing(report)
+        return report
+
+    def _carry_out(self, weight_storage: str) -> Report:
         if weight_storage not in STORAGES:
             raise ValueError(
                 teach(
@@ -83,7 +94,8 @@ class Plan:
                 )
             )
         names = [r.name for r in self.report.converted]
-        changed = [n for n in names if type(self.model.get_submodule(n)) is not nn.Linear]
+        modules = {n: self.model.get_submodule(n) for n in names}
+        changed = [n for n, m in modules.items() if isinstance(m, Fp8Linear) or not is_linear(m)]
         if changed:
             raise ConversionError(
                 teach(
@@ -116,6 +128,9 @@ class Plan:
         for record in self.report.converted:
             dense = profitability.linear_at(self.model, record.name)
             layer = _converted(dense, self.scheme, scales.get(record.name), weight_storage)
+            layer.transposed = is_conv1d(modules[record.name])
+            carry_hooks(modules[record.name], layer)
+            layer.qualified_name = record.name
             for name in (record.name, *record.aliases):
                 self.model.set_submodule(name, layer)
         structure.share_inputs(self.model, self.report.groups)
@@ -137,18 +152,21 @@ def plan(
 ) -> Plan:
     """Decide which layers become FP8, without changing anything.
 
-    Every ``nn.Linear`` is considered, except what the safe defaults protect: output heads,
-    embeddings, MoE routers, time and modulation projections, vision towers, layers too small to
-    gain, tied weights, layers that the model keeps in float32 or whose weight the code around them
-    casts, and subclasses of ``nn.Linear`` whose behaviour is unknown.
+    Every ``nn.Linear``, and every ``Conv1D`` of Transformers, is considered, except what the safe
+    defaults protect: output heads, embeddings, MoE routers, time and modulation projections, vision
+    towers, layers too small to gain, tied weights, layers that the model keeps in float32 or whose
+    weight the code around them casts, and subclasses of ``nn.Linear`` that compute something else,
+    which a run on random numbers shows, or have methods or attributes of their own.
 
     Args:
         model: any module; weights may be on the meta device.
         scheme: a preset name or a ``Scheme``.
         include: patterns; only layers that match one are considered. A pattern that names a layer
-            in full lifts the default exclusions for it.
+            in full lifts the default exclusions for it, and asks for a subclass of ``nn.Linear`` that
+            has methods or attributes of its own.
         exclude: patterns, added to the safe defaults; an empty list switches the defaults off.
-        strict: raise if a considered layer cannot be converted, instead of reporting it.
+        strict: raise if a considered layer cannot be converted, or no layer would become FP8,
+            instead of reporting it.
         calibrate: runs the model on representative data, e.g. ``lambda model: model(batch)``.
             Static schemes take their input scales from it, and layers that it calls one after
             another with the same tensor share one quantization; without it, siblings are known by
@@ -188,21 +206,25 @@ def plan(
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
-    every = [n for module, found in names.items() if isinstance(module, nn.Linear) for n in found]
+    every = [n for module, found in names.items() if is_linear(module) for n in found]
     for argument, patterns in (("include", include), ("exclude", exclude)):
         check_patterns(argument, () if patterns is None else patterns, every)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
-    obstacles = Obstacles(model)
+    obstacles, roles = Obstacles(model), layer_roles(model)
     for module, found in names.items():
-        if isinstance(module, nn.Linear):
+        if is_linear(module):
             record = _record(module, found)
-            record.reason = exclusion(found, include, exclude)
+            role = next((roles[n] for n in found if n in roles), "")
+            record.reason = exclusion(found, include, exclude, role)
             if not record.reason:
-                record.reason = obstacles.of(found)
+                wanted = not set(include or ()).isdisjoint(found)
+                record.reason = obstacles.of(found, wanted)
                 record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
             record.action = "skip" if record.reason else "convert"
             record.bytes_after = (
-                record.bytes_before if record.reason else _converted_bytes(module, scheme)
+                record.bytes_before
+                if record.reason
+                else _converted_bytes(as_linear(module), scheme)
             )
             report.records.append(record)
         else:
@@ -222,6 +244,8 @@ def plan(
             "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
             "that one forgets meets NaN on a GPU."
         )
+    nothing = report.nothing()
+    report.notes += [nothing] if nothing else []
     if strict:
         report.refuse_blocked()
     return Plan(model, scheme, report, calibrate, fuse, links)
@@ -260,6 +284,9 @@ def convert(
         ValueError: if scheme, ``fuse`` or storage is unknown.
         ConversionError: as ``plan`` and ``Plan.apply`` raise it; the model is then unchanged.
 
+    Warns:
+        UserWarning: if no layer becomes FP8, and none was before.
+
     Example:
         >>> print(fp8kit.convert(model, "FP8_DYNAMIC"))
     """
@@ -273,7 +300,14 @@ def convert(
         fuse=fuse,
         m=m,
     )
-    return decided.apply(weight_storage=weight_storage)
+    report = decided._carry_out(weight_storage)
+    _warn_of_nothing(report)
+    return report
+
+
+def _warn_of_nothing(report: Report) -> None:
+    if nothing := report.nothing():
+        warnings.warn(nothing, stacklevel=3)
 
 
 def _check_arguments(model: object, calibrate: object) -> None:
@@ -314,7 +348,7 @@ def _bypassed(module: nn.Module, name: str) -> list[Record]:
             type(module).__name__,
             tuple(p.shape),
             "skip",
-            f"a parameter of {type(module).__name__}, which is not an nn.Linear",
+            _bypass(module),
             p.numel() * p.element_size(),
             p.numel() * p.element_size(),
         )
@@ -323,26 +357,29 @@ def _bypassed(module: nn.Module, name: str) -> list[Record]:
     ]
 
 
+def _bypass(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
+    return f"a parameter of {type(module).__name__}, which is not an nn.Linear"
+
+
 def _converted(
     dense: nn.Linear, scheme: Scheme, input_scale: Tensor | None, weight_storage: str
 ) -> Fp8Linear:
     layer = Fp8Linear.from_linear(dense, scheme, input_scale)
     layer.train(dense.training)
-    if layer.bias is not None:
-        layer.bias.requires_grad_(False)
-    carry_hooks(dense, layer)
     if weight_storage != "discard":
         kept = dense.weight.detach()
-        layer.original_weight = kept.to("cpu") if weight_storage == "cpu_offload" else kept
+        layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
     return layer
 
 
-def _record(linear: nn.Linear, names: list[str]) -> Record:
-    size = sum(p.numel() * p.element_size() for p in linear.parameters(recurse=False))
+def _record(module: nn.Module, names: list[str]) -> Record:
+    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
     return Record(
         names[0],
-        type(linear).__name__,
-        tuple(linear.weight.shape),
+        type(module).__name__,
+        tuple(as_linear(module).weight.shape),
         "skip",
         bytes_before=size,
         bytes_after=size,

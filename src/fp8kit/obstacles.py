@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import dis
-import functools
-import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from types import CodeType
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fp8kit.modules.dense import computes_linear, extras
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.selection import size_obstacle
+from fp8kit.readers.reads import weight_reads
+from fp8kit.selection import size_obstacle, some_of
 
 # modules of Transformers and diffusers name here what a cast to 16 bits must leave alone
 _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-# uses of a weight that give another meaning to codes: T5 casts hidden states to `wo.weight.dtype`
-_CASTS = ("dtype", "to", "type", "type_as", "float", "half", "bfloat16", "double")
-_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+# modules of torch that multiply by the weights of their layers without calling these
+_READERS: dict[type[nn.Module], str] = {
+    nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
+    nn.TransformerEncoderLayer: "has a fast path that reads the dense weight itself",
+}
 
 
 class Obstacles:
@@ -39,21 +39,24 @@ class Obstacles:
         self._model = model
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
+        self._read = weight_reads(model)
 
-    def of(self, names: Sequence[str]) -> str:
+    def of(self, names: Sequence[str], wanted: bool = False) -> str:
         """Say why a linear layer cannot become FP8; empty if it can.
 
         Args:
             names: every qualified name of the layer.
+            wanted: it was asked for by its full name.
         """
-        linear = self._model.get_submodule(names[0])
-        assert isinstance(linear, nn.Linear)
+        module = self._model.get_submodule(names[0])
         holders = {n: self._model.get_submodule(n.rpartition(".")[0]) for n in names}
         return (
-            _of_class(linear, holders.values())
+            _of_state(module)
+            or _of_holder(holders.values())
+            or _of_class(module, wanted)
             or self._of_names(names)
-            or _of_code(holders)
-            or self._of_weight(linear)
+            or self._read.get(module, "")
+            or self._of_weight(module.get_parameter("weight"))
         )
 
     def _of_names(self, names: Sequence[str]) -> str:
@@ -61,12 +64,9 @@ class Obstacles:
             return "the model keeps it in float32"
         return ""
 
-    def _of_weight(self, linear: nn.Linear) -> str:
-        weight = linear.weight
+    def _of_weight(self, weight: nn.Parameter) -> str:
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
-        if "forward" in linear.__dict__:
-            return "its forward was replaced on the instance, e.g. by an offload hook"
         if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
             return "its weight is tied to another parameter"
         if too_small := size_obstacle(tuple(weight.shape)):
@@ -76,35 +76,43 @@ class Obstacles:
         return ""
 
 
-def _of_class(linear: nn.Linear, holders: Iterable[nn.Module]) -> str:
-    if isinstance(linear, Fp8Linear):
+def _of_state(module: nn.Module) -> str:
+    if isinstance(module, Fp8Linear):
         return "already FP8"
-    if parametrize.is_parametrized(linear):
+    if parametrize.is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
-    if type(linear) is not nn.Linear:
-        return f"{type(linear).__name__} is a subclass of nn.Linear with behaviour of its own"
-    if "weight" not in linear._parameters:
+    if "weight" not in module._parameters:
         return "its weight is computed by a hook; remove weight_norm or pruning first"
-    if any(isinstance(holder, nn.TransformerEncoderLayer) for holder in holders):
-        return "nn.TransformerEncoderLayer has a fast path that reads the dense weight itself"
+    if hasattr(module, "_hf_hook"):
+        return (
+            "accelerate dispatched the model and runs this layer by a hook; convert the model "
+            "first and dispatch it then, or call accelerate.hooks.remove_hook_from_submodules(model)"
+        )
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
     return ""
 
 
-def _of_code(holders: dict[str, nn.Module]) -> str:
-    for name, holder in holders.items():
-        code = getattr(inspect.unwrap(type(holder).forward), "__code__", None)
-        if code is not None and name.rpartition(".")[2] in _cast_children(code):
-            return f"{type(holder).__name__}.forward asks for the dtype of its weight, or casts it"
+def _of_holder(holders: Iterable[nn.Module]) -> str:
+    for holder in holders:
+        for kind, reads in _READERS.items():
+            if isinstance(holder, kind):
+                return f"nn.{kind.__name__} {reads}"
     return ""
 
 
-@functools.cache
-def _cast_children(forward: CodeType) -> frozenset[str]:
-    """Name the children of which it casts ``self.child.weight`` or asks for its dtype."""
-    steps = list(dis.get_instructions(forward))
-    path = [str(s.argval) if s.opname in _LOADS else "" for s in steps]
-    reads = zip(path, path[1:], path[2:], strict=False)
-    return frozenset(child for child, what, use in reads if what == "weight" and use in _CASTS)
+def _of_class(module: nn.Module, wanted: bool) -> str:
+    if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
+        return ""
+    kind = f"{type(module).__name__} is a subclass of nn.Linear"
+    if not computes_linear(module):
+        return f"{kind} that computes something else"
+    if not wanted and (more := extras(module)):
+        return (
+            f"{kind} and has more than it: {some_of(more)}; include=[its full name] converts it all "
+            "the same, if nothing else uses that"
+        )
+    return ""
 
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:

@@ -21,6 +21,7 @@ from fp8kit.dispatch import Choice, choose
 from fp8kit.formats import Scheme
 from fp8kit.matmul.problem import BACKENDS, TIMED_DTYPES, linear_problem
 from fp8kit.measurements import table_for
+from fp8kit.modules.dense import as_linear
 from fp8kit.modules.shared import MOST_JOINED_ROWS, can_share, would_join
 from fp8kit.report import Record, Report
 from fp8kit.selection import some_of
@@ -153,13 +154,12 @@ def joined_shapes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list
 
 
 def linear_at(model: nn.Module, name: str) -> nn.Linear:
-    """Return the dense layer of a qualified name."""
+    """Return the dense layer of a qualified name, as ``as_linear`` does."""
     module: nn.Module | None = model
     for part in name.split("."):
         assert module is not None
         module = module._modules[part]
-    assert isinstance(module, nn.Linear)
-    return module
+    return as_linear(module)
 
 
 def _run(layers: Sequence[nn.Linear], joined: bool) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -77,11 +78,24 @@ class Report:
         """Size of all parameters and buffers after conversion."""
         return self.model_bytes_before + sum(r.bytes_after - r.bytes_before for r in self.converted)
 
+    def nothing(self) -> str:
+        """Say that no layer is FP8, and why; empty if one is, or will be."""
+        if self.converted or any(r.kind == "Fp8Linear" for r in self.records):
+            return ""
+        reasons = Counter(r.reason for r in self.skipped).most_common(3)
+        said = ", ".join(f"{reason} ({count})" for reason, count in reasons)
+        return teach(
+            f"No layer becomes FP8: {said or 'there is no linear layer'}.",
+            "The model has linear layers that nothing keeps in high precision.",
+            "print(fp8kit.plan(model)) lists every layer with its reason.",
+        )
+
     def refuse_blocked(self) -> None:
         """Do what ``strict`` asks for: refuse layers that should be converted and cannot be.
 
         Raises:
-            ConversionError: if there are skipped layers with a warning; it names them all.
+            ConversionError: if there are skipped layers with a warning; it names them all. Or if no
+                layer would become FP8.
         """
         blocked = [r for r in self.skipped if r.warning]
         if blocked:
@@ -93,6 +107,8 @@ class Report:
                     "Exclude these layers by name, or drop strict.",
                 )
             )
+        if nothing := self.nothing():
+            raise ConversionError(nothing)
 
     def summary(self) -> str:
         """Say in one line how many layers, which scheme, and how many bytes."""

@@ -5,26 +5,48 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fp8kit.errors import ConversionError, did_you_mean, teach
 
 SMALLEST_SIDE = 64
 SMALLEST_WEIGHT = 128 * 128
-DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
-    ("re:.*(^|\\.)(lm_head|output_head|score|classifier|embed_out)", "output head"),
+TOWERS = ("vision tower", "audio tower")
+_PROTECTED = (
     (
-        "re:.*(embed_tokens|word_embeddings|patch_embed|pos_embed|x_embedder|img_in|txt_in)",
+        r"(\w+_)?(lm_heads?|class_head|classifier)|output_head|output_projection|logits_dense|score|"
+        r"embed_out|lm_loss|qa_outputs|cls_score|bbox_pred|aux_head|aux\d|AuxLogits|"
+        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc)",
+        "output head",
+    ),
+    (r"(text|visual|vision|image|audio)_projection", "output projection"),
+    (
+        r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(embed|proj)\w*|pos_embed\w*|"
+        r"x_embedder|img_in|txt_in|(context|caption|cap|label|class)_embedder|caption_projection",
         "embedding",
     ),
-    ("re:.*(patch_embedding|context_embedder|caption_projection|cap_embedder)", "embedding"),
-    ("re:.*(^|\\.)(gate|router|wg|shared_expert_gate)(\\.|$)", "MoE router"),
-    ("re:.*(time_embed|timestep|time_proj|time_text_embed|t_embedder|t_block)", "time embedding"),
-    ("re:.*(adaln|ada_norm|adanorm|modulation|scale_shift|norm\\w*\\.linear)", "modulation"),
-    ("re:.*(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)", "vision tower"),
-    ("re:.*(audio_tower|audio_proj|img_emb|image_embedder)", "conditioning projection"),
-    ("re:(proj_out|final_layer.*|head)$", "final projection"),
-    ("re:.*(lora_A|lora_B|lora_embedding)", "adapter"),
+    (r"router|(gate|wg|shared_expert_gate)$", "MoE router"),
+    (
+        r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_mlp\w*)|"
+        r"time_text_embed|t_embedder|t_block|time_in|vector_in|guidance_in|add_embedding",
+        "time embedding",
+    ),
+    (
+        r"(?i:(\w+_)?(adaln\w*|ada_?norm\w*|modulation|scale_shift\w*))|\w+_mod|"
+        r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer",
+        "modulation",
+    ),
+    (r"(\w+_)?(vision_tower|vision_model|visual)", TOWERS[0]),
+    (r"(\w+_)?projector|language_projection", "projector"),
+    (r"(\w+_)?audio_tower|audio_proj\w*", TOWERS[1]),
+    (r"img_emb|image_embedder|cond_proj", "conditioning projection"),
+    (r"lora_A|lora_B|lora_embedding\w*", "adapter"),
+)
+# each describes whole components of a name: `scores` is no `score`
+DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
+    *((f"re:(.*\\.)?({words})(\\.|$)", role) for words, role in _PROTECTED),
+    ("re:proj_in$", "embedding"),
+    ("re:(proj_out(_\\d+)?|final_layer.*|proj_to_clip_embeddings|head)$", "final projection"),
 )
 
 
@@ -96,20 +118,48 @@ def check_expression(argument: str, pattern: str) -> None:
         ) from error
 
 
+def roles_by_name(names: Iterable[str]) -> dict[str, str]:
+    """Say why the defaults keep layers in high precision, as far as names tell.
+
+    A tower is kept where it feeds another model. Where all that would be left is protected too,
+    the tower is the model itself, and only what is protected inside it is kept.
+
+    Args:
+        names: of all linear layers of one model.
+
+    Returns:
+        What the layers do, for those that the defaults keep.
+
+    Example:
+        >>> roles_by_name(["lm_head", "layers.0.up_proj"])
+        {'lm_head': 'output head'}
+    """
+    names = list(names)
+    found = {name: [r for p, r in DEFAULT_EXCLUDE if matches(p, name)] for name in names}
+    alone = all(found.values())
+    kept = ((n, [r for r in roles if not (alone and r in TOWERS)]) for n, roles in found.items())
+    return {name: roles[0] for name, roles in kept if roles}
+
+
 def exclusion(
-    names: list[str], include: Sequence[str] | None, exclude: Sequence[str] | None
+    names: Sequence[str], include: Sequence[str] | None, exclude: Sequence[str] | None, role: str
 ) -> str:
-    """Say why a layer with these names is not considered; empty if it is."""
+    """Say why a layer is not considered; empty if it is.
+
+    Args:
+        names: all names of the layer.
+        include: patterns, as in ``plan``.
+        exclude: patterns, as in ``plan``.
+        role: what the layer does, if the defaults keep such layers; else empty.
+    """
     if include is not None and not any(matches(p, n) for p in include for n in names):
         return "not in include"
     for pattern in exclude or ():
         if any(matches(pattern, n) for n in names):
             return f"excluded by {pattern!r}"
     defaults_apply = exclude is None or len(exclude) > 0
-    if defaults_apply and not set(include or ()) & set(names):
-        for pattern, role in DEFAULT_EXCLUDE:
-            if any(matches(pattern, n) for n in names):
-                return f"{role}: kept in high precision by default"
+    if role and defaults_apply and not set(include or ()) & set(names):
+        return f"{role}: kept in high precision by default"
     return ""
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.links import Link, family_links, given_links, verify_links
+from fp8kit.modules.dense import as_linear
 from fp8kit.modules.formulas import takes_codes
 from fp8kit.modules.fused import Consumers, Fused, Producer
 from fp8kit.modules.linear import Fp8Linear
@@ -325,4 +326,4 @@ def traced_groups(
 
 
 def _same_inputs(model: nn.Module, names: Sequence[str]) -> bool:
-    return len({model.get_submodule(n).in_features for n in names}) == 1
+    return len({as_linear(model.get_submodule(n)).in_features for n in names}) == 1

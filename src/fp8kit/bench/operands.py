@@ -15,7 +15,7 @@ from fp8kit.dispatch import choose, configurations
 from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme, fp8_format
 from fp8kit.matmul.problem import BACKENDS, DECODING, MatmulProblem
-from fp8kit.modules.linear import quantize_weight
+from fp8kit.modules.entries import quantize_weight
 from fp8kit.validation import default_rounding
 
 Shape = tuple[int, int]

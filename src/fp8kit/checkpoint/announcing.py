@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, Dialect, JsonObject, Spec
-from fp8kit.checkpoint.exporting import dense_linears, on_disk
+from fp8kit.checkpoint.exporting import dense_linears, on_disk, refuse_transposed
 from fp8kit.checkpoint.naming import cache_strategy
 from fp8kit.checkpoint.targets import check_cache, check_layers, dialect_for, output_heads
 from fp8kit.errors import CheckpointError, teach
@@ -104,6 +104,7 @@ def announce(
                 "adapter is attached, or after PeftModel.unload().",
             )
         )
+    refuse_transposed(layers)
     counts = Counter(m.scheme for m in layers.values())
     main = counts.most_common(1)[0][0]
     if dialect is None:

@@ -23,7 +23,8 @@ from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.routing import SCALES, Route, Shapes, find
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme
-from fp8kit.modules.linear import Fp8Linear, quantize_weight
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.linear import Fp8Linear
 
 _SHOWN = 20
 

@@ -7,7 +7,7 @@ where Transformers knows it, else from names and shapes (``facts_by_name``).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fp8kit.checkpoint.layers import FLOATS
 from fp8kit.checkpoint.matrices import Matrix, stack_of, stacked_experts
@@ -18,12 +18,16 @@ from fp8kit.checkpoint.targets import check_layers
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme, scale_dtype, scale_shape
 from fp8kit.report import Record, Report
-from fp8kit.selection import check_patterns, exclusion, size_obstacle
+from fp8kit.selection import check_patterns, exclusion, roles_by_name, size_obstacle
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.[^.]+$")
 _EMBEDDING = re.compile(
     r"(\w*embed|\w*embedding|\w*embeddings|embed_tokens|\w*_emb|emb|wte|wpe|shared|"
     r"relative_attention_bias)$"
+)
+AS_CONV1D = (
+    "held as [K, N] by Conv1D of Transformers, as which no engine loads FP8; fp8kit.convert takes it "
+    "once the model is loaded"
 )
 # GPT-2 keeps these as [K, N] in a module of its own
 _CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
@@ -37,13 +41,13 @@ class KnownLayer:
     Args:
         names: its names in the model.
         obstacle: why it cannot become FP8; empty if it can.
-        head: it is the output head.
+        role: what it does, if the defaults keep such layers; else empty.
         shape: of its weight, where that is not on disk.
     """
 
     names: tuple[str, ...]
     obstacle: str = ""
-    head: bool = False
+    role: str = ""
     shape: tuple[int, ...] = ()
 
 
@@ -113,10 +117,12 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
         if _EMBEDDING.match(last) or (vocabulary and last != "output"):
             facts.embeddings.add(layer)
         elif conv1d and last in _CONV1D:
-            facts.others[layer] = "stored as [K, N] by GPT-2's Conv1D, which is not an nn.Linear"
+            facts.others[layer] = AS_CONV1D
         else:
             obstacle = "its weight is tied to another parameter" if tied and head else ""
-            facts.layers[layer] = KnownLayer((layer,), obstacle, head)
+            facts.layers[layer] = KnownLayer((layer,), obstacle)
+    roles = roles_by_name(facts.layers)
+    facts.layers = {n: replace(f, role=roles.get(n, "")) for n, f in facts.layers.items()}
     return facts
 
 
@@ -199,11 +205,7 @@ def _decide(choice: Choice, name: str, layer: KnownLayer, matrix: Matrix, recipe
 
 
 def _excluded(names: list[str], layer: KnownLayer, recipe: Recipe) -> str:
-    reason = exclusion(names, recipe.include, recipe.exclude)
-    defaults = recipe.exclude is None or len(recipe.exclude) > 0
-    if not reason and layer.head and defaults and not set(recipe.include or ()) & set(names):
-        return "output head: kept in high precision by default"
-    return reason
+    return exclusion(names, recipe.include, recipe.exclude, layer.role)
 
 
 def _decide_stack(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,7 @@ from fp8kit.checkpoint.naming import dense_stacks, named
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.selection import some_of
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 
@@ -111,6 +113,25 @@ def dense_linears(model: nn.Module) -> list[str]:
     """List the names of the linear layers that are not FP8."""
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     return [n for n, m in linears if not isinstance(m, Fp8Linear)]
+
+
+def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
+    """Refuse layers that no target reads: of a ``Conv1D``, which checkpoints hold as [K, N].
+
+    Raises:
+        CheckpointError: if there are such layers.
+    """
+    names = [name for name, layer in layers.items() if layer.transposed]
+    if names:
+        raise CheckpointError(
+            teach(
+                f"{some_of(names)} come from Conv1D of Transformers, which holds weights as [K, N].",
+                "Transformers loads FP8 weights into nn.Linear only, and vLLM's GPT-2 transposes "
+                "what it loads without its scales.",
+                "Keep the state_dict (torch.save, load_state_dict into a converted model), or save "
+                "the dense model and convert it after loading.",
+            )
+        )
 
 
 def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tuple[str, Tensor]:

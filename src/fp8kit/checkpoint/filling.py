@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fp8kit import structure
 from fp8kit.checkpoint.arrivals import Arrivals
 from fp8kit.checkpoint.cache_scales import has_home, keep_cache_scales
+from fp8kit.checkpoint.choosing import AS_CONV1D
 from fp8kit.checkpoint.joining import joined_scheme
 from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.naming import named
@@ -20,8 +21,10 @@ from fp8kit.checkpoint.routing import Shapes, find, fit
 from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
+from fp8kit.modules.dense import computes_linear, is_conv1d
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.report import Report
 from fp8kit.selection import some_of
 
 
@@ -220,7 +223,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             if isinstance(module, Fp8Linear) and module.scheme.activation == scheme.activation:
                 if module.scheme == scheme or len(route.sources) > 1:
                     continue
-            if type(module) is not nn.Linear or not target:
+            if isinstance(module, Fp8Linear) or not computes_linear(module) or not target:
                 raise CheckpointError(
                     teach(
                         f"{target or 'The model itself'} is {scheme} in the checkpoint and "
@@ -257,13 +260,7 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
                 f"Load the model, then fp8kit.convert(model, {scheme.name!r}, calibrate=...).",
             )
         )
-    report = plan(
-        model,
-        scheme,
-        include=selection.include,
-        exclude=selection.exclude,
-        strict=selection.strict,
-    ).report
+    report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
     found = Layers(groups=report.groups)
     for record in report.converted:
         module = model.get_submodule(record.name)
@@ -271,6 +268,35 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
         layer = _empty(module, scheme, dtype)
         found.made.update(dict.fromkeys((record.name, *record.aliases), layer))
     return found
+
+
+def plan_to_load(
+    model: nn.Module,
+    scheme: Scheme,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    strict: bool,
+) -> Report:
+    """Plan as ``fp8kit.plan`` does, less what becomes FP8 in memory only: a ``Conv1D``.
+
+    Args:
+        model: the model; its weights may be on the meta device.
+        scheme: what its layers would become.
+        include: as in ``fp8kit.plan``.
+        exclude: as in ``fp8kit.plan``.
+        strict: as in ``fp8kit.plan``.
+
+    Raises:
+        ConversionError: as ``fp8kit.plan`` raises it.
+    """
+    report = plan(model, scheme, include=include, exclude=exclude, strict=strict).report
+    for record in report.converted:
+        if is_conv1d(model.get_submodule(record.name)):
+            record.action, record.reason, record.warning = "skip", AS_CONV1D, True
+            record.bytes_after = record.bytes_before
+    if strict:
+        report.refuse_blocked()
+    return report
 
 
 def _names_of_linears(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -22,7 +22,7 @@ from fp8kit.checkpoint.matrices import MatrixFile
 from fp8kit.checkpoint.work import SLICE_BYTES, Item, Slice, Work
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import MX, TENSOR
-from fp8kit.modules.linear import quantize_weight
+from fp8kit.modules.entries import quantize_weight
 
 PART = ".part"
 

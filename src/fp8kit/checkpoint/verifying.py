@@ -21,7 +21,7 @@ from fp8kit.checkpoint.work import SLICE_BYTES
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import E4M3FN, MX, TENSOR, QTensor
 from fp8kit.functional import dequantize, quantize
-from fp8kit.modules.linear import quantize_weight
+from fp8kit.modules.entries import quantize_weight
 from fp8kit.quantizers.reference import expand_scale
 from fp8kit.report import table
 

@@ -14,6 +14,8 @@ from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.integrations.transformers import skeleton
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide, plain
+from fp8kit.modules.dense import is_linear
+from fp8kit.roles import layer_roles
 
 
 def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
@@ -30,20 +32,20 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
         CheckpointError: if Transformers has no such model.
 
     Example:
-        >>> facts(open_checkpoint("dir"), Scheme.of("FP8_DYNAMIC")).layers["lm_head"].head
-        True
+        >>> facts(open_checkpoint("dir"), Scheme.of("FP8_DYNAMIC")).layers["lm_head"].role
+        'output head'
     """
     model = _skeleton(checkpoint)
     found = Facts(f"{type(model).__name__} of Transformers")
     report = decide(model, Fp8KitConfig(plain(scheme), exclude=[]))
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    head = model.get_output_embeddings()
+    linears = {n for n, m in model.named_modules() if is_linear(m)}
+    roles = layer_roles(model)
     known: dict[str, KnownLayer] = {}
     for record in report.records:
         if record.name in linears:
             names = (record.name, *record.aliases)
-            is_head = linears[record.name] is head
-            known |= dict.fromkeys(names, KnownLayer(names, record.reason, is_head, record.shape))
+            role = next((roles[n] for n in names if n in roles), "")
+            known |= dict.fromkeys(names, KnownLayer(names, record.reason, role, record.shape))
     modules = dict(model.named_modules(remove_duplicate=False))
     met: set[str] = set()
     repeated = found.repeated = _repeated(model, checkpoint)

@@ -29,14 +29,18 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8kit import structure
 from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.filling import plan_to_load
 from fp8kit.checkpoint.joining import is_finite
-from fp8kit.conversion import plan
 from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, GroupShape, Scheme
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_version
-from fp8kit.modules.linear import Fp8Linear, quantize_weight
-from fp8kit.report import Record, Report
+from fp8kit.modules.dense import computes_linear
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.report import Report
+
+_TIED = "its weight is tied to another parameter"
 
 
 @register_quantization_config(METHOD)
@@ -262,33 +266,19 @@ def not_quantized(layers: Sequence[str]) -> UnsupportedError:
 
 
 def decide(model: Any, config: Fp8KitConfig) -> Report:
-    """Plan as ``fp8kit.plan`` does, and heed what only a Transformers model knows about itself."""
+    """Plan as ``fp8kit.plan`` does for loaded weights; on meta, ties are known by name alone."""
     scheme = scheme_of_plain(config.scheme)
-    report = plan(
-        model, scheme, include=config.include, exclude=config.exclude, strict=config.strict
-    ).report
+    report = plan_to_load(model, scheme, config.include, config.exclude, config.strict)
     for record in report.converted:
-        reason, obstacle = _reason(model, record, config)
-        if reason:
-            record.action, record.reason, record.warning = "skip", reason, obstacle
+        links = getattr(model, "all_tied_weights_keys", None) or {}
+        tied = {n.removesuffix(".weight") for n in (*links, *links.values())}
+        if tied & {record.name, *record.aliases}:
+            record.action, record.reason, record.warning = "skip", _TIED, True
             record.bytes_after = record.bytes_before
     if config.strict:
         report.refuse_blocked()
     report.groups = structure.find_groups(model, [r.name for r in report.converted])
     return report
-
-
-def _reason(model: Any, record: Record, config: Fp8KitConfig) -> tuple[str, bool]:
-    names = {record.name, *record.aliases}
-    links = getattr(model, "all_tied_weights_keys", None) or {}
-    if names & {n.removesuffix(".weight") for n in (*links, *links.values())}:
-        return "its weight is tied to another parameter", True
-    defaults = config.exclude is None or len(config.exclude) > 0
-    head = model.get_output_embeddings()
-    if head is not None and head is model.get_submodule(record.name):
-        if defaults and not names & set(config.include or ()):
-            return "output head: kept in high precision by default", False
-    return "", False
 
 
 def plain(scheme: Scheme) -> str | JsonObject:
@@ -334,11 +324,9 @@ def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str],
         module, _, kind = name.rpartition(".")
         if name not in known:
             continue
-        if (
-            converted is None
-            and kind == "weight"
-            and type(model.get_submodule(module)) is nn.Linear
-        ):
+        owner = model.get_submodule(module)
+        plain = isinstance(owner, nn.Linear) and computes_linear(owner)
+        if converted is None and kind == "weight" and plain:
             kept[key] = module
         else:
             merged.append(key)

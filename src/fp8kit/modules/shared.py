@@ -254,7 +254,7 @@ class SharedInput:
         The joined weight is another tensor at every call, and shares a counter of changes with its
         first part alone. What an earlier call has waited for is known of each part.
         """
-        members, weights = self.members, [m.weight for m in self.members]
+        members, weights = self.members, [m.codes for m in self.members]
         joined, scale = self._joined("weight"), self._joined("weight_scale")
         bias = None if members[0].bias is None else self._joined("bias")
         if all(tape.settled(w) for w in weights):
@@ -272,7 +272,7 @@ class SharedInput:
 
     def _joined(self, name: str) -> Tensor:
         """Give what the members hold under a name as one tensor, moving it there if it has to."""
-        parts: list[Tensor] = [getattr(m, name) for m in self.members]
+        parts = [part for m in self.members if (part := m._parameters[name]) is not None]
         # changes of parts that are counted stay counted, whatever the mode of this call
         with torch.inference_mode(parts[0].is_inference()):
             found = self._found(name)
@@ -296,7 +296,7 @@ class SharedInput:
         memory = None if home is None else _UntypedStorage._new_with_weak_ptr(home.cdata)
         if memory is None:
             return None
-        parts: list[Tensor] = [getattr(m, name) for m in self.members]
+        parts = [part for m in self.members if (part := m._parameters[name]) is not None]
         end = memory.data_ptr()
         for part in parts:
             if part.data_ptr() != end or not part.is_contiguous():
@@ -329,7 +329,7 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         and m.in_features == first.in_features
         and m.accum == first.accum
         and not m.batch_invariant
-        and _kind(m.weight) == _kind(first.weight)
+        and _kind(m.codes) == _kind(first.codes)
         and _kind(m.weight_scale) == _kind(first.weight_scale)
         and _kind(m.bias) == _kind(first.bias)
         for m in members

@@ -1,0 +1,107 @@
+"""Modules in high precision that compute ``x @ W.T + b``: ``nn.Linear`` and what stands for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+_TRIED = (24, 40)  # K and N of the layer that a class is tried as
+_LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))
+# what a class may define and still be nn.Linear to whoever uses it
+_PLAIN = frozenset(
+    "__init__ __module__ __qualname__ __doc__ __annotations__ __annotate__ __annotate_func__ "
+    "__annotations_cache__ __parameters__ __orig_bases__ __static_attributes__ __firstlineno__ "
+    "__constants__ __repr__ forward extra_repr reset_parameters _init_weights in_features "
+    "out_features weight bias".split()
+)
+
+
+def is_conv1d(module: nn.Module | None) -> bool:
+    """Return whether a module is the ``Conv1D`` of Transformers: a linear layer held as [K, N]."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Return whether a module is a linear layer, dense or FP8, whatever else it does."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def as_linear(module: nn.Module | None) -> nn.Linear:
+    """Give a linear layer as an ``nn.Linear``: itself, or one around a view of a ``Conv1D``.
+
+    Args:
+        module: a linear layer.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if isinstance(module, nn.Linear):
+        return module
+    if not is_conv1d(module):
+        raise TypeError(f"{type(module).__name__} is no linear layer")
+    assert module is not None
+    weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
+    k, n = weight.shape
+    layer = nn.Linear(k, n, False, device="meta")
+    layer.weight = nn.Parameter(weight.detach().t(), requires_grad=weight.requires_grad)
+    layer.bias = bias
+    return layer.train(module.training)
+
+
+def extras(linear: nn.Linear) -> list[str]:
+    """Name what a linear layer has that an ``nn.Linear`` has not, and other code may ask for.
+
+    Args:
+        linear: of any subclass.
+    """
+    own = set(linear._parameters) | set(linear._buffers) | set(linear._modules)
+    found = own - {"weight", "bias"} | set(vars(linear)) - _LINEAR - {"_is_hf_initialized"}
+    for cls in type(linear).__mro__:
+        if cls is nn.Linear:
+            break
+        found |= set(vars(cls)) - _PLAIN
+    return sorted(found)
+
+
+def computes_linear(linear: nn.Linear) -> bool:
+    """Return whether the ``forward`` of a layer is the formula of ``nn.Linear``.
+
+    The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
+    modes and in two dtypes. The layer itself is neither run nor changed.
+
+    Args:
+        linear: of any subclass; its weight may be on the meta device.
+    """
+    if type(linear).forward is nn.Linear.forward:
+        return True
+    with torch.device("cpu"):  # a caller may have made another one, or meta, the default
+        return all(
+            _agrees(linear, training, dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+            for training in (False, True)
+        )
+
+
+@torch.no_grad()
+def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    k, n = _TRIED
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, k), (n, k), (n,))
+    )
+    own: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(weight)}
+    own["bias"] = None if linear.bias is None else nn.Parameter(bias)
+    twin = type(linear).__new__(type(linear))
+    twin.__dict__.update(vars(linear))
+    twin.__dict__ |= {"_parameters": own, "in_features": k, "out_features": n, "training": training}
+    wanted = functional.linear(x, weight, own["bias"])
+    try:
+        y = twin.forward(x)
+    except Exception:  # it needs what a layer of another size or on another device has
+        return False
+    same = isinstance(y, torch.Tensor) and (y.dtype, y.shape) == (wanted.dtype, wanted.shape)
+    # the sum with the bias may be rounded apart from the product
+    close = 4 * torch.finfo(dtype).eps * float(wanted.abs().max())
+    return same and torch.allclose(y, wanted, rtol=0, atol=close)

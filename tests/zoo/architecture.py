@@ -1,0 +1,84 @@
+"""What the zoo is made of: a model that can be built again and again, and an input for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One architecture, tiny and with random weights.
+
+    Args:
+        name: unique, ``family/model``.
+        build: makes the model in fp32; called once per use, under a fixed seed.
+        inputs: gives candidates for what its forward takes, as keywords, in fp32; a key ``""``
+            holds positional ones. The first that runs is meant.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[nn.Module], list[dict[str, Any]]]
+
+    def model(self, dtype: torch.dtype) -> nn.Module:
+        """Make the model with the same weights at every call."""
+        torch.manual_seed(0)
+        model = self.build().eval()
+        with torch.no_grad():  # zeros, as adapters and last layers start with, would hide a fault
+            for p in model.parameters():
+                if p.is_floating_point() and not p.is_meta and p.dim() > 1 and not p.any():
+                    p.normal_(std=0.02)
+        return model.to(dtype)
+
+    def run(self, model: nn.Module, dtype: torch.dtype, candidate: int) -> list[Tensor]:
+        """Call a model on the same input at every call; gives the tensors that it returns."""
+        torch.manual_seed(1)
+        chosen = self.inputs(model)[candidate]
+        given = {name: _cast(value, dtype) for name, value in chosen.items()}
+        torch.manual_seed(2)  # for models that draw noise
+        with torch.no_grad():
+            return list(tensors(model(*given.pop("", ()), **given)))
+
+    def runs(self, model: nn.Module, dtype: torch.dtype) -> int:
+        """Give the first input that runs; raises what the first one raised if none does."""
+        first: Exception | None = None
+        for candidate in range(len(self.inputs(model))):
+            try:
+                found = self.run(model, dtype, candidate)
+            except Exception as error:
+                first = first or error
+            else:
+                if any(t.is_floating_point() and t.isfinite().all() for t in found):
+                    return candidate
+                first = first or ValueError("it returns no finite numbers")
+        raise first or ValueError("nobody knows its inputs")
+
+
+def tensors(value: object) -> Iterator[Tensor]:
+    """Give the tensors in what a model returned, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors(getattr(value, field.name))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for part in value:
+            yield from tensors(part)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(part, dtype) for part in value)
+    if isinstance(value, dict):
+        return {key: _cast(part, dtype) for key, part in value.items()}
+    return value

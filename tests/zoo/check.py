@@ -1,0 +1,203 @@
+"""One architecture through all that a user does: plan, convert, run, save, load, run again."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit.model_io import is_transformers
+from numerics import matmul_bound
+from zoo.architecture import Architecture
+from zoo.fake import operands
+
+SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CASES = tuple((scheme, dtype) for dtype in DTYPES for scheme in SCHEMES)
+QUICK = (("FP8_DYNAMIC", "bf16"), ("FP8_BLOCK", "fp32"))
+TARGETS = ("vllm", "transformers")
+
+Cases = tuple[tuple[str, str], ...]
+Dense = dict[str, tuple[Tensor, Tensor | None]]
+
+
+def check(arch: Architecture, cases: Cases = CASES) -> dict[str, Any]:
+    """Check one architecture; gives a record for the page, and never raises.
+
+    Its ``status`` is ``"passes"``, ``"not built"`` (nobody could run it in high precision),
+    ``"dense"`` (no layer becomes FP8, for reasons that are given) or ``"fails"``.
+    """
+    started = time.perf_counter()
+    record: dict[str, Any] = {"name": arch.name, "status": "passes", "cases": {}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _check(arch, cases, record)
+        except _NotBuilt as error:
+            record |= {"status": "not built", "why": str(error)}
+        except Exception as error:
+            record |= {"status": "fails", "why": _line(error)}
+    record["seconds"] = round(time.perf_counter() - started, 1)
+    return record
+
+
+class _NotBuilt(Exception):
+    pass
+
+
+def _check(arch: Architecture, cases: Cases, record: dict[str, Any]) -> None:
+    inputs = {}
+    for dtype in dict.fromkeys(dtype for _, dtype in cases):
+        try:
+            model = arch.model(DTYPES[dtype])
+            inputs[dtype] = arch.runs(model, DTYPES[dtype])
+        except Exception as error:
+            record["cases"] |= {
+                f"{s} {d}": f"dense: {_line(error)}" for s, d in cases if d == dtype
+            }
+            why = _line(error)
+    if not inputs:
+        record["cases"] = {}
+        raise _NotBuilt(why)
+    record["class"] = type(model).__name__
+    report = fp8kit.plan(model).report
+    record |= {"converted": _gathered(r.name for r in report.converted), "kept": _kept(report)}
+    record["layers"] = [len(report.converted), len(report.records)]
+    if not report.converted:
+        record["status"] = "dense"
+        return
+    for scheme, dtype in cases:
+        if dtype in inputs:
+            said = _case(arch, scheme, DTYPES[dtype], inputs[dtype])
+            record["cases"][f"{scheme} {dtype}"] = said
+            if not said.startswith(("passes", "refused")):
+                record["status"] = "fails"
+
+
+def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -> str:
+    stage = "convert"
+    try:
+        model = arch.model(dtype)
+        dense = _dense_weights(model)
+        fp8kit.convert(model, scheme)
+        stage = "forward"
+        wrong, ran = _compare_layers(
+            model, dense, scheme, lambda: arch.run(model, dtype, candidate)
+        )
+        if wrong:
+            return f"wrong: {'; '.join(wrong[:3])}"
+        expected = arch.run(model, dtype, candidate)
+        never = sum(isinstance(m, fp8kit.Fp8Linear) for m in model.modules()) - len(ran)
+        stage = "save"
+        with tempfile.TemporaryDirectory() as folder:
+            target, said = _save(model, Path(folder) / "fp8")
+            if target:
+                stage = "load"
+                again = _load(arch, model, Path(folder) / "fp8", dtype)
+                stage = "second forward"
+                found = arch.run(again, dtype, candidate)
+                if len(found) != len(expected) or not all(map(_equal, found, expected)):
+                    return "wrong: what was saved and loaded computes something else"
+        unseen = f", {never} layers never ran" if never else ""
+        return f"passes{unseen}{said}" if target else f"refused{said}"
+    except Exception as error:
+        return f"{stage}: {_line(error)}"
+
+
+def _dense_weights(model: nn.Module) -> Dense:
+    found: Dense = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        weight, bias = (module._parameters.get(key) for key in ("weight", "bias"))
+        if weight is not None and weight.dim() == 2:
+            dense = weight.detach().clone()
+            dense = dense.t() if type(module).__name__ == "Conv1D" else dense
+            found[name] = dense, None if bias is None else bias.detach().clone()
+    return found
+
+
+def _compare_layers(
+    model: nn.Module, dense: Dense, scheme: str, run: Callable[[], object]
+) -> tuple[list[str], set[str]]:
+    """Compare each FP8 layer with fake quantization on what it gets; name those that are off."""
+    wrong: list[str] = []
+    ran: set[str] = set()
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor) -> None:
+            ran.add(name)
+            x, (weight, bias) = args[0] if args else kwargs["input"], dense[name]
+            if not x.isfinite().all() or not x.numel():
+                return
+            x_q, w_q = operands(x, weight, scheme)
+            exact = x_q @ w_q.T + (0 if bias is None else bias.double())
+            error = (y.reshape(exact.shape).double() - exact).norm(dim=1)
+            bound = matmul_bound(x_q, w_q, bias, y.dtype, y.dtype)
+            if y.shape[:-1] != x.shape[:-1] or not (error <= bound).all():
+                worst = (error / exact.norm(dim=1)).max().item()
+                wrong.append(f"{name} is off by {worst:.1e}")
+
+        return hook
+
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, fp8kit.Fp8Linear)}
+    handles = [m.register_forward_hook(watch(n), with_kwargs=True) for n, m in layers.items()]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return wrong, ran
+
+
+def _save(model: nn.Module, folder: Path) -> tuple[str, str]:
+    """Save for the first target that can load it; says why the others cannot."""
+    said = ""
+    for target in TARGETS:
+        try:
+            fp8kit.save(model, folder, target=target)
+        except fp8kit.CheckpointError as error:
+            said += f"; {target}: {_line(error)}"
+        else:
+            return target, said
+    return "", said
+
+
+def _load(arch: Architecture, model: nn.Module, folder: Path, dtype: torch.dtype) -> nn.Module:
+    if is_transformers(model) and (folder / "config.json").is_file():
+        try:
+            found: nn.Module = fp8kit.load(folder)
+        except fp8kit.CheckpointError as error:
+            if "has no model class" not in str(error) and "cannot read config" not in str(error):
+                raise
+        else:
+            return found.to(dtype)  # buffers too, which `from_pretrained` leaves in fp32
+    return fp8kit.load(folder, arch.model(dtype)).eval()
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
+
+
+def _kept(report: fp8kit.Report) -> dict[str, list[str]]:
+    kept: dict[str, list[str]] = defaultdict(list)
+    for record in report.skipped:
+        kept[record.reason].append(record.name)
+    return {reason: _gathered(names) for reason, names in kept.items()}
+
+
+def _gathered(names: Any) -> list[str]:
+    """Write ``*`` for the numbers in names, so that layers that repeat are one."""
+    return list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name) for name in names))
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:240]}"

@@ -1,0 +1,67 @@
+"""The page of the docs that says what became of every architecture."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+HEAD = """# The zoo
+
+What `make zoo` found: tiny models of random weights, one of every model type that Transformers,
+diffusers, timm and torchvision build without a download, and plain `nn`. Each is planned, converted
+with three schemes in two dtypes, run, saved, loaded and run again. Every FP8 layer is compared with
+fake quantization in plain torch on the input that it really got, row by row, within the bounds of
+`tests/numerics.py`; what was saved and loaded gives the same bits as before.
+
+*passes*: all of this holds. *dense*: no layer becomes FP8, for the reason in the last column, and
+`convert` warns. *not built*: the model could not be built or run in high precision here, so nothing
+was tried. *refused*: no target that `save` knows can hold it; the error says why.
+A `*` in a name stands for numbers.
+"""
+
+
+def dumped(records: list[dict[str, Any]]) -> str:
+    """Write records as JSON, one a line."""
+    lines = ",\n".join(json.dumps(r, sort_keys=True) for r in records)
+    return f"[\n{lines}\n]\n"
+
+
+def rendered(records: list[dict[str, Any]]) -> str:
+    """Write records as a page."""
+    counts = Counter(r["status"] for r in records)
+    cases = Counter(_word(said) for r in records for said in r["cases"].values())
+    lines = [HEAD, "| result | architectures |", "|---|---|"]
+    lines += [f"| {status} | {count} |" for status, count in sorted(counts.items())]
+    lines += ["", f"Runs (architecture, scheme and dtype): {_listed(cases)}.", ""]
+    lines += ["| architecture | result | converted | kept, and why |", "|---|---|---|---|"]
+    lines += [_row(r) for r in records if r["status"] != "not built"]
+    lines += ["", "## Not built", "", "| architecture | why |", "|---|---|"]
+    lines += [
+        f"| {r['name']} | {_safe(r.get('why', ''))} |"
+        for r in records
+        if r["status"] == "not built"
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(record: dict[str, Any]) -> str:
+    bad = [f"{case}: {said}" for case, said in record["cases"].items() if _word(said) != "passes"]
+    result = record["status"] + (f" ({record['why']})" if "why" in record else "")
+    if bad:
+        result += f"; {'; '.join(dict.fromkeys(bad))}"
+    kept = [f"{', '.join(names)}: {why}" for why, names in record.get("kept", {}).items()]
+    cells = (record["name"], result, ", ".join(record.get("converted", [])), "; ".join(kept))
+    return f"| {' | '.join(map(_safe, cells))} |"
+
+
+def _word(said: str) -> str:
+    return said.partition(":")[0].partition(";")[0].partition(",")[0]
+
+
+def _listed(cases: Counter[str]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in cases.most_common())
+
+
+def _safe(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")

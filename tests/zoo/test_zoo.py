@@ -1,0 +1,134 @@
+"""A slice of the zoo, and that its checks can fail. The whole of it: ``make zoo``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit.modules.linear import Fp8Linear
+from zoo import check, of_diffusers, of_torch, of_transformers, page
+from zoo.architecture import Architecture
+from zoo.pool import run
+
+ONE = (("FP8_DYNAMIC", "bf16"),)
+PLAIN = {a.name: a for a in of_torch.architectures()}
+# of each kind of model one, and what its plan converts
+SLICE = {
+    "transformers/LlamaForCausalLM": "model.layers.*.mlp.down_proj",
+    "transformers/GPT2LMHeadModel": "transformer.h.*.attn.c_attn",
+    "transformers/FalconForCausalLM": "transformer.h.*.mlp.dense_h_to_4h",
+    "transformers/BertForMaskedLM": "bert.encoder.layer.*.output.dense",
+    "transformers/ModernBertForMaskedLM": "model.layers.*.attn.Wqkv",
+    "transformers/DeiTForImageClassificationWithTeacher": "",
+    "transformers/Qwen2MoeForCausalLM": "model.layers.*.self_attn.o_proj",
+    "transformers/LlavaForConditionalGeneration": "",
+    "diffusers/FluxTransformer2DModel": "transformer_blocks.*.attn.to_q",
+    "diffusers/DiTTransformer2DModel": "transformer_blocks.*.attn1.to_q",
+    "diffusers/UNet2DConditionModel (SDXL)": "mid_block.attentions.*.proj_out",
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_modules(name: str) -> None:
+    record = check.check(PLAIN[name], ONE)
+    assert record["status"] == ("dense" if name in DENSE else "passes"), record
+
+
+DENSE = ("torch/nn.Bilinear", "torch/convolutions")
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Architecture]:
+    every = (*of_transformers.architectures(), *of_diffusers.architectures())
+    return {a.name: a for a in every}
+
+
+@pytest.mark.parametrize("name", SLICE)
+def test_models_of_libraries(name: str, known: dict[str, Architecture]) -> None:
+    record = check.check(known[name], ONE)
+    assert record["status"] == "passes", record
+    assert SLICE[name] in ("", *record["converted"])
+    heads = ("lm_head", "classifier", "decoder", "proj_out_1", "add_embedding.linear_1")
+    assert not set(heads) & set(record["converted"])
+
+
+def test_the_zoo_is_large(known: dict[str, Architecture]) -> None:
+    assert len(known) >= 500
+
+
+def altered(change: Callable[[Fp8Linear], object]) -> dict[str, Any]:
+    """Check a model of which one FP8 layer is changed by its first call."""
+    built = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128))
+
+    class Meddling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = built
+
+        def forward(self, x: Tensor) -> Tensor:
+            if isinstance(self.inner[2], Fp8Linear):
+                change(self.inner[2])
+            return self.inner(x)
+
+    arch = Architecture("a", Meddling, lambda _: [{"": (torch.randn(4, 128),)}])
+    return check.check(arch, (("FP8_DYNAMIC", "fp32"),))
+
+
+def test_a_wrong_layer_is_found() -> None:
+    assert altered(lambda layer: None)["status"] == "passes"
+    record = altered(lambda layer: layer.weight_scale.data.mul_(1.01))
+    assert record["status"] == "fails"
+    assert "inner.2 is off by" in record["cases"]["FP8_DYNAMIC fp32"]
+
+
+def test_what_changes_between_save_and_load_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = fp8kit.load
+
+    def damaged(*given: Any) -> Any:
+        model = load(*given)
+        next(m for m in model.modules() if isinstance(m, Fp8Linear)).bias.data.add_(1)
+        return model
+
+    monkeypatch.setattr(fp8kit, "load", damaged)
+    record = check.check(PLAIN["torch/one layer"], ONE)
+    assert "computes something else" in record["cases"]["FP8_DYNAMIC bf16"]
+
+
+class Dying(nn.Module):
+    """Ends its process, or hangs."""
+
+    def __init__(self, hang: bool) -> None:
+        super().__init__()
+        while hang:
+            pass
+        import os
+
+        os._exit(3)
+
+
+def test_one_that_hangs_or_dies_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zoo.pool.SECONDS", 20)
+    found = {"torch/one layer": PLAIN["torch/one layer"]}
+    for name, hang in (("hangs", True), ("dies", False)):
+        found[name] = Architecture(name, partial(Dying, hang), lambda _: [{}])
+    records = {r["name"]: r for r in run(found, list(found), 1, quick=True)}
+    assert records["hangs"]["why"] == "it took longer than 20 s"
+    assert records["dies"]["why"] == "its process ended with code 3"
+    assert records["torch/one layer"]["status"] == "passes"
+
+
+def test_what_does_not_run_dense_is_listed() -> None:
+    arch = Architecture("a", lambda: nn.Linear(4, 4), lambda _: [{"": (torch.randn(1, 3),)}])
+    record = check.check(arch)
+    assert record["status"] == "not built"
+    assert "shapes cannot be multiplied" in record["why"]
+    text = page.rendered([record, check.check(PLAIN["torch/one layer"], ONE)])
+    assert "| not built | 1 |" in text
+    assert "| passes | 1 |" in text
+    assert "| torch/one layer | passes | * |  |" in text
