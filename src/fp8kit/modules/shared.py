@@ -255,7 +255,8 @@ class SharedInput:
         return eager.run(self._tapes, product, x, layers, self._options())
 
     def _joined(self, name: str) -> Tensor:
-        parts = [part for m in self.members if (part := m._parameters[name]) is not None]
+        plain = "codes" if name == "weight" else name
+        parts: list[Tensor] = [getattr(m, plain) for m in self.members]
         if _adjacent(parts):
             return _joined_view(parts)
         # changes of parts that are counted stay counted, whatever the mode of this call
