@@ -195,7 +195,7 @@ def test_what_is_assigned_to_a_layer_is_plain() -> None:
 def test_a_dense_weight_that_is_assigned_is_refused() -> None:
     layer = model_of()["proj"]
     layer.weight = nn.Parameter(torch.randn(SIZE, SIZE))
-    with pytest.raises(ValueError, match="It holds torch.float8_e4m3fn codes"):
+    with pytest.raises(ValueError, match=r"It holds torch\.float8_e4m3fn codes"):
         layer(torch.randn(3, SIZE))
 
 

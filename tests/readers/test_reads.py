@@ -59,6 +59,10 @@ def multiplied(x: Tensor, matrix: Tensor) -> Tensor:
     return x @ matrix.to(x.dtype).T
 
 
+def weighed_by(weight: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
 class Processor:
     def __call__(self, holder: Any, x: Tensor) -> Tensor:
         return F.linear(x, holder.proj.weight.to(x.dtype))
