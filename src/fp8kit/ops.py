@@ -395,8 +395,7 @@ def _refuse_backward(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-torch.library.register_autograd(
-    LINEAR, linear_backward, setup_context=save_for_linear, lib=_library
-)
+_rules = {"setup_context": save_for_linear, "lib": _library}
+torch.library.register_autograd(LINEAR, linear_backward, **_rules)
 for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM):
     torch.library.register_autograd(_op, _refuse_backward, lib=_library)
