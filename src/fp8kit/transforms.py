@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ops.save_for_linear(ctx, inputs, output)
+        ops.linear_setup(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

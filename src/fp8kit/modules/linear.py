@@ -15,7 +15,8 @@ from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import refusals
-from fp8kit.modules.entries import quantize_weight, quantized_entries
+from fp8kit.modules.entries import quantize_weight as quantize_weight
+from fp8kit.modules.entries import quantized_entries
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.parameters import frozen, moved
 
