@@ -139,7 +139,7 @@ class GuardedCodes(Tensor):
             try:
                 result = func(*plain(args), **plain(kwargs))
             except (RuntimeError, TypeError) as error:
-                if taught or name in _MOVES | _IN_PLACE | _COPIES:
+                if taught or name in _MOVES | _IN_PLACE | _COPIES | _TESTS:
                     raise
                 raise _refused(name, owner) from error
             made = _tensors(result)
