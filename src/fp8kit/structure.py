@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.links import Link, family_links, given_links, verify_links
+from fp8kit.modules.dense import as_linear
 from fp8kit.modules.formulas import takes_codes
 from fp8kit.modules.fused import Consumers, Fused, Producer
-from fp8kit.modules.dense import as_linear
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.residual import install_residual_forwards
 from fp8kit.modules.shared import SharedInput, can_share

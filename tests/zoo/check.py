@@ -61,7 +61,9 @@ def _check(arch: Architecture, cases: Cases, record: dict[str, Any]) -> None:
             model = arch.model(DTYPES[dtype])
             inputs[dtype] = arch.runs(model, DTYPES[dtype])
         except Exception as error:
-            record["cases"] |= {f"{s} {d}": f"dense: {_line(error)}" for s, d in cases if d == dtype}
+            record["cases"] |= {
+                f"{s} {d}": f"dense: {_line(error)}" for s, d in cases if d == dtype
+            }
             why = _line(error)
     if not inputs:
         record["cases"] = {}
@@ -88,7 +90,9 @@ def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -
         dense = _dense_weights(model)
         fp8kit.convert(model, scheme)
         stage = "forward"
-        wrong, ran = _compare_layers(model, dense, scheme, lambda: arch.run(model, dtype, candidate))
+        wrong, ran = _compare_layers(
+            model, dense, scheme, lambda: arch.run(model, dtype, candidate)
+        )
         if wrong:
             return f"wrong: {'; '.join(wrong[:3])}"
         expected = arch.run(model, dtype, candidate)

@@ -148,9 +148,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "nn.LSTM": lambda: nn.Sequential(nn.Linear(D, D), nn.LSTM(D, D)),
     "nn.Bilinear": lambda: Both(nn.Bilinear(D, D, 2)),
     "convolutions": lambda: nn.Sequential(nn.Conv1d(16, 32, 3), nn.ReLU(), nn.Conv1d(32, 8, 3)),
-    "weight norm": lambda: _with(
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, D))
-    ),
+    "weight norm": lambda: _with(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, D))),
 }
 
 

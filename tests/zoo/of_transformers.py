@@ -221,7 +221,10 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
         for name in ("hidden_states", "pixel_values"):
             found += [{name: patches, "grid_thw": grid}] if name in asked else []
     if "past_values" in asked:
-        length, width = config.to_dict().get("context_length", 64), _size(config, "num_input_channels")
+        length, width = (
+            config.to_dict().get("context_length", 64),
+            _size(config, "num_input_channels"),
+        )
         found += [{"past_values": torch.randn(1, length, width)}] if width else []
         found += [{"past_values": [torch.randn(64)], "freq": [0]}]
     if "inputs_embeds" in asked:

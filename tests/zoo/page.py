@@ -38,7 +38,9 @@ def rendered(records: list[dict[str, Any]]) -> str:
     lines += [_row(r) for r in records if r["status"] != "not built"]
     lines += ["", "## Not built", "", "| architecture | why |", "|---|---|"]
     lines += [
-        f"| {r['name']} | {_safe(r.get('why', ''))} |" for r in records if r["status"] == "not built"
+        f"| {r['name']} | {_safe(r.get('why', ''))} |"
+        for r in records
+        if r["status"] == "not built"
     ]
     return "\n".join(lines) + "\n"
 

@@ -31,15 +31,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp8kit import structure
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, JsonObject, Spec
 from fp8kit.checkpoint.exporting import dense_linears, on_disk
-from fp8kit.checkpoint.filling import plan_to_load
 from fp8kit.checkpoint.joining import is_finite
+from fp8kit.checkpoint.planning import plan_to_load
 from fp8kit.checkpoint.targets import output_heads
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, TENSOR, GroupShape, Scheme
 from fp8kit.modules.dense import computes_linear
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.report import Record, Report
+from fp8kit.report import Report
 
 OLDEST = (5, 17)
 _TIED = "its weight is tied to another parameter"
