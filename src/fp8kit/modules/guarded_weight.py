@@ -9,7 +9,7 @@ stacks) is guarded in turn. Attributes that are set, and changes in place, reach
 
 The module itself holds the plain Parameter, so nothing of this is seen, and nothing guarded, where
 tensors come from ``parameters()``, ``named_parameters()`` or ``state_dict()``, in the graph of a
-compiler, and below torch's Python interface (C++ code, DLPack, a raw address).
+compiler or under a mode that makes fake tensors, and below torch's Python interface (C++ code, DLPack, a raw address).
 """
 
 from __future__ import annotations
@@ -165,7 +165,10 @@ def guarded(parameter: Tensor, owner: str) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         if view is not None and _is_of(view, parameter):
             return view
-        made = parameter.detach().as_subclass(GuardedCodes)
+        detached = parameter.detach()
+        if type(detached) is not Tensor:  # a mode that traces sees the plain Parameter
+            return parameter
+        made = detached.as_subclass(GuardedCodes)
     made.__dict__.update(_codes=parameter, _owner=owner)
     _views[id(parameter)] = made
     return made
