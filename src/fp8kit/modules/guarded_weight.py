@@ -9,7 +9,8 @@ stacks) is guarded in turn. Attributes that are set, and changes in place, reach
 
 The module itself holds the plain Parameter, so nothing of this is seen, and nothing guarded, where
 tensors come from ``parameters()``, ``named_parameters()`` or ``state_dict()``, in the graph of a
-compiler or under a mode that makes fake tensors, and below torch's Python interface (C++ code, DLPack, a raw address).
+compiler, under a mode that makes fake tensors, and below torch's Python interface (C++ code,
+DLPack, a raw address).
 """
 
 from __future__ import annotations
