@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-gpu sanitize check tables bench bench-streaming clean
+.PHONY: demo test test-gpu sweep sanitize check tables bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,11 @@ check: $(VENV)/.installed
 # On a GPU machine the environment (torch with CUDA, triton) is the machine's own.
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal -p no:benchmark
+
+# Every size at which a kernel is cut another way; `make test-gpu` takes a sample of them.
+sweep:
+	FP8KIT_SWEEP=all PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal -p no:benchmark \
+		tests/quantizers/test_every_edge.py tests/matmul/test_every_edge.py
 
 # On a Hopper machine; `pip install nvidia-cuda-sanitizer-api` where there is no CUDA toolkit.
 sanitize:

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from ahead import resources
+from ahead import dumped, resources
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.quantizers import (
     fused_triton,
@@ -33,11 +33,16 @@ from fp8kit.quantizers.fused_problem import Target
 E4M3 = torch.float8_e4m3fn
 GROUPS = {"row": ROW, "group": GROUP128, "column": GROUP128, "static": TENSOR}
 PLAIN = (triton_groups, triton_rows, triton_tensor)
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "u8"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "u8",
+}
 COUNTED = {
     "divisions": r"\bdiv\.(?:rn|full)",
     "barriers": r"\bbar(?:rier)?\.(?:cta\.)?sync",
-    "paired_maxima": r"max\.NaN\.xorsign\.abs\.bf16x2",
+    "paired_maxima": r"max\.[su]16x2",
     "paired_products": r"fma\.rn\.bf16x2",
     "conversions_to_codes": r"cvt\.rn\.satfinite\.e4m3x2",
     "waits": r"griddepcontrol\.wait",
@@ -58,6 +63,7 @@ def main() -> None:
         (kernel,) = compiled
         text = kernel.asm["ptx"]
         counts = {what: len(re.findall(p, text)) for what, p in COUNTED.items()}
+        counts["relus"] = dumped(kernel.asm["cubin"], "-sass").count(".RELU")
         found[name] = counts | resources(kernel.asm["cubin"])
     sys.stdout.write(json.dumps(found) + "\n")
 
@@ -80,6 +86,13 @@ def cases() -> dict[str, Callable[[], object]]:
             todo[f"adaptive {k} {kind}"] = lambda x=x, p=pair, t=t: fused_triton.layer_norm(
                 x[None], None, None, p, 1e-6, "stepwise", t
             )
+    for dtype in (torch.bfloat16, torch.float16):  # a last tile that one column reaches
+        x, w = torch.empty(512, 1025, dtype=dtype), torch.empty(1025, dtype=dtype)
+        t, name = target(ROW, "row"), f"1025 row {TYPES[dtype]}"
+        todo[f"rms {name}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
+            x, None, w, 1e-6, 0.0, "stepwise", t
+        )
+        todo[f"gated {name}"] = lambda x=x, t=t: fused_triton.activation("silu", x, x, t)
     x, w = torch.empty(4096, 4096).bfloat16(), torch.empty(4096).bfloat16()
     mx = Target(None, MX, E4M3, 0.0, None, "floor", "column")
     todo["rms 4096 mx column"] = lambda x=x: fused_triton.rms_norm(

@@ -1,0 +1,43 @@
+"""Sizes at which a kernel is cut another way, found from the choices themselves, and a step beside.
+
+A tile that only a few columns reach is where compilers and masks go wrong: constants spread from
+masked lanes, and which lanes are masked changes with every column. So each edge comes with the
+seven sizes before and after it, odd ones and even ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+REACH = 7
+EVERYTHING = "FP8KIT_SWEEP"  # set to "all" in the environment, no size is left out
+
+T = TypeVar("T")
+
+
+def changes(choice: Callable[[int], object], most: int, step: int = 1) -> list[int]:
+    """Return every size up to ``most`` whose choice is another one than that of the size before."""
+    sizes = range(step, most + 1, step)
+    chosen = [choice(size) for size in sizes]
+    return [n for n, a, b in zip(sizes[1:], chosen, chosen[1:], strict=False) if a != b]
+
+
+def around(edges: Iterable[int], most: int, step: int = 1) -> list[int]:
+    """Return the sizes from seven steps before each edge to seven after it, each size once."""
+    found = {e + d * step for e in edges for d in range(-REACH, REACH + 1)}
+    return sorted(size for size in found if 0 < size <= most)
+
+
+def sampled(sizes: Sequence[T], count: int, seed: object) -> list[T]:
+    """Return ``count`` of the sizes, the same ones for a seed, or all of them if asked for."""
+    if os.environ.get(EVERYTHING) == "all" or count >= len(sizes):
+        return list(sizes)
+    return sorted(random.Random(str(seed)).sample(list(sizes), count))  # type: ignore[type-var]
+
+
+def dealt(sizes: Sequence[T], hands: int) -> list[list[T]]:
+    """Deal sizes into ``hands`` lists of about one length, to be tried side by side."""
+    return [list(sizes[i::hands]) for i in range(hands)]
