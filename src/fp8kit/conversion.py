@@ -116,6 +116,7 @@ class Plan:
         for record in self.report.converted:
             dense = crossover.linear_at(self.model, record.name)
             layer = _converted(dense, self.scheme, scales.get(record.name), weight_storage)
+            layer.qualified_name = record.name
             for name in (record.name, *record.aliases):
                 self.model.set_submodule(name, layer)
         structure.share_inputs(self.model, self.report.groups)
@@ -328,12 +329,10 @@ def _converted(
 ) -> Fp8Linear:
     layer = Fp8Linear.from_linear(dense, scheme, input_scale)
     layer.train(dense.training)
-    if layer.bias is not None:
-        layer.bias.requires_grad_(False)
     carry_hooks(dense, layer)
     if weight_storage != "discard":
         kept = dense.weight.detach()
-        layer.original_weight = kept.to("cpu") if weight_storage == "cpu_offload" else kept
+        layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
     return layer
 
 

@@ -357,14 +357,16 @@ LINEAR = _register(
 )
 
 
-def _save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep what ``linear_backward`` needs."""
     x, w, w_scale, bias = inputs[:4]
     ctx.save_for_backward(w, w_scale)
     ctx.w_group, ctx.x_dtype = inputs[7], x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
-def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Give the gradients of the operator ``linear``; raises for those of weight and scales."""
     if any(ctx.needs_input_grad[i] for i in (1, 2, 4, 5)):
         raise RuntimeError(
             teach(
@@ -394,7 +396,7 @@ def _refuse_backward(ctx: Any, *grads: Tensor) -> None:
 
 
 torch.library.register_autograd(
-    LINEAR, _linear_backward, setup_context=_save_for_linear, lib=_library
+    LINEAR, linear_backward, setup_context=save_for_linear, lib=_library
 )
 for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM):
     torch.library.register_autograd(_op, _refuse_backward, lib=_library)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fp8kit import ops
+from fp8kit import ops, transforms
 from fp8kit.errors import teach
 from fp8kit.formats import GroupShape, RowCodes, min_scale
 from fp8kit.quantizers import traced
@@ -48,7 +48,10 @@ def linear_unchecked(
         if traced.is_visible(x_group, w.dtype, static, x.device):
             codes = quantize_rows(x, x_group, w.dtype, options[0], input_scale, scale_ub)
             return multiply_rows(codes, (w, w_scale, w_group), bias, *options[1:])
-    y: Tensor = torch.ops.fp8kit.linear(
+    product = torch.ops.fp8kit.linear
+    if not torch.compiler.is_compiling() and transforms.is_transformed():
+        product = transforms.linear
+    y: Tensor = product(
         x,
         w,
         w_scale,

@@ -331,7 +331,7 @@ def test_repr_names_how_a_layer_runs() -> None:
 def test_a_new_layer_is_uninitialized_and_stays_so() -> None:
     layer = Fp8Linear(K, N, scheme="FP8_BLOCK")
     layer.reset_parameters()
-    assert layer.weight.float().isnan().all()
+    assert layer.codes.float().isnan().all()
     assert layer.weight_scale.isnan().all()
 
 

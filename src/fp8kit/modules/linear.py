@@ -8,20 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
-from fp8kit import eager, functional, ops, unchecked, validation
-from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import (
-    FP8_FORMATS,
-    MX,
-    QTensor,
-    RowCodes,
-    Scheme,
-    check_scale,
-    scale_dtype,
-    scale_shape,
-)
+from fp8kit import eager, functional, ops, tape, unchecked, validation
+from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
+from fp8kit.modules.entries import quantize_weight, quantized_entries
+from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.parameters import frozen, moved
 
 _FROZEN = ("weight", "weight_scale", "input_scale")
@@ -79,7 +73,9 @@ class Fp8Linear(nn.Linear):
         self.compute_dtype = dtype or torch.get_default_dtype()
         self.accum = "precise"
         self.batch_invariant = False
+        self.qualified_name = ""  # in the model it was converted in, for errors
         self.original_weight: Tensor | None = None
+        self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
         self._tapes = eager.Tapes()
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
         shape = (out_features, in_features)
@@ -166,6 +162,10 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``input`` (or autocast's)."""
+        if type(input) is Proxy:  # of fx.symbolic_trace
+            return self._as_node(input)
+        if self.original_weight is not None:
+            self._follow_original()
         if self.shared is not None:
             return self.shared(self, input)
         if not torch.compiler.is_compiling():
@@ -179,13 +179,15 @@ class Fp8Linear(nn.Linear):
     def check_input(self, x: Tensor) -> None:
         """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
         validation.check_float("x", x)
-        validation.check_operands(x, self.weight, self.bias, self.accum)
+        codes = self.codes
+        validation.check_operands(x, codes, self.bias, self.accum)
+        validation.check_codes("the weight of an Fp8Linear", codes.dtype, self.scheme)
 
     def compute(self, x: Tensor | RowCodes) -> Tensor:
         """Compute ``[..., N]`` from an input that is known to fit, or from its codes."""
 
         def product(*, directly: bool) -> Tensor:
-            return self.product(x, self.weight, self.weight_scale, self.bias, directly=directly)
+            return self.product(x, self.codes, self.weight_scale, self.bias, directly=directly)
 
         if torch.compiler.is_compiling():  # and would guard on the number of tapes
             return product(directly=False)
@@ -240,7 +242,7 @@ class Fp8Linear(nn.Linear):
         """
         dtype = dtype or self.compute_dtype
         if self.original_weight is not None:
-            weight = self.original_weight.to(self.weight.device, dtype, copy=True)
+            weight = self.original_weight.to(self.codes.device, dtype, copy=True)
         else:
             weight = functional.dequantize(self.quantized_weight(), dtype)
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
@@ -251,13 +253,14 @@ class Fp8Linear(nn.Linear):
 
     def problem(self, m: int) -> MatmulProblem:
         """Describe the matmul that this layer runs for ``m`` rows (see ``fp8kit.explain``)."""
-        shape, device = (self.out_features, self.in_features), self.weight.device
+        shape, device = (self.out_features, self.in_features), self.codes.device
         kind = (self.scheme, self.compute_dtype, device, self.bias is not None)
         return linear_problem(shape, *kind, m, self.accum, self.batch_invariant)
 
     def quantized_weight(self) -> QTensor:
         """View weight and scales as a ``QTensor``, without copying."""
-        return QTensor(self.weight.detach(), self.weight_scale.detach(), self.scheme.weight)
+        self._follow_original()
+        return QTensor(self.codes.detach(), self.weight_scale.detach(), self.scheme.weight)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``print(model)``."""
@@ -267,6 +270,81 @@ class Fp8Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Do nothing: FP8 weights are loaded or quantized, never drawn at random."""
+
+    @property
+    def codes(self) -> nn.Parameter:
+        """The Parameter of codes ``[N, K]``; as ``weight`` it is guarded against casts."""
+        weight = self._parameters.get("weight")
+        return self.weight if weight is None else weight  # what parametrizations compute
+
+    def keep(self, original_weight: Tensor) -> None:
+        """Keep the dense weight that the codes were made from; its changes are followed."""
+        self.original_weight = original_weight
+        self._quantized_from = (original_weight, tape.version(original_weight))
+
+    def _follows(self) -> bool:
+        original, seen = self.original_weight, self._quantized_from
+        if original is None:
+            return True
+        return seen is not None and seen[0] is original and seen[1] == tape.version(original)
+
+    def _follow_original(self) -> None:
+        """Quantize a dense weight that was kept, if it was changed or replaced since."""
+        if torch.compiler.is_compiling() or self._follows():
+            return
+        assert self.original_weight is not None
+        with torch.no_grad():
+            dense = self.original_weight.detach()
+            q = quantize_weight(dense.to(self.codes.device), self.scheme)
+            self.codes.copy_(q.data)
+            self.weight_scale.copy_(q.scale)
+        self.keep(self.original_weight)
+
+    def _as_node(self, x: Proxy) -> Any:
+        """Stay one call of this module in a graph of ``torch.fx``."""
+        return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x,), {})
+
+    def __getattr__(self, name: str) -> Any:
+        """Guard ``weight``; refuse what would split the codes and not their scales."""
+        if name == "weight":
+            weight = self.__dict__.get("_parameters", {}).get(name)
+            if type(weight) in (Tensor, nn.Parameter) and weight.dtype in FP8_FORMATS:
+                if torch.compiler.is_compiling():
+                    return weight
+                self._follow_original()
+                return guarded(weight, self._described())
+        elif name == "_distribute_module_applied":  # the first thing distribute_module asks for
+            raise UnsupportedError(
+                teach(
+                    f"Tensor parallelism of torch was asked for {self._described()}.",
+                    "Its styles split each parameter alike; codes and scales split differently.",
+                    "Split the dense model first, then convert each rank's part; or leave the "
+                    "layer dense with exclude=.",
+                )
+            )
+        return super().__getattr__(name)
+
+    def _described(self) -> str:
+        shape = f"[{self.out_features}, {self.in_features}]"
+        return f"{self.qualified_name or 'an unnamed layer'} (Fp8Linear {shape})"
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Hold a plain Parameter, also where what ``layer.weight`` gave is assigned."""
+        super().register_parameter(name, plain(param))
+
+    def __prepare_scriptable__(self) -> None:
+        """Refuse ``torch.jit.script`` in words."""
+        raise UnsupportedError(
+            teach(
+                f"torch.jit.script was called with {self._described()} inside.",
+                "An FP8 layer chooses its kernel in Python, which TorchScript cannot compile.",
+                "Use torch.compile, torch.export or torch.jit.trace.",
+            )
+        )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._follow_original()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
         # fn may cast every float tensor (.half()); shown as integers, codes and scales only move
@@ -280,11 +358,14 @@ class Fp8Linear(nn.Linear):
         for name, parameter in held.items():
             if parameter is not None:
                 self._parameters[name] = moved(parameter, fn)
-        probe = torch.empty(0, dtype=self.compute_dtype, device=self.weight.device)
+        probe = torch.empty(0, dtype=self.compute_dtype, device=self.codes.device)
         cast = fn(probe).dtype
         self.compute_dtype = cast if cast.is_floating_point else self.compute_dtype
         if self.original_weight is not None and self.original_weight.device.type != "cpu":
+            follows = self._follows()
             self.original_weight = fn(self.original_weight)
+            if follows:
+                self.keep(self.original_weight)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:
@@ -324,77 +405,10 @@ class Fp8Linear(nn.Linear):
         try:
             # with assign=True the checkpoint's device wins, which matters for a layer on meta
             assign = local_metadata.get("assign_to_params_buffers", False)
-            state_dict = self._quantized_entries(state_dict, prefix, assign)
+            state_dict = quantized_entries(self, state_dict, prefix, assign)
         except (CheckpointError, TypeError, ValueError) as error:
             error_msgs.append(str(error))
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-    def _quantized_entries(
-        self, state_dict: dict[str, Any], prefix: str, assign: bool
-    ) -> dict[str, Any]:
-        weight = state_dict.get(prefix + "weight")
-        scale = state_dict.get(prefix + "weight_scale")
-        if weight is None and scale is not None:
-            raise CheckpointError(
-                teach(
-                    f"{prefix}weight_scale comes without {prefix}weight.",
-                    "New scales under old codes would change every weight.",
-                    "Load both in one call.",
-                )
-            )
-        if weight is None:
-            return state_dict
-        if weight.dtype in FP8_FORMATS:
-            if scale is None:
-                raise CheckpointError(
-                    teach(
-                        f"{prefix}weight is {weight.dtype} and has no {prefix}weight_scale.",
-                        "FP8 codes mean nothing without their scales.",
-                        "Load the scale in the same call, or load a dense weight.",
-                    )
-                )
-            check_scale(scale, weight.shape, self.scheme.weight, weight.device)
-            validation.check_codes(f"{prefix}weight", weight.dtype, self.scheme)
-            self.original_weight = None  # it is not what these codes were made from
-            return state_dict
-        if tuple(weight.shape) != (self.out_features, self.in_features):
-            return state_dict
-        if scale is not None:
-            raise CheckpointError(
-                teach(
-                    f"{prefix}weight is {weight.dtype} and comes with a weight_scale.",
-                    "A dense weight has no scale.",
-                    "Drop the scale, or load the FP8 weight it belongs to.",
-                )
-            )
-        device = weight.device if assign else self.weight.device
-        q = quantize_weight(weight.detach().to(device), self.scheme)
-        entries = dict(state_dict)
-        entries[prefix + "weight"], entries[prefix + "weight_scale"] = q.data, q.scale
-        if self.input_scale is not None:  # a dense checkpoint keeps what calibration found
-            entries.setdefault(prefix + "input_scale", self.input_scale.detach())
-        if self.original_weight is not None:
-            self.original_weight.copy_(weight.detach())
-        return entries
-
-
-def quantize_weight(weight: Tensor, scheme: Scheme) -> QTensor:
-    """Quantize a dense weight ``[N, K]`` as a scheme stores it.
-
-    Args:
-        weight: bf16, fp16 or fp32.
-        scheme: gives granularity, dtype and rounding of the scales.
-
-    Raises:
-        TypeError: if the weight is not a float tensor.
-    """
-    return functional.quantize(
-        weight,
-        scheme.weight,
-        dtype=scheme.dtype,
-        scale_rounding="up" if scheme.ue8m0 and scheme.weight != MX else None,
-        role="weight",
-    )

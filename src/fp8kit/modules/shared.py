@@ -204,7 +204,7 @@ class SharedInput:
         What a mode, tracer or transform makes of them is no place for weights, and what a graph has
         captured stays where it is: replays read it there.
         """
-        weight = self.members[0].weight
+        weight = self.members[0].codes
         if eager.is_traced() or weight.device.type not in _JOINED_DEVICES:
             return False
         if not can_join(self.members) or not _may_move(self.members):
@@ -212,7 +212,7 @@ class SharedInput:
         return not self._captured or all(
             self._found(name) is not None
             for name in ("weight", "weight_scale", "bias")
-            if getattr(self.members[0], name) is not None
+            if self.members[0]._parameters[name] is not None
         )
 
     def _watch_capture(self, x: Tensor) -> None:
@@ -249,7 +249,7 @@ class SharedInput:
         The joined weight is another tensor at every call, and shares a counter of changes with its
         first part alone. What an earlier call has waited for is known of each part.
         """
-        members, weights = self.members, [m.weight for m in self.members]
+        members, weights = self.members, [m.codes for m in self.members]
         joined, scale = self._joined("weight"), self._joined("weight_scale")
         bias = None if members[0].bias is None else self._joined("bias")
         if all(tape.settled(w) for w in weights):
@@ -267,7 +267,7 @@ class SharedInput:
 
     def _joined(self, name: str) -> Tensor:
         """Give what the members hold under a name as one tensor, moving it there if it has to."""
-        parts: list[Tensor] = [getattr(m, name) for m in self.members]
+        parts = self._parts(name)
         # changes of parts that are counted stay counted, whatever the mode of this call
         with torch.inference_mode(parts[0].is_inference()):
             found = self._found(name)
@@ -282,6 +282,10 @@ class SharedInput:
             self._homes[name] = StorageWeakRef(whole.untyped_storage())
             return whole.view(parts[0].dtype)
 
+    def _parts(self, name: str) -> list[Tensor]:
+        """Return what the members hold under a name, which each of them holds."""
+        return [part for m in self.members if (part := m._parameters[name]) is not None]
+
     def _found(self, name: str) -> Tensor | None:
         """Give the joined tensor if the members still lie in it, and fill it.
 
@@ -291,7 +295,7 @@ class SharedInput:
         memory = home and torch.UntypedStorage._new_with_weak_ptr(home.cdata)  # type: ignore[attr-defined]
         if memory is None:
             return None
-        parts: list[Tensor] = [getattr(m, name) for m in self.members]
+        parts = self._parts(name)
         end = memory.data_ptr()
         for part in parts:
             if part.data_ptr() != end or not part.is_contiguous():
@@ -324,7 +328,7 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         and m.in_features == first.in_features
         and m.accum == first.accum
         and not m.batch_invariant
-        and _kind(m.weight) == _kind(first.weight)
+        and _kind(m.codes) == _kind(first.codes)
         and _kind(m.weight_scale) == _kind(first.weight_scale)
         and _kind(m.bias) == _kind(first.bias)
         for m in members

@@ -1,0 +1,272 @@
+"""What ``layer.weight`` gives: the Parameter of codes, guarded against being taken for numbers.
+
+Codes mean nothing without their scales. Code that casts the weight of an ``Fp8Linear``, or computes
+with it, would get wrong numbers and no error, so attribute access gives a view of the Parameter
+that raises there. Whatever does not read values works as ever: shape, dtype, device, addresses,
+copies, moves, views of the bytes, writing other codes, serialization, ``isinstance`` of
+``nn.Parameter``. What is derived from it without a cast (``detach()``, ``data``, ``t()``, parts,
+stacks) is guarded in turn. Attributes that are set, and changes in place, reach the Parameter.
+
+The module itself holds the plain Parameter, so nothing of this is seen, and nothing guarded, where
+tensors come from ``parameters()``, ``named_parameters()`` or ``state_dict()``, in the graph of a
+compiler, and below torch's Python interface (C++ code, DLPack, a raw address).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.errors import UnsupportedError, teach
+from fp8kit.formats import FP8_FORMATS
+
+# copies, moves and views: what they give is codes, as what they got
+_MOVES = frozenset(
+    """
+    __get__ __getitem__ adjoint alias as_strided atleast_2d atleast_3d broadcast_tensors
+    broadcast_to cat chunk clone column_stack concat concatenate contiguous copy_ cpu cuda detach
+    diag diagonal dstack embedding expand expand_as flatten flip gather hsplit hstack index_copy_
+    index_select masked_select moveaxis movedim narrow pad permute pin_memory ravel repeat
+    repeat_interleave reshape reshape_as roll rot90 row_stack scatter_ select set_ split
+    split_with_sizes squeeze stack swapaxes swapdims t take take_along_dim tensor_split tile to
+    _to_copy transpose type unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze view
+    view_as vsplit vstack where
+    """.split()
+)
+# what they give holds nothing of the codes
+_MADE = frozenset(
+    """
+    empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_empty_strided
+    new_full new_ones new_tensor new_zeros
+    """.split()
+)
+_TESTS = frozenset("eq ne equal isnan isinf isfinite __eq__ __ne__".split())
+_COPIES = frozenset("__deepcopy__ __reduce__ __reduce_ex__ _reduce_ex_internal".split())
+_NUMBERS = frozenset(
+    """
+    __array__ __bool__ __complex__ __contains__ __dlpack__ __float__ __index__ __int__ allclose
+    is_nonzero item numpy tolist
+    """.split()
+)
+# these write where codes are, and may write codes
+_WRITES = frozenset("copy_ __setitem__ set_ index_copy_ scatter_".split())
+_IN_PLACE = frozenset(
+    """
+    as_strided_ detach_ requires_grad_ resize_ share_memory_ squeeze_ t_ transpose_ unsqueeze_
+    zero_
+    """.split()
+)
+
+_views: weakref.WeakValueDictionary[int, GuardedCodes] = weakref.WeakValueDictionary()
+
+
+class GuardedCodes(Tensor):
+    """FP8 codes that raise where they would be taken for numbers; see the module.
+
+    Example:
+        >>> layer.weight.shape, layer.weight.view(torch.uint8)  # as of any Parameter
+        >>> layer.weight.float()
+        Traceback (most recent call last):
+        fp8kit.errors.UnsupportedError: Code calls float on the weight of ...
+    """
+
+    @staticmethod
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Any:
+        """Make a Parameter, as code that rebuilds one by ``type(weight)(data)`` expects."""
+        return nn.Parameter(plain(data), requires_grad)
+
+    @property
+    def _is_param(self) -> bool:
+        """Return whether ``isinstance`` takes this for an ``nn.Parameter``."""
+        return "_codes" in self.__dict__
+
+    @_is_param.setter
+    def _is_param(self, _: bool) -> None:
+        # nn.Parameter(codes) ends here, and what it makes belongs to a module: a plain one
+        self.__dict__.clear()
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what somebody hung on the Parameter."""
+        own = self.__dict__
+        if name == "_codes" or "_codes" not in own:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(own["_codes"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Hang something on the Parameter, or change what it is."""
+        codes = self.__dict__.get("_codes")
+        if codes is None or name in ("__class__", "_is_param"):
+            super().__setattr__(name, value)
+        elif name == "data" and value.dtype != codes.dtype:
+            raise _refused("data =", self.__dict__["_owner"])
+        else:
+            setattr(codes, name, plain(value))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copy what is guarded."""
+        copied: Tensor = copy.deepcopy(plain(self), memo)
+        return copied
+
+    def __hash__(self) -> int:
+        """Tell objects apart, as tensors do."""
+        return id(self)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run what reads no values, and guard what results; raise for anything else."""
+        kwargs = kwargs or {}
+        name, given = _name(func), _tensors((args, kwargs))
+        codes = [t for t in given if isinstance(t, GuardedCodes)]
+        owner = next((t.__dict__["_owner"] for t in codes if "_owner" in t.__dict__), "")
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
+        taught = _is_taught(func)
+        if name in _NUMBERS or (not taught and _spoils(name, given)):
+            raise _refused(name, owner)
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                result = func(*plain(args), **plain(kwargs))
+            except (RuntimeError, TypeError) as error:
+                if taught or name in _MOVES | _IN_PLACE | _COPIES:
+                    raise
+                raise _refused(name, owner) from error
+            made = _tensors(result)
+            if taught or name in _COPIES or not made:
+                return result
+            if not _reads_nothing(name, made, given):
+                raise _refused(name, owner)
+            seen = {id(plain(t)): t for t in given}
+            return _guarded(result, seen, owner)
+
+
+def guarded(parameter: Tensor, owner: str) -> Tensor:
+    """Give a view of a Parameter of codes that raises where it is taken for numbers.
+
+    Args:
+        parameter: FP8 codes.
+        owner: names the layer in errors.
+
+    Returns:
+        The same object for the same Parameter, as long as somebody holds it.
+    """
+    view = _views.get(id(parameter))
+    with torch._C.DisableTorchFunctionSubclass():
+        if view is not None and _is_of(view, parameter):
+            return view
+        made = parameter.detach().as_subclass(GuardedCodes)
+    made.__dict__.update(_codes=parameter, _owner=owner)
+    _views[id(parameter)] = made
+    return made
+
+
+def plain(value: Any) -> Any:
+    """Give what is guarded as it is, also in lists, tuples and dicts."""
+    if isinstance(value, GuardedCodes):
+        codes = value.__dict__.get("_codes")
+        if codes is not None:
+            return codes
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.as_subclass(Tensor)
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(v) for v in value)
+    return value
+
+
+def _is_of(view: GuardedCodes, parameter: Tensor) -> bool:
+    """Return whether a view is still of a Parameter, whose data may have been moved."""
+    return (
+        view.__dict__["_codes"] is parameter
+        and view.device == parameter.device
+        and view.shape == parameter.shape
+        and view.stride() == parameter.stride()
+        and (view.is_meta or view.data_ptr() == parameter.data_ptr())
+    )
+
+
+def _spoils(name: str, given: Sequence[Tensor]) -> bool:
+    """Return whether an operation would write into codes what is none."""
+    if name in _WRITES:
+        return any(t.dtype not in FP8_FORMATS for t in given if t.is_floating_point()) or (
+            name in ("copy_", "__setitem__") and len(given) < 2
+        )
+    in_place = name.endswith("_") and not name.endswith("__")
+    if in_place or (name.startswith("__i") and name not in ("__index__", "__int__", "__iter__")):
+        return name not in _IN_PLACE and not all(t.is_meta for t in given)
+    return False
+
+
+def _reads_nothing(name: str, made: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Return whether what was computed from codes is codes, bytes, or nothing of them."""
+    if name in _MADE | _IN_PLACE or all(t.is_meta for t in given):
+        return True
+    kinds = {t.dtype for t in given if t.dtype in FP8_FORMATS}
+    if name in _TESTS:
+        pair = len(given) == 2 or name.startswith("is")  # and no number beside the codes
+        return pair and all(t.dtype in kinds for t in given)
+    if name == "view":
+        return all(t.dtype in kinds or not t.is_floating_point() for t in made)
+    return name in _MOVES and all(t.dtype in kinds for t in made)
+
+
+def _is_taught(func: Any) -> bool:
+    """Return whether an operator takes codes with their scales, as ours and scaled products do."""
+    if "scaled" in _name(func):
+        return True
+    packet = getattr(func, "overloadpacket", func)
+    qualified = str(getattr(packet, "_qualified_op_name", "aten::"))
+    return not qualified.startswith(("aten::", "prims::"))
+
+
+def _refused(name: str, owner: str) -> UnsupportedError:
+    return UnsupportedError(
+        teach(
+            f"Code applies {name} to the weight of {owner or 'an Fp8Linear'}.",
+            "That weight is FP8 codes, which are no numbers without their scales.",
+            "Call the layer instead; or compute with layer.to_linear().weight, or with "
+            "fp8kit.dequantize(layer.quantized_weight()); or convert the model with this layer "
+            "in exclude=. Other weights are written by layer.load_state_dict.",
+        )
+    )
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func)).partition(".")[0]
+
+
+def _guarded(result: Any, originals: dict[int, Any], owner: str) -> Any:
+    if isinstance(result, Tensor):
+        if id(result) in originals:
+            return originals[id(result)]
+        if result.dtype not in FP8_FORMATS:
+            return result
+        view = result.detach().as_subclass(GuardedCodes)
+        view.__dict__["_owner"] = owner
+        return view
+    if isinstance(result, list | tuple):
+        parts = [_guarded(r, originals, owner) for r in result]
+        return type(result)(parts) if type(result) in (list, tuple) else parts
+    return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    return []

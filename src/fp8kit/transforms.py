@@ -1,0 +1,77 @@
+"""``linear`` under the transforms of ``torch.func``: ``grad``, ``vjp``, ``jacrev``, ``vmap``.
+
+A registered operator's autograd is none that these transforms accept, so they get the same rules as
+a ``torch.autograd.Function`` of their kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit import ops
+from fp8kit.errors import UnsupportedError, teach
+
+_TENSORS = 6  # of the operator's arguments; the rest are its options
+_interpreters = torch._C._functorch.peek_interpreter_stack
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of ``torch.func`` is running."""
+    return _interpreters() is not None
+
+
+def linear(*arguments: Any) -> Tensor:
+    """Call the operator ``linear`` so that transforms of ``torch.func`` can follow.
+
+    Args:
+        arguments: those of the operator.
+
+    Raises:
+        UnsupportedError: for ``jvp`` and other forward-mode transforms.
+    """
+    y: Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.fp8kit.linear(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ops.save_for_linear(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return ops.linear_backward(ctx, grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(
+            teach(
+                "A forward-mode derivative of an FP8 layer was asked for.",
+                "FP8 products have a backward and no forward-mode derivative.",
+                "Use torch.func.grad, vjp or jacrev, or the dense model.",
+            )
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        product = torch.ops.fp8kit.linear
+        x, group, dims = arguments[0], arguments[6], in_dims[:_TENSORS]
+        whole = group is not None and group[0] < 0 and arguments[4] is None
+        if not whole and all(dim is None for dim in dims[1:]):
+            return product(x.movedim(dims[0], 0), *arguments[1:]), 0
+        # one call for each: a scale of the whole input, or a weight, belongs to one of them
+        results = []
+        for i in range(info.batch_size):
+            each = [
+                a if dim is None else a.select(dim, i)
+                for a, dim in zip(arguments[:_TENSORS], dims, strict=True)
+            ]
+            results.append(product(*each, *arguments[_TENSORS:]))
+        return torch.stack(results), 0
