@@ -31,7 +31,7 @@ from torch import Tensor
 import fp8kit
 from checking import Checked
 from fp8kit.bench.timing import QUICK
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.matmul.swap_ab_cuts import Costs, estimates
 from fp8kit.matmul.swap_ab_tile import Tile
 from layers import chosen
@@ -156,9 +156,9 @@ def product(tile: Tile, x_q: fp8kit.QTensor, weights: list[fp8kit.QTensor], scal
     problem = MatmulProblem.of(x_q.data, weights[0].data, pair, out, None, "precise", False)
 
     def case(i: int) -> Tensor:
-        w_q = weights[i]
+        operands = MatmulOperands(x_q.data, x_q.scale, weights[i].data, weights[i].scale)
         with mock.patch.object(swap_ab, "choose_tile", return_value=tile):
-            return swap_ab.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, pair, problem)
+            return swap_ab.run(operands, problem)
 
     return case
 

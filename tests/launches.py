@@ -7,11 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
-from fp8kit.formats import GroupShape
+from fp8kit.dispatch import Choice
 from fp8kit.matmul import swap_ab
-from fp8kit.matmul.problem import MatmulProblem
 
 PROCESSORS = 132
 
@@ -31,17 +29,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def fake_layers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Let every product of the package be the own kernel; otherwise as ``fake``."""
 
-    def multiply(
-        x: Tensor,
-        x_scale: Tensor | None,
-        w: Tensor,
-        w_scale: Tensor,
-        bias: Tensor | None,
-        problem: MatmulProblem,
-        _: str | None = None,
-    ) -> Tensor:
-        groups: tuple[GroupShape | None, GroupShape] = (problem.x_group, problem.w_group)
-        return swap_ab.run(x, x_scale, w, w_scale, bias, groups, problem)
-
-    monkeypatch.setattr("fp8kit.ops.multiply", multiply)
+    monkeypatch.setattr(
+        "fp8kit.ops.bodies.decide",
+        lambda _, problem, *__: Choice(problem, "swap_ab", swap_ab.BACKEND, ()),
+    )
     return fake(monkeypatch)

@@ -30,11 +30,12 @@ from torch import Tensor
 
 import fp8kit
 from cuts import CUTS
-from fp8kit import cuda_driver, fused, tape
+from fp8kit import cuda_driver, fused
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul import swap_ab, triton_scaled
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.quantizers import fused_triton, triton
+from fp8kit.runtime.weight_hazards import mark_synchronized
 
 Calls = dict[str, Callable[[], object]]
 
@@ -255,7 +256,7 @@ def triton_calls(device: str) -> Calls:
                 problem = described(operands, pair, None, torch.bfloat16, invariant)
                 if triton_scaled.supports(problem) is None:
                     calls[f"triton product {m} {problem}"] = lambda o=operands, g=pair, p=problem: (
-                        triton_scaled.run(*o, None, g, p)
+                        triton_scaled.run(MatmulOperands(*o), p)
                     )
     return calls
 
@@ -298,8 +299,8 @@ def own_product_of_values(
     x: Tensor, w_q: tuple[Tensor, Tensor], pair: Any, problem: MatmulProblem
 ) -> Tensor:
     """Quantize and multiply in the own kernel."""
-    tape.settle(w_q[0])
-    y = swap_ab.run_values(x, *w_q, None, pair, problem, 1e-12)
+    mark_synchronized(w_q[0])
+    y = swap_ab.run_values(MatmulOperands(x, None, *w_q), problem, 1e-12)
     assert y is not None
     return y
 
@@ -310,9 +311,9 @@ def own_product(
     """Multiply by the own kernel, cut as told."""
     chosen = swap_ab.choose_tile
     swap_ab.choose_tile = lambda *_: tile
-    tape.settle(operands[2])  # as in every call but the first: the weight is read early
+    mark_synchronized(operands[2])  # as in every call but the first: the weight is read early
     try:
-        return swap_ab.run(*operands, bias, pair, problem)
+        return swap_ab.run(MatmulOperands(*operands, bias), problem)
     finally:
         swap_ab.choose_tile = chosen
 

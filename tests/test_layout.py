@@ -27,10 +27,10 @@ SOURCE = ROOT / "src" / "fp8kit"
 ORDER = (
     "errors",
     "settings",
+    "runtime",
     "caching",
     "formats",
     "report",
-    "tape",
     "measurements",
     "nvrtc",
     "cuda_driver",
@@ -39,9 +39,7 @@ ORDER = (
     "quantizers",
     "matmul",
     "ops",
-    "transforms",
     "fused_ops",
-    "unchecked",
     "validation",
     "functional",
     "fused",
@@ -79,7 +77,9 @@ PUBLIC_NAMES = 40
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
 # extents and a tile; convert has what plan has, and where the dense weights go
 MANY_PARAMETERS = {
-    "ops.py": ("scaled_mm", "_scaled_mm_fake", "linear", "_linear", "_linear_fake"),
+    "bodies.py": ("scaled_mm", "multiply_codes", "linear"),
+    "schemas.py": ("_scaled_mm", "_scaled_mm_fake", "_linear", "_linear_fake"),
+    "operators.py": ("linear_registered", "codes_registered"),
     "conversion.py": ("convert",),
 }
 

@@ -8,12 +8,12 @@ gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from fp8kit import fused_ops  # noqa: F401  (registers the operators)
+from fp8kit import fused_ops
 from fp8kit.errors import teach
 from fp8kit.formats import ROW, TENSOR, GroupShape, QTensor, check_group, fp8_format, min_scale
 from fp8kit.quantizers.fused_problem import ROUNDINGS
@@ -86,7 +86,7 @@ class _Options:
         check_layout(self.scale_layout, group)
         floor = min_scale(group, self.dtype, "activation")
         rest = (floor, self.scale_ub, rounding, self.scale_layout)
-        return scale, [group.rows, group.cols], self.dtype, *rest
+        return scale, (group.rows, group.cols), self.dtype, *rest
 
 
 def rms_norm_quantize(
@@ -124,8 +124,8 @@ def rms_norm_quantize(
         >>> rms_norm_quantize(x, weight, group=fp8kit.GROUP128).scale.shape
         torch.Size([4, 2])
     """
-    found = _rms_norm(x, None, weight, (eps, weight_offset, rounding), options)
-    return _paired(found, options)
+    arguments = rms_norm_arguments(x, None, weight, (eps, weight_offset, rounding), options)
+    return _paired(fused_ops.RMS_NORM(*arguments), options)
 
 
 def add_rms_norm_quantize(
@@ -164,7 +164,8 @@ def add_rms_norm_quantize(
         True
     """
     check_operand("residual", residual, tuple(x.shape), x, x.dtype)
-    found = _rms_norm(x, residual, weight, (eps, weight_offset, rounding), options)
+    arguments = rms_norm_arguments(x, residual, weight, (eps, weight_offset, rounding), options)
+    found = fused_ops.RMS_NORM(*arguments)
     return _paired(found, options), found[-1]
 
 
@@ -206,18 +207,8 @@ def layer_norm_quantize(
         >>> layer_norm_quantize(torch.randn(2, 9, 256), modulation=(scale, shift)).scale.shape
         torch.Size([2, 9, 1])
     """
-    target = _resolved("x", x, options)
-    _check_norm(rounding, eps)
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None:
-            check_operand(name, vector, (x.shape[-1],), x, None)
-    if modulation is not None:
-        _check_modulation(modulation, x, x.dtype if rounding == "stepwise" else None)
-    gain, shift = modulation or (None, None)
-    found: list[Tensor] = torch.ops.fp8kit.layer_norm_quantize(
-        x, weight, bias, gain, shift, eps, rounding, *target
-    )
-    return _paired(found, options)
+    arguments = layer_norm_arguments(x, weight, bias, modulation, (eps, rounding), options)
+    return _paired(fused_ops.LAYER_NORM(*arguments), options)
 
 
 def silu_mul_quantize(
@@ -297,28 +288,76 @@ def gelu_mul_quantize(
     return _activation(_gelu(approximate), gate, up, options)
 
 
-def _rms_norm(
+def rms_norm_arguments(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
     settings: tuple[float, float, str],
     options: QuantizeOptions,
-) -> list[Tensor]:
+) -> tuple[Any, ...]:
+    """Check what ``rms_norm_quantize`` takes, and give the arguments of its operator.
+
+    Args:
+        x: ``[..., K]``.
+        residual: checked already, or ``None``.
+        weight: ``[K]``.
+        settings: ``(eps, weight_offset, rounding)``.
+        options: how the result is quantized.
+    """
     target, rounding = _resolved("x", x, options), settings[2]
     _check_norm(rounding, *settings[:2])
     check_operand("weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None)
-    found: list[Tensor] = torch.ops.fp8kit.rms_norm_quantize(
-        x, residual, weight, *settings, *target
-    )
-    return found
+    return (x, residual, weight, *settings, *target)
 
 
-def _activation(kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions) -> QTensor:
+def layer_norm_arguments(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    modulation: tuple[Tensor, Tensor] | None,
+    settings: tuple[float, str],
+    options: QuantizeOptions,
+) -> tuple[Any, ...]:
+    """Check what ``layer_norm_quantize`` takes, and give the arguments of its operator.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[K]`` or ``None``.
+        bias: ``[K]`` or ``None``.
+        modulation: scale and shift, or ``None``.
+        settings: ``(eps, rounding)``.
+        options: how the result is quantized.
+    """
+    (eps, rounding), target = settings, _resolved("x", x, options)
+    _check_norm(rounding, eps)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check_operand(name, vector, (x.shape[-1],), x, None)
+    if modulation is not None:
+        _check_modulation(modulation, x, x.dtype if rounding == "stepwise" else None)
+    return (x, weight, bias, *(modulation or (None, None)), *settings, *target)
+
+
+def activation_arguments(
+    kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions
+) -> tuple[Any, ...]:
+    """Check what an activation takes, and give the arguments of its operator.
+
+    Args:
+        kind: one of ``fused_problem.ACTIVATIONS``.
+        gate: ``[..., K]``.
+        up: like ``gate``, or ``None``.
+        options: how the result is quantized.
+    """
     target = _resolved("x" if up is None else "gate", gate, options)
     if up is not None:
         check_operand("up", up, tuple(gate.shape), gate, gate.dtype)
-    found: list[Tensor] = torch.ops.fp8kit.activation_quantize(kind, gate, up, *target)
-    return _paired(found, options)
+    return (gate, up, kind, *target)
+
+
+def _activation(kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions) -> QTensor:
+    arguments = activation_arguments(kind, gate, up, options)
+    return _paired(fused_ops.ACTIVATION(*arguments), options)
 
 
 def _paired(found: list[Tensor], options: QuantizeOptions) -> QTensor:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import fp8kit
-from fp8kit import dispatch, tape
+from fp8kit import dispatch
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul import swap_ab_cuts, swap_ab_tile
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
+from fp8kit.runtime.weight_hazards import safe_to_prefetch
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
 
 swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
@@ -334,7 +335,7 @@ def launched(m: int, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> bool:
     x_q = fp8kit.quantize(torch.randn(m, w.shape[1]))
     groups, scale = (ROW, ROW), torch.ones(len(w), 1)
     problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
-    swap_ab.run(x_q.data, x_q.scale, w, scale, None, groups, problem)
+    swap_ab.run(MatmulOperands(x_q.data, x_q.scale, w, scale), problem)
     return early[0]
 
 
@@ -394,7 +395,7 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
         groups = (ROW, ROW)
         problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
         with pytest.raises(RuntimeError, match="no kernel image"):
-            swap_ab.run(x_q.data, x_q.scale, w, torch.ones(64, 1), None, groups, problem)
+            swap_ab.run(MatmulOperands(x_q.data, x_q.scale, w, torch.ones(64, 1)), problem)
     assert not launched(4, w, monkeypatch)
 
 
@@ -537,10 +538,10 @@ def test_no_cut_is_wrong(
                 (some, torch.float32),
             ):
                 problem = matmul_problem(x_q, w_q, bias, out)
-                arguments = (x_q.data, x_q.scale, w_q.data, w_q.scale, bias, groups, problem)
-                y = swap_ab.run(*arguments)
+                operands = MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale, bias)
+                y = swap_ab.run(operands, problem)
                 assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, "swap_ab")
-                assert_bits_equal(swap_ab.run(*arguments), y)
+                assert_bits_equal(swap_ab.run(operands, problem), y)
 
 
 @pytest.mark.gpu
@@ -552,7 +553,7 @@ def test_no_cut_drifts(tile: swap_ab.Tile, groups: tuple, monkeypatch: pytest.Mo
     w_q = fp8kit.quantize(torch.rand(520, 14336, device="cuda"), groups[1], role="weight")
     x_q = fp8kit.quantize(torch.rand(tile.tokens + 1, 14336, device="cuda"), groups[0])
     problem = matmul_problem(x_q, w_q)
-    y = swap_ab.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
+    y = swap_ab.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     assert_no_drift(y, exact_product(fp8kit.dequantize(x_q), fp8kit.dequantize(w_q)))
 
 
@@ -572,7 +573,7 @@ def test_sums_of_tokens_quantized_inside_do_not_drift(m: int, k: int, groups: tu
     w_q = fp8kit.quantize(torch.rand(4096, k, device="cuda"), groups[1], role="weight")
     x_q = fp8kit.quantize(x, groups[0])
     problem = matmul_problem(x_q, w_q)
-    y = swap_ab.run_values(x, w_q.data, w_q.scale, None, groups, problem, 1e-12)
+    y = swap_ab.run_values(MatmulOperands(x, None, w_q.data, w_q.scale), problem, 1e-12)
     assert y is not None
     assert_no_drift(y, exact_product(fp8kit.dequantize(x_q), fp8kit.dequantize(w_q)))
 
@@ -655,7 +656,7 @@ def test_tokens_quantized_inside_are_cut_as_others(m: int, n: int, k: int, block
 def launch_values(x: torch.Tensor, w: torch.Tensor, x_group: GroupShape) -> torch.Tensor | None:
     groups = (x_group, ROW)
     problem = MatmulProblem.of(x, w, groups, x.dtype, None, "precise", False, w.dtype)
-    return swap_ab.run_values(x, w, torch.ones(len(w), 1), None, groups, problem, 1e-12)
+    return swap_ab.run_values(MatmulOperands(x, None, w, torch.ones(len(w), 1)), problem, 1e-12)
 
 
 def test_values_are_taken_as_they_lie_or_left_to_two_kernels(
@@ -704,14 +705,14 @@ def test_tokens_quantized_inside_give_the_same_bits(
     w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), groups[1], role="weight")
     bias = torch.randn(n, device="cuda", dtype=dtype)
     inside: list[bool] = []
-    run_values = swap_ab.run_values
+    quantize_in_gemm = swap_ab.BACKEND.quantize_in_gemm
 
     def watched(*arguments: object) -> torch.Tensor | None:
-        y = run_values(*arguments)
+        y = quantize_in_gemm(*arguments)
         inside.append(y is not None)
         return y
 
-    monkeypatch.setattr(swap_ab, "run_values", watched)
+    monkeypatch.setattr(swap_ab.BACKEND, "quantize_in_gemm", watched)
     monkeypatch.setattr(MatmulProblem, "estimate", lambda _: None)
     dispatch.choose.cache_clear()
     for row in (None, 0.0, float("nan"), float("inf"), 60000.0, 1e-30):
@@ -745,5 +746,5 @@ def test_a_weight_written_right_before_its_product_is_seen() -> None:
         # a copy of memory is no kernel, and nothing starts early behind it
         torch.bitwise_xor(others[i % 4].data.view(torch.uint8), zero, out=codes)
         for early in (False, True):
-            assert tape.settled(w_q.data) == early
+            assert safe_to_prefetch(w_q.data) == early
             assert_bits_equal(fp8kit.scaled_mm(x_q, w_q), expected[i % 4])

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit import ops
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
+from fp8kit.ops import bodies
 from numerics import assert_matmul, bits
 
 swap_ab = pytest.importorskip("fp8kit.matmul.swap_ab", reason="cuda-bindings is not installed")
@@ -174,7 +174,7 @@ class Product:
     def quantized(self, i: int) -> tuple[Tensor, Tensor]:
         """Quantize input ``i`` as layers do."""
         group, dtype = self.groups[0], torch.float8_e4m3fn
-        data, scale = ops.quantize_rows(self.xs[i], group, dtype, None, None, "exact")
+        data, scale = bodies.quantize_rows(self.xs[i], group, dtype, None, None, "exact")
         assert scale is not None
         return data, scale
 
@@ -182,8 +182,8 @@ class Product:
         """Write the product of input ``i`` to ``y``; no launch but ours comes in between."""
         if self.inside:
             self.given.result = y
-            weight = (self.w.data, self.w.scale, self.bias)
-            assert swap_ab.run_values(self.xs[i], *weight, self.groups, self.problem, 1e-12) is y
+            values = MatmulOperands(self.xs[i], None, self.w.data, self.w.scale, self.bias)
+            assert swap_ab.run_values(values, self.problem, 1e-12) is y
             return
         self.multiply(self.quantized(i) if self.codes is None else self.codes[i], y)
 
@@ -191,7 +191,8 @@ class Product:
         """Write the product of quantized rows to ``y``."""
         self.given.result = y
         data, scale = codes
-        swap_ab.run(data, scale, self.w.data, self.w.scale, self.bias, self.groups, self.problem)
+        operands = MatmulOperands(data, scale, self.w.data, self.w.scale, self.bias)
+        swap_ab.run(operands, self.problem)
 
     def expected(self) -> Tensor:
         """Compute every result by itself, and hold it to the exact product."""
@@ -309,8 +310,8 @@ def test_ten_thousand_split_products_of_triton_on_two_streams_are_right(
     def product(i: int) -> Tensor:
         x, scale = xs[i], None
         if group is not None:
-            x, scale = ops.quantize_rows(x, group, torch.float8_e4m3fn, None, None, "exact")
-        return triton_scaled.run(x, scale, w.data, w.scale, None, pair, problem)
+            x, scale = bodies.quantize_rows(x, group, torch.float8_e4m3fn, None, None, "exact")
+        return triton_scaled.run(MatmulOperands(x, scale, w.data, w.scale), problem)
 
     exact_w = fp8kit.dequantize(w)
     expected = torch.stack([product(i) for i in range(CHAIN)])

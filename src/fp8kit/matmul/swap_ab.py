@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import cuda_driver, nvrtc, tape
+from fp8kit import cuda_driver, nvrtc
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
-from fp8kit.matmul.problem import MOST_VALUES, MatmulProblem
+from fp8kit.matmul.problem import MOST_VALUES, MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.swap_ab_cuts import choose_tile, every_cut, values_tile
 from fp8kit.matmul.swap_ab_tile import PRODUCER_REGISTERS, TILE_K, Tile
 from fp8kit.matmul.tma import ALIGN, aligned, by_column, row_pitch
+from fp8kit.runtime.weight_hazards import mark_synchronized, safe_to_prefetch
 
 MOST_ROWS = 16384
 _SLOW_ROWS_OF_TORCH = 512  # up to which its fast sums and its kernel for single scales lose
@@ -81,16 +82,10 @@ def cut(problem: MatmulProblem) -> str:
     return f"{tile}, which quantize their rows" if inside else str(tile)
 
 
-def run(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-) -> Tensor:
+def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``."""
+    x, x_scale, w, w_scale, bias = operands
+    groups = (problem.x_group, problem.w_group)
     assert x_scale is not None
     (m, k), n, blocks = x.shape, w.shape[0], groups[1] == BLOCK
     x, w = aligned(x), aligned(w)
@@ -172,32 +167,22 @@ def _launch(
             ctypes.c_longlong(0 if tokens.values is None else tokens.values.stride(0) * 2),
             ctypes.c_float(tokens.min_scale),
         ),
-        overlap=m * n * k < _LONG and tape.settled(w),
+        overlap=m * n * k < _LONG and safe_to_prefetch(w),
     )
-    tape.settle(w)
+    mark_synchronized(w)
     return y
 
 
-def run_values(
-    x: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-    min_scale: float,
-) -> Tensor | None:
+def run_values(operands: MatmulOperands, problem: MatmulProblem, min_scale: float) -> Tensor | None:
     """Quantize and multiply in one kernel, with the bits of two; ``None`` if they have to be two.
 
     Args:
-        x: bf16 or fp16 ``[M, K]``, to be quantized from its own maxima.
-        w: codes ``[N, K]``.
-        w_scale: scales of ``w``.
-        bias: ``[N]`` or ``None``.
-        groups: granularities of ``(x, w)``.
+        operands: ``x`` is bf16 or fp16 ``[M, K]``, to be quantized from its own maxima.
         problem: of the product; ``x_dtype`` is that of the codes.
         min_scale: floor under the scales of ``x``.
     """
+    x, _, w, w_scale, bias = operands
+    groups = (problem.x_group, problem.w_group)
     (m, k), n, blocks = x.shape, w.shape[0], groups[1] == BLOCK
     if groups[0] == TENSOR or x.dtype not in _VALUES or m > MOST_VALUES:
         return None
@@ -310,3 +295,13 @@ def source(
     ):
         text = text.replace(mark, value)
     return text
+
+
+BACKEND = MatmulBackend(
+    supports=supports,
+    run=run,
+    quantize_in_gemm=run_values,
+    cut=cut,
+    row_counts=row_counts,
+    yields_to=yields_to,
+)
