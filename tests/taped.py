@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fp8kit import dispatch
 from fp8kit.dispatch import choose
 from fp8kit.formats import BLOCK, GroupShape
 from fp8kit.matmul import reference as multiplier
@@ -226,11 +227,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
         ),
     }
     # names of their own, because choices are cached by the table
+    real = dispatch._load
+
+    def loaded(path: str) -> tuple[object, str]:
+        made = backends.get(path.split()[0])
+        return (made, "") if made is not None else real(path)
+
     tables = {kind: (("reference", f"{kind} {id(made)}", ()),) for kind in backends}
     monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", tables["matmul"])
     monkeypatch.setattr("fp8kit.ops.bodies.QUANTIZER_BACKENDS", tables["quantizers"])
     monkeypatch.setattr("fp8kit.fused_ops.FUSED_BACKENDS", tables["fused"])
-    monkeypatch.setattr("fp8kit.dispatch._load", lambda path: (backends[path.split()[0]], ""))
+    monkeypatch.setattr("fp8kit.dispatch._load", loaded)
     monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
     monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu",))
     choose.cache_clear()

@@ -115,7 +115,7 @@ class Operands:
         operands = (self.x, self.x_scale, self.w, self.w_scale, bias)
         if tile is None:
             return triton_scaled.run(MatmulOperands(*operands), problem)
-        return triton_scaled.run_tile(*operands, problem, tile)
+        return triton_scaled.run_tile(MatmulOperands(*operands), problem, tile)
 
     def check(self, y: Tensor, problem: MatmulProblem, bias: Tensor | None = None) -> None:
         """Compare with the exact product; the interpreter sums in fp32 like the reference."""

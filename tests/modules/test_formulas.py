@@ -209,7 +209,7 @@ OTHERS = {
     "unaligned": unaligned,
     "float16": lambda x: x.half(),
     "rows": lambda x: x[:1].clone(),
-    "subclass": lambda x: nn.Parameter(x, requires_grad=False),
+    "subclass": lambda x: x.as_subclass(Wrapped),
 }
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul import triton_scaled
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.ops import bodies
 from fp8kit.quantizers import fused_triton, triton, triton_launch
 from fp8kit.quantizers.fused_problem import Target
@@ -537,7 +537,7 @@ def test_the_triton_product_can_be_recorded(splits: int, monkeypatch: pytest.Mon
     tile = tile._replace(splits=splits)
 
     def call() -> Tensor:
-        return triton_scaled.run_tile(x, x_scale, w, w_scale, None, problem, tile)
+        return triton_scaled.run_tile(MatmulOperands(x, x_scale, w, w_scale), problem, tile)
 
     made = record(call, [x], [x_scale, w, w_scale])[1]
     assert made is not None

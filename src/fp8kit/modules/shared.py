@@ -245,9 +245,8 @@ class SharedInput:
         self, operator: Operator, inputs: tuple[Tensor, ...], options: Options
     ) -> Tensor | None:
         """Repeat an earlier joined product; arguments as of ``_multiply``."""
-        if not self.replays or any(
-            (m.accum, m.batch_invariant) != options[-2:] for m in self.members[1:]
-        ):
+        first, *others = self.members
+        if not self.replays or any(m.options() != first.options() for m in others):
             return None
         y: Tensor | None = self.replays.replay(operator, inputs, self._held(), options)
         return y
