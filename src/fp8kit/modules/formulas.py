@@ -74,12 +74,13 @@ class NormFormula:
         weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
         options = (self.eps, "stepwise", *_target(scheme))
         call = (fused_ops.LAYER_NORM_ROWS, (x,), (weight, bias, None, None), options)
-        found = replays.replay(*call)
+        found: list[Tensor] | None = replays.replay(*call)
         if found is None:
             settings = (self.eps, "stepwise")
             fused.layer_norm_arguments(x, weight, bias, None, settings, target(scheme))
             found = replays.run(*call)
-        return _codes(*found, x, scheme)
+        data, scale = found
+        return _codes(data, scale, x, scheme)
 
     def add_codes(
         self, replays: ReplayCache, x: Tensor, residual: Tensor, norm: nn.Module, scheme: Scheme
@@ -134,7 +135,8 @@ def activation_codes(
     if found is None:
         fused.activation_arguments(kind, gate, up, target(scheme))
         found = replays.run(*call)
-    return _codes(*found, gate, scheme)
+    data, scale = found
+    return _codes(data, scale, gate, scheme)
 
 
 def takes_codes(scheme: Scheme) -> bool:

@@ -22,7 +22,6 @@ from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
 
 _FROZEN = ("weight", "weight_scale", "input_scale")
-Constants = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]
 
 
 class Fp8Linear(nn.Linear):
@@ -177,7 +176,7 @@ class Fp8Linear(nn.Linear):
             self.check_input(input)
             return self.compute(input)
         call = (operators.LINEAR, (input,), self.operands(), self.options())
-        y = self.replays.replay(*call)
+        y: Tensor | None = self.replays.replay(*call)
         if y is None:
             self.check_input(input)
             y = self.replays.run(*call)
@@ -207,7 +206,7 @@ class Fp8Linear(nn.Linear):
         y: Tensor = self.replays.call(operators.CODES, inputs, constants, options)
         return y
 
-    def operands(self) -> Constants:
+    def operands(self) -> tuple[Any, ...]:
         """Return weight, scale, bias, input scale and no bound, as ``operators.LINEAR`` wants."""
         held = self._parameters
         try:

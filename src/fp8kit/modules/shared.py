@@ -245,9 +245,10 @@ class SharedInput:
         self, operator: Operator, inputs: tuple[Tensor, ...], options: Options
     ) -> Tensor | None:
         """Repeat an earlier joined product; arguments as of ``_multiply``."""
-        first, *others = self.members
-        if not self.replays or any(m.options() != first.options() for m in others):
-            return None
+        first = self.members[0]
+        for m in self.members:
+            if m.accum != first.accum or m.batch_invariant != first.batch_invariant:
+                return None
         y: Tensor | None = self.replays.replay(operator, inputs, self._held(), options)
         return y
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,10 +61,9 @@ def linear_registered(
         group, static = GroupShape(*x_group), input_scale is not None
         if traced.is_visible(group, w.dtype, static, x.device):
             codes = quantize_rows(x, group, w.dtype, scale_rounding, input_scale, scale_ub)
-            shape = (w_group, codes.dtype, accum, batch_invariant, codes.shape)
-            constants = (codes.scale, w, w_scale, bias)
-            return codes_registered(codes.data, *constants, x_group, *shape)
-    product = torch.ops.fp8kit.linear
+            how: Options = (x_group, w_group, codes.dtype, accum, batch_invariant, codes.shape)
+            return codes_registered(codes.data, codes.scale, w, w_scale, bias, *how)
+    product: Any = torch.ops.fp8kit.linear
     if not torch.compiler.is_compiling() and transforms.is_transformed():
         product = transforms.linear
     constants = (w, w_scale, bias, input_scale, scale_ub)

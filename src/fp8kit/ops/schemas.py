@@ -62,10 +62,12 @@ def _scaled_mm(
     batch_invariant: bool,
     backend: str | None,
 ) -> Tensor:
-    constants = (w, w_scale, bias)
-    inputs = (x,) if x_scale is None else (x, x_scale)
+    inputs: tuple[Tensor, ...] = (x,)
+    constants: tuple[Tensor | None, ...] = (w, w_scale, bias)
     if x_scale is None:
         constants = (None, *constants)
+    else:
+        inputs = (x, x_scale)
     options = (_hashable(x_group), _hashable(w_group), out_dtype, accum, batch_invariant, backend)
     y: Tensor = call_on(w, _SCALED_MM_BODY, inputs, constants, options)
     return y

@@ -17,6 +17,7 @@ compiled graphs use one that hangs on the weight.
 from __future__ import annotations
 
 import functools
+import operator as attributes
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fp8kit.runtime.launch_recording import Recording, is_recording, record
-from fp8kit.runtime.weight_hazards import safe_to_prefetch
+from fp8kit.runtime.weight_hazards import MARK, safe_to_prefetch
 
 RECORDED_DEVICES = ("cuda",)
 MOST_KEYS = 64  # of one cache; the oldest goes first
@@ -34,16 +35,17 @@ MOST_KEYS = 64  # of one cache; the oldest goes first
 generation = 0
 
 _CACHE = "_fp8kit_replays"  # attribute of a weight
-_PLAIN = (Tensor, nn.Parameter)  # a subclass, such as a distributed tensor, has its own meaning
+_PLAIN = {Tensor, nn.Parameter}  # a subclass, such as a distributed tensor, has its own meaning
 _ALIGN = 16  # bytes; what kernels specialize on
-_strided = torch.strided
+_strided, _address, _is_contiguous = torch.strided, Tensor.data_ptr, Tensor.is_contiguous
+_kind = attributes.attrgetter("shape", "dtype")
 # bound once: looking the names up through torch costs more than calling them
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 Operands = Sequence[Tensor | None]
-Options = tuple[object, ...]  # hashable
+Options = tuple[Any, ...]  # hashable
 Key = tuple[Any, ...]
 Guards = list[object]
 
@@ -140,6 +142,7 @@ class ReplayCache(dict[Key, Entry]):
         watched = constants if guarded is None else guarded
         x = inputs[0]
         bypasses = x.device.type in RECORDED_DEVICES and x.numel() and are_plain(inputs)
+        bypasses = bypasses and not any(t is not None and t.is_neg() for t in constants)
         now = guards(watched) if bypasses else None
         if now is None:
             return operator.registered(*arguments)
@@ -162,7 +165,7 @@ class ReplayCache(dict[Key, Entry]):
     def launches(self, shape: torch.Size) -> int | None:
         """Return how many launches repeat a call with a first input of a shape, if any do."""
         for (_, _, _, first, *_), entry in self.items():
-            if first[0] == shape and entry.recording is not None:
+            if first == shape and entry.recording is not None:
                 return len(entry.recording.steps)
         return None
 
@@ -215,8 +218,10 @@ def key(operator: Operator, inputs: Sequence[Tensor], options: Options) -> Key:
     Kernels, tiles and grids follow from these, and from the choices of dispatch, whose times may
     be measured anew (``generation``).
     """
-    kinds = [(x.shape, x.stride(), x.dtype, x.device) for x in inputs]
-    return (operator, options, generation, *kinds)
+    made: Key = (operator, options, generation)
+    for x in inputs:
+        made += (x.shape, x.stride(), x.dtype, x.device)
+    return made
 
 
 def guards(constants: Operands) -> Guards | None:
@@ -227,21 +232,16 @@ def guards(constants: Operands) -> Guards | None:
     a weight may be repeated only while that is safe (``weight_hazards``). Values are not compared:
     kernels read them anew.
 
-    Subclasses, lazy negation and gradients are for the registered form. What is not contiguous is
+    Subclasses and gradients are for the registered form. What is not contiguous is
     copied before each launch, to an address that does not come back.
     """
-    grad = _grad_enabled()
-    found: Guards = []
-    for t in constants:
-        if t is None:
-            found.append(None)
-        elif type(t) not in _PLAIN or not t.is_contiguous() or (grad and t.requires_grad):
-            return None
-        elif t.is_neg():
-            return None
-        else:
-            found.append((t.data_ptr(), t.shape, t.dtype, safe_to_prefetch(t)))
-    return found
+    held = [t for t in constants if t is not None]
+    if not _PLAIN.issuperset(map(type, held)) or not all(map(_is_contiguous, held)):
+        return None
+    if _grad_enabled() and any(t.requires_grad for t in held):
+        return None
+    safe = [safe_to_prefetch(t) for t in held if hasattr(t, MARK)]
+    return [*map(_address, held), *map(_kind, held), safe]
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
@@ -252,7 +252,9 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     tensors nor those that are negated lazily have their values there.
     """
     # a transform wraps tensors that then have no address, so it is asked for first
-    if _function_modes() or _autocast() or is_traced() or forward_ad._current_level >= 0:
+    if _function_modes() or _autocast() or _dispatch_modes() or _tracing():
+        return False
+    if _transforms() is not None or forward_ad._current_level >= 0:
         return False
     grad = _grad_enabled()
     for t in tensors:

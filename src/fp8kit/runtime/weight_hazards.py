@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 UNCOUNTED = -1  # version of a tensor whose changes are not counted
-_MARK = "_fp8kit_synchronized"  # attribute of a weight: version and address when a launch waited
+MARK = "_fp8kit_synchronized"  # attribute of a weight: version and address when a launch waited
 _PARTS = "_fp8kit_parts"  # attribute of a joined weight
 
 
@@ -66,11 +66,11 @@ def safe_to_prefetch(weight: Tensor) -> bool:
     Args:
         weight: codes, or any other tensor that a kernel reads.
     """
+    mark: object = getattr(weight, MARK, None)
+    if mark is not None:
+        return mark == (version(weight), weight.data_ptr())
     parts: Sequence[Tensor] | None = getattr(weight, _PARTS, None)
-    if parts is not None:
-        return all(map(safe_to_prefetch, parts))
-    mark: object = getattr(weight, _MARK, None)
-    return mark is not None and mark == (version(weight), weight.data_ptr())
+    return parts is not None and all(map(safe_to_prefetch, parts))
 
 
 def mark_synchronized(weight: Tensor) -> None:
@@ -82,12 +82,12 @@ def mark_synchronized(weight: Tensor) -> None:
     for part in getattr(weight, _PARTS, (weight,)):
         count = version(part)
         if count != UNCOUNTED:
-            setattr(part, _MARK, (count, part.data_ptr()))
+            setattr(part, MARK, (count, part.data_ptr()))
 
 
 def invalidate(weight: Tensor) -> None:
     """Forget the mark of a weight that was written, or moved, past its counter of changes."""
-    vars(weight).pop(_MARK, None)  # attributes are pickled: none is made where none was
+    vars(weight).pop(MARK, None)  # attributes are pickled: none is made where none was
 
 
 def join(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
