@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fp8kit import fused, fused_ops
+from fp8kit import fused, fused_arguments, fused_ops
 from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, RowCodes, Scheme, min_scale
 from fp8kit.quantizers.layout import product_layout
 from fp8kit.runtime.replay_cache import Options, ReplayCache
@@ -77,7 +77,7 @@ class NormFormula:
         found: list[Tensor] | None = replays.replay(*call)
         if found is None:
             settings = (self.eps, "stepwise")
-            fused.layer_norm_arguments(x, weight, bias, None, settings, target(scheme))
+            fused_arguments.layer_norm_arguments(x, weight, bias, None, settings, target(scheme))
             found = replays.run(*call)
         data, scale = found
         return _codes(data, scale, x, scheme)
@@ -102,7 +102,7 @@ class NormFormula:
         found: list[Tensor] | None = replays.replay(*call)
         if found is None:
             assert weight is not None
-            fused.rms_norm_arguments(inputs[0], None, weight, settings, target(scheme))
+            fused_arguments.rms_norm_arguments(inputs[0], None, weight, settings, target(scheme))
             found = replays.run(*call)
         return found
 
@@ -133,7 +133,7 @@ def activation_codes(
     call = (fused_ops.ACTIVATION_ROWS, inputs, constants, options)
     found = replays.replay(*call)
     if found is None:
-        fused.activation_arguments(kind, gate, up, target(scheme))
+        fused_arguments.activation_arguments(kind, gate, up, target(scheme))
         found = replays.run(*call)
     data, scale = found
     return _codes(data, scale, gate, scheme)
@@ -144,7 +144,7 @@ def takes_codes(scheme: Scheme) -> bool:
     return scheme.activation in _FUSABLE and not scheme.static
 
 
-def target(scheme: Scheme) -> fused.QuantizeOptions:
+def target(scheme: Scheme) -> fused_arguments.QuantizeOptions:
     """Give the keywords of ``fp8kit.fused`` that quantize as the layers of a scheme do."""
     group = _group(scheme)
     rounding = default_rounding(group, scheme.ue8m0)
