@@ -14,7 +14,6 @@ from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 from fp8kit.matmul import torch_native
 from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
 from fp8kit.matmul.torch_native import swizzle_mx_scale
-from fp8kit.ops import multiply
 from numerics import (
     assert_bits_equal,
     assert_matmul,
@@ -350,7 +349,7 @@ def test_every_configuration_matches_the_exact_product(
     module = choose(BACKENDS, problem, backend).implementation
     for name in ("", *module.configurations(problem)):
         cut = dataclasses.replace(problem, configuration=name)
-        y = multiply(x_q.data, x_q.scale, w_q.data, w_q.scale, None, cut, backend)
+        y = module.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), cut)
         assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
 
 

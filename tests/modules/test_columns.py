@@ -37,7 +37,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
     launches.fake_layers(monkeypatch)
     monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu", "cuda"))
-    run = swap_ab.run
+    run = swap_ab.BACKEND.run
 
     def watched(*operands: object) -> Tensor:
         with AllocationWatch() as watch:
@@ -45,7 +45,7 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(watch.foreign)
         return y
 
-    monkeypatch.setattr(swap_ab, "run", watched)
+    monkeypatch.setattr(swap_ab.BACKEND, "run", watched)
     return ran
 
 
@@ -92,7 +92,7 @@ def test_the_watch_sees_a_copy_of_scales(between: list[str]) -> None:
     codes = layer.quantize_input(torch.randn(5, 256))
     scale = codes.scale.contiguous()
     problem = layer.problem(5)
-    swap_ab.run(MatmulOperands(codes.data, scale, layer.codes, layer.weight_scale), problem)
+    swap_ab.BACKEND.run(MatmulOperands(codes.data, scale, layer.codes, layer.weight_scale), problem)
     assert between == ["aten.copy_.default"]
 
 
