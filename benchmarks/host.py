@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8kit
-from fp8kit.eager import Tapes
 from fp8kit.modules.formulas import NormFormula
 from fp8kit.modules.shared import SharedInput
+from fp8kit.runtime.replay_cache import ReplayCache
 from timing import write_results
 
 ROWS = (1, 16, 64, 256)
@@ -55,7 +55,7 @@ def main() -> None:
         for m in ROWS:
             x = torch.randn(m, side, device=device, dtype=torch.bfloat16)
             times = measure(cases(x, dense, layers), device)
-            taped = {s: taped_steps(layer, x) for s, layer in layers.items()}
+            taped = {s: layer.replays.launches(x.shape) for s, layer in layers.items()}
             rows.append({"m": m, "n": side, "k": side, "us": times, "taped_launches": taped})
             report(rows[-1])
         if arguments.profile:
@@ -82,7 +82,7 @@ def cases(
     found["F.linear siblings"] = lambda: [F.linear(x, dense.weight) for _ in range(SIBLINGS)]
     norm = nn.RMSNorm(x.shape[1], device=x.device, dtype=x.dtype).requires_grad_(False)
     for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
-        how = (Tapes(), x, norm, layers[scheme].scheme)
+        how = (ReplayCache(), x, norm, layers[scheme].scheme)
         found[f"{scheme} norm"] = lambda h=how: RMS.codes(*h)
         group = SharedInput(
             [fp8kit.Fp8Linear.from_linear(dense, scheme) for _ in range(SIBLINGS)], unchanging=True
@@ -113,20 +113,12 @@ def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> dic
     return {name: statistics.median(found) for name, found in batches.items()}
 
 
-def taped_steps(layer: fp8kit.Fp8Linear, x: Tensor) -> int | None:
-    """Say how many launches the layer's tape for this input has, ``None`` if it has no tape."""
-    for (shape, dtype, *_), (_, tape) in layer._tapes.items():
-        if (shape, dtype) == (x.shape, x.dtype) and tape is not None:
-            return len(tape.steps)
-    return None
-
-
 def report(row: dict[str, Any]) -> None:
     """Print one row count."""
     times = row["us"]
     line = f"m={row['m']:<4}"
     line += "".join(f"  {n} {t:.1f} ({t / times['F.linear']:.2f}x)" for n, t in times.items())
-    sys.stdout.write(f"{line}  taped launches {row['taped_launches']}\n")
+    sys.stdout.write(f"{line}  replayed launches {row['taped_launches']}\n")
     sys.stdout.flush()
 
 

@@ -27,7 +27,7 @@ from checking import Checked
 from fp8kit.dispatch import choose
 from fp8kit.formats import GroupShape
 from fp8kit.matmul import triton_scaled
-from fp8kit.matmul.problem import BACKENDS, MatmulProblem
+from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
 from layers import BANDWIDTH, FLOPS, chosen
 from timing import Case, copies_past_cache, time_cases, write_results
 
@@ -144,10 +144,10 @@ def backend_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]
     for name in TIMED:
         for invariant in (False, True) if name == "triton_scaled" else (False,):
             problem = operands.problem(invariant)
-            module = choose(BACKENDS, problem, name).module
-            if module is not None:
+            backend = choose(BACKENDS, problem, name).implementation
+            if backend is not None:
                 label = f"{scheme}/{name}" + ("_invariant" if invariant else "")
-                yield label, run_case(module.run, operands, (operands.groups, problem))
+                yield label, run_case(backend.run, operands, (problem,))
 
 
 def linear_case(x: Tensor, operands: Operands) -> Case:
@@ -156,9 +156,7 @@ def linear_case(x: Tensor, operands: Operands) -> Case:
 
     def run(i: int) -> Tensor:
         x_q, w_q = fp8kit.quantize(x), operands.weights[i]
-        return triton_scaled.run(
-            x_q.data, x_q.scale, w_q.data, w_q.scale, None, operands.groups, problem
-        )
+        return triton_scaled.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
 
     return run
 
@@ -207,7 +205,7 @@ def run_case(run: Callable[..., Tensor], operands: Operands, last: tuple[Any, ..
 
     def case(i: int) -> Tensor:
         w_q = operands.weights[i]
-        return run(operands.x, operands.x_scale, w_q.data, w_q.scale, None, *last)
+        return run(MatmulOperands(operands.x, operands.x_scale, w_q.data, w_q.scale), *last)
 
     return case
 

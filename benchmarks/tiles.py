@@ -35,7 +35,7 @@ from fp8kit.bench.timing import QUICK
 from fp8kit.matmul.hopper.device import Costs, Device, hopper
 from fp8kit.matmul.hopper.heuristics import choose, estimates
 from fp8kit.matmul.hopper.tile_config import Epilogue, Launch, Layout, Pipeline, TileConfig
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from layers import chosen
 from timing import Case, copies_past_cache, time_cases, write_results
 
@@ -200,8 +200,8 @@ def gemm_case(
     problem = MatmulProblem.of(x_q.data, weights[0].data, pair, out, None, "precise", False)
 
     def case(i: int) -> Tensor:
-        w_q = weights[i]
-        return gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, pair, problem, config)
+        operands = MatmulOperands(x_q.data, x_q.scale, weights[i].data, weights[i].scale)
+        return gemm.run(operands, problem, config)
 
     return case
 

@@ -11,7 +11,8 @@ import hypothesis
 import pytest
 import torch
 
-from fp8kit import settings, tape
+from fp8kit import settings
+from fp8kit.runtime import launch_recording
 
 HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
@@ -65,9 +66,9 @@ def _seeded() -> None:
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill every uninitialized tensor with NaN or the largest integer: forgotten writes show."""
     assert torch.utils.deterministic.fill_uninitialized_memory
-    for device in list(tape._EMPTY):  # what tapes allocate with is never filled
+    for device in list(launch_recording._EMPTY):  # what recordings allocate with is never filled
         poisoned = functools.partial(_empty_strided, device)
-        monkeypatch.setitem(tape._EMPTY, device, poisoned)
+        monkeypatch.setitem(launch_recording._EMPTY, device, poisoned)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
 
-from fp8kit.formats import GroupShape
+from fp8kit.dispatch import Choice
 from fp8kit.matmul.hopper import gemm
 from fp8kit.matmul.hopper.device import H200
-from fp8kit.matmul.problem import MatmulProblem
 
 
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -30,17 +28,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def fake_layers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Let every matmul of the package be the Hopper GEMM; otherwise as ``fake``."""
 
-    def multiply(
-        x: Tensor,
-        x_scale: Tensor | None,
-        w: Tensor,
-        w_scale: Tensor,
-        bias: Tensor | None,
-        problem: MatmulProblem,
-        _: str | None = None,
-    ) -> Tensor:
-        groups: tuple[GroupShape | None, GroupShape] = (problem.x_group, problem.w_group)
-        return gemm.run(x, x_scale, w, w_scale, bias, groups, problem)
-
-    monkeypatch.setattr("fp8kit.ops.multiply", multiply)
+    monkeypatch.setattr(
+        "fp8kit.ops.bodies.decide",
+        lambda _, problem, *__: Choice(problem, "hopper_gemm", gemm.BACKEND, ()),
+    )
     return fake(monkeypatch)

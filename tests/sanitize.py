@@ -29,12 +29,13 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit import cuda_driver, fused, tape
+from fp8kit import cuda_driver, fused
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul import triton_scaled
 from fp8kit.matmul.hopper import gemm, heuristics
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.quantizers import fused_triton, triton
+from fp8kit.runtime.weight_hazards import mark_synchronized
 from tile_configs import CONFIGS
 
 Calls = dict[str, Callable[[], object]]
@@ -256,7 +257,7 @@ def triton_calls(device: str) -> Calls:
                 problem = described(operands, pair, None, torch.bfloat16, invariant)
                 if triton_scaled.supports(problem) is None:
                     calls[f"triton product {m} {problem}"] = lambda o=operands, g=pair, p=problem: (
-                        triton_scaled.run(*o, None, g, p)
+                        triton_scaled.run(MatmulOperands(*o), p)
                     )
     return calls
 
@@ -301,8 +302,8 @@ def gemm_of_dense(
     x: Tensor, w_q: tuple[Tensor, Tensor], pair: Any, problem: MatmulProblem
 ) -> Tensor:
     """Quantize and multiply in the Hopper GEMM."""
-    tape.settle(w_q[0])
-    y = gemm.quantize_in_gemm(x, *w_q, None, pair, problem, 1e-12)
+    mark_synchronized(w_q[0])
+    y = gemm.quantize_in_gemm(MatmulOperands(x, None, *w_q), problem, 1e-12)
     assert y is not None
     return y
 
@@ -311,8 +312,8 @@ def gemm_of_codes(
     config: Any, operands: Any, bias: Tensor, pair: Any, problem: MatmulProblem
 ) -> Tensor:
     """Multiply by the Hopper GEMM in a given configuration."""
-    tape.settle(operands[2])  # as in every call but the first: the weight is read early
-    return gemm.run(*operands, bias, pair, problem, config)
+    mark_synchronized(operands[2])  # as in every call but the first: the weight is read early
+    return gemm.run(MatmulOperands(*operands, bias), problem, config)
 
 
 def quantized(m: int, n: int, k: int, pair: Any, device: str) -> tuple[Any, ...]:

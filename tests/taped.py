@@ -1,7 +1,7 @@
-"""Kernels that take addresses and run on a CPU, so that tapes can be tested where there is no GPU.
+"""Kernels that take addresses and run on a CPU: recordings are tested where there is no GPU.
 
-Like a real kernel they know nothing but addresses and numbers: a tape that passes a stale or wrong
-address computes a wrong result, or reads memory that a test has poisoned.
+Like a real kernel they know nothing but addresses and numbers: a recording that passes a stale or
+wrong address computes a wrong result, or reads memory that a test has poisoned.
 """
 
 from __future__ import annotations
@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8kit import eager, tape
+from fp8kit import dispatch
 from fp8kit.dispatch import choose
 from fp8kit.formats import BLOCK, GroupShape
 from fp8kit.matmul import reference as multiplier
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
 from fp8kit.modules import fused
 from fp8kit.quantizers import fused_reference
 from fp8kit.quantizers import reference as quantizer
-from fp8kit.quantizers.fused_problem import Target
+from fp8kit.quantizers.fused_problem import FusedBackend, Target
 from fp8kit.quantizers.layout import empty_scale
+from fp8kit.quantizers.problem import QuantizerBackend
+from fp8kit.runtime import replay_cache
+from fp8kit.runtime.launch_recording import is_recording, record_launch
+from fp8kit.runtime.weight_hazards import mark_synchronized
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -62,12 +66,12 @@ def at(address: int, layout: Layout | None) -> Tensor | None:
 
 
 def launch(kernel: Callable[..., None], *tensors: Tensor | None) -> None:
-    """Run a kernel on tensors by their addresses, and note it where a tape is recorded."""
+    """Run a kernel on tensors by their addresses, and record it where a call is recorded."""
     layouts = [None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in tensors]
     made = CpuLaunch(kernel, layouts, [0 if t is None else t.data_ptr() for t in tensors])
     made.start(0)
-    if tape.recording():
-        tape.note(made)
+    if is_recording():
+        record_launch(made)
 
 
 class CpuBackends:
@@ -114,26 +118,19 @@ class CpuBackends:
         )
         return data
 
-    def run(
-        self,
-        x: Tensor,
-        x_scale: Tensor | None,
-        w: Tensor,
-        w_scale: Tensor,
-        bias: Tensor | None,
-        groups: tuple[GroupShape | None, GroupShape],
-        problem: MatmulProblem,
-    ) -> Tensor:
+    def run(self, operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
         self.calls.append("multiply")
-        if x_scale is not None and groups[1] == BLOCK:  # as the products on a GPU read them
+        x, x_scale, w, w_scale, bias = operands
+        if x_scale is not None and problem.w_group == BLOCK:  # as the products on a GPU read them
             x_scale = by_column(x_scale)
         y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype)
 
         def kernel(*memory: Tensor) -> None:
             *operands, y = memory
-            y.copy_(multiplier.run(*operands, groups, problem))
+            y.copy_(multiplier.run(MatmulOperands(*operands), problem))
 
         launch(kernel, x, x_scale, w, w_scale, bias, y)
+        mark_synchronized(w)
         return y
 
     def rms_norm(
@@ -187,8 +184,6 @@ class CpuBackends:
 
         return _fused(kernel, gate, (up,), target)
 
-    dequantize = staticmethod(quantizer.dequantize)
-
     @staticmethod
     def supports(_: object) -> None:
         return None
@@ -214,15 +209,36 @@ def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
-    """Let layers and fused producers on a CPU run such kernels, and be taped."""
+    """Let layers and fused producers on a CPU run such kernels, and be recorded."""
     made = CpuBackends()
+    backends = {
+        "matmul": MatmulBackend(supports=made.supports, run=lambda *a: made.run(*a)),
+        "quantizers": QuantizerBackend(
+            supports=made.supports,
+            quantize=made.quantize,
+            quantize_static=made.quantize_static,
+            dequantize=quantizer.dequantize,
+        ),
+        "fused": FusedBackend(
+            supports=made.supports,
+            rms_norm=made.rms_norm,
+            layer_norm=made.layer_norm,
+            activation=made.activation,
+        ),
+    }
     # names of their own, because choices are cached by the table
-    where = f"cpu backends {id(made)}"
-    monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", (("reference", where, ()),))
-    monkeypatch.setattr("fp8kit.ops.QUANTIZER_BACKENDS", (("reference", where, ()),))
-    monkeypatch.setattr("fp8kit.fused_ops.FUSED_BACKENDS", (("reference", where, ()),))
-    monkeypatch.setattr("fp8kit.dispatch._load", lambda _: (made, ""))
-    monkeypatch.setattr(eager, "TAPED_DEVICES", ("cpu",))
+    real = dispatch._load
+
+    def loaded(path: str) -> tuple[object, str]:
+        made = backends.get(path.split()[0])
+        return (made, "") if made is not None else real(path)
+
+    tables = {kind: (("reference", f"{kind} {id(made)}", ()),) for kind in backends}
+    monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", tables["matmul"])
+    monkeypatch.setattr("fp8kit.ops.bodies.QUANTIZER_BACKENDS", tables["quantizers"])
+    monkeypatch.setattr("fp8kit.fused_ops.FUSED_BACKENDS", tables["fused"])
+    monkeypatch.setattr("fp8kit.dispatch._load", loaded)
+    monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
     monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu",))
     choose.cache_clear()
     return made

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8kit import cuda_driver, tape
+from fp8kit import cuda_driver
+from fp8kit.runtime.launch_recording import record
 
 STREAM = 77
 
@@ -263,7 +264,7 @@ def test_a_launch_is_noted_on_a_tape(kernel: cuda_driver.Kernel, fake: FakeDrive
         kernel.launch(6, arguments(x, y, fake), overlap=True)
         return y
 
-    _, made = tape.record(call, [x], [])
+    _, made = record(call, [x], [])
     assert made is not None
     (step,) = made.steps
     assert isinstance(step, cuda_driver.KernelLaunch)

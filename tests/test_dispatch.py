@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from types import ModuleType
 
 import pytest
 import torch
@@ -94,12 +93,12 @@ def test_must_run(backend: str, device: str, scheme: str) -> None:
 @pytest.mark.parametrize(("backend", "device", "scheme", "word"), MUST_DECLINE_ROWS)
 def test_must_decline_and_say_why(backend: str, device: str, scheme: str, word: str) -> None:
     choice = choose(matmul.BACKENDS, faked(scheme, device), backend)
-    assert choice.module is None
+    assert choice.implementation is None
     assert word in dict(choice.declined)[backend]
 
 
 def test_the_must_run_table_notices_a_lost_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8kit.matmul.reference, "supports", lambda _: "out of order")
+    monkeypatch.setattr(fp8kit.matmul.reference.BACKEND, "supports", lambda _: "out of order")
     choose.cache_clear()
     try:
         with pytest.raises(AssertionError, match="out of order"):
@@ -113,7 +112,7 @@ def test_the_must_run_table_notices_a_lost_row(monkeypatch: pytest.MonkeyPatch) 
 def test_other_codes_run_without_torch_native(scheme: str, dtype: torch.dtype) -> None:
     x_dtype = torch.bfloat16 if SCHEMES[scheme].activation is None else dtype
     problem = faked(scheme, "sm90", w_dtype=dtype, x_dtype=x_dtype)
-    assert choose(matmul.BACKENDS, problem, "torch_native").module is None
+    assert choose(matmul.BACKENDS, problem, "torch_native").implementation is None
     assert choose(matmul.BACKENDS, problem, "reference").backend == "reference"
     assert choose(matmul.BACKENDS, problem).backend
 
@@ -136,11 +135,11 @@ INVARIANT = ("triton_scaled", "reference")
 @pytest.mark.parametrize("backend", [name for name, *_ in matmul.BACKENDS])
 def test_batch_invariance_is_promised_or_declined(backend: str, scheme: str, place: str) -> None:
     plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
-    if plain.module is None:
+    if plain.implementation is None:
         pytest.skip(plain.declined[0][1])
     for m in (1, 64, 4096):
         choice = choose(matmul.BACKENDS, faked(scheme, place, batch_invariant=True, m=m), backend)
-        assert (choice.module is not None) == (backend in INVARIANT)
+        assert (choice.implementation is not None) == (backend in INVARIANT)
         assert backend in INVARIANT or len(dict(choice.declined)[backend]) > 10
 
 
@@ -165,7 +164,7 @@ def test_every_backend_that_runs_takes_both_kinds_of_sums(
     plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
     asked = choose(matmul.BACKENDS, faked(scheme, place, accum=accum), backend)
     assert asked.backend == plain.backend
-    assert asked.module is None or asked.problem.accum == accum
+    assert asked.implementation is None or asked.problem.accum == accum
 
 
 @pytest.mark.parametrize(
@@ -238,11 +237,9 @@ TIMED = ("first", "second", "third")
 @pytest.fixture
 def timed_table(monkeypatch: pytest.MonkeyPatch) -> dispatch.BackendTable:
     """Give backends that accept everything; the second can be cut in two ways."""
-    modules = {name: ModuleType(name) for name in TIMED}
-    for module in modules.values():
-        module.__dict__["supports"] = lambda _: None
-    modules["second"].__dict__["configurations"] = lambda _: ("narrow", "wide")
-    monkeypatch.setattr(dispatch, "_load", lambda path: (modules[path], ""))
+    backends = {name: dispatch.Backend(supports=lambda _: None) for name in TIMED}
+    backends["second"].configurations = lambda _: ("narrow", "wide")
+    monkeypatch.setattr(dispatch, "_load", lambda path: (backends[path], ""))
     return tuple((name, name, ()) for name in TIMED)
 
 
@@ -282,7 +279,7 @@ def test_the_fastest_measured_backend_runs(
 def test_a_table_never_selects_a_backend_that_declines(
     timed_table: dispatch.BackendTable,
 ) -> None:
-    dispatch._load("second")[0].__dict__["supports"] = lambda _: "too odd"
+    dispatch._load("second")[0].supports = lambda _: "too odd"
     choice = choose.__wrapped__(timed_table, Timed((("first", 2.0), ("second", 1.0))))
     assert choice.backend == "first"
     assert dict(choice.declined)["second"] == "too odd"
@@ -308,7 +305,7 @@ def test_a_wanted_configuration_is_kept(wanted: str, timed_table: dispatch.Backe
 def test_what_was_rejected_runs_only_if_it_is_named(timed_table: dispatch.BackendTable) -> None:
     problem = Timed((("first", REJECTED), ("second", REJECTED), ("third", REJECTED)))
     choice = choose.__wrapped__(timed_table, problem)
-    assert choice.module is None
+    assert choice.implementation is None
     assert all("computed something else" in why for _, why in choice.declined)
     # it may have been mended, and is measured anew
     assert choose.__wrapped__(timed_table, problem, "second").backend == "second"
@@ -332,7 +329,7 @@ def test_a_backend_that_yields_waits_for_its_times(
 ) -> None:
     module, _ = dispatch._load("first")
     assert module is not None
-    module.__dict__["yields_to"] = lambda _: yields
+    module.yields_to = lambda _: yields
     choice = choose.__wrapped__(timed_table, Timed(tuple(us.items())))
     assert choice.backend == chosen
     assert {name for name, _ in choice.declined} == set(TIMED) - {chosen}
@@ -342,8 +339,8 @@ def test_nobody_yields_to_what_would_copy_the_weight(timed_table: dispatch.Backe
     first, second = (dispatch._load(name)[0] for name in TIMED[:2])
     assert first is not None
     assert second is not None
-    first.__dict__["yields_to"] = lambda _: "second"
-    second.__dict__["pads"] = lambda _: True
+    first.yields_to = lambda _: "second"
+    second.pads = lambda _: True
     choice = choose.__wrapped__(timed_table, Timed((("second", 1.0),)))
     assert choice.backend == "first"
 

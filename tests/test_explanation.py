@@ -67,8 +67,9 @@ def test_the_explained_backend_is_the_one_that_runs(
     layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64)).to(device)
     ((_, choice),) = fp8kit.explain(layer, m=4).entries
     ran: list[str] = []
-    real = choice.module.run
-    monkeypatch.setattr(choice.module, "run", lambda *a: (ran.append(choice.backend), real(*a))[1])
+    chosen = choice.implementation
+    real = chosen.run
+    monkeypatch.setattr(chosen, "run", lambda *a: (ran.append(choice.backend), real(*a))[1])
     layer(torch.randn(4, 64, device=device))
     assert ran == [choice.backend]
 

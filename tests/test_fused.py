@@ -225,8 +225,8 @@ def op_cases(device: torch.device, kind: str) -> list[tuple[Any, tuple[Any, ...]
         (OPS.rms_norm_quantize, (x, o["residual"], w, 1e-6, 1.0, "once", *t)),
         (OPS.layer_norm_quantize, (x, w, o["bias"], None, None, 1e-6, "once", *t)),
         (OPS.layer_norm_quantize, (x, None, None, o["gain"], o["shift"], 1e-6, "stepwise", *t)),
-        (OPS.activation_quantize, ("silu", o["gate"], up, *t)),
-        (OPS.activation_quantize, ("gelu", up, None, *t)),
+        (OPS.activation_quantize, (o["gate"], up, "silu", *t)),
+        (OPS.activation_quantize, (up, None, "gelu", *t)),
     ]
 
 

@@ -28,11 +28,11 @@ SOURCE = ROOT / "src" / "fp8kit"
 ORDER = (
     "errors",
     "settings",
+    "runtime",
     "caching",
     "libraries",
     "formats",
     "report",
-    "tape",
     "measurements",
     "nvrtc",
     "cuda_driver",
@@ -41,10 +41,9 @@ ORDER = (
     "quantizers",
     "matmul",
     "ops",
-    "transforms",
     "fused_ops",
-    "unchecked",
     "validation",
+    "fused_arguments",
     "functional",
     "fused",
     "modules",
@@ -81,7 +80,7 @@ DYNAMIC_IMPORTERS = (
     "checkpoint_io.py",
 )
 
-FILE_LINES, KERNEL_FILE_LINES = 400, 500
+FILE_LINES, KERNEL_FILE_LINES = 420, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80
 PARAMETERS = 8
 SOURCE_LINES = 27000
@@ -89,7 +88,9 @@ PUBLIC_NAMES = 40
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
 # extents and a tile; convert has what plan has, and where the dense weights go
 MANY_PARAMETERS = {
-    "ops.py": ("scaled_mm", "_scaled_mm_fake", "linear", "_linear", "_linear_fake"),
+    "ops/bodies.py": ("scaled_mm", "multiply_codes", "linear"),
+    "ops/schemas.py": ("_scaled_mm", "_scaled_mm_fake", "_linear", "_linear_fake"),
+    "ops/operators.py": ("linear_registered", "codes_registered"),
     "conversion.py": ("convert",),
 }
 
@@ -438,7 +439,7 @@ def test_budgets_can_fail() -> None:
     assert budget_violations(kernel, long) == []
     documented = f'def f():\n    """One.\n\n    Two."""\n{body[9:]}\n'
     assert budget_violations(plain, documented) == []
-    assert budget_violations(plain, "\n" * 401) == ["a.py has 401 lines of 400"]
+    assert budget_violations(plain, "\n" * 421) == ["a.py has 421 lines of 420"]
     assert budget_violations(kernel, "\n" * 501) == ["triton_a.py has 501 lines of 500"]
     many = "def f(self, a, b, c, d, e, *, f, g, h, i): ...\n"
     assert budget_violations(plain, many) == ["a.py: f has 9 parameters of 8"]

@@ -88,13 +88,14 @@ def matmul_cases(
     x_group = None if s.activation is None else pair(s.activation)
     rounding = "floor" if s.activation == MX else "exact"
     tail = (x_group, pair(s.weight), torch.bfloat16)
+    groups = tail[:2]
     cases = [
-        (OPS.linear, (x, w_q.data, w_q.scale, b, static, None, *tail, rounding, "precise", inv))
+        (OPS.linear, (x, w_q.data, w_q.scale, b, static, None, *groups, rounding, "precise", inv))
         for b, inv in ((None, False), (bias, True))
     ]
     strided = x.transpose(0, 1)
     head = (strided, w_q.data.t().contiguous().t(), w_q.scale, bias, static, None)
-    cases.append((OPS.linear, (*head, *tail, rounding, "precise", False)))
+    cases.append((OPS.linear, (*head, *groups, rounding, "precise", False)))
     if s.activation is None:
         mm_x, mm_scale = x.flatten(0, 1), None
     else:

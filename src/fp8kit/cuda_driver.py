@@ -17,8 +17,9 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
-from fp8kit import nvrtc, tape
+from fp8kit import nvrtc
 from fp8kit.nvrtc import checked
+from fp8kit.runtime.launch_recording import is_recording, record_launch
 
 # torch's stream 0 by its own handle: the bindings can be told that 0 is the thread's stream
 _LEGACY_STREAM = int(driver.CU_STREAM_LEGACY)
@@ -133,12 +134,12 @@ class Kernel(Function):
             status = driver.cuLaunchKernelEx(*launch)
             if status[0]:
                 _launch_again(status, launch, self.device)
-        if tape.recording():
-            tape.note(KernelLaunch(self, blocks, arguments, overlap))
+        if is_recording():
+            record_launch(KernelLaunch(self, blocks, arguments, overlap))
 
 
 class KernelLaunch:
-    """A launch of a kernel that can be repeated with other addresses (see ``tape``).
+    """A launch of a kernel that can be repeated with other addresses (see ``launch_recording``).
 
     Args:
         kernel: the kernel, or another function.

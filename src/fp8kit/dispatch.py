@@ -1,14 +1,7 @@
 """Ordered backends, the reason each one gives for declining, and the choice among them.
 
-A backend is a module with two functions: ``supports(problem) -> None | reason`` and ``run(...)``.
-One that can be cut in several ways also has ``configurations(problem) -> names``; ``run`` finds the
-chosen one in ``problem.configuration``, where an empty name leaves the choice to the backend;
-``None`` asks dispatch for any.
-By ``cut(problem)`` one says in words how it does so on this machine.
-One that copies the weight at every call says so by ``pads(problem)``, and ``yields_to(problem)``
-names a backend that stands before it in the order for such a problem, unless that one pads.
-A backend may offer ``quantize_in_gemm``, which quantizes a few tokens inside the GEMM.
-Loading one is the package's only lazy import, so a missing triton is a reason, not an exception.
+A backend is a module that names its functions in ``BACKEND``, a ``Backend``. Loading one is the
+package's only lazy import, so a missing triton is a reason, not an exception.
 
 Of the backends that take a problem the first of the order runs, unless the times that
 ``problem.measured()`` returns say that another one is faster. A first one that was not measured
@@ -21,18 +14,38 @@ import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 from fp8kit import settings
 from fp8kit.errors import UnsupportedError, did_you_mean, teach
 from fp8kit.measurements import DENSE, REJECTED, Measured, table_for
+from fp8kit.runtime.replay_cache import forget_choices
 
-# (name, module path, device types), the best first; no device types means any device
+# (name, path of its module, device types), the best first; no device types means any device
 BackendTable = tuple[tuple[str, str, tuple[str, ...]], ...]
 
-# how often times have changed: what depends on choices, such as a tape, is good for one count
-generation = 0
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class Backend:
+    """What dispatch asks of an implementation; each kind adds the functions that compute.
+
+    All functions read the frozen problem alone, so that they can be tested for any device on a CPU.
+
+    Args:
+        supports: why it cannot compute a problem; ``None`` if it can.
+        configurations: names of ways to cut a problem among which measured times choose. ``run``
+            finds the chosen one in ``problem.configuration``, where an empty name leaves the choice
+            to the backend; ``None`` asks dispatch for any.
+        cut: in words, how a problem is cut on this machine; empty where there is nothing to tell.
+        pads: whether the weight is copied at every call.
+        yields_to: a backend that stands before it in the order for a problem, unless that one pads.
+    """
+
+    supports: Callable[[Any], str | None]
+    configurations: Callable[[Any], tuple[str, ...]] = lambda _: ()
+    cut: Callable[[Any], str] = lambda _: ""
+    pads: Callable[[Any], bool] = lambda _: False
+    yields_to: Callable[[Any], str] = lambda _: ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +55,7 @@ class Choice:
     Args:
         problem: what was asked, with the chosen configuration.
         backend: the name that was chosen; empty if none fits.
-        module: the backend module, ``None`` if none fits.
+        implementation: of that name, ``None`` if none fits.
         declined: pairs of backend name and reason, in dispatch order.
         us: measured microseconds of the whole layer; ``None`` if it was not measured.
         dense_us: the same of a dense bf16 layer.
@@ -51,7 +64,7 @@ class Choice:
 
     problem: Any
     backend: str
-    module: ModuleType | None
+    implementation: Any  # a ``Backend`` of the table's kind
     declined: tuple[tuple[str, str], ...]
     us: float | None = None
     dense_us: float | None = None
@@ -64,8 +77,8 @@ class Choice:
 
     def cut(self) -> str:
         """Say how the backend cuts the problem; empty if it does not tell."""
-        told: Callable[[Any], str] = getattr(self.module, "cut", lambda _: "")
-        return told(self.problem)
+        chosen: Backend | None = self.implementation
+        return "" if chosen is None else chosen.cut(self.problem)
 
     def __str__(self) -> str:
         chosen = "chosen"
@@ -84,9 +97,9 @@ class Choice:
 
 
 @functools.cache
-def _load(path: str) -> tuple[ModuleType | None, str]:
+def _load(path: str) -> tuple[Backend | None, str]:
     try:
-        return importlib.import_module(path), ""
+        return importlib.import_module(path).BACKEND, ""
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] == "fp8kit":
             raise
@@ -103,24 +116,24 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
         only: consider this backend alone, whatever was found when it was measured.
 
     Returns:
-        The choice; its ``module`` is ``None`` if no backend fits.
+        The choice; its ``implementation`` is ``None`` if no backend fits.
     """
-    fits: dict[str, ModuleType] = {}
+    fits: dict[str, Backend] = {}
     reasons: dict[str, str] = {}
     for name, path, devices in table:
         if only is not None and name != only:
             continue
-        module: ModuleType | None = None
+        backend: Backend | None = None
         if name in settings.DISABLED_BACKENDS:
             reason = "disabled by FP8KIT_DISABLE"
         elif devices and problem.device_type not in devices:
             reason = f"runs on {' and '.join(devices)}, not on {problem.device_type}"
         else:
-            module, reason = _load(path)
-        if module is not None:
-            reason = module.supports(problem) or ""
+            backend, reason = _load(path)
+        if backend is not None:
+            reason = backend.supports(problem) or ""
             if not reason:
-                fits[name] = module
+                fits[name] = backend
         reasons[name] = reason
     fits = _ordered(fits, problem)
     measured: Measured | None = getattr(problem, "measured", lambda: None)()
@@ -137,14 +150,13 @@ def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice
 
 def renew() -> None:
     """Forget tables and choices: the times that they were made by have changed."""
-    global generation
-    generation += 1
+    forget_choices()
     table_for.cache_clear()
     choose.cache_clear()
 
 
 def _fastest(
-    fits: dict[str, ModuleType],
+    fits: dict[str, Backend],
     reasons: dict[str, str],
     problem: Any,
     times: dict[str, tuple[float, str]],
@@ -158,7 +170,7 @@ def _fastest(
     for name in fits:
         if name in times and us is not None:
             reasons[name] = f"{times[name][0]:.1f} µs, slower than {chosen}"
-        elif _pads(fits[name], problem):
+        elif fits[name].pads(problem):
             reasons[name] = f"not measured, would pad the weight, and after {chosen} in the order"
         else:
             reasons[name] = f"not measured, and after {chosen} in the order"
@@ -172,42 +184,30 @@ def _fastest(
     return Choice(problem, chosen, fits[chosen], declined, us, dense, measured.m)
 
 
-def _ordered(fits: dict[str, ModuleType], problem: Any) -> dict[str, ModuleType]:
+def _ordered(fits: dict[str, Backend], problem: Any) -> dict[str, Backend]:
     """Put each backend right behind the one that it yields to."""
     order = list(fits)
-    for name, module in fits.items():
-        yields_to: Callable[[Any], str] = getattr(module, "yields_to", lambda _: "")
-        before = yields_to(problem)
-        if before in fits and not _pads(fits[before], problem):
+    for name, backend in fits.items():
+        before = backend.yields_to(problem)
+        if before in fits and not fits[before].pads(problem):
             order.remove(name)
             order.insert(order.index(before) + 1, name)
     return {name: fits[name] for name in order}
 
 
 def _times(
-    fits: dict[str, ModuleType], problem: Any, measured: Measured | None
+    fits: dict[str, Backend], problem: Any, measured: Measured | None
 ) -> dict[str, tuple[float, str]]:
     """Give the best microseconds of each backend, and the configuration that reaches them."""
     times: dict[str, tuple[float, str]] = {}
     wanted = getattr(problem, "configuration", None)
     for candidate, us in ({} if measured is None else measured.us).items():
         name, _, configuration = candidate.partition(":")
-        if name not in fits or configuration not in configurations(fits[name], problem):
+        if name not in fits or configuration not in ("", *fits[name].configurations(problem)):
             continue
         if wanted in (None, configuration) and (name not in times or us < times[name][0]):
             times[name] = (us, configuration)
     return times
-
-
-def _pads(module: ModuleType, problem: Any) -> bool:
-    pads: Callable[[Any], bool] = getattr(module, "pads", lambda _: False)
-    return pads(problem)
-
-
-def configurations(module: ModuleType, problem: Any) -> tuple[str, ...]:
-    """Give the configurations a backend offers for a problem; the empty name is its own choice."""
-    offered = getattr(module, "configurations", None)
-    return ("",) if offered is None else ("", *offered(problem))
 
 
 def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice:
@@ -218,7 +218,7 @@ def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice
         UnsupportedError: if no backend supports the problem.
     """
     choice = choose(table, problem, only)
-    if choice.module is not None:
+    if choice.implementation is not None:
         return choice
     names = ", ".join(name for name, *_ in table)
     if only is not None and not choice.declined:
@@ -240,5 +240,5 @@ def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice
 
 
 def require(table: BackendTable, problem: Any, only: str | None = None) -> Any:
-    """Return the module of the chosen backend; as ``decide`` otherwise."""
-    return decide(table, problem, only).module
+    """Return the chosen backend; as ``decide`` otherwise."""
+    return decide(table, problem, only).implementation

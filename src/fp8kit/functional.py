@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from fp8kit import ops
 from fp8kit.errors import teach
 from fp8kit.formats import (
     ROW,
@@ -19,7 +18,8 @@ from fp8kit.formats import (
     fp8_format,
     min_scale,
 )
-from fp8kit.unchecked import linear_unchecked
+from fp8kit.ops import bodies, operators
+from fp8kit.runtime.replay_cache import call_on
 from fp8kit.validation import (
     activation_format,
     check_codes,
@@ -102,13 +102,13 @@ def quantize(
                 )
             )
         check_static_scale(scale, x, group)
-        data = torch.ops.fp8kit.quantize_static(x, scale, [group.rows, group.cols], dtype)
+        data = operators.QUANTIZE_STATIC(x, scale, (group.rows, group.cols), dtype)
         return QTensor(data, scale, group)
     rounding = check_rounding(scale_rounding, group)
     check_scale_ub(scale_ub, x)
     check_layout(scale_layout, group)
     options = (floor, scale_ub, rounding, scale_layout)
-    data, found = torch.ops.fp8kit.quantize(x, [group.rows, group.cols], dtype, *options)
+    data, found = operators.QUANTIZE(x, (group.rows, group.cols), dtype, *options)
     return QTensor(data, found, group)
 
 
@@ -131,9 +131,7 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     check_quantized("q", q)
     check_out_dtype(dtype)
-    value: Tensor = torch.ops.fp8kit.dequantize(
-        q.data, q.scale, [q.group.rows, q.group.cols], dtype
-    )
+    value: Tensor = operators.DEQUANTIZE(q.data, q.scale, (q.group.rows, q.group.cols), dtype)
     return value
 
 
@@ -186,20 +184,15 @@ def scaled_mm(
     rows, x_scale = math.prod(x.shape[:-1]), x_q.scale
     if x.dim() != 2 and x_q.group != TENSOR:
         x_scale = x_scale.reshape(rows, x_scale.shape[-1])
-    y: Tensor = torch.ops.fp8kit.scaled_mm(
-        x.reshape(rows, x.shape[-1]),
-        x_scale,
+    groups = ((x_q.group.rows, x_q.group.cols), (w_q.group.rows, w_q.group.cols))
+    y = call_on(
         w,
-        w_q.scale,
-        bias,
-        [x_q.group.rows, x_q.group.cols],
-        [w_q.group.rows, w_q.group.cols],
-        out_dtype,
-        accum,
-        batch_invariant,
-        backend,
+        operators.SCALED_MM,
+        (x.reshape(rows, x.shape[-1]), x_scale),
+        (w, w_q.scale, bias),
+        (*groups, out_dtype, accum, batch_invariant, backend),
     )
-    return ops.reshaped(y, (*x.shape[:-1], w.shape[0]))
+    return bodies.reshaped(y, (*x.shape[:-1], w.shape[0]))
 
 
 def linear(
@@ -256,13 +249,12 @@ def linear(
                 "Leave scale_ub out, or use a dynamic scheme.",
             )
         )
-    return linear_unchecked(
-        x,
+    x_group = None if activation is None else (activation.rows, activation.cols)
+    y: Tensor = call_on(
         w_q.data,
-        w_q.scale,
-        bias,
-        input_scale,
-        scale_ub,
-        (activation, w_q.group),
-        (rounding, accum, batch_invariant),
+        operators.LINEAR,
+        (x,),
+        (w_q.data, w_q.scale, bias, input_scale, scale_ub),
+        (x_group, (w_q.group.rows, w_q.group.cols), rounding, accum, batch_invariant),
     )
+    return y

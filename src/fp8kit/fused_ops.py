@@ -7,6 +7,7 @@ each schema are a ``Target``, in order; validation is the caller's (``fused``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,26 +17,15 @@ from torch import Tensor
 from fp8kit.dispatch import require
 from fp8kit.errors import teach
 from fp8kit.formats import GroupShape
-from fp8kit.ops import _outside_autocast
-from fp8kit.quantizers.fused_problem import FUSED_BACKENDS, FusedProblem, Target
+from fp8kit.ops.registration import library, register
+from fp8kit.quantizers.fused_problem import FUSED_BACKENDS, FusedBackend, FusedProblem, Target
 from fp8kit.quantizers.layout import empty_scale
+from fp8kit.runtime.replay_cache import Operator
 
-_library: Any = torch.library.Library("fp8kit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TARGET = (
     "Tensor? scale, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
     ' str scale_rounding, str scale_layout="row"'
 )
-
-
-def _register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    # any strides will do: otherwise Inductor computes an input once more for each of its readers
-    _library.define(schema, tags=torch.Tag.flexible_layout)
-    name = schema.partition("(")[0]
-    _library.impl(name, impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8kit::{name}", fake, lib=_library)
-    torch.library.register_autograd(f"fp8kit::{name}", _refuse_backward, lib=_library)
-    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        _library.impl(name, _outside_autocast(name, device_type), key)
 
 
 def _refuse_backward(ctx: Any, *grads: Any) -> None:  # noqa: ARG001
@@ -62,6 +52,11 @@ def _fake_outputs(x: Tensor, target: Target, *others: Tensor) -> list[Tensor]:
     return _outputs(x.new_empty(x.shape, dtype=target.dtype), scale, target, *others)
 
 
+def _backend(problem: FusedProblem) -> FusedBackend:
+    backend: FusedBackend = require(FUSED_BACKENDS, problem)
+    return backend
+
+
 def rms_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -73,8 +68,8 @@ def rms_norm(
 ) -> list[Tensor]:
     """Norm and quantize; the body of ``rms_norm_quantize``, with its arguments."""
     target = _target(arguments)
-    run = require(FUSED_BACKENDS, FusedProblem.of("rms_norm", x, target)).rms_norm
-    data, scale, total = run(x, residual, weight, eps, weight_offset, rounding, target)
+    backend = _backend(FusedProblem.of("rms_norm", x, target))
+    data, scale, total = backend.rms_norm(x, residual, weight, eps, weight_offset, rounding, target)
     return _outputs(data, scale, target, *([] if total is None else [total.contiguous()]))
 
 
@@ -96,8 +91,8 @@ def layer_norm(
     """Norm and quantize; the body of ``layer_norm_quantize``, with its arguments."""
     target = _target(arguments)
     modulation = None if gain is None or shift is None else (gain, shift)
-    run = require(FUSED_BACKENDS, FusedProblem.of("layer_norm", x, target)).layer_norm
-    data, scale = run(x, weight, bias, modulation, eps, rounding, target)
+    backend = _backend(FusedProblem.of("layer_norm", x, target))
+    data, scale = backend.layer_norm(x, weight, bias, modulation, eps, rounding, target)
     return _outputs(data, scale, target)
 
 
@@ -105,32 +100,61 @@ def _layer_norm_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
     return _fake_outputs(x, _target(arguments[6:]))
 
 
-def activation(kind: str, gate: Tensor, up: Tensor | None, *arguments: Any) -> list[Tensor]:
+def activation(gate: Tensor, up: Tensor | None, kind: str, *arguments: Any) -> list[Tensor]:
     """Activate and quantize; the body of ``activation_quantize``, with its arguments."""
     target = _target(arguments)
-    run = require(FUSED_BACKENDS, FusedProblem.of(kind, gate, target)).activation
-    data, scale = run(kind, gate, up, target)
+    backend = _backend(FusedProblem.of(kind, gate, target))
+    data, scale = backend.activation(kind, gate, up, target)
     return _outputs(data, scale, target)
 
 
-def _activation_fake(kind: str, gate: Tensor, *arguments: Any) -> list[Tensor]:  # noqa: ARG001
-    return _fake_outputs(gate, _target(arguments[1:]))
+def _activation_fake(gate: Tensor, *arguments: Any) -> list[Tensor]:
+    return _fake_outputs(gate, _target(arguments[2:]))
 
 
-_register(
-    "rms_norm_quantize(Tensor x, Tensor? residual, Tensor weight, float eps, float weight_offset,"
-    f" str rounding, {_TARGET}) -> Tensor[]",
-    rms_norm,
-    _rms_norm_fake,
-)
-_register(
-    "layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, Tensor? gain, Tensor? shift,"
-    f" float eps, str rounding, {_TARGET}) -> Tensor[]",
-    layer_norm,
-    _layer_norm_fake,
-)
-_register(
-    f"activation_quantize(str kind, Tensor gate, Tensor? up, {_TARGET}) -> Tensor[]",
-    activation,
-    _activation_fake,
-)
+for _schema, _impl, _fake in (
+    (
+        "rms_norm_quantize(Tensor x, Tensor? residual, Tensor weight, float eps,"
+        f" float weight_offset, str rounding, {_TARGET}) -> Tensor[]",
+        rms_norm,
+        _rms_norm_fake,
+    ),
+    (
+        "layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, Tensor? gain, Tensor? shift,"
+        f" float eps, str rounding, {_TARGET}) -> Tensor[]",
+        layer_norm,
+        _layer_norm_fake,
+    ),
+    (
+        f"activation_quantize(Tensor gate, Tensor? up, str kind, {_TARGET}) -> Tensor[]",
+        activation,
+        _activation_fake,
+    ),
+):
+    torch.library.register_autograd(register(_schema, _impl, _fake), _refuse_backward, lib=library)
+
+RMS_NORM = Operator(rms_norm, torch.ops.fp8kit.rms_norm_quantize)
+LAYER_NORM = Operator(layer_norm, torch.ops.fp8kit.layer_norm_quantize)
+ACTIVATION = Operator(activation, torch.ops.fp8kit.activation_quantize)
+
+
+def rows_of(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Fold the leading dimensions of codes and scales into rows."""
+    rows = math.prod(data.shape[:-1])
+    return data.reshape(rows, data.shape[-1]), scale.reshape(rows, scale.shape[-1])
+
+
+def _in_rows(operator: Operator) -> Operator:
+    """Return an operator with dynamic scales that gives its codes and scales in rows."""
+
+    def folded(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> list[Tensor]:
+            data, scale, *others = compute(*arguments)
+            return [*rows_of(data, scale), *others]
+
+        return call
+
+    return Operator(folded(operator.body), folded(operator.registered))
+
+
+RMS_NORM_ROWS, LAYER_NORM_ROWS, ACTIVATION_ROWS = map(_in_rows, (RMS_NORM, LAYER_NORM, ACTIVATION))

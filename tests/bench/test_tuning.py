@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from fp8kit.dispatch import choose
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.matmul import problem as matmul
 from fp8kit.matmul import reference
+from fp8kit.matmul.problem import MatmulBackend
 from fp8kit.measurements import DENSE, REJECTED, Table, table_for
 
 CPU = torch.device("cpu")
@@ -44,23 +44,20 @@ def timer_of(times: Mapping[str, float]) -> Callable[..., dict[str, float]]:
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
     """Put a backend that is quick and spoils the right result before the honest one."""
-    quick, honest = ModuleType("fp8kit_quick"), ModuleType("fp8kit_honest")
-    honest.__dict__.update(supports=lambda _: None, run=reference.run)
+    quick = MatmulBackend(supports=lambda _: None, run=reference.run)
+    honest = MatmulBackend(supports=lambda _: None, run=reference.run)
     table = (("hopper_gemm", "quick", ()), ("torch_native", "honest", ()))
-    modules = {"quick": quick, "honest": honest}
-    monkeypatch.setattr("fp8kit.dispatch._load", lambda path: (modules[path], ""))
+    backends = {"quick": quick, "honest": honest}
+    monkeypatch.setattr("fp8kit.dispatch._load", lambda path: (backends[path], ""))
     monkeypatch.setattr(benched, "BACKENDS", table)
-    monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", table)
+    monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", table)
     quantizers = (("reference", "fp8kit.quantizers.reference", ()),)
-    modules["fp8kit.quantizers.reference"] = fp8kit.quantizers.reference
-    monkeypatch.setattr("fp8kit.ops.QUANTIZER_BACKENDS", quantizers)
+    backends["fp8kit.quantizers.reference"] = fp8kit.quantizers.reference.BACKEND
+    monkeypatch.setattr("fp8kit.ops.bodies.QUANTIZER_BACKENDS", quantizers)
 
     def install(spoil: Spoil) -> None:
-        quick.__dict__.update(
-            supports=lambda _: None,
-            configurations=lambda _: ("wide",),
-            run=lambda *a: spoil(reference.run(*a)),
-        )
+        quick.configurations = lambda _: ("wide",)
+        quick.run = lambda *a: spoil(reference.run(*a))
         choose.cache_clear()
 
     yield install
@@ -277,12 +274,12 @@ def test_warmup_runs_every_distinct_problem_once(monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(Block(), Block())
     fp8kit.convert(model)
     ran: list[tuple[int, int, int]] = []
-    dequantized = choose(matmul.BACKENDS, model[0].o_proj.problem(1)).module
+    dequantized = choose(matmul.BACKENDS, model[0].o_proj.problem(1)).implementation
     real = dequantized.run
 
-    def run(x: Tensor, *rest: object) -> Tensor:
-        ran.append((x.shape[0], rest[1].shape[0], x.shape[1]))
-        return real(x, *rest)
+    def run(operands: matmul.MatmulOperands, problem: matmul.MatmulProblem) -> Tensor:
+        ran.append((operands.x.shape[0], operands.w.shape[0], operands.x.shape[1]))
+        return real(operands, problem)
 
     monkeypatch.setattr(dequantized, "run", run)
     assert warmup(model, m=[1, 600]) == 4

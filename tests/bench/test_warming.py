@@ -105,7 +105,7 @@ def test_row_counts_that_are_cut_otherwise_are_warmed_up(
         asked.append((problem.m, problem.n))
         return [5, 8]
 
-    chosen = SimpleNamespace(module=SimpleNamespace(row_counts=row_counts))
+    chosen = SimpleNamespace(implementation=SimpleNamespace(row_counts=row_counts))
     monkeypatch.setattr(warming, "choose", lambda *_: chosen)
     model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(device, torch.bfloat16)
     fp8kit.convert(model)

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit.dispatch import choose, configurations
+from fp8kit.dispatch import choose
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 from fp8kit.matmul import torch_native
-from fp8kit.matmul.problem import BACKENDS, MatmulProblem
+from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
 from fp8kit.matmul.torch_native import swizzle_mx_scale
-from fp8kit.ops import multiply
 from numerics import (
     assert_bits_equal,
     assert_matmul,
@@ -62,7 +61,7 @@ def skip_if_declined(
         x_q.data, w_q.data, groups, out_dtype, None, "precise", batch_invariant
     )
     choice = choose(BACKENDS, problem, backend)
-    if choice.module is None:
+    if choice.implementation is None:
         pytest.skip(f"{backend}: {choice.declined[0][1]}")
 
 
@@ -282,7 +281,7 @@ def test_torch_is_asked_for_the_wanted_sums(
     x_q, w_q = operands(16, 128, 512, PAIRS[pair], torch.device("cpu"))
     groups = PAIRS[pair]
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, accum, False)
-    y = torch_native.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
+    y = torch_native.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     assert y.dtype == out_dtype
     (options,) = asked
     # cuBLAS promotes its block recipe every 128 and knows no other way
@@ -312,7 +311,7 @@ def test_torch_may_scale_after_the_product(
         configuration=torch_native.SCALED_AFTER,
     )
     assert torch_native.configurations(problem) == (torch_native.SCALED_AFTER,)
-    y = torch_native.run(x_q.data, x_q.scale, w_q.data, w_q.scale, b, groups, problem)
+    y = torch_native.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale, b), problem)
     assert_matmul(y, dequantized(x_q), dequantized(w_q), b, "torch_native")
     ((one, *_),) = asked
     assert isinstance(one, Tensor)
@@ -347,10 +346,10 @@ def test_every_configuration_matches_the_exact_product(
     skip_if_declined(backend, x_q, w_q, torch.bfloat16)
     groups = PAIRS[pair]
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, "precise", False)
-    module = choose(BACKENDS, problem, backend).module
-    for name in configurations(module, problem):
+    module = choose(BACKENDS, problem, backend).implementation
+    for name in ("", *module.configurations(problem)):
         cut = dataclasses.replace(problem, configuration=name)
-        y = multiply(x_q.data, x_q.scale, w_q.data, w_q.scale, None, cut, backend)
+        y = module.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), cut)
         assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
 
 
@@ -394,7 +393,7 @@ def test_torch_gets_whole_tiles_and_tells_whose_weight_is_padded(
     x_q, w_q = operands(17, n, k, groups, torch.device("cpu"))
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, "precise", False)
     assert torch_native.pads(problem) == padded
-    y = torch_native.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem)
+    y = torch_native.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     assert y.shape == (17, n)
     ((x, w),) = asked
     multiple = 128 if pair == "FP8_BLOCK" else 16

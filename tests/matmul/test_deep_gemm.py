@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit import tape
 from fp8kit.bench import tuning
 from fp8kit.bench.operands import candidates
 from fp8kit.dispatch import Choice, choose
 from fp8kit.formats import BLOCK, GROUP128, SCHEMES, Scheme, min_scale
 from fp8kit.matmul import deep_gemm
 from fp8kit.matmul import problem as matmul
-from fp8kit.matmul.problem import BACKENDS, MatmulProblem
+from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
 from fp8kit.measurements import DENSE, REJECTED, Table
 from fp8kit.quantizers import reference
+from fp8kit.runtime.launch_recording import record
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
 
 GROUPS = (GROUP128, BLOCK)
@@ -141,7 +141,7 @@ def test_the_library_gets_the_layouts_that_it_wants(
 ) -> None:
     install(made := Library(name))
     x_q, w_q, problem = operands(m, 192, 384)
-    y = deep_gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, GROUPS, problem)
+    y = deep_gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     assert len(made.given) == 1
     assert y.is_contiguous()
     assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q))
@@ -149,14 +149,14 @@ def test_the_library_gets_the_layouts_that_it_wants(
 
 def test_codes_and_scales_in_any_layout_are_brought_into_it(library: Library) -> None:
     x_q, w_q, problem = operands(9, 192, 256)
-    plain = deep_gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, GROUPS, problem)
+    plain = deep_gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     memory = torch.zeros(9 * 256 + 1, dtype=torch.uint8)
     unaligned = memory[1:].view(9, 256).copy_(x_q.data.view(torch.uint8)).view(E4M3)
     transposed = w_q.data.view(torch.uint8).t().contiguous().t().view(E4M3)
     by_column = w_q.scale.t().contiguous().t()
     sliced = torch.zeros(9, 5)
     sliced[:, 1:3] = x_q.scale
-    again = deep_gemm.run(unaligned, sliced[:, 1:3], transposed, by_column, None, GROUPS, problem)
+    again = deep_gemm.run(MatmulOperands(unaligned, sliced[:, 1:3], transposed, by_column), problem)
     assert_bits_equal(again, plain)
 
 
@@ -169,7 +169,7 @@ def test_what_a_layer_quantizes_is_passed_on_without_a_copy(m: int, library: Lib
     floor = min_scale(GROUP128, E4M3, "activation")
     codes, scale = triton.quantize(x, GROUP128, E4M3, floor, None, "exact", "column")
     _, w_q, problem = operands(1, 128, 256)
-    deep_gemm.run(codes, scale, w_q.data, w_q.scale, None, GROUPS, problem)
+    deep_gemm.run(MatmulOperands(codes, scale, w_q.data, w_q.scale), problem)
     kept = [t.data_ptr() for t in (codes, scale, w_q.data, w_q.scale)]
     assert [t.data_ptr() for t in library.given[0]] == kept
 
@@ -187,7 +187,7 @@ WRONG = {
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_layout_would_show(fault: str, library: Library) -> None:
     x_q, w_q, problem = operands(9, 256, 256)
-    deep_gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, GROUPS, problem)
+    deep_gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     right = library.given[0]
     y = torch.empty(9, 256, dtype=torch.bfloat16)
     library.product(right[:2], right[2:], y)
@@ -200,9 +200,9 @@ def test_a_wrong_layout_would_show(fault: str, library: Library) -> None:
 def test_a_bias_of_any_dtype_is_added(dtype: torch.dtype, library: Library) -> None:
     x_q, w_q, problem = operands(5, 64, 128)
     bias = torch.randn(64).mul(4).to(dtype)
-    y = deep_gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, bias, GROUPS, problem)
+    y = deep_gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale, bias), problem)
     assert y.dtype == torch.bfloat16
-    bare = deep_gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, GROUPS, problem)
+    bare = deep_gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     assert_bits_equal(y, (bare.float() + bias.float()).bfloat16())
     assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, "deep_gemm")
 
@@ -211,12 +211,12 @@ def test_a_call_to_it_is_not_taped(library: Library, monkeypatch: pytest.MonkeyP
     x_q, w_q, problem = operands(4, 64, 128)
     scale = by_column(x_q.scale)
     noted: list[object] = []
-    monkeypatch.setattr(tape, "note", noted.append)
+    monkeypatch.setattr(deep_gemm, "record_launch", noted.append)
 
     def call() -> Tensor:
-        return deep_gemm.run(x_q.data, scale, w_q.data, w_q.scale, None, GROUPS, problem)
+        return deep_gemm.run(MatmulOperands(x_q.data, scale, w_q.data, w_q.scale), problem)
 
-    y, taped = tape.record(call, [x_q.data], (scale, w_q.data, w_q.scale))
+    y, taped = record(call, [x_q.data], (scale, w_q.data, w_q.scale))
     assert taped is None
     assert noted == [None]
     assert_bits_equal(y, call())
@@ -252,7 +252,7 @@ def test_it_takes_what_engines_give_it(library: Library) -> None:
 )
 def test_it_declines_and_says_why(changes: dict[str, object], word: str, library: Library) -> None:
     choice = only(faked(**changes))  # type: ignore[arg-type]
-    assert choice.module is None
+    assert choice.implementation is None
     assert word in dict(choice.declined)["deep_gemm"]
     assert library.given == []
 
@@ -328,14 +328,14 @@ def test_the_copy_of_vllm_serves_in_processes_that_import_vllm(
     if other == "broken":
         break_import(ImportError("torn"), monkeypatch)
     vendor(tmp_path, monkeypatch, PRODUCT)
-    assert only(faked()).module is None
+    assert only(faked()).implementation is None
     assert "vllm" not in sys.modules  # whose import changes settings of torch
     importlib.import_module("vllm")
     deep_gemm._product.cache_clear()
     choose.cache_clear()
     assert only(faked()).backend == "deep_gemm"
     x_q, w_q, problem = operands(2, 64, 128)
-    y = deep_gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, GROUPS, problem)
+    y = deep_gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     assert (y == 7).all()
 
 
@@ -406,7 +406,7 @@ def here(library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     """Let the library compute on the CPU, as on an H200, and nothing else."""
     table = (("deep_gemm", "fp8kit.matmul.deep_gemm", ()),)
     monkeypatch.setattr(matmul, "capability", lambda _: (9, 0))
-    monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", table)
+    monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", table)
     monkeypatch.setattr("fp8kit.bench.operands.BACKENDS", table)
     return library
 
@@ -456,7 +456,7 @@ def real(m: int, n: int, k: int) -> tuple[fp8kit.QTensor, fp8kit.QTensor]:
     with warnings.catch_warnings():  # those of its import are not ours
         warnings.simplefilter("ignore")
         choice = only(problem)
-    if choice.module is None:
+    if choice.implementation is None:
         pytest.skip(dict(choice.declined)["deep_gemm"])
     return x_q, w_q
 

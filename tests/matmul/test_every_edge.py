@@ -76,7 +76,7 @@ def wrong(backend: str, pair: str, size: Size, out_dtype: torch.dtype) -> str:
     groups = QUANTIZED[pair]
     x_q, w_q = operands(size, groups)
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, "precise", False)
-    if choose(BACKENDS, problem, backend).module is None:
+    if choose(BACKENDS, problem, backend).implementation is None:
         return ""
     y = fp8kit.scaled_mm(x_q, w_q, out_dtype=out_dtype, backend=backend)
     try:

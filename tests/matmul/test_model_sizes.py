@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit.dispatch import choose, configurations
+from fp8kit.dispatch import choose
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
-from fp8kit.matmul.problem import BACKENDS, DECODING, MatmulProblem
-from fp8kit.ops import multiply
+from fp8kit.matmul.problem import BACKENDS, DECODING, MatmulOperands, MatmulProblem
 from numerics import assert_fast_sums, assert_matmul, assert_no_drift, exact_product
 
 PAIRS = {"row": (ROW, ROW), "block": (GROUP128, BLOCK), "tensor": (TENSOR, TENSOR)}
@@ -43,13 +42,14 @@ def results(
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, accum, False)
     found = 0
     for backend, *_ in BACKENDS:
-        module = choose(BACKENDS, problem, backend).module
+        module = choose(BACKENDS, problem, backend).implementation
         if module is None or (backend in DECODING and not decoding):
             continue
-        for name in configurations(module, problem):
+        for name in ("", *module.configurations(problem)):
             cut = dataclasses.replace(problem, configuration=name)
             found += 1
-            yield backend, multiply(x_q.data, x_q.scale, w_q.data, w_q.scale, None, cut, backend)
+            operands = MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale)
+            yield backend, module.run(operands, cut)
     assert found >= (2 if decoding else 1)
 
 

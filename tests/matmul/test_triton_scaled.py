@@ -15,7 +15,7 @@ from ahead import compiled_by
 from fp8kit.dispatch import choose
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, QTensor
 from fp8kit.matmul import triton_scaled
-from fp8kit.matmul.problem import BACKENDS, MatmulProblem
+from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
 from shapes import Regime, regimes
 
@@ -114,8 +114,8 @@ class Operands:
         assert triton_scaled.supports(problem) is None
         operands = (self.x, self.x_scale, self.w, self.w_scale, bias)
         if tile is None:
-            return triton_scaled.run(*operands, self.groups, problem)
-        return triton_scaled.run_tile(*operands, problem, tile)
+            return triton_scaled.run(MatmulOperands(*operands), problem)
+        return triton_scaled.run_tile(MatmulOperands(*operands), problem, tile)
 
     def check(self, y: Tensor, problem: MatmulProblem, bias: Tensor | None = None) -> None:
         """Compare with the exact product; the interpreter sums in fp32 like the reference."""
@@ -180,7 +180,7 @@ def test_a_decoded_weight_has_the_bits_of_every_code(
     x[1, 5] = 1
     scale = torch.ones(256, 1, device=device)
     problem = MatmulProblem.of(x, w, (None, ROW), torch.float32, None, "precise", False)
-    y = triton_scaled.run(x, None, w, scale, None, (None, ROW), problem)
+    y = triton_scaled.run(MatmulOperands(x, None, w, scale), problem)
     # a sum that starts at +0 ends at +0
     assert_bits_equal(y[1][finite], every.float()[finite] + 0.0)
     assert not y[1][~finite].isfinite().any()
@@ -193,7 +193,7 @@ def test_mx_scales_are_powers_of_two(device: torch.device) -> None:
     x = torch.zeros(1, 32, dtype=torch.bfloat16, device=device)
     x[0, 7] = 1
     problem = MatmulProblem.of(x, w, (None, MX), torch.float32, None, "precise", False)
-    y = triton_scaled.run(x, None, w, scale, None, (None, MX), problem)[0]
+    y = triton_scaled.run(MatmulOperands(x, None, w, scale), problem)[0]
     expected = fp8kit.dequantize(QTensor(w, scale, MX))[:, 7]
     assert_bits_equal(y[1:255], expected[1:255])
     assert y[255].isnan()

@@ -12,10 +12,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import fp8kit
-from fp8kit import tape
 from fp8kit.matmul.hopper import gemm
+from fp8kit.matmul.problem import MatmulOperands
 from fp8kit.modules import fused
 from fp8kit.modules.shared import SharedInput
+from fp8kit.runtime.launch_recording import AllocationWatch
 
 launches = pytest.importorskip("launches", reason="cuda-bindings is not installed")
 
@@ -36,15 +37,15 @@ def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ran: list[str] = []
     launches.fake_layers(monkeypatch)
     monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu", "cuda"))
-    run = gemm.run
+    run = gemm.BACKEND.run
 
     def watched(*operands: object) -> Tensor:
-        with tape._Watch() as watch:
+        with AllocationWatch() as watch:
             y = run(*operands)
         ran.append(watch.foreign)
         return y
 
-    monkeypatch.setattr(gemm, "run", watched)
+    monkeypatch.setattr(gemm.BACKEND, "run", watched)
     return ran
 
 
@@ -90,9 +91,8 @@ def test_the_watch_sees_a_copy_of_scales(between: list[str]) -> None:
     layer = fp8kit.Fp8Linear(256, 128, False, "FP8_BLOCK")
     codes = layer.quantize_input(torch.randn(5, 256))
     scale = codes.scale.contiguous()
-    groups = (codes.group, layer.scheme.weight)
     problem = layer.problem(5)
-    gemm.run(codes.data, scale, layer.weight, layer.weight_scale, None, groups, problem)
+    gemm.BACKEND.run(MatmulOperands(codes.data, scale, layer.codes, layer.weight_scale), problem)
     assert between == ["aten.copy_.default"]
 
 
@@ -124,7 +124,7 @@ def test_a_graph_holds_the_kernels_of_the_package_alone(
     scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = (("hopper_gemm", "fp8kit.matmul.hopper.gemm", ("cuda",)),)
-    monkeypatch.setattr("fp8kit.ops.MATMUL_BACKENDS", own)
+    monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", own)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     layer = decoder_layer(scheme, "cuda")
     x = torch.randn(1, rows, CONFIG.hidden_size, device="cuda").bfloat16()

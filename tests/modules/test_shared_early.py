@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit import tape
+from fp8kit.matmul.hopper import gemm
 from fp8kit.modules import shared
 from fp8kit.modules.shared import SharedInput
+from fp8kit.runtime.weight_hazards import safe_to_prefetch
 from numerics import assert_bits_equal
 
 launches = pytest.importorskip("launches", reason="cuda-bindings is not installed")
@@ -174,10 +175,10 @@ def test_a_product_that_fails_has_not_waited(
         raise RuntimeError("CUDA: no kernel image")
 
     with monkeypatch.context() as patch:
-        patch.setattr("fp8kit.ops.multiply", broken)
+        patch.setattr(gemm.BACKEND, "run", broken)
         with pytest.raises(RuntimeError, match="no kernel image"):
             step(joined, early)
-    assert not any(tape.settled(m.weight) for m in joined.members)
+    assert not any(safe_to_prefetch(m.weight) for m in joined.members)
     assert step(joined, early) == [False]
 
 
@@ -281,6 +282,6 @@ def test_on_hopper_joined_products_are_early_and_taped(scheme: str) -> None:
         joined.offer(stand_in, joined.members[0].quantize_input(x))
         for member, own in zip(joined.members, y, strict=True):
             assert_bits_equal(member(stand_in), own)
-    assert all(tape.settled(m.weight) for m in joined.members)
-    steps = [len(taped.steps) for _, taped in joined._tapes.values() if taped is not None]
-    assert steps == [2, 1]
+    assert all(safe_to_prefetch(m.weight) for m in joined.members)
+    assert joined.replays.launches(x.shape) == 2
+    assert len(joined.replays) == 2

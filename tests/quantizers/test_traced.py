@@ -14,6 +14,7 @@ import fp8kit
 from fp8kit import settings
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.matmul import dequantized
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.quantizers import reference, traced
 from numerics import assert_bits_equal
 
@@ -103,13 +104,13 @@ def test_graphs_hand_scales_by_column_to_the_product(
     dense = torch.randn(128, 512)
     layer.load_state_dict({"weight": dense})
     seen: list[tuple[int, ...]] = []
-    run = dequantized.run
+    run = dequantized.BACKEND.run
 
-    def watched(x: Tensor, x_scale: Tensor, *rest: object) -> Tensor:
-        seen.append(x_scale.stride())
-        return run(x, x_scale, *rest)
+    def watched(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
+        seen.append(operands.x_scale.stride())
+        return run(operands, problem)
 
-    monkeypatch.setattr(dequantized, "run", watched)
+    monkeypatch.setattr(dequantized.BACKEND, "run", watched)
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic)
     for m in (64, 8):
         x = torch.randn(m, 512)

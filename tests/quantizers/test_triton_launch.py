@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 cuda_driver = pytest.importorskip("fp8kit.cuda_driver", reason="cuda-bindings is not installed")
-from fp8kit import tape  # noqa: E402
 from fp8kit.quantizers import triton_launch  # noqa: E402
+from fp8kit.runtime.launch_recording import record  # noqa: E402
 
 SIGNATURE = {"x_ptr": "*bf16", "bound_ptr": "constexpr", "M": "i32", "stride": "i64", "low": "fp32"}
 SIZES = [8, 4, 8, 4, 8, 8]  # and two pointers to scratch memory
@@ -181,7 +181,7 @@ def test_a_recorded_launch_is_repeated_by_the_bindings(monkeypatch: pytest.Monke
         triton_launch.launch(jitted, 9, y, None, 3, 2**40, low=0.5)
         return y
 
-    _, made = tape.record(call, [x], [])
+    _, made = record(call, [x], [])
     assert made is not None
     assert [type(step) for step in made.steps] == [cuda_driver.KernelLaunch]
     assert made.steps[0]._kernel.device == 1
@@ -202,12 +202,12 @@ class Jitted:
 
 @pytest.mark.gpu
 def test_quantizers_are_repeated_by_the_bindings() -> None:
-    from fp8kit import ROW, tape
+    from fp8kit import ROW
     from fp8kit.quantizers import triton
 
     x = torch.randn(96, 4096, device="cuda", dtype=torch.bfloat16)
     arguments = (ROW, torch.float8_e4m3fn, 0.0, None, "exact")
-    _, made = tape.record(lambda: triton.quantize(x, *arguments), [x], [])
+    _, made = record(lambda: triton.quantize(x, *arguments), [x], [])
     assert made is not None
     assert [type(step) for step in made.steps] == [cuda_driver.KernelLaunch]
     other = torch.randn_like(x)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8kit import functional, ops
+from fp8kit import functional
 from fp8kit.bench.timing import copies_past_cache
-from fp8kit.dispatch import choose, configurations
+from fp8kit.dispatch import choose
 from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme, fp8_format
 from fp8kit.matmul.problem import BACKENDS, DECODING, MatmulProblem
 from fp8kit.modules.entries import quantize_weight
+from fp8kit.ops import bodies
 from fp8kit.validation import default_rounding
 
 Shape = tuple[int, int]
@@ -88,21 +89,21 @@ class Operands:
     def quantized(self) -> tuple[Tensor, Tensor | None]:
         """Quantize the input as the layer does."""
         activation, dtype = self.scheme.activation, self.scheme.dtype
-        return ops.quantize_rows(self.x, activation, dtype, self.input_scale, None, self.rounding)
+        how = (self.input_scale, None, self.rounding)
+        return bodies.quantize_rows(self.x, activation, dtype, *how)
 
     def layer(self, backend: str, configuration: str = "") -> Callable[[int], Tensor]:
         """Give the whole layer by one backend: quantize the input, multiply by copy ``i``."""
-        problem = replace(self.problem(), configuration=configuration)
-        dynamic = self.input_scale is None and self.rounding == "exact"
+        x, w = self.scheme.activation, self.scheme.weight
+        groups = (None if x is None else (x.rows, x.cols), (w.rows, w.cols))
+        options = (*groups, self.rounding, self.accum, False)
 
         def run(i: int) -> Tensor:
             weight = self.weights[i]
-            product = (weight.data, weight.scale, None, problem, backend)
-            y = ops.multiply_values(self.x, *product) if dynamic else None
-            if y is not None:
-                return y
-            data, scale = self.quantized()
-            return ops.multiply(data, scale, *product)
+            constants = (weight.data, weight.scale, None, self.input_scale, None)
+            return bodies.linear(
+                self.x, *constants, *options, backend=backend, configuration=configuration
+            )
 
         return run
 
@@ -145,9 +146,9 @@ def candidates(problem: MatmulProblem) -> list[tuple[str, str]]:
     """
     found = []
     for name, *_ in BACKENDS:
-        module = choose(BACKENDS, replace(problem, configuration=None), name).module
-        if module is not None:
-            found += [(name, cut) for cut in configurations(module, problem)]
+        chosen = choose(BACKENDS, replace(problem, configuration=None), name).implementation
+        if chosen is not None:
+            found += [(name, cut) for cut in ("", *chosen.configurations(problem))]
     fitting = [c for c in found if c[0] not in DECODING]
     return fitting or [c for c in found if c[0] != "reference"] or found
 

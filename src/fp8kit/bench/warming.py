@@ -15,7 +15,7 @@ from fp8kit.bench.timing import Timer, time_cases
 from fp8kit.bench.tuning import Wish
 from fp8kit.dispatch import choose
 from fp8kit.errors import teach
-from fp8kit.matmul.problem import BACKENDS
+from fp8kit.matmul.problem import BACKENDS, MatmulBackend
 from fp8kit.modules.fused import FusedActivation, FusedGatedMlp, FusedNorm, Producer
 from fp8kit.modules.fused_diffusers import FusedAdaptiveNorm, FusedFeedForward
 from fp8kit.modules.linear import Fp8Linear
@@ -139,8 +139,8 @@ def _row_counts(module: nn.Module, rows: int) -> list[int]:
     found = [rows]
     with torch.cuda.device(module.weight.device) if module.weight.is_cuda else nullcontext():
         for problem in problems:
-            cuts = getattr(choose(BACKENDS, problem).module, "row_counts", None)
-            found += [] if cuts is None else cuts(problem)
+            chosen: MatmulBackend | None = choose(BACKENDS, problem).implementation
+            found += [] if chosen is None else chosen.row_counts(problem)
     return found
 
 

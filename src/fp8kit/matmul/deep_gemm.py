@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import tape
-from fp8kit.formats import BLOCK, GROUP128, GroupShape
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.formats import BLOCK, GROUP128
+from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import aligned, by_column
+from fp8kit.runtime.launch_recording import is_recording, record_launch
 
 _NAMES = ("fp8_gemm_nt", "gemm_fp8_fp8_bf16_nt")  # since 2.0, and before
 _ABSENT = ("deep_gemm", "vllm.third_party", "vllm.third_party.deep_gemm")
@@ -52,22 +52,14 @@ def supports(problem: MatmulProblem) -> str | None:
     return _product()[1]
 
 
-def run(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-) -> Tensor:
-    """Multiply ``x [M, K]`` by ``w [N, K]``; ``groups`` are 1x128 and 128x128."""
+def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
+    """Multiply ``x [M, K]`` by ``w [N, K]``, in 1x128 and 128x128 groups."""
+    x, x_scale, w, w_scale, bias = operands
     product, missing = _product()
     assert product is not None, missing
     assert x_scale is not None
-    assert groups == (GROUP128, BLOCK)
-    if tape.recording():
-        tape.note(None)  # what the library launches cannot be repeated without it
+    if is_recording():
+        record_launch(None)  # what the library launches cannot be repeated without it
     y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype, device=x.device)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         # rows without gaps, as every release takes them
@@ -114,3 +106,6 @@ def _broken(error: Exception) -> str:
         f"deep_gemm does not import ({type(error).__name__}: {error}); it wants the torch it was"
         " built for, and a CUDA toolkit under CUDA_HOME"
     )
+
+
+BACKEND = MatmulBackend(supports=supports, run=run)

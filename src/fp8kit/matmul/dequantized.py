@@ -13,8 +13,8 @@ import functools
 import torch
 from torch import Tensor
 
-from fp8kit.formats import ROW, TENSOR, GroupShape
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.formats import ROW, TENSOR
+from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.quantizers import reference as quantizer
 
 _FACTORS_OUT = (ROW, TENSOR)
@@ -27,17 +27,10 @@ def supports(problem: MatmulProblem) -> str | None:
     return None
 
 
-def run(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-) -> Tensor:
+def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``; ``x_scale`` is ``None`` if ``x`` is not quantized."""
-    x_group, w_group = groups
+    x, x_scale, w, w_scale, bias = operands
+    x_group, w_group = problem.x_group, problem.w_group
     out_dtype = problem.out_dtype
     compute = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     scales = []
@@ -75,3 +68,6 @@ def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
 @functools.cache
 def _table(codes: torch.dtype, dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(codes).to(dtype)
+
+
+BACKEND = MatmulBackend(supports=supports, run=run)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8kit.dispatch import BackendTable
+from fp8kit.dispatch import Backend, BackendTable
 from fp8kit.formats import ROW, TENSOR, GroupShape, Scheme
 from fp8kit.measurements import DENSE, Case, Measured, table_for
 from fp8kit.quantizers.problem import capability, device_name
@@ -140,6 +142,46 @@ class MatmulProblem:
             f"{' + bias' if self.bias else ''}, {self.accum}"
             f"{', batch invariant' if self.batch_invariant else ''}, on {where}"
         )
+
+
+class MatmulOperands(NamedTuple):
+    """What is multiplied: ``x [M, K]`` by ``w [N, K]``.
+
+    Args:
+        x: codes, or bf16, fp16 or fp32 if ``problem.x_group`` is ``None``.
+        x_scale: scales of ``x`` per ``problem.x_group``, or ``None``.
+        w: codes.
+        w_scale: scales of ``w`` per ``problem.w_group``.
+        bias: ``[N]``, any float dtype, or ``None``.
+    """
+
+    x: Tensor
+    x_scale: Tensor | None
+    w: Tensor
+    w_scale: Tensor
+    bias: Tensor | None = None
+
+
+Run = Callable[[MatmulOperands, MatmulProblem], Tensor]
+QuantizeInGemm = Callable[[MatmulOperands, MatmulProblem, float], Tensor | None]
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class MatmulBackend(Backend):
+    """An implementation of the matmul.
+
+    Args:
+        run: multiplies; gives ``[M, N]`` in ``problem.out_dtype``.
+        quantize_in_gemm: quantizes up to ``IN_GEMM_ROWS`` rows in its own kernel, with the bits of
+            ``quantize`` and ``run``. It gets high-precision ``x``, and the floor of its scales; it
+            gives ``None`` where it takes two kernels.
+        row_counts: row counts that run every kernel of a problem's bucket, for a warm-up where a
+            kernel follows the exact count.
+    """
+
+    run: Run
+    quantize_in_gemm: QuantizeInGemm = lambda *_: None
+    row_counts: Callable[[MatmulProblem], list[int]] = lambda _: []
 
 
 def m_bucket(m: int) -> int:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8kit.formats import GroupShape
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.quantizers import reference as quantizer
 
 _INVARIANT_ROWS = 16
@@ -22,17 +21,10 @@ def supports(problem: MatmulProblem) -> str | None:
     return None
 
 
-def run(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-) -> Tensor:
+def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``; ``x_scale`` is ``None`` if ``x`` is not quantized."""
-    x_group, w_group = groups
+    x, x_scale, w, w_scale, bias = operands
+    x_group, w_group = problem.x_group, problem.w_group
     if x_scale is None or x_group is None:
         left = x.float()
     else:
@@ -48,3 +40,6 @@ def run(
     if bias is not None:
         y = y + bias.float()
     return y.to(problem.out_dtype)
+
+
+BACKEND = MatmulBackend(supports=supports, run=run)

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
+from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import aligned
 
 _ROWWISE = (ROW, TENSOR)
@@ -72,37 +72,23 @@ def configurations(problem: MatmulProblem) -> tuple[str, ...]:
     return (SCALED_AFTER,) if rowwise and few else ()
 
 
-def run(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-) -> Tensor:
+def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``, choosing the recipe by the granularities."""
-    assert x_scale is not None
+    groups = (problem.x_group, problem.w_group)
     if groups == (GROUP128, BLOCK):
-        return _block(x, x_scale, w, w_scale, bias, problem)
+        return _block(operands, problem)
     if groups == (MX, MX):
-        return _mx(x, x_scale, w, w_scale, bias, problem)
-    return _rowwise(x, x_scale, w, w_scale, bias, groups, problem)
+        return _mx(operands, problem)
+    return _rowwise(operands, problem)
 
 
-def _rowwise(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-) -> Tensor:
+def _rowwise(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
+    x, x_scale, w, w_scale, bias = operands
+    assert x_scale is not None
     rows, n, out_dtype = x.shape[0], w.shape[0], problem.out_dtype
     x, w = _padded(x, 1, _ALIGN), _padded(w, _ALIGN, _ALIGN)
     fast = problem.accum == "fast"
-    tensorwise = groups == (TENSOR, TENSOR)
+    tensorwise = problem.x_group == problem.w_group == TENSOR
     inside_kernel = out_dtype == torch.bfloat16 and problem.configuration != SCALED_AFTER
     if inside_kernel or tensorwise:
         kind = ScalingType.TensorWise if tensorwise else ScalingType.RowWise
@@ -139,14 +125,9 @@ def _rowwise(
     return _finish(y, bias, out_dtype)
 
 
-def _block(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    problem: MatmulProblem,
-) -> Tensor:
+def _block(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
+    x, x_scale, w, w_scale, bias = operands
+    assert x_scale is not None
     rows, n = x.shape[0], w.shape[0]
     w = _padded(w, *_WEIGHT_ALIGN[BLOCK])
     x = _padded(x, _BLOCK_M_ALIGN, _WEIGHT_ALIGN[BLOCK][1])
@@ -164,14 +145,9 @@ def _block(
     return _finish(y, bias, problem.out_dtype)
 
 
-def _mx(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    problem: MatmulProblem,
-) -> Tensor:
+def _mx(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
+    x, x_scale, w, w_scale, bias = operands
+    assert x_scale is not None
     n = w.shape[0]
     w = _padded(w, *_WEIGHT_ALIGN[MX])
     x = _padded(x, 1, _WEIGHT_ALIGN[MX][1])
@@ -226,3 +202,12 @@ def _finish(y: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     if bias is not None:
         y = y.float() + bias.float() if y.dtype != out_dtype else y + bias.to(y.dtype)
     return y.to(out_dtype).contiguous()
+
+
+BACKEND = MatmulBackend(
+    supports=supports,
+    run=run,
+    configurations=configurations,
+    pads=pads,
+    yields_to=yields_to,
+)

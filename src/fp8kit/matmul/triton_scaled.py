@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.triton_kernels import FACTOR, GROUPS, MICRO, NONE, product_kernel, sum_kernel
 from fp8kit.quantizers.triton_launch import launch
 from fp8kit.quantizers.triton_numerics import INTERPRETED
@@ -164,42 +164,23 @@ def supports(problem: MatmulProblem) -> str | None:
     return None
 
 
-def run(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-) -> Tensor:
+def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``; ``x_scale`` is ``None`` if ``x`` is not quantized."""
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        tile = choose_tile(problem, device_facts(x.device))
-        return run_tile(x, x_scale, w, w_scale, bias, problem, tile)
+    device = operands.x.device
+    with torch.cuda.device(device) if operands.x.is_cuda else contextlib.nullcontext():
+        return run_tile(operands, problem, choose_tile(problem, device_facts(device)))
 
 
-def run_tile(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    problem: MatmulProblem,
-    tile: Tile,
-) -> Tensor:
+def run_tile(operands: MatmulOperands, problem: MatmulProblem, tile: Tile) -> Tensor:
     """Multiply as ``run`` does, cut as told; the benchmark compares cuts with it.
 
     Args:
-        x: ``[M, K]``, codes or 16-bit values.
-        x_scale: scales of ``x``, or ``None``.
-        w: codes ``[N, K]``.
-        w_scale: scales of ``w``.
-        bias: ``[N]`` or ``None``.
-        problem: describes the operands.
+        operands: codes or 16-bit values, and codes.
+        problem: describes them.
         tile: the cut.
     """
-    x, w = _streamable(x), _streamable(w)
+    x, w = _streamable(operands.x), _streamable(operands.w)
+    x_scale, w_scale, bias = operands.x_scale, operands.w_scale, operands.bias
     m, n = x.shape[0], w.shape[0]
     y = parts = torch.empty(m, n, dtype=problem.out_dtype, device=x.device)
     if tile.splits > 1:
@@ -321,3 +302,6 @@ def device_facts(device: torch.device) -> Device:
         return Device(132, 228 * 1024)
     found = torch.cuda.get_device_properties(device)
     return Device(found.multi_processor_count, found.shared_memory_per_multiprocessor)
+
+
+BACKEND = MatmulBackend(supports=supports, run=run, cut=cut)

@@ -1,19 +1,19 @@
 """What fused norms and activations compute, as codes for the layers behind them.
 
-Where nobody else would see it, an eager call repeats the launches of an earlier one, see ``eager``.
+An eager call repeats the launches of an earlier one, see ``replay_cache``.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fp8kit import eager, fused, fused_ops
+from fp8kit import fused, fused_arguments, fused_ops
 from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, RowCodes, Scheme, min_scale
 from fp8kit.quantizers.layout import product_layout
+from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.validation import default_rounding
 
 _FUSABLE = (ROW, GROUP128)
@@ -55,58 +55,56 @@ class NormFormula:
             x, weight, self.eps, weight_offset=offset, rounding=rounding, **how
         )
 
-    def codes(self, tapes: eager.Tapes, x: Tensor, norm: nn.Module, scheme: Scheme) -> RowCodes:
+    def codes(self, replays: ReplayCache, x: Tensor, norm: nn.Module, scheme: Scheme) -> RowCodes:
         """Give the norm of ``x`` as the layers of a scheme read it.
 
         Args:
-            tapes: of the norm's module.
+            replays: of the norm's module.
             x: ``[..., K]``.
             norm: holds the weight, and the bias of a layer norm.
             scheme: of the layers.
+
+        Raises:
+            TypeError: if ``x`` is not a float tensor.
+            ValueError: if the weight does not fit it.
         """
-
-        def make(*, directly: bool) -> tuple[Tensor, ...]:
-            if directly:
-                return rows_of(*self._directly(x, None, norm, scheme))
-            q = self.quantize(x, norm, scheme)
-            return rows_of(q.data, q.scale)
-
-        constants = [norm._parameters.get(name) for name in ("weight", "bias")]
-        data, scale = eager.make_codes(tapes, make, (x,), constants, (self, scheme))
+        if self.kind == "rms_norm":
+            data, scale = self._rms_norm(replays, (x,), norm, scheme)
+            return _codes(data, scale, x, scheme)
+        weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
+        options = (self.eps, "stepwise", *_target(scheme))
+        call = (fused_ops.LAYER_NORM_ROWS, (x,), (weight, bias, None, None), options)
+        found: list[Tensor] | None = replays.replay(*call)
+        if found is None:
+            settings = (self.eps, "stepwise")
+            fused_arguments.layer_norm_arguments(x, weight, bias, None, settings, target(scheme))
+            found = replays.run(*call)
+        data, scale = found
         return _codes(data, scale, x, scheme)
 
     def add_codes(
-        self, tapes: eager.Tapes, x: Tensor, residual: Tensor, norm: nn.Module, scheme: Scheme
+        self, replays: ReplayCache, x: Tensor, residual: Tensor, norm: nn.Module, scheme: Scheme
     ) -> tuple[RowCodes, Tensor]:
-        """Give the RMS norm of ``residual + x``, and that sum; arguments as in ``codes``."""
-        weight = norm._parameters["weight"]
+        """Give the RMS norm of ``residual + x``, and that sum; arguments as in ``codes``.
 
-        def make(*, directly: bool) -> tuple[Tensor, ...]:
-            if directly:
-                data, scale, total = self._directly(x, residual, norm, scheme)
-                return (*rows_of(data, scale), total)
-            assert weight is not None
-            offset, rounding, how = self.weight_offset, self.rounding, target(scheme)
-            q, total = fused.add_rms_norm_quantize(
-                x, residual, weight, self.eps, weight_offset=offset, rounding=rounding, **how
-            )
-            return (*rows_of(q.data, q.scale), total)
-
-        inputs = (x, residual)
-        data, scale, total = eager.make_codes(tapes, make, inputs, (weight,), (self, scheme))
+        Shape, dtype and device of ``residual`` are those of ``x``.
+        """
+        data, scale, total = self._rms_norm(replays, (x, residual), norm, scheme)
         return _codes(data, scale, x, scheme), total
 
-    def _directly(
-        self, x: Tensor, residual: Tensor | None, norm: nn.Module, scheme: Scheme
+    def _rms_norm(
+        self, replays: ReplayCache, inputs: tuple[Tensor, ...], norm: nn.Module, scheme: Scheme
     ) -> list[Tensor]:
-        """Call the body of the operator, for arguments that an earlier call has checked."""
-        weight, rest = norm._parameters.get("weight"), _arguments(scheme)
-        if self.kind == "layer_norm":
-            bias = norm._parameters.get("bias")
-            return fused_ops.layer_norm(x, weight, bias, None, None, self.eps, "stepwise", *rest)
-        assert weight is not None
+        weight = norm._parameters["weight"]
         settings = (self.eps, self.weight_offset, self.rounding)
-        return fused_ops.rms_norm(x, residual, weight, *settings, *rest)
+        constants = (weight,) if len(inputs) > 1 else (None, weight)  # no residual
+        call = (fused_ops.RMS_NORM_ROWS, inputs, constants, (*settings, *_target(scheme)))
+        found: list[Tensor] | None = replays.replay(*call)
+        if found is None:
+            assert weight is not None
+            fused_arguments.rms_norm_arguments(inputs[0], None, weight, settings, target(scheme))
+            found = replays.run(*call)
+        return found
 
     def takes(self, x: Tensor, norm: nn.Module) -> bool:
         """Say whether the dtypes of input and weight are those the formula holds for."""
@@ -115,26 +113,29 @@ class NormFormula:
 
 
 def activation_codes(
-    tapes: eager.Tapes, kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme
+    replays: ReplayCache, kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme
 ) -> RowCodes:
     """Give ``act(gate) * up``, or ``act(gate)``, as the layers of a scheme read it.
 
     Args:
-        tapes: of the module that computes it.
+        replays: of the module that computes it.
         kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
         gate: ``[..., K]``.
         up: like ``gate``, or ``None``.
         scheme: of the layers.
+
+    Raises:
+        TypeError: if a tensor is not of a float dtype.
+        ValueError: if their shapes differ.
     """
-
-    def make(*, directly: bool) -> tuple[Tensor, ...]:
-        if directly:
-            return rows_of(*fused_ops.activation(kind, gate, up, *_arguments(scheme)))
-        q = _activated(kind, gate, up, scheme)
-        return rows_of(q.data, q.scale)
-
-    inputs = (gate,) if up is None else (gate, up)
-    data, scale = eager.make_codes(tapes, make, inputs, (), (kind, scheme))
+    options = (kind, *_target(scheme))
+    inputs, constants = ((gate,), (None,)) if up is None else ((gate, up), ())
+    call = (fused_ops.ACTIVATION_ROWS, inputs, constants, options)
+    found = replays.replay(*call)
+    if found is None:
+        fused_arguments.activation_arguments(kind, gate, up, target(scheme))
+        found = replays.run(*call)
+    data, scale = found
     return _codes(data, scale, gate, scheme)
 
 
@@ -143,7 +144,7 @@ def takes_codes(scheme: Scheme) -> bool:
     return scheme.activation in _FUSABLE and not scheme.static
 
 
-def target(scheme: Scheme) -> fused.QuantizeOptions:
+def target(scheme: Scheme) -> fused_arguments.QuantizeOptions:
     """Give the keywords of ``fp8kit.fused`` that quantize as the layers of a scheme do."""
     group = _group(scheme)
     rounding = default_rounding(group, scheme.ue8m0)
@@ -158,22 +159,7 @@ def target(scheme: Scheme) -> fused.QuantizeOptions:
 
 def row_codes(q: QTensor, x: Tensor, scheme: Scheme) -> RowCodes:
     """View codes ``[..., K]`` that stand for a tensor like ``x`` as the rows that layers take."""
-    return _codes(*rows_of(q.data, q.scale), x, scheme)
-
-
-def rows_of(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Fold the leading dimensions of codes and scales into rows."""
-    rows = math.prod(data.shape[:-1])
-    return data.reshape(rows, data.shape[-1]), scale.reshape(rows, scale.shape[-1])
-
-
-def _activated(kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme) -> QTensor:
-    if kind == "silu":
-        return fused.silu_mul_quantize(gate, up, **target(scheme))
-    approximate = "tanh" if kind == "gelu_tanh" else "none"
-    if up is None:
-        return fused.gelu_quantize(gate, approximate, **target(scheme))
-    return fused.gelu_mul_quantize(gate, up, approximate, **target(scheme))
+    return _codes(*fused_ops.rows_of(q.data, q.scale), x, scheme)
 
 
 def _codes(data: Tensor, scale: Tensor, x: Tensor, scheme: Scheme) -> RowCodes:
@@ -186,8 +172,8 @@ def _group(scheme: Scheme) -> GroupShape:
 
 
 @functools.cache
-def _arguments(scheme: Scheme) -> tuple[object, ...]:
+def _target(scheme: Scheme) -> Options:
     """Give the last seven arguments of an operator, which are those of ``target``."""
     group, dtype = _group(scheme), scheme.dtype
     floor, how = min_scale(group, dtype, "activation"), default_rounding(group, scheme.ue8m0)
-    return None, [group.rows, group.cols], dtype, floor, None, how, product_layout(group)
+    return None, (group.rows, group.cols), dtype, floor, None, how, product_layout(group)

@@ -19,17 +19,19 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from fp8kit import eager
 from fp8kit.formats import RowCodes, Scheme
 from fp8kit.modules.formulas import NormFormula, activation_codes, takes_codes
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import SharedInput
+from fp8kit.runtime.replay_cache import ReplayCache
 
 FUSED_DEVICES = ("cuda",)
 # attributes of fused modules themselves, whatever the modules they replace have
 _OWN = frozenset(
-    "altered consumers embedding formula gated kind modulation names positional replaced".split()
+    """
+    altered consumers embedding formula gated kind modulation names positional replaced replays
+    """.split()
 )
 
 
@@ -95,7 +97,14 @@ class Fused(nn.Module):
         self.training = replaced.training
         self.altered = False
         self.replaced = (replaced,)  # inside a tuple, it is not registered as a child
+        self.replays = ReplayCache()
         carry_hooks(replaced, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start without recordings, also from a file of before they had this name."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__.pop("_tapes", None)
+        self.replays = ReplayCache()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the replaced module has there; what it computes then, it computes itself."""
@@ -169,7 +178,6 @@ class FusedNorm(Producer):
     def __init__(self, norm: nn.Module, formula: NormFormula, consumers: Consumers) -> None:
         super().__init__(norm, consumers)
         self.formula = formula
-        self._tapes = eager.Tapes()
         # one at most; a list, because to set an attribute of a module takes microseconds
         self._prepared: list[tuple[Tensor, RowCodes]] = []
 
@@ -185,7 +193,7 @@ class FusedNorm(Producer):
         if not (self.may_offer(x) and self.formula.takes(x, self)):
             normed: Tensor = self.unfused(x)
             return normed
-        codes = self.formula.codes(self._tapes, x, self, self.consumers.scheme)
+        codes = self.formula.codes(self.replays, x, self, self.consumers.scheme)
         return self.consumers.hand_over(codes, x)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -198,7 +206,7 @@ class FusedNorm(Producer):
         if not (fusable and self.may_offer(x, residual)):
             return residual + x
         scheme = self.consumers.scheme
-        codes, total = self.formula.add_codes(self._tapes, x, residual, self, scheme)
+        codes, total = self.formula.add_codes(self.replays, x, residual, self, scheme)
         self._prepared[:] = [(total, codes)]
         return total
 
@@ -215,14 +223,13 @@ class FusedActivation(Producer):
     def __init__(self, activation: nn.Module, kind: str, consumers: Consumers) -> None:
         super().__init__(activation, consumers)
         self.kind = kind
-        self._tapes = eager.Tapes()
 
     def forward(self, input: Tensor) -> Tensor:
         """Activate ``[..., K]``: the result, or what stands for it and its offered codes."""
         if not self.may_offer(input):
             y: Tensor = self.unfused(input)
             return y
-        codes = activation_codes(self._tapes, self.kind, input, None, self.consumers.scheme)
+        codes = activation_codes(self.replays, self.kind, input, None, self.consumers.scheme)
         return self.consumers.hand_over(codes, input)
 
 
@@ -244,7 +251,6 @@ class FusedGatedMlp(Fused):
         super().__init__(mlp)
         self.kind = kind
         self.names = names
-        self._tapes = eager.Tapes()
 
     def is_converted(self) -> bool:
         """Say whether the last projection takes codes."""
@@ -264,7 +270,7 @@ class FusedGatedMlp(Fused):
             y: Tensor = self.unfused(x)
             return y
         gate, up = gate_proj(x), up_proj(x)
-        return down.compute(activation_codes(self._tapes, self.kind, gate, up, down.scheme))
+        return down.multiply(activation_codes(self.replays, self.kind, gate, up, down.scheme))
 
 
 def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8kit import eager
 from fp8kit.modules.formulas import NormFormula, activation_codes, row_codes
 from fp8kit.modules.fused import (
     Consumers,
@@ -97,7 +96,6 @@ class FusedFeedForward(Fused):
         super().__init__(feed_forward)
         self.kind = kind
         self.gated = gated
-        self._tapes = eager.Tapes()
 
     def is_converted(self) -> bool:
         """Say whether the last projection takes codes."""
@@ -120,7 +118,7 @@ class FusedFeedForward(Fused):
         h, up = first.proj(x), None
         if self.gated:
             up, h = h.chunk(2, dim=-1)
-        y = down.compute(activation_codes(self._tapes, self.kind, h, up, down.scheme))
+        y = down.multiply(activation_codes(self.replays, self.kind, h, up, down.scheme))
         for module in rest:
             y = module(y)
         return y

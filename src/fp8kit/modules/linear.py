@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from fp8kit import eager, functional, ops, tape, unchecked, validation
+from fp8kit import functional, validation
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
 from fp8kit.libraries import tell_libraries
@@ -20,6 +20,9 @@ from fp8kit.modules.entries import quantize_weight as quantize_weight
 from fp8kit.modules.entries import quantized_entries
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.parameters import frozen, moved
+from fp8kit.ops import operators
+from fp8kit.runtime.replay_cache import Options, ReplayCache
+from fp8kit.runtime.weight_hazards import version
 
 _FROZEN = ("weight", "weight_scale", "input_scale")
 
@@ -79,7 +82,8 @@ class Fp8Linear(nn.Linear):
         self.qualified_name = ""  # in the model it was converted in, for errors
         self.original_weight: Tensor | None = None
         self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
-        self._tapes = eager.Tapes()
+        self.replays = ReplayCache()
+        self._numerics = _numerics(self.scheme)
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
         shape = (out_features, in_features)
         scales, kind = scale_shape(shape, self.scheme.weight), scale_dtype(self.scheme.weight)
@@ -170,13 +174,15 @@ class Fp8Linear(nn.Linear):
             self._follow_original()
         if self.shared is not None:
             return self.shared(self, input)
-        if not torch.compiler.is_compiling():
-            options = (self.accum, self.batch_invariant)
-            y = eager.replay(self._tapes, input, (self._parameters,), options)
-            if y is not None:
-                return y
-        self.check_input(input)
-        return self.compute(input)
+        if torch.compiler.is_compiling():  # and would guard on the number of recordings
+            self.check_input(input)
+            return self.compute(input)
+        call = (operators.LINEAR, (input,), self.operands(), self.options())
+        y: Tensor | None = self.replays.replay(*call)
+        if y is None:
+            self.check_input(input)
+            y = self.replays.run(*call)
+        return y
 
     def check_input(self, x: Tensor) -> None:
         """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
@@ -184,50 +190,40 @@ class Fp8Linear(nn.Linear):
         validation.check_operands(x, self.codes, self.bias, self.accum)
         validation.check_codes("the weight of an Fp8Linear", self.codes.dtype, self.scheme)
 
-    def compute(self, x: Tensor | RowCodes) -> Tensor:
-        """Compute ``[..., N]`` from an input that is known to fit, or from its codes."""
+    def compute(self, x: Tensor) -> Tensor:
+        """Compute ``[..., N]`` from an input that is known to fit."""
+        constants, options = self.operands(), self.options()
+        if torch.compiler.is_compiling():
+            return operators.linear_registered(x, *constants, *options)
+        y: Tensor = self.replays.call(operators.LINEAR, (x,), constants, options)
+        return y
 
-        def product(*, directly: bool) -> Tensor:
-            return self.product(x, self.codes, self.weight_scale, self.bias, directly=directly)
+    def multiply(self, codes: RowCodes) -> Tensor:
+        """Compute ``[..., N]`` from the codes of an input that is known to fit."""
+        inputs, options = operators.split(codes, self.options())
+        constants = self.operands()[:3]
+        if torch.compiler.is_compiling():
+            return operators.codes_registered(*inputs, *constants, *options)
+        y: Tensor = self.replays.call(operators.CODES, inputs, constants, options)
+        return y
 
-        if torch.compiler.is_compiling():  # and would guard on the number of tapes
-            return product(directly=False)
-        options = (self.accum, self.batch_invariant)
-        return eager.run(self._tapes, product, x, (self._parameters,), options)
+    def operands(self) -> tuple[Any, ...]:
+        """Return weight, scale, bias, input scale and no bound, as ``operators.LINEAR`` wants."""
+        held = self._parameters
+        try:
+            return held["weight"], held["weight_scale"], held["bias"], held["input_scale"], None
+        except KeyError:  # one is a buffer, or computed by a parametrization
+            return self.codes, self.weight_scale, self.bias, self.input_scale, None
 
-    def product(
-        self,
-        x: Tensor | RowCodes,
-        weight: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        *,
-        directly: bool = False,
-    ) -> Tensor:
-        """Give ``[..., N]`` by this layer's numerics and a weight, its own or one that is joined.
-
-        Args:
-            x: activations ``[..., K]``, or the codes of such.
-            weight: codes ``[N, K]``.
-            scale: scales of ``weight``.
-            bias: ``[N]`` or ``None``.
-            directly: call the body of the operator, because nobody would see the operator.
-        """
-        groups = (self.scheme.activation, self.scheme.weight)
-        options = (self.accum, self.batch_invariant)
-        if isinstance(x, RowCodes):
-            return unchecked.multiply_rows(x, (weight, scale, groups[1]), bias, *options, directly)
-        rounding = validation.default_rounding(groups[0], self.scheme.ue8m0)
-        operands = (x, weight, scale, bias, self.input_scale, None)
-        if directly:
-            return ops.linear(*operands, *groups, x.dtype, rounding, *options)
-        return unchecked.linear_unchecked(*operands, groups, (rounding, *options))
+    def options(self) -> Options:
+        """Return the other arguments of ``operators.LINEAR``."""
+        return (*self._numerics, self.accum, self.batch_invariant)
 
     def quantize_input(self, x: Tensor) -> RowCodes:
-        """Quantize an input for ``compute``, so that siblings can share it; no gradient flows."""
+        """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
         assert self.scheme.activation is not None
         rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)
-        return unchecked.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
+        return operators.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Give a dense layer: the original weight if it was kept, else the dequantized one.
@@ -281,13 +277,13 @@ class Fp8Linear(nn.Linear):
     def keep(self, original_weight: Tensor) -> None:
         """Keep the dense weight that the codes were made from; its changes are followed."""
         self.original_weight = original_weight
-        self._quantized_from = (original_weight, tape.version(original_weight))
+        self._quantized_from = (original_weight, version(original_weight))
 
     def _follows(self) -> bool:
         original, seen = self.original_weight, self._quantized_from
         if original is None:
             return True
-        return seen is not None and seen[0] is original and seen[1] == tape.version(original)
+        return seen is not None and seen[0] is original and seen[1] == version(original)
 
     def _follow_original(self) -> None:
         """Quantize a dense weight that was kept, if it was changed or replaced since."""
@@ -365,6 +361,7 @@ class Fp8Linear(nn.Linear):
         """Show codes as bytes: plain pickle has no storage type for FP8."""
         state = dict(self.__dict__)
         state["_parameters"] = dict(self._parameters)
+        del state["replays"], state["_numerics"]
         for name, p in self._parameters.items():
             if p is not None and p.dtype in FP8_FORMATS:
                 state["_parameters"][name] = frozen(p.detach().view(torch.uint8))
@@ -374,6 +371,8 @@ class Fp8Linear(nn.Linear):
         """Undo ``__getstate__``."""
         tell_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__.pop("_tapes", None)  # of a file from before these had another name
+        self.replays, self._numerics = ReplayCache(), _numerics(self.scheme)
         weight = self._parameters["weight"]
         assert weight is not None
         self._parameters["weight"] = frozen(weight.detach().view(self.scheme.dtype))
@@ -399,3 +398,10 @@ class Fp8Linear(nn.Linear):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def _numerics(scheme: Scheme) -> Options:
+    """Return the options of ``operators.LINEAR`` that a scheme fixes."""
+    x, w = scheme.activation, scheme.weight
+    rounding = validation.default_rounding(x, scheme.ue8m0)
+    return (None if x is None else (x.rows, x.cols), (w.rows, w.cols), rounding)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from fp8kit import tape
+from fp8kit.runtime.weight_hazards import invalidate
 
 _BYTES = {1: torch.uint8, 4: torch.int32}
 
@@ -26,6 +26,6 @@ def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Paramet
     view = out.view(parameter.dtype)
     if torch._has_compatible_shallow_copy_type(parameter.data, view):
         parameter.data = view  # the same Parameter object: optimizers and ties stay valid
-        tape.unsettle(parameter)  # it may lie where the last one lay
+        invalidate(parameter)  # it may lie where the last one lay
         return parameter
     return frozen(view)

@@ -24,10 +24,12 @@ from torch.multiprocessing import reductions
 from torch.utils import dlpack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8kit import eager, tape
 from fp8kit.formats import BLOCK, MX, ROW, RowCodes, Scheme
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.ops import operators
 from fp8kit.quantizers import traced
+from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced
+from fp8kit.runtime.weight_hazards import invalidate, join, version
 
 _JOINABLE = (ROW, BLOCK, MX)
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
@@ -102,9 +104,10 @@ class SharedInput:
         if waiting is not None:
             return waiting
         leads = member is self.members[0] and (self.unchanging or not x.is_inference())
-        y = self._replay(x) if leads else None
-        if y is not None:
-            return self._keep(x, y)
+        if leads:
+            y = self._replay(operators.LINEAR, (x,), member.options())
+            if y is not None:
+                return self._keep(x, y)
         member.check_input(x)
         self._watch_capture(x)
         if not leads or self._trained(x) or not self._alike():
@@ -112,7 +115,7 @@ class SharedInput:
         few = x.numel() <= MOST_JOINED_ROWS * member.in_features
         if not few or not self._joins():
             return self._quantized_once(member, x)
-        return self._keep(x, self._multiply(x))
+        return self._keep(x, self._multiply(operators.LINEAR, (x,), member.options()))
 
     def __getstate__(self) -> tuple[tuple[Fp8Linear, ...], bool]:
         """Copy and pickle the members alone: pending results belong to one call."""
@@ -124,7 +127,7 @@ class SharedInput:
         self._forget()
 
     def _forget(self) -> None:
-        self._tapes = eager.Tapes()
+        self.replays = ReplayCache()
         self._local = _Local()
         self._traced: tuple[Tensor, RowCodes] | None = None
         self._homes: dict[str, Any] = {}  # weak references to storages
@@ -146,7 +149,7 @@ class SharedInput:
             codes = self._traced[1]
         if member is self.members[-1]:
             self._traced = None
-        return member.compute(x if codes is None else codes)
+        return member.compute(x) if codes is None else member.multiply(codes)
 
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
         """Hand out a result that waits for exactly this call; nothing may have changed since."""
@@ -174,13 +177,14 @@ class SharedInput:
 
     def _from_codes(self, member: Fp8Linear, pending: _Pending, codes: RowCodes) -> Tensor:
         few = member is self.members[0] and codes.data.shape[0] <= MOST_JOINED_ROWS
-        y = self._replay(codes) if few else None
+        inputs, options = operators.split(codes, member.options())
+        y = self._replay(operators.CODES, inputs, options) if few else None
         if y is None:
             member.check_input(pending.x)
             self._watch_capture(codes.data)
             if not few or not self._joins():
-                return member.compute(codes)
-            y = self._multiply(codes)
+                return member.multiply(codes)
+            y = self._multiply(operators.CODES, inputs, options)
         first, *rest = self._split(y)
         for other, part in zip(self.members[1:], rest, strict=True):
             pending.results[id(other)] = (part, _weight_state(other))
@@ -191,7 +195,7 @@ class SharedInput:
         codes = member.quantize_input(x)
         rest: _Results = {id(m): (None, _weight_state(m)) for m in self.members[1:]}
         self._pending = _Pending(x, _input_state(x), rest, codes)
-        return member.compute(codes)
+        return member.multiply(codes)
 
     def _trained(self, x: Tensor) -> bool:
         biases = (m.bias for m in self.members if m.bias is not None)
@@ -209,8 +213,8 @@ class SharedInput:
         What a mode, tracer or transform makes of them is no place for weights, and what a graph has
         captured stays where it is: replays read it there.
         """
-        weight = self.members[0].weight
-        if eager.is_traced() or weight.device.type not in _JOINED_DEVICES:
+        weight = self.members[0].codes
+        if is_traced() or weight.device.type not in _JOINED_DEVICES:
             return False
         if not can_join(self.members) or not _may_move(self.members):
             return False
@@ -222,7 +226,7 @@ class SharedInput:
 
     def _watch_capture(self, x: Tensor) -> None:
         """Remember that a graph was captured: its replays read weights where they are now."""
-        if self._captured or not x.is_cuda or eager.is_traced():
+        if self._captured or not x.is_cuda or is_traced():
             return
         if torch.cuda.is_current_stream_capturing():
             self._captured = True
@@ -242,33 +246,39 @@ class SharedInput:
         self._pending = _Pending(x, _input_state(x), results)
         return first
 
-    def _replay(self, x: Tensor | RowCodes) -> Tensor | None:
-        return eager.replay(self._tapes, x, [m._parameters for m in self.members], self._options())
+    def _replay(
+        self, operator: Operator, inputs: tuple[Tensor, ...], options: Options
+    ) -> Tensor | None:
+        """Repeat an earlier joined product; arguments as of ``_multiply``."""
+        first = self.members[0]
+        for m in self.members:
+            if m.accum != first.accum or m.batch_invariant != first.batch_invariant:
+                return None
+        y: Tensor | None = self.replays.replay(operator, inputs, self._held(), options)
+        return y
 
-    def _options(self) -> eager.Key:
-        return tuple([(m.accum, m.batch_invariant) for m in self.members])
+    def _held(self) -> list[Tensor | None]:
+        """Return what the members hold, which a recording of the joined product depends on."""
+        return [t for m in self.members for t in m.operands()]
 
-    def _multiply(self, x: Tensor | RowCodes) -> Tensor:
+    def _multiply(self, operator: Operator, inputs: tuple[Tensor, ...], options: Options) -> Tensor:
         """Multiply an input, or its codes, by the joined weights.
 
         The joined weight is another tensor at every call, and shares a counter of changes with its
-        first part alone. What an earlier call has waited for is known of each part.
+        first part alone. So it is the parts whose state counts.
+
+        Args:
+            operator: ``LINEAR`` or ``CODES``.
+            inputs: of the operator.
+            options: of the operator, for the first member.
         """
-        members, weights = self.members, [m.codes for m in self.members]
-        joined, scale = self._joined("weight"), self._joined("weight_scale")
-        bias = None if members[0].bias is None else self._joined("bias")
-        if all(tape.settled(w) for w in weights):
-            tape.settle(joined)
-
-        def product(*, directly: bool) -> Tensor:
-            y = members[0].product(x, joined, scale, bias, directly=directly)
-            if tape.settled(joined):
-                for weight in weights:
-                    tape.settle(weight)
-            return y
-
-        layers = [m._parameters for m in members]
-        return eager.run(self._tapes, product, x, layers, self._options())
+        weight = join(self._joined("weight"), [m.codes for m in self.members])
+        bias = None if self.members[0].bias is None else self._joined("bias")
+        constants: list[Tensor | None] = [weight, self._joined("weight_scale"), bias]
+        if operator is operators.LINEAR:
+            constants += [None, None]
+        y: Tensor = self.replays.run(operator, inputs, constants, options, self._held())
+        return y
 
     def _joined(self, name: str) -> Tensor:
         """Give what the members hold under a name as one tensor, moving it there if it has to."""
@@ -283,12 +293,13 @@ class SharedInput:
             homes = torch.split(whole, [b.shape[0] for b in bits])
             for part, home in zip(parts, homes, strict=True):
                 part.data = _with_own_storage(home).view(part.dtype)
-                tape.unsettle(part)  # written just now, maybe where it was waited for before
+                invalidate(part)  # written just now, maybe where it was waited for before
             self._homes[name] = _weak_reference(whole.untyped_storage())
             return whole.view(parts[0].dtype)
 
     def _parts(self, name: str) -> list[Tensor]:
-        return [getattr(m, "codes" if name == "weight" else name) for m in self.members]
+        """Return what the members hold under a name, which each of them holds."""
+        return [m.codes if name == "weight" else getattr(m, name) for m in self.members]
 
     def _found(self, name: str) -> Tensor | None:
         """Give the joined tensor if the members still lie in it, and fill it.
@@ -382,10 +393,10 @@ def _input_state(x: Tensor) -> _State:
     where = x.device.type
     cast = where != "meta" and torch.is_autocast_enabled(where)
     dtype = torch.get_autocast_dtype(where) if cast else None
-    return (torch.is_grad_enabled(), x.requires_grad, tape.version(x), dtype)
+    return (torch.is_grad_enabled(), x.requires_grad, version(x), dtype)
 
 
 def _weight_state(member: Fp8Linear) -> _State:
     held = (*member._parameters.values(), *member._buffers.values())
-    facts = [(id(t), tape.version(t), t.requires_grad) for t in held if t is not None]
+    facts = [(id(t), version(t), t.requires_grad) for t in held if t is not None]
     return (member.accum, member.batch_invariant, *facts)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import reference
 from fp8kit.quantizers.layout import laid_out
-from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
+from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
 
 # elements: input, fp32 copy and codes of a piece stay in cache; several threads get pieces
 # that outweigh the cost of waiting for each other after every operation
@@ -143,3 +143,11 @@ def _with_nan(codes: Tensor, scale: Tensor, group: GroupShape, nan_code: int) ->
         nan = reference.expand_scale(matrix, tuple(codes.shape), group).isnan()
         codes.view(torch.uint8).masked_fill_(nan, nan_code)
     return codes
+
+
+BACKEND = QuantizerBackend(
+    supports=supports,
+    quantize=quantize,
+    quantize_static=quantize_static,
+    dequantize=reference.dequantize,
+)

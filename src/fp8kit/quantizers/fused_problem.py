@@ -5,13 +5,14 @@ A fused producer computes a norm or an activation and quantizes its result in on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8kit.dispatch import BackendTable
+from fp8kit.dispatch import Backend, BackendTable
 from fp8kit.formats import GroupShape
 from fp8kit.quantizers.problem import capability
 
@@ -81,3 +82,18 @@ class FusedProblem:
         kind = "static " if self.static else ""
         numbers = f"{self.in_dtype} to {self.dtype} per {kind}{self.group}"
         return f"{self.producer} and quantize {numbers}, K = {self.k}, on {self.device_type}"
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class FusedBackend(Backend):
+    """An implementation of the fused producers, with the arguments of ``fused_reference``.
+
+    Args:
+        rms_norm: gives codes, scales, and the new residual or ``None``.
+        layer_norm: gives codes and scales.
+        activation: gives codes and scales.
+    """
+
+    rms_norm: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    layer_norm: Callable[..., tuple[Tensor, Tensor]]
+    activation: Callable[[str, Tensor, Tensor | None, Target], tuple[Tensor, Tensor]]

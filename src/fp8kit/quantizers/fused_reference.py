@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit.quantizers import reference
-from fp8kit.quantizers.fused_problem import FusedProblem, Target
+from fp8kit.quantizers.fused_problem import FusedBackend, FusedProblem, Target
 
 
 def supports(problem: FusedProblem) -> str | None:  # noqa: ARG001
@@ -163,3 +163,8 @@ def quantized(y: Tensor, target: Target) -> tuple[Tensor, Tensor]:
 
 def _mean(x: Tensor) -> Tensor:
     return x.sum(-1, keepdim=True) * (1 / max(x.shape[-1], 1))
+
+
+BACKEND = FusedBackend(
+    supports=supports, rms_norm=rms_norm, layer_norm=layer_norm, activation=activation
+)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8kit.formats import ROW, TENSOR, GroupShape
 from fp8kit.quantizers import fused_reference
-from fp8kit.quantizers.fused_problem import ACTIVATIONS, FusedProblem, Target
+from fp8kit.quantizers.fused_problem import ACTIVATIONS, FusedBackend, FusedProblem, Target
 from fp8kit.quantizers.fused_triton_activations import MOST_TILES as MOST_ACTIVATION_TILES
 from fp8kit.quantizers.fused_triton_activations import quantize_activation
 from fp8kit.quantizers.fused_triton_emission import TILE_BYTES, Output
@@ -113,3 +113,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+BACKEND = FusedBackend(
+    supports=supports, rms_norm=rms_norm, layer_norm=layer_norm, activation=activation
+)

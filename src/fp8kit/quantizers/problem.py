@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8kit.dispatch import BackendTable
+from fp8kit.dispatch import Backend, BackendTable
 from fp8kit.formats import GroupShape
 
 BACKENDS: BackendTable = (
@@ -56,6 +57,21 @@ class DequantizeProblem:
 
     def __str__(self) -> str:
         return f"dequantize {self.dtype} per {self.group} on {self.device_type}"
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class QuantizerBackend(Backend):
+    """An implementation of quantization, with the arguments of ``reference``.
+
+    Args:
+        quantize: takes scales from the data.
+        quantize_static: takes given scales.
+        dequantize: multiplies codes by their scales; for what ``supports`` a ``DequantizeProblem``.
+    """
+
+    quantize: Callable[..., tuple[Tensor, Tensor]]
+    quantize_static: Callable[[Tensor, Tensor, GroupShape, torch.dtype], Tensor]
+    dequantize: Callable[[Tensor, Tensor, GroupShape, torch.dtype], Tensor]
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fp8kit.formats import MX, TENSOR, Fp8Format, GroupShape, fp8_format, scale_shape
 from fp8kit.quantizers.layout import laid_out
-from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
+from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
 
 _MANTISSA_MASK = 0x7FFFFF
 _EXPONENT_MASK = 0x7F800000
@@ -149,3 +149,8 @@ def _mx_exponents(amax: Tensor, fmt: Fp8Format, rounding: str) -> Tensor:
 def _divided(amax: Tensor, divisor: float) -> Tensor:
     # a Python number would become a multiplication by its rounded reciprocal on CUDA
     return amax / torch.full_like(amax, divisor)
+
+
+BACKEND = QuantizerBackend(
+    supports=supports, quantize=quantize, quantize_static=quantize_static, dequantize=dequantize
+)

@@ -17,7 +17,7 @@ from fp8kit.errors import UnsupportedError
 from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import cuda_rows, reference
 from fp8kit.quantizers.layout import empty_scale
-from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
+from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
 from fp8kit.quantizers.triton_numerics import INTERPRETED, SAFE_SCALE, Recipe
 from fp8kit.quantizers.triton_rows import quantize_rows, row_tile
@@ -185,3 +185,8 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132  # the interpreter runs the tiles of the GPU that the choices were made for
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+BACKEND = QuantizerBackend(
+    supports=supports, quantize=quantize, quantize_static=quantize_static, dequantize=dequantize
+)

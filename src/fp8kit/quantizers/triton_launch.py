@@ -1,4 +1,4 @@
-"""Launch a jitted kernel, and note the launch where a tape is recorded.
+"""Launch a jitted kernel, and record the launch where a call is recorded.
 
 Triton's own launch binds, specializes and looks up the kernel at each call, ten microseconds and
 more. What it compiled is a function of the driver, whose parameters are the arguments that are not
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import tape
+from fp8kit.runtime.launch_recording import Launch, is_recording, record_launch
 
 try:
     from fp8kit import cuda_driver
@@ -71,16 +71,16 @@ def launch(kernel: Any, blocks: int, *arguments: Any, **options: Any) -> None:
         options: constants of the kernel and options of the compiler.
     """
     compiled = kernel[(blocks,)](*arguments, **options)
-    if tape.recording():
+    if is_recording():
         if compiled is None:  # the interpreter
-            tape.note(None)
+            record_launch(None)
         else:
             named = [options[name] for name in kernel.arg_names[len(arguments) :]]
             every = [*arguments, *named]
-            tape.note(_direct(compiled, blocks, every) or TritonLaunch(compiled, blocks, every))
+            record_launch(_direct(compiled, blocks, every) or TritonLaunch(compiled, blocks, every))
 
 
-def _direct(compiled: Any, blocks: int, arguments: Sequence[Any]) -> tape.Launch | None:
+def _direct(compiled: Any, blocks: int, arguments: Sequence[Any]) -> Launch | None:
     """Give the launch as the bindings repeat it, ``None`` if the function is not as expected."""
     metadata = compiled.metadata
     if cuda_driver is None or metadata.target.backend != "cuda":

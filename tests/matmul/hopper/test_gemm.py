@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import fp8kit
-from fp8kit import dispatch, tape
+from fp8kit import dispatch
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.hopper import heuristics
 from fp8kit.matmul.hopper.device import H200, Device
 from fp8kit.matmul.hopper.tile_config import TileConfig
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
+from fp8kit.runtime.weight_hazards import safe_to_prefetch
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
 from tile_configs import CONFIGS, label, tile_config
 
@@ -96,7 +97,7 @@ def launched(
     x_q = fp8kit.quantize(torch.randn(m, w.shape[1]))
     groups, scale = (ROW, ROW), torch.ones(len(w), 1)
     problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
-    gemm.run(x_q.data, x_q.scale, w, scale, None, groups, problem)
+    gemm.run(MatmulOperands(x_q.data, x_q.scale, w, scale), problem)
     return early[0]
 
 
@@ -156,7 +157,7 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
         groups = (ROW, ROW)
         problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
         with pytest.raises(RuntimeError, match="no kernel image"):
-            gemm.run(x_q.data, x_q.scale, w, torch.ones(64, 1), None, groups, problem)
+            gemm.run(MatmulOperands(x_q.data, x_q.scale, w, torch.ones(64, 1)), problem)
     assert not launched(4, w, monkeypatch)
 
 
@@ -237,11 +238,10 @@ def test_every_configuration_matches_the_exact_product(config: TileConfig, group
                 (some, torch.float32),
             ):
                 problem = matmul_problem(x_q, w_q, bias, out)
-                operands = (x_q.data, x_q.scale, w_q.data, w_q.scale, bias)
-                arguments = (*operands, groups, problem, config)
-                y = gemm.run(*arguments)
+                operands = MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale, bias)
+                y = gemm.run(operands, problem, config)
                 assert_matmul(y, x_exact, w_exact, bias, "hopper_gemm")
-                assert_bits_equal(gemm.run(*arguments), y)
+                assert_bits_equal(gemm.run(operands, problem, config), y)
 
 
 @pytest.mark.gpu
@@ -252,7 +252,7 @@ def test_no_configuration_drifts(config: TileConfig, groups: tuple) -> None:
     w_q = fp8kit.quantize(torch.rand(520, 14336, device="cuda"), groups[1], role="weight")
     x_q = fp8kit.quantize(torch.rand(config.tokens + 1, 14336, device="cuda"), groups[0])
     problem = matmul_problem(x_q, w_q)
-    y = gemm.run(x_q.data, x_q.scale, w_q.data, w_q.scale, None, groups, problem, config)
+    y = gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem, config)
     assert_no_drift(y, exact_product(fp8kit.dequantize(x_q), fp8kit.dequantize(w_q)))
 
 
@@ -272,7 +272,7 @@ def test_sums_of_tokens_quantized_in_the_gemm_do_not_drift(m: int, k: int, group
     w_q = fp8kit.quantize(torch.rand(4096, k, device="cuda"), groups[1], role="weight")
     x_q = fp8kit.quantize(x, groups[0])
     problem = matmul_problem(x_q, w_q)
-    y = gemm.quantize_in_gemm(x, w_q.data, w_q.scale, None, groups, problem, 1e-12)
+    y = gemm.quantize_in_gemm(MatmulOperands(x, None, w_q.data, w_q.scale), problem, 1e-12)
     assert y is not None
     assert_no_drift(y, exact_product(fp8kit.dequantize(x_q), fp8kit.dequantize(w_q)))
 
@@ -335,7 +335,7 @@ def test_a_weight_quantized_just_before_is_seen() -> None:
 def launch_quantizing(x: torch.Tensor, w: torch.Tensor, x_group: GroupShape) -> torch.Tensor | None:
     groups = (x_group, ROW)
     problem = MatmulProblem.of(x, w, groups, x.dtype, None, "precise", False, w.dtype)
-    return gemm.quantize_in_gemm(x, w, torch.ones(len(w), 1), None, groups, problem, 1e-12)
+    return gemm.quantize_in_gemm(MatmulOperands(x, None, w, torch.ones(len(w), 1)), problem, 1e-12)
 
 
 def test_dense_tokens_are_taken_as_they_lie_or_left_to_two_kernels(
@@ -384,14 +384,14 @@ def test_tokens_quantized_in_the_gemm_give_the_bits_of_two_kernels(
     w_q = fp8kit.quantize(torch.randn(n, k, device="cuda"), groups[1], role="weight")
     bias = torch.randn(n, device="cuda", dtype=dtype)
     inside: list[bool] = []
-    quantize_in_gemm = gemm.quantize_in_gemm
+    quantize_in_gemm = gemm.BACKEND.quantize_in_gemm
 
     def watched(*arguments: object) -> torch.Tensor | None:
         y = quantize_in_gemm(*arguments)
         inside.append(y is not None)
         return y
 
-    monkeypatch.setattr(gemm, "quantize_in_gemm", watched)
+    monkeypatch.setattr(gemm.BACKEND, "quantize_in_gemm", watched)
     monkeypatch.setattr(MatmulProblem, "measured", lambda _: None)
     dispatch.choose.cache_clear()
     for row in (None, 0.0, float("nan"), float("inf"), 60000.0, 1e-30):
@@ -425,5 +425,5 @@ def test_a_weight_written_right_before_its_gemm_is_seen() -> None:
         # a copy of memory is no kernel, and nothing starts early behind it
         torch.bitwise_xor(others[i % 4].data.view(torch.uint8), zero, out=codes)
         for early in (False, True):
-            assert tape.settled(w_q.data) == early
+            assert safe_to_prefetch(w_q.data) == early
             assert_bits_equal(fp8kit.scaled_mm(x_q, w_q), expected[i % 4])

@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit import cuda_driver, nvrtc, tape
+from fp8kit import cuda_driver, nvrtc
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.hopper.device import H200, Device, hopper
 from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
 from fp8kit.matmul.hopper.heuristics import row_counts as row_counts_of_kernels
 from fp8kit.matmul.hopper.source import Variant, source
 from fp8kit.matmul.hopper.tile_config import TILE_K, Schedule, TileConfig
-from fp8kit.matmul.problem import IN_GEMM_ROWS, MatmulProblem
+from fp8kit.matmul.problem import IN_GEMM_ROWS, MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import ALIGN, aligned, by_column, row_pitch
+from fp8kit.runtime.weight_hazards import mark_synchronized, safe_to_prefetch
 
 MAX_ROWS = 16384
 _GRANULARITIES = (*((x, w) for x in (ROW, TENSOR) for w in (ROW, TENSOR)), (GROUP128, BLOCK))
@@ -82,30 +83,20 @@ def cut(problem: MatmulProblem) -> str:
 
 
 def run(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-    config: TileConfig | None = None,
+    operands: MatmulOperands, problem: MatmulProblem, config: TileConfig | None = None
 ) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``.
 
     Args:
-        x: e4m3fn codes ``[M, K]``.
-        x_scale: float32 scales of ``x``.
-        w: e4m3fn codes ``[N, K]``.
-        w_scale: float32 scales of ``w``.
-        bias: ``[N]`` or ``None``.
-        groups: granularities of ``(x, w)``.
+        operands: e4m3fn codes with float32 scales, and a bias ``[N]`` or ``None``.
         problem: what is computed.
         config: in place of the heuristics' choice.
 
     Returns:
         ``[M, N]`` in the problem's ``out_dtype``.
     """
+    x, x_scale, w, w_scale, bias = operands
+    groups = (problem.x_group, problem.w_group)
     assert x_scale is not None
     x, w, blocks = aligned(x), aligned(w), groups[1] == BLOCK
     with torch.cuda.device(x.device):
@@ -120,28 +111,20 @@ def run(
 
 
 def quantize_in_gemm(
-    x: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    groups: tuple[GroupShape | None, GroupShape],
-    problem: MatmulProblem,
-    min_scale: float,
+    operands: MatmulOperands, problem: MatmulProblem, min_scale: float
 ) -> Tensor | None:
     """Quantize and multiply in one kernel, with the bits of two.
 
     Args:
-        x: bf16 or fp16 ``[M, K]``, to be quantized by its own maxima.
-        w: e4m3fn codes ``[N, K]``.
-        w_scale: float32 scales of ``w``.
-        bias: ``[N]`` or ``None``.
-        groups: granularities of ``(x, w)``.
+        operands: ``x`` is bf16 or fp16 ``[M, K]``, to be quantized by its own maxima.
         problem: of the GEMM; ``x_dtype`` is that of the codes.
         min_scale: floor under the scales of ``x``.
 
     Returns:
         ``[M, N]`` in the problem's ``out_dtype``; ``None`` if two kernels are needed.
     """
+    x, _, w, w_scale, bias = operands
+    groups = (problem.x_group, problem.w_group)
     if groups[0] == TENSOR or x.dtype not in _QUANTIZED_DTYPES:
         return None
     if x.shape[0] > IN_GEMM_ROWS or x.stride(1) != 1 or x.data_ptr() % ALIGN:
@@ -277,14 +260,14 @@ def _launch(
         ),
         overlap=_starts_early(m * n * k, w),
     )
-    tape.settle(w)
+    mark_synchronized(w)
     return y
 
 
 def _starts_early(macs: int, w: Tensor) -> bool:
     """Return whether the GEMM starts before the previous kernel has ended (PDL)."""
     device = device_record(w.device.index)
-    return macs < device.early_start_macs and tape.settled(w)
+    return macs < device.early_start_macs and safe_to_prefetch(w)
 
 
 def _code_map(codes: Tensor, tile_rows: int) -> Any:
@@ -308,3 +291,13 @@ def _kernel(config: TileConfig, variant: Variant, device: int) -> cuda_driver.Ke
         shared_bytes=config.dynamic_smem_bytes(variant.block_scales),
         device=torch.device("cuda", device),
     )
+
+
+BACKEND = MatmulBackend(
+    supports=supports,
+    run=run,
+    quantize_in_gemm=quantize_in_gemm,
+    cut=cut,
+    row_counts=row_counts,
+    yields_to=yields_to,
+)

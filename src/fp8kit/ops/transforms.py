@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit import ops
 from fp8kit.errors import UnsupportedError, teach
+from fp8kit.ops import schemas
 
 _TENSORS = 6  # of the operator's arguments; the rest are its options
 _interpreters = torch._C._functorch.peek_interpreter_stack
@@ -43,11 +43,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ops.linear_setup(ctx, inputs, output)
+        schemas.save_for_linear(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return ops.linear_backward(ctx, grad)
+        return schemas.linear_backward(ctx, grad)
 
     @staticmethod
     def jvp(_ctx: Any, *_tangents: Any) -> Any:

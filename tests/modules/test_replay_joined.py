@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit import eager
 from fp8kit.formats import RowCodes
 from fp8kit.modules.shared import SharedInput
+from fp8kit.ops import operators
+from fp8kit.runtime.replay_cache import MOST_KEYS
 from numerics import assert_bits_equal
 from taped import CpuBackends, install
 
@@ -38,7 +39,10 @@ def x_of(rows: int = 3, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def operator(layer: fp8kit.Fp8Linear, x: Tensor | RowCodes) -> Tensor:
     """Compute by the registered operator, which nothing shortens."""
-    return layer.product(x, layer.weight, layer.weight_scale, layer.bias, directly=False)
+    if isinstance(x, RowCodes):
+        inputs, options = operators.split(x, layer.options())
+        return operators.codes_registered(*inputs, *layer.operands()[:3], *options)
+    return operators.linear_registered(x, *layer.operands(), *layer.options())
 
 
 def called(joined: SharedInput, x: Tensor, codes: RowCodes | None = None) -> list[Tensor]:
@@ -95,7 +99,7 @@ def test_the_product_of_codes_by_one_layer_is_taped(scheme: str, cpu_backends: C
         x = torch.randn(2, 3, 256, dtype=torch.bfloat16)
         codes = layer.quantize_input(x)
         cpu_backends.calls.clear()
-        y = layer.compute(codes)
+        y = layer.multiply(codes)
         assert cpu_backends.calls == ([] if turn > 1 else ["multiply"])
         assert_bits_equal(y, operator(layer, x))
 
@@ -129,11 +133,11 @@ def other_codes(layer: fp8kit.Fp8Linear) -> dict[str, RowCodes]:
 def test_a_tape_is_for_codes_of_one_kind(kind: str, cpu_backends: CpuBackends) -> None:
     layer = made(128, "FP8_BLOCK")
     for _ in range(3):
-        layer.compute(layer.quantize_input(x_of()))
+        layer.multiply(layer.quantize_input(x_of()))
     other = other_codes(layer)[kind]
     for turn in range(3):
         cpu_backends.calls.clear()
-        y = layer.compute(other)
+        y = layer.multiply(other)
         # what is copied before it is read is an operation of torch, which no tape repeats
         repeated = turn > 1 and kind in ("result", "format")
         assert cpu_backends.calls == ([] if repeated else ["multiply"])
@@ -184,9 +188,9 @@ def test_an_input_that_wants_gradients_is_not_taped(cpu_backends: CpuBackends) -
 
 def test_groups_keep_few_tapes(cpu_backends: CpuBackends) -> None:
     joined = group()
-    for rows in range(1, 2 * eager._MOST_SHAPES):
+    for rows in range(1, 2 * MOST_KEYS):
         called(joined, x_of(rows))
-    assert 0 < len(joined._tapes) <= eager._MOST_SHAPES
+    assert 0 < len(joined.replays) <= MOST_KEYS
 
 
 @pytest.mark.parametrize("rows", [3, 600])

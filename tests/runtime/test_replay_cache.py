@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +22,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
-from fp8kit import dispatch, eager, tape
+from fp8kit import dispatch
 from fp8kit.formats import ROW, GroupShape
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
+from fp8kit.runtime import replay_cache
+from fp8kit.runtime.launch_recording import is_recording, record
+from fp8kit.runtime.replay_cache import MOST_KEYS
 from numerics import assert_bits_equal
-from taped import CpuBackends, install
+from taped import CpuBackends, CpuLaunch, install
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8", "FP8_TENSOR")
 
@@ -87,13 +94,13 @@ def test_codes_with_gaps_between_rows_are_taped(
         m, k = x.shape
         return x.new_empty((m, k + 32), dtype=dtype).as_strided((m, k), (k + 32, 1))
 
-    def noting(x: Tensor, *rest: Any) -> Tensor:
-        multiplied.append(x.stride())
-        return multiply(x, *rest)
+    def noting(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
+        multiplied.append(operands.x.stride())
+        return multiply(operands, problem)
 
     x, multiply = x_of(5), cpu_backends.run
     expected = operator(made(scheme, linear := dense()), x)
-    monkeypatch.setattr("fp8kit.ops.empty_codes", gaps)
+    monkeypatch.setattr("fp8kit.ops.bodies.empty_codes", gaps)
     monkeypatch.setattr(cpu_backends, "run", noting)
     layer = warmed(made(scheme, linear), x, cpu_backends)
     assert multiplied == [(192, 1)] * 2
@@ -114,9 +121,9 @@ def test_shapes_and_dtypes_have_tapes_of_their_own(cpu_backends: CpuBackends) ->
 
 def test_few_shapes_are_kept(cpu_backends: CpuBackends) -> None:
     layer = made()
-    for m in range(1, 2 * eager._MOST_SHAPES):
+    for m in range(1, 2 * MOST_KEYS):
         layer(x_of(m))
-    assert 0 < len(layer._tapes) <= eager._MOST_SHAPES
+    assert 0 < len(layer.replays) <= MOST_KEYS
 
 
 def test_new_times_are_heeded_at_once(
@@ -124,7 +131,7 @@ def test_new_times_are_heeded_at_once(
 ) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
-    monkeypatch.setattr(dispatch, "generation", dispatch.generation)
+    monkeypatch.setattr(replay_cache, "generation", replay_cache.generation)
     dispatch.renew()
     for made_in_full in (True, True, False):
         layer(x)
@@ -147,24 +154,17 @@ def test_a_reload_in_place_is_seen(cpu_backends: CpuBackends) -> None:
         cpu_backends.calls.clear()
 
 
-def test_a_weight_that_nobody_has_waited_for_is_not_read_early(cpu_backends: CpuBackends) -> None:
+def test_a_weight_that_no_call_has_read_is_not_prefetched(cpu_backends: CpuBackends) -> None:
     x = x_of(3)
-    layer = made()
-    for turn in range(5):
-        if turn == 1:
-            tape.settle(layer.weight)  # as the own kernel does
-        cpu_backends.calls.clear()
-        layer(x)
-    assert cpu_backends.calls == []
-    found = layer._tapes[next(iter(layer._tapes))][0]
-    twin = nn.Parameter(layer.weight.data, requires_grad=False)
-    assert twin.data_ptr() == layer.weight.data_ptr()  # as the allocator may give it out again
-    assert twin._version == layer.weight._version
+    layer = warmed(made(), x, cpu_backends)
+    twin = nn.Parameter(layer.codes.data, requires_grad=False)
+    assert twin.data_ptr() == layer.codes.data_ptr()  # as the allocator may give it out again
+    assert twin._version == layer.codes._version
     layer.weight = twin
-    cpu_backends.calls.clear()
-    layer(x)
-    assert cpu_backends.calls == ["quantize", "multiply"]
-    assert layer._tapes[next(iter(layer._tapes))][0] != found
+    for made_in_full in (True, True, False):
+        layer(x)
+        assert cpu_backends.calls == (["quantize", "multiply"] if made_in_full else [])
+        cpu_backends.calls.clear()
 
 
 def replace_weight(layer: fp8kit.Fp8Linear) -> None:
@@ -238,26 +238,38 @@ def test_a_change_of_the_layer_is_seen(
         assert_bits_equal(layer(x), operator(layer, x))
 
 
-def test_each_constant_is_part_of_the_state() -> None:
-    layer = made("FP8")
-    constants = dict(layer._parameters)
-    states = {eager._state(constants)}
-    for name, constant in constants.items():
-        whole = name in ("bias", "input_scale")
-        for other in (constant.clone(), None if whole else constant[:64].clone()):
-            states.add(eager._state(constants | {name: other}))
-    assert len(states) == 1 + 2 * len(constants)
-    alias = layer.bias.detach().view(torch.float16)  # what a cast may leave at the old address
-    assert alias.data_ptr() == layer.bias.data_ptr()
-    states.add(eager._state(constants | {"bias": alias}))
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "bias", "input_scale"])
+def test_a_guard_holds_each_constant(name: str, cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made("FP8"), x, cpu_backends)
+    held = layer._parameters[name].data
+    other = held.view(torch.uint8).clone().view(held.dtype)  # equal, elsewhere
+    layer._parameters[name].data = other
+    for made_in_full in (True, True, False):
+        assert_bits_equal(layer(x), operator(layer, x))
+        expected = ["quantize", "multiply"] if made_in_full else []
+        assert cpu_backends.calls[: len(expected)] == expected
+        cpu_backends.calls.clear()
+
+
+def test_a_bias_cast_at_its_address_is_another(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
+    address = layer.bias.data_ptr()
+    layer.bias.data = layer.bias.data.view(torch.float16)
+    assert layer.bias.data_ptr() == address
+    layer(x)
+    assert cpu_backends.calls == ["quantize", "multiply"]
+
+
+def test_a_weight_written_in_place_is_read_anew(cpu_backends: CpuBackends) -> None:
+    x = x_of(3)
+    layer = warmed(made(), x, cpu_backends)
     with torch.no_grad():
-        layer.weight.zero_()
-    states.add(eager._state(constants))
-    before = layer.weight._version
-    held, layer.weight.data = layer.weight.data, layer.weight.data.clone()
-    assert (layer.weight._version, layer.weight.data_ptr() == held.data_ptr()) == (before, False)
-    states.add(eager._state(constants))
-    assert len(states) == 4 + 2 * len(constants)
+        layer.codes.zero_()
+    y = layer(x)
+    assert cpu_backends.calls == ["quantize", "multiply"], "nothing prefetches it"
+    assert_bits_equal(y, layer.bias.expand(3, -1))
 
 
 class Seen(TorchDispatchMode):
@@ -308,12 +320,13 @@ def test_traces_hold_the_operator(cpu_backends: CpuBackends) -> None:
     assert "fp8kit::linear" in str(traced.inlined_graph)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_forward_derivatives_are_not_lost(cpu_backends: CpuBackends) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
-    with forward_ad.dual_level():
-        assert eager.replay(layer._tapes, x, (layer._parameters,), ("precise", False)) is None
-    assert eager.replay(layer._tapes, x, (layer._parameters,), ("precise", False)) is not None
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        layer(forward_ad.make_dual(x, x))
+    assert cpu_backends.calls == []
 
 
 class Marked(Tensor):
@@ -335,7 +348,7 @@ def test_subclasses_see_the_operator(cpu_backends: CpuBackends) -> None:
     Marked.seen.clear()
     layer(x.as_subclass(Marked))
     assert any("linear" in name for name in Marked.seen)
-    layer._parameters["weight"] = layer.weight.detach().as_subclass(Marked)
+    layer._parameters["weight"] = layer.codes.detach().as_subclass(Marked)
     Marked.seen.clear()
     layer.compute(x)
     assert any("linear" in name for name in Marked.seen)
@@ -366,20 +379,18 @@ def test_autocast_decides_the_dtype(cpu_backends: CpuBackends) -> None:
     "other",
     [
         lambda x: x.repeat(1, 2)[:, ::2],
-        lambda x: nn.Parameter(x, requires_grad=False),
         lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
         lambda x: torch.complex(x.float(), x.float()).conj().imag,
         lambda x: torch._neg_view(x),
     ],
-    ids=["strided", "parameter", "unaligned", "imaginary", "negative"],
+    ids=["strided", "unaligned", "imaginary", "negative"],
 )
-def test_inputs_that_a_tape_cannot_take_run_in_full(
+def test_inputs_that_a_recording_cannot_take_run_in_full(
     other: Callable[[Tensor], Tensor], cpu_backends: CpuBackends
 ) -> None:
     x = other(x_of(3))
     layer = warmed(made(), x_of(3).to(x.dtype), cpu_backends)
-    assert eager.replay(layer._tapes, x, (layer._parameters,), ("precise", False)) is None
-    for _ in range(3):
+    for _ in range(4):
         assert_bits_equal(layer(x), operator(layer, x))
 
 
@@ -391,14 +402,14 @@ def test_bad_input_is_refused_as_before(cpu_backends: CpuBackends) -> None:
         layer(torch.ones(3, 160, dtype=torch.int64))
     for _ in range(3):
         assert layer(x_of(0)).shape == (0, 96)
-    assert len(layer._tapes) == 1
+    assert len(layer.replays) == 1
 
 
 def test_layers_of_other_devices_keep_no_tapes() -> None:
     layer, x = made(), x_of(3)
     for _ in range(3):
         layer(x)
-    assert not layer._tapes
+    assert not layer.replays
 
 
 @pytest.mark.parametrize(
@@ -407,13 +418,18 @@ def test_layers_of_other_devices_keep_no_tapes() -> None:
     ids=["coo", "csr", "elsewhere"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_inputs_without_an_address_are_left_to_the_operator(
+def test_inputs_without_an_address_are_not_replayed(
     other: Callable[[Tensor], Tensor], cpu_backends: CpuBackends
 ) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
-    assert eager.replay(layer._tapes, x, (layer._parameters,), ("precise", False)) is not None
-    assert eager.replay(layer._tapes, other(x), (layer._parameters,), ("precise", False)) is None
+    with contextlib.suppress(Exception):  # refused, as by a layer that was never called
+        layer(other(x))
+    layer(x)
+    with pytest.raises(Exception) as first:  # noqa: PT011
+        made()(other(x))
+    with pytest.raises(type(first.value)):
+        layer(other(x))
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -456,12 +472,12 @@ def test_copies_and_pickles_start_without_tapes(cpu_backends: CpuBackends) -> No
     copies = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))]
     copies.append(torch.load(file, weights_only=False))
     for twin in copies:
-        assert len(twin._tapes) == 0
+        assert not twin.replays
         with torch.no_grad():
             twin.weight_scale.mul_(2)
         for _ in range(3):
             assert_bits_equal(twin(x), operator(twin, x))
-    assert len(layer._tapes) == 1
+    assert len(layer.replays) == 1
 
 
 def test_compiled_layers_hold_the_operator(cpu_backends: CpuBackends) -> None:
@@ -523,18 +539,17 @@ def test_a_failing_call_leaves_no_recording(
         patched.setattr(cpu_backends, "run", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             layer(x)
-    assert not tape.recording()
+    assert not is_recording()
     for _ in range(3):
         assert_bits_equal(layer(x), operator(layer, x))
 
 
 def test_real_backends_of_a_cpu_are_not_taped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "TAPED_DEVICES", ("cpu",))
+    monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
     x, layer = x_of(3), made()
     for _ in range(3):
         assert_bits_equal(layer(x), operator(layer, x))
-    ((_, taped),) = layer._tapes.values()
-    assert taped is None
+    assert layer.replays.launches(x.shape) is None
 
 
 @pytest.mark.gpu
@@ -594,9 +609,7 @@ def test_on_hopper_a_decode_step_is_taped() -> None:
     x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         layer(x)
-    ((_, taped),) = layer._tapes.values()
-    assert taped is not None
-    assert len(taped.steps) == 2
+    assert layer.replays.launches(x.shape) == 2
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -699,16 +712,17 @@ def test_a_weight_with_tapes_can_be_swapped_copied_and_saved(cpu_backends: CpuBa
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(3):
         compiled(x)
-    assert getattr(layer.weight, eager._TAPES)
     other = made()
     expected = other(x)
-    assert not getattr(copy.deepcopy(layer).weight, eager._TAPES, None)
-    assert not copy.deepcopy(getattr(layer.weight, eager._TAPES))
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weight_scale.mul_(2)
+    assert_bits_equal(fp8kit.linear(x, twin.quantized_weight(), twin.bias), operator(twin, x))
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
     assert_bits_equal(torch.load(file, weights_only=True)["weight"], layer.weight)
-    torch.utils.swap_tensors(layer.weight, other.weight)
+    torch.utils.swap_tensors(layer.codes, other.codes)
     torch.utils.swap_tensors(layer.weight_scale, other.weight_scale)
     torch.utils.swap_tensors(layer.bias, other.bias)
     for _ in range(3):
@@ -718,18 +732,20 @@ def test_a_weight_with_tapes_can_be_swapped_copied_and_saved(cpu_backends: CpuBa
 def test_a_tape_of_a_caller_does_not_meet_one_of_the_operator(cpu_backends: CpuBackends) -> None:
     weight, x = made().quantized_weight(), x_of(3)
     fp8kit.linear(x, weight)
-    y, taped = tape.record(
+    y, taped = record(
         lambda: fp8kit.linear(x, weight), (x,), (weight.data, weight.scale, None, None)
     )
     assert taped is None or torch.equal(taped(x)[0], y)
 
 
-def test_a_bound_on_scales_is_no_part_of_a_tape(cpu_backends: CpuBackends) -> None:
+def test_a_bound_on_scales_is_guarded_by_its_address(cpu_backends: CpuBackends) -> None:
     weight, x = made().quantized_weight(), x_of(3)
+    bounds = [torch.tensor(1.0), torch.tensor(2.0)]
     for _ in range(4):
-        cpu_backends.calls.clear()
-        fp8kit.linear(x, weight, scale_ub=torch.tensor(1.0))
-        assert cpu_backends.calls == ["quantize", "multiply"]
+        for bound in bounds:
+            cpu_backends.calls.clear()
+            fp8kit.linear(x, weight, scale_ub=bound)
+            assert cpu_backends.calls == ["quantize", "multiply"]
 
 
 def test_gradients_flow_through_a_taped_operator(cpu_backends: CpuBackends) -> None:
@@ -751,12 +767,84 @@ def test_tapes_go_with_their_weight(cpu_backends: CpuBackends) -> None:
         cpu_backends.calls.clear()
         fp8kit.linear(x, weight)
     assert cpu_backends.calls == []
-    found = weakref.ref(next(iter(getattr(weight.data, eager._TAPES).values()))[1])
-    assert found() is not None
+    owner = weakref.ref(weight.data)
     saved = io.BytesIO()
     torch.save(weight.data, saved)
     saved.seek(0)
     assert_bits_equal(torch.load(saved, weights_only=True), weight.data)
     del weight
     gc.collect()
-    assert found() is None
+    assert owner() is None, "a recording keeps no weight"
+
+
+class Frames:
+    """The Python functions of the package on the stack of a launch, the launch included."""
+
+    def __init__(self) -> None:
+        self.deepest: list[str] = []
+
+    def __call__(self, *_: object) -> None:
+        names, frame = [], sys._getframe(1)
+        while frame is not None and frame.f_code is not fp8kit.Fp8Linear.forward.__code__:
+            names.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        assert frame is not None, "launched by a layer"
+        self.deepest = [*reversed(names)]
+
+
+def test_few_frames_lie_between_a_layer_and_its_launch(
+    cpu_backends: CpuBackends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU ``run`` launches through ``_launch`` and ``Kernel.launch``: two frames more."""
+    seen, real = Frames(), cpu_backends.run
+
+    def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
+        seen()
+        return real(operands, problem)
+
+    layer, x = made(), x_of(3)
+    monkeypatch.setattr(cpu_backends, "run", run)
+    layer(x)
+    package = [name for name in seen.deepest if "<locals>" not in name]
+    assert package == ["ReplayCache.run", "linear"]
+    assert 1 + len(package) + 3 <= 6  # forward, these, and run, _launch, Kernel.launch
+
+    starts, start = Frames(), CpuLaunch.start
+    monkeypatch.setattr(CpuLaunch, "start", lambda *a: (starts(), start(*a))[1])
+    warmed(layer, x, cpu_backends)
+    for _ in range(2):
+        layer(x)
+    replayed = [name for name in starts.deepest if "<locals>" not in name]
+    assert replayed == ["ReplayCache.replay", "Recording.__call__"]
+    assert 1 + len(replayed) + 1 <= 4  # forward, these, and start
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_few_frames_lie_between_a_layer_and_its_launch() -> None:
+    linear = nn.Linear(1024, 768, device="cuda", dtype=torch.bfloat16)
+    layer = made("FP8_DYNAMIC", linear)
+    x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
+    most, depth = 0, 0
+    ours = str(Path(fp8kit.__file__).parent)
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        nonlocal most, depth
+        if event == "call" and frame.f_code is fp8kit.Fp8Linear.forward.__code__:
+            depth = 1
+        elif depth and frame.f_code.co_filename.startswith(ours) and event in ("call", "return"):
+            depth += 1 if event == "call" else -1
+            launches = frame.f_code.co_name in ("launch", "start")
+            most = max(most, depth) if launches else most
+
+    for first in (True, False):
+        layer = made("FP8_DYNAMIC", linear) if first else layer
+        for _ in range(1 if first else 3):
+            layer(x)
+        most = depth = 0
+        twin = made("FP8_DYNAMIC", linear) if first else layer
+        sys.setprofile(profile)
+        try:
+            twin(x)
+        finally:
+            sys.setprofile(None)
+        assert 2 <= most <= (6 if first else 4)

@@ -1,25 +1,26 @@
-"""Tapes: what is recorded, what is refused, and where the launches go."""
+"""Recordings: what is recorded, what is refused, and where the launches go."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8kit import ops, tape
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul import triton_scaled
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
+from fp8kit.ops import bodies
 from fp8kit.quantizers import fused_triton, triton, triton_launch
 from fp8kit.quantizers.fused_problem import Target
+from fp8kit.runtime import launch_recording
+from fp8kit.runtime.launch_recording import Recording, is_recording, record, record_launch
 from taped import launch
 
 
@@ -31,9 +32,9 @@ def twice_plus(x: Tensor, constant: Tensor) -> Tensor:
     return y
 
 
-def test_a_tape_repeats_with_another_input() -> None:
+def test_a_recording_repeats_with_another_input() -> None:
     x, constant = torch.randn(5, 7), torch.randn(5, 7)
-    y, made = tape.record(lambda: twice_plus(x, constant), [x], [constant, None])
+    y, made = record(lambda: twice_plus(x, constant), [x], [constant, None])
     assert made is not None
     assert torch.equal(y, 2 * x + constant)
     other = torch.randn(5, 7)
@@ -44,15 +45,15 @@ def test_a_tape_repeats_with_another_input() -> None:
     assert torch.equal(made(x)[0], 2 * x + 3)
 
 
-def taped(x: Tensor, constant: Tensor) -> tape.Tape:
-    made = tape.record(lambda: twice_plus(x, constant), [x], [constant])[1]
+def recorded(x: Tensor, constant: Tensor) -> Recording:
+    made = record(lambda: twice_plus(x, constant), [x], [constant])[1]
     assert made is not None
     return made
 
 
 def test_all_but_the_result_share_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(5, 7)
-    made = taped(x, torch.randn(5, 7))
+    made = recorded(x, torch.randn(5, 7))
     allocated: list[Tensor] = []
     empty = made._empty
     monkeypatch.setattr(made, "_empty", lambda *a: (allocated.append(empty(*a)), allocated[-1])[1])
@@ -62,10 +63,10 @@ def test_all_but_the_result_share_one_allocation(monkeypatch: pytest.MonkeyPatch
     assert (y.shape, y.stride(), y.dtype, y.device) == (x.shape, x.stride(), x.dtype, x.device)
 
 
-def test_another_shape_of_a_result_is_taped() -> None:
+def test_another_shape_of_a_result_is_recorded() -> None:
     x, constant = torch.randn(6, 4), torch.randn(6, 4)
-    y, made = tape.record(
-        lambda: ops.reshaped(twice_plus(x, constant), (2, 3, 4)), [x], [constant, None]
+    y, made = record(
+        lambda: bodies.reshaped(twice_plus(x, constant), (2, 3, 4)), [x], [constant, None]
     )
     assert made is not None
     assert torch.equal(made(x)[0], y)
@@ -74,14 +75,14 @@ def test_another_shape_of_a_result_is_taped() -> None:
 
 def test_results_are_inference_tensors_where_the_caller_is_in_inference_mode() -> None:
     x = torch.randn(5, 7)
-    made = taped(x, torch.randn(5, 7))
+    made = recorded(x, torch.randn(5, 7))
     assert not made(x)[0].is_inference()
     with torch.inference_mode():
         assert made(x)[0].is_inference()
 
 
-def on_blocks(made: tape.Tape, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """Let a tape allocate these blocks, until a test puts others in their place."""
+def on_blocks(made: Recording, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Let a recording allocate these blocks, until a test puts others in their place."""
     blocks = {"y": torch.empty(5, 7), "scratch": torch.empty(256, dtype=torch.uint8)}
     by_dtype = {torch.float32: "y", torch.uint8: "scratch"}
     monkeypatch.setattr(made, "_empty", lambda *layout: blocks[by_dtype[layout[-1]]])
@@ -91,7 +92,7 @@ def on_blocks(made: tape.Tape, monkeypatch: pytest.MonkeyPatch) -> dict[str, Ten
 def test_only_addresses_that_changed_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first launch takes the input and scratch; the second scratch, a constant, the result."""
     x, constant = torch.randn(5, 7), torch.randn(5, 7)
-    made = taped(x, constant)
+    made = recorded(x, constant)
     blocks = on_blocks(made, monkeypatch)
     made(x)
     first, second = made.steps
@@ -115,7 +116,7 @@ def test_only_addresses_that_changed_are_moved(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_move_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     x, other, constant = torch.randn(3, 5, 7)
-    made = taped(x, constant)
+    made = recorded(x, constant)
     blocks = on_blocks(made, monkeypatch)
     made(x)
     before = blocks["y"]
@@ -133,7 +134,7 @@ def test_a_move_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(made(x)[0], 2 * x + constant)
 
 
-def test_threads_share_a_tape() -> None:
+def test_threads_share_a_recording() -> None:
     """Launches give other threads a turn, as CUDA's do; each must still see its own addresses."""
     x, constant = torch.zeros(64), torch.ones(64)
 
@@ -147,7 +148,7 @@ def test_threads_share_a_tape() -> None:
         launch(lambda a, b, out: (time.sleep(0.0005), out.copy_(a + b)), doubled, constant, y)
         return y
 
-    made = tape.record(call, [x], [constant])[1]
+    made = record(call, [x], [constant])[1]
     assert made is not None
 
     def many(start: int) -> list[tuple[Tensor, Tensor]]:
@@ -169,13 +170,13 @@ def test_views_are_followed_into_their_tensor() -> None:
         launch(lambda a, out: out.copy_(a + 1), buffer[1], y.view(24).view(4, 6))
         return y.view(24)
 
-    y, made = tape.record(halves, [x], [])
+    y, made = record(halves, [x], [])
     assert made is not None
     assert torch.equal(y, x.flatten() + 1)
     assert torch.equal(made(-x)[0], 1 - x.flatten())
 
 
-def test_a_tape_has_as_many_results_as_its_call() -> None:
+def test_a_recording_has_as_many_results_as_its_call() -> None:
     x = torch.randn(5, 7)
 
     def both() -> tuple[Tensor, Tensor]:
@@ -183,7 +184,7 @@ def test_a_tape_has_as_many_results_as_its_call() -> None:
         launch(lambda x, a, b: (a.copy_(x + 1), b.copy_(2 * x)), x, plus, columns.t()[:5])
         return plus, columns.t()[:5]
 
-    y, made = tape.record(both, [x], [])
+    y, made = record(both, [x], [])
     assert made is not None
     other = torch.randn(5, 7)
     plus, doubled = made(other)
@@ -201,20 +202,20 @@ def test_inputs_may_be_interleaved_views_of_one_buffer() -> None:
         return y
 
     halves = torch.randn(5, 14).chunk(2, 1)
-    made = tape.record(lambda: sum_of_halves(*halves), halves, [])[1]
+    made = record(lambda: sum_of_halves(*halves), halves, [])[1]
     assert made is not None
     gate, up = (torch.randn(5, 14)[:, :7] for _ in range(2))
     assert torch.equal(made(gate, up)[0], gate + 2 * up)
 
 
-def test_inputs_that_cannot_be_told_apart_are_not_taped() -> None:
+def test_inputs_that_cannot_be_told_apart_are_not_recorded() -> None:
     x, other = torch.randn(2, 5, 7)
-    assert tape.record(lambda: twice_plus(x, x), [x, x], [])[1] is None
-    assert tape.record(lambda: twice_plus(x, x), [x], [x])[1] is None
-    assert tape.record(lambda: twice_plus(x, other), [x, other], [])[1] is not None
+    assert record(lambda: twice_plus(x, x), [x, x], [])[1] is None
+    assert record(lambda: twice_plus(x, x), [x], [x])[1] is None
+    assert record(lambda: twice_plus(x, other), [x, other], [])[1] is not None
 
 
-def test_an_address_in_two_inputs_is_not_taped() -> None:
+def test_an_address_in_two_inputs_is_not_recorded() -> None:
     buffer = torch.randn(40)
     a, b = buffer[:24], buffer[8:32]
 
@@ -223,63 +224,17 @@ def test_an_address_in_two_inputs_is_not_taped() -> None:
         launch(lambda part, out: out.copy_(part), a[16:], y)
         return y
 
-    assert tape.record(tail, [a], [])[1] is not None
-    assert tape.record(tail, [a, b], [])[1] is None
+    assert record(tail, [a], [])[1] is not None
+    assert record(tail, [a, b], [])[1] is None
 
 
-def test_a_tape_has_as_many_inputs_as_its_call() -> None:
+def test_a_recording_has_as_many_inputs_as_its_call() -> None:
     a, b = torch.randn(2, 5, 7)
-    made = tape.record(lambda: twice_plus(a, b), [a, b], [])[1]
+    made = record(lambda: twice_plus(a, b), [a, b], [])[1]
     assert made is not None
     c, d = torch.randn(2, 5, 7)
     assert torch.equal(made(c, d)[0], 2 * c + d)
     assert torch.equal(made(c, a)[0], 2 * c + a)
-
-
-def counted() -> Tensor:
-    return nn.Parameter(torch.zeros(4), requires_grad=False)
-
-
-def in_inference_mode(function: Callable[[], Tensor]) -> Tensor:
-    with torch.inference_mode():
-        return function()
-
-
-def with_data(tensor: Tensor, data: Tensor) -> Tensor:
-    tensor.data = data
-    return tensor
-
-
-@pytest.mark.parametrize(
-    "uncounted",
-    [
-        lambda: in_inference_mode(counted),
-        lambda: with_data(in_inference_mode(counted), torch.zeros(4)),
-        lambda: with_data(counted(), in_inference_mode(lambda: torch.zeros(4))),
-    ],
-    ids=["inference", "inference-given-normal", "normal-given-inference"],
-)
-def test_what_torch_does_not_count_is_never_settled(uncounted: Callable[[], Tensor]) -> None:
-    weight = uncounted()
-    assert tape.version(weight) == tape.UNCOUNTED
-    tape.settle(weight)
-    assert not tape.settled(weight)
-
-
-def test_a_weight_is_settled_until_it_changes() -> None:
-    weight = counted()
-    assert not tape.settled(weight)
-    for change in (
-        lambda: weight.add_(1),
-        lambda: torch.autograd.graph.increment_version(weight),
-        lambda: with_data(weight, torch.zeros(4)),
-        lambda: tape.unsettle(weight),
-    ):
-        tape.settle(weight)
-        assert tape.settled(weight)
-        with torch.no_grad():
-            change()
-        assert not tape.settled(weight)
 
 
 def foreign(x: Tensor) -> Tensor:
@@ -303,8 +258,8 @@ def unknown(x: Tensor) -> Tensor:
 def unrepeatable(x: Tensor) -> Tensor:
     y = torch.empty_like(x)
     launch(lambda x, out: out.copy_(x), x, y)
-    if tape.recording():
-        tape.note(None)
+    if is_recording():
+        record_launch(None)
     return y
 
 
@@ -341,7 +296,7 @@ def half_noted(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unnoted(x: Tensor) -> Tensor:
-    """The last kernel does not take part: a tape would give memory that nobody wrote."""
+    """The last kernel does not take part: a recording would give memory that nobody wrote."""
     doubled, y = torch.empty_like(x), torch.empty_like(x)
     launch(lambda x, out: out.copy_(2 * x), x, doubled)
     with _disable_current_modes():
@@ -363,9 +318,9 @@ HIDDEN = torch.ones(3, 4)
         half_noted,
     ],
 )  # fmt: skip
-def test_what_launches_do_not_tell_is_not_taped(function: object) -> None:
+def test_what_launches_do_not_tell_is_not_recorded(function: object) -> None:
     x = torch.randn(3, 4)
-    y, made = tape.record(lambda: function(x), [x], [])
+    y, made = record(lambda: function(x), [x], [])
     assert made is None
     if function is not nothing:
         for found, again in zip(results_of(y), results_of(function(x)), strict=True):
@@ -381,8 +336,8 @@ def test_recording_ends_with_an_error() -> None:
         raise RuntimeError("no kernel")
 
     with pytest.raises(RuntimeError, match="no kernel"):
-        tape.record(broken, [torch.ones(1)], [])
-    assert not tape.recording()
+        record(broken, [torch.ones(1)], [])
+    assert not is_recording()
 
 
 @pytest.mark.parametrize("current", [0, 1])
@@ -391,7 +346,7 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
 ) -> None:
     """Two GPUs in one process, in fakes: the tape is of device 1, whichever is current."""
     x = torch.randn(2, 2)
-    y, made = tape.record(lambda: twice_plus(x, x), [x], [])
+    y, made = record(lambda: twice_plus(x, x), [x], [])
     assert made is not None
     made.index = 1
     where = [current]
@@ -413,9 +368,9 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
         assert where[0] == 1
         return empty(*layout)
 
-    monkeypatch.setattr(tape.torch, "cuda", SimpleNamespace(device=device))
-    monkeypatch.setattr(tape, "_current_device", lambda: where[0])
-    monkeypatch.setattr(tape, "_current_stream", raw_stream)
+    monkeypatch.setattr(launch_recording.torch, "cuda", SimpleNamespace(device=device))
+    monkeypatch.setattr(launch_recording, "_current_device", lambda: where[0])
+    monkeypatch.setattr(launch_recording, "_current_stream", raw_stream)
     monkeypatch.setattr(made, "_empty", allocate)
     assert torch.equal(made(x)[0], y)
     assert entered == ([1] if current == 0 else [])
@@ -456,7 +411,7 @@ def test_a_triton_launch_repeats_the_compiled_kernel() -> None:
         triton_launch.launch(Jitted(compiled), 9, x, y, 4, **options)
         return y
 
-    made = tape.record(function, [x], [])[1]
+    made = record(function, [x], [])[1]
     assert made is not None
     (y,) = made(x)
     (ran,) = compiled.ran
@@ -464,7 +419,7 @@ def test_a_triton_launch_repeats_the_compiled_kernel() -> None:
     assert ran[9:] == (x.data_ptr(), y.data_ptr(), 4, 16, True)
 
 
-def test_the_interpreter_cannot_be_taped() -> None:
+def test_the_interpreter_cannot_be_recorded() -> None:
     x = torch.randn(4, 4)
 
     def function() -> Tensor:
@@ -472,10 +427,10 @@ def test_the_interpreter_cannot_be_taped() -> None:
         triton_launch.launch(Jitted(None), 9, x, y, 4, K=16, STATIC=True)
         return y
 
-    assert tape.record(function, [x], [])[1] is None
+    assert record(function, [x], [])[1] is None
 
 
-class Recording:
+class NotingKernel:
     """Stands for a quantizer's kernel: it compiles to something that notes its arguments."""
 
     def __init__(self, real: object) -> None:
@@ -501,7 +456,7 @@ class Recording:
     ],
     ids=["row", "group", "mx", "block", "tensor", "large-tensor"],
 )
-def test_every_quantizer_can_be_taped(
+def test_every_quantizer_can_be_recorded(
     group: GroupShape, shape: tuple[int, int], kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch passes every argument of the kernel's signature, in its order."""
@@ -509,7 +464,7 @@ def test_every_quantizer_can_be_taped(
     for name in kernels:
         module, _, attribute = name.partition(".")
         home = importlib.import_module(f"fp8kit.quantizers.{module}")
-        fakes.append(Recording(getattr(home, attribute)))
+        fakes.append(NotingKernel(getattr(home, attribute)))
         monkeypatch.setattr(home, attribute, fakes[-1])
     x = torch.randn(shape)
     rounding = "floor" if group == MX else "exact"
@@ -521,7 +476,7 @@ def test_every_quantizer_can_be_taped(
         outputs[:] = triton.quantize(x, group, torch.float8_e4m3fn, 1e-12, None, rounding)
         return y
 
-    made = tape.record(call, [x], [])[1]
+    made = record(call, [x], [])[1]
     assert made is not None
     made(torch.randn(shape))
     for fake in fakes:
@@ -536,12 +491,12 @@ def test_every_quantizer_can_be_taped(
 
 @pytest.mark.parametrize("layout", ["row", "column"])
 @pytest.mark.parametrize("producer", ["rms", "add", "adaptive", "silu"])
-def test_every_fused_kernel_can_be_taped(
+def test_every_fused_kernel_can_be_recorded(
     producer: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "activation" if producer == "silu" else "norm"
     home = importlib.import_module(f"fp8kit.quantizers.fused_triton_{name}s")
-    fake = Recording(getattr(home, f"_{name}_kernel"))
+    fake = NotingKernel(getattr(home, f"_{name}_kernel"))
     monkeypatch.setattr(home, f"_{name}_kernel", fake)
     x, other, weight = torch.randn(2, 4, 256), torch.randn(2, 4, 256), torch.randn(256)
     target = Target(None, GROUP128, torch.float8_e4m3fn, 1e-12, None, "exact", layout)
@@ -552,7 +507,7 @@ def test_every_fused_kernel_can_be_taped(
         "adaptive": lambda: fused_triton.layer_norm(x, None, None, pair, 1e-6, "once", target),
         "silu": lambda: fused_triton.activation("silu", x, other, target),
     }
-    made = tape.record(calls[producer], [x, other], [weight, *pair])[1]
+    made = record(calls[producer], [x, other], [weight, *pair])[1]
     assert made is not None
     inputs = torch.randn(2, 4, 256), torch.randn(2, 4, 256)
     results = made(*inputs)
@@ -569,9 +524,9 @@ def test_every_fused_kernel_can_be_taped(
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_the_triton_product_can_be_taped(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_triton_product_can_be_recorded(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("product_kernel", "sum_kernel")
-    fakes = {name: Recording(getattr(triton_scaled, name)) for name in names}
+    fakes = {name: NotingKernel(getattr(triton_scaled, name)) for name in names}
     for name, fake in fakes.items():
         monkeypatch.setattr(triton_scaled, name, fake)
     e4m3 = torch.float8_e4m3fn
@@ -582,9 +537,9 @@ def test_the_triton_product_can_be_taped(splits: int, monkeypatch: pytest.Monkey
     tile = tile._replace(splits=splits)
 
     def call() -> Tensor:
-        return triton_scaled.run_tile(x, x_scale, w, w_scale, None, problem, tile)
+        return triton_scaled.run_tile(MatmulOperands(x, x_scale, w, w_scale), problem, tile)
 
-    made = tape.record(call, [x], [x_scale, w, w_scale])[1]
+    made = record(call, [x], [x_scale, w, w_scale])[1]
     assert made is not None
     another = x.clone()
     (y,) = made(another)

@@ -1,14 +1,14 @@
 """Record the kernels that a call launches, and launch them again without the Python in between.
 
 An eager layer spends its host time on deciding: validation, dispatch, tiles, argument packing. For
-one shape the decisions never change, only addresses do. ``record`` runs a function once and notes
-its launches and allocations; ``Tape`` then repeats them with new inputs: one allocation for each
+one shape the decisions never change, only addresses do. ``record`` runs a function once and keeps
+its launches and allocations; a ``Recording`` repeats them with new inputs: one allocation for each
 result, one for everything the call allocated besides, and the same kernels in the same order.
 
-A call can be taped if all it does on the device is launch kernels of this package, and if every
+A call can be recorded if all it does on the device is launch kernels of this package, and if every
 address it passes lies in a tensor that is known: an input, a constant operand, or one that was
 allocated inside. Any other operation of torch makes ``record`` give up, and the caller goes on as
-before. Kernels take part by noting their launches (``cuda_driver.Kernel``,
+before. Kernels take part by calling ``record_launch`` (``cuda_driver.Kernel``,
 ``quantizers.triton_launch``).
 """
 
@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-WAITED_FOR = "_fp8kit_waited_for"  # attribute of a weight: its version and address
-UNCOUNTED = -1  # version of a tensor whose changes are not counted
 _ALIGN = 256  # what a fresh CUDA allocation has, at least
 _SCRATCH = -1  # the last slot, if there is any; inputs have those from 0 on, then results
 _aten = torch.ops.aten
@@ -46,13 +44,13 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _address = Tensor.data_ptr
 _local = threading.local()
-Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
+Result = TypeVar("Result", bound="Tensor | Sequence[Tensor]")
 
 
 class Launch(Protocol):
     """One launch as data: the kernel, its grid, and arguments of which the addresses may change.
 
-    It belongs to one tape, which lets one thread at a time move addresses and start it.
+    It belongs to one recording, which lets one thread at a time move addresses and start it.
     """
 
     @property
@@ -71,56 +69,18 @@ class Launch(Protocol):
         """Launch again, on a stream of the current device, given by its handle."""
 
 
-def version(tensor: Tensor) -> int:
-    """Give the counter of a tensor's changes, ``UNCOUNTED`` where torch does not count them."""
-    if tensor.is_inference():
-        return UNCOUNTED
-    try:
-        return tensor._version
-    except RuntimeError:  # made in inference mode, and given the data of another tensor since
-        return UNCOUNTED
-
-
-def settled(weight: Tensor) -> bool:
-    """Say whether an earlier call has waited for this weight as it is now.
-
-    A kernel may load such a weight before the kernels ahead have ended, whatever they are: the call
-    that waited began when everything before it was complete, and kernels that start early still
-    start in the order of their stream, so none that begins later can meet a write that is older.
-    A call on another stream has waited too, and the event between the streams ends the overlap.
-
-    What counts as a change is what torch counts, and only for this tensor: parts of one storage
-    that were put in place by ``p.data = part`` each have a counter of their own. A write that is
-    not counted has to be complete, and visible to other kernels, before the next call.
-    """
-    found: object = getattr(weight, WAITED_FOR, None)
-    return found == (version(weight), weight.data_ptr())
-
-
-def settle(weight: Tensor) -> None:
-    """Note that a call waits, or has waited, for this weight as it is now."""
-    count = version(weight)
-    if count != UNCOUNTED:
-        setattr(weight, WAITED_FOR, (count, weight.data_ptr()))
-
-
-def unsettle(weight: Tensor) -> None:
-    """Forget that a call has waited for this weight: it was written past its counter."""
-    vars(weight).pop(WAITED_FOR, None)  # attributes are pickled: none is made where none was
-
-
-def recording() -> bool:
-    """Say whether launches of this thread are being noted."""
+def is_recording() -> bool:
+    """Return whether launches of this thread are being recorded."""
     return getattr(_local, "launches", None) is not None
 
 
-def note(launch: Launch | None) -> None:
-    """Add a launch to the tape being recorded; ``None`` for one that cannot be repeated."""
+def record_launch(launch: Launch | None) -> None:
+    """Add a launch to the recording being made; ``None`` for one that cannot be repeated."""
     _local.launches.append(launch)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keep what is allocated, and notice operations that a tape would miss."""
+class AllocationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keep what is allocated, and notice operations that a recording would miss."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +96,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class Tape:
+class Recording:
     """The launches of one call, for inputs of one kind; threads may share it.
 
     Args:
@@ -205,37 +165,37 @@ class Tape:
 
 def record(
     function: Callable[[], Result], inputs: Sequence[Tensor], constants: Sequence[Tensor | None]
-) -> tuple[Result, Tape | None]:
-    """Run a function and tape what it launches.
+) -> tuple[Result, Recording | None]:
+    """Run a function and record what it launches.
 
     Args:
         function: computes a tensor or several from ``inputs`` and ``constants``, whose addresses
             stay what they are.
-        inputs: a tape wants others of their shapes, dtypes and strides, 16-byte aligned.
+        inputs: a recording wants others of their shapes, dtypes and strides, 16-byte aligned.
         constants: the other operands.
 
     Returns:
-        What it computed, and the tape; ``None`` if the call cannot be repeated from its launches.
+        What it computed, and the recording; ``None`` if launches do not tell all that it did.
     """
-    assert not recording(), "one tape at a time"
+    assert not is_recording(), "one recording at a time"
     _local.launches = []
     try:
-        with _Watch() as watch:
+        with AllocationWatch() as watch:
             y = function()
         launches: list[Launch | None] = _local.launches
     finally:
         _local.launches = None
-    results = (y,) if isinstance(y, Tensor) else y
-    return y, _tape(results, launches, watch, inputs, constants)
+    return y, _recording(y, launches, watch, inputs, constants)
 
 
-def _tape(
-    results: Sequence[Tensor],
+def _recording(
+    y: Tensor | Sequence[Tensor],
     launches: Sequence[Launch | None],
-    watch: _Watch,
+    watch: AllocationWatch,
     inputs: Sequence[Tensor],
     constants: Sequence[Tensor | None],
-) -> Tape | None:
+) -> Recording | None:
+    results: Sequence[Tensor] = [y] if isinstance(y, Tensor) else y
     if watch.foreign or not launches or not _told_apart(inputs, constants):
         return None
     spans: list[tuple[int, int, int | None, int]]
@@ -263,18 +223,18 @@ def _tape(
         if len(known) < len(places):
             return None
         steps.append((launch, known))
-    # a result that no launch was passed has been filled by a kernel that was not noted
+    # a result that no launch was passed has been filled by a kernel that was not recorded
     written = {slot for _, known in steps for slot, _ in known}
     if len(memory) < len(results) or not written.issuperset(memory):
         return None
     pairs = [(y, memory[slot]) for slot, y in enumerate(results, len(inputs))]
     if any(not _is_whole(*pair) and pair[0].dtype != pair[1].dtype for pair in pairs):
         return None
-    return Tape(steps, len(inputs), pairs, scratch)
+    return Recording(steps, len(inputs), pairs, scratch)
 
 
 def _told_apart(inputs: Sequence[Tensor], constants: Sequence[Tensor | None]) -> bool:
-    """Say whether an address tells which input it is of, if it is of one."""
+    """Return whether an address tells which input it is of, if it is of one."""
     starts = [x.data_ptr() for x in inputs]
     others = {t.data_ptr() for t in constants if t is not None}
     return len({*starts} - others) == len(starts)

@@ -1,0 +1,190 @@
+"""What the operators do: choose a backend and launch its kernels.
+
+Every body takes the arguments of its operator; groups are ``[rows, cols]``. Validation is the
+caller's (``functional``, ``Fp8Linear``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8kit.dispatch import decide, require
+from fp8kit.formats import GroupShape, min_scale
+from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
+from fp8kit.matmul.problem import IN_GEMM_ROWS, MatmulBackend, MatmulOperands, MatmulProblem
+from fp8kit.quantizers.layout import empty_codes, product_layout
+from fp8kit.quantizers.problem import BACKENDS as QUANTIZER_BACKENDS
+from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
+
+Group = Sequence[int]  # rows and columns of a ``GroupShape``
+
+
+def quantize(
+    x: Tensor,
+    group: Group,
+    dtype: torch.dtype,
+    min_scale: float,
+    scale_ub: Tensor | None,
+    scale_rounding: str,
+    scale_layout: str = "row",
+) -> tuple[Tensor, Tensor]:
+    """Quantize with scales that are taken from the data; see ``functional.quantize``."""
+    shape = GroupShape(*group)
+    backend = _quantizer(QuantizeProblem.of(x, shape, dtype))
+    return backend.quantize(x, shape, dtype, min_scale, scale_ub, scale_rounding, scale_layout)
+
+
+def quantize_static(x: Tensor, scale: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    """Quantize with given scales; see ``functional.quantize``."""
+    shape = GroupShape(*group)
+    backend = _quantizer(QuantizeProblem.of(x, shape, dtype))
+    return backend.quantize_static(x, scale, shape, dtype)
+
+
+def dequantize(data: Tensor, scale: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
+    """Multiply codes by their scales; see ``functional.dequantize``."""
+    shape = GroupShape(*group)
+    problem = DequantizeProblem(shape, data.dtype, dtype, data.device.type)
+    return _quantizer(problem).dequantize(data, scale, shape, dtype)
+
+
+def scaled_mm(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_group: Group | None,
+    w_group: Group,
+    out_dtype: torch.dtype,
+    accum: str,
+    batch_invariant: bool,
+    backend: str | None,
+) -> Tensor:
+    """Multiply codes ``x [M, K]`` by codes ``w [N, K]``; see ``functional.scaled_mm``."""
+    groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
+    problem = MatmulProblem.of(x, w, groups, out_dtype, bias, accum, batch_invariant)
+    if not x.numel() or not w.numel():
+        return _without_sums(x, w, bias, out_dtype)
+    choice = decide(MATMUL_BACKENDS, problem, backend)
+    matmul: MatmulBackend = choice.implementation
+    return matmul.run(MatmulOperands(x, x_scale, w, w_scale, bias), choice.problem)
+
+
+def multiply_codes(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_group: Group,
+    w_group: Group,
+    out_dtype: torch.dtype,
+    accum: str,
+    batch_invariant: bool,
+    shape: Sequence[int],
+) -> Tensor:
+    """Multiply codes whose rows stand for an input of a shape ``[..., K]``; give ``[..., N]``."""
+    options = (x_group, w_group, out_dtype, accum, batch_invariant, None)
+    return reshaped(scaled_mm(x, x_scale, w, w_scale, bias, *options), (*shape[:-1], w.shape[0]))
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    x_group: Group | None,
+    w_group: Group,
+    scale_rounding: str,
+    accum: str,
+    batch_invariant: bool,
+    *,
+    backend: str | None = None,
+    configuration: str | None = None,
+) -> Tensor:
+    """Quantize ``x [..., K]`` and multiply it by codes ``w [N, K]``; see ``functional.linear``.
+
+    ``backend`` and ``configuration`` compute as told, or raise: for measurements.
+    """
+    rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
+    shape = (*x.shape[:-1], w.shape[0])
+    if not rows.numel() or not w.numel():
+        return reshaped(_without_sums(rows, w, bias, x.dtype), shape)
+    group = None if x_group is None else GroupShape(*x_group)
+    options = (x.dtype, bias, accum, batch_invariant, None if group is None else w.dtype)
+    problem = MatmulProblem.of(rows, w, (group, GroupShape(*w_group)), *options)
+    if configuration is not None:
+        problem = dataclasses.replace(problem, configuration=configuration)
+    choice = decide(MATMUL_BACKENDS, problem, backend)
+    matmul: MatmulBackend = choice.implementation
+    problem, y = choice.problem, None
+    dynamic = input_scale is None and scale_ub is None and scale_rounding == "exact"
+    if dynamic and group is not None and rows.shape[0] <= IN_GEMM_ROWS and rows.is_cuda:
+        values = MatmulOperands(rows, None, w, w_scale, bias)
+        y = matmul.quantize_in_gemm(values, problem, min_scale(group, w.dtype, "activation"))
+    if y is None:
+        data, scale = quantize_rows(rows, group, w.dtype, input_scale, scale_ub, scale_rounding)
+        y = matmul.run(MatmulOperands(data, scale, w, w_scale, bias), problem)
+    return reshaped(y, shape)
+
+
+def quantize_rows(
+    rows: Tensor,
+    group: GroupShape | None,
+    dtype: torch.dtype,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    scale_rounding: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Quantize what a linear layer gets, as its scheme wants it.
+
+    Args:
+        rows: bf16, fp16 or fp32 ``[M, K]``.
+        group: elements per scale; ``None`` leaves the rows as they are.
+        dtype: dtype of the codes.
+        input_scale: static scale, or ``None`` to take scales from the data.
+        scale_ub: bound on amax or ``None``.
+        scale_rounding: how scales are rounded.
+
+    Returns:
+        What is multiplied, and its scales, laid out as products load them.
+    """
+    if group is None:
+        return rows, None
+    backend = _quantizer(QuantizeProblem.of(rows, group, dtype))
+    if input_scale is not None:
+        return backend.quantize_static(rows, input_scale, group, dtype), input_scale
+    how = (min_scale(group, dtype, "activation"), scale_ub, scale_rounding, product_layout(group))
+    data, scale = backend.quantize(rows, group, dtype, *how, empty_codes(rows, group, dtype))
+    return data, scale
+
+
+def reshaped(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Give a product that nobody else holds another shape, and let callers change it in place.
+
+    Autograd refuses in-place changes of views made where it does not look, as in an operator.
+
+    Args:
+        y: ``[M, N]``.
+        shape: ``[..., N]``, with as many elements.
+    """
+    z: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
+    return z
+
+
+def _quantizer(problem: QuantizeProblem | DequantizeProblem) -> QuantizerBackend:
+    backend: QuantizerBackend = require(QUANTIZER_BACKENDS, problem)
+    return backend
+
+
+def _without_sums(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """Return the product of operands of which one is empty: nothing, or the bias alone."""
+    zeros = x.new_zeros(x.shape[0], w.shape[0], dtype=out_dtype)
+    return zeros if bias is None else zeros + bias.to(out_dtype)

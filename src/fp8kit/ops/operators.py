@@ -1,0 +1,176 @@
+"""Each operator in two forms: its body, and what is called where somebody looks on.
+
+Arguments are inputs, then constants, then options, in the order of the schemas; all are known to
+fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fp8kit.errors import teach
+from fp8kit.formats import GroupShape, RowCodes, min_scale
+from fp8kit.ops import bodies, schemas, transforms  # noqa: F401  (schemas registers)
+from fp8kit.quantizers import traced
+from fp8kit.quantizers.layout import product_layout
+from fp8kit.runtime.replay_cache import Operator, Options
+
+Group = tuple[int, int]
+
+
+def linear_registered(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    x_group: Group | None,
+    w_group: Group,
+    scale_rounding: str,
+    accum: str,
+    batch_invariant: bool,
+) -> Tensor:
+    """Quantize ``x`` and multiply it by a weight: one operator, or under a compiler its parts.
+
+    Args:
+        x: activations ``[..., K]``.
+        w: codes ``[N, K]``.
+        w_scale: scales of ``w``.
+        bias: ``[N]`` or ``None``.
+        input_scale: static per-tensor scale or ``None``.
+        scale_ub: bound on amax or ``None``.
+        x_group: rows and columns of ``x`` per scale; ``None`` leaves it in high precision.
+        w_group: rows and columns of ``w`` per scale.
+        scale_rounding: how scales of ``x`` are rounded.
+        accum: as in ``functional.scaled_mm``.
+        batch_invariant: as in ``functional.scaled_mm``.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``, or in autocast's where autocast is on.
+    """
+    _refuse_tangent(x)
+    x = autocast(x)
+    if x_group is not None and x.shape[-1] and not _wants_gradient(x, bias):
+        group, static = GroupShape(*x_group), input_scale is not None
+        if traced.is_visible(group, w.dtype, static, x.device):
+            codes = quantize_rows(x, group, w.dtype, scale_rounding, input_scale, scale_ub)
+            how: Options = (x_group, w_group, codes.dtype, accum, batch_invariant, codes.shape)
+            return codes_registered(codes.data, codes.scale, w, w_scale, bias, *how)
+    product: Any = torch.ops.fp8kit.linear
+    if not torch.compiler.is_compiling() and transforms.is_transformed():
+        product = transforms.linear
+    constants = (w, w_scale, bias, input_scale, scale_ub)
+    y: Tensor = product(x, *constants, x_group, w_group, scale_rounding, accum, batch_invariant)
+    return y
+
+
+def codes_registered(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_group: Group,
+    w_group: Group,
+    out_dtype: torch.dtype,
+    accum: str,
+    batch_invariant: bool,
+    shape: Sequence[int],
+) -> Tensor:
+    """Multiply codes, as ``bodies.multiply_codes`` does."""
+    options = (x_group, w_group, out_dtype, accum, batch_invariant, None)
+    y: Tensor = torch.ops.fp8kit.scaled_mm(x, x_scale, w, w_scale, bias, *options)
+    return bodies.reshaped(y, (*shape[:-1], w.shape[0]))
+
+
+QUANTIZE = Operator(bodies.quantize, torch.ops.fp8kit.quantize)
+QUANTIZE_STATIC = Operator(bodies.quantize_static, torch.ops.fp8kit.quantize_static)
+DEQUANTIZE = Operator(bodies.dequantize, torch.ops.fp8kit.dequantize)
+SCALED_MM = Operator(bodies.scaled_mm, torch.ops.fp8kit.scaled_mm)
+LINEAR = Operator(bodies.linear, linear_registered)
+CODES = Operator(bodies.multiply_codes, codes_registered)
+
+
+def split(codes: RowCodes, options: Options) -> tuple[tuple[Tensor, Tensor], Options]:
+    """Return inputs and options of ``CODES``.
+
+    Args:
+        codes: the quantized input.
+        options: of ``LINEAR``, for a layer that multiplies them.
+    """
+    _, w_group, _, accum, batch_invariant = options
+    group = (codes.group.rows, codes.group.cols)
+    inputs = (codes.data, codes.scale)
+    return inputs, (group, w_group, codes.dtype, accum, batch_invariant, codes.shape)
+
+
+def quantize_rows(
+    x: Tensor,
+    group: GroupShape,
+    dtype: torch.dtype,
+    rounding: str,
+    input_scale: Tensor | None = None,
+    scale_ub: Tensor | None = None,
+) -> RowCodes:
+    """Quantize activations ``[..., K]`` once, for several products.
+
+    Args:
+        x: bf16, fp16 or fp32.
+        group: elements per scale.
+        dtype: dtype of the codes.
+        rounding: how scales are rounded.
+        input_scale: static per-tensor scale or ``None``.
+        scale_ub: bound on amax or ``None``.
+    """
+    _refuse_tangent(x)
+    x = autocast(x)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    shape, layout = (group.rows, group.cols), product_layout(group)
+    options = (min_scale(group, dtype, "activation"), scale_ub, rounding, layout)
+    visible = traced.is_visible(group, dtype, input_scale is not None, x.device)
+    if input_scale is not None:
+        scale = input_scale
+        if visible:
+            data = traced.quantize_static(rows, scale, dtype)
+        else:
+            data = QUANTIZE_STATIC(rows, scale, shape, dtype)
+    elif visible:
+        data, scale = traced.quantize(rows, group, dtype, *options)
+    else:
+        data, scale = QUANTIZE(rows, shape, dtype, *options)
+    return RowCodes(data, scale, group, x.shape, x.dtype)
+
+
+def _wants_gradient(x: Tensor, bias: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        x.requires_grad or (bias is not None and bias.requires_grad)
+    )
+
+
+def autocast(x: Tensor) -> Tensor:
+    """Convert an input to the dtype of autocast, where autocast is on for its device."""
+    device_type = x.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        x = x.to(torch.get_autocast_dtype(device_type))
+    return x
+
+
+def _refuse_tangent(x: Tensor) -> None:
+    """Raise for forward-mode differentiation, in which torch takes such operators for constants."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise NotImplementedError(
+            teach(
+                "Got an input with a forward-mode tangent.",
+                "FP8 products have a backward and no forward-mode derivative.",
+                "Differentiate with backward() or torch.autograd.grad, or the dense model.",
+            )
+        )

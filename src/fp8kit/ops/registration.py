@@ -1,0 +1,40 @@
+"""How an operator of the package is registered with ``torch.library``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+library: Any = torch.library.Library("fp8kit", "DEF")  # type: ignore[no-untyped-call]
+
+
+def register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> str:
+    """Register an operator: one implementation for every device, run outside autocast.
+
+    Args:
+        schema: as ``torch.library`` writes it, with the operator's name.
+        impl: computes it.
+        fake: gives empty results of the same shapes, dtypes and device.
+
+    Returns:
+        The qualified name.
+    """
+    # any strides will do: otherwise Inductor computes an input once more for each of its readers
+    library.define(schema, tags=torch.Tag.flexible_layout)
+    name = schema.partition("(")[0]
+    library.impl(name, impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8kit::{name}", fake, lib=library)
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        library.impl(name, _outside_autocast(name, device_type), key)
+    return f"fp8kit::{name}"
+
+
+def _outside_autocast(name: str, device_type: str) -> Callable[..., Any]:
+    def kernel(*args: Any) -> Any:
+        # autocast would run the implementation's fp32 matmuls in 16 bit, where bare codes overflow
+        with torch.autocast(device_type, enabled=False):
+            return getattr(torch.ops.fp8kit, name)(*args)
+
+    return kernel

@@ -1,0 +1,203 @@
+"""The registered operators: all that ``torch.compile`` and ``torch.export`` see of the package.
+
+Each has a schema, one implementation for every device, a fake, and an autograd rule. The choice
+of a backend happens inside the implementation, so a graph never depends on M. Groups travel as
+``[rows, cols]``; validation is the caller's (``functional``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import teach
+from fp8kit.formats import GroupShape
+from fp8kit.ops import bodies
+from fp8kit.ops.registration import library, register
+from fp8kit.quantizers.layout import empty_scale
+from fp8kit.runtime.replay_cache import Operator, call_on
+
+# below torch.library nobody else looks on: where a call cannot be replayed, its body runs
+_SCALED_MM_BODY = Operator(bodies.scaled_mm, bodies.scaled_mm)
+_LINEAR_BODY = Operator(bodies.linear, bodies.linear)
+
+
+def _quantize_fake(
+    x: Tensor,
+    group: Sequence[int],
+    dtype: torch.dtype,
+    min_scale: float,
+    scale_ub: Tensor | None,
+    scale_rounding: str,
+    scale_layout: str = "row",
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), empty_scale(x, GroupShape(*group), scale_layout)
+
+
+def _quantize_static_fake(
+    x: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+def _dequantize_fake(
+    data: Tensor, scale: Tensor, group: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+def _scaled_mm(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_group: Sequence[int] | None,
+    w_group: Sequence[int],
+    out_dtype: torch.dtype,
+    accum: str,
+    batch_invariant: bool,
+    backend: str | None,
+) -> Tensor:
+    inputs: tuple[Tensor, ...] = (x,)
+    constants: tuple[Tensor | None, ...] = (w, w_scale, bias)
+    if x_scale is None:
+        constants = (None, *constants)
+    else:
+        inputs = (x, x_scale)
+    options = (_hashable(x_group), _hashable(w_group), out_dtype, accum, batch_invariant, backend)
+    y: Tensor = call_on(w, _SCALED_MM_BODY, inputs, constants, options)
+    return y
+
+
+def _scaled_mm_fake(
+    x: Tensor,
+    x_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    x_group: Sequence[int] | None,
+    w_group: Sequence[int],
+    out_dtype: torch.dtype,
+    accum: str,
+    batch_invariant: bool,
+    backend: str | None,
+) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
+
+
+def _linear(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    x_group: Sequence[int] | None,
+    w_group: Sequence[int],
+    scale_rounding: str,
+    accum: str,
+    batch_invariant: bool,
+) -> Tensor:
+    constants = (w, w_scale, bias, input_scale, scale_ub)
+    options = (_hashable(x_group), _hashable(w_group), scale_rounding, accum, batch_invariant)
+    y: Tensor = call_on(w, _LINEAR_BODY, (x,), constants, options)
+    return y
+
+
+def _linear_fake(
+    x: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+    x_group: Sequence[int] | None,
+    w_group: Sequence[int],
+    scale_rounding: str,
+    accum: str,
+    batch_invariant: bool,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[0])
+
+
+def _hashable(group: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if group is None else tuple(group)
+
+
+QUANTIZE = register(
+    "quantize(Tensor x, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
+    ' str scale_rounding, str scale_layout="row") -> (Tensor data, Tensor scale)',
+    bodies.quantize,
+    _quantize_fake,
+)
+QUANTIZE_STATIC = register(
+    "quantize_static(Tensor x, Tensor scale, int[2] group, ScalarType dtype) -> Tensor",
+    bodies.quantize_static,
+    _quantize_static_fake,
+)
+DEQUANTIZE = register(
+    "dequantize(Tensor data, Tensor scale, int[2] group, ScalarType dtype) -> Tensor",
+    bodies.dequantize,
+    _dequantize_fake,
+)
+SCALED_MM = register(
+    "scaled_mm(Tensor x, Tensor? x_scale, Tensor w, Tensor w_scale, Tensor? bias,"
+    " int[2]? x_group, int[2] w_group, ScalarType out_dtype, str accum, bool batch_invariant,"
+    " str? backend) -> Tensor",
+    _scaled_mm,
+    _scaled_mm_fake,
+)
+LINEAR = register(
+    "linear(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, Tensor? input_scale,"
+    " Tensor? scale_ub, int[2]? x_group, int[2] w_group, str scale_rounding,"
+    " str accum, bool batch_invariant) -> Tensor",
+    _linear,
+    _linear_fake,
+)
+
+
+def save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep what ``linear_backward`` needs."""
+    x, w, w_scale, bias, _, _, _, w_group, *_ = inputs
+    ctx.save_for_backward(w, w_scale)
+    ctx.w_group, ctx.x_dtype = w_group, x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Give the gradients of the operator ``linear``; raises for those of weight and scales."""
+    if any(ctx.needs_input_grad[i] for i in (1, 2, 4, 5)):
+        raise RuntimeError(
+            teach(
+                "A gradient to an FP8 weight or to a scale was asked for.",
+                "FP8 layers are frozen; gradients flow to their input and their bias.",
+                "Detach them (quantize weight.detach()), and train an adapter instead.",
+            )
+        )
+    w, w_scale = ctx.saved_tensors
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        dense = torch.ops.fp8kit.dequantize(w, w_scale, ctx.w_group, grad.dtype)
+        grad_x = (grad @ dense).to(ctx.x_dtype)
+    if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
+        grad_bias = grad.sum_to_size(grad.shape[-1]).to(ctx.bias_dtype)
+    return (grad_x, None, None, grad_bias, *[None] * 7)
+
+
+def _refuse_backward(ctx: Any, *grads: Tensor) -> None:
+    raise RuntimeError(
+        teach(
+            "A gradient through quantize, dequantize or scaled_mm was asked for.",
+            "Only fp8kit.linear and Fp8Linear are differentiable, in their input and bias.",
+            "Use one of them, or wrap the call in torch.no_grad().",
+        )
+    )
+
+
+torch.library.register_autograd(LINEAR, linear_backward, setup_context=save_for_linear, lib=library)
+for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM):
+    torch.library.register_autograd(_op, _refuse_backward, lib=library)

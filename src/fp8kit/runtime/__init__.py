@@ -1,0 +1,1 @@
+"""What runs kernels: launches recorded and repeated, and what makes that safe."""

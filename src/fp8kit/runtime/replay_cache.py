@@ -1,0 +1,281 @@
+"""Repeat the launches of an earlier call, where that is the same call with another input.
+
+An ``Operator`` is one computation in two forms. Its *registered* form is what compilers, tracers,
+autograd, autocast, modes and subclasses see. Its *body* is the Python function that launches
+kernels. Where nobody is there to see the registered form, the body is called directly: this is
+the package's one bypass of ``torch.library``.
+
+A ``ReplayCache`` remembers calls that took the bypass, by ``key``. The first call of a key runs the
+body. The second one runs the body and records its launches. From the third on the recording
+repeats them, if the ``guards`` still hold; a call whose guards do not hold is a first one again. A
+call that does more than launch kernels of this package cannot be recorded, and runs the body.
+
+Layers own a cache, as do groups of joined layers and fused norms and activations; functions and
+compiled graphs use one that hangs on the weight.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator as attributes
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from fp8kit.runtime.launch_recording import Recording, is_recording, record
+from fp8kit.runtime.weight_hazards import MARK, safe_to_prefetch
+
+RECORDED_DEVICES = ("cuda",)
+MOST_KEYS = 64  # of one cache; the oldest goes first
+# how often choices of backends have changed: a recording holds for one count
+generation = 0
+
+_CACHE = "_fp8kit_replays"  # attribute of a weight
+_PLAIN = {Tensor, nn.Parameter}  # a subclass, such as a distributed tensor, has its own meaning
+_ALIGN = 16  # bytes; what kernels specialize on
+_strided, _address, _is_contiguous = torch.strided, Tensor.data_ptr, Tensor.is_contiguous
+_kind = attributes.attrgetter("shape", "dtype")
+# bound once: looking the names up through torch costs more than calling them
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
+Operands = Sequence[Tensor | None]
+Options = tuple[Any, ...]  # hashable
+Key = tuple[Any, ...]
+Guards = list[object]
+
+
+class Operator:
+    """One computation, called with its inputs, then its constants, then its options.
+
+    Args:
+        body: launches the kernels.
+        registered: computes the same in a form that whoever looks on can follow.
+    """
+
+    __slots__ = ("body", "registered")
+
+    def __init__(self, body: Callable[..., Any], registered: Callable[..., Any]) -> None:
+        self.body = body
+        self.registered = registered
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Compute, past ``torch.library`` where nobody sees it; nothing is recorded."""
+        if torch.compiler.is_compiling():
+            return self.registered(*arguments)
+        tensors = [a for a in arguments if isinstance(a, Tensor)]
+        plain = tensors[0].device.type in RECORDED_DEVICES and are_plain(tensors)
+        return (self.body if plain else self.registered)(*arguments)
+
+
+class Entry(NamedTuple):
+    """What is known of a key.
+
+    Args:
+        guards: what its last full call found.
+        recorded: whether that call was recorded, or tried to be.
+        recording: its launches; ``None`` if they do not tell all that it did.
+        single: whether it gave one tensor, and not several.
+    """
+
+    guards: Guards
+    recorded: bool
+    recording: Recording | None
+    single: bool
+
+
+class ReplayCache(dict[Key, Entry]):
+    """Calls of one owner, by key; copies and pickles of it are empty."""
+
+    def call(
+        self, operator: Operator, inputs: Sequence[Tensor], constants: Operands, options: Options
+    ) -> Any:
+        """Compute, by a recording if there is one that fits.
+
+        Args:
+            operator: is called with inputs, constants and options.
+            inputs: tensors that are others at every call.
+            constants: tensors that stay, as a rule: weights, scales and biases.
+            options: whatever else the result depends on.
+
+        Returns:
+            What the operator gives.
+        """
+        result = self.replay(operator, inputs, constants, options)
+        return self.run(operator, inputs, constants, options) if result is None else result
+
+    def replay(
+        self, operator: Operator, inputs: Sequence[Tensor], constants: Operands, options: Options
+    ) -> Any:
+        """Repeat an earlier call, arguments as in ``call``; ``None`` if no recording fits."""
+        if not self or not are_plain(inputs):
+            return None
+        entry = self.get(key(operator, inputs, options))
+        if entry is None or entry.recording is None or entry.guards != guards(constants):
+            return None
+        results = entry.recording(*inputs)
+        return results[0] if entry.single else results
+
+    def run(
+        self,
+        operator: Operator,
+        inputs: Sequence[Tensor],
+        constants: Operands,
+        options: Options,
+        guarded: Operands | None = None,
+    ) -> Any:
+        """Compute in full, arguments as in ``call``; the second call of a key is recorded.
+
+        Args:
+            operator: as in ``call``.
+            inputs: as in ``call``.
+            constants: as in ``call``.
+            options: as in ``call``.
+            guarded: what ``replay`` gets for constants that are put together at every call.
+        """
+        arguments = (*inputs, *constants, *options)
+        watched = constants if guarded is None else guarded
+        x = inputs[0]
+        bypasses = x.device.type in RECORDED_DEVICES and x.numel() and are_plain(inputs)
+        bypasses = bypasses and not any(t is not None and t.is_neg() for t in constants)
+        now = guards(watched) if bypasses else None
+        if now is None:
+            return operator.registered(*arguments)
+        if is_recording() or not _are_told_apart(inputs):
+            return operator.body(*arguments)
+        at = key(operator, inputs, options)
+        entry = self.get(at)
+        if entry is None or entry.guards != now:
+            result = operator.body(*arguments)
+            # asked again: this call may have synchronized with the weights
+            self._keep(at, Entry(guards(watched) or now, False, None, False))
+        elif not entry.recorded:
+            body = functools.partial(operator.body, *arguments)
+            result, recording = record(body, inputs, constants)
+            self._keep(at, Entry(now, True, recording, isinstance(result, Tensor)))
+        else:
+            result = operator.body(*arguments)
+        return result
+
+    def launches(self, shape: torch.Size) -> int | None:
+        """Return how many launches repeat a call with a first input of a shape, if any do."""
+        for (_, _, _, first, *_), entry in self.items():
+            if first == shape and entry.recording is not None:
+                return len(entry.recording.steps)
+        return None
+
+    def _keep(self, at: Key, entry: Entry) -> None:
+        if at not in self and len(self) >= MOST_KEYS:
+            self.pop(next(iter(self), at), None)  # another thread may have dropped the oldest
+        self[at] = entry
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplayCache:
+        """Return an empty one: addresses belong to the original."""
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """Pickle an empty one."""
+        return ReplayCache, ()
+
+
+class _OfWeight(ReplayCache):
+    """One that hangs on a weight, with which it may be saved."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """Pickle an empty one of a type that ``torch.load`` takes for weights."""
+        return OrderedDict, ()
+
+
+def call_on(
+    weight: Tensor,
+    operator: Operator,
+    inputs: Sequence[Tensor],
+    constants: Operands,
+    options: Options,
+) -> Any:
+    """Compute as ``ReplayCache.call`` does, with the cache that hangs on a weight.
+
+    A weight that is another tensor at every call, a fresh view for one, never has a recording.
+    """
+    if torch.compiler.is_compiling():
+        return operator.registered(*inputs, *constants, *options)
+    cache: object = getattr(weight, _CACHE, None)
+    if type(cache) is not _OfWeight:
+        cache = _OfWeight()
+        if type(weight) in _PLAIN and weight.device.type in RECORDED_DEVICES:
+            setattr(weight, _CACHE, cache)
+    return cache.call(operator, inputs, constants, options)
+
+
+def key(operator: Operator, inputs: Sequence[Tensor], options: Options) -> Key:
+    """Return what makes two calls the same: all but addresses and constants.
+
+    Kernels, tiles and grids follow from these, and from the choices of dispatch, whose times may
+    be measured anew (``generation``).
+    """
+    made: Key = (operator, options, generation)
+    for x in inputs:
+        made += (x.shape, x.stride(), x.dtype, x.device)
+    return made
+
+
+def guards(constants: Operands) -> Guards | None:
+    """Return what a recording takes for granted of its constants, ``None`` if it may not.
+
+    Compared at every call, each for a reason: a move or a new Parameter changes an address; a view
+    may lie at an old address in another shape, a cast in another dtype; and launches that prefetch
+    a weight may be repeated only while that is safe (``weight_hazards``). Values are not compared:
+    kernels read them anew.
+
+    Subclasses and gradients are for the registered form. What is not contiguous is
+    copied before each launch, to an address that does not come back.
+    """
+    held = [t for t in constants if t is not None]
+    if not _PLAIN.issuperset(map(type, held)) or not all(map(_is_contiguous, held)):
+        return None
+    if _grad_enabled() and any(t.requires_grad for t in held):
+        return None
+    safe = [safe_to_prefetch(t) for t in held if hasattr(t, MARK)]
+    return [*map(_address, held), *map(_kind, held), safe]
+
+
+def are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Return whether nobody looks on, and these are what kernels can be passed directly.
+
+    Modes, autocast, tracers, transforms, gradients and subclasses would miss the registered form.
+    Recorded kernels are compiled for aligned addresses, and read what is in memory: neither sparse
+    tensors nor those that are negated lazily have their values there.
+    """
+    # a transform wraps tensors that then have no address, so it is asked for first
+    if _function_modes() or _autocast() or _dispatch_modes() or _tracing():
+        return False
+    if _transforms() is not None or forward_ad._current_level >= 0:
+        return False
+    grad = _grad_enabled()
+    for t in tensors:
+        if type(t) not in _PLAIN or t.layout is not _strided or t.is_neg():
+            return False
+        if (grad and t.requires_grad) or t.data_ptr() % _ALIGN:
+            return False
+    return True
+
+
+def is_traced() -> bool:
+    """Return whether a mode, tracer or transform may have other tensors than ordinary ones."""
+    return bool(_dispatch_modes() or _tracing()) or _transforms() is not None
+
+
+def forget_choices() -> None:
+    """End every recording: the choices of dispatch that it was made by may have changed."""
+    global generation
+    generation += 1
+
+
+def _are_told_apart(inputs: Sequence[Tensor]) -> bool:
+    """Return whether an address tells which input it is of."""
+    return len(inputs) == 1 or len({x.data_ptr() for x in inputs}) == len(inputs)
