@@ -3,8 +3,8 @@
     python benchmarks/compiled.py OUT.json
 
 Compares the eager FP8 layer whose norms and activations write FP8 themselves with the same layer
-compiled in two ways: ``opaque``, where an operator quantizes and multiplies, and ``visible``, where
-Inductor fuses the quantization with what comes before it. bf16, eager and compiled, is the base.
+compiled, where one operator per layer quantizes and multiplies. bf16, eager and compiled, is the
+base.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import torch
 from torch import nn
 
 import fp8kit
-from fp8kit import settings
 from llama_layer import Layer, dense_layer, llama_8b, measure
 from timing import write_results
 
 ROWS = (4096, 64, 1)
-MODES = {"compiled bf16": "opaque", "compiled opaque": "opaque", "compiled visible": "visible"}
 
 
 def main() -> None:
@@ -46,22 +44,12 @@ def variants(dense: nn.Module) -> dict[str, Layer]:
     fused = copy.deepcopy(dense)
     fp8kit.convert(fused)
     found: dict[str, Layer] = {"bf16": dense, "fused": fused}
-    for name, mode in MODES.items():
+    for name in ("compiled bf16", "compiled fp8"):
         layer = copy.deepcopy(dense)
-        if "bf16" not in name:
+        if name == "compiled fp8":
             fp8kit.convert(layer)
-        found[name] = with_setting(mode, torch.compile(layer, fullgraph=True, dynamic=True))
+        found[name] = torch.compile(layer, fullgraph=True, dynamic=True)
     return found
-
-
-def with_setting(mode: str, compiled: Layer) -> Layer:
-    """Call a compiled layer under the setting it was traced with, which its guards ask for."""
-
-    def run(*args: object, **kwargs: object) -> object:
-        settings.COMPILED_QUANTIZER = mode
-        return compiled(*args, **kwargs)
-
-    return run
 
 
 if __name__ == "__main__":

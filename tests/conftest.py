@@ -11,7 +11,6 @@ import hypothesis
 import pytest
 import torch
 
-from fp8kit import settings
 from fp8kit.runtime import launch_recording
 
 HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -78,9 +77,3 @@ def _empty_strided(
     device: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-@pytest.fixture
-def visible_quantizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Show compilers how activations are quantized, which is not the default."""
-    monkeypatch.setattr(settings, "COMPILED_QUANTIZER", "visible")

@@ -1,8 +1,6 @@
 """Environment variables, read once at import and validated here and nowhere else.
 
 ``FP8KIT_DISABLE``: comma-separated names of backends that dispatch must not choose.
-``FP8KIT_COMPILED_QUANTIZER``: ``opaque`` gives ``torch.compile`` one operator per layer, the faster
-    on an H200; ``visible`` shows it how activations are quantized, so that it fuses there.
 ``FP8KIT_CACHE_DIR``: where compiled kernels and tuned times are kept; by default below the
     user's cache directory.
 """
@@ -40,19 +38,6 @@ def _backend_names(variable: str) -> frozenset[str]:
     return names
 
 
-def _one_of(variable: str, words: tuple[str, ...]) -> str:
-    chosen = os.environ.get(variable) or words[0]
-    if chosen not in words:
-        raise ValueError(
-            teach(
-                f"The environment variable {variable} is {chosen!r}.",
-                f"It is {' or '.join(words)}.",
-                "Correct or unset the variable.",
-            )
-        )
-    return chosen
-
-
 def _cache_dir() -> Path:
     chosen = os.environ.get("FP8KIT_CACHE_DIR")
     if chosen:
@@ -65,5 +50,4 @@ def _cache_dir() -> Path:
 
 
 DISABLED_BACKENDS: frozenset[str] = _backend_names("FP8KIT_DISABLE")
-COMPILED_QUANTIZER: str = _one_of("FP8KIT_COMPILED_QUANTIZER", ("opaque", "visible"))
 CACHE_DIR: Path = _cache_dir()

@@ -27,7 +27,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8kit.formats import BLOCK, MX, ROW, RowCodes, Scheme
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.ops import operators
-from fp8kit.quantizers import traced
 from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced
 from fp8kit.runtime.weight_hazards import invalidate, join, version
 
@@ -139,7 +138,7 @@ class SharedInput:
         What is shared lives from the first sibling to the last within one trace, and is None again
         at its end, so that the graph keeps no state. Changes of ``x`` go unseen while tracing.
         """
-        if not (self.unchanging and traced.is_compiled()):
+        if not (self.unchanging and _is_compiled()):
             return member.compute(x)
         if member is self.members[0]:
             shared = x.shape[-1] > 0 and not self._trained(x) and self._alike()
@@ -321,6 +320,13 @@ class SharedInput:
         first = parts[0].detach()
         rows = sum(p.shape[0] for p in parts)
         return first.new_empty(0).set_(memory, 0, (rows, *first.shape[1:]), first.stride())
+
+
+def _is_compiled() -> bool:
+    """Return whether ``torch.compile`` is tracing, and not ``torch.export``."""
+    # what is_exporting() returns; torch 2.11 folds that call to True in every trace
+    exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    return torch.compiler.is_dynamo_compiling() and not exporting
 
 
 def can_share(scheme: Scheme) -> bool:

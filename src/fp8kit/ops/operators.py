@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from fp8kit.errors import teach
 from fp8kit.formats import GroupShape, RowCodes, min_scale
 from fp8kit.ops import bodies, schemas, transforms  # noqa: F401  (schemas registers)
-from fp8kit.quantizers import traced
 from fp8kit.quantizers.layout import product_layout
 from fp8kit.runtime.replay_cache import Operator, Options
 
@@ -37,7 +36,7 @@ def linear_registered(
     accum: str,
     batch_invariant: bool,
 ) -> Tensor:
-    """Quantize ``x`` and multiply it by a weight: one operator, or under a compiler its parts.
+    """Quantize ``x`` and multiply it by a weight, as one registered operator.
 
     Args:
         x: activations ``[..., K]``.
@@ -57,12 +56,6 @@ def linear_registered(
     """
     _refuse_tangent(x)
     x = autocast(x)
-    if x_group is not None and x.shape[-1] and not _wants_gradient(x, bias):
-        group, static = GroupShape(*x_group), input_scale is not None
-        if traced.is_visible(group, w.dtype, static, x.device):
-            codes = quantize_rows(x, group, w.dtype, scale_rounding, input_scale, scale_ub)
-            how: Options = (x_group, w_group, codes.dtype, accum, batch_invariant, codes.shape)
-            return codes_registered(codes.data, codes.scale, w, w_scale, bias, *how)
     product: Any = torch.ops.fp8kit.linear
     if not torch.compiler.is_compiling() and transforms.is_transformed():
         product = transforms.linear
@@ -134,24 +127,11 @@ def quantize_rows(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     shape, layout = (group.rows, group.cols), product_layout(group)
     options = (min_scale(group, dtype, "activation"), scale_ub, rounding, layout)
-    visible = traced.is_visible(group, dtype, input_scale is not None, x.device)
-    if input_scale is not None:
-        scale = input_scale
-        if visible:
-            data = traced.quantize_static(rows, scale, dtype)
-        else:
-            data = QUANTIZE_STATIC(rows, scale, shape, dtype)
-    elif visible:
-        data, scale = traced.quantize(rows, group, dtype, *options)
-    else:
+    if input_scale is None:
         data, scale = QUANTIZE(rows, shape, dtype, *options)
+    else:
+        data, scale = QUANTIZE_STATIC(rows, input_scale, shape, dtype), input_scale
     return RowCodes(data, scale, group, x.shape, x.dtype)
-
-
-def _wants_gradient(x: Tensor, bias: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        x.requires_grad or (bias is not None and bias.requires_grad)
-    )
 
 
 def autocast(x: Tensor) -> Tensor:
