@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8kit
+from fp8kit.dispatch import Choice, decide
+from fp8kit.matmul.problem import MatmulProblem
 from fp8kit.modules.shared import SharedInput, can_join
 from numerics import assert_bits_equal
 
@@ -55,15 +58,12 @@ def test_shared_multiplies_once(device: torch.device, monkeypatch: pytest.Monkey
     layers = siblings(device)
     x = tokens(device)
     calls: list[int] = []
-    product = fp8kit.Fp8Linear.product
 
-    def counted(
-        self: fp8kit.Fp8Linear, x: Tensor, weight: Tensor, *rest: Tensor, directly: bool
-    ) -> Tensor:
-        calls.append(weight.shape[0])
-        return product(self, x, weight, *rest, directly=directly)
+    def counted(table: Any, problem: MatmulProblem, *only: str | None) -> Choice:
+        calls.append(problem.n)
+        return decide(table, problem, *only)
 
-    monkeypatch.setattr(fp8kit.Fp8Linear, "product", counted)
+    monkeypatch.setattr("fp8kit.ops.bodies.decide", counted)
     for layer in layers:
         layer(x)
     assert calls == [256, 128, 384]
