@@ -514,7 +514,8 @@ class Siblings(nn.Module):
         return self.gate_proj(x) - self.up_proj(x)
 
 
-def test_joined_siblings_are_taped_too(cpu_backends: CpuBackends) -> None:
+@torch.no_grad()  # their biases want gradients
+def test_joined_siblings_are_replayed_too(cpu_backends: CpuBackends) -> None:
     model = nn.Sequential(Siblings())
     fp8kit.convert(model)
     first, second = model[0].gate_proj, model[0].up_proj
