@@ -260,7 +260,7 @@ def public_names(text: str) -> list[str]:
 def documents() -> list[Path]:
     return [
         p
-        for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
+        for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
         if p.exists()
     ]
 
@@ -471,7 +471,7 @@ def test_the_search_for_docstrings_can_fail() -> None:
     assert undocumented(ast.parse(code)) == ["the module", "A", "d", "b"]
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", documents(), ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_documents_name_paths_that_exist(path: Path) -> None:
     assert missing_paths(path.read_text(), path.parent) == []
 
