@@ -164,9 +164,9 @@ def linear(found: dict[str, Any]) -> str:
     """Whole linear layers: per row count for each case, then every layer."""
     rows, odd = by_model(found["rows"])
     parts = [
-        f"bf16 in and out, {models(rows)}. Ratios are the other's time divided by fp8kit's, geometric "
-        "mean and worst layer: above 1 fp8kit is faster. Unless a heading says otherwise, the best "
-        f"peer is the fastest of all, whatever its scales. {present(found)}".rstrip(),
+        f"bf16 in and out, {models(rows)}. Ratios are the other's time divided by fp8kit's, "
+        "geometric mean and worst layer: above 1 fp8kit is faster. Unless a heading says otherwise "
+        f"the best peer is the fastest of all, whatever its scales. {present(found)}".rstrip(),
     ]
     for kind, title in KINDS.items():
         lines = summarize(rows, kind)
@@ -192,8 +192,8 @@ def present(found: dict[str, Any]) -> str:
 def summary_table(lines: list[Summary]) -> str:
     """One case: geometric means over layers and the worst of them."""
     with_peers = any(line.of_peer is not None for line in lines)
-    columns = ["M", "layers", "of the roofline", "bf16 / ours", "worst"]
-    columns += ["best peer / ours", "worst"] if with_peers else []
+    columns = ["M", "layers", "of the roofline", "bf16 / fp8kit", "worst"]
+    columns += ["best peer / fp8kit", "worst"] if with_peers else []
     cells = []
     for line in lines:
         ratio, shape = line.worst_of_bf16
@@ -269,9 +269,18 @@ def fused(found: dict[str, Any]) -> str:
             lines[-1] += [f"{row['tb_per_s']:.2f}", f"{row['unfused_us'] / row['us']:.2f}"]
             lines[-1] += [f"{row['alone_us'] / row['us']:.2f}"]
     text = (
-        "`unfused`: torch's function, then a quantizer. `alone`: that function without a quantizer.\n\n"
+        "`unfused`: torch's function and then a quantizer. `alone`: torch's function without one."
+        "\n\n"
     )
-    columns = ["function and K", "M", "granularity", "µs", "TB/s", "unfused / ours", "alone / ours"]
+    columns = [
+        "function and K",
+        "M",
+        "granularity",
+        "µs",
+        "TB/s",
+        "unfused / fp8kit",
+        "alone / fp8kit",
+    ]
     return text + table(columns, lines)
 
 
@@ -293,6 +302,19 @@ def decoder_layer(found: dict[str, Any]) -> str:
 def compiled(found: dict[str, Any]) -> str:
     """The same layer under ``torch.compile``."""
     return f"{DECODER_LAYER}\n\n{layer(found)}"
+
+
+def trials(found: dict[str, Any]) -> str:
+    """A decoder layer as shipped, and without one part of the fusion at a time."""
+    columns = ["model", "M", "bf16", "fused", "siblings not joined", "residual sum apart"]
+    lines = []
+    for row in found["rows"]:
+        if row["m"] in (1, 64, 512, 4096):
+            times = row["us"]
+            cases = (times[name] for name in ("bf16", "fused", "fused nojoin", "fused nores"))
+            lines.append([row["model"], str(row["m"]), *(micro(us) for us in cases)])
+    text = "Llama decoder layers of two sizes, microseconds: as shipped, and without one part.\n\n"
+    return text + table(columns, lines)
 
 
 def host(found: dict[str, Any]) -> str:
@@ -329,7 +351,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),
-    "compiled": ("The same under torch.compile", compiled),
+    "trials": ("What parts of the fusion save", trials),
+    "compiled": ("The decoder layer under torch.compile", compiled),
     "host": ("The host's time of an eager call", host),
     "streaming": ("Quantizing a checkpoint on a CPU", streaming),
 }
