@@ -20,15 +20,10 @@ from fp8kit.modules.dense import as_linear, is_conv1d, is_linear
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared import can_share
-from fp8kit.obstacles import Obstacles
+from fp8kit.obstacles import Obstacles, bypassed
 from fp8kit.report import Record, Report
 from fp8kit.roles import layer_roles
-from fp8kit.selection import (
-    SMALLEST_WEIGHT,
-    check_patterns,
-    exclusion,
-    some_of,
-)
+from fp8kit.selection import check_patterns, exclusion, some_of
 from fp8kit.validation import check_row_counts
 
 STORAGES = ("discard", "cpu_offload", "keep")
@@ -162,8 +157,8 @@ def plan(
         model: any module; weights may be on the meta device.
         scheme: a preset name or a ``Scheme``.
         include: patterns; only layers that match one are considered. A pattern that names a layer
-            in full lifts the default exclusions for it, and asks for a subclass of ``nn.Linear`` that
-            has methods or attributes of its own.
+            in full lifts the default exclusions for it, and asks for a subclass of ``nn.Linear``
+            that has methods or attributes of its own.
         exclude: patterns, added to the safe defaults; an empty list switches the defaults off.
         strict: raise if a considered layer cannot be converted, or no layer would become FP8,
             instead of reporting it.
@@ -228,7 +223,7 @@ def plan(
             )
             report.records.append(record)
         else:
-            report.records.extend(_bypassed(module, found[0]))
+            report.records.extend(bypassed(module, found[0]))
     links = [] if isinstance(fuse, str) else structure.user_links(model, fuse, calibrate)
     if level and can_share(scheme):
         names_to_group = [r.name for r in report.converted]
@@ -336,31 +331,6 @@ def _check_arguments(model: object, calibrate: object) -> None:
                 "Pass calibrate=lambda model: model(batch).",
             )
         )
-
-
-def _bypassed(module: nn.Module, name: str) -> list[Record]:
-    """Report big matrices that are not in a linear layer, so that no skip can hide."""
-    if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
-        return []
-    return [
-        Record(
-            f"{name}.{p_name}" if name else p_name,
-            type(module).__name__,
-            tuple(p.shape),
-            "skip",
-            _bypass(module),
-            p.numel() * p.element_size(),
-            p.numel() * p.element_size(),
-        )
-        for p_name, p in module.named_parameters(recurse=False)
-        if p.dim() >= 2 and p.numel() >= SMALLEST_WEIGHT
-    ]
-
-
-def _bypass(module: nn.Module) -> str:
-    if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
-    return f"a parameter of {type(module).__name__}, which is not an nn.Linear"
 
 
 def _converted(

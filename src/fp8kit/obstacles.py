@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 from fp8kit.modules.dense import computes_linear, extras
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.readers.reads import weight_reads
-from fp8kit.selection import size_obstacle, some_of
+from fp8kit.report import Record
+from fp8kit.selection import SMALLEST_WEIGHT, size_obstacle, some_of
 
 # modules of Transformers and diffusers name here what a cast to 16 bits must leave alone
 _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -76,6 +77,36 @@ class Obstacles:
         return ""
 
 
+def bypassed(module: nn.Module, name: str) -> list[Record]:
+    """Report big matrices that are not in a linear layer, so that no skip can hide.
+
+    Args:
+        module: no linear layer.
+        name: its qualified name.
+    """
+    if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
+        return []
+    return [
+        Record(
+            f"{name}.{p_name}" if name else p_name,
+            type(module).__name__,
+            tuple(p.shape),
+            "skip",
+            _bypass(module),
+            p.numel() * p.element_size(),
+            p.numel() * p.element_size(),
+        )
+        for p_name, p in module.named_parameters(recurse=False)
+        if p.dim() >= 2 and p.numel() >= SMALLEST_WEIGHT
+    ]
+
+
+def _bypass(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
+    return f"a parameter of {type(module).__name__}, which is not an nn.Linear"
+
+
 def _of_state(module: nn.Module) -> str:
     if isinstance(module, Fp8Linear):
         return "already FP8"
@@ -86,7 +117,7 @@ def _of_state(module: nn.Module) -> str:
     if hasattr(module, "_hf_hook"):
         return (
             "accelerate dispatched the model and runs this layer by a hook; convert the model "
-            "first and dispatch it then, or call accelerate.hooks.remove_hook_from_submodules(model)"
+            "first and dispatch it then, or call remove_hook_from_submodules of accelerate.hooks"
         )
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
@@ -109,8 +140,8 @@ def _of_class(module: nn.Module, wanted: bool) -> str:
         return f"{kind} that computes something else"
     if not wanted and (more := extras(module)):
         return (
-            f"{kind} and has more than it: {some_of(more)}; include=[its full name] converts it all "
-            "the same, if nothing else uses that"
+            f"{kind} and has more than it: {some_of(more)}; include=[its full name] converts it all"
+            " the same, if nothing else uses that"
         )
     return ""
 

@@ -357,7 +357,7 @@ LINEAR = _register(
 )
 
 
-def save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Keep what ``linear_backward`` needs."""
     x, w, w_scale, bias = inputs[:4]
     ctx.save_for_backward(w, w_scale)
@@ -395,8 +395,6 @@ def _refuse_backward(ctx: Any, *grads: Tensor) -> None:
     )
 
 
-torch.library.register_autograd(
-    LINEAR, linear_backward, setup_context=save_for_linear, lib=_library
-)
+torch.library.register_autograd(LINEAR, linear_backward, setup_context=linear_setup, lib=_library)
 for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM):
     torch.library.register_autograd(_op, _refuse_backward, lib=_library)

@@ -131,9 +131,9 @@ def _output_embeddings(module: Any) -> object:
 
 def _output_sizes(config: Any) -> set[int]:
     """Give how many values a task has: words, classes, and classes with one for none."""
-    labels = getattr(config, "num_labels", None)
-    sizes = {getattr(config, "vocab_size", None)}
-    return {*sizes, labels, labels + 1 if isinstance(labels, int) else None} - {None}
+    words, labels = (getattr(config, name, None) for name in ("vocab_size", "num_labels"))
+    classes = {labels, labels + 1} if isinstance(labels, int) else set()
+    return classes | ({words} if isinstance(words, int) else set())
 
 
 def _towers(module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ops.save_for_linear(ctx, inputs, output)
+        ops.linear_setup(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -61,7 +61,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        product = torch.ops.fp8kit.linear
+        # an outer transform may still be running
+        product: Any = linear if is_transformed() else torch.ops.fp8kit.linear
         x, group, dims = arguments[0], arguments[6], in_dims[:_TENSORS]
         whole = group is not None and group[0] < 0 and arguments[4] is None
         if not whole and all(dim is None for dim in dims[1:]):

@@ -99,7 +99,7 @@ def moved_in_place(model: nn.ModuleList) -> None:
 
 def swapped(model: nn.ModuleList) -> None:
     other = nn.Parameter(model[1].weight.data.clone(), requires_grad=False)
-    torch.utils.swap_tensors(model[1].weight, other)
+    torch.utils.swap_tensors(model[1]._parameters["weight"], other)
 
 
 def loaded_in_place(model: nn.ModuleList) -> None:

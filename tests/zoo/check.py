@@ -95,13 +95,17 @@ def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -
         )
         if wrong:
             return f"wrong: {'; '.join(wrong[:3])}"
-        expected = arch.run(model, dtype, candidate)
         never = sum(isinstance(m, fp8kit.Fp8Linear) for m in model.modules()) - len(ran)
         stage = "save"
         with tempfile.TemporaryDirectory() as folder:
             target, said = _save(model, Path(folder) / "fp8")
             if target:
                 stage = "load"
+                if is_transformers(
+                    model
+                ):  # as a loaded one says: FalconMamba then rounds otherwise
+                    model.config._is_quantized = True
+                expected = arch.run(model, dtype, candidate)
                 again = _load(arch, model, Path(folder) / "fp8", dtype)
                 stage = "second forward"
                 found = arch.run(again, dtype, candidate)

@@ -259,8 +259,6 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
         "added_cond_kwargs": {
             "text_embeds": torch.randn(1, 128),
             "time_ids": torch.randn(1, 6),
-            "resolution": None,
-            "aspect_ratio": None,
         },
     }
     given = {name: value for name, value in others.items() if name in asked}
@@ -274,7 +272,9 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
     bare = ("guidance", "encoder_attention_mask", "class_labels", "txt_seq_lens")
     less = [{k: v for k, v in one.items() if k not in bare} for one in full]
     single = [{**one, "timestep": torch.tensor([0.5])} for one in full]
-    return [*full, *less, *single]
+    sized = {"resolution": None, "aspect_ratio": None}
+    plain = [{**one, "added_cond_kwargs": sized} for one in full if "added_cond_kwargs" in one]
+    return [*full, *less, *single, *plain]
 
 
 def model_axes(model: Any) -> int:

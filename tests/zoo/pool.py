@@ -30,7 +30,7 @@ def architectures() -> dict[str, Architecture]:
         try:
             module = importlib.import_module(f"zoo.of_{family}")
         except ImportError as error:
-            print(f"{family}: left out, {error}", file=sys.stderr)
+            sys.stderr.write(f"{family}: left out, {error}\n")
             continue
         found += module.architectures()
     return {arch.name: arch for arch in found}

@@ -23,8 +23,7 @@ from fp8kit.checkpoint.naming import named
 from fp8kit.checkpoint.routing import SCALES, Route, Shapes, find
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme
-from fp8kit.modules.entries import quantize_weight
-from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.linear import Fp8Linear, quantize_weight
 
 _SHOWN = 20
 

@@ -26,8 +26,8 @@ _EMBEDDING = re.compile(
     r"relative_attention_bias)$"
 )
 AS_CONV1D = (
-    "held as [K, N] by Conv1D of Transformers, as which no engine loads FP8; fp8kit.convert takes it "
-    "once the model is loaded"
+    "held as [K, N] by Conv1D of Transformers, as which no engine loads FP8; fp8kit.convert takes "
+    "it once the model is loaded"
 )
 # GPT-2 keeps these as [K, N] in a module of its own
 _CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")

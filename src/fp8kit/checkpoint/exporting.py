@@ -125,7 +125,7 @@ def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
     if names:
         raise CheckpointError(
             teach(
-                f"{some_of(names)} come from Conv1D of Transformers, which holds weights as [K, N].",
+                f"{some_of(names)} come from Conv1D of Transformers, which holds [K, N].",
                 "Transformers loads FP8 weights into nn.Linear only, and vLLM's GPT-2 transposes "
                 "what it loads without its scales.",
                 "Keep the state_dict (torch.save, load_state_dict into a converted model), or save "

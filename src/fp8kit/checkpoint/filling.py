@@ -12,19 +12,17 @@ from torch import Tensor, nn
 from fp8kit import structure
 from fp8kit.checkpoint.arrivals import Arrivals
 from fp8kit.checkpoint.cache_scales import has_home, keep_cache_scales
-from fp8kit.checkpoint.choosing import AS_CONV1D
 from fp8kit.checkpoint.joining import joined_scheme
 from fp8kit.checkpoint.layers import Layer
 from fp8kit.checkpoint.naming import named
+from fp8kit.checkpoint.planning import plan_to_load
 from fp8kit.checkpoint.reader import Checkpoint
 from fp8kit.checkpoint.routing import Shapes, find, fit
-from fp8kit.conversion import plan
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
-from fp8kit.modules.dense import computes_linear, is_conv1d
+from fp8kit.modules.dense import computes_linear
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.report import Report
 from fp8kit.selection import some_of
 
 
@@ -268,35 +266,6 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
         layer = _empty(module, scheme, dtype)
         found.made.update(dict.fromkeys((record.name, *record.aliases), layer))
     return found
-
-
-def plan_to_load(
-    model: nn.Module,
-    scheme: Scheme,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    strict: bool,
-) -> Report:
-    """Plan as ``fp8kit.plan`` does, less what becomes FP8 in memory only: a ``Conv1D``.
-
-    Args:
-        model: the model; its weights may be on the meta device.
-        scheme: what its layers would become.
-        include: as in ``fp8kit.plan``.
-        exclude: as in ``fp8kit.plan``.
-        strict: as in ``fp8kit.plan``.
-
-    Raises:
-        ConversionError: as ``fp8kit.plan`` raises it.
-    """
-    report = plan(model, scheme, include=include, exclude=exclude, strict=strict).report
-    for record in report.converted:
-        if is_conv1d(model.get_submodule(record.name)):
-            record.action, record.reason, record.warning = "skip", AS_CONV1D, True
-            record.bytes_after = record.bytes_before
-    if strict:
-        report.refuse_blocked()
-    return report
 
 
 def _names_of_linears(model: nn.Module) -> dict[nn.Module, list[str]]:

@@ -29,8 +29,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8kit import structure
 from fp8kit.checkpoint.dialects import JsonObject
-from fp8kit.checkpoint.filling import plan_to_load
 from fp8kit.checkpoint.joining import is_finite
+from fp8kit.checkpoint.planning import plan_to_load
 from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, GroupShape, Scheme
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense

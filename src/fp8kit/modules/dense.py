@@ -46,7 +46,7 @@ def as_linear(module: nn.Module | None) -> nn.Linear:
     k, n = weight.shape
     layer = nn.Linear(k, n, False, device="meta")
     layer.weight = nn.Parameter(weight.detach().t(), requires_grad=weight.requires_grad)
-    layer.bias = bias
+    layer.register_parameter("bias", bias)
     return layer.train(module.training)
 
 

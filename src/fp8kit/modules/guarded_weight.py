@@ -9,7 +9,8 @@ stacks) is guarded in turn. Attributes that are set, and changes in place, reach
 
 The module itself holds the plain Parameter, so nothing of this is seen, and nothing guarded, where
 tensors come from ``parameters()``, ``named_parameters()`` or ``state_dict()``, in the graph of a
-compiler, and below torch's Python interface (C++ code, DLPack, a raw address).
+compiler, under a mode that makes fake tensors, and below torch's Python interface (C++ code,
+DLPack, a raw address).
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class GuardedCodes(Tensor):
             try:
                 result = func(*plain(args), **plain(kwargs))
             except (RuntimeError, TypeError) as error:
-                if taught or name in _MOVES | _IN_PLACE | _COPIES:
+                if taught or name in _MOVES | _IN_PLACE | _COPIES | _TESTS:
                     raise
                 raise _refused(name, owner) from error
             made = _tensors(result)
@@ -165,7 +166,10 @@ def guarded(parameter: Tensor, owner: str) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         if view is not None and _is_of(view, parameter):
             return view
-        made = parameter.detach().as_subclass(GuardedCodes)
+        detached = parameter.detach()
+        if type(detached) is not Tensor:  # a mode that traces sees the plain Parameter
+            return parameter
+        made = detached.as_subclass(GuardedCodes)
     made.__dict__.update(_codes=parameter, _owner=owner)
     _views[id(parameter)] = made
     return made

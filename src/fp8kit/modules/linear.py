@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from fp8kit import eager, functional, ops, tape, unchecked, validation
-from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
 from fp8kit.libraries import tell_libraries
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
-from fp8kit.modules.entries import quantize_weight, quantized_entries
+from fp8kit.modules import refusals
+from fp8kit.modules.entries import quantize_weight as quantize_weight
+from fp8kit.modules.entries import quantized_entries
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.parameters import frozen, moved
 
@@ -179,9 +181,8 @@ class Fp8Linear(nn.Linear):
     def check_input(self, x: Tensor) -> None:
         """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
         validation.check_float("x", x)
-        codes = self.codes
-        validation.check_operands(x, codes, self.bias, self.accum)
-        validation.check_codes("the weight of an Fp8Linear", codes.dtype, self.scheme)
+        validation.check_operands(x, self.codes, self.bias, self.accum)
+        validation.check_codes("the weight of an Fp8Linear", self.codes.dtype, self.scheme)
 
     def compute(self, x: Tensor | RowCodes) -> Tensor:
         """Compute ``[..., N]`` from an input that is known to fit, or from its codes."""
@@ -294,8 +295,7 @@ class Fp8Linear(nn.Linear):
             return
         assert self.original_weight is not None
         with torch.no_grad():
-            dense = self.original_weight.detach()
-            q = quantize_weight(dense.to(self.codes.device), self.scheme)
+            q = quantize_weight(self.original_weight.to(self.codes.device), self.scheme)
             self.codes.copy_(q.data)
             self.weight_scale.copy_(q.scale)
         self.keep(self.original_weight)
@@ -315,19 +315,12 @@ class Fp8Linear(nn.Linear):
                 self._follow_original()
                 return guarded(weight, self._described())
         elif name == "_distribute_module_applied":  # the first thing distribute_module asks for
-            raise UnsupportedError(
-                teach(
-                    f"Tensor parallelism of torch was asked for {self._described()}.",
-                    "Its styles split each parameter alike; codes and scales split differently.",
-                    "Split the dense model first, then convert each rank's part; or leave the "
-                    "layer dense with exclude=.",
-                )
-            )
+            raise refusals.tensor_parallel(self._described())
         return super().__getattr__(name)
 
     def _described(self) -> str:
-        shape = f"[{self.out_features}, {self.in_features}]"
-        return f"{self.qualified_name or 'an unnamed layer'} (Fp8Linear {shape})"
+        name = self.qualified_name or "an unnamed layer"
+        return f"{name} (Fp8Linear [{self.out_features}, {self.in_features}])"
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Hold a plain Parameter, also where what ``layer.weight`` gave is assigned."""
@@ -335,13 +328,7 @@ class Fp8Linear(nn.Linear):
 
     def __prepare_scriptable__(self) -> None:
         """Refuse ``torch.jit.script`` in words."""
-        raise UnsupportedError(
-            teach(
-                f"torch.jit.script was called with {self._described()} inside.",
-                "An FP8 layer chooses its kernel in Python, which TorchScript cannot compile.",
-                "Use torch.compile, torch.export or torch.jit.trace.",
-            )
-        )
+        raise refusals.scripting(self._described())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._follow_original()
@@ -363,10 +350,8 @@ class Fp8Linear(nn.Linear):
         cast = fn(probe).dtype
         self.compute_dtype = cast if cast.is_floating_point else self.compute_dtype
         if self.original_weight is not None and self.original_weight.device.type != "cpu":
-            follows = self._follows()
-            self.original_weight = fn(self.original_weight)
-            if follows:
-                self.keep(self.original_weight)
+            self._follow_original()
+            self.keep(fn(self.original_weight))
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:

@@ -272,7 +272,7 @@ class SharedInput:
 
     def _joined(self, name: str) -> Tensor:
         """Give what the members hold under a name as one tensor, moving it there if it has to."""
-        parts = [part for m in self.members if (part := m._parameters[name]) is not None]
+        parts = self._parts(name)
         # changes of parts that are counted stay counted, whatever the mode of this call
         with torch.inference_mode(parts[0].is_inference()):
             found = self._found(name)
@@ -287,6 +287,9 @@ class SharedInput:
             self._homes[name] = _weak_reference(whole.untyped_storage())
             return whole.view(parts[0].dtype)
 
+    def _parts(self, name: str) -> list[Tensor]:
+        return [getattr(m, "codes" if name == "weight" else name) for m in self.members]
+
     def _found(self, name: str) -> Tensor | None:
         """Give the joined tensor if the members still lie in it, and fill it.
 
@@ -296,7 +299,7 @@ class SharedInput:
         memory = None if home is None else _UntypedStorage._new_with_weak_ptr(home.cdata)
         if memory is None:
             return None
-        parts = [part for m in self.members if (part := m._parameters[name]) is not None]
+        parts = self._parts(name)
         end = memory.data_ptr()
         for part in parts:
             if part.data_ptr() != end or not part.is_contiguous():

@@ -81,7 +81,7 @@ class Calls(Expressions):
             owned = [v for o in args[0] for v in _everything(o)]
             return True, united(owned)
         if name == "super":
-            after = closure(self.scope.function).get("__class__")
+            after: Any = closure(self.scope.function).get("__class__")
             owners = self.scope.first() if after is not None else ()
             return True, tuple(Parent(o, after) for o in owners if isinstance(o, after))
         if name in _UNREAD:

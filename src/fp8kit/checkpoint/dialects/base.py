@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from fp8kit.selection import some_of
 
 JsonObject = dict[str, Any]
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+_SINGLE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 _MERGED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("qkv",)}
 _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 
@@ -177,6 +179,8 @@ def listed(names: Iterable[str]) -> set[str]:
     """
     found = {"lm_head", *names}
     for name in sorted(found):
+        if _SINGLE_EXPERT.search(name):  # of which engines ask in their own way
+            continue
         parent, dot, last = name.rpartition(".")
         for merged, parts in _MERGED.items():
             if last == parts[0] and {f"{parent}{dot}{part}" for part in parts} <= found:

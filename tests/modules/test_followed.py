@@ -1,0 +1,113 @@
+"""Layers in other hands: kept weights that change, biases that train, tools that rewrite models."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import fp8kit
+from fp8kit import UnsupportedError
+from numerics import assert_bits_equal
+
+
+def model_of(**options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+    fp8kit.convert(model, **options)
+    return model
+
+
+@pytest.mark.parametrize("storage", ["keep", "cpu_offload"])
+@pytest.mark.parametrize("look", ["forward", "state_dict", "quantized_weight", "weight", "half"])
+def test_a_kept_weight_that_is_edited_is_quantized_again(look: str, storage: str) -> None:
+    layer: Any = model_of(weight_storage=storage)[0]
+    x = torch.randn(3, 128)
+    layer(x)
+    with torch.no_grad():
+        layer.original_weight.mul_(-3.0)
+    expected = fp8kit.Fp8Linear.from_linear(layer.to_linear())
+    if look == "forward":
+        assert_bits_equal(layer(x).detach(), expected(x).detach())
+    elif look == "half":
+        layer.half().float()(x)
+    else:
+        found = getattr(layer, look)
+        assert look == "weight" or found()
+    assert_bits_equal(layer.codes.detach(), expected.codes.detach())
+    assert_bits_equal(layer.weight_scale.detach(), expected.weight_scale.detach())
+
+
+def test_a_kept_weight_that_is_replaced_is_quantized() -> None:
+    layer: Any = model_of(weight_storage="keep")[0]
+    layer.original_weight = torch.ones(256, 128)
+    x = torch.randn(3, 128)
+    expected = fp8kit.Fp8Linear.from_linear(layer.to_linear())
+    assert_bits_equal(copy.deepcopy(layer)(x).detach(), expected(x).detach())
+
+
+def test_a_bias_that_trained_trains() -> None:
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
+    model[0].bias.requires_grad_(False)
+    fp8kit.convert(model)
+    assert [p.requires_grad for n, p in model.named_parameters() if "bias" in n] == [False, True]
+    model(torch.randn(3, 128)).sum().backward()
+    assert_bits_equal(model[1].bias.grad, torch.full((128,), 3.0))
+
+
+def test_symbolic_traces_keep_layers_whole() -> None:
+    model, x = model_of(), torch.randn(3, 128)
+    graph = torch.fx.symbolic_trace(model)
+    assert [n.op for n in graph.graph.nodes].count("call_module") == 3
+    assert_bits_equal(graph(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_torch_script_is_refused_and_its_traces_work() -> None:
+    model, x = model_of().requires_grad_(False), torch.randn(3, 128)
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.script was called with 0 .*TorchSc"):
+        torch.jit.script(model)
+    traced = torch.jit.trace(model, x)
+    assert_bits_equal(traced(x[:2]), model(x[:2]))
+
+
+def test_averages_of_codes_are_refused() -> None:
+    model = model_of()
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    with pytest.raises(NotImplementedError, match="Float8_e4m3fn"):
+        average.update_parameters(model)
+
+
+@pytest.fixture
+def gloo(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("gloo")
+def test_ddp_over_gloo_trains_what_is_left_when_codes_are_ignored() -> None:
+    model = model_of()
+    with pytest.raises(RuntimeError, match="Invalid scalar type"):
+        DistributedDataParallel(copy.deepcopy(model))
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+    DistributedDataParallel(model)(torch.randn(3, 128)).sum().backward()
+    assert model[2].bias.grad is not None
+
+
+@pytest.mark.usefixtures("gloo")
+def test_tensor_parallel_styles_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(UnsupportedError, match=r"Tensor parallelism of torch was asked for 0 "):
+        parallelize_module(model_of(), mesh, {"0": ColwiseParallel()})

@@ -1,0 +1,308 @@
+"""What reads the weight of an FP8 layer where nobody saw it: it raises, or reads no numbers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils.fusion import fuse_linear_bn_eval
+
+import fp8kit
+from fp8kit import Fp8Linear, UnsupportedError
+from numerics import assert_bits_equal
+
+SIZE = 128
+TAUGHT = r"to the weight of proj \(Fp8Linear \[128, 128\]\)\. .*Call the layer instead"
+
+
+def model_of(weight_storage: str = "discard") -> Any:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"proj": nn.Linear(SIZE, SIZE), "other": nn.Linear(SIZE, SIZE)})
+    fp8kit.convert(model, weight_storage=weight_storage)
+    return model
+
+
+def overwritten(layer: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(SIZE, SIZE))
+
+
+def assigned(layer: Any, x: Tensor) -> None:
+    layer.weight.data = torch.randn(SIZE, SIZE)
+
+
+def indexed(layer: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight[0] = torch.randn(SIZE)
+
+
+def decayed(layer: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight *= 0.9
+
+
+REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "to": lambda m, x: m.weight.to(x.dtype),
+    "to(x)": lambda m, x: m.weight.to(x),
+    "to another FP8": lambda m, x: m.weight.to(torch.float8_e5m2),
+    "float": lambda m, x: m.weight.float(),
+    "half": lambda m, x: m.weight.half(),
+    "bfloat16": lambda m, x: m.weight.bfloat16(),
+    "int": lambda m, x: m.weight.int(),
+    "type": lambda m, x: m.weight.type(torch.float32),
+    "type_as": lambda m, x: m.weight.type_as(x),
+    "detach": lambda m, x: m.weight.detach().to(x.dtype),
+    "data": lambda m, x: m.weight.data.to(x.dtype),
+    "t": lambda m, x: m.weight.t().to(x.dtype),
+    "T": lambda m, x: m.weight.T.to(x.dtype),
+    "index": lambda m, x: m.weight[0].to(x.dtype),
+    "chunk": lambda m, x: m.weight.chunk(2)[1].to(x.dtype),
+    "rows": lambda m, x: [row.float() for row in m.weight],
+    "stack": lambda m, x: torch.stack([m.weight, m.weight]).to(x.dtype),
+    "clone": lambda m, x: m.weight.clone().cpu().contiguous().float(),
+    "view": lambda m, x: m.weight.view(-1).float(),
+    "copied": lambda m, x: torch.empty(SIZE, SIZE).copy_(m.weight),
+    "linear": lambda m, x: F.linear(x, m.weight),
+    "matmul": lambda m, x: x @ m.weight.t(),
+    "einsum": lambda m, x: torch.einsum("bk,nk->bn", x, m.weight),
+    "addmm": lambda m, x: torch.addmm(m.bias, x, m.weight.t()),
+    "mul": lambda m, x: torch.mul(m.weight, 2.0),
+    "rmul": lambda m, x: 2.0 * m.weight,
+    "greater": lambda m, x: m.weight > 0.5,
+    "equal to a number": lambda m, x: m.weight == 1.0,
+    "sum": lambda m, x: m.weight.sum(),
+    "norm": lambda m, x: m.weight.norm(),
+    "bilinear": lambda m, x: F.bilinear(x, x, m.weight[None]),
+    "embedding": lambda m, x: F.embedding(torch.arange(3), m.weight).float(),
+    "tolist": lambda m, x: m.weight.tolist(),
+    "item": lambda m, x: m.weight[0, 0].item(),
+    "numpy": lambda m, x: m.weight.numpy(),
+    "init": lambda m, x: nn.init.normal_(m.weight),
+    "constant": lambda m, x: nn.init.constant_(m.weight, 1.0),
+    "copy_": overwritten,
+    "data =": assigned,
+    "setitem": indexed,
+    "imul": decayed,
+    "prune": lambda m, x: prune.l1_unstructured(m, "weight", 0.5),
+    "weight norm": lambda m, x: parametrizations.weight_norm(m),
+    "spectral norm": lambda m, x: parametrizations.spectral_norm(m),
+    "batch norm": lambda m, x: fuse_linear_bn_eval(m.eval(), nn.BatchNorm1d(SIZE).eval()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_reading_codes_as_numbers_raises_and_changes_nothing(name: str) -> None:
+    model, x = model_of(), torch.randn(3, SIZE)
+    before = model["proj"].codes.detach().clone()
+    with pytest.raises(UnsupportedError, match=TAUGHT):
+        REFUSED[name](model["proj"], x)
+    assert_bits_equal(model["proj"].codes.detach(), before)
+
+
+def test_facts_of_a_weight_are_as_ever() -> None:
+    layer = model_of()["proj"]
+    w, codes = layer.weight, layer.codes
+    assert isinstance(w, nn.Parameter)
+    assert isinstance(w, Tensor)
+    assert layer.weight is layer.weight
+    for fact in ("shape", "dtype", "device", "requires_grad", "ndim", "is_leaf", "grad", "nbytes"):
+        assert getattr(w, fact) == getattr(codes, fact)
+    for fact in ("data_ptr", "numel", "stride", "is_contiguous", "element_size", "__len__"):
+        assert getattr(w, fact)() == getattr(codes, fact)()
+    assert_bits_equal(w.view(torch.uint8), codes.view(torch.uint8))
+    assert (w == codes).all()
+    assert not torch.isnan(w).any()
+    assert torch.zeros_like(w, dtype=torch.float32).sum() == 0
+    assert len(inspect.getmembers(layer)) > 100
+    assert "float8_e4m3fn" in repr(w)
+
+
+def test_attributes_set_on_a_weight_stay() -> None:
+    layer = model_of()["proj"]
+    layer.weight.mark = 3
+    assert layer.weight.mark == layer.codes.mark == 3
+    assert not hasattr(layer.weight, "other_mark")
+
+
+def test_writing_codes_reaches_the_layer() -> None:
+    model, x = model_of(), torch.randn(3, SIZE)
+    a, b = model["proj"], model["other"]
+    b.bias = a.bias
+    with torch.no_grad():
+        a.weight.copy_(b.weight)
+        a.weight_scale.copy_(b.weight_scale)
+    assert torch.equal(a(x), b(x))
+    a.weight.zero_()
+    assert torch.equal(a(x), a.bias.expand(3, SIZE))
+
+
+def test_a_view_follows_a_weight_that_moves() -> None:
+    layer = model_of()["proj"]
+    held = layer.weight
+    layer.share_memory()
+    assert layer.weight.data_ptr() == layer.codes.data_ptr()
+    layer.to("meta")
+    assert layer.weight.is_meta
+    assert held.shape == layer.weight.shape
+
+
+@pytest.mark.parametrize("how", ["Parameter", "detach", "type", "deepcopy", "pickle", "save"])
+def test_copies_of_a_weight_are_plain(how: str) -> None:
+    w = model_of()["proj"].weight
+
+    def saved(value: Tensor) -> Any:
+        file = io.BytesIO()
+        torch.save({"w": value}, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)["w"]
+
+    makers: dict[str, Callable[[], Any]] = {
+        "Parameter": lambda: nn.Parameter(w, requires_grad=False),
+        "detach": lambda: nn.Parameter(w.detach(), requires_grad=False),
+        "type": lambda: type(w)(w, requires_grad=False),
+        "deepcopy": lambda: copy.deepcopy(w),
+        "pickle": lambda: pickle.loads(pickle.dumps(model_of()))["proj"].codes,
+        "save": lambda: saved(w),
+    }
+    made = makers[how]()
+    assert type(made) is nn.Parameter
+    assert_bits_equal(made.detach(), model_of()["proj"].codes.detach())
+
+
+def test_what_is_assigned_to_a_layer_is_plain() -> None:
+    model = model_of()
+    a, b = model["proj"], model["other"]
+    a.weight, a.weight_scale = b.weight, b.weight_scale
+    assert a._parameters["weight"] is b._parameters["weight"]
+    a.weight = nn.Parameter(b.weight.detach(), requires_grad=False)
+    assert type(a._parameters["weight"]) is nn.Parameter
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert {type(t) for t in model.state_dict().values()} == {Tensor}
+
+
+def test_a_dense_weight_that_is_assigned_is_refused() -> None:
+    layer = model_of()["proj"]
+    layer.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+    with pytest.raises(ValueError, match=r"It holds torch\.float8_e4m3fn codes"):
+        layer(torch.randn(3, SIZE))
+
+
+def test_files_hold_the_codes(tmp_path: Path) -> None:
+    layer = model_of()["proj"]
+    save_file({"w": layer.weight, "part": layer.weight[:4].clone()}, tmp_path / "w.safetensors")
+    assert_bits_equal(load_file(tmp_path / "w.safetensors")["w"], layer.codes.detach())
+
+
+def test_operators_that_know_scales_take_it() -> None:
+    layer = model_of()["proj"]
+    q = fp8kit.QTensor(layer.weight, layer.weight_scale, layer.scheme.weight)
+    assert_bits_equal(fp8kit.dequantize(q), layer.to_linear().weight.detach())
+
+
+def test_functional_call_and_parametrizations_take_it() -> None:
+    model, x = model_of(), torch.randn(3, SIZE)
+    layer = model["proj"]
+    y = layer(x)
+    assert torch.equal(torch.func.functional_call(layer, {"weight": layer.weight}, (x,)), y)
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    assert torch.equal(layer(x), y)
+
+
+def test_swapped_parameters_work() -> None:
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+    y = layer(x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        layer.bfloat16().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    torch.testing.assert_close(layer(x), y, rtol=0, atol=2**-8)  # its bias was bf16 in between
+
+
+def test_threads_get_a_weight_each_its_own_time() -> None:
+    layer = model_of()["proj"]
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.extend(layer.weight.data_ptr() == layer.codes.data_ptr() for _ in range(200))
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(seen)
+    assert len(seen) == 800
+
+
+def test_no_view_outlives_its_use() -> None:
+    layer = model_of()["proj"]
+    ends = io.BytesIO()
+    assert layer.weight.shape
+    torch.save(list(layer.parameters()), ends)  # nothing on the Parameter hinders it
+    assert vars(layer.codes).keys() <= {"_fp8kit_waited_for"}
+
+
+def test_accelerate_moves_layers_and_brings_them_back() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model, x = nn.Sequential(*model_of().values()), torch.randn(3, SIZE)
+    y = model(x)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert torch.equal(model(x), y)
+    accelerate.hooks.remove_hook_from_submodules(model)
+    accelerate.utils.set_module_tensor_to_device(model, "0.weight", "meta")
+    assert type(model[0]._parameters["weight"]) is nn.Parameter
+
+
+def test_lora_trains_beside_it() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(*model_of().values())
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=4))
+    tuned(torch.randn(3, SIZE)).sum().backward()
+    assert any(p.grad is not None for n, p in tuned.named_parameters() if "lora_B" in n)
+    with pytest.raises(UnsupportedError, match="Call the layer instead"):
+        tuned.merge_and_unload()
+
+
+LIMITS: dict[str, Callable[[Fp8Linear], Tensor]] = {
+    "state_dict": lambda layer: layer.state_dict()["weight"],
+    "parameters": lambda layer: next(layer.parameters()),
+    "_parameters": lambda layer: layer._parameters["weight"],  # type: ignore[dict-item, return-value]
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_tensors_from_elsewhere_are_codes_and_cannot_be_guarded(name: str) -> None:
+    layer = model_of()["proj"]
+    codes = LIMITS[name](layer)
+    assert codes.dtype == torch.float8_e4m3fn
+    assert_bits_equal(codes.float(), layer.codes.float())
+
+
+def test_a_graph_of_a_compiler_is_not_guarded() -> None:
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+
+    def reads(y: Tensor) -> Tensor:
+        return F.linear(y, layer.weight.to(y.dtype))
+
+    compiled = torch.compile(reads, fullgraph=True, backend="eager")
+    assert_bits_equal(compiled(x), F.linear(x, layer.codes.to(x.dtype)))
+
+
+def test_layers_run_under_a_compiler_without_a_guard_in_the_graph() -> None:
+    model, x = nn.Sequential(*model_of().values()), torch.randn(3, SIZE)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), model(x))
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))

@@ -1,0 +1,64 @@
+"""FP8 layers under transforms of ``torch.func``: the gradients that ``backward`` gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
+
+import fp8kit
+from fp8kit.formats import SCHEMES
+
+# torch's own code for transforms is scripted when it is first used
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+DYNAMIC = [name for name, scheme in SCHEMES.items() if not scheme.static]
+
+
+def model_of(scheme: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+    fp8kit.convert(model, scheme)
+    return model
+
+
+def loss(y: Tensor) -> Tensor:
+    return y.pow(2).sum()
+
+
+@pytest.mark.parametrize("scheme", DYNAMIC)
+def test_reverse_mode_equals_backward(scheme: str) -> None:
+    model = model_of(scheme)
+    x = torch.randn(4, 128, requires_grad=True)
+    loss(model(x)).backward()
+    given = x.detach()
+    torch.testing.assert_close(grad(lambda v: loss(model(v)))(given), x.grad)
+    y, pull = vjp(model, given)
+    torch.testing.assert_close(pull(2 * y)[0], x.grad)
+    torch.testing.assert_close(vmap(grad(lambda v: loss(model(v))))(given[:, None])[:, 0], x.grad)
+    bias = model[0].bias
+    found = grad(lambda b: loss(functional_call(model, {"0.bias": b}, (given,))))(bias.detach())
+    torch.testing.assert_close(found, bias.grad)
+    wanted = torch.autograd.functional.jacobian(model, given[0])
+    torch.testing.assert_close(jacrev(model)(given[0]), wanted)
+
+
+@pytest.mark.parametrize("scheme", DYNAMIC)
+def test_mapped_calls_are_calls_one_by_one(scheme: str) -> None:
+    model, x = model_of(scheme), torch.randn(3, 4, 128)
+    expected = torch.stack([model(part) for part in x])
+    torch.testing.assert_close(vjp(vmap(model), x)[0], expected)
+    models = [model_of(scheme), model_of(scheme)]
+    state, _ = stack_module_state(models)  # type: ignore[no-untyped-call]
+    results = vmap(lambda s: vjp(lambda v: functional_call(model, s, (v,)), x[0])[0])(state)
+    torch.testing.assert_close(results, torch.stack([m(x[0]) for m in models]))
+
+
+def test_what_has_no_derivative_is_refused() -> None:
+    model, x = model_of("FP8_DYNAMIC"), torch.randn(2, 128)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        jvp(model, (x,), (x,))
+    state = {n: p.detach() for n, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="A gradient to an FP8 weight"):
+        grad(lambda s: loss(functional_call(model, s, (x,))))(state)
