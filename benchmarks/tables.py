@@ -166,7 +166,7 @@ def linear(found: dict[str, Any]) -> str:
     parts = [
         f"bf16 in and out, {models(rows)}. Ratios are the other's time divided by fp8kit's, "
         "geometric mean and worst layer: above 1 fp8kit is faster. Unless a heading says "
-        f"otherwise, the best peer is the fastest of all, whatever its scales. {present(found)}".rstrip(),
+        f"otherwise, the best peer is the fastest, whatever its scales. {present(found)}".rstrip(),
     ]
     for kind, title in KINDS.items():
         lines = summarize(rows, kind)
