@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py [--check]
 
-The README gets one line per row count between two marks; `docs/benchmarks.md` gets everything.
+The README gets a few row counts between two marks; `docs/benchmarks.md` gets everything.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- benchmarks:begin -->", "<!-- benchmarks:end -->"
+SHOWN = (1, 16, 64, 256, 1024, 4096)  # row counts in the README
 INTRODUCTION = """# Benchmarks
 
 Written by `python benchmarks/tables.py` from `benchmarks/results/`. Times are medians of CUDA
-graphs whose calls rotate over copies of the weight, so that none is in the L2 cache; all candidates
-of a line take turns in one run. Accumulation is precise where nothing else is said; peers run as
-they ship. The roofline is the larger of the bytes that must move at 4.3 TB/s and the operations at
-1400 TFLOPS. What was tried on the way is in the [performance log](performance-log.md).
+graphs. Calls rotate over copies of the weight, so that none is in the L2 cache, and all candidates
+of a line take turns in one run. Sums are precise unless a heading says otherwise; peers run as
+they ship. The roofline is the longer of two times: moving the bytes at 4.3 TB/s, or computing at
+1400 TFLOPS. What was tried is in [performance.md](performance.md).
 
-`make bench` measures on a GPU machine, `make tables` writes this; the head of `benchmarks/peers.py`
-says how to bring the peers.
+`make bench` measures on a GPU machine and `make tables` writes this page; the head of
+`benchmarks/peers.py` says how to install the peers.
 """
 LIBRARIES = {"vllm": "vLLM", "deepgemm": "DeepGEMM", "torch": "torch", "torchao": "torchao"}
 DECODER_LAYER = (
@@ -39,7 +40,8 @@ DECODER_LAYER = (
     "over bf16."
 )
 EAGER_LAYER = (
-    "FP8 layers on their own, with shared inputs, and with norms and activations that write FP8."
+    "`separate`: FP8 layers alone. `shared`: siblings share their input. `fused`: norms and "
+    "activations write FP8 too."
 )
 KINDS = {
     "row": "Per-token activations by per-row weights (`FP8_DYNAMIC`)",
@@ -47,8 +49,8 @@ KINDS = {
     "tensor": "Per-token activations by one weight scale (`FP8_TENSOR`)",
     "block": "1x128 groups by 128x128 blocks (`FP8_BLOCK`), against peers with block scales",
     "weight_only": "16-bit activations by per-row weights (`FP8_WEIGHT_ONLY`)",
-    "static": "One scale each, the input's calibrated (`FP8`), against peers with the same",
-    "quantized": "The product alone, of codes per token by codes per row, against peers' products",
+    "static": "One scale each, calibrated for the input (`FP8`), against peers with the same",
+    "quantized": "The GEMM alone, per-token by per-row codes, against peers' GEMMs",
 }
 
 
@@ -76,7 +78,7 @@ def between_marks(text: str, tables: str) -> str:
 
 
 def compact(found: dict[str, Any]) -> str:
-    """Render what the README shows: one line per row count, and a decoder layer."""
+    """Render what the README shows: some row counts, and a decoder layer."""
     parts = []
     if "linear" in found:
         parts.append(overview(found["linear"]["rows"]) + source("linear", found["linear"]))
@@ -127,46 +129,44 @@ def libraries(rows: Sequence[Row]) -> str:
 
 
 def overview(every: list[Row]) -> str:
-    """One line per row count: row-wise and block-wise against their peers, and bf16."""
+    """Some row counts: row-wise and block-wise against their peers, and bf16."""
     rows, _ = by_model(every)
-    row, fast, block = (
-        {line.m: line for line in summarize(rows, kind)} for kind in ("row", "row_fast", "block")
-    )
+    row, block = ({line.m: line for line in summarize(rows, kind)} for kind in ("row", "block"))
     others = f"the best peer ({libraries(rows)})" if libraries(rows) else "the best peer"
     title = (
-        f"Time of whole linear layers, bf16 in and out, {models(rows)}: {others} and bf16 by "
-        "fp8kit, geometric mean and worst layer: above 1 fp8kit is faster. Ours adds precisely, "
-        "peers as they ship.\n\n"
+        f"Whole linear layers, bf16 in and out, {models(rows)}. Each ratio is the time of {others} "
+        "or of bf16 divided by fp8kit's: above 1 fp8kit is faster. Geometric mean over the layers, "
+        "and the worst layer in brackets. fp8kit's sums are precise; peers run as they ship.\n\n"
     )
-    columns = ["M", "row-wise: best peer / ours", "worst", "of the roofline"]
-    columns += ["bf16 / ours", "worst"]
-    columns += ["`fast`: best peer / ours"] if fast else []
-    columns += ["block-wise: best block peer / ours", "worst", "bf16 / ours, worst"]
+    columns = ["M", "row-wise: best peer / fp8kit", "bf16 / fp8kit", "of the roofline"]
+    columns += ["block-wise: best block peer / fp8kit", "bf16 / fp8kit"]
     lines = []
     for m, line in row.items():
-        cells = [str(m), *peer_cells(line), f"{line.roofline:.0%}"]
-        cells += [f"{line.of_bf16:.2f}", f"{line.worst_of_bf16[0]:.2f}"]
-        cells += [peer_cells(fast.get(m))[0]] if fast else []
-        cells += peer_cells(block.get(m))
-        cells += [f"{block[m].worst_of_bf16[0]:.2f}" if m in block else "–"]
-        lines.append(cells)
+        if m in SHOWN:
+            cells = [str(m), peer_cell(line), dense_cell(line), f"{line.roofline:.0%}"]
+            lines.append([*cells, peer_cell(block.get(m)), dense_cell(block.get(m))])
     return title + table(columns, lines)
 
 
-def peer_cells(line: Summary | None) -> list[str]:
+def peer_cell(line: Summary | None) -> str:
     """Give mean and worst ratio to the best peer."""
     if line is None or line.of_peer is None or line.worst_of_peer is None:
-        return ["–", "–"]
-    return [f"{line.of_peer:.2f}", f"{line.worst_of_peer[0]:.2f}"]
+        return "–"
+    return f"{line.of_peer:.2f} ({line.worst_of_peer[0]:.2f})"
+
+
+def dense_cell(line: Summary | None) -> str:
+    """Give mean and worst ratio to bf16."""
+    return "–" if line is None else f"{line.of_bf16:.2f} ({line.worst_of_bf16[0]:.2f})"
 
 
 def linear(found: dict[str, Any]) -> str:
     """Whole linear layers: per row count for each case, then every layer."""
     rows, odd = by_model(found["rows"])
     parts = [
-        f"bf16 in and out, {models(rows)}. Ratios are the other's time by fp8kit's, geometric mean "
-        "and worst layer: above 1 fp8kit is faster. Where nothing else is said, the best peer is "
-        f"the fastest of all, whatever its scales. {present(found)}".rstrip(),
+        f"bf16 in and out, {models(rows)}. Ratios are the other's time divided by fp8kit's, "
+        "geometric mean and worst layer: above 1 fp8kit is faster. Unless a heading says "
+        f"otherwise, the best peer is the fastest, whatever its scales. {present(found)}".rstrip(),
     ]
     for kind, title in KINDS.items():
         lines = summarize(rows, kind)
@@ -192,8 +192,8 @@ def present(found: dict[str, Any]) -> str:
 def summary_table(lines: list[Summary]) -> str:
     """One case: geometric means over layers and the worst of them."""
     with_peers = any(line.of_peer is not None for line in lines)
-    columns = ["M", "layers", "of the roofline", "bf16 / ours", "worst"]
-    columns += ["best peer / ours", "worst"] if with_peers else []
+    columns = ["M", "layers", "of the roofline", "bf16 / fp8kit", "worst"]
+    columns += ["best peer / fp8kit", "worst"] if with_peers else []
     cells = []
     for line in lines:
         ratio, shape = line.worst_of_bf16
@@ -269,9 +269,18 @@ def fused(found: dict[str, Any]) -> str:
             lines[-1] += [f"{row['tb_per_s']:.2f}", f"{row['unfused_us'] / row['us']:.2f}"]
             lines[-1] += [f"{row['alone_us'] / row['us']:.2f}"]
     text = (
-        "Against torch's function with a quantizer behind it, and against that function alone.\n\n"
+        "`unfused`: torch's function and then a quantizer. `alone`: torch's function without one."
+        "\n\n"
     )
-    columns = ["function and K", "M", "granularity", "µs", "TB/s", "unfused / ours", "alone / ours"]
+    columns = [
+        "function and K",
+        "M",
+        "granularity",
+        "µs",
+        "TB/s",
+        "unfused / fp8kit",
+        "alone / fp8kit",
+    ]
     return text + table(columns, lines)
 
 
@@ -293,6 +302,19 @@ def decoder_layer(found: dict[str, Any]) -> str:
 def compiled(found: dict[str, Any]) -> str:
     """The same layer under ``torch.compile``."""
     return f"{DECODER_LAYER}\n\n{layer(found)}"
+
+
+def trials(found: dict[str, Any]) -> str:
+    """A decoder layer as shipped, and without one part of the fusion at a time."""
+    columns = ["model", "M", "bf16", "fused", "siblings not joined", "residual sum apart"]
+    lines = []
+    for row in found["rows"]:
+        if row["m"] in (1, 64, 512, 4096):
+            times = row["us"]
+            cases = (times[name] for name in ("bf16", "fused", "fused nojoin", "fused nores"))
+            lines.append([row["model"], str(row["m"]), *(micro(us) for us in cases)])
+    text = "Llama decoder layers of two sizes, microseconds: as shipped, and without one part.\n\n"
+    return text + table(columns, lines)
 
 
 def host(found: dict[str, Any]) -> str:
@@ -329,7 +351,8 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),
-    "compiled": ("The same under torch.compile", compiled),
+    "trials": ("What parts of the fusion save", trials),
+    "compiled": ("The decoder layer under torch.compile", compiled),
     "host": ("The host's time of an eager call", host),
     "streaming": ("Quantizing a checkpoint on a CPU", streaming),
 }

@@ -32,7 +32,7 @@ from fp8kit.cli import main
 
 ROOT = Path(__file__).parents[1]
 NANO = ROOT / "examples" / "nano"
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 GPU = "# needs a GPU"
 _FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
@@ -144,13 +144,18 @@ def _loading(names: dict[str, Any]) -> None:
 # what the text around the snippets speaks of
 READERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "README.md": _readme,
-    "streaming.md": _streaming,
-    "checkpoints.md": _checkpoints,
-    "loading.md": _loading,
+    "docs/streaming.md": _streaming,
+    "docs/checkpoints.md": _checkpoints,
+    "docs/loading.md": _loading,
 }
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def place(path: Path) -> str:
+    """Name a document by its path in the project."""
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=place)
 def test_snippets_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = path.read_text()
     if not blocks(text):
@@ -158,8 +163,8 @@ def test_snippets_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     Path("examples").symlink_to(ROOT / "examples")
     names: dict[str, Any] = {}
-    READERS.get(path.name, lambda _: None)(names)
-    run_python(text, names, path.name)
+    READERS.get(place(path), lambda _: None)(names)
+    run_python(text, names, place(path))
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for words in run_bash(text):
@@ -176,7 +181,7 @@ def test_every_snippet_is_found() -> None:
     """Fences of another form would hide what is in them."""
     for path in DOCUMENTS:
         marks = re.findall(r"^ *```\w+$", path.read_text(), re.MULTILINE)
-        assert len(marks) == len(blocks(path.read_text())), path.name
+        assert len(marks) == len(blocks(path.read_text())), place(path)
         assert {b.language for b in blocks(path.read_text())} <= {"python", "bash"}
 
 

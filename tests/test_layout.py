@@ -83,7 +83,7 @@ DYNAMIC_IMPORTERS = (
 FILE_LINES, KERNEL_FILE_LINES = 420, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80
 PARAMETERS = 8
-SOURCE_LINES = 27000
+SOURCE_LINES = 27100
 PUBLIC_NAMES = 40
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
 # extents and a tile; convert has what plan has, and where the dense weights go
@@ -121,10 +121,10 @@ HEAVY = (
 IMPORT_MILLISECONDS = 100
 # what `import fp8kit` loads: the operators and what their bodies stand on; then what a layer needs
 OPERATORS = set(
-    "errors settings caching formats tape measurements dispatch eager quantizers matmul ops "
+    "errors settings runtime caching formats measurements dispatch quantizers matmul ops "
     "fused_ops __init__".split()
 )
-FIRST_CALL = {"functional", "unchecked", "validation"}
+FIRST_CALL = {"functional", "validation"}
 
 
 def sources() -> list[Path]:
@@ -261,7 +261,7 @@ def public_names(text: str) -> list[str]:
 def documents() -> list[Path]:
     return [
         p
-        for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md"))
+        for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
         if p.exists()
     ]
 
@@ -472,7 +472,7 @@ def test_the_search_for_docstrings_can_fail() -> None:
     assert undocumented(ast.parse(code)) == ["the module", "A", "d", "b"]
 
 
-@pytest.mark.parametrize("path", documents(), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", documents(), ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_documents_name_paths_that_exist(path: Path) -> None:
     assert missing_paths(path.read_text(), path.parent) == []
 

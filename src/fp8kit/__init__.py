@@ -32,7 +32,8 @@ if "torch" not in sys.modules:
 
 # These at once: an exported program finds its operators in torch's registry, by no name of ours.
 # Everything else is imported when it is asked for.
-from fp8kit import fused_ops, ops  # noqa: F401
+from fp8kit import fused_ops  # noqa: F401
+from fp8kit.ops import schemas  # noqa: F401
 
 __version__ = "0.1.0"
 

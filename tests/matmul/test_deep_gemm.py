@@ -391,7 +391,10 @@ def test_a_table_decides_and_the_choice_says_so(
     table = Table("Toy GPU", 4e12, 1e15, {problem.case(): times})
     monkeypatch.setattr(matmul, "table_for", lambda _: table)
     said = str(choose(BACKENDS, problem))
-    assert f"  {chosen:<13} chosen, {min(us, 30.0):.1f} µs, bf16 60.0 µs (measured)" in said
+    assert (
+        f"  {chosen:<13} chosen, {min(us, 30.0):.1f} µs, bf16 60.0 µs (measured at m={problem.m})"
+        in said
+    )
     if chosen != "deep_gemm":
         assert "  deep_gemm     declined: 40.0 µs, slower than torch_native" in said
 

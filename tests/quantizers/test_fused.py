@@ -583,7 +583,8 @@ def test_inputs_are_prefetched_before_the_kernel_ahead_has_ended(
 ) -> None:
     for name, counts in compiled.items():
         assert counts["waits"] == 1, name
-        operands = 0 if "gelu" in name else 2 if "add_rms" in name else 1
+        activation = "gelu" in name or "gated" in name
+        operands = 0 if activation else 2 if "add_rms" in name else 1
         assert counts["prefetches"] == operands, name
         assert counts["prefetches_before_the_wait"] == min(1, operands), name
 
