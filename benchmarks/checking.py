@@ -94,5 +94,5 @@ def capture_once(case: Case) -> None:
 
 
 def reason(broken: BaseException) -> str:
-    """Give the first line of an error, short enough for a table."""
+    """Return the first line of an error, short enough for a table."""
     return f"{type(broken).__name__}: {broken}".strip().splitlines()[0][:200]

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def variants(dense: nn.Module) -> dict[str, Layer]:
-    """Give the layer in every way that is compared, compiled on the first call."""
+    """Return the layer in every way that is compared, compiled on the first call."""
     fused = copy.deepcopy(dense)
     fp8kit.convert(fused)
     found: dict[str, Layer] = {"bf16": dense, "fused": fused}

@@ -55,7 +55,7 @@ class Producer(NamedTuple):
 
 
 def vector(k: int) -> Tensor:
-    """Give a weight, or one row of a modulation."""
+    """Return a weight, or one row of a modulation."""
     return torch.randn(k, device="cuda", dtype=torch.bfloat16) * 0.1 + 1
 
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8kit
-from fp8kit.modules.formulas import NormFormula
-from fp8kit.modules.shared import SharedInput
+from fp8kit.modules.norm_formula import NormFormula
+from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.replay_cache import ReplayCache
 from timing import write_results
 
@@ -55,8 +55,8 @@ def main() -> None:
         for m in ROWS:
             x = torch.randn(m, side, device=device, dtype=torch.bfloat16)
             times = measure(cases(x, dense, layers), device)
-            taped = {s: layer.replays.launches(x.shape) for s, layer in layers.items()}
-            rows.append({"m": m, "n": side, "k": side, "us": times, "taped_launches": taped})
+            captured = {s: layer.replays.launches(x.shape) for s, layer in layers.items()}
+            rows.append({"m": m, "n": side, "k": side, "us": times, "taped_launches": captured})
             report(rows[-1])
         if arguments.profile:
             x = torch.randn(1, side, device=device, dtype=torch.bfloat16)
@@ -67,7 +67,7 @@ def main() -> None:
 def cases(
     x: Tensor, dense: nn.Linear, layers: dict[str, fp8kit.Fp8Linear]
 ) -> dict[str, Callable[[], object]]:
-    """Give the calls: dense, the layers as they are called, and the operator under them.
+    """Return the calls: dense, the layers as they are called, and the operator under them.
 
     Siblings are three layers with one input, called one after the other; a norm writes codes.
     """
@@ -97,7 +97,7 @@ def cases(
 
 
 def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Give the median microseconds of a call, over batches that take turns."""
+    """Return the median microseconds of a call, over batches that take turns."""
     batches: dict[str, list[float]] = {name: [] for name in calls}
     _, rounds, count = SIZES[device.type]
     for turn in range(rounds + 1):

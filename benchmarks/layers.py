@@ -46,7 +46,7 @@ BANDWIDTH, FLOPS = 4.3e12, 1400e12
 
 
 def chosen(prefixes: str) -> dict[str, tuple[int, int]]:
-    """Give the layers whose name starts with one of some words, separated by commas.
+    """Return the layers whose name starts with one of some words, separated by commas.
 
     Args:
         prefixes: such as ``"8b,odd.llama2"``, or ``"all"``.
@@ -64,5 +64,5 @@ def chosen(prefixes: str) -> dict[str, tuple[int, int]]:
 
 
 def roofline_us(m: int, n: int, k: int) -> float:
-    """Give the least microseconds of a whole layer, 16 bit in and out, FP8 weight ``[n, k]``."""
+    """Return the least microseconds of a whole layer, 16 bit in and out, FP8 weight ``[n, k]``."""
     return max((n * k + 2 * m * k + 2 * m * n) / BANDWIDTH, 2 * m * n * k / FLOPS) * 1e6

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 import fp8kit
 from checking import Checked, reason
-from fp8kit.bench.timing import QUICK, THOROUGH, Effort
 from fp8kit.formats import E4M3FN
+from fp8kit.perf.timing import QUICK, THOROUGH, Effort
 from layers import SHAPES, chosen, roofline_us
 from peers import Layer, Libraries, Peer, TorchAO, all_peers, load_libraries, peer_cases
 from summary import COMPARISONS, ratios
@@ -117,11 +117,11 @@ class Bench:
     effort: Effort = THOROUGH
 
     def ours(self, m: int) -> list[str]:
-        """Give the cases of fp8kit that are measured at a row count."""
+        """Return the cases of fp8kit that are measured at a row count."""
         return [name for name in self.cases if OURS[name].serves(m)]
 
     def wanted(self, m: int) -> dict[str, Peer]:
-        """Give the peers that are measured at a row count."""
+        """Return the peers that are measured at a row count."""
         ours = ("", *self.ours(m))
         return {
             name: peer
@@ -197,7 +197,7 @@ def case_names(text: str) -> list[str]:
 def measure_all(
     bench: Bench, shapes: Mapping[str, tuple[int, int]], counts: Sequence[int], deadline: float
 ) -> Iterator[Row]:
-    """Give a row per layer and row count, until the time is up."""
+    """Return a row per layer and row count, until the time is up."""
     # a failed capture leaves the default generator unusable, so numbers come from another one
     generator = torch.Generator(bench.device).manual_seed(0)
     for name, (n, k) in shapes.items():

@@ -18,7 +18,7 @@ Layer = Callable[..., object]
 
 
 def llama_8b() -> LlamaConfig:
-    """Give the configuration of one layer of Llama 8B."""
+    """Return the configuration of one layer of Llama 8B."""
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=14336,
@@ -31,7 +31,7 @@ def llama_8b() -> LlamaConfig:
 
 
 def dense_layer(config: LlamaConfig, device: torch.device) -> nn.Module:
-    """Give the bf16 layer, the same weights every time."""
+    """Return the bf16 layer, the same weights every time."""
     torch.manual_seed(0)
     with device:
         return LlamaDecoderLayer(config, 0).to(torch.bfloat16).eval()

@@ -70,7 +70,7 @@ class Libraries:
     missing: dict[str, str] = field(default_factory=dict)
 
     def versions(self) -> dict[str, str]:
-        """Give the version of every library that is there, for the result file."""
+        """Return the version of every library that is there, for the result file."""
         return {n: str(getattr(m, "__version__", "present")) for n, m in self.found.items()}
 
 
@@ -318,7 +318,7 @@ PEERS = {
 
 
 def all_peers(torchao: TorchAO) -> dict[str, Peer]:
-    """Give every peer by the name it has in result files."""
+    """Return every peer by the name it has in result files."""
     return PEERS | {
         "torchao_row": Peer(("torchao",), torchao.case("PerRow")),
         "torchao_tensor": Peer(("torchao",), torchao.case("PerTensor")),

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def fingerprint(found: Curves) -> str:
-    """Give a digest of the numbers, to the precision that can be seen."""
+    """Return a digest of the numbers, to the precision that can be seen."""
     points = {name: [(m, round(y, 3)) for m, y in line] for name, line in found.items()}
     digest = hashlib.sha256(json.dumps(points, sort_keys=True).encode())
     return f"fp8kit-{digest.hexdigest()[:16]}"
@@ -84,7 +84,7 @@ def figure(found: Curves) -> Figure:
 
 
 def svg(found: Curves) -> str:
-    """Give the figure as text that depends on the numbers and the version of matplotlib only."""
+    """Return the figure as text that depends on the numbers and the version of matplotlib only."""
     import matplotlib
 
     out = io.StringIO()

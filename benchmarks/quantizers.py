@@ -166,12 +166,12 @@ def report(row: dict[str, Any]) -> None:
 
 
 def floor(kind: Kind) -> float:
-    """Give the floor under a scale."""
+    """Return the floor under a scale."""
     return min_scale(kind.group, E4M3, "activation")
 
 
 def rounding(kind: Kind) -> str:
-    """Give the default rounding of a scale."""
+    """Return the default rounding of a scale."""
     return "floor" if kind.group == MX else "exact"
 
 
@@ -198,7 +198,7 @@ def check(kind: Kind, x: Tensor, given: Tensor, data: Tensor, scale: Tensor) -> 
 
 
 def empty_scale(kind: Kind, m: int, k: int, given: Tensor) -> Tensor:
-    """Give the scale that one of vLLM's operators reads or writes."""
+    """Return the scale that one of vLLM's operators reads or writes."""
     if kind.static:
         return given.reshape(1)
     if kind.layout == "column":
@@ -230,7 +230,7 @@ def vllm_operator(vllm: Any, name: str) -> QuantizeInto | None:
 
 
 def compare(data: Tensor, scale: Tensor, other: Tensor, other_scale: Tensor) -> dict[str, Any]:
-    """Say how close two quantizations are: equal scales and codes, and the furthest codes."""
+    """Return how close two quantizations are: equal scales and codes, and the furthest codes."""
     ours_, theirs = ordinal(data), ordinal(other)
     same = scale.reshape(other_scale.shape) == other_scale
     return {

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 
 import fp8kit
 from checking import Checked
-from fp8kit.dispatch import choose
+from fp8kit.dispatch.backends import choose
 from fp8kit.formats import GroupShape
-from fp8kit.matmul import triton_scaled
+from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
 from layers import BANDWIDTH, FLOPS, chosen
 from timing import Case, copies_past_cache, time_cases, write_results
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def roofline(m: int, n: int, k: int) -> dict[str, float]:
-    """Give the least microseconds that memory or tensor cores allow."""
+    """Return the least microseconds that memory or tensor cores allow."""
     return {
         "roofline_us": max((n * k + m * k + 2 * m * n) / BANDWIDTH, 2 * m * n * k / FLOPS) * 1e6
     }
@@ -114,7 +114,7 @@ def measure(
         exact = exact_product(operands)
         found = dict(backend_cases(scheme, operands))
         if scheme == "row":
-            found["linear/triton_scaled"] = linear_case(x, operands)
+            found["linear/triton_gemm"] = linear_case(x, operands)
         for name, case in found.items():
             kept.add(name, case, exact, LARGEST_ERROR)
         if sweep and scheme in SWEPT and time.monotonic() < deadline:
@@ -122,9 +122,9 @@ def measure(
                 swept.add(name, case, exact, LARGEST_ERROR)
     times = time_cases(kept.cases | swept.cases, len(dense))
     best = {
-        scheme: min((n for n in times if n.startswith(f"{scheme}/triton_scaled")), key=times.get)
+        scheme: min((n for n in times if n.startswith(f"{scheme}/triton_gemm")), key=times.get)
         for scheme in SWEPT
-        if any(n.startswith(f"{scheme}/triton_scaled") for n in times)
+        if any(n.startswith(f"{scheme}/triton_gemm") for n in times)
     }
     failed = kept.failed | swept.failed
     return {"us": times, "failed": failed} | ({"best": best} if sweep else {})
@@ -140,9 +140,9 @@ def exact_product(operands: Operands) -> Tensor:
 
 
 def backend_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]:
-    """Give every backend that takes the operands, and the batch-invariant product."""
+    """Return every backend that takes the operands, and the batch-invariant product."""
     for name in TIMED:
-        for invariant in (False, True) if name == "triton_scaled" else (False,):
+        for invariant in (False, True) if name == "triton_gemm" else (False,):
             problem = operands.problem(invariant)
             backend = choose(BACKENDS, problem, name).implementation
             if backend is not None:
@@ -156,37 +156,37 @@ def linear_case(x: Tensor, operands: Operands) -> Case:
 
     def run(i: int) -> Tensor:
         x_q, w_q = fp8kit.quantize(x), operands.weights[i]
-        return triton_scaled.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
+        return triton_gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
 
     return run
 
 
 def swept_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]:
-    """Give the Triton product in cuts near the chosen one."""
+    """Return the Triton product in cuts near the chosen one."""
     problem = operands.problem()
-    if triton_scaled.supports(problem) is not None:
+    if triton_gemm.supports(problem) is not None:
         return
-    chosen = triton_scaled.choose_tile(problem, triton_scaled.device_facts(operands.x.device))
-    for tile in candidates(chosen, triton_scaled.decoded(problem), problem):
+    chosen = triton_gemm.choose_tile(problem, triton_gemm.device_facts(operands.x.device))
+    for tile in candidates(chosen, triton_gemm.decoded(problem), problem):
         label = "x".join(map(str, tile[:3])) + "".join(
             f" {f}{v}" for f, v in zip(("split", "chunk", "warp", "stage"), tile[3:], strict=True)
         )
         yield (
-            f"{scheme}/triton_scaled {label}",
-            run_case(triton_scaled.run_tile, operands, (problem, tile)),
+            f"{scheme}/triton_gemm {label}",
+            run_case(triton_gemm.run_tile, operands, (problem, tile)),
         )
 
 
 def candidates(
-    chosen: triton_scaled.Tile, decoded: bool, problem: MatmulProblem
-) -> list[triton_scaled.Tile]:
+    chosen: triton_gemm.TritonTile, decoded: bool, problem: MatmulProblem
+) -> list[triton_gemm.TritonTile]:
     """Vary one or two properties of a cut at a time."""
     found = [chosen]
     for splits in {1, chosen.splits * 2, max(1, chosen.splits // 2), 4} - {chosen.splits}:
         if -(-problem.k // chosen.depth) >= 2 * splits:
             found.append(chosen._replace(splits=splits))
     found += [chosen._replace(stages=s) for s in {3, 5, 8} - {chosen.stages}]
-    if triton_scaled.deepest(problem) > chosen.depth:
+    if triton_gemm.deepest(problem) > chosen.depth:
         found.append(chosen._replace(depth=2 * chosen.depth, stages=max(2, chosen.stages // 2)))
     if decoded:
         found += [chosen._replace(cols=32), chosen._replace(cols=32, warps=4, stages=4)]

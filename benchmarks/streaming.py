@@ -61,7 +61,7 @@ for file in sorted(source.glob("*.safetensors")):
 QUANTIZE = """
 import sys
 import fp8kit.integrations.transformers_facts
-from fp8kit.checkpoint_io import Recipe, quantize_checkpoint
+from fp8kit.io.checkpoints import Recipe, quantize_checkpoint
 CLEAR
 quantize_checkpoint(sys.argv[1], sys.argv[2], Recipe(sys.argv[3]), progress=False)
 """

@@ -102,7 +102,7 @@ def by_model(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
 
 
 def summarize(rows: Sequence[Row], kind: str) -> list[Summary]:
-    """Give a line per row count for one case of fp8kit."""
+    """Return a line per row count for one case of fp8kit."""
     lines = []
     for m in sorted({row["m"] for row in rows}):
         found = [r for row in rows if row["m"] == m and (r := ratios(row, kind)) is not None]
@@ -124,7 +124,7 @@ def summarize(rows: Sequence[Row], kind: str) -> list[Summary]:
 
 
 def curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
-    """Give the part of the roofline over M for fp8kit, the best peer and bf16.
+    """Return the part of the roofline over M for fp8kit, the best peer and bf16.
 
     Only layers count that have all three, so that the curves compare.
 

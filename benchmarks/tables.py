@@ -98,7 +98,7 @@ def full(found: dict[str, Any]) -> str:
 
 
 def source(name: str, found: dict[str, Any]) -> str:
-    """Say where the numbers come from."""
+    """Return where the numbers come from."""
     where = f"{found['device']}, torch {found['torch']}"
     if "triton" in found:
         where = f"one {where}, Triton {found['triton']}"
@@ -149,14 +149,14 @@ def overview(every: list[Row]) -> str:
 
 
 def peer_cell(line: Summary | None) -> str:
-    """Give mean and worst ratio to the best peer."""
+    """Return mean and worst ratio to the best peer."""
     if line is None or line.of_peer is None or line.worst_of_peer is None:
         return "–"
     return f"{line.of_peer:.2f} ({line.worst_of_peer[0]:.2f})"
 
 
 def dense_cell(line: Summary | None) -> str:
-    """Give mean and worst ratio to bf16."""
+    """Return mean and worst ratio to bf16."""
     return "–" if line is None else f"{line.of_bf16:.2f} ({line.worst_of_bf16[0]:.2f})"
 
 
@@ -183,7 +183,7 @@ def linear(found: dict[str, Any]) -> str:
 
 
 def present(found: dict[str, Any]) -> str:
-    """Say in which version the peers took part, if the file knows."""
+    """Return in which version the peers took part, if the file knows."""
     names = {name: found.get("peers", {}).get(name) for name in LIBRARIES}
     known = [f"{LIBRARIES[name]} ({version})" for name, version in names.items() if version]
     return f"Peers: {', '.join(known)}." if known else ""
@@ -239,7 +239,7 @@ def named_peer(row: Row, kind: str) -> str:
 
 
 def failures(missing: dict[tuple[str, str], list[str]]) -> str:
-    """Say which cases could not be timed, where, and why."""
+    """Return which cases could not be timed, where, and why."""
     lines = []
     for (name, why), places in missing.items():
         shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")

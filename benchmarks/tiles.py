@@ -31,11 +31,11 @@ from torch import Tensor
 
 import fp8kit
 from checking import Checked
-from fp8kit.bench.timing import QUICK
 from fp8kit.matmul.hopper.device import Costs, Device, hopper
 from fp8kit.matmul.hopper.heuristics import choose, estimates
 from fp8kit.matmul.hopper.tile_config import Epilogue, Launch, Layout, Pipeline, TileConfig
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
+from fp8kit.perf.timing import QUICK
 from layers import chosen
 from timing import Case, copies_past_cache, time_cases, write_results
 

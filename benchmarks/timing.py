@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from fp8kit.bench.timing import Case as Case
-from fp8kit.bench.timing import copies_past_cache as copies_past_cache
-from fp8kit.bench.timing import time_cases as time_cases
+from fp8kit.perf.timing import Case as Case
+from fp8kit.perf.timing import copies_past_cache as copies_past_cache
+from fp8kit.perf.timing import time_cases as time_cases
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -51,7 +51,7 @@ def commit() -> str:
 
 
 def _said(command: list[str]) -> str:
-    """Give what a program prints, nothing where there is none."""
+    """Return what a program prints, nothing where there is none."""
     folder = Path(__file__).resolve().parent
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)

@@ -78,7 +78,7 @@ def heading(text: str) -> None:
 
 
 def evaluation_tokens(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """Give the held-out text as ``[SEQUENCES, LENGTH + 1]`` token ids."""
+    """Return the held-out text as ``[SEQUENCES, LENGTH + 1]`` token ids."""
     ids = tokenizer.encode((HERE / "eval.txt").read_text())
     return torch.tensor(ids[: SEQUENCES * (LENGTH + 1)]).view(-1, LENGTH + 1)
 

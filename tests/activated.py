@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8kit.quantizers.fused_triton_activations import activate
-from fp8kit.quantizers.fused_triton_emission import narrow
-from fp8kit.quantizers.triton_numerics import widen
+from fp8kit.fused.triton_activations import activate
+from fp8kit.fused.triton_output import narrow
+from fp8kit.quantizers.triton_encode import widen
 
 
 @triton.jit

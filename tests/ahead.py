@@ -32,7 +32,7 @@ def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
 
 
 def dumped(cubin: bytes, what: str) -> str:
-    """Give what ``cuobjdump``, which Triton brings along, says of a device image."""
+    """Return what ``cuobjdump``, which Triton brings along, says of a device image."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -45,21 +45,21 @@ def dumped(cubin: bytes, what: str) -> str:
 
 def machine_code(source: str) -> list[str]:
     """Compile CUDA C++ for Hopper and give its instructions, in order."""
-    from fp8kit import nvrtc
+    from fp8kit.runtime import nvrtc
 
     text = dumped(nvrtc.compiled(source, "sm_90a")[0], "-sass")
     return [" ".join(line.split()) for line in re.findall(r"/\*[0-9a-f]{4,5}\*/(.*?);", text)]
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Give a kernel's registers, and the bytes of local memory (what did not fit) and shared."""
+    """Return a kernel's registers, and the bytes of local memory (what did not fit) and shared."""
     out = dumped(cubin, "-res-usage")
     (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", out)
     return dict(zip(("registers", "stack", "shared"), map(int, found), strict=True))
 
 
 def without_nvrtc() -> str | None:
-    """Say why CUDA C++ cannot be compiled on this machine, ``None`` if it can."""
+    """Return why CUDA C++ cannot be compiled on this machine, ``None`` if it can."""
     try:
         from cuda.bindings import nvrtc
 
@@ -83,7 +83,7 @@ def cuda_resources(source: str, stack: int = 0) -> dict[str, int]:
             messages C7508 to C7518), or the kernel takes more or less local memory.
         RuntimeError: if the source does not compile, with the compiler's log.
     """
-    from fp8kit import nvrtc
+    from fp8kit.runtime import nvrtc
 
     image, said = nvrtc.compiled(source, "sm_90a")
     assert said == "", f"the compiler says:\n{said}"

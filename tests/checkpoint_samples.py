@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit.model_io import save
+from fp8kit.io.models import save
 
 NANO = Path(__file__).parents[1] / "examples" / "nano"
 SHARD = "model.safetensors"

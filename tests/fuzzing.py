@@ -33,7 +33,7 @@ from torch import nn
 
 import fp8kit
 from fp8kit.checkpoint.inspection import inspect
-from fp8kit.checkpoint.reader import open_checkpoint
+from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.errors import CheckpointError
 
 SECONDS = 5.0  # of processor time; what waits without end meets the time limit of the test
@@ -115,7 +115,7 @@ class Case:
 
 
 def samples() -> list[Files]:
-    """Give sound checkpoints to start from: in one file and in shards, and of every dialect."""
+    """Return sound checkpoints to start from: in one file and in shards, and of every dialect."""
     torch.manual_seed(0)
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     mx = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
@@ -304,7 +304,7 @@ def special(r: random.Random, case: Case) -> None:
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Give the path of everything in a tree but its root."""
+    """Return the path of everything in a tree but its root."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
     for key, value in items:
         yield (*path, key)
@@ -446,7 +446,7 @@ def describe(path: Path) -> None:
 
 
 def complaints(message: str, case: Case, path: Path) -> list[str]:
-    """Say what a refusal lacks."""
+    """Return what a refusal lacks."""
     wrong = []
     if not any(name in message for name in case.files) and str(path) not in message:
         wrong.append(f"names no file: {message[:500]}")

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from checkpoint_samples import NANO
-from fp8kit.checkpoint import directory
-from fp8kit.checkpoint_io import Recipe, quantize_checkpoint, workers_on
+from fp8kit.checkpoint.storage import directory
 from fp8kit.integrations import transformers_facts  # noqa: F401  (children shall not load it)
+from fp8kit.io.checkpoints import Recipe, quantize_checkpoint, workers_on
 
 RECIPE = Recipe("FP8_DYNAMIC", max_shard_bytes=500_000)
 OLD = {"config.json": b"{}", "model.safetensors": b"old"}

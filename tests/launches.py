@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8kit.dispatch import Choice
+from fp8kit.dispatch.backends import Choice
 from fp8kit.matmul.hopper import gemm
 from fp8kit.matmul.hopper.device import H200
 
 
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Give a list that grows with each launch: whether it may read the weight early."""
+    """Return a list that grows with each launch: whether it may read the weight early."""
     early: list[bool] = []
     kernel = SimpleNamespace(launch=lambda *_, overlap: early.append(overlap))
     monkeypatch.setattr(gemm, "_kernel", lambda *_: kernel)
     monkeypatch.setattr(gemm, "device_record", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for described in ("byte_tile_map", "float_row_map"):
-        monkeypatch.setattr(gemm.cuda_driver, described, lambda *shape: shape)
+        monkeypatch.setattr(gemm.cuda_launch, described, lambda *shape: shape)
     return early
 
 

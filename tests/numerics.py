@@ -73,7 +73,7 @@ def exact_product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 def matmul_bound(
     x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype, yardstick: torch.dtype
 ) -> Tensor:
-    """Give the largest permitted error of each row of ``x @ w.T + bias``, in the 2-norm.
+    """Return the largest permitted error of each row of ``x @ w.T + bias``, in the 2-norm.
 
     Twice the error of a plain ``yardstick`` matmul of the same dequantized operands, plus the
     rounding of the output. That error is measured, and where the measured rows are so short that
@@ -124,7 +124,7 @@ def assert_fast_sums(y: Tensor, exact: Tensor) -> None:
 
 
 def relative_error(y: Tensor, exact: Tensor) -> float:
-    """Give ``||y - exact|| / ||exact||``."""
+    """Return ``||y - exact|| / ||exact||``."""
     return ((y.double() - exact.double()).norm() / exact.double().norm()).item()
 
 

@@ -29,12 +29,14 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit import cuda_driver, fused
+from fp8kit import fused
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
-from fp8kit.matmul import triton_scaled
+from fp8kit.fused import triton as fused_triton
+from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.hopper import gemm, heuristics
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
-from fp8kit.quantizers import fused_triton, triton
+from fp8kit.quantizers import triton
+from fp8kit.runtime import cuda_launch
 from fp8kit.runtime.weight_hazards import mark_synchronized
 from tile_configs import CONFIGS
 
@@ -91,7 +93,7 @@ def main() -> int:
 
 
 def check(sanitizer: str, tool: str) -> str:
-    """Say what one tool found wrong, or that it cannot be believed; empty if all is well.
+    """Return what one tool found wrong, or that it cannot be believed; empty if all is well.
 
     Args:
         sanitizer: path of ``compute-sanitizer``.
@@ -133,7 +135,7 @@ def sanitize(sanitizer: str, tool: str, kernels: Sequence[str], program: str) ->
 
 
 def findings(output: str) -> int | None:
-    """Give how many errors or hazards a tool reports; ``None`` if it did not get that far."""
+    """Return how many errors or hazards a tool reports; ``None`` if it did not get that far."""
     counts = re.findall(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (\d+) ", output, re.MULTILINE)
     return sum(map(int, counts)) if counts else None
 
@@ -164,9 +166,9 @@ def run_broken(tool: str) -> int:
     """Launch a kernel with a fault that the tool is made for: an overrun by one, or a race."""
     y = torch.zeros(64, dtype=torch.int32, device="cuda")
     source = f'extern "C" __global__ void broken(int* y) {{ {BROKEN[tool]} }}'
-    kernel = cuda_driver.Kernel(source, "broken", 64, 1, 0, y.device)
+    kernel = cuda_launch.Kernel(source, "broken", 64, 1, 0, y.device)
     with contextlib.suppress(RuntimeError):  # the tool may end the kernel, which is an error too
-        kernel.launch(1, (cuda_driver.pointer(y),), overlap=False)
+        kernel.launch(1, (cuda_launch.pointer(y),), overlap=False)
         torch.cuda.synchronize()
     return 0
 
@@ -181,13 +183,13 @@ def noted(seen: set[str]) -> Iterator[None]:
         undo.append(lambda: setattr(holder, name, old))
         setattr(holder, name, new)
 
-    launch = cuda_driver.Kernel.launch
+    launch = cuda_launch.Kernel.launch
 
-    def launched(self: cuda_driver.Kernel, *arguments: Any, **options: Any) -> None:
+    def launched(self: cuda_launch.Kernel, *arguments: Any, **options: Any) -> None:
         seen.add(self.name)
         launch(self, *arguments, **options)
 
-    swap(cuda_driver.Kernel, "launch", launched)
+    swap(cuda_launch.Kernel, "launch", launched)
     assert fused_triton.__name__ in sys.modules  # else dispatch would load it too late to watch
     for module in [m for n, m in sys.modules.items() if n.startswith("fp8kit.")]:
         for name in set(TRITON_KERNELS) & set(vars(module)):
@@ -214,7 +216,7 @@ class Watched:
 
 
 def triton_calls(device: str) -> Calls:
-    """Give calls of every Triton kernel in its variants, on small shapes without even sides."""
+    """Return calls of every Triton kernel in its variants, on small shapes without even sides."""
     calls: Calls = {}
     x = torch.randn(5, 264, device=device).bfloat16()
     weight = torch.randn(264, device=device).bfloat16()
@@ -255,9 +257,9 @@ def triton_calls(device: str) -> Calls:
             for invariant in (False, True):
                 operands = quantized(m, 200, 1040, pair, device)
                 problem = described(operands, pair, None, torch.bfloat16, invariant)
-                if triton_scaled.supports(problem) is None:
+                if triton_gemm.supports(problem) is None:
                     calls[f"triton product {m} {problem}"] = lambda o=operands, g=pair, p=problem: (
-                        triton_scaled.run(MatmulOperands(*o), p)
+                        triton_gemm.run(MatmulOperands(*o), p)
                     )
     return calls
 

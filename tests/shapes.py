@@ -39,5 +39,5 @@ ROW_COUNTS = (0, 1, 2, 3, 7, 15, 16, 17, 33, 255)
 
 
 def regimes() -> list[object]:
-    """Give the regimes as parameters with their names as test ids."""
+    """Return the regimes as parameters with their names as test ids."""
     return [pytest.param(r, id=r.name) for r in REGIMES]

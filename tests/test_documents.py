@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fp8kit
-from fp8kit.checkpoint.writer import write_checkpoint
-from fp8kit.cli import main
+from fp8kit.checkpoint.storage.writer import write_checkpoint
+from fp8kit.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 NANO = ROOT / "examples" / "nano"

@@ -10,15 +10,10 @@ import torch
 from torch import nn
 
 import fp8kit
-from fp8kit import calibration, formats
-from fp8kit.checkpoint.targets import dialect_for
-from fp8kit.errors import (
-    CheckpointError,
-    ConversionError,
-    UnsupportedError,
-    did_you_mean,
-    teach,
-)
+from fp8kit import formats
+from fp8kit.checkpoint.schema.targets import dialect_for
+from fp8kit.conversion import calibration
+from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, did_you_mean, teach
 from fp8kit.fused import silu_mul_quantize
 
 X = torch.ones(4, 256)

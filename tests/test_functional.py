@@ -28,7 +28,7 @@ def weight(
 
 
 def fake_quantized(x: Tensor, scheme: Scheme, input_scale: Tensor | None = None) -> Tensor:
-    """Give what the layer sees of its input: quantized and dequantized in fp32."""
+    """Return what the layer sees of its input: quantized and dequantized in fp32."""
     if scheme.activation is None:
         return x.float()
     return fp8kit.dequantize(fp8kit.quantize(x, scheme.activation, scale=input_scale))

@@ -55,7 +55,7 @@ def tokens() -> Tensor:
 
 
 def sequence_losses(model: nn.Module, tokens: Tensor, device: torch.device) -> Tensor:
-    """Give the mean next-token loss of each sequence."""
+    """Return the mean next-token loss of each sequence."""
     losses = []
     with torch.no_grad():
         for ids in tokens.to(device).split(BATCH):

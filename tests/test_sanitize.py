@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp8kit
-from fp8kit import fused_ops
+from fp8kit.fused import operators
 from fp8kit.matmul.hopper.device import H200
 
 sanitize = pytest.importorskip("sanitize", reason="triton or cuda-bindings is not installed")
@@ -48,7 +48,7 @@ def launched(tree: ast.Module) -> set[str]:
             names.add(ast.unparse(call.args[0]))
         if isinstance(call.func, ast.Subscript):
             names.add(ast.unparse(call.func.value))
-        if ast.unparse(call.func) == "cuda_driver.Kernel":
+        if ast.unparse(call.func) == "cuda_launch.Kernel":
             names.add(str(ast.literal_eval(call.args[1])))
     return {name for name in names if name.endswith("_kernel") or name in sanitize.OWN_KERNELS}
 
@@ -60,7 +60,7 @@ def test_every_kernel_of_the_package_is_on_the_list() -> None:
 
 def test_the_search_for_kernels_can_fail() -> None:
     code = (
-        "launch(novel_kernel, 3, x)\nother_kernel[(1,)](x)\ncuda_driver.Kernel(text, 'hopper_gemm')"
+        "launch(novel_kernel, 3, x)\nother_kernel[(1,)](x)\ncuda_launch.Kernel(text, 'hopper_gemm')"
     )
     assert launched(ast.parse(code)) == {"novel_kernel", "other_kernel", "hopper_gemm"}
 
@@ -70,8 +70,8 @@ def test_every_triton_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> Non
     if not sanitize.triton.INTERPRETED.value:
         pytest.skip("a GPU is present, so the kernels are compiled for it")
     # on a CPU dispatch would leave the fused kernels out
-    table = (("triton", "fp8kit.quantizers.fused_triton", ()),)
-    monkeypatch.setattr(fused_ops, "FUSED_BACKENDS", table)
+    table = (("triton", "fp8kit.fused.triton", ()),)
+    monkeypatch.setattr(operators, "FUSED_BACKENDS", table)
     seen: set[str] = set()
     with sanitize.noted(seen):
         for call in sanitize.triton_calls("cpu").values():
@@ -147,7 +147,7 @@ def test_own_calls_cover_every_configuration_kind_and_dtype(
     monkeypatch.setattr(sanitize.gemm, "device_record", lambda _: H200)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     for name in ("byte_tile_map", "float_row_map"):
-        monkeypatch.setattr(sanitize.cuda_driver, name, lambda *shape: shape)
+        monkeypatch.setattr(sanitize.cuda_launch, name, lambda *shape: shape)
     for call in sanitize.own_calls().values():
         call()
     assert len(launches) == len(variants)

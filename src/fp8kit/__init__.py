@@ -1,19 +1,23 @@
 """FP8 (W8A8) linear layers for any PyTorch model: convert, run, save and load.
 
-The data flow, which is also the order of the modules::
+The data flow, which is also the order of the folders::
 
-    formats     GroupShape, Scheme, QTensor: what a quantized tensor is
-    quantizers  high precision -> codes and scales
-    matmul      codes x codes -> high precision, by the best backend that fits
-    ops         the registered operators that torch.compile sees
-    functional  quantize, dequantize, scaled_mm, linear: checked entry points
-    modules     Fp8Linear: its state_dict is the checkpoint
-    conversion  plan and convert: dense layers become FP8 layers
-    checkpoint  dialects of files on disk
-    model_io    save and load: models to and from directories
-    weight_loading  load_weights: tensors as they arrive, in place
-    checkpoint_io  quantize_checkpoint, verify_checkpoint: directories of any size
-    bench       measuring, tuning, warming up
+    errors       what is raised, in three parts
+    formats      GroupShape, Scheme, QTensor: what a quantized tensor is
+    runtime      compile, launch, record and replay kernels; settings; files that appear whole
+    dispatch     which backend runs: their order, measured times, capabilities of the device
+    quantizers   high precision -> codes and scales
+    matmul       codes x codes -> high precision, by the best backend that fits
+    ops          the registered operators that torch.compile sees, and their checks
+    functional   quantize, dequantize, scaled_mm, linear: checked entry points
+    fused        norms and activations that write FP8
+    modules      Fp8Linear: its state_dict is the checkpoint
+    conversion   plan and convert: dense layers become FP8 layers
+    checkpoint   dialects, what tensors mean, how they lie on disk, streaming
+    integrations Transformers, Ray
+    io           load, save, quantize_checkpoint, verify_checkpoint, load_weights
+    perf         measure, tune, warm up, explain
+    cli          the command line
 """
 
 import importlib
@@ -32,23 +36,26 @@ if "torch" not in sys.modules:
 
 # These at once: an exported program finds its operators in torch's registry, by no name of ours.
 # Everything else is imported when it is asked for.
-from fp8kit import fused_ops  # noqa: F401
+from fp8kit.fused import operators  # noqa: F401
+from fp8kit.io import moved_classes
 from fp8kit.ops import schemas  # noqa: F401
+
+moved_classes.register()
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fp8kit.bench.warming import warmup as warmup
-    from fp8kit.checkpoint.recipe import Recipe as Recipe
-    from fp8kit.checkpoint_io import quantize_checkpoint as quantize_checkpoint
-    from fp8kit.checkpoint_io import verify_checkpoint as verify_checkpoint
-    from fp8kit.conversion import Plan as Plan
-    from fp8kit.conversion import convert as convert
-    from fp8kit.conversion import plan as plan
+    from fp8kit.checkpoint.inspection import inspect as inspect
+    from fp8kit.checkpoint.streaming.recipe import Recipe as Recipe
+    from fp8kit.checkpoint.translation import convert_checkpoint as convert_checkpoint
+    from fp8kit.conversion.patterns import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
+    from fp8kit.conversion.plan import Plan as Plan
+    from fp8kit.conversion.plan import convert as convert
+    from fp8kit.conversion.plan import plan as plan
+    from fp8kit.conversion.report import Report as Report
     from fp8kit.errors import CheckpointError as CheckpointError
     from fp8kit.errors import ConversionError as ConversionError
     from fp8kit.errors import UnsupportedError as UnsupportedError
-    from fp8kit.explanation import explain as explain
     from fp8kit.formats import BLOCK as BLOCK
     from fp8kit.formats import GROUP128 as GROUP128
     from fp8kit.formats import MX as MX
@@ -63,27 +70,32 @@ if TYPE_CHECKING:
     from fp8kit.functional import linear as linear
     from fp8kit.functional import quantize as quantize
     from fp8kit.functional import scaled_mm as scaled_mm
-    from fp8kit.model_io import load as load
-    from fp8kit.model_io import save as save
+    from fp8kit.io.arriving_tensors import load_weights as load_weights
+    from fp8kit.io.checkpoints import quantize_checkpoint as quantize_checkpoint
+    from fp8kit.io.checkpoints import ray_runner as ray_runner
+    from fp8kit.io.checkpoints import verify_checkpoint as verify_checkpoint
+    from fp8kit.io.models import load as load
+    from fp8kit.io.models import save as save
     from fp8kit.modules.linear import Fp8Linear as Fp8Linear
-    from fp8kit.report import Report as Report
-    from fp8kit.selection import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
-    from fp8kit.weight_loading import load_weights as load_weights
+    from fp8kit.perf.explain import explain as explain
+    from fp8kit.perf.warmup import warmup as warmup
 else:
     _HOMES = {
-        "bench.warming": "warmup",
-        "checkpoint.recipe": "Recipe",
-        "checkpoint_io": "quantize_checkpoint verify_checkpoint",
-        "conversion": "Plan convert plan",
+        "checkpoint.inspection": "inspect",
+        "checkpoint.translation": "convert_checkpoint",
+        "perf.warmup": "warmup",
+        "checkpoint.streaming.recipe": "Recipe",
+        "io.checkpoints": "ray_runner quantize_checkpoint verify_checkpoint",
+        "conversion.plan": "Plan convert plan",
         "errors": "CheckpointError ConversionError UnsupportedError",
-        "explanation": "explain",
+        "perf.explain": "explain",
         "formats": "BLOCK GROUP128 MX ROW SCHEMES TENSOR GroupShape QTensor Scheme scale_shape",
         "functional": "dequantize linear quantize scaled_mm",
-        "model_io": "load save",
+        "io.models": "load save",
         "modules.linear": "Fp8Linear",
-        "report": "Report",
-        "selection": "DEFAULT_EXCLUDE",
-        "weight_loading": "load_weights",
+        "conversion.report": "Report",
+        "conversion.patterns": "DEFAULT_EXCLUDE",
+        "io.arriving_tensors": "load_weights",
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
     __all__ = sorted(_HOME_OF)

@@ -1,5 +1,5 @@
 """``python -m fp8kit`` is the command line."""
 
-from fp8kit.cli import main
+from fp8kit.cli.main import main
 
 main(prog_name="fp8kit")

@@ -75,7 +75,7 @@ def check_group(group: object) -> None:
 
 
 def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
-    """Give the shape of the scales that belong to a tensor.
+    """Return the shape of the scales that belong to a tensor.
 
     Per tensor it is always ``(1, 1)``. Otherwise the last dimension is K and ragged edges get a
     scale of their own. With ``group.rows > 1`` the last two dimensions form the matrix and all
@@ -113,7 +113,7 @@ def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
 
 
 def scale_dtype(group: GroupShape) -> torch.dtype:
-    """Give the dtype scales of this granularity have: E8M0 bytes for MX, else ``float32``."""
+    """Return the dtype scales of this granularity have: E8M0 bytes for MX, else ``float32``."""
     return torch.uint8 if group == MX else torch.float32
 
 
@@ -157,7 +157,7 @@ def fp8_format(dtype: torch.dtype) -> Fp8Format:
 
 
 def min_scale(group: GroupShape, dtype: torch.dtype, role: str) -> float:
-    """Give the floor under a scale.
+    """Return the floor under a scale.
 
     Per-token activations use ``1 / (fp8_max * 512)``, as vLLM and FBGEMM do; everything else the
     far lower ``1e-10 / fp8_max``, because weights can be small and must not be coarsened.

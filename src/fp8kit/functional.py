@@ -19,8 +19,7 @@ from fp8kit.formats import (
     min_scale,
 )
 from fp8kit.ops import bodies, operators
-from fp8kit.runtime.replay_cache import call_on
-from fp8kit.validation import (
+from fp8kit.ops.validation import (
     activation_format,
     check_codes,
     check_float,
@@ -33,6 +32,7 @@ from fp8kit.validation import (
     check_scale_ub,
     check_static_scale,
 )
+from fp8kit.runtime.replay_cache import call_on
 
 
 def quantize(

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from engines import are_dense, is_dense, is_listed
 from fp8kit.checkpoint.dialects import Spec
-from fp8kit.checkpoint.targets import TARGETS, dialect_for
+from fp8kit.checkpoint.schema.targets import TARGETS, dialect_for
 from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import SCHEMES

@@ -14,11 +14,11 @@ from torch import nn
 
 from fp8kit.checkpoint.dialects import DIALECTS
 from fp8kit.checkpoint.inspection import inspect
-from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
+from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.formats import QTensor, scale_dtype, scale_shape
 from fp8kit.functional import dequantize
-from fp8kit.model_io import load
+from fp8kit.io.models import load
 from fp8kit.modules.linear import Fp8Linear
 from golden.generate import FOLDER, goldens
 from golden.layout import Golden, value_of, write
@@ -29,7 +29,7 @@ names = pytest.mark.parametrize("name", GOLDENS)
 
 
 def place(name: str) -> Path:
-    """Give the path of a golden checkpoint: a file where the dialect has no folder."""
+    """Return the path of a golden checkpoint: a file where the dialect has no folder."""
     folder = FOLDER / name
     return folder / GOLDENS[name].file if name.startswith("comfyui") else folder
 

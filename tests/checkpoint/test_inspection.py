@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_samples import NANO, SHARD, edit_json, edit_tensors, saved
 from fp8kit.checkpoint.inspection import Inspection, LayerInfo, inspect
-from fp8kit.checkpoint.pairing import group_repeated
+from fp8kit.checkpoint.schema.pairing import group_repeated
 from fp8kit.errors import CheckpointError
 from golden.generate import FOLDER
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fp8kit.checkpoint.dialects import Source
-from fp8kit.checkpoint.pairing import Reading, interpret
+from fp8kit.checkpoint.schema.pairing import Reading, interpret
 from golden.generate import goldens
 from golden.layout import Golden
 
@@ -82,7 +82,7 @@ def mutated(source: Source, chance: random.Random) -> Source:
 
 
 def sound(found: Reading, source: Source) -> bool:
-    """Say whether every tensor is accounted for and every layer has what it needs."""
+    """Return whether every tensor is accounted for and every layer has what it needs."""
     if found.problems:
         return all(isinstance(p, str) and len(p) < 10_000 for p in found.problems)
     for layer in found.layers.values():

@@ -16,10 +16,10 @@ import fp8kit
 from checkpoint_samples import SHARD
 from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named, scheme_of
 from fp8kit.checkpoint.exporting import on_disk
-from fp8kit.checkpoint.reader import open_checkpoint
-from fp8kit.checkpoint.targets import check_layers, dialect_for
+from fp8kit.checkpoint.schema.targets import check_layers, dialect_for
+from fp8kit.checkpoint.storage.reader import open_checkpoint
+from fp8kit.checkpoint.storage.writer import write_checkpoint
 from fp8kit.checkpoint.translation import convert_checkpoint
-from fp8kit.checkpoint.writer import write_checkpoint
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, ROW, SCHEMES, TENSOR, QTensor, Scheme
 from fp8kit.functional import dequantize

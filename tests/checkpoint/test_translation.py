@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoint_samples import NANO, SHARD, all_bytes, edit_json, saved
 from fp8kit.checkpoint import translation
-from fp8kit.checkpoint.reader import open_checkpoint
+from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor

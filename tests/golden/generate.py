@@ -428,7 +428,7 @@ def quark() -> dict[str, Golden]:
 
 
 def without_a_config() -> dict[str, Golden]:
-    """Give the dialects whose tensors say everything: Mistral's own, ComfyUI, LoRAX."""
+    """Return the dialects whose tensors say everything: Mistral's own, ComfyUI, LoRAX."""
     names = {OUT: "layers.0.attention.wo", DOWN: "layers.0.feed_forward.w2"}
     found = by_tensor("qscale_weight", "qscale_act", ())
     for ours, native in names.items():
@@ -479,7 +479,7 @@ def without_a_config() -> dict[str, Golden]:
 
 
 def goldens() -> dict[str, Golden]:
-    """Give all golden checkpoints by the name of their folder."""
+    """Return all golden checkpoints by the name of their folder."""
     families = (compressed_tensors, fp8_method, fbgemm, modelopt, torchao, quark, without_a_config)
     return {name: golden for family in families for name, golden in family().items()}
 

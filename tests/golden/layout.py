@@ -62,7 +62,7 @@ class Golden:
 
 
 def value_of(byte: int) -> float:
-    """Give the value of an e4m3fn code, by the OCP 8-bit floating point specification."""
+    """Return the value of an e4m3fn code, by the OCP 8-bit floating point specification."""
     sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
     size = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
     return -size if sign else size
@@ -72,7 +72,7 @@ _VALUES = torch.tensor([0.0 if b & 127 == 127 else value_of(b) for b in range(25
 
 
 def codes(*shape: int, seed: int = 0) -> Tensor:
-    """Give bytes that pass through all e4m3fn numbers; NaN is left out."""
+    """Return bytes that pass through all e4m3fn numbers; NaN is left out."""
     count = torch.arange(math.prod(shape)) * 37 + seed
     return (count % 127 + count // 127 % 2 * 128).to(torch.uint8).view(shape)
 
@@ -82,13 +82,13 @@ def fp8(bytes_: Tensor) -> Tensor:
 
 
 def scales(*shape: int, seed: int = 0) -> Tensor:
-    """Give positive numbers without a pattern in their bits."""
+    """Return positive numbers without a pattern in their bits."""
     count = torch.arange(math.prod(shape), dtype=torch.float32) + seed
     return (0.01 + (count % 11) / 700).view(shape)
 
 
 def exponents(*shape: int, seed: int = 0) -> Tensor:
-    """Give E8M0 bytes around 1.0."""
+    """Return E8M0 bytes around 1.0."""
     count = torch.arange(math.prod(shape)) + seed
     return (118 + count * 5 % 13).to(torch.uint8).view(shape)
 
@@ -108,7 +108,7 @@ def values(bytes_: Tensor, scale: Tensor) -> Tensor:
 
 
 def rest() -> dict[str, Tensor]:
-    """Give tensors in high precision: an embedding, a norm, a router."""
+    """Return tensors in high precision: an embedding, a norm, a router."""
     return {
         "model.embed_tokens.weight": (torch.arange(24) / 8).view(3, 8).bfloat16(),
         "model.norm.weight": torch.ones(8).bfloat16(),
@@ -120,7 +120,7 @@ W1, W2 = codes(24, 32), codes(20, 64, seed=5)
 
 
 def by_tensor(weight_scale: str, input_scale: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Give two layers with one scale each, and one for their activations if it has a name."""
+    """Return two layers with one scale each, and one for their activations if it has a name."""
     tensors, inputs = rest(), {}
     for i, (layer, w) in enumerate(((OUT, W1), (DOWN, W2))):
         tensors[f"{layer}.weight"] = fp8(w)
@@ -144,7 +144,7 @@ def by_row(weight_scale: str, *, column: bool = True) -> dict[str, Any]:
 
 
 def by_block(weight_scale: str, scale: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
-    """Give a layer of two rows of blocks and one of two columns, both ragged."""
+    """Return a layer of two rows of blocks and one of two columns, both ragged."""
     tensors, truth = rest(), {}
     for layer, w, shape in ((OUT, codes(136, 24), (2, 1)), (DOWN, codes(16, 200, seed=9), (1, 2))):
         e = exponents(*shape, seed=w.shape[0])
@@ -167,7 +167,7 @@ def by_mx(weight_scale: str, *, e8m0: bool = False) -> dict[str, Any]:
 def compressed(
     weights: dict[str, Any], inputs: dict[str, Any] | None, **more: Any
 ) -> dict[str, Any]:
-    """Give a compressed-tensors config, as its documentation lists the keys."""
+    """Return a compressed-tensors config, as its documentation lists the keys."""
     group = {
         "targets": ["Linear"],
         "weights": {**ARGS, "dynamic": False, **weights},

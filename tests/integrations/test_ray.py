@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint_samples import NANO, all_bytes
-from fp8kit.checkpoint import journal
-from fp8kit.checkpoint_io import Recipe, quantize_checkpoint, ray_runner
+from fp8kit.checkpoint.streaming import journal
 from fp8kit.errors import CheckpointError, ConversionError
+from fp8kit.io.checkpoints import Recipe, quantize_checkpoint, ray_runner
 
 ray = pytest.importorskip("ray")
 RECIPE = Recipe("FP8_DYNAMIC", max_shard_bytes=500_000)
@@ -55,12 +55,12 @@ def test_lost_workers(cluster: None, wanted: dict[str, bytes], tmp_path: Path) -
     write = runner.write
 
     def dying(work, index, source, folder, device):  # type: ignore[no-untyped-def]
-        from fp8kit.checkpoint import streaming
+        from fp8kit.checkpoint.streaming import executor
 
         mark = deaths / str(index)
         if index % 4 == 0 and not mark.exists():
             mark.touch()
-            streaming.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+            executor.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
         write(work, index, source, folder, device)
 
     runner.write = dying

@@ -16,10 +16,10 @@ import fp8kit
 from checkpoint_samples import SHARD, edit_json
 from engines import are_dense, modules_of_experts
 from fp8kit.checkpoint.inspection import inspect
-from fp8kit.checkpoint.recipe import Recipe
+from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.checkpoint.translation import convert_checkpoint
-from fp8kit.checkpoint_io import quantize_checkpoint, verify_checkpoint
 from fp8kit.errors import CheckpointError
+from fp8kit.io.checkpoints import quantize_checkpoint, verify_checkpoint
 from numerics import assert_bits_equal
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny(kind: str, folder: Path) -> Path:
-    """Give a checkpoint in bf16 with one layer."""
+    """Return a checkpoint in bf16 with one layer."""
     path = folder / kind
     if not path.exists():
         torch.manual_seed(0)
@@ -240,7 +240,7 @@ HEADS = {
 
 
 def with_cache(folder: Path, path: Path, kinds: str, heads: bool, attention: bool) -> Path:
-    """Give a checkpoint with scales of its KV cache, as llm-compressor writes them."""
+    """Return a checkpoint with scales of its KV cache, as llm-compressor writes them."""
     quantize_checkpoint(tiny("Llama", folder), path)
     tensors = load_file(path / SHARD)
     for i, kind in enumerate(kinds):

@@ -13,9 +13,9 @@ from triton.compiler import ASTSource
 
 from ahead import resources
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, GroupShape, scale_dtype, scale_shape
-from fp8kit.matmul import triton_scaled
+from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.matmul.triton_kernels import product_kernel
+from fp8kit.matmul.triton_gemm_kernels import product_kernel
 
 E4M3 = torch.float8_e4m3fn
 PAIRS = {
@@ -26,10 +26,10 @@ PAIRS = {
 }
 KB = 1024
 DEVICES = {
-    "sm80": ((8, 0), triton_scaled.Device(108, 164 * KB)),
-    "sm89": ((8, 9), triton_scaled.Device(128, 100 * KB)),
-    "sm90": ((9, 0), triton_scaled.Device(132, 228 * KB)),
-    "sm100": ((10, 0), triton_scaled.Device(148, 228 * KB)),
+    "sm80": ((8, 0), triton_gemm.Device(108, 164 * KB)),
+    "sm89": ((8, 9), triton_gemm.Device(128, 100 * KB)),
+    "sm90": ((9, 0), triton_gemm.Device(132, 228 * KB)),
+    "sm100": ((10, 0), triton_gemm.Device(148, 228 * KB)),
 }
 # device, scales, rows, options
 VARIANTS = (
@@ -88,13 +88,13 @@ def counts(
         m, n, k, *groups, x.dtype, w.dtype, torch.bfloat16, False,
         "fast" if option == "fast" else "precise", option == "invariant", "cuda", capability,
     )  # fmt: skip
-    tile = triton_scaled.choose_tile(problem, limits)
+    tile = triton_gemm.choose_tile(problem, limits)
     y = torch.empty(0, dtype=torch.float32 if tile.splits > 1 else torch.bfloat16)
-    arguments = triton_scaled.product_arguments((w, x, *scales, None, y), problem)
+    arguments = triton_gemm.product_arguments((w, x, *scales, None, y), problem)
     kernel = triton.compile(
-        source(arguments, triton_scaled.product_constants(problem, tile)),
+        source(arguments, triton_gemm.product_constants(problem, tile)),
         target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
-        options=triton_scaled.launch_options(problem, tile),
+        options=triton_gemm.launch_options(problem, tile),
     )
     text = kernel.asm["ptx"]
     found = {name: len(re.findall(p, text)) for name, p in COUNTED.items()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit.dispatch import choose
+from fp8kit.dispatch.backends import choose
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 from fp8kit.matmul import torch_native
 from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem

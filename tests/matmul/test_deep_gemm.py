@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit.bench import tuning
-from fp8kit.bench.operands import candidates
-from fp8kit.dispatch import Choice, choose
+from fp8kit.dispatch.backends import Choice, choose
+from fp8kit.dispatch.timings import DENSE, REJECTED, Table
 from fp8kit.formats import BLOCK, GROUP128, SCHEMES, Scheme, min_scale
 from fp8kit.matmul import deep_gemm
 from fp8kit.matmul import problem as matmul
 from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
-from fp8kit.measurements import DENSE, REJECTED, Table
+from fp8kit.perf import tune
+from fp8kit.perf.operands import candidates
 from fp8kit.quantizers import reference
 from fp8kit.runtime.launch_recording import record
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
@@ -71,7 +71,7 @@ class Library(ModuleType):
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ModuleType | None], None]]:
-    """Give a function that puts a library, or nothing, in the place of ``deep_gemm``."""
+    """Return a function that puts a library, or nothing, in the place of ``deep_gemm``."""
 
     def clear() -> None:
         deep_gemm._product.cache_clear()
@@ -207,7 +207,7 @@ def test_a_bias_of_any_dtype_is_added(dtype: torch.dtype, library: Library) -> N
     assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, "deep_gemm")
 
 
-def test_a_call_to_it_is_not_taped(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_to_it_is_not_recorded(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     x_q, w_q, problem = operands(4, 64, 128)
     scale = by_column(x_q.scale)
     noted: list[object] = []
@@ -216,8 +216,8 @@ def test_a_call_to_it_is_not_taped(library: Library, monkeypatch: pytest.MonkeyP
     def call() -> Tensor:
         return deep_gemm.run(MatmulOperands(x_q.data, scale, w_q.data, w_q.scale), problem)
 
-    y, taped = record(call, [x_q.data], (scale, w_q.data, w_q.scale))
-    assert taped is None
+    y, captured = record(call, [x_q.data], (scale, w_q.data, w_q.scale))
+    assert captured is None
     assert noted == [None]
     assert_bits_equal(y, call())
 
@@ -385,7 +385,7 @@ def test_every_own_kernel_stands_before_it() -> None:
 def test_a_table_decides_and_the_choice_says_so(
     us: float, chosen: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = {DENSE: 60.0, "hopper_gemm": 55.0, "torch_native": 30.0, "triton_scaled": 50.0}
+    times = {DENSE: 60.0, "hopper_gemm": 55.0, "torch_native": 30.0, "triton_gemm": 50.0}
     times["deep_gemm"] = us
     problem = faked(device="Toy GPU")
     table = Table("Toy GPU", 4e12, 1e15, {problem.case(): times})
@@ -410,7 +410,7 @@ def here(library: Library, monkeypatch: pytest.MonkeyPatch) -> Library:
     table = (("deep_gemm", "fp8kit.matmul.deep_gemm", ()),)
     monkeypatch.setattr(matmul, "capability", lambda _: (9, 0))
     monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", table)
-    monkeypatch.setattr("fp8kit.bench.operands.BACKENDS", table)
+    monkeypatch.setattr("fp8kit.perf.operands.BACKENDS", table)
     return library
 
 
@@ -438,9 +438,9 @@ def test_tuning_times_it_if_it_is_right(right: bool, here: Library) -> None:
     if not right:
         setattr(here, NEW, biased)
         deep_gemm._product.cache_clear()
-    wish = tuning.Wish([(128, 256)], [5], [Scheme.of("FP8_BLOCK")])
+    wish = tune.Wish([(128, 256)], [5], [Scheme.of("FP8_BLOCK")])
     cpu = torch.device("cpu")
-    outcome = tuning.tune([wish], cpu, timer=lambda cases, *_: dict.fromkeys(cases, 1.0))
+    outcome = tune.tune([wish], cpu, timer=lambda cases, *_: dict.fromkeys(cases, 1.0))
     assert here.given
     if right:
         assert outcome.faults == []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fp8kit
 from edges import around, dealt, sampled
-from fp8kit.dispatch import choose
+from fp8kit.dispatch.backends import choose
 from fp8kit.formats import SCHEMES, GroupShape
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
 from numerics import assert_matmul
@@ -72,7 +72,7 @@ def operands(size: Size, groups: tuple[GroupShape, GroupShape]) -> tuple[fp8kit.
 
 
 def wrong(backend: str, pair: str, size: Size, out_dtype: torch.dtype) -> str:
-    """Say how a backend misses the exact product; nothing if it does not, or declines the size."""
+    """Give how a backend misses the exact product; nothing if it does not, or declines the size."""
     groups = QUANTIZED[pair]
     x_q, w_q = operands(size, groups)
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, "precise", False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit.dispatch import choose
+from fp8kit.dispatch.backends import choose
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import BACKENDS, DECODING, MatmulOperands, MatmulProblem
 from numerics import assert_fast_sums, assert_matmul, assert_no_drift, exact_product

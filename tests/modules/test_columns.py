@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 import fp8kit
 from fp8kit.matmul.hopper import gemm
 from fp8kit.matmul.problem import MatmulOperands
-from fp8kit.modules import fused
-from fp8kit.modules.shared import SharedInput
+from fp8kit.modules import fused_producers
+from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.launch_recording import AllocationWatch
 
 launches = pytest.importorskip("launches", reason="cuda-bindings is not installed")
@@ -33,10 +33,10 @@ CONFIG = LlamaConfig(
 
 @pytest.fixture
 def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Give what torch ran inside each product, which is the own kernel, faked."""
+    """Return what torch ran inside each product, which is the own kernel, faked."""
     ran: list[str] = []
     launches.fake_layers(monkeypatch)
-    monkeypatch.setattr(fused, "FUSED_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
     run = gemm.BACKEND.run
 
     def watched(*operands: object) -> Tensor:
@@ -53,8 +53,8 @@ def decoder_layer(scheme: str = "FP8_BLOCK", device: str = "cpu") -> nn.Module:
     with torch.device(device):
         layer = LlamaDecoderLayer(CONFIG, 0).bfloat16().eval()
     fp8kit.convert(layer, scheme, include=["*_proj"], fuse="all")
-    assert isinstance(layer.input_layernorm, fused.FusedNorm)
-    assert isinstance(layer.mlp, fused.FusedGatedMlp)
+    assert isinstance(layer.input_layernorm, fused_producers.FusedNorm)
+    assert isinstance(layer.mlp, fused_producers.FusedGatedMlp)
     return layer
 
 
@@ -140,7 +140,7 @@ def test_a_graph_holds_the_kernels_of_the_package_alone(
 
     steps: dict[Callable[[], None], int] = {norm_to_joined: 2, feed_forward: 4}
     for step, kernels in steps.items():
-        for _ in range(3):  # compiles, then waits for the weights, then is taped
+        for _ in range(3):  # compiles, then waits for the weights, then is recorded
             with torch.no_grad():
                 step()
         with counted_nodes() as found:

@@ -425,7 +425,7 @@ def test_layers_on_two_devices() -> None:
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
 @pytest.mark.parametrize("m", [1, 16, 300])
 def test_repeated_calls_of_layers_on_two_devices(m: int, scheme: str) -> None:
-    """Tapes are repeated on the device of their layer, whichever is the current one."""
+    """Recordings are repeated on the device of their layer, whichever is the current one."""
     pairs = []
     for index in (0, 1):
         dense = nn.Linear(4096, 1024, False, device=f"cuda:{index}", dtype=torch.bfloat16)

@@ -19,16 +19,11 @@ from triton.runtime import JITFunction
 
 from ahead import dumped, resources
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
-from fp8kit.quantizers import (
-    fused_triton,
-    fused_triton_activations,
-    fused_triton_norms,
-    triton_groups,
-    triton_rows,
-    triton_tensor,
-)
+from fp8kit.fused import triton as fused_triton
+from fp8kit.fused import triton_activations, triton_norms
+from fp8kit.fused.problem import Target
 from fp8kit.quantizers import triton as plain
-from fp8kit.quantizers.fused_problem import Target
+from fp8kit.quantizers import triton_groups, triton_rows, triton_tensor
 
 E4M3 = torch.float8_e4m3fn
 GROUPS = {"row": ROW, "group": GROUP128, "column": GROUP128, "static": TENSOR}
@@ -54,7 +49,7 @@ COUNTED = {
 def main() -> None:
     """Print one JSON object: case to counts."""
     found = {}
-    for module in (*PLAIN, fused_triton_activations, fused_triton_norms):
+    for module in (*PLAIN, triton_activations, triton_norms):
         module.overlaps = lambda device: True  # as on the GPU they are compiled for
     for name, case in cases().items():
         compiled: list[Any] = []
@@ -114,7 +109,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def target(group: GroupShape, kind: str) -> Target:
-    """Say how a result is quantized."""
+    """Return how a result is quantized."""
     scale = torch.empty(1, 1) if group == TENSOR else None
     layout = "column" if kind == "column" else "row"
     floor = min_scale(group, E4M3, "activation")

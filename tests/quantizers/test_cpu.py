@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fp8kit
-from fp8kit.dispatch import choose
+from fp8kit.dispatch.backends import choose
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.quantizers import cpu, reference
 from fp8kit.quantizers.problem import BACKENDS, DequantizeProblem, QuantizeProblem

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from edges import around, changes, dealt, sampled
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
-from fp8kit.quantizers import fused_reference, reference
-from fp8kit.quantizers.fused_problem import ACTIVATIONS, Target
+from fp8kit.fused import reference as fused_reference
+from fp8kit.fused.problem import ACTIVATIONS, Target
+from fp8kit.quantizers import reference
 from numerics import assert_bits_equal
 
 triton = pytest.importorskip("fp8kit.quantizers.triton")
 from activated import applied  # noqa: E402
-from fp8kit.quantizers import cuda_rows, fused_triton  # noqa: E402
-from fp8kit.quantizers.fused_triton_activations import activation_tile  # noqa: E402
-from fp8kit.quantizers.fused_triton_norms import norm_tile  # noqa: E402
+from fp8kit.fused import triton as fused_triton  # noqa: E402
+from fp8kit.fused.triton_activations import activation_tile  # noqa: E402
+from fp8kit.fused.triton_norms import norm_tile  # noqa: E402
+from fp8kit.quantizers import hopper_rows  # noqa: E402
 from fp8kit.quantizers.triton_groups import group_tile  # noqa: E402
 from fp8kit.quantizers.triton_rows import row_tile  # noqa: E402
 from fp8kit.quantizers.triton_tensor import tensor_tile  # noqa: E402
@@ -81,7 +83,7 @@ def row_cases() -> Iterator[Case]:
 
 def cluster_row_cases() -> Iterator[Case]:
     for m in (1, 2, 4, 8, 16, 32):
-        edges = changes(lambda v, m=m: cuda_rows.row_cut(m, v, PROCESSORS), 8192)
+        edges = changes(lambda v, m=m: hopper_rows.row_cut(m, v, PROCESSORS), 8192)
         for turn, vectors in enumerate(around(edges, 8192)):
             dtype = DTYPES[turn % 3]
             yield Case("rows", m, vectors * 16 // dtype.itemsize, dtype, turn)
@@ -183,7 +185,7 @@ def run(case: Case) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...
 
 
 def differing(case: Case) -> str:
-    """Say how a kernel differs from the reference, nothing if it does not."""
+    """Return how a kernel differs from the reference, nothing if it does not."""
     found, expected = run(case)
     for name, a, b in zip(("codes", "scales", "sum"), found, expected, strict=False):
         if a is None or b is None:

@@ -50,7 +50,7 @@ def fp32(value: Fraction) -> Fraction:
 
 
 def encode(value: Fraction, negative: bool, dtype: torch.dtype) -> int:
-    """Give the byte of a value that the format represents exactly."""
+    """Return the byte of a value that the format represents exactly."""
     mantissa, least, bias, _, _ = LAYOUT[dtype]
     if value == 0:
         return 0x80 if negative and dtype != FNUZ else 0
@@ -66,7 +66,7 @@ def encode(value: Fraction, negative: bool, dtype: torch.dtype) -> int:
 def oracle_scale(
     values: list[float], dtype: torch.dtype, floor: float, bound: float | None, rounding: str
 ) -> Fraction | None:
-    """Give the scale of one group, ``None`` for NaN."""
+    """Return the scale of one group, ``None`` for NaN."""
     if any(math.isnan(v) for v in values):
         return None
     amax = max((abs(v) for v in values), default=0.0)
@@ -81,7 +81,7 @@ def oracle_scale(
 
 
 def oracle_mx_scale(values: list[float], dtype: torch.dtype, rounding: str) -> Fraction | None:
-    """Give the power-of-two scale of one MX group (OCP MX v1.0, or rounded up)."""
+    """Return the power-of-two scale of one MX group (OCP MX v1.0, or rounded up)."""
     if not all(map(math.isfinite, values)):
         return None
     amax = Fraction(max((abs(v) for v in values), default=0.0))
@@ -112,7 +112,7 @@ def oracle_code(value: float, scale: Fraction | None, dtype: torch.dtype) -> int
 def groups_of(
     shape: tuple[int, ...], group: GroupShape
 ) -> Iterator[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
-    """Give each scale's index with the indices of the elements it belongs to."""
+    """Return each scale's index with the indices of the elements it belongs to."""
     members: dict[tuple[int, ...], list[tuple[int, ...]]] = {
         index: [] for index in itertools.product(*map(range, formats.scale_shape(shape, group)))
     }

@@ -26,11 +26,11 @@ from numerics import assert_bits_equal
 
 triton = pytest.importorskip("fp8kit.quantizers.triton")
 from fp8kit.quantizers import triton_tensor  # noqa: E402
+from fp8kit.quantizers.triton_encode import INTERPRETED  # noqa: E402
 from fp8kit.quantizers.triton_groups import GroupTile, group_tile  # noqa: E402
-from fp8kit.quantizers.triton_numerics import INTERPRETED  # noqa: E402
 from fp8kit.quantizers.triton_rows import RowTile, row_tile  # noqa: E402
-from fp8kit.quantizers.triton_stream import _LEAST  # noqa: E402
 from fp8kit.quantizers.triton_tensor import TensorTile, tensor_tile  # noqa: E402
+from fp8kit.runtime.triton_overlap import _LEAST  # noqa: E402
 
 # numpy, which the interpreter computes with, warns of the infinities that these tests provoke
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -53,7 +53,7 @@ def device(device: torch.device) -> torch.device:
 @pytest.fixture(autouse=True)
 def no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep few rows, which another kernel takes on Hopper (see ``test_cuda_rows``)."""
-    monkeypatch.setattr(triton.cuda_rows, "takes", lambda *_: False)
+    monkeypatch.setattr(triton.hopper_rows, "takes", lambda *_: False)
 
 
 def roundings(group: GroupShape) -> tuple[str, str]:
@@ -80,7 +80,7 @@ def check(
 
 
 def hard_rows(dtype: torch.dtype, k: int, device: torch.device) -> Tensor:
-    """Give rows of what goes wrong: any magnitude, ties, zeros of both signs, NaN, infinity."""
+    """Return rows of what goes wrong: any magnitude, ties, zeros of both signs, NaN, infinity."""
     info = torch.finfo(dtype)
     codes = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()
     ties = torch.cat([(codes[1:] + codes[:-1]) / 2, codes[-1:]])
@@ -133,7 +133,7 @@ def test_bounds(group: GroupShape, bound: float, device: torch.device) -> None:
 
 
 def strided(device: torch.device) -> dict[str, Tensor]:
-    """Give tensors whose elements are not where a contiguous tensor has them."""
+    """Return tensors whose elements are not where a contiguous tensor has them."""
     base = torch.randn(6, 40, 72, device=device).to(torch.bfloat16)
     return {
         "transposed": base[0].t(),
@@ -465,7 +465,7 @@ LARGE += [(16384, 4096), (4096, 28672), (8192, 1024), (5001, 257), (3, 100_003),
 
 
 def spread(m: int, k: int) -> Tensor:
-    """Give random rows whose magnitudes span eight decades."""
+    """Return random rows whose magnitudes span eight decades."""
     return torch.randn(m, k, device="cuda") * torch.logspace(-6, 2, m, device="cuda")[:, None]
 
 
@@ -524,7 +524,7 @@ def test_more_than_2_to_the_31_elements(group: GroupShape) -> None:
 
 
 def scales_of(scale: Tensor, group: GroupShape, rows: slice) -> Tensor:
-    """Give the scales of a range of rows that starts at a block."""
+    """Return the scales of a range of rows that starts at a block."""
     height = group.rows
     return scale[rows.start // height : -(-rows.stop // height)]
 
@@ -637,7 +637,7 @@ def fp32(value: Fraction) -> Fraction:
 
 
 def rough(x: Fraction, y: Fraction) -> Fraction:
-    """Give the quotient by a multiplication with the rounded reciprocal."""
+    """Return the quotient by a multiplication with the rounded reciprocal."""
     return fp32(x * fp32(1 / y))
 
 
@@ -656,7 +656,7 @@ def paired(x: Fraction, y: Fraction, near: Fraction, up: int = 1) -> Fraction:
 
 
 def reciprocals(y: Fraction) -> list[Fraction]:
-    """Give the floats within an ulp of the reciprocal of an integer of 24 bits."""
+    """Return the floats within an ulp of the reciprocal of an integer of 24 bits."""
     ulp = Fraction(1, 2**47)
     near = (fp32(fp32(1 / y) + n * ulp) for n in (-1, 0, 1))
     return [value for value in near if abs(value - 1 / y) <= ulp]
@@ -672,7 +672,7 @@ def middles(bits: int) -> Iterator[tuple[int, int]]:
 
 
 def near_ties(bits: int = 24) -> Iterator[tuple[Fraction, Fraction]]:
-    """Give all significands ``x`` and ``y`` whose quotient is hard to round and matters.
+    """Return all significands ``x`` and ``y`` whose quotient is hard to round and matters.
 
     It matters if one of the two floats around it is a tie between two codes, an odd number of at
     most five bits. It is hard to round if it lies within ``wobble`` of the middle of the two. With
@@ -741,7 +741,7 @@ def test_the_error_of_a_pair_of_reciprocals() -> None:
 
 
 def significant_bits(x: Fraction) -> int:
-    """Give the length of an integer without its trailing zeros."""
+    """Return the length of an integer without its trailing zeros."""
     value = int(x)
     return (value // (value & -value)).bit_length()
 

@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
-from fp8kit.matmul import triton_scaled
+from fp8kit.fused import triton as fused_triton
+from fp8kit.fused.problem import Target
+from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.ops import bodies
-from fp8kit.quantizers import fused_triton, triton, triton_launch
-from fp8kit.quantizers.fused_problem import Target
-from fp8kit.runtime import launch_recording
+from fp8kit.quantizers import triton
+from fp8kit.runtime import launch_recording, triton_launch
 from fp8kit.runtime.launch_recording import Recording, is_recording, record, record_launch
-from taped import launch
+from recorded_calls import launch
 
 
 def twice_plus(x: Tensor, constant: Tensor) -> Tensor:
@@ -344,7 +345,7 @@ def test_recording_ends_with_an_error() -> None:
 def test_launches_go_to_the_stream_of_the_inputs_device(
     current: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two GPUs in one process, in fakes: the tape is of device 1, whichever is current."""
+    """Two GPUs in one process, in fakes: the recording is of device 1, whichever is current."""
     x = torch.randn(2, 2)
     y, made = record(lambda: twice_plus(x, x), [x], [])
     assert made is not None
@@ -495,7 +496,7 @@ def test_every_fused_kernel_can_be_recorded(
     producer: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "activation" if producer == "silu" else "norm"
-    home = importlib.import_module(f"fp8kit.quantizers.fused_triton_{name}s")
+    home = importlib.import_module(f"fp8kit.fused.triton_{name}s")
     fake = NotingKernel(getattr(home, f"_{name}_kernel"))
     monkeypatch.setattr(home, f"_{name}_kernel", fake)
     x, other, weight = torch.randn(2, 4, 256), torch.randn(2, 4, 256), torch.randn(256)
@@ -526,18 +527,18 @@ def test_every_fused_kernel_can_be_recorded(
 @pytest.mark.parametrize("splits", [1, 4])
 def test_the_triton_product_can_be_recorded(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("product_kernel", "sum_kernel")
-    fakes = {name: NotingKernel(getattr(triton_scaled, name)) for name in names}
+    fakes = {name: NotingKernel(getattr(triton_gemm, name)) for name in names}
     for name, fake in fakes.items():
-        monkeypatch.setattr(triton_scaled, name, fake)
+        monkeypatch.setattr(triton_gemm, name, fake)
     e4m3 = torch.float8_e4m3fn
     x, w = torch.zeros(4, 4096, dtype=e4m3), torch.zeros(64, 4096, dtype=e4m3)
     x_scale, w_scale = torch.ones(4, 1), torch.ones(64, 1)
     problem = MatmulProblem.of(x, w, (ROW, ROW), torch.bfloat16, None, "precise", False)
-    tile = triton_scaled.choose_tile(problem, triton_scaled.Device(132, 228 * 1024))
+    tile = triton_gemm.choose_tile(problem, triton_gemm.Device(132, 228 * 1024))
     tile = tile._replace(splits=splits)
 
     def call() -> Tensor:
-        return triton_scaled.run_tile(MatmulOperands(x, x_scale, w, w_scale), problem, tile)
+        return triton_gemm.run_tile(MatmulOperands(x, x_scale, w, w_scale), problem, tile)
 
     made = record(call, [x], [x_scale, w, w_scale])[1]
     assert made is not None

@@ -22,14 +22,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
-from fp8kit import dispatch
+from fp8kit.dispatch import backends as dispatch
 from fp8kit.formats import ROW, GroupShape
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.runtime import replay_cache
 from fp8kit.runtime.launch_recording import is_recording, record
 from fp8kit.runtime.replay_cache import MOST_KEYS
 from numerics import assert_bits_equal
-from taped import CpuBackends, CpuLaunch, install
+from recorded_calls import CpuBackends, CpuLaunch, install
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8", "FP8_TENSOR")
 
@@ -72,7 +72,7 @@ def x_of(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3), ()], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_taped_layer_computes_what_the_operator_computes(
+def test_a_recorded_layer_computes_what_the_operator_computes(
     scheme: str, bias: bool, shape: tuple[int, ...], cpu_backends: CpuBackends
 ) -> None:
     layer = made(scheme, dense(bias))
@@ -85,7 +85,7 @@ def test_a_taped_layer_computes_what_the_operator_computes(
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
-def test_codes_with_gaps_between_rows_are_taped(
+def test_codes_with_gaps_between_rows_are_recorded(
     scheme: str, cpu_backends: CpuBackends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     multiplied = []
@@ -107,7 +107,7 @@ def test_codes_with_gaps_between_rows_are_taped(
     assert_bits_equal(layer(x), expected)
 
 
-def test_shapes_and_dtypes_have_tapes_of_their_own(cpu_backends: CpuBackends) -> None:
+def test_shapes_and_dtypes_have_recordings_of_their_own(cpu_backends: CpuBackends) -> None:
     layer = made()
     inputs = [x_of(3), x_of(4), x_of(3, dtype=torch.float32), x_of(1, 3)]
     for _ in range(3):
@@ -405,7 +405,7 @@ def test_bad_input_is_refused_as_before(cpu_backends: CpuBackends) -> None:
     assert len(layer.replays) == 1
 
 
-def test_layers_of_other_devices_keep_no_tapes() -> None:
+def test_layers_of_other_devices_keep_no_recordings() -> None:
     layer, x = made(), x_of(3)
     for _ in range(3):
         layer(x)
@@ -433,7 +433,7 @@ def test_inputs_without_an_address_are_not_replayed(
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_weights_of_inference_mode_are_taped(inference: bool, cpu_backends: CpuBackends) -> None:
+def test_weights_of_inference_mode_are_recorded(inference: bool, cpu_backends: CpuBackends) -> None:
     with torch.inference_mode(inference):
         layer, x = made(), x_of(3)
     assert layer.weight.is_inference() == inference
@@ -463,7 +463,7 @@ def test_hooks_run(cpu_backends: CpuBackends) -> None:
     assert torch.equal(layer(x), torch.zeros(1))
 
 
-def test_copies_and_pickles_start_without_tapes(cpu_backends: CpuBackends) -> None:
+def test_copies_and_pickles_start_without_recordings(cpu_backends: CpuBackends) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
     file = io.BytesIO()
@@ -545,7 +545,7 @@ def test_a_failing_call_leaves_no_recording(
         assert_bits_equal(layer(x), operator(layer, x))
 
 
-def test_real_backends_of_a_cpu_are_not_taped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_backends_of_a_cpu_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
     x, layer = x_of(3), made()
     for _ in range(3):
@@ -603,7 +603,7 @@ def test_on_a_gpu_threads_and_streams_share_a_layer() -> None:
 
 
 @pytest.mark.gpu
-def test_on_hopper_a_decode_step_is_taped() -> None:
+def test_on_hopper_a_decode_step_is_recorded() -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the own kernels are Hopper's")
     layer = made("FP8_DYNAMIC", nn.Linear(4096, 4096, device="cuda", dtype=torch.bfloat16))
@@ -614,7 +614,7 @@ def test_on_hopper_a_decode_step_is_taped() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_function_of_a_weight_is_taped(scheme: str, cpu_backends: CpuBackends) -> None:
+def test_a_function_of_a_weight_is_recorded(scheme: str, cpu_backends: CpuBackends) -> None:
     layer = made(scheme)
     weight, options = layer.quantized_weight(), {"scheme": scheme, "input_scale": layer.input_scale}
     for turn in range(4):
@@ -627,7 +627,7 @@ def test_a_function_of_a_weight_is_taped(scheme: str, cpu_backends: CpuBackends)
             assert_bits_equal(rows, y[:2])
 
 
-def test_a_product_of_codes_is_taped(cpu_backends: CpuBackends) -> None:
+def test_a_product_of_codes_is_recorded(cpu_backends: CpuBackends) -> None:
     weight = made().quantized_weight()
     for turn in range(4):
         x_q = fp8kit.quantize(x_of(5))
@@ -640,7 +640,7 @@ def test_a_product_of_codes_is_taped(cpu_backends: CpuBackends) -> None:
         assert other.dtype == torch.bfloat16
 
 
-def test_compiled_code_repeats_tapes(cpu_backends: CpuBackends) -> None:
+def test_compiled_code_repeats_recordings(cpu_backends: CpuBackends) -> None:
     layer = made()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for turn in range(4):
@@ -708,7 +708,9 @@ def test_what_lies_at_the_same_address_otherwise_is_not_taken_for_it(
     assert_bits_equal(fp8kit.linear(x, copied, bias.clone()), after)
 
 
-def test_a_weight_with_tapes_can_be_swapped_copied_and_saved(cpu_backends: CpuBackends) -> None:
+def test_a_weight_with_recordings_can_be_swapped_copied_and_saved(
+    cpu_backends: CpuBackends,
+) -> None:
     layer, x = made(), x_of(3)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for _ in range(3):
@@ -730,13 +732,15 @@ def test_a_weight_with_tapes_can_be_swapped_copied_and_saved(cpu_backends: CpuBa
         assert_bits_equal(compiled(x), expected)
 
 
-def test_a_tape_of_a_caller_does_not_meet_one_of_the_operator(cpu_backends: CpuBackends) -> None:
+def test_a_recording_of_a_caller_does_not_meet_one_of_the_operator(
+    cpu_backends: CpuBackends,
+) -> None:
     weight, x = made().quantized_weight(), x_of(3)
     fp8kit.linear(x, weight)
-    y, taped = record(
+    y, captured = record(
         lambda: fp8kit.linear(x, weight), (x,), (weight.data, weight.scale, None, None)
     )
-    assert taped is None or torch.equal(taped(x)[0], y)
+    assert captured is None or torch.equal(captured(x)[0], y)
 
 
 def test_a_bound_on_scales_is_guarded_by_its_address(cpu_backends: CpuBackends) -> None:
@@ -749,7 +753,7 @@ def test_a_bound_on_scales_is_guarded_by_its_address(cpu_backends: CpuBackends) 
             assert cpu_backends.calls == ["quantize", "multiply"]
 
 
-def test_gradients_flow_through_a_taped_operator(cpu_backends: CpuBackends) -> None:
+def test_gradients_flow_through_a_recorded_operator(cpu_backends: CpuBackends) -> None:
     layer = made()
     weight, found = layer.quantized_weight(), []
     for _ in range(4):
@@ -762,7 +766,7 @@ def test_gradients_flow_through_a_taped_operator(cpu_backends: CpuBackends) -> N
     assert found[0].any()
 
 
-def test_tapes_go_with_their_weight(cpu_backends: CpuBackends) -> None:
+def test_recordings_go_with_their_weight(cpu_backends: CpuBackends) -> None:
     weight, x = made().quantized_weight(), x_of(3)
     for _ in range(3):
         cpu_backends.calls.clear()

@@ -45,7 +45,7 @@ class Architecture:
             return list(tensors(model(*given.pop("", ()), **given)))
 
     def runs(self, model: nn.Module, dtype: torch.dtype) -> int:
-        """Give the first input that runs; raises what the first one raised if none does."""
+        """Return the first input that runs; raises what the first one raised if none does."""
         first: Exception | None = None
         for candidate in range(len(self.inputs(model))):
             try:
@@ -60,7 +60,7 @@ class Architecture:
 
 
 def tensors(value: object) -> Iterator[Tensor]:
-    """Give the tensors in what a model returned, in order."""
+    """Return the tensors in what a model returned, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

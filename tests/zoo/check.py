@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit.model_io import is_transformers
+from fp8kit.io.models import is_transformers
 from numerics import matmul_bound
 from zoo.architecture import Architecture
 from zoo.fake import operands

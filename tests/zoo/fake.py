@@ -21,14 +21,14 @@ FLOOR = {"FP8_DYNAMIC": 1 / (LARGEST * 512), "FP8_TENSOR": 1 / (LARGEST * 512), 
 
 
 def operands(x: Tensor, weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
-    """Give ``[M, K]`` and ``[N, K]`` in float64 from ``x [..., K]`` and a dense ``weight``."""
+    """Return ``[M, K]`` and ``[N, K]`` in float64 from ``x [..., K]`` and a dense ``weight``."""
     of_weight, of_input = GROUPS[scheme]
     rows = x.reshape(-1, x.shape[-1])
     return rounded(rows, *of_input, FLOOR[scheme]), rounded(weight, *of_weight)
 
 
 def rounded(matrix: Tensor, rows: int | None, columns: int | None, floor: float = 0.0) -> Tensor:
-    """Give the values that the codes of a matrix stand for, in float64."""
+    """Return the values that the codes of a matrix stand for, in float64."""
     m, n = matrix.shape
     rows, columns = rows or max(m, 1), columns or n
     padded = torch.zeros(-(-m // rows) * rows, -(-n // columns) * columns)

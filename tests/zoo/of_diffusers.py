@@ -222,7 +222,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def architectures() -> list[Architecture]:
-    """Give every model of the table."""
+    """Return every model of the table."""
     return [
         Architecture(f"diffusers/{name}", partial(_build, *made), inputs_of)
         for name, made in MODELS.items()
@@ -234,7 +234,7 @@ def _build(name: str, sizes: dict[str, Any]) -> nn.Module:
 
 
 def inputs_of(model: Any) -> list[dict[str, Any]]:
-    """Give latents as images, as films and as rows of patches, and every condition asked for."""
+    """Return latents as images, as films and as rows of patches, and every condition asked for."""
     asked = inspect.signature(model.forward).parameters
     channels = model.config.get("in_channels") or 4
     text = torch.randn(1, 8, 128)
@@ -278,5 +278,5 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
 
 
 def model_axes(model: Any) -> int:
-    """Give how many coordinates a position has."""
+    """Return how many coordinates a position has."""
     return len(model.config.get("axes_dims_rope") or (0, 0, 0))

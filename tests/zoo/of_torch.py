@@ -153,7 +153,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def architectures() -> list[Architecture]:
-    """Give every model of the table."""
+    """Return every model of the table."""
     return [Architecture(f"torch/{name}", partial(make), _rows) for name, make in MODELS.items()]
 
 

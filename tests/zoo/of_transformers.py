@@ -102,7 +102,7 @@ VOCABULARY = 320
 
 
 def architectures() -> list[Architecture]:
-    """Give one architecture per model type of the auto classes."""
+    """Return one architecture per model type of the auto classes."""
     return [
         Architecture(f"transformers/{name}", partial(_build, kind, name), inputs_of)
         for kind, name in classes().items()
@@ -110,7 +110,7 @@ def architectures() -> list[Architecture]:
 
 
 def classes() -> dict[str, str]:
-    """Give the name of one class of every model type."""
+    """Return the name of one class of every model type."""
     every: dict[str, str] = {}
     names = [f"MODEL_FOR_{task}_MAPPING_NAMES" for task in TASKS]
     for name in (*names, "MODEL_MAPPING_NAMES"):
@@ -124,7 +124,7 @@ def classes() -> dict[str, str]:
 
 
 def tiny_config(kind: str) -> PreTrainedConfig:
-    """Give the default config of a model type with small sizes."""
+    """Return the default config of a model type with small sizes."""
     config_class = CONFIG_MAPPING[kind]
     return config_class(**_shrunk(config_class(), OVERRIDES.get(kind, {})))
 
@@ -152,7 +152,7 @@ def _shrunk(config: PreTrainedConfig, overrides: dict[str, Any], path: str = "")
 
 
 def _small(key: str, value: Any) -> tuple[bool, Any]:
-    """Give a small value of a field, or say that the class shall derive it."""
+    """Return a small value of a field, or say that the class shall derive it."""
     if isinstance(value, bool) or value is None:
         return value is not None, value
     if isinstance(value, int):
@@ -192,7 +192,7 @@ def _build(kind: str, name: str) -> nn.Module:
 
 
 def inputs_of(model: Any) -> list[dict[str, Any]]:
-    """Give inputs by what the forward of a model asks for, the likeliest first."""
+    """Return inputs by what the forward of a model asks for, the likeliest first."""
     config = model.config
     asked = inspect.signature(model.forward).parameters
     main = model.main_input_name

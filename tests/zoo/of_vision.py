@@ -65,7 +65,7 @@ _DECLARED: list[torch.library.Library] = []
 
 
 def architectures() -> list[Architecture]:
-    """Give a small model of every module of timm, and those of torchvision that are listed."""
+    """Return a small model of every module of timm, and those of torchvision that are listed."""
     if not install_stand_ins() or importlib.util.find_spec("timm") is None:
         return []
     import timm

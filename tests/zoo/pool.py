@@ -22,7 +22,7 @@ SECONDS = 300
 
 
 def architectures() -> dict[str, Architecture]:
-    """Give all architectures by name."""
+    """Return all architectures by name."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     install_stand_ins()
     found = []
@@ -39,7 +39,7 @@ def architectures() -> dict[str, Architecture]:
 def run(
     found: dict[str, Architecture], names: list[str], processes: int, quick: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Give the record of each architecture, as they come."""
+    """Return the record of each architecture, as they come."""
     torch.set_num_threads(1)  # processes are forked, and threads do not survive that
     queue, workers = names[::-1], [_Worker(found, quick) for _ in range(processes)]
     for worker in workers:
@@ -76,7 +76,7 @@ class _Worker:
             self.pipe.send(self.name)
 
     def record(self) -> dict[str, Any] | None:
-        """Give what came of the architecture; ``None`` while it runs."""
+        """Return what came of the architecture; ``None`` while it runs."""
         try:
             if self.pipe.poll():
                 found: dict[str, Any] = self.pipe.recv()

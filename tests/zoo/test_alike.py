@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp8kit
-from fp8kit.checkpoint_io import decide, high_precision
+from fp8kit.io.checkpoints import decide, high_precision
 from zoo import of_transformers
 
 ALIKE = (

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, Dialect, JsonObject, Spec
 from fp8kit.checkpoint.exporting import dense_linears, on_disk, refuse_transposed
-from fp8kit.checkpoint.naming import cache_strategy
-from fp8kit.checkpoint.targets import check_cache, check_layers, dialect_for, output_heads
+from fp8kit.checkpoint.schema.cache_scales import held_cache_scales
+from fp8kit.checkpoint.schema.naming import cache_strategy
+from fp8kit.checkpoint.schema.targets import check_cache, check_layers, dialect_for, output_heads
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.selection import some_of
 
 _WRAPPED = ".base_layer"  # where PEFT puts a layer that has an adapter
 
@@ -43,7 +43,7 @@ class Announced:
     kv_scales: str
 
     def config(self, ignore: Sequence[str]) -> JsonObject:
-        """Give the ``quantization_config`` of the checkpoint.
+        """Return the ``quantization_config`` of the checkpoint.
 
         Args:
             ignore: names or patterns of the linear layers that are not quantized.
@@ -54,7 +54,7 @@ class Announced:
         return self.dialect.render(spec)
 
     def on_disk(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """Give a tensor of the module its name and shape on disk."""
+        """Return a tensor of the module its name and shape on disk."""
         scheme = self.schemes.get(name.rpartition(".")[0], self.main)
         return on_disk(name, tensor, self.dialect, scheme)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
-from fp8kit.checkpoint.naming import dense_stacks, named
+from fp8kit.checkpoint.schema.cache_scales import held_cache_scales
+from fp8kit.checkpoint.schema.naming import dense_stacks, named
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.selection import some_of
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 
@@ -54,7 +54,7 @@ def export_module(model: nn.Module) -> Exported:
 
 
 def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
-    """Give the ``state_dict`` with each Parameter once, under its first name.
+    """Return the ``state_dict`` with each Parameter once, under its first name.
 
     Args:
         model: a module.
@@ -135,7 +135,7 @@ def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
 
 
 def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tuple[str, Tensor]:
-    """Give a tensor of ours the name and shape that a dialect writes.
+    """Return a tensor of ours the name and shape that a dialect writes.
 
     Args:
         name: our name, e.g. ``X.weight_scale``.

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8kit.checkpoint.files import printable
-from fp8kit.checkpoint.layers import FLOATS, Layer
-from fp8kit.checkpoint.pairing import group_repeated
-from fp8kit.checkpoint.reader import Checkpoint, scan
-from fp8kit.report import table
+from fp8kit.checkpoint.schema.layers import FLOATS, Layer
+from fp8kit.checkpoint.schema.pairing import group_repeated
+from fp8kit.checkpoint.storage.headers import printable
+from fp8kit.checkpoint.storage.reader import Checkpoint, scan
+from fp8kit.conversion.report import table
 
 _MIB = 2**20
 
@@ -75,7 +75,7 @@ class Inspection:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain data for JSON."""
+        """Return everything as plain data for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.checkpoint.decoding import check_codes
 from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named, scheme_of
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
-from fp8kit.checkpoint.joining import Fp8Weight, joined_scheme, rows_of
-from fp8kit.checkpoint.layers import Layer
-from fp8kit.checkpoint.naming import dense_stacks, engine_name, experts_of, named
-from fp8kit.checkpoint.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.targets import (
+from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, joined_scheme, rows_of
+from fp8kit.checkpoint.schema.decoding import check_codes
+from fp8kit.checkpoint.schema.layers import Layer
+from fp8kit.checkpoint.schema.naming import dense_stacks, engine_name, experts_of, named
+from fp8kit.checkpoint.schema.targets import (
     check_cache,
     check_layers,
     dialect_for,
@@ -28,7 +27,8 @@ from fp8kit.checkpoint.targets import (
     misfit,
     output_heads,
 )
-from fp8kit.checkpoint.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
+from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
+from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
 
@@ -57,7 +57,7 @@ class _Matrix:
 
 
 @dataclass(slots=True)
-class _Job:
+class _Translation:
     checkpoint: Checkpoint
     dialect: Dialect
     matrices: list[_Matrix]
@@ -119,7 +119,7 @@ def convert_checkpoint(
     if target is not None:
         checkpoint = checkpoint.for_engines()
     written = dialect_named(dialect) if dialect else dialect_for(target or "vllm", scheme)
-    job = _Job(checkpoint, written, list(_matrices(checkpoint)))
+    job = _Translation(checkpoint, written, list(_matrices(checkpoint)))
     dense = _dense(checkpoint)
     if target is not None:
         _check_target(job, target, dense, unfit)
@@ -174,7 +174,7 @@ def _matrices(checkpoint: Checkpoint) -> Iterator[_Matrix]:
                 yield _Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
 
 
-def _check_target(job: _Job, target: str, dense: list[str], unfit: str) -> None:
+def _check_target(job: _Translation, target: str, dense: list[str], unfit: str) -> None:
     assert job.checkpoint.dialect is not None
     if job.checkpoint.dialect.name == "mistral":
         raise CheckpointError(
@@ -213,7 +213,7 @@ def _check_target(job: _Job, target: str, dense: list[str], unfit: str) -> None:
         )
 
 
-def _drop_input_scales(job: _Job) -> None:
+def _drop_input_scales(job: _Translation) -> None:
     """Leave out the input scales of experts, which Transformers runs in high precision."""
     experts = [m for m in job.matrices if experts_of(m.name) and m.scheme.static]
     if not experts:
@@ -228,7 +228,7 @@ def _drop_input_scales(job: _Job) -> None:
     )
 
 
-def _check_input_scales(job: _Job) -> None:
+def _check_input_scales(job: _Translation) -> None:
     """Refuse experts whose gate and up projection differ in their input scale, as vLLM does."""
     halves = {name: first for first, second in _HALVES.values() for name in (first, second)}
     scales: dict[str, tuple[str, float]] = {}
@@ -262,7 +262,7 @@ def _dense(checkpoint: Checkpoint) -> list[str]:
     return found + sorted(dense_stacks(dense, checkpoint.layers))
 
 
-def _spec(job: _Job, dense: list[str]) -> Spec:
+def _spec(job: _Translation, dense: list[str]) -> Spec:
     assert job.checkpoint.spec is not None
     if not job.matrices:
         raise CheckpointError(
@@ -285,7 +285,7 @@ def _spec(job: _Job, dense: list[str]) -> Spec:
     return Spec(main, tuple(sorted(set(dense))), others=others, kv_scales=cache)
 
 
-def _layout(job: _Job) -> Layout:
+def _layout(job: _Translation) -> Layout:
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, tensor in _announced(job):
         if name in layout:
@@ -300,8 +300,8 @@ def _layout(job: _Job) -> Layout:
     return layout
 
 
-def _announced(job: _Job) -> Iterator[tuple[str, Tensor]]:
-    """Give all tensors of the result without data."""
+def _announced(job: _Translation) -> Iterator[tuple[str, Tensor]]:
+    """Return all tensors of the result without data."""
     checkpoint = job.checkpoint
     with torch.device("meta"):
         for name in _plain(checkpoint):
@@ -321,8 +321,8 @@ def _announced(job: _Job) -> Iterator[tuple[str, Tensor]]:
             yield named(m.name, "weight"), torch.empty(m.shape, dtype=checkpoint.dtype)
 
 
-def _stream(job: _Job) -> Iterator[tuple[str, Tensor]]:
-    """Give all tensors of the result, layer by layer; a stack is read once."""
+def _stream(job: _Translation) -> Iterator[tuple[str, Tensor]]:
+    """Return all tensors of the result, layer by layer; a stack is read once."""
     checkpoint = job.checkpoint
     for name in _plain(checkpoint):
         yield name, checkpoint.read(name)
@@ -363,7 +363,7 @@ def _part(m: _Matrix, codes: Tensor, scale: Tensor) -> QTensor:
     return q
 
 
-def _renamed(job: _Job, m: _Matrix, kind: str, tensor: Tensor) -> tuple[str, Tensor]:
+def _renamed(job: _Translation, m: _Matrix, kind: str, tensor: Tensor) -> tuple[str, Tensor]:
     return on_disk(named(m.name, kind), tensor, job.dialect, m.scheme)
 
 
@@ -377,5 +377,5 @@ def _cache_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
     return shape if len(shape) == 3 else (1,)
 
 
-def _cache_scale(job: _Job, name: str, scale: Tensor) -> tuple[str, Tensor]:
+def _cache_scale(job: _Translation, name: str, scale: Tensor) -> tuple[str, Tensor]:
     return name, scale.reshape(job.dialect.tensor_scale) if scale.dim() == 1 else scale

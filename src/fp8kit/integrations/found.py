@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8kit.modules.fused import Fused
+from fp8kit.modules.fused_producers import Fused
 from fp8kit.modules.linear import Fp8Linear
 
 
@@ -27,7 +27,7 @@ class QuantizerOfLayers:
         self.make = make
 
     def __get__(self, model: Any, owner: type) -> Any:
-        """Give a quantizer of the model; ``AttributeError`` if it has no FP8 layer."""
+        """Return a quantizer of the model; ``AttributeError`` if it has no FP8 layer."""
         if model is None:
             return self
         layer = next((m for m in model.modules() if isinstance(m, Fp8Linear)), None)

@@ -15,8 +15,8 @@ from typing import Any
 import ray
 import torch
 
-from fp8kit.checkpoint.streaming import is_whole, write_shards
-from fp8kit.checkpoint.work import Work
+from fp8kit.checkpoint.streaming.executor import is_whole, write_shards
+from fp8kit.checkpoint.streaming.work_plan import Work
 from fp8kit.errors import CheckpointError, teach
 
 # how often a file is tried again after its worker was lost

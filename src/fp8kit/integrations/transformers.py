@@ -1,7 +1,7 @@
 """Transformers models: loaded from any checkpoint this package reads, and exported.
 
-Checkpoints are opened and checked by ``checkpoint.reader``; Transformers gets its tensors, under
-the names and in the shapes of this package, and builds the model around them.
+Checkpoints are opened and checked by ``checkpoint.storage.reader``; Transformers gets its tensors,
+under the names and in the shapes of this package, and builds the model around them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from fp8kit import functional
-from fp8kit.checkpoint.cache_scales import keep_cache_scales
-from fp8kit.checkpoint.filling import Filled
-from fp8kit.checkpoint.layers import Layer
-from fp8kit.checkpoint.naming import named
-from fp8kit.checkpoint.reader import Checkpoint
+from fp8kit.checkpoint.loading.into_module import Filled
+from fp8kit.checkpoint.schema.cache_scales import keep_cache_scales
+from fp8kit.checkpoint.schema.layers import Layer
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import QTensor
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig

@@ -8,14 +8,14 @@ from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from fp8kit.checkpoint.choosing import Facts, KnownLayer
-from fp8kit.checkpoint.reader import Checkpoint
+from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
+from fp8kit.conversion.roles import layer_roles
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.integrations.transformers import skeleton
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide, plain
 from fp8kit.modules.dense import is_linear
-from fp8kit.roles import layer_roles
 
 
 def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:

@@ -27,10 +27,11 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from fp8kit import structure
 from fp8kit.checkpoint.dialects import JsonObject
-from fp8kit.checkpoint.joining import is_finite
-from fp8kit.checkpoint.planning import plan_to_load
+from fp8kit.checkpoint.loading.merged_weights import is_finite
+from fp8kit.checkpoint.loading.planning import plan_to_load
+from fp8kit.conversion import fusion, siblings
+from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, SCHEMES, GroupShape, Scheme
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
@@ -38,7 +39,6 @@ from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_vers
 from fp8kit.modules.dense import computes_linear
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.report import Report
 
 _TIED = "its weight is tied to another parameter"
 
@@ -148,7 +148,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.unfilled: list[str] = []
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Say yes: ``get_state_dict_and_metadata`` refuses what cannot be saved, with a reason."""
+        """Give yes: ``get_state_dict_and_metadata`` refuses what cannot be saved, with a reason."""
         return True
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
@@ -164,14 +164,14 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             )
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        """Say whether the loader hands this parameter to ``get_quantize_ops``."""
+        """Return whether the loader hands this parameter to ``get_quantize_ops``."""
         if self.pre_quantized:
             return False
         module, kind = get_module_from_name(model, param_name)
         return isinstance(module, Fp8Linear) and kind == "weight"
 
     def get_quantize_ops(self) -> _Quantize:
-        """Give the loader the operation that quantizes."""
+        """Return the loader the operation that quantizes."""
         return _Quantize(self)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
@@ -210,9 +210,9 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         for layer in layers.values():
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
-        groups = self.report.groups if self.report else structure.find_groups(model, list(layers))
-        structure.share_inputs(model, groups)
-        structure.fuse_producers(model)
+        groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
+        siblings.share_inputs(model, groups)
+        fusion.fuse_producers(model)
         if self.report is not None:  # on meta, tied weights still counted twice
             grown = self.report.model_bytes_after - self.report.model_bytes_before
             tensors = (*model.parameters(), *model.buffers())
@@ -220,7 +220,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
-        """Give ``save_pretrained`` the tensors as they are on disk, and announce them.
+        """Return ``save_pretrained`` the tensors as they are on disk, and announce them.
 
         Raises:
             CheckpointError: if Transformers could not load what would be written.
@@ -255,7 +255,7 @@ def tell() -> None:
 
 
 def not_quantized(layers: Sequence[str]) -> UnsupportedError:
-    """Say that the weights of layers came in a way in which they cannot be quantized."""
+    """Return that the weights of layers came in a way in which they cannot be quantized."""
     return UnsupportedError(
         teach(
             f"{', '.join(layers[:5])} could not be quantized while loading.",
@@ -277,7 +277,7 @@ def decide(model: Any, config: Fp8KitConfig) -> Report:
             record.bytes_after = record.bytes_before
     if config.strict:
         report.refuse_blocked()
-    report.groups = structure.find_groups(model, [r.name for r in report.converted])
+    report.groups = siblings.find_groups(model, [r.name for r in report.converted])
     return report
 
 

@@ -9,9 +9,9 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from fp8kit.checkpoint.announcing import announce
-from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
+from fp8kit.checkpoint.schema.cache_scales import held_cache_scales
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
 
@@ -74,7 +74,7 @@ def export(model: Any) -> Exported:
 
 
 def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
-    """Give what ``save_pretrained`` writes: what ``fp8kit.save`` does, if Transformers loads it.
+    """Return what ``save_pretrained`` writes: what ``fp8kit.save`` does, if Transformers loads it.
 
     Args:
         model: a ``PreTrainedModel`` with ``Fp8Linear`` layers.

@@ -33,7 +33,7 @@ _MULTIPLES = {"N": 64, "K": 128}
 
 
 def supports(problem: MatmulProblem) -> str | None:
-    """Say why DeepGEMM does not take a problem: what it lacks, or that it is not there."""
+    """Return why DeepGEMM does not take a problem: what it lacks, or that it is not there."""
     if (problem.x_group, problem.w_group) != (GROUP128, BLOCK):
         return f"has no {problem.x_group} by {problem.w_group} scales, only {GROUP128} by {BLOCK}"
     if problem.capability is not None and problem.capability[0] == 10:
@@ -70,7 +70,7 @@ def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
 
 @functools.cache
 def _product() -> tuple[Callable[..., None] | None, str | None]:
-    """Give the function that multiplies, or the reason why there is none."""
+    """Return the function that multiplies, or the reason why there is none."""
     reasons = []
     for load in (_installed, _vendored) if "vllm" in sys.modules else (_installed,):
         try:

@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.dispatch import Backend, BackendTable
+from fp8kit.dispatch.backends import Backend, BackendTable
+from fp8kit.dispatch.device import capability, device_name
+from fp8kit.dispatch.timings import DENSE, Case, Measured, table_for
 from fp8kit.formats import ROW, TENSOR, GroupShape, Scheme
-from fp8kit.measurements import DENSE, Case, Measured, table_for
-from fp8kit.quantizers.problem import capability, device_name
 
 BACKENDS: BackendTable = (
     ("hopper_gemm", "fp8kit.matmul.hopper.gemm", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
-    ("triton_scaled", "fp8kit.matmul.triton_scaled", ("cuda",)),
+    ("triton_gemm", "fp8kit.matmul.triton_gemm", ("cuda",)),
     ("deep_gemm", "fp8kit.matmul.deep_gemm", ("cuda",)),
     ("dequantized", "fp8kit.matmul.dequantized", ()),
     ("reference", "fp8kit.matmul.reference", ()),
@@ -28,7 +28,7 @@ IN_GEMM_ROWS = 4
 _WHOLE_ROWS = (ROW, TENSOR)
 TIMED_DTYPES = (torch.bfloat16, torch.float16)
 # candidates whose times hold for both; torch writes fp16 in one kernel for tensor scales alone
-_ANY_16_BITS = (DENSE, "hopper_gemm", "triton_scaled", "dequantized")
+_ANY_16_BITS = (DENSE, "hopper_gemm", "triton_gemm", "dequantized")
 # backends that decode the weight before a dense matmul: correct everywhere, faster nowhere
 DECODING = ("dequantized", "reference")
 
@@ -126,7 +126,7 @@ class MatmulProblem:
         return Measured(found.m, {c: us for c, us in found.us.items() if c in alike})
 
     def case(self) -> Case:
-        """Give the row of a table of measured times that describes this problem."""
+        """Return the row of a table of measured times that describes this problem."""
         x = "none" if self.x_group is None else self.x_group
         accum = self.accum if self.x_group in _WHOLE_ROWS else "precise"
         return Case(f"{x}*{self.w_group}", accum, self.m, self.n, self.k)

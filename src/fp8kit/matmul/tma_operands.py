@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8kit.quantizers.layout import laid_out, pitch
+from fp8kit.quantizers.scale_layout import laid_out, pitch
 
 ALIGN = 16  # bytes, of addresses and of strides
 

@@ -30,7 +30,7 @@ _FEW_ROWS = 512  # up to which a product takes as long as its weight is read
 
 
 def supports(problem: MatmulProblem) -> str | None:
-    """Say which of torch's recipes is missing on this device, if any."""
+    """Return which of torch's recipes is missing on this device, if any."""
     if problem.batch_invariant:
         return "cuBLASLt chooses its kernel, and so its K order, by M"
     if problem.x_group is None:
@@ -54,14 +54,14 @@ def supports(problem: MatmulProblem) -> str | None:
 
 
 def pads(problem: MatmulProblem) -> bool:
-    """Say whether a weight is padded at every call, which no time of other shapes includes."""
+    """Return whether a weight is padded at every call, which no time of other shapes includes."""
     n_align, k_align = _WEIGHT_ALIGN.get(problem.w_group, (_ALIGN, _ALIGN))
     return problem.n % n_align > 0 or problem.k % k_align > 0
 
 
 def yields_to(problem: MatmulProblem) -> str:
     """Name a backend that copies no weight: for few rows the copy takes longer than the rest."""
-    return "triton_scaled" if pads(problem) and problem.m <= _FEW_ROWS else ""
+    return "triton_gemm" if pads(problem) and problem.m <= _FEW_ROWS else ""
 
 
 def configurations(problem: MatmulProblem) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def is_linear(module: nn.Module | None) -> bool:
 
 
 def as_linear(module: nn.Module | None) -> nn.Linear:
-    """Give a linear layer as an ``nn.Linear``: itself, or one around a view of a ``Conv1D``.
+    """Return a linear layer as an ``nn.Linear``: itself, or one around a view of a ``Conv1D``.
 
     Args:
         module: a linear layer.

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fp8kit import functional, validation
+from fp8kit import functional
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, check_scale
+from fp8kit.ops import validation
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def quantized_entries(
     layer: Fp8Linear, state_dict: dict[str, Any], prefix: str, assign: bool
 ) -> dict[str, Any]:
-    """Give the entries of a ``state_dict`` as an ``Fp8Linear`` stores them.
+    """Return the entries of a ``state_dict`` as an ``Fp8Linear`` stores them.
 
     Args:
         layer: what they are for; what it kept of an earlier dense weight is updated or dropped.

@@ -153,7 +153,7 @@ class GuardedCodes(Tensor):
 
 
 def guarded(parameter: Tensor, owner: str) -> Tensor:
-    """Give a view of a Parameter of codes that raises where it is taken for numbers.
+    """Return a view of a Parameter of codes that raises where it is taken for numbers.
 
     Args:
         parameter: FP8 codes.
@@ -176,7 +176,7 @@ def guarded(parameter: Tensor, owner: str) -> Tensor:
 
 
 def plain(value: Any) -> Any:
-    """Give what is guarded as it is, also in lists, tuples and dicts."""
+    """Return what is guarded as it is, also in lists, tuples and dicts."""
     if isinstance(value, GuardedCodes):
         codes = value.__dict__.get("_codes")
         if codes is not None:

@@ -7,7 +7,7 @@ from torch import nn
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Give a replacement the call hooks of the module it replaces, with their options.
+    """Return a replacement the call hooks of the module it replaces, with their options.
 
     Args:
         old: the module that is replaced.
@@ -19,7 +19,7 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def is_watched(*modules: nn.Module) -> bool:
-    """Say whether a hook, or a forward put on an instance, sees what these take or give."""
+    """Return whether a hook, or a forward put on an instance, sees what these take or give."""
     return bool(
         torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
         or any(

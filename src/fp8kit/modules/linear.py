@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from fp8kit import functional, validation
+from fp8kit import functional
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
-from fp8kit.libraries import tell_libraries
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import refusals
 from fp8kit.modules.entries import quantize_weight as quantize_weight
 from fp8kit.modules.entries import quantized_entries
 from fp8kit.modules.guarded_weight import guarded, plain
+from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import frozen, moved
-from fp8kit.ops import operators
+from fp8kit.ops import operators, validation
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
 
@@ -226,7 +226,7 @@ class Fp8Linear(nn.Linear):
         return operators.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """Give a dense layer: the original weight if it was kept, else the dequantized one.
+        """Return a dense layer: the original weight if it was kept, else the dequantized one.
 
         Args:
             dtype: dtype of its weight; by default ``compute_dtype``.

@@ -6,7 +6,7 @@ from fp8kit.errors import UnsupportedError, teach
 
 
 def scripting(layer: str) -> UnsupportedError:
-    """Say why ``torch.jit.script`` cannot compile a layer, which is named."""
+    """Return why ``torch.jit.script`` cannot compile a layer, which is named."""
     return UnsupportedError(
         teach(
             f"torch.jit.script was called with {layer} inside.",
@@ -17,7 +17,7 @@ def scripting(layer: str) -> UnsupportedError:
 
 
 def tensor_parallel(layer: str) -> UnsupportedError:
-    """Say why torch's tensor parallelism cannot split a layer, which is named."""
+    """Return why torch's tensor parallelism cannot split a layer, which is named."""
     return UnsupportedError(
         teach(
             f"Tensor parallelism of torch was asked for {layer}.",

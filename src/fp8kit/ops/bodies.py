@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8kit.dispatch import decide, require
+from fp8kit.dispatch.backends import decide, require
 from fp8kit.formats import GroupShape, min_scale
 from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
 from fp8kit.matmul.problem import IN_GEMM_ROWS, MatmulBackend, MatmulOperands, MatmulProblem
-from fp8kit.quantizers.layout import empty_codes, product_layout
 from fp8kit.quantizers.problem import BACKENDS as QUANTIZER_BACKENDS
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
+from fp8kit.quantizers.scale_layout import empty_codes, product_layout
 
 Group = Sequence[int]  # rows and columns of a ``GroupShape``
 
@@ -167,7 +167,7 @@ def quantize_rows(
 
 
 def reshaped(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Give a product that nobody else holds another shape, and let callers change it in place.
+    """Return a product that nobody else holds another shape, and let callers change it in place.
 
     Autograd refuses in-place changes of views made where it does not look, as in an operator.
 

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from fp8kit.errors import teach
 from fp8kit.formats import GroupShape, RowCodes, min_scale
 from fp8kit.ops import bodies, schemas, transforms  # noqa: F401  (schemas registers)
-from fp8kit.quantizers.layout import product_layout
+from fp8kit.quantizers.scale_layout import product_layout
 from fp8kit.runtime.replay_cache import Operator, Options
 
 Group = tuple[int, int]

@@ -17,7 +17,7 @@ from fp8kit.errors import teach
 from fp8kit.formats import GroupShape
 from fp8kit.ops import bodies
 from fp8kit.ops.registration import library, register
-from fp8kit.quantizers.layout import empty_scale
+from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.runtime.replay_cache import Operator, call_on
 
 # below torch.library nobody else looks on: where a call cannot be replayed, its body runs
@@ -169,7 +169,7 @@ def save_for_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Give the gradients of the operator ``linear``; raises for those of weight and scales."""
+    """Return the gradients of the operator ``linear``; raises for those of weight and scales."""
     if any(ctx.needs_input_grad[i] for i in (1, 2, 4, 5)):
         raise RuntimeError(
             teach(

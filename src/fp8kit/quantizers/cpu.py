@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import reference
-from fp8kit.quantizers.layout import laid_out
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
+from fp8kit.quantizers.scale_layout import laid_out
 
 # elements: input, fp32 copy and codes of a piece stay in cache; several threads get pieces
 # that outweigh the cost of waiting for each other after every operation
@@ -85,7 +85,7 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
 
 
 def _divides(x: Tensor, group: GroupShape) -> bool:
-    """Say whether groups that a piece can hold cover a matrix, or a stack of rows, evenly."""
+    """Return whether groups that a piece can hold cover a matrix, or a stack of rows, evenly."""
     if x.numel() == 0:
         return False
     if group.rows > 1 and (group.cols == -1 or x.dim() != 2 or x.shape[0] % group.rows):
@@ -137,7 +137,7 @@ def _divide(
 
 
 def _with_nan(codes: Tensor, scale: Tensor, group: GroupShape, nan_code: int) -> Tensor:
-    """Give groups whose scale is NaN the one code that NaN has."""
+    """Return groups whose scale is NaN the one code that NaN has."""
     matrix = scale.reshape(-1, scale.shape[-1])
     if reference.multipliers(matrix, group).isnan().any():
         nan = reference.expand_scale(matrix, tuple(codes.shape), group).isnan()

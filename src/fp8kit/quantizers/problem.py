@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fp8kit.dispatch import Backend, BackendTable
+from fp8kit.dispatch.backends import Backend, BackendTable
+from fp8kit.dispatch.device import capability
 from fp8kit.formats import GroupShape
 
 BACKENDS: BackendTable = (
@@ -72,28 +72,3 @@ class QuantizerBackend(Backend):
     quantize: Callable[..., tuple[Tensor, Tensor]]
     quantize_static: Callable[[Tensor, Tensor, GroupShape, torch.dtype], Tensor]
     dequantize: Callable[[Tensor, Tensor, GroupShape, torch.dtype], Tensor]
-
-
-def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA GPU, ``None`` for any other device.
-
-    Never initialises CUDA. What torch gives for GPUs of AMD, (9, 4) for an MI300, would be taken
-    for a Hopper.
-    """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return _gpu(_index(device))[0]
-
-
-def device_name(device: torch.device) -> str:
-    """Name of a CUDA device, empty for any other (never initialises CUDA)."""
-    return _gpu(_index(device))[1] if device.type == "cuda" else ""
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-@functools.cache
-def _gpu(index: int) -> tuple[tuple[int, int], str]:
-    return torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index)

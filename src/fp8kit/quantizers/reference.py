@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit.formats import MX, TENSOR, Fp8Format, GroupShape, fp8_format, scale_shape
-from fp8kit.quantizers.layout import laid_out
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
+from fp8kit.quantizers.scale_layout import laid_out
 
 _MANTISSA_MASK = 0x7FFFFF
 _EXPONENT_MASK = 0x7F800000
@@ -57,7 +57,7 @@ def scales(
     scale_ub: Tensor | None,
     scale_rounding: str,
 ) -> Tensor:
-    """Give the scales of groups with these ``float32`` maxima; arguments as in ``quantize``."""
+    """Return the scales of groups with these ``float32`` maxima; arguments as in ``quantize``."""
     if scale_ub is not None:
         amax = torch.minimum(amax, scale_ub)
     if group == MX:
@@ -80,7 +80,7 @@ def dequantize(data: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtyp
 
 
 def expand_scale(scale: Tensor, shape: tuple[int, ...], group: GroupShape) -> Tensor:
-    """Give ``float32`` scales that broadcast against a tensor of ``shape``.
+    """Return ``float32`` scales that broadcast against a tensor of ``shape``.
 
     Args:
         scale: ``float32`` or E8M0 bytes, of shape ``scale_shape(shape, group)``.
@@ -101,7 +101,7 @@ def expand_scale(scale: Tensor, shape: tuple[int, ...], group: GroupShape) -> Te
 
 
 def multipliers(scale: Tensor, group: GroupShape) -> Tensor:
-    """Give scales as ``float32`` numbers, in the shape they have; only those of MX change."""
+    """Return scales as ``float32`` numbers, in the shape they have; only those of MX change."""
     if group != MX:
         return scale
     # 2^(byte - 127) built from bits: torch has no arithmetic on E8M0, and byte 0 is subnormal

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
-from fp8kit.quantizers import cuda_rows, reference
-from fp8kit.quantizers.layout import empty_scale
+from fp8kit.quantizers import hopper_rows, reference
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
+from fp8kit.quantizers.scale_layout import empty_scale
+from fp8kit.quantizers.triton_encode import INTERPRETED, SAFE_SCALE, ScaleRule
 from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
-from fp8kit.quantizers.triton_numerics import INTERPRETED, SAFE_SCALE, Recipe
 from fp8kit.quantizers.triton_rows import quantize_rows, row_tile
 from fp8kit.quantizers.triton_tensor import quantize_tensor, tensor_tile
 
@@ -86,7 +86,7 @@ def quantize(
     data = torch.empty(x.shape, dtype=dtype, device=x.device) if data is None else data
     assert data.is_contiguous() or (group.rows == 1 and data.dim() == 2)
     division = _division(group, min_scale, scale_ub, scale_rounding)
-    recipe = Recipe(min_scale, False, division, fp8_format(dtype).max)
+    recipe = ScaleRule(min_scale, False, division, fp8_format(dtype).max)
     _launch(x, scale, scale_ub, data, group, recipe)
     return data, scale
 
@@ -96,7 +96,7 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
     data = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         division = "mx floor" if group == MX else "ieee"
-        recipe = Recipe(0.0, True, division, fp8_format(dtype).max)
+        recipe = ScaleRule(0.0, True, division, fp8_format(dtype).max)
         _launch(x, scale, None, data, group, recipe)
     return data
 
@@ -121,7 +121,7 @@ def quantize_mx_swizzled(
     scale = torch.empty(size, dtype=torch.uint8, device=x.device)
     if x.numel():
         division = _division(MX, 0.0, None, scale_rounding)
-        recipe = Recipe(0.0, False, division, fp8_format(dtype).max)
+        recipe = ScaleRule(0.0, False, division, fp8_format(dtype).max)
         _launch(x, scale, None, data, MX, recipe, swizzled=True)
     return data, scale
 
@@ -150,7 +150,7 @@ def _launch(
     scale_ub: Tensor | None,
     data: Tensor,
     group: GroupShape,
-    recipe: Recipe,
+    recipe: ScaleRule,
     swizzled: bool = False,
 ) -> None:
     raw = data.view(torch.uint8)
@@ -167,8 +167,8 @@ def _launch(
         elif group.cols == -1:
             rows, exact = x.reshape(m, k), recipe.division == "corrected"
             scales = scale.reshape(m)
-            if exact and recipe.fp8_max == E4M3_MAX and cuda_rows.takes(rows, count):
-                cuda_rows.quantize_rows(rows, scales, codes, recipe.min_scale, count)
+            if exact and recipe.fp8_max == E4M3_MAX and hopper_rows.takes(rows, count):
+                hopper_rows.quantize_rows(rows, scales, codes, recipe.min_scale, count)
                 return
             tile = row_tile(m, k, x.element_size(), count)
             tile = tile._replace(held=0) if recipe.static else tile

@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8kit.quantizers.triton_launch import launch
-from fp8kit.quantizers.triton_numerics import (
+from fp8kit.quantizers.triton_encode import (
     LOADS,
-    Recipe,
+    ScaleRule,
     amax_of,
     appended,
     encode,
@@ -31,7 +30,8 @@ from fp8kit.quantizers.triton_numerics import (
     mx_inverse,
     widen,
 )
-from fp8kit.quantizers.triton_stream import join_stream, overlaps, prefetch
+from fp8kit.runtime.triton_launch import launch
+from fp8kit.runtime.triton_overlap import join_stream, overlaps, prefetch
 
 
 class GroupTile(NamedTuple):
@@ -178,7 +178,7 @@ def quantize_groups(
     scale_ub: Tensor | None,
     data: Tensor,
     group: int,
-    recipe: Recipe,
+    recipe: ScaleRule,
     tile: GroupTile,
 ) -> None:
     """Quantize ``x`` in groups of columns into ``data``, reading (static) or writing ``scale``.
@@ -277,7 +277,7 @@ def quantize_blocks(
     data: Tensor,
     rows: int,
     cols: int,
-    recipe: Recipe,
+    recipe: ScaleRule,
 ) -> None:
     """Quantize a stack of matrices block by block, reading (static) or writing ``scale``.
 

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8kit.quantizers.triton_launch import launch
-from fp8kit.quantizers.triton_numerics import (
-    Recipe,
+from fp8kit.quantizers.triton_encode import (
+    ScaleRule,
     amax_of,
     appended,
     encode_quotient,
@@ -25,7 +24,8 @@ from fp8kit.quantizers.triton_numerics import (
     magnitude,
     magnitudes,
 )
-from fp8kit.quantizers.triton_stream import join_stream, overlaps, prefetch
+from fp8kit.runtime.triton_launch import launch
+from fp8kit.runtime.triton_overlap import join_stream, overlaps, prefetch
 
 _HELD = 7  # 16-byte loads that a thread can hold in 64 registers and still compute
 
@@ -171,7 +171,7 @@ def quantize_rows(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    recipe: Recipe,
+    recipe: ScaleRule,
     tile: RowTile,
 ) -> None:
     """Quantize ``x`` row by row into ``data``, reading (static) or writing ``scale``.

@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8kit.quantizers.triton_launch import launch
-from fp8kit.quantizers.triton_numerics import (
+from fp8kit.quantizers.triton_encode import (
     LOADS,
-    Recipe,
+    ScaleRule,
     amax_of,
     appended,
     encode_quotient,
@@ -26,7 +25,8 @@ from fp8kit.quantizers.triton_numerics import (
     is_safe,
     magnitude,
 )
-from fp8kit.quantizers.triton_stream import join_stream, overlaps, prefetch
+from fp8kit.runtime.triton_launch import launch
+from fp8kit.runtime.triton_overlap import join_stream, overlaps, prefetch
 
 SMALL = 32768
 _MB = 2**20
@@ -192,7 +192,7 @@ def quantize_tensor(
     scale: Tensor,
     scale_ub: Tensor | None,
     data: Tensor,
-    recipe: Recipe,
+    recipe: ScaleRule,
     tile: TensorTile,
 ) -> None:
     """Quantize ``x`` as a whole into ``data``, reading (static) or writing ``scale``.
@@ -233,7 +233,8 @@ def quantize_tensor(
 
 
 def _kept_from(x: Tensor, step: int) -> int:
-    """Give the first step of ``step`` elements that is to stay in the cache for the second launch.
+    """Return the first step of ``step`` elements that is to stay in the cache for the second
+    launch.
 
     Of a tensor that is much larger than the cache, what stays is decided as well by the order of
     the two launches alone, and what is said of it costs time.

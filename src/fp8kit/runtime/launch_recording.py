@@ -8,8 +8,8 @@ result, one for everything the call allocated besides, and the same kernels in t
 A call can be recorded if all it does on the device is launch kernels of this package, and if every
 address it passes lies in a tensor that is known: an input, a constant operand, or one that was
 allocated inside. Any other operation of torch makes ``record`` give up, and the caller goes on as
-before. Kernels take part by calling ``record_launch`` (``cuda_driver.Kernel``,
-``quantizers.triton_launch``).
+before. Kernels take part by calling ``record_launch`` (``cuda_launch.Kernel``,
+``runtime.triton_launch``).
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _is_whole(result: Tensor, memory: Tensor) -> bool:
 
 
 def _layouts(result: Tensor, memory: Tensor) -> tuple[Any, Any]:
-    """Give what to allocate for a result, and the view of it unless it is all of that."""
+    """Return what to allocate for a result, and the view of it unless it is all of that."""
     layout = tuple(result.shape), result.stride()
     if _is_whole(result, memory):
         return (*layout, result.dtype), None

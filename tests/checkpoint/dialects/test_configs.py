@@ -35,7 +35,7 @@ def quark(weight: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[
 
 
 def read(config: dict[str, Any], scale: str = "weight_scale", **more: Any) -> tuple[str, Numbers]:
-    """Give the dialect of a quantization config, and how it says layer ``a`` computes."""
+    """Return the dialect of a quantization config, and how it says layer ``a`` computes."""
     kinds = KINDS | {f"a.{scale}": (F32, ())}
     source = Source({"quantization_config": config} if config else {}, kinds, **more)
     dialect = detect(source)

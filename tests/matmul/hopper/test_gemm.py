@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fp8kit
-from fp8kit import dispatch
+from fp8kit.dispatch import backends
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.hopper import heuristics
 from fp8kit.matmul.hopper.device import H200, Device
@@ -393,18 +393,18 @@ def test_tokens_quantized_in_the_gemm_give_the_bits_of_two_kernels(
 
     monkeypatch.setattr(gemm.BACKEND, "quantize_in_gemm", watched)
     monkeypatch.setattr(MatmulProblem, "measured", lambda _: None)
-    dispatch.choose.cache_clear()
+    backends.choose.cache_clear()
     for row in (None, 0.0, float("nan"), float("inf"), 60000.0, 1e-30):
         if row is not None:
             x[0] = row
         x_q = fp8kit.quantize(x, groups[0])
         expected = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=dtype, backend="hopper_gemm")
         assert_bits_equal(fp8kit.linear(x, w_q, bias), expected)
-    dispatch.choose.cache_clear()
+    backends.choose.cache_clear()
     device = gemm.device_record(0)
     fits = heuristics.choose_quantizing(m, n, k, device, groups[1] == BLOCK) is not None
     assert set(inside) == {fits}
-    assert len(inside) == 6 or x.is_contiguous()  # of which later calls repeat a tape
+    assert len(inside) == 6 or x.is_contiguous()  # of which later calls repeat a recording
     assert fits or m * k > 4096
 
 

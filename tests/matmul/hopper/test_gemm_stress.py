@@ -196,7 +196,7 @@ class Given:
         return getattr(torch, name)
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Give the result once."""
+        """Return the result once."""
         found, self.result = self.result, None
         assert found is not None
         assert (found.shape, found.dtype, found.device) == (shape, dtype, device)
@@ -341,21 +341,21 @@ def test_ten_thousand_split_products_of_triton_on_two_streams_are_right(
     pair: tuple[GroupShape | None, GroupShape],
 ) -> None:
     """A quantizer, a product in parts and their sum, each of which starts early on Hopper."""
-    triton_scaled = pytest.importorskip("fp8kit.matmul.triton_scaled")
+    triton_gemm = pytest.importorskip("fp8kit.matmul.triton_gemm")
     (group, w_group), (m, n, k) = pair, (16, 1024, 4096)
     sizes = torch.logspace(-1, 1, CHAIN, device="cuda")
     xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) * s for s in sizes]
     w = fp8kit.quantize(torch.randn(n, k, device="cuda"), w_group, role="weight")
     codes = None if group is None else torch.float8_e4m3fn
     problem = MatmulProblem.of(xs[0], w.data, pair, torch.bfloat16, None, "precise", False, codes)
-    device = triton_scaled.device_facts(xs[0].device)
-    assert triton_scaled.choose_tile(problem, device).splits > 1
+    device = triton_gemm.device_facts(xs[0].device)
+    assert triton_gemm.choose_tile(problem, device).splits > 1
 
     def product(i: int) -> Tensor:
         x, scale = xs[i], None
         if group is not None:
             x, scale = bodies.quantize_rows(x, group, torch.float8_e4m3fn, None, None, "exact")
-        return triton_scaled.run(MatmulOperands(x, scale, w.data, w.scale), problem)
+        return triton_gemm.run(MatmulOperands(x, scale, w.data, w.scale), problem)
 
     exact_w = fp8kit.dequantize(w)
     expected = torch.stack([product(i) for i in range(CHAIN)])
@@ -363,7 +363,7 @@ def test_ten_thousand_split_products_of_triton_on_two_streams_are_right(
         x_value = xs[i].float()
         if group is not None:
             x_value = fp8kit.dequantize(fp8kit.quantize(xs[i], group))
-        assert_matmul(y, x_value, exact_w, backend="triton_scaled")
+        assert_matmul(y, x_value, exact_w, backend="triton_gemm")
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     assert wrong_values(lambda i, y: y.copy_(product(i)), expected, streams) == [0, 0]
 
@@ -398,7 +398,7 @@ def test_a_gemm_that_does_not_wait_would_show(given: Given, impatient: None) -> 
 @pytest.mark.gpu
 @HOPPER
 def test_threads_that_share_a_layer_get_their_own_results() -> None:
-    # a bias that may be trained would keep the layer from being taped
+    # a bias that may be trained would keep the layer from being recorded
     dense = nn.Linear(4096, 4096, False, device="cuda", dtype=torch.bfloat16)
     layer = fp8kit.Fp8Linear.from_linear(dense)
     xs = [torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16) * s for s in (1, 2, 3, 4)]

@@ -10,12 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from fp8kit.matmul.hopper.device import H200, hopper
-from fp8kit.matmul.hopper.tile_config import (
-    PRODUCER_REGISTERS,
-    TILE_K,
-    TileConfig,
-    round_up,
-)
+from fp8kit.matmul.hopper.tile_config import PRODUCER_REGISTERS, TILE_K, TileConfig, round_up
 from tile_configs import CONFIGS, label, tile_config
 
 SMEM = 228 * 1024  # of an SM

@@ -48,7 +48,7 @@ DIALECTS: tuple[Dialect, ...] = (
 
 
 def detect(source: Source) -> Dialect | None:
-    """Say which dialect a checkpoint is written in: by its tensors first, then by its config.
+    """Return which dialect a checkpoint is written in: by its tensors first, then by its config.
 
     Args:
         source: what the checkpoint says about itself.
@@ -92,7 +92,7 @@ def _is_quanto(source: Source) -> bool:
 
 
 def dialect_named(name: str) -> Dialect:
-    """Give the dialect of this name, to write in.
+    """Return the dialect of this name, to write in.
 
     Args:
         name: as ``inspect`` and the command line call it.

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
-from fp8kit.selection import some_of
 
 JsonObject = dict[str, Any]
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -47,7 +47,7 @@ class Source:
         return str(self.quantization.get("quant_method") or "").lower().replace("_", "-")
 
     def has(self, *endings: str) -> bool:
-        """Say whether a tensor's name ends in one of these."""
+        """Return whether a tensor's name ends in one of these."""
         return any(name.endswith(endings) for name in self.kinds)
 
 
@@ -75,7 +75,7 @@ class Numbers:
     transposed: bool = False
 
     def scheme(self, weight: GroupShape, has_input_scale: bool) -> Scheme:
-        """Give the scheme of a layer once the granularity of its weight is known.
+        """Return the scheme of a layer once the granularity of its weight is known.
 
         Args:
             weight: granularity of the weight.
@@ -254,7 +254,7 @@ def quantization_config(config: JsonObject) -> JsonObject | None:
 def broken(
     key: str, found: object, wanted: str, *, file: str = "The quantization config"
 ) -> CheckpointError:
-    """Say that an entry of a config cannot be honoured.
+    """Return that an entry of a config cannot be honoured.
 
     Args:
         key: where it stands.

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit import cuda_driver, nvrtc
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.hopper.device import H200, Device, hopper
 from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
@@ -27,6 +26,7 @@ from fp8kit.matmul.hopper.source import Variant, source
 from fp8kit.matmul.hopper.tile_config import TILE_K, Schedule, TileConfig
 from fp8kit.matmul.problem import IN_GEMM_ROWS, MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import ALIGN, aligned, by_column, row_pitch
+from fp8kit.runtime import cuda_launch, nvrtc
 from fp8kit.runtime.weight_hazards import mark_synchronized, safe_to_prefetch
 
 MAX_ROWS = 16384
@@ -234,7 +234,7 @@ def _launch(
     # not read where threads store the result
     y_map = tokens.x_map
     if tma_store:
-        y_map = cuda_driver.byte_tile_map(y.data_ptr(), m, 2 * n, 2 * n, *config.store_box)
+        y_map = cuda_launch.byte_tile_map(y.data_ptr(), m, 2 * n, 2 * n, *config.store_box)
     _kernel(config, variant, w.device.index).launch(
         schedule.grid,
         (
@@ -242,10 +242,10 @@ def _launch(
             tokens.x_map,
             tokens.scale_map,
             y_map,
-            cuda_driver.pointer(tokens.scale),
-            cuda_driver.pointer(w_scale),
-            cuda_driver.pointer(bias),
-            cuda_driver.pointer(y),
+            cuda_launch.pointer(tokens.scale),
+            cuda_launch.pointer(w_scale),
+            cuda_launch.pointer(bias),
+            cuda_launch.pointer(y),
             ctypes.c_int(m),
             ctypes.c_int(n),
             ctypes.c_int(k),
@@ -254,7 +254,7 @@ def _launch(
             ctypes.c_int(schedule.band),
             ctypes.c_uint(schedule.band_inverse),
             ctypes.c_int(schedule.full_waves),
-            cuda_driver.pointer(tokens.dense),
+            cuda_launch.pointer(tokens.dense),
             ctypes.c_longlong(0 if tokens.dense is None else tokens.dense.stride(0) * 2),
             ctypes.c_float(tokens.min_scale),
         ),
@@ -272,18 +272,18 @@ def _starts_early(macs: int, w: Tensor) -> bool:
 
 def _code_map(codes: Tensor, tile_rows: int) -> Any:
     pitch = row_pitch(codes)
-    return cuda_driver.byte_tile_map(codes.data_ptr(), *codes.shape, pitch, tile_rows, TILE_K)
+    return cuda_launch.byte_tile_map(codes.data_ptr(), *codes.shape, pitch, tile_rows, TILE_K)
 
 
 def _scale_map(scale: Tensor, tokens: int) -> Any:
-    return cuda_driver.float_row_map(
+    return cuda_launch.float_row_map(
         scale.data_ptr(), scale.shape[1], scale.shape[0], scale.stride(1), tokens
     )
 
 
 @functools.cache
-def _kernel(config: TileConfig, variant: Variant, device: int) -> cuda_driver.Kernel:
-    return cuda_driver.Kernel(
+def _kernel(config: TileConfig, variant: Variant, device: int) -> cuda_launch.Kernel:
+    return cuda_launch.Kernel(
         source(config, variant),
         "hopper_gemm",
         block=config.threads,

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from fp8kit import nvrtc
 from fp8kit.matmul.hopper.tile_config import PRODUCER_REGISTERS, TileConfig
+from fp8kit.runtime import nvrtc
 
 SOURCES = (
     "quantizers/encode.cuh",

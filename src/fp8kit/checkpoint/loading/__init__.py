@@ -1,0 +1,1 @@
+"""Put the tensors of a checkpoint into a model."""

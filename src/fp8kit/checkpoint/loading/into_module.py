@@ -1,0 +1,384 @@
+"""Fill a module of any kind from a checkpoint: check every name first, then stream."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.checkpoint.loading.merged_weights import joined_scheme
+from fp8kit.checkpoint.loading.placement import Placement
+from fp8kit.checkpoint.loading.planning import plan_to_load
+from fp8kit.checkpoint.schema.cache_scales import has_home, keep_cache_scales
+from fp8kit.checkpoint.schema.layers import Layer
+from fp8kit.checkpoint.schema.merged_names import Shapes, find, fit
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.conversion import fusion
+from fp8kit.conversion import siblings as conversion_siblings
+from fp8kit.conversion.patterns import some_of
+from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.formats import Scheme
+from fp8kit.modules.dense import computes_linear
+from fp8kit.modules.hooks import carry_hooks
+from fp8kit.modules.linear import Fp8Linear
+
+
+@dataclass(slots=True)
+class Selection:
+    """Which layers of a high-precision checkpoint become FP8.
+
+    Args:
+        scheme: a preset name or a ``Scheme``.
+        include: as in ``fp8kit.plan``.
+        exclude: as in ``fp8kit.plan``.
+        strict: as in ``fp8kit.plan``.
+    """
+
+    scheme: Scheme | str
+    include: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
+    strict: bool = False
+
+
+@dataclass(slots=True)
+class Filled:
+    """What to know about a load.
+
+    Args:
+        unused: names of the tensors that the model does not use.
+        decoded: names of the layers that are FP8 in the checkpoint and dense in the model.
+    """
+
+    unused: list[str] = field(default_factory=list)
+    decoded: list[str] = field(default_factory=list)
+
+    def notes(self, source: str) -> list[str]:
+        """Return it in sentences.
+
+        Args:
+            source: what was loaded.
+        """
+        found = []
+        if self.unused:
+            found.append(
+                f"{source} holds tensors that the model does not use: {some_of(self.unused)}."
+            )
+        if self.decoded:
+            found.append(
+                f"{source} holds {len(self.decoded)} FP8 layers for which the model has no FP8 "
+                f"layer; they were decoded to high precision: {some_of(self.decoded)}."
+            )
+        return found
+
+
+@dataclass(slots=True)
+class Layers:
+    """New FP8 layers by every name they will have, and the layers that share an input."""
+
+    made: dict[str, Fp8Linear] = field(default_factory=dict)
+    groups: list[tuple[str, ...]] = field(default_factory=list)
+    ties: list[list[str]] = field(default_factory=list)
+
+
+def fill(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    selection: Selection | None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = False,
+) -> Filled:
+    """Load a checkpoint into a module, in place; linear layers become FP8 on the way.
+
+    Args:
+        model: any module; parameters on the meta device are made, others overwritten.
+        checkpoint: one that has been opened.
+        selection: what to quantize of a high-precision checkpoint; ``None`` for an FP8 one.
+        device: where the model goes; by default it stays, and meta goes to the CPU.
+        dtype: its high precision; by default tensors in memory keep theirs, those on meta take the
+            checkpoint's.
+        strict: raise for tensors that the model does not use.
+
+    Returns:
+        What did not go the way of the others.
+
+    Raises:
+        CheckpointError: if names or shapes do not match; nothing has been changed then.
+        ConversionError: if a layer cannot be quantized.
+
+    Example:
+        >>> fill(model, open_checkpoint("dir"), None)
+    """
+    high = dtype or checkpoint.dtype
+    if selection is None:
+        layers = _layers_in_checkpoint(model, checkpoint, high)
+    else:
+        layers = layers_by_plan(model, selection, high)
+    unused = _check(model, checkpoint, layers, strict)
+    arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
+    for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
+        arrivals.put(name, checkpoint.read(name))
+    end(model, layers, arrivals)
+    if device is not None:
+        model.to(device)
+    kept = keep_cache_scales(model, checkpoint, {n: n for n in unused})
+    return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded))
+
+
+def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
+    """Order tensors as they lie on disk, but bring what one weight waits for right after it.
+
+    Otherwise all the weights whose other parts or scales are in a later file would wait at once.
+    """
+
+    def place(name: str) -> tuple[str, int]:
+        return checkpoint.tensors[name].shard, checkpoint.tensors[name].offset
+
+    together: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names, key=place):
+        layer, _, kind = name.rpartition(".")
+        route = find(layer, kind, shapes)
+        together[route.target if route and route.target else layer].append(name)
+    return [name for group in together.values() for name in group]
+
+
+def begin(
+    model: nn.Module,
+    layers: Layers,
+    sources: Mapping[str, Layer] | None = None,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    high: torch.dtype = torch.bfloat16,
+    owned: bool = True,
+) -> Placement:
+    """Put new FP8 layers into a model, and make ready for tensors to arrive.
+
+    Args:
+        model: the module to fill.
+        layers: what ``layers_by_plan`` gave; they learn here which of their tensors are tied.
+        sources: as in ``Placement``.
+        device: as in ``fill``.
+        dtype: as in ``fill``.
+        high: as in ``Placement``.
+        owned: as in ``Placement``.
+    """
+    wanted = _state(model, layers)
+    layers.ties = _ties(wanted)
+    shapes = _shapes(wanted)
+    for name, layer in layers.made.items():
+        model.set_submodule(name, layer)
+    if dtype is not None:
+        model.to(dtype)
+    return Placement(model, shapes, sources, device=device, dtype=dtype, high=high, owned=owned)
+
+
+def end(model: nn.Module, layers: Layers, arrivals: Placement) -> None:
+    """Check that all has arrived, tie what is tied, and let layers share their input.
+
+    Raises:
+        CheckpointError: if a weight is not whole, or a tensor is still on meta.
+    """
+    arrivals.finish()
+    for group in layers.ties:
+        _tie(model, group, arrivals.placed)
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    absent = [name for name, t in tensors if t.is_meta]
+    if absent:
+        raise CheckpointError(
+            teach(
+                f"{some_of(absent)} did not arrive and have no values.",
+                "A model on the meta device gets all its tensors.",
+                "Bring them too, or make them before loading.",
+            )
+        )
+    if layers.made:  # what was converted before was shared and fused before, as was asked then
+        conversion_siblings.share_inputs(model, layers.groups)
+        fusion.fuse_producers(model)
+
+
+def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> Layers:
+    found = Layers()
+    names = _names_of_linears(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    shapes = _shapes(_state(model, found))
+    for name, source in checkpoint.layers.items():
+        route = find(name, "weight", shapes)
+        if route is None or route.expert is not None or source.weight == name:
+            continue  # unused and reported with the others, or decoded
+        siblings = {checkpoint.layers[n].scheme for n in route.sources if n in checkpoint.layers}
+        if len(siblings) > 1 or not checkpoint.layers.keys() >= set(route.sources):
+            continue  # a joined layer of one kind cannot hold them: decoded
+        scheme = source.scheme if route.split or route.whole else joined_scheme(source.scheme)
+        for target in route.split or (route.target,):
+            module = modules[target]
+            if not isinstance(module, nn.Linear):
+                continue  # an embedding, say: decoded
+            if isinstance(module, Fp8Linear) and module.scheme.activation == scheme.activation:
+                if module.scheme == scheme or len(route.sources) > 1:
+                    continue
+            if isinstance(module, Fp8Linear) or not computes_linear(module) or not target:
+                raise CheckpointError(
+                    teach(
+                        f"{target or 'The model itself'} is {scheme} in the checkpoint and "
+                        f"{_described(module)} in the model.",
+                        "FP8 weights load into nn.Linear layers inside a model, or into Fp8Linear "
+                        "layers of the same scheme.",
+                        "Pass a dense model, built as before its conversion.",
+                    )
+                )
+            if target not in found.made:
+                layer = _empty(module, scheme, dtype)
+                found.made.update(dict.fromkeys(names[module], layer))
+    found.groups = _groups(model, found)
+    return found
+
+
+def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -> Layers:
+    """Make empty FP8 layers for what a plan selects.
+
+    Args:
+        model: the module they are for; it is not changed.
+        selection: scheme and patterns.
+        dtype: their compute dtype.
+
+    Raises:
+        ConversionError: if the scheme is static, and as ``fp8kit.plan`` raises it.
+    """
+    scheme = Scheme.of(selection.scheme)
+    if scheme.static:
+        raise ConversionError(
+            teach(
+                f"Got scheme {scheme} for quantization while loading.",
+                "Its input scales come from calibration, which needs the loaded model.",
+                f"Load the model, then fp8kit.convert(model, {scheme.name!r}, calibrate=...).",
+            )
+        )
+    report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
+    found = Layers(groups=report.groups)
+    for record in report.converted:
+        module = model.get_submodule(record.name)
+        assert isinstance(module, nn.Linear)
+        layer = _empty(module, scheme, dtype)
+        found.made.update(dict.fromkeys((record.name, *record.aliases), layer))
+    return found
+
+
+def _names_of_linears(model: nn.Module) -> dict[nn.Module, list[str]]:
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            names[module].append(name)
+    return names
+
+
+def _groups(model: nn.Module, layers: Layers) -> list[tuple[str, ...]]:
+    found = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) or n in layers.made]
+    return conversion_siblings.find_groups(model, found)
+
+
+def _described(module: nn.Module) -> str:
+    scheme = f" {module.scheme}" if isinstance(module, Fp8Linear) else ""
+    return f"{type(module).__name__}{scheme}"
+
+
+def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
+    shape = (dense.in_features, dense.out_features)
+    layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=dtype)
+    layer.train(dense.training)
+    carry_hooks(dense, layer)
+    return layer
+
+
+def _state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
+    """Return the tensors that the model will hold once its layers are swapped."""
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    kept = {n: t for n, t in state.items() if n.rpartition(".")[0] not in layers.made}
+    for name, layer in layers.made.items():
+        for kind, tensor in layer.state_dict(keep_vars=True).items():
+            kept[named(name, kind)] = tensor
+    return kept
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def _check(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: bool) -> list[str]:
+    """Compare names and shapes before anything changes; list tensors the model has no use for."""
+    wanted = _state(model, layers)
+    tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
+    scales = {
+        scale: layer.weight
+        for layer in checkpoint.layers.values()
+        for scale in (layer.scale, layer.input_scale)
+        if scale is not None
+    }
+    found = fit(tensors, _shapes(wanted), scales)
+    problems = list(found.problems)
+    tied = {name: group for group in _ties(wanted) for name in group}
+    here = found.covered | _made_here(model, layers, found.covered)
+    problems += [f"{n}: not on disk" for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
+    if strict:
+        unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
+        problems += [f"{name}: not in the model" for name in unknown]
+    lost = [n for n, b in model.named_buffers() if b.is_meta and n not in wanted]
+    problems += [f"{n}: a buffer on meta that checkpoints do not hold" for n in lost]
+    if problems:
+        listed = "\n  ".join(problems[:20])
+        raise CheckpointError(
+            teach(
+                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
+                f"All tensors must match; {len(problems)} do not.",
+                _remedy(bool(lost), len(problems) > len(lost)),
+            )
+        )
+    return sorted(found.unused)
+
+
+def _remedy(lost: bool, others: bool) -> str:
+    """Give what to do about buffers that only building a model gives values, and about the rest."""
+    said = ["Pass the model that the checkpoint was made from."] if others else []
+    if lost:
+        said.append(
+            "Buffers that are not saved get their values when a model is built: build it within "
+            "accelerate.init_empty_weights(include_buffers=False) instead of torch.device('meta') "
+            "(then model.tie_weights(), if it ties any), or set these buffers before loading. For a"
+            " Transformers directory leave the model out: fp8kit.load builds it."
+        )
+    return " ".join(said)
+
+
+def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
+    """Name the tensors that need not be on disk: scales of weights that are quantized here."""
+    fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
+    names = set()
+    for name, layer in fp8.items():
+        if named(name, "weight") in covered:
+            names.add(named(name, "weight_scale"))
+            if layer.input_scale is not None and not layer.input_scale.is_meta:
+                names.add(named(name, "input_scale"))
+    return names
+
+
+def _ties(state: dict[str, Tensor]) -> list[list[str]]:
+    """Group the names that share one tensor, which a checkpoint may hold under any one of them."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in state.items():
+        names[id(tensor)].append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie(model: nn.Module, names: Sequence[str], loaded: set[str]) -> None:
+    """Let all names of one tensor share what was loaded under one of them."""
+    source = next((n for n in names if n in loaded), names[0])
+    owner, _, kind = source.rpartition(".")
+    tensor = getattr(model.get_submodule(owner), kind)
+    for name in names:
+        owner, _, kind = name.rpartition(".")
+        setattr(model.get_submodule(owner), kind, tensor)

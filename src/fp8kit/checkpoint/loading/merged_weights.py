@@ -1,0 +1,190 @@
+"""FP8 weights of layers that a model joins or splits along their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8kit import functional
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, scale_shape
+
+_E8M0_NAN = 255
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """The codes and scales of one layer.
+
+    Args:
+        q: the weight.
+        input_scale: fp32 ``[1, 1]`` of a static scheme.
+    """
+
+    q: QTensor
+    input_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight."""
+        return self.q.shape
+
+
+def fp8_weight(
+    name: str, codes: Tensor, scale: Tensor, input_scale: Tensor | None, group: GroupShape
+) -> Fp8Weight:
+    """Put codes and scales together.
+
+    Args:
+        name: of the scale, for errors.
+        codes: FP8 ``[N, K]``, or a stack ``[E, N, K]``.
+        scale: as many numbers as ``group`` wants, in any shape.
+        input_scale: one number; those of a stack are dropped.
+        group: granularity of ``scale``.
+
+    Raises:
+        CheckpointError: if the scale has another dtype or size, or is not finite and positive.
+    """
+    wanted = scale_shape(codes.shape, group)
+    scale = scale.to(codes.device)
+    if scale.numel() == torch.Size(wanted).numel():
+        scale = scale.reshape(wanted)
+    try:
+        q = QTensor(codes, scale, group)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    if not (is_finite(q) and (group == MX or (scale > 0).all())):
+        raise CheckpointError(
+            teach(
+                f"{name} holds NaN, infinite, zero or negative values.",
+                "Scales are finite and positive.",
+                "Look for the fault where they were made.",
+            )
+        )
+    single = input_scale is not None and input_scale.numel() == 1
+    return Fp8Weight(q, input_scale.reshape(1, 1) if input_scale is not None and single else None)
+
+
+def is_finite(q: QTensor) -> bool:
+    """Return whether all scales are finite, as those of finite numbers are."""
+    return bool((q.scale != _E8M0_NAN if q.group == MX else q.scale.isfinite()).all())
+
+
+def joined_scheme(scheme: Scheme) -> Scheme:
+    """Return the scheme of a layer that is joined from several: one scale per tensor becomes rows.
+
+    Nothing is requantized so: every row keeps the scale it had.
+
+    Args:
+        scheme: of the layers that are joined.
+
+    Example:
+        >>> joined_scheme(Scheme.of("FP8_TENSOR")).name
+        'FP8_DYNAMIC'
+    """
+    if scheme.weight != TENSOR:
+        return scheme
+    for preset in SCHEMES.values():
+        same = (ROW, scheme.activation, scheme.static, scheme.ue8m0, scheme.dtype)
+        if (preset.weight, preset.activation, preset.static, preset.ue8m0, preset.dtype) == same:
+            return preset
+    name = f"{scheme.name}_ROWS"
+    return Scheme(name, ROW, scheme.activation, scheme.static, scheme.ue8m0, scheme.dtype)
+
+
+def rows_of(weight: Fp8Weight, first: int, last: int, name: str) -> Fp8Weight:
+    """Cut rows out of an FP8 weight.
+
+    Args:
+        weight: a matrix.
+        first: first row.
+        last: row after the last one.
+        name: of the layer, for errors.
+
+    Raises:
+        CheckpointError: if the cut goes through a block.
+    """
+    q = weight.q
+    if q.group == TENSOR:
+        scale = q.scale
+    else:
+        _check_cut(first, q.group, name)
+        _check_cut(last, q.group, name, end=q.shape[0])
+        scale = q.scale[first // q.group.rows : -(-last // q.group.rows)]
+    return Fp8Weight(QTensor(q.data[first:last], scale, q.group), weight.input_scale)
+
+
+def join(weights: Sequence[Fp8Weight], group: GroupShape, name: str) -> Fp8Weight:
+    """Put FP8 weights below one another.
+
+    Scales per tensor become one scale per row if the result has rows, which changes no number; if
+    it has one scale, that is the largest, and weights of smaller ones are requantized, as serving
+    engines do. Input scales become the largest one.
+
+    Args:
+        weights: matrices of equal K and granularity.
+        group: granularity of the result.
+        name: of the joined layer, for errors.
+
+    Raises:
+        CheckpointError: if blocks would straddle two weights, or granularities do not fit.
+    """
+    groups = {w.q.group for w in weights}
+    found = groups.pop()
+    if groups or (found != group and (found, group) != (TENSOR, ROW)):
+        raise CheckpointError(
+            teach(
+                f"{name} is joined from weights with scales per "
+                f"{' and '.join(sorted(map(str, {found, *groups})))}, and is itself per {group}.",
+                "They are alike, or one scale per tensor becomes one per row.",
+                "Load into a model that keeps these layers apart.",
+            )
+        )
+    if group == TENSOR:
+        scale = torch.stack([w.q.scale for w in weights]).amax(0)
+        data = [_rescaled(w.q, scale) for w in weights]
+    elif found == TENSOR:
+        scale = torch.cat([w.q.scale.expand(w.shape[0], 1) for w in weights])
+        data = [w.q.data for w in weights]
+    else:
+        for weight in weights[:-1]:
+            _check_cut(weight.shape[0], group, name)
+        scale = torch.cat([w.q.scale for w in weights])
+        data = [w.q.data for w in weights]
+    inputs = [w.input_scale for w in weights if w.input_scale is not None]
+    largest = torch.stack(inputs).amax(0) if inputs else None
+    return Fp8Weight(QTensor(torch.cat(data), scale.contiguous(), group), largest)
+
+
+def _rescaled(q: QTensor, scale: Tensor) -> Tensor:
+    if torch.equal(q.scale, scale):
+        return q.data
+    return functional.quantize(
+        functional.dequantize(q), TENSOR, dtype=q.data.dtype, scale=scale
+    ).data
+
+
+def _check_cut(row: int, group: GroupShape, name: str, end: int = -1) -> None:
+    if row % group.rows and row != end:
+        raise CheckpointError(
+            teach(
+                f"{name} is cut at row {row}, inside a {group} block.",
+                f"Blocks begin at multiples of {group.rows} rows.",
+                "Load into a model whose layers are those of the checkpoint.",
+            )
+        )
+
+
+def check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    """Refuse a tensor of another shape than the model's; raises ``CheckpointError``."""
+    if list(found) != list(wanted):
+        raise CheckpointError(
+            teach(
+                f"{name} has shape {list(found)}.",
+                f"The model needs {list(wanted)}.",
+                "Bring the tensors of the model that was built.",
+            )
+        )

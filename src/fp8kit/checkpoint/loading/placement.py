@@ -1,0 +1,400 @@
+"""Tensors that arrive one by one, in any order, and become weights once they are whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit import functional
+from fp8kit.checkpoint.loading.merged_weights import (
+    Fp8Weight,
+    check_shape,
+    fp8_weight,
+    is_finite,
+    join,
+    rows_of,
+)
+from fp8kit.checkpoint.schema.layers import Layer
+from fp8kit.checkpoint.schema.merged_names import SCALES, Route, Shapes, find
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme
+from fp8kit.modules.linear import Fp8Linear, quantize_weight
+
+_SHOWN = 20
+
+
+@dataclass(slots=True)
+class _Partial:
+    """A tensor of the model of which some parts have arrived."""
+
+    route: Route
+    experts: int
+    total: int  # rows, of one expert
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # by (expert, index)
+    dense: Tensor | None = None
+    codes: dict[int, Fp8Weight] = field(default_factory=dict)
+
+    def absent(self) -> Iterator[str]:
+        """Name the parts that have not arrived."""
+        for expert in range(self.experts):
+            for index, source in enumerate(self.route.names(expert)):
+                if (expert, index) not in self.rows:
+                    yield source
+
+
+class Placement:
+    """Place tensors in a model as they arrive; quantize every weight when it is whole, and once.
+
+    A weight that comes in parts (q/k/v, gate/up, experts) is whole when all parts are there; FP8
+    codes are, when their scales are. What is whole goes into the storage that the model has, or
+    makes it if it is on meta, and is let go.
+
+    Args:
+        model: with ``Fp8Linear`` layers where FP8 is wanted; its tensors may be on meta.
+        shapes: of the tensors it wants, by name.
+        sources: the FP8 layers that a checkpoint holds, by name; without it, codes come as
+            ``X.weight`` and ``X.weight_scale`` and have the scheme of the FP8 layer they go into.
+        device: where everything goes; by default tensors stay, and those on meta go to the CPU.
+        dtype: high precision that everything is cast to; by default tensors in memory keep theirs.
+        high: high precision of decoded FP8 weights, if there is no ``dtype``.
+        owned: tensors may be kept, and those on meta take their dtype; otherwise what waits is
+            copied, because the caller may use its memory again, and the model's dtypes stay.
+
+    Example:
+        >>> arrivals = Arrivals(model, shapes)
+        >>> arrivals.put("up.weight", weight)
+        >>> arrivals.finish()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shapes: Shapes,
+        sources: Mapping[str, Layer] | None = None,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        high: torch.dtype = torch.bfloat16,
+        owned: bool = False,
+    ) -> None:
+        self.placed: set[str] = set()
+        self.unused: list[str] = []
+        self.decoded: list[str] = []
+        self._module = weakref.WeakMethod(model.get_submodule)  # a load may outlive its model
+        self.shapes, self._layers = shapes, sources or {}
+        self._roles = {
+            name: (layer.name, role)
+            for layer in self._layers.values()
+            for role, name in _names(layer).items()
+        }
+        self._device, self._dtype, self._high = device, dtype, dtype or high
+        self._owned = owned
+        self._arrived: set[str] = set()
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._partial: dict[str, _Partial] = {}
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Take one tensor.
+
+        Args:
+            name: as in the checkpoint: ``X.weight``, ``X.weight_scale`` and so on.
+            tensor: on any device.
+
+        Raises:
+            CheckpointError: if it has arrived before, does not fit, or contradicts its scale.
+            ConversionError: if it cannot be quantized.
+        """
+        if name in self._arrived:
+            raise CheckpointError(
+                teach(
+                    f"{name} arrived twice.",
+                    "One load brings each tensor once.",
+                    "Drop one of the two; another load may bring it again.",
+                )
+            )
+        tensor = tensor.detach()
+        layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
+        route = self._route(layer, kind)
+        if route is None:
+            self.unused.append(name)
+            return
+        self._arrived.add(name)
+        fp8 = tensor.dtype in FP8_FORMATS
+        if not fp8 and name in self.shapes and self._fp8_layer(route) is None:
+            self._write(route, name.rpartition(".")[2], tensor)
+        elif fp8 or kind in ("weight", *SCALES):
+            source = self._waiting.setdefault(layer, {})
+            source[kind] = tensor
+            if self._missing(layer, source):
+                source[kind] = self._kept(tensor)
+            else:
+                del self._waiting[layer]
+                self._deliver(route, layer, self._value(layer, source), self._key(layer))
+        else:
+            self._deliver(route, layer, tensor, kind)
+
+    def finish(self) -> None:
+        """Check that no weight is left waiting for a part.
+
+        Raises:
+            CheckpointError: naming each that waits, and what it waits for.
+        """
+        waiting = [
+            f"{named(layer, next(iter(source)))} waits for {self._missing(layer, source)}"
+            for layer, source in self._waiting.items()
+        ]
+        waiting += [f"{n} waits for {next(p.absent())}" for n, p in self._partial.items()]
+        if waiting:
+            listed = "\n  ".join(waiting[:_SHOWN])
+            raise CheckpointError(
+                teach(
+                    f"{len(waiting)} weights are not whole:\n  {listed}\n",
+                    "A weight is loaded when all its parts and scales are there.",
+                    "Bring them in the same load.",
+                )
+            )
+
+    def _fp8_layer(self, route: Route) -> Fp8Linear | None:
+        if route.split or route.expert is not None:
+            return None
+        found = self._submodule(route.target)
+        return found if isinstance(found, Fp8Linear) else None
+
+    def _submodule(self, name: str) -> nn.Module:
+        get = self._module()
+        assert get is not None
+        return get(name)
+
+    def _key(self, layer: str) -> str:
+        """Return the last word of the name of a layer's weight; a stack of experts has its own."""
+        known = self._layers.get(layer)
+        return known.weight.rpartition(".")[2] if known else "weight"
+
+    def _route(self, layer: str, kind: str) -> Route | None:
+        known = self._layers.get(layer)
+        if known is not None and known.weight == layer:
+            holder, _, kind = layer.rpartition(".")
+            return find(holder, kind, self.shapes)
+        return find(layer, kind, self.shapes)
+
+    def _numbers(self, layer: str) -> tuple[Scheme, GroupShape] | None:
+        """Return the scheme of a layer's codes and what their scales obey, if it is known."""
+        known = self._layers.get(layer)
+        if known is not None:
+            return known.scheme, known.group
+        route = find(layer, "weight", self.shapes)
+        names = route.split or (route.target,) if route and route.expert is None else ()
+        found = [m.scheme for m in map(self._submodule, names) if isinstance(m, Fp8Linear)]
+        return (found[0], found[0].weight) if found else None
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        return tensor if self._owned else tensor.clone()
+
+    def _missing(self, layer: str, source: dict[str, Tensor]) -> str:
+        """Name what a weight waits for; empty if it is whole."""
+        weight, numbers = source.get("weight"), self._numbers(layer)
+        if weight is None or weight.dtype in FP8_FORMATS:
+            static = numbers is not None and numbers[0].static
+            names = _names(self._layers.get(layer), layer, static)
+            return " and ".join(name for kind, name in names.items() if kind not in source)
+        if "weight_scale" in source:
+            raise CheckpointError(
+                teach(
+                    f"{named(layer, 'weight')} is {weight.dtype} and comes with a scale.",
+                    "A dense weight has no scale.",
+                    "Drop the scale, or bring the FP8 weight it belongs to.",
+                )
+            )
+        return ""
+
+    def _value(self, layer: str, source: dict[str, Tensor]) -> Tensor | Fp8Weight:
+        weight, numbers = source["weight"], self._numbers(layer)
+        if weight.dtype not in FP8_FORMATS:
+            return weight
+        if numbers is None or numbers[0].dtype != weight.dtype:
+            raise CheckpointError(
+                teach(
+                    f"{named(layer, 'weight')} is {weight.dtype}, and its layer is "
+                    f"{numbers[0] if numbers else 'in high precision'}.",
+                    "Codes load where their scheme is known: into an FP8 layer, or from a "
+                    "checkpoint.",
+                    "Bring the dense weight, or convert the layer first.",
+                )
+            )
+        scale, input_scale = source["weight_scale"], source.get("input_scale")
+        return fp8_weight(named(layer, "weight_scale"), weight, scale, input_scale, numbers[1])
+
+    def _deliver(
+        self, route: Route, layer: str, value: Tensor | Fp8Weight, kind: str = "weight"
+    ) -> None:
+        """Hand what is whole to its one target, or divide it among several."""
+        if route.split:
+            last = [0]
+            for target in route.split:
+                last.append(last[-1] + self.shapes[named(target, kind)][0])
+            check_shape(layer, value.shape[:1], last[-1:])
+            for target, a, b in zip(route.split, last, last[1:], strict=False):
+                part = value[a:b] if isinstance(value, Tensor) else rows_of(value, a, b, layer)
+                self._deliver(Route(target, (target,)), target, part, kind)
+            return
+        owner = self._fp8_layer(route)
+        if owner is not None and kind == "weight":
+            self._gather(owner, route, value)
+            return
+        if isinstance(value, Fp8Weight):
+            self.decoded.append(layer)
+            value = functional.dequantize(value.q, self._high)
+            known = self._layers.get(layer)
+            value = value.transpose(-1, -2) if known and known.transposed else value
+        self._write(route, kind, value)
+
+    def _gather(self, owner: Fp8Linear, route: Route, value: Tensor | Fp8Weight) -> None:
+        """Fill an FP8 layer, if all its parts are there."""
+        name, shape = route.tensor("weight"), (owner.out_features, owner.in_features)
+        if route.whole:
+            check_shape(name, value.shape, shape)
+            self._store(owner, route.target, value)
+            return
+        partial = self._begin(route, name, value.shape, shape)
+        if isinstance(value, Fp8Weight):
+            q = QTensor(self._kept(value.q.data), self._kept(value.q.scale), value.q.group)
+            partial.codes[route.index] = Fp8Weight(q, value.input_scale)
+        else:
+            if partial.dense is None:
+                partial.dense = torch.empty(
+                    shape, dtype=value.dtype, device=self._place(owner.weight)
+                )
+            first = route.first_row(value.shape[0], shape[0])
+            partial.dense[first : first + value.shape[0]].copy_(value)
+        if self._end(partial, name):
+            parts = [partial.codes[index] for index in sorted(partial.codes)]
+            if parts and partial.dense is not None:
+                raise CheckpointError(
+                    teach(
+                        f"Of {', '.join(route.sources)}, some are FP8 and some are not.",
+                        f"{route.target} joins them into one layer of one kind.",
+                        "Load into a model that keeps these layers apart.",
+                    )
+                )
+            whole = join(parts, owner.scheme.weight, route.target) if parts else partial.dense
+            assert whole is not None
+            self._store(owner, route.target, whole)
+
+    def _store(self, layer: Fp8Linear, name: str, value: Tensor | Fp8Weight) -> None:
+        place = self._place(layer.weight)
+        if isinstance(value, Fp8Weight):
+            if value.q.group != layer.scheme.weight:
+                value = join([value], layer.scheme.weight, name)
+            layer.original_weight = None  # it is not what these codes were made from
+            found = {"weight": value.q.data, "weight_scale": value.q.scale}
+            if value.input_scale is not None and layer.input_scale is not None:
+                found["input_scale"] = value.input_scale
+        else:
+            q = quantize_weight(value.to(place), layer.scheme)
+            if not is_finite(q):
+                raise ConversionError(
+                    teach(
+                        f"{named(name, 'weight')} holds NaN or infinities.",
+                        "Weights are finite.",
+                        "Repair the checkpoint, or exclude this layer.",
+                    )
+                )
+            if layer.original_weight is not None:
+                layer.original_weight.copy_(value)
+            found = {"weight": q.data, "weight_scale": q.scale}
+        for kind, tensor in found.items():
+            self._set(layer, kind, tensor, fresh=isinstance(value, Tensor))
+            self.placed.add(named(name, kind))
+
+    def _write(self, route: Route, kind: str, value: Tensor) -> None:
+        """Fill a tensor in high precision, or the rows of it that are there."""
+        name = route.tensor(kind)
+        owner, _, key = name.rpartition(".")
+        module = self._submodule(owner)
+        if key == "_extra_state":
+            module.set_extra_state(value)
+            self.placed.add(name)
+            return
+        if self._dtype is not None and value.is_floating_point() and not key.endswith("_scale"):
+            value = value.to(self._dtype)
+        held, shape = getattr(module, key), self.shapes[name]
+        if not self._owned and value.is_floating_point():
+            value = value.to(held.dtype)
+        if route.whole:
+            check_shape(name, value.shape, shape)
+            self._set(module, key, value)
+            self.placed.add(name)
+            return
+        if getattr(module, "is_transposed", False):
+            raise CheckpointError(
+                teach(
+                    f"{name} stacks its experts as [E, K, N].",
+                    "Single experts [N, K] are put into stacks [E, N, K].",
+                    "Bring the stacked tensor, or load the directory without model=.",
+                )
+            )
+        matrix = shape if route.expert is None else shape[1:]
+        partial = self._begin(route, name, value.shape, matrix)
+        if held.is_meta or (self._device is not None and held.device != self._device):
+            place = self._place(held)
+            dtype = value.dtype if held.is_meta else held.dtype
+            self._set(module, key, torch.empty(shape, dtype=dtype, device=place), fresh=True)
+        view = getattr(module, key).detach()
+        view = view if route.expert is None else view[route.expert]
+        first = route.first_row(value.shape[0], matrix[0])
+        view[first : first + value.shape[0]].copy_(value)
+        if self._end(partial, name):
+            self.placed.add(name)
+
+    def _begin(
+        self, route: Route, name: str, part: torch.Size, matrix: tuple[int, ...]
+    ) -> _Partial:
+        if part[0] > matrix[0] or part[1:] != matrix[1:]:
+            check_shape(route.sources[route.index], part, matrix)
+        experts = 1 if route.expert is None else self.shapes[name][0]
+        partial = self._partial.setdefault(name, _Partial(route, experts, matrix[0]))
+        partial.rows[route.expert or 0, route.index] = part[0]
+        return partial
+
+    def _end(self, partial: _Partial, name: str) -> bool:
+        """Return whether all parts are there; forget the target then, and check its rows."""
+        if len(partial.rows) < partial.experts * len(partial.route.sources):
+            return False
+        del self._partial[name]
+        for expert in range(partial.experts):
+            rows = sum(count for (e, _), count in partial.rows.items() if e == expert)
+            check_shape(", ".join(partial.route.sources), (rows,), (partial.total,))
+        return True
+
+    def _place(self, held: Tensor) -> torch.device:
+        return self._device or (torch.device("cpu") if held.is_meta else held.device)
+
+    def _set(self, module: nn.Module, key: str, value: Tensor, fresh: bool = False) -> None:
+        held = getattr(module, key)
+        moved = value.to(self._place(held))
+        if not held.is_meta and held.device == moved.device:
+            with torch.no_grad():
+                held.copy_(moved)
+            return
+        borrowed = moved is value and not (fresh or self._owned)
+        part = moved.untyped_storage().nbytes() > moved.nbytes  # would keep the whole alive
+        if borrowed or part or not moved.is_contiguous():
+            moved = moved.clone(memory_format=torch.contiguous_format)
+        value = moved
+        if isinstance(held, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=held.requires_grad)
+        setattr(module, key, value)
+
+
+def _names(layer: Layer | None, name: str = "", static: bool = False) -> dict[str, str]:
+    """Name the codes and scales of a layer by their roles."""
+    if layer is None:
+        kinds = ("weight", *(SCALES if static else SCALES[:1]))
+        return {kind: named(name, kind) for kind in kinds}
+    found = {"weight": layer.weight, "weight_scale": layer.scale}
+    return found | ({"input_scale": layer.input_scale} if layer.input_scale else {})

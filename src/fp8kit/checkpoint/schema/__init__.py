@@ -1,0 +1,1 @@
+"""What the tensors of a checkpoint mean: names, layers, pairs, decoding, targets."""

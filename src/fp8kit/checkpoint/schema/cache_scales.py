@@ -1,0 +1,71 @@
+"""Scales of the KV cache between ``load`` and ``save``: data that the model itself does not use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.storage.reader import Checkpoint
+
+# the attribute of an attention module that holds them, by "k_scale" and so on
+_HOME = "cache_scales"
+
+
+def keep_cache_scales(
+    model: nn.Module, checkpoint: Checkpoint, places: Mapping[str, str]
+) -> set[str]:
+    """Leave the scales of the KV cache on the modules they belong to, for ``save`` to write again.
+
+    They are data, ``module.cache_scales`` by ``"k_scale"`` and so on, on the CPU in fp32: neither
+    parameters nor buffers, so that ``state_dict`` has the names that the model gave it, and no cast
+    or move of the model touches them.
+
+    Args:
+        model: which has been filled; it does not use them.
+        checkpoint: which holds them.
+        places: their names in the checkpoint to their names in the model.
+
+    Returns:
+        The names in the checkpoint of those for which the model has a module.
+
+    Example:
+        >>> keep_cache_scales(model, checkpoint, {n: n for n in checkpoint.kv_scales})
+        {'model.layers.0.self_attn.k_scale', 'model.layers.0.self_attn.v_scale'}
+    """
+    kept, modules = set(), dict(model.named_modules())
+    for module in modules.values():  # of an earlier load
+        module.__dict__.pop(_HOME, None)
+    for name in checkpoint.kv_scales:
+        owner, _, kind = places.get(name, "").rpartition(".")
+        if owner and owner in modules:
+            modules[owner].__dict__.setdefault(_HOME, {})[kind] = checkpoint.read(name)
+            kept.add(name)
+    return kept
+
+
+def has_home(model: nn.Module, checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether a tensor is a scale of the KV cache, and the model has the module it is of."""
+    owner = name.rpartition(".")[0]
+    return name in checkpoint.kv_scales and owner != "" and owner in dict(model.named_modules())
+
+
+def held_cache_scales(model: nn.Module) -> dict[str, Tensor]:
+    """Return the scales of the KV cache that ``load`` left on attention modules.
+
+    Args:
+        model: any module; ``module.cache_scales`` holds what ``keep_cache_scales`` put there.
+
+    Returns:
+        ``X.k_scale``, ``X.v_scale`` and ``X.q_scale`` by name, fp32 ``[1]`` or ``[heads, 1, 1]``.
+
+    Example:
+        >>> held_cache_scales(fp8kit.load("dir"))["model.layers.0.self_attn.k_scale"]
+        tensor([0.0210])
+    """
+    return {
+        named(name, kind): scale
+        for name, module in model.named_modules()
+        for kind, scale in getattr(module, _HOME, {}).items()
+    }

@@ -1,0 +1,210 @@
+"""From bytes on disk to codes and scales in the shapes and dtypes of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8kit.checkpoint.schema.layers import Layer
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import FP8_FORMATS, MX, ROW, scale_shape
+
+_FNUZ = torch.float8_e4m3fnuz
+_FN = torch.float8_e4m3fn
+_PIECE = 2**20
+
+
+def decode_weight(layer: Layer, raw: Tensor, where: str) -> Tensor:
+    """Return the codes of a layer: e4m3fn, K last.
+
+    Args:
+        layer: whose weight it is.
+        raw: the tensor on disk.
+        where: how to call it in errors.
+
+    Returns:
+        Codes of ``layer.shape``; a view of ``raw`` unless bytes had to change.
+
+    Raises:
+        CheckpointError: if codes of e4m3fnuz hold NaN.
+
+    Example:
+        >>> decode_weight(layer, raw, "a.weight").dtype
+        torch.float8_e4m3fn
+    """
+    codes = raw.transpose(-1, -2) if layer.transposed else raw
+    if layer.codes != _FNUZ:
+        return codes
+    if (raw.view(torch.uint8) == FP8_FORMATS[_FNUZ].nan_code).any():
+        raise _not_numbers(where)
+    return codes.view(_FN) if _same_bits(raw) else codes.float().to(_FN)
+
+
+def decode_scale(layer: Layer, raw: Tensor, weight: Callable[[], Tensor], where: str) -> Tensor:
+    """Return the scales of a layer's weight.
+
+    Args:
+        layer: whose scales they are.
+        raw: the tensor on disk.
+        weight: gives the layer's codes on disk; called for e4m3fnuz only.
+        where: how to call it in errors.
+
+    Returns:
+        Multipliers of ``scale_shape(layer.shape, layer.group)``: fp32, or E8M0 bytes for MX.
+
+    Raises:
+        CheckpointError: for a scale that is not finite and positive.
+
+    Example:
+        >>> decode_scale(layer, raw, lambda: codes, "a.weight_scale").dtype
+        torch.float32
+    """
+    halved = layer.codes == _FNUZ and _same_bits(weight())
+    wanted = scale_shape(layer.shape, layer.group)
+    if layer.group == MX:
+        scale = raw.view(torch.uint8)
+        scale = unswizzled(scale, wanted) if layer.swizzled else scale
+        if (scale == 255).any() or (halved and (scale == 0).any()):
+            raise _not_numbers(where)
+        return (scale - 1 if halved else scale).reshape(wanted)
+    scale = raw.float()
+    _check_positive(scale, where)
+    scale = scale / 2 if halved else scale
+    if layer.group == ROW and scale.numel() != torch.Size(wanted).numel():
+        return _spread(scale, layer, wanted)
+    return scale.reshape(wanted)
+
+
+def decode_input_scale(layer: Layer, raw: Tensor, where: str) -> Tensor:
+    """Return the scale of a layer's activations: ``[1, 1]``, or ``[E, 1]`` if a stack has several.
+
+    Fused layers with one scale for each part get the largest, as engines do.
+
+    Args:
+        layer: whose scale it is.
+        raw: the tensor on disk.
+        where: how to call it in errors.
+
+    Raises:
+        CheckpointError: for a scale that is not finite and positive.
+
+    Example:
+        >>> decode_input_scale(layer, torch.tensor(0.5), "a.input_scale")
+        tensor([[0.5000]])
+    """
+    scale = raw.float()
+    _check_positive(scale, where)
+    scale = scale / 2 if layer.codes == _FNUZ else scale
+    stacked = len(layer.shape) == 3 and scale.numel() >= layer.shape[0] > 1
+    return scale.reshape(layer.shape[0] if stacked else 1, -1).amax(1, keepdim=True)
+
+
+def decode_cache_scale(raw: Tensor, fnuz: bool, where: str) -> Tensor:
+    """Return a scale of the KV cache: fp32, ``[1]``, or ``[heads, 1, 1]``.
+
+    Args:
+        raw: the tensor on disk.
+        fnuz: the checkpoint is written for e4m3fnuz.
+        where: how to call it in errors.
+
+    Raises:
+        CheckpointError: for a scale that is not finite and positive.
+
+    Example:
+        >>> decode_cache_scale(torch.tensor(0.5), False, "a.k_scale")
+        tensor([0.5000])
+    """
+    scale = raw.float()
+    _check_positive(scale, where)
+    scale = scale / 2 if fnuz else scale
+    return scale if scale.dim() == 3 else scale.reshape(1)
+
+
+def unswizzled(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Undo the 128x4 tiles in which Blackwell's tensor cores want MX scales.
+
+    Tiles of 512 bytes are stored row by row; inside one, the scale of row ``r`` and column ``c``
+    is at ``(r % 32) * 16 + r // 32 * 4 + c`` (torchao ``to_blocked``, cuBLAS block scaling layout).
+
+    Args:
+        scale: bytes, any shape, padded to whole tiles.
+        shape: ``(rows, columns)`` without the padding.
+
+    Returns:
+        Bytes of ``shape``.
+
+    Example:
+        >>> unswizzled(torch.zeros(64, 32, dtype=torch.uint8), (192, 5)).shape
+        torch.Size([192, 5])
+    """
+    rows, cols = -(-shape[-2] // 128), -(-shape[-1] // 4)
+    tiles = scale.reshape(rows, cols, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(rows * 128, cols * 4)[: shape[-2], : shape[-1]].contiguous()
+
+
+def check_codes(codes: Tensor, where: str) -> None:
+    """Refuse codes that hold NaN, which no quantizer of finite weights writes.
+
+    Args:
+        codes: e4m3fn.
+        where: how to call them in errors.
+
+    Raises:
+        CheckpointError: if a byte is 0x7F or 0xFF.
+
+    Example:
+        >>> check_codes(codes, "a.weight")
+    """
+    if _has_largest(codes):
+        raise _not_numbers(where)
+
+
+def _same_bits(codes: Tensor) -> bool:
+    """Return whether e4m3fnuz codes mean twice their value when read as e4m3fn.
+
+    All do but those of 240, which is NaN there. With these, the codes are cast and only the
+    smallest ones rounded.
+    """
+    return not _has_largest(codes)
+
+
+def _has_largest(codes: Tensor) -> bool:
+    """Return whether a code has all bits but the sign: NaN in e4m3fn, 240 in e4m3fnuz.
+
+    In pieces that stay in cache, and as bytes: ``isnan`` is two hundred times slower.
+    """
+    pieces = torch.split(codes.reshape(-1).view(torch.uint8), _PIECE)
+    return any(bool((piece & 0x7F).amax() == 0x7F) for piece in pieces if piece.numel())
+
+
+def _spread(scale: Tensor, layer: Layer, wanted: tuple[int, ...]) -> Tensor:
+    """Repeat scales of parts of a fused matrix, or of matrices in a stack, over their rows."""
+    stack, rows = wanted[:-2], wanted[-2]
+    parts = scale.reshape(*stack, -1) if scale.numel() > 1 else scale.reshape(1)
+    count = parts.shape[-1]
+    widths = layer.widths or (rows // count,) * count
+    spread = parts.repeat_interleave(torch.tensor(widths), dim=-1).unsqueeze(-1)
+    return spread.expand(wanted).contiguous()
+
+
+def _check_positive(scale: Tensor, where: str) -> None:
+    if not (scale.isfinite() & (scale > 0)).all():
+        raise CheckpointError(
+            teach(
+                f"{where} holds NaN, infinite, zero or negative values.",
+                "Scales are finite and positive.",
+                "The file is damaged: get or make it again.",
+            )
+        )
+
+
+def _not_numbers(where: str) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            f"{where} holds NaN.",
+            "Codes and scales are numbers.",
+            "The file is damaged: get or make it again.",
+        )
+    )

@@ -1,0 +1,192 @@
+"""What an FP8 layer of a checkpoint is, and whether tensors can be the scales of its weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fp8kit.checkpoint.dialects import JsonObject, Numbers
+from fp8kit.errors import teach
+from fp8kit.formats import BLOCK, MX, ROW, TENSOR, GroupShape, Scheme, scale_shape
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_BYTES = (torch.uint8, torch.float8_e8m0fnu)
+Shape = tuple[int, ...]
+Kind = tuple[torch.dtype, Shape]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One FP8 layer of a checkpoint, or one stack of experts, in the words of this package.
+
+    Args:
+        name: of the layer.
+        scheme: how it computes.
+        shape: of its codes once read, ``(N, K)``, or ``(E, N, K)`` for a stack.
+        weight: our name of its codes.
+        scale: our name of the scales of its weight.
+        input_scale: our name of the scale of its activations, if it has one.
+        codes: dtype of the codes on disk.
+        swizzled: its MX scales are stored in 128x4 tiles.
+        transposed: its codes are stored with K before N.
+        widths: rows of each part of a fused matrix that has one scale per part.
+    """
+
+    name: str
+    scheme: Scheme
+    shape: Shape
+    weight: str
+    scale: str
+    input_scale: str | None = None
+    codes: torch.dtype = torch.float8_e4m3fn
+    swizzled: bool = False
+    transposed: bool = False
+    widths: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> GroupShape:
+        """What the scales obey once read: in a stack, one per matrix becomes one per row."""
+        stacked = len(self.shape) == 3 and self.scheme.weight == TENSOR
+        return ROW if stacked else self.scheme.weight
+
+
+def part_widths(name: str, shape: Shape, count: int, config: JsonObject) -> tuple[int, ...]:
+    """Return the rows of each part of a fused matrix; empty if it is not one of ``count`` parts.
+
+    Args:
+        name: of the layer, ending in ``qkv_proj`` or ``gate_up_proj``.
+        shape: of its weight.
+        count: of scales that it has.
+        config: ``config.json``, which says how many heads there are.
+
+    Example:
+        >>> part_widths("mlp.gate_up_proj", (64, 16), 2, {})
+        (32, 32)
+    """
+    last, rows = name.rpartition(".")[2], shape[0]
+    if len(shape) == 2 and last == "gate_up_proj" and count == 2 and rows % 2 == 0:
+        return rows // 2, rows // 2
+    if len(shape) == 2 and last == "qkv_proj" and count == 3:
+        text = config.get("text_config", config)
+        text = text if isinstance(text, dict) else config
+        heads = text.get("num_attention_heads")
+        keys = text.get("num_key_value_heads", heads)
+        if isinstance(heads, int) and isinstance(keys, int) and heads > 0 and keys > 0:
+            size, rest = divmod(rows, heads + 2 * keys)
+            return (heads * size, keys * size, keys * size) if rest == 0 else ()
+    return ()
+
+
+def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[Shape, ...]:
+    """List the shapes in which exporters write the scales of one weight.
+
+    Args:
+        shape: of the codes on disk.
+        group: granularity.
+        numbers: whether scales are swizzled, and stacks transposed.
+
+    Example:
+        >>> accepted_shapes((300, 256), BLOCK, Numbers())
+        ((3, 2), (3, 1, 2, 1))
+    """
+    *stack, rows, cols = shape
+    if numbers.transposed and stack:
+        return ((*stack, 1, cols), (*stack, cols, 1)) if group == ROW else ()
+    if numbers.swizzled and group == MX:
+        return (((-(-rows // 128)) * 32, (-(-cols // 128)) * 16),)
+    if group == TENSOR:
+        one: tuple[Shape, ...] = ((1,), (), (1, 1))
+        whole = tuple(stack)
+        return (*one, whole, (*whole, 1), (*whole, 2), (*whole, 1, 1)) if stack else one
+    if group == ROW:
+        column = ((*stack, rows, 1), (*stack, rows))
+        return (*column, (*stack, 1, rows)) if stack else column
+    wanted = scale_shape(shape, group)
+    if group.rows == 1 or stack:
+        return (wanted,)
+    return wanted, (wanted[0], 1, wanted[1], 1)
+
+
+def granularity(numbers: Numbers, shape: Shape, scale: Kind) -> GroupShape:
+    """Return how fine the scales of a weight are: as announced, else by their dtype and shape.
+
+    Args:
+        numbers: what the config says.
+        shape: of the codes on disk.
+        scale: dtype and shape of the scales on disk.
+
+    Returns:
+        The granularity; where nothing fits the likeliest, whose check will then fail.
+    """
+    if numbers.weight is not None:
+        return numbers.weight
+    candidates = (MX, BLOCK) if scale[0] in _BYTES else (TENSOR, ROW, BLOCK, MX)
+    fitting = [g for g in candidates if scale[1] in accepted_shapes(shape, g, numbers)]
+    return fitting[0] if fitting else candidates[0]
+
+
+def scale_problem(name: str, scale: Kind, shape: Shape, numbers: Numbers) -> str:
+    """Return what is wrong with the scales of a weight; empty if nothing is.
+
+    Args:
+        name: of the scales on disk.
+        scale: their dtype and shape.
+        shape: of the codes on disk.
+        numbers: how the layer computes; its ``weight`` is known.
+    """
+    group = numbers.weight
+    assert group is not None
+    shapes = accepted_shapes(shape, group, numbers)
+    dtypes: tuple[torch.dtype, ...] = _BYTES if group == MX else FLOATS
+    if group.rows > 1:  # DeepSeek V4 stores powers of two so
+        dtypes = (*FLOATS, torch.float8_e8m0fnu)
+    if scale[0] in dtypes and scale[1] in shapes:
+        return ""
+    kind = "E8M0 bytes (uint8 or float8_e8m0fnu)" if group == MX else "float32 (or 16 bit)"
+    listed = " or ".join(str(list(s)) for s in shapes[:3]) or "none in this dialect"
+    remedy = "Correct the config if it names another scheme, or export again."
+    if scale[0] not in dtypes:
+        remedy = "Exponent bytes and numbers are not cast into each other: export again."
+    return teach(
+        f"{name} is {scale[0]} of shape {list(scale[1])}.",
+        f"{group} scales of a weight of {list(shape)} are {kind} of shape {listed}.",
+        remedy,
+    )
+
+
+def input_scale_problem(
+    wanted: str, scale: tuple[str, Kind] | None, shape: Shape, scheme: Scheme, parts: int
+) -> str:
+    """Return what is wrong with the scale of a layer's activations; empty if nothing is.
+
+    Args:
+        wanted: our name of the scale.
+        scale: name, dtype and shape of the scale on disk; ``None`` if there is none.
+        shape: of the codes on disk.
+        scheme: of the layer.
+        parts: of a fused matrix, which may have a scale each.
+    """
+    if scale is None:
+        return scheme.static * teach(
+            f"An FP8 weight has no {wanted}.",
+            f"{scheme} needs it: its activations are scaled by a fixed number.",
+            "A shard may be missing: get the checkpoint again.",
+        )
+    name, (dtype, found) = scale
+    if not scheme.static:
+        return teach(
+            f"{name} is there, and the config says {scheme}.",
+            "Its activations are scaled by their own amax.",
+            "Correct the config to the scheme of the tensors.",
+        )
+    shapes: tuple[Shape, ...] = ((1,), (), (1, 1))
+    if len(shape) == 3:
+        shapes = (*shapes, shape[:1], (shape[0], 1), (shape[0], 2))
+    if dtype in FLOATS and (found in shapes or (parts and found == (parts,))):
+        return ""
+    return teach(
+        f"{name} is {dtype} of shape {list(found)}.",
+        "A static input scale is one number, float32 (or 16 bit).",
+        "Export the model again.",
+    )

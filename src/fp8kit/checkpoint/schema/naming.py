@@ -1,0 +1,273 @@
+"""What a tensor is, told from its name: a weight, one of its scales, or a scale of the KV cache.
+
+Exporters use a dozen words for four things. All of them are understood in every dialect; which word
+belongs to which dialect matters only when writing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8kit.checkpoint.dialects import Kinds
+from fp8kit.formats import FP8_FORMATS
+
+CODES = (*FP8_FORMATS, torch.float8_e5m2fnuz)
+_WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "qscale_weight", "scale")
+_INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "scale_input")
+# words that other parameters have as well: they count beside an FP8 weight only
+_COMMON = ("scale",)
+_MARKERS = ("scaled_fp8", "comfy_quant")
+_TORCHAO = re.compile(r"(?P<layer>.*\.)?_(?P<kind>\w+?)_(?P<part>qdata|scale|act_quant_scale)")
+_STACK_SCALES = {
+    "_scale": "scale",
+    "_scale_inv": "scale",
+    "_weight_scale": "scale",
+    "_weight_scale_inv": "scale",
+    "_input_scale": "input_scale",
+    "_activation_scale": "input_scale",
+}
+# each gives the attention module, and k or v, both if it says neither; or q, where attention itself
+# is quantized
+_KV_SCALES = (
+    re.compile(r"(?P<module>.*\.)?(?:[qkv]|qkv)_proj\.(?P<kv>[qkv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_proj\.output_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_fake_quantizer\.qscale_act"),
+    re.compile(r"(?P<module>.*\.self_attn\.)attn\.(?P<kv>[qkv])_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>)kv_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[qkv])_scale"),
+)
+_EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.|$)")
+# models whose experts engines know as block_sparse_moe.experts.0.w1; exporters that walk the
+# modules of Transformers write mlp.experts.0.gate_proj
+_MIXTRAL_LIKE = ("mixtral", "phimoe", "minimax", "minimax_m2")
+_MIXTRAL = re.compile(
+    r"(?P<block>.*\blayers\.\d+\.)(?:mlp|block_sparse_moe)\."
+    r"(?P<rest>(?P<experts>experts\.(?:\d+\.)?)(?P<part>\w+)(?P<kind>.*)"
+    r"|(?P<router>gate|router)\..*)"
+)
+_MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+# GraniteMoE keeps its stacks of experts beside the router, in modules of these names
+_BARE_STACKS = ("input_linear", "output_linear")
+
+
+@dataclass(slots=True)
+class Parts:
+    """The tensors of one layer, as names on disk; a sound layer has one of each at most.
+
+    Args:
+        weight: of its codes; empty if they are missing.
+        scales: of the scales of its weight.
+        input_scales: of the scales of its activations.
+        stack: the codes are a parameter of their own, e.g. ``experts.gate_up_proj``.
+    """
+
+    weight: str = ""
+    scales: list[str] = field(default_factory=list)
+    input_scales: list[str] = field(default_factory=list)
+    stack: bool = False
+
+
+@dataclass(slots=True)
+class Names:
+    """Every tensor of a checkpoint, sorted by what it is.
+
+    Args:
+        layers: our name of each layer to its tensors.
+        kv_scales: our name, ``X.k_scale``, ``X.v_scale`` or ``X.q_scale``, to names on disk.
+        plain: tensors that have nothing to do with FP8.
+        stray: FP8 tensors that are not the weight of a layer.
+    """
+
+    layers: dict[str, Parts] = field(default_factory=dict)
+    kv_scales: dict[str, list[str]] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+    stray: list[str] = field(default_factory=list)
+
+
+def named(layer: str, kind: str) -> str:
+    """Name a tensor of a layer; the layer that is the whole model has no name."""
+    return f"{layer}.{kind}" if layer else kind
+
+
+def experts_of(name: str) -> str:
+    """Return the module of experts, as serving engines name it, that a layer or tensor belongs to.
+
+    Args:
+        name: of one expert's layer, of a stack, of its tensor, or of the module itself.
+
+    Returns:
+        Its name; empty if it belongs to none.
+
+    Example:
+        >>> experts_of("layers.0.mlp.experts.3.w1"), experts_of("layers.0.moe.input_linear.weight")
+        ('layers.0.mlp.experts', 'layers.0.moe.experts')
+    """
+    found = _EXPERTS.match(name)
+    if found:
+        return found["experts"]
+    parent, _, last = name.removesuffix(".weight").rpartition(".")
+    return named(parent, "experts") if last in _BARE_STACKS else ""
+
+
+def engine_name(name: str, model_type: str) -> str:
+    """Return a tensor or layer the name by which engines and Transformers load it.
+
+    Args:
+        name: as an exporter wrote it.
+        model_type: of the model, as ``config.json`` says it.
+
+    Returns:
+        The same name, but for the experts and routers of Mixtral and its like.
+
+    Example:
+        >>> engine_name("model.layers.0.mlp.experts.3.up_proj.weight", "mixtral")
+        'model.layers.0.block_sparse_moe.experts.3.w3.weight'
+    """
+    found = _MIXTRAL.fullmatch(name) if model_type in _MIXTRAL_LIKE else None
+    if found is None:
+        return name
+    rest = found["rest"]
+    if found["router"]:
+        rest = f"gate.{rest.partition('.')[2]}"
+    elif found["experts"] != "experts.":  # a stack keeps the words that say how it is divided
+        part = _MIXTRAL_PARTS.get(found["part"], found["part"])
+        rest = f"{found['experts']}{part}{found['kind']}"
+    return f"{found['block']}block_sparse_moe.{rest}"
+
+
+def dense_stacks(dense: Mapping[str, tuple[int, ...]], coded: Iterable[str]) -> set[str]:
+    """Name the modules of experts whose stacks are in high precision.
+
+    Args:
+        dense: names of the tensors in high precision, and their shapes.
+        coded: names of the FP8 layers.
+
+    Example:
+        >>> dense_stacks({"mlp.experts.down_proj": (8, 64, 32)}, ["self_attn.q_proj"])
+        {'mlp.experts'}
+    """
+    found = set()
+    for name, shape in dense.items():
+        inside = name.removeprefix(f"{experts_of(name)}.")
+        if len(shape) == 3 or (inside != name and len(shape) == 2 and not inside[:1].isdigit()):
+            found.add(experts_of(name))
+    return found - {experts_of(n) for n in coded} - {""}
+
+
+def sort_names(kinds: Kinds) -> Names:
+    """Sort the tensors of a quantized checkpoint by what they are.
+
+    Args:
+        kinds: name of each tensor on disk to its dtype and shape.
+
+    Returns:
+        The layers with all that belongs to them, and the rest.
+
+    Example:
+        >>> sort_names({"a.weight": (E4M3, (2, 3)), "a.weight_scale": (F32, (2, 1))}).layers
+        {'a': Parts(weight='a.weight', scales=['a.weight_scale'], input_scales=[], stack=False)}
+    """
+    found = Names()
+    for name, (dtype, shape) in sorted(kinds.items()):
+        if dtype in CODES:
+            _add_codes(found, name, len(shape))
+    for name, (dtype, _) in sorted(kinds.items()):
+        if dtype in CODES:
+            continue
+        if not (_add_scale(found, name, kinds) or _add_cache(found, name)):
+            if name.rpartition(".")[2] not in _MARKERS:
+                found.plain.append(name)
+    return found
+
+
+def _add_codes(found: Names, name: str, dims: int) -> None:
+    layer, _, kind = name.rpartition(".")
+    subclass = _TORCHAO.fullmatch(name)
+    stack = kind != "weight"
+    if subclass and subclass["part"] == "qdata":
+        layer, stack = (subclass["layer"] or "").rstrip("."), subclass["kind"] != "weight"
+        layer = named(layer, subclass["kind"]) if stack else layer
+    elif stack and dims == 3:
+        layer = name
+    elif stack:
+        found.stray += [] if kind in _MARKERS else [name]
+        return
+    if layer in found.layers:
+        found.stray.append(name)
+    else:
+        found.layers[layer] = Parts(name, stack=stack)
+
+
+def _add_scale(found: Names, name: str, kinds: Kinds) -> bool:
+    """Note a scale under its layer, which need not have FP8 codes: that is damage, told later."""
+    subclass = _TORCHAO.fullmatch(name)
+    if subclass and subclass["part"] != "qdata":
+        layer = (subclass["layer"] or "").rstrip(".")
+        if subclass["kind"] != "weight":
+            layer = named(layer, subclass["kind"])
+        if subclass["kind"] == "weight" or layer in found.layers:
+            parts = found.layers.setdefault(layer, Parts())
+            (parts.scales if subclass["part"] == "scale" else parts.input_scales).append(name)
+            return True
+    for ending, role in _STACK_SCALES.items():
+        stack = found.layers.get(name.removesuffix(ending)) if name.endswith(ending) else None
+        if stack is not None and stack.stack:
+            (stack.scales if role == "scale" else stack.input_scales).append(name)
+            return True
+    layer, _, kind = name.rpartition(".")
+    if kind in _COMMON and layer.endswith(".weight") and layer in kinds:
+        layer = layer.removesuffix(".weight")
+    is_quantizer = kind == "qscale_act" and layer.endswith("_fake_quantizer")
+    if kind in (*_WEIGHT_SCALES, *_INPUT_SCALES) and not is_quantizer:
+        exponents = kinds[name][0] == torch.float8_e8m0fnu  # a scale, whatever it belongs to
+        if kind in _COMMON and layer not in found.layers and not exponents:
+            return False
+        parts = found.layers.setdefault(layer, Parts())
+        (parts.scales if kind in _WEIGHT_SCALES else parts.input_scales).append(name)
+        return True
+    return False
+
+
+def _add_cache(found: Names, name: str) -> bool:
+    for pattern in _KV_SCALES:
+        match = pattern.fullmatch(name)
+        if match:
+            module = match["module"] or ""
+            for kv in match["kv"] or "kv":
+                found.kv_scales.setdefault(f"{module}{kv}_scale", []).append(name)
+            return True
+    return False
+
+
+def cache_strategy(shapes: Iterable[tuple[int, ...]]) -> str:
+    """Return how fine the scales of a KV cache are, in the word of compressed-tensors.
+
+    Args:
+        shapes: of all of them.
+
+    Returns:
+        ``"tensor"``, ``"attn_head"`` if one has a number per head, or nothing if there are none.
+
+    Example:
+        >>> cache_strategy([(1,), (1,)]), cache_strategy([(8, 1, 1)])
+        ('tensor', 'attn_head')
+    """
+    found = {"attn_head" if len(shape) == 3 else "tensor" for shape in shapes}
+    return min(found, default="")
+
+
+def standard_names(layer: str, stack: bool) -> Mapping[str, str]:
+    """Return our names of the tensors of a layer.
+
+    Args:
+        layer: its name.
+        stack: its codes are a parameter of their own, with scales named after it.
+    """
+    kinds = ("weight", "weight_scale", "input_scale")
+    if stack:
+        return dict(zip(kinds, (layer, f"{layer}_scale", f"{layer}_input_scale"), strict=True))
+    return {kind: named(layer, kind) for kind in kinds}

@@ -1,0 +1,271 @@
+"""Which weights belong to which scales: found by name, judged by dtype and shape."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fp8kit.checkpoint.dialects import Announcement, Dialect, Kinds, Numbers, Source, Spec, detect
+from fp8kit.checkpoint.schema.layers import (
+    FLOATS,
+    granularity,
+    input_scale_problem,
+    part_widths,
+    scale_problem,
+)
+from fp8kit.checkpoint.schema.layers import Layer as Layer
+from fp8kit.checkpoint.schema.naming import CODES, Parts, cache_strategy, sort_names, standard_names
+from fp8kit.checkpoint.schema.naming import named as named
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import ROW, TENSOR, Scheme
+
+_READ = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a checkpoint holds, in the words of this package.
+
+    Args:
+        dialect: how it is written; ``None`` for high precision.
+        spec: how its layers compute; ``None`` likewise.
+        tensors: our name of each tensor to its name on disk.
+        layers: name to layer, in the order of names.
+        kv_scales: our names of the scales of the KV cache.
+        problems: damage, one text each.
+    """
+
+    dialect: Dialect | None = None
+    spec: Spec | None = None
+    tensors: dict[str, str] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)
+    kv_scales: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list)
+
+
+def interpret(source: Source) -> Reading:
+    """Return what a checkpoint holds, and everything in it that does not fit together.
+
+    Args:
+        source: its config, and the names, dtypes and shapes of its tensors.
+
+    Returns:
+        Layers, the names of all tensors, and problems; that the checkpoint announces what no
+        dialect here understands is one of them.
+
+    Example:
+        >>> interpret(Source({}, {"a.weight": (torch.float8_e4m3fn, (2, 3))})).problems
+        ['a.weight is torch.float8_e4m3fn and has no a.weight_scale. ...']
+    """
+    try:
+        dialect = detect(source)
+        if dialect is None:
+            return _high_precision(source.kinds)
+        announced = dialect.parse(source)
+    except CheckpointError as error:
+        return Reading(tensors={n: n for n in source.kinds}, problems=[str(error)])
+    names = sort_names(source.kinds)
+    found = Reading(dialect, tensors={n: n for n in names.plain})
+    for name in names.stray:
+        found.problems.append(_stray(name, source.kinds[name][0]))
+    for name, parts in names.layers.items():
+        _add_layer(found, name, parts, source, announced)
+    for ours, on_disk in sorted(names.kv_scales.items()):
+        _add_cache_scale(found, ours, on_disk, source.kinds)
+    cache = cache_strategy(source.kinds[found.tensors[n]][1] for n in found.kv_scales)
+    _summarize(found, announced, cache)
+    return found
+
+
+def group_repeated(problems: Iterable[str], shown: int = 3) -> list[str]:
+    """Show a few of the problems that differ in numbers only, and count the others.
+
+    Args:
+        problems: one text each.
+        shown: how many of a kind are shown in full.
+
+    Example:
+        >>> group_repeated(["0.a is bad.", "1.a is bad.", "2.a is bad."], shown=1)
+        ['0.a is bad. (And 2 more like this.)']
+    """
+    kinds: dict[str, list[str]] = {}
+    for text in problems:
+        kinds.setdefault(re.sub(r"\d+", "#", text), []).append(text)
+    found = []
+    for texts in kinds.values():
+        more = len(texts) - shown
+        found += texts[:shown]
+        if more > 0:
+            found[-1] += f" (And {more} more like this.)"
+    return found
+
+
+def _high_precision(kinds: Kinds) -> Reading:
+    found = Reading(tensors={name: name for name in kinds})
+    for name, (dtype, _) in sorted(kinds.items()):
+        if dtype in CODES:
+            found.problems.append(_stray(name, dtype))
+    return found
+
+
+def _stray(name: str, dtype: torch.dtype) -> str:
+    return teach(
+        f"{name} is {dtype} and is not the weight of a layer.",
+        "Only weights, as X.weight or stacks of experts, are FP8 float8_e4m3fn.",
+        "Export the model again with this tensor in high precision.",
+    )
+
+
+def _summarize(found: Reading, announced: Announcement, cache: str) -> None:
+    schemes = Counter(layer.scheme for layer in found.layers.values())
+    main = schemes.most_common(1)[0][0] if schemes else _announced_scheme(announced)
+    others = {n: x.scheme for n, x in found.layers.items() if x.scheme != main}
+    found.spec = Spec(main, announced.ignore, announced.unread, others, cache)
+
+
+def _announced_scheme(announced: Announcement) -> Scheme:
+    try:
+        numbers = announced.numbers("")
+    except CheckpointError:  # it describes layer by layer, and there is none
+        numbers = Numbers()
+    return numbers.scheme(numbers.weight or TENSOR, False)
+
+
+def _add_layer(
+    found: Reading, name: str, parts: Parts, source: Source, announced: Announcement
+) -> None:
+    problems = _pairing_problems(name, parts, source.kinds)
+    held = {
+        "weight": [parts.weight] if parts.weight else [],
+        "weight_scale": parts.scales,
+        "input_scale": parts.input_scales,
+    }
+    for role, ours in standard_names(name, parts.stack).items():
+        taken = [found.tensors[ours]] if held[role] and ours in found.tensors else []
+        if taken and not problems:
+            problems.append(_ambiguous(f"{taken[0]} and {held[role][0]}", ours))
+        for on_disk in held[role][:1]:
+            found.tensors[ours] = on_disk
+    found.problems += problems
+    if parts.weight:
+        found.layers[name] = _layer(found, name, parts, source, announced, not problems)
+
+
+def _ambiguous(names: str, ours: str) -> str:
+    return teach(
+        f"{names} are both the tensor {ours}.",
+        "A layer has one weight, and a weight one scale.",
+        "Remove the one that does not belong, or export the model again.",
+    )
+
+
+def _layer(
+    found: Reading, name: str, parts: Parts, source: Source, announced: Announcement, sound: bool
+) -> Layer:
+    ours, kinds = standard_names(name, parts.stack), source.kinds
+    dtype, shape = kinds[parts.weight]
+    try:
+        numbers = announced.numbers(name)
+    except CheckpointError as error:
+        found.problems.append(str(error))
+        numbers, sound = Numbers(), False
+    widths: tuple[int, ...] = ()
+    if sound:
+        scale = kinds[parts.scales[0]]
+        if numbers.weight in (None, TENSOR) and len(scale[1]) == 1 and scale[0] in FLOATS:
+            widths = part_widths(name, shape, scale[1][0], source.config)
+        numbers = replace(numbers, weight=ROW if widths else granularity(numbers, shape, scale))
+        if not widths:
+            found.problems += _texts(scale_problem(parts.scales[0], scale, shape, numbers))
+    scheme = numbers.scheme(numbers.weight or TENSOR, bool(parts.input_scales))
+    if sound:
+        beside = (
+            (parts.input_scales[0], kinds[parts.input_scales[0]]) if parts.input_scales else None
+        )
+        found.problems += _texts(
+            input_scale_problem(ours["input_scale"], beside, shape, scheme, len(widths))
+        )
+    transposed = numbers.transposed and len(shape) == 3
+    return Layer(
+        name,
+        scheme,
+        (shape[0], shape[2], shape[1]) if transposed else shape,
+        ours["weight"],
+        ours["weight_scale"],
+        ours["input_scale"] if parts.input_scales else None,
+        codes=dtype,
+        swizzled=numbers.swizzled,
+        transposed=transposed,
+        widths=widths,
+    )
+
+
+def _texts(text: str) -> list[str]:
+    return [text] if text else []
+
+
+def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
+    weight = named(name, "weight")
+    if not parts.weight:
+        beside = f", but one of {kinds[weight][0]}" if weight in kinds else ""
+        return [
+            teach(
+                f"{scale} has no FP8 {weight} beside it{beside}.",
+                "A scale belongs to an FP8 weight.",
+                "A shard may be missing or mixed up: get the checkpoint again.",
+            )
+            for scale in (*parts.scales, *parts.input_scales)
+        ]
+    dtype, shape = kinds[parts.weight]
+    if dtype not in _READ or len(shape) not in (2, 3):
+        return [
+            teach(
+                f"{parts.weight} is {dtype} of shape {list(shape)}.",
+                "FP8 weights are float8_e4m3fn matrices [N, K], or stacks of them [E, N, K].",
+                "Export the model again.",
+            )
+        ]
+    problems = []
+    if not parts.scales:
+        scale = standard_names(name, parts.stack)["weight_scale"]
+        problems.append(
+            teach(
+                f"{parts.weight} is {dtype} and has no {scale}.",
+                "The codes mean nothing without their scales.",
+                "A shard may be missing: get the checkpoint again.",
+            )
+        )
+    for scales in (parts.scales, parts.input_scales):
+        if len(scales) > 1:
+            problems.append(
+                teach(
+                    f"{parts.weight} has {' and '.join(scales)} beside it.",
+                    "A weight has one scale; two leave open which one counts.",
+                    "Remove the one that does not belong, or export the model again.",
+                )
+            )
+    return problems
+
+
+def _add_cache_scale(found: Reading, ours: str, on_disk: list[str], kinds: Kinds) -> None:
+    found.tensors[ours] = on_disk[0]
+    found.kv_scales += (ours,)
+    dtype, shape = kinds[on_disk[0]]
+    heads = len(shape) == 3 and shape[1:] == (1, 1)
+    if len(on_disk) > 1:
+        what, wanted = " and ".join(on_disk), "one scale"
+    elif dtype not in FLOATS or not (shape in ((), (1,), (1, 1)) or heads):
+        what, wanted = f"{on_disk[0]} ({dtype} {list(shape)})", "one number, or one per head"
+    else:
+        return
+    found.problems.append(
+        teach(
+            f"The KV cache has {what} for {ours}.",
+            f"It has {wanted} for keys and {wanted} for values.",
+            "Export the model again.",
+        )
+    )

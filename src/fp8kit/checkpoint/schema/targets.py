@@ -1,0 +1,297 @@
+"""Who shall load a checkpoint: which dialect each target gets, and what it cannot load.
+
+The rules were read in vLLM 0.33, SGLang 0.5.23 and Transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fp8kit.checkpoint.dialects import AUTOFP8, COMPRESSED_TENSORS, Dialect, Spec
+from fp8kit.checkpoint.dialects import MXFP8_INVERSE as MXFP8
+from fp8kit.checkpoint.dialects import TRANSFORMERS_FP8 as FP8
+from fp8kit.errors import CheckpointError, did_you_mean, teach
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
+
+TARGETS: tuple[str, ...] = ("vllm", "sglang", "transformers")
+_ENGINES = ("vllm", "sglang")
+# granularity of the weight -> the dialect of each target; everything else is compressed-tensors,
+# whose blocks and MX Transformers does not load into experts, and SGLang has no MX in it at all
+_DIALECTS: dict[GroupShape, dict[str, Dialect]] = {
+    BLOCK: dict.fromkeys(TARGETS, FP8),
+    MX: {"vllm": COMPRESSED_TENSORS, "sglang": MXFP8, "transformers": MXFP8},
+}
+# what engines load in compressed-tensors: weight and activations of linear layers, and of experts
+_LOADED = {
+    (TENSOR, TENSOR): "experts",
+    (ROW, ROW): "experts",
+    (BLOCK, GROUP128): "experts",
+    (MX, MX): "experts",
+    (TENSOR, ROW): "linear",
+    (ROW, TENSOR): "linear",
+    (TENSOR, None): "linear",
+    (ROW, None): "linear",
+}
+_EMBEDDING = re.compile(
+    r"(.*\.)?(embed(_tokens|_positions)?|((word|token|tok|position|token_type)_)?embeddings?|wte|wpe)"
+)
+# dialects that a target does not read
+_UNREADABLE = {
+    ("autofp8", "transformers"): "it expects weight_scale_inv where vLLM has weight_scale",
+    ("mxfp8", "vllm"): "it expects weight_scale where this dialect has weight_scale_inv",
+    ("mxfp8-weight-scale", "transformers"): "it expects weight_scale_inv",
+}
+# linear layers that the serving engines merge into one, which then has one kind of weight
+_MERGED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+
+
+def dialect_for(target: str, scheme: Scheme) -> Dialect:
+    """Choose the dialect in which a scheme is written for a target.
+
+    Args:
+        target: one of ``TARGETS``.
+        scheme: what the layers hold.
+
+    Returns:
+        The dialect.
+
+    Raises:
+        ValueError: for an unknown target.
+        CheckpointError: if the target cannot load the scheme, with the reason and an alternative.
+
+    Example:
+        >>> dialect_for("vllm", Scheme.of("FP8_DYNAMIC")).name
+        'compressed-tensors'
+    """
+    if target not in TARGETS:
+        raise ValueError(
+            teach(
+                f"Got target={target!r}.",
+                f"Known targets are {', '.join(TARGETS)}.",
+                "Pass the program that shall load the checkpoint." + did_you_mean(target, TARGETS),
+            )
+        )
+    reason, alternative = _refusal(target, scheme)
+    if reason:
+        raise CheckpointError(
+            teach(
+                f"Got scheme {scheme} for target {target}.",
+                f"It cannot load there: {reason}.",
+                f"Convert the model with {alternative}.",
+            )
+        )
+    dialect = _DIALECTS.get(scheme.weight, {}).get(target, COMPRESSED_TENSORS)
+    dialect.render(Spec(scheme))
+    return dialect
+
+
+def _refusal(target: str, scheme: Scheme) -> tuple[str, str]:
+    if scheme.dtype != torch.float8_e4m3fn:
+        return f"weights are float8_e4m3fn, not {scheme.dtype}", "the default dtype"
+    if (scheme.weight, scheme.activation) not in _LOADED:
+        if scheme.weight == MX and target == "vllm" and scheme.activation is None:
+            return "", ""
+        known = {BLOCK: "FP8_BLOCK", MX: "MXFP8"}.get(scheme.weight, "FP8_DYNAMIC")
+        return f"it has no {scheme.weight} weights with {_described(scheme)}", known
+    if scheme.ue8m0 and scheme.weight != BLOCK:
+        return "powers of two as scales exist for blocks only", "FP8_DYNAMIC"
+    return "", ""
+
+
+def _described(scheme: Scheme) -> str:
+    if scheme.activation is None:
+        return "activations in 16 bit"
+    return f"{'static' if scheme.static else 'dynamic'} {scheme.activation} activations"
+
+
+def check_layers(
+    target: str,
+    scheme: Scheme,
+    quantized: Mapping[str, tuple[int, int]],
+    dense: Iterable[str],
+    *,
+    dialect: Dialect | None = None,
+    others: Mapping[str, Scheme] | None = None,
+) -> None:
+    """Refuse layers that the target could not load.
+
+    Args:
+        target: one of ``TARGETS``.
+        scheme: what the quantized layers hold.
+        quantized: names and weight shapes ``(N, K)`` of the quantized layers.
+        dense: names of the linear layers left in high precision.
+        dialect: how they are written, if not as ``dialect_for`` says.
+        others: quantized layers of other schemes.
+
+    Raises:
+        CheckpointError: for sides that the target cannot cut into blocks, for a quantized output
+            head, and for layers that serving engines merge and that are not all of one kind.
+
+    Example:
+        >>> check_layers("vllm", Scheme.of("FP8_DYNAMIC"), {"a.q_proj": (64, 64)}, ["a.k_proj"])
+        Traceback (most recent call last):
+        fp8kit.errors.CheckpointError: ...
+    """
+    misfits = {n: r for n, shape in quantized.items() if (r := misfit(target, scheme, n, shape))}
+    if misfits:
+        name, reason = next(iter(misfits.items()))
+        raise CheckpointError(
+            teach(
+                f"{len(misfits)} layers do not load in {target}, e.g. {name}.",
+                f"{reason}.",
+                "Exclude these layers when converting, or use FP8_DYNAMIC.",
+            )
+        )
+    dialect = dialect or dialect_for(target, scheme)
+    _check_dialect(target, scheme, dialect, any(".experts." in n for n in quantized))
+    heads = output_heads(quantized)
+    if heads and dialect is not COMPRESSED_TENSORS:
+        raise CheckpointError(
+            teach(
+                f"{heads[0]} is FP8.",
+                f"{target} reads the output head of dialect {dialect.name} in high precision.",
+                "Exclude it when converting, or use FP8_DYNAMIC.",
+            )
+        )
+    if target in _ENGINES:
+        left = {**dict.fromkeys(dense, "not"), **{n: str(s) for n, s in (others or {}).items()}}
+        _check_merged(target, quantized, left)
+        _check_experts(target, scheme, quantized, left, dialect)
+
+
+def _check_dialect(target: str, scheme: Scheme, dialect: Dialect, experts: bool) -> None:
+    reason = _UNREADABLE.get((dialect.name, target), "")
+    if dialect is COMPRESSED_TENSORS and scheme.weight == MX and target == "sglang":
+        reason = "it has no MX in this dialect"
+    if dialect is COMPRESSED_TENSORS and scheme.weight in (BLOCK, MX) and experts:
+        if target == "transformers":
+            reason = f"it does not merge experts of {scheme.weight} weights in this dialect"
+    if reason:
+        raise CheckpointError(
+            teach(
+                f"Got {scheme} in dialect {dialect.name} for target {target}.",
+                f"It cannot load there: {reason}.",
+                f"Write dialect {dialect_for(target, scheme).name}.",
+            )
+        )
+
+
+def check_cache(dialect: Dialect, kv_scales: str) -> None:
+    """Refuse scales of the KV cache that engines cannot load from a dialect.
+
+    Args:
+        dialect: how they would be written.
+        kv_scales: as in ``Spec``.
+
+    Raises:
+        CheckpointError: for scales per head elsewhere than in compressed-tensors.
+
+    Example:
+        >>> check_cache(AUTOFP8, "tensor")
+    """
+    if kv_scales == "attn_head" and dialect is not COMPRESSED_TENSORS:
+        raise CheckpointError(
+            teach(
+                f"The KV cache has scales per head, to write as {dialect.name}.",
+                "Engines load them from compressed-tensors only.",
+                f"Write dialect {COMPRESSED_TENSORS.name}.",
+            )
+        )
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether a layer of this name is a table that is looked up, not a linear layer."""
+    return _EMBEDDING.fullmatch(name) is not None
+
+
+def output_heads(names: Iterable[str]) -> list[str]:
+    """List the output heads among layers: a config has to name them if they are quantized."""
+    return [n for n in names if n.rpartition(".")[2] == "lm_head"]
+
+
+def misfit(target: str, scheme: Scheme, name: str, shape: tuple[int, int]) -> str:
+    """Return why the target cannot load a layer of this name and shape; empty if it can.
+
+    Args:
+        target: one of ``TARGETS``.
+        scheme: of the layer.
+        name: of the layer.
+        shape: of its weight, ``(N, K)``.
+
+    Example:
+        >>> misfit("transformers", Scheme.of("FP8_BLOCK"), "a.o_proj", (576, 256))
+        'transformers loads 128x128 blocks without ragged edges only; it is 576x256'
+    """
+    rows, cols = shape
+    last = name.rpartition(".")[2]
+    if is_embedding(name):
+        return f"{target} reads embeddings in high precision"
+    if scheme.weight == MX and cols % 32:
+        return f"MX groups have 32 columns; it has {cols}"
+    if scheme.weight != BLOCK or (rows % 128 == 0 and cols % 128 == 0):
+        return ""
+    if target == "transformers":
+        return f"{target} loads 128x128 blocks without ragged edges only; it is {rows}x{cols}"
+    if cols % 128:
+        return f"{target} needs 128 to divide the columns of 128x128 blocks; it has {cols}"
+    group = next((g for g in _MERGED if last in g), ())
+    if group and not (target == "vllm" and last == group[-1]):
+        merged = ", ".join(group)
+        return f"{target} merges {merged} and needs 128 to divide their rows; it has {rows}"
+    return ""
+
+
+def _check_merged(
+    target: str, quantized: Mapping[str, tuple[int, int]], left: Mapping[str, str]
+) -> None:
+    for name in quantized:
+        parent, _, last = name.rpartition(".")
+        for group in _MERGED:
+            for sibling in group if last in group else ():
+                other = f"{parent}.{sibling}" if parent else sibling
+                if other in left:
+                    raise CheckpointError(
+                        teach(
+                            f"{name} is FP8 and {other} is {left[other]}.",
+                            f"{target} merges {', '.join(group)} into one layer of one kind.",
+                            "Include or exclude them together, or save for target='transformers'.",
+                        )
+                    )
+
+
+def _check_experts(
+    target: str,
+    scheme: Scheme,
+    quantized: Mapping[str, tuple[int, int]],
+    left: Mapping[str, str],
+    dialect: Dialect,
+) -> None:
+    experts = [n for n in quantized if ".experts." in f".{n}"]
+    modules = {n.rpartition("experts.")[0] for n in experts}
+    for name in sorted(left):
+        if ".experts." in f".{name}" and name.rpartition("experts.")[0] in modules:
+            raise CheckpointError(
+                teach(
+                    f"{experts[0]} is FP8 and {name} is {left[name]}.",
+                    f"{target} stacks all experts of a layer into one of one kind.",
+                    "Include or exclude all experts of a layer together.",
+                )
+            )
+    kind = _LOADED.get((scheme.weight, scheme.activation))
+    if experts and kind != "experts" and dialect is not AUTOFP8:
+        raise CheckpointError(
+            teach(
+                f"{experts[0]} and {len(experts) - 1} more experts are {scheme}.",
+                f"{target} has no experts of {scheme.weight} weights with {_described(scheme)} in "
+                f"{dialect.name}.",
+                "Convert the model with FP8_DYNAMIC, or exclude the experts.",
+            )
+        )

@@ -1,0 +1,1 @@
+"""How a checkpoint lies on disk: headers, shards, directories."""

@@ -1,0 +1,288 @@
+"""The files of a checkpoint: what surrounds the tensors, and how a finished folder appears."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.storage.layout import Layout, Shard, index_of
+from fp8kit.checkpoint.storage.reader import open_checkpoint
+from fp8kit.checkpoint.storage.refusals import check_name, unwritable
+from fp8kit.errors import CheckpointError, teach
+
+# what a model needs beside its weights and config.json, copied from its source directory
+SIDE_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "*.spm",
+    "normalizer.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "feature_extractor_config.json",
+    "*.py",
+    "LICENSE*",
+    "NOTICE*",
+)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def resolved(source: str | Path) -> Path:
+    """Return the real place of a source; a lone file keeps its name.
+
+    Hub caches link names to blobs, which have no names that say what they are.
+
+    Args:
+        source: a directory or a file.
+    """
+    path = Path(source)
+    if path.is_file():
+        return Path(os.path.realpath(path.parent)) / path.name
+    return Path(os.path.realpath(path))
+
+
+def check_destination(destination: Path, source: Path | None, overwrite: bool) -> None:
+    """Refuse a destination that is in the way, before any work is done.
+
+    Args:
+        destination: directory to make.
+        source: directory or file that is read.
+        overwrite: a checkpoint at the destination may be replaced.
+
+    Raises:
+        CheckpointError: if the destination is a file, is or holds the source or a file that the
+            source links to, lies inside the source, or is not empty and not replaceable.
+    """
+    check_name(destination)
+    where = ""
+    if source is not None and any(destination in (p, *p.parents) for p in _places(source)):
+        where = "is or holds"
+    elif source is not None and source in destination.parents:
+        where = "lies inside"
+    if where:
+        raise CheckpointError(
+            teach(
+                f"The destination {destination} {where} the source {source}.",
+                "The source is never written to.",
+                "Save into another directory.",
+            )
+        )
+    if destination.exists() and not destination.is_dir():
+        raise CheckpointError(
+            teach(
+                f"The destination {destination} is a file.",
+                "A checkpoint is a directory.",
+                "Choose another path.",
+            )
+        )
+    if not destination.is_dir() or not any(destination.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            teach(
+                f"The destination {destination} exists and is not empty.",
+                "Nothing is replaced unasked.",
+                "Choose another path, or pass overwrite=True.",
+            )
+        )
+    if not (destination / "config.json").exists() and not any(destination.glob("*.safetensors")):
+        raise CheckpointError(
+            teach(
+                f"The destination {destination} holds neither config.json nor safetensors files.",
+                "overwrite=True replaces a whole directory, and only if it is a checkpoint.",
+                "Choose another path, or empty the directory yourself.",
+            )
+        )
+
+
+def _places(source: Path) -> list[Path]:
+    """Tell where a source and its files really are."""
+    files = [p for p in source.iterdir() if p.is_file()] if source.is_dir() else []
+    return [source, *(Path(os.path.realpath(p)) for p in (source, *files))]
+
+
+def check_space(folder: Path, wanted: int) -> None:
+    """Refuse a folder whose disk has fewer bytes free than are wanted."""
+    free = shutil.disk_usage(folder).free
+    if free < wanted:
+        raise CheckpointError(
+            teach(
+                f"{folder.parent} has {size(free)} free.",
+                f"The checkpoint needs {size(wanted)}.",
+                "Make room, or choose another disk.",
+            )
+        )
+
+
+def size(count: int) -> str:
+    """Write a number of bytes for people: ``4.97 GB``.
+
+    Args:
+        count: of bytes.
+    """
+    from tqdm import tqdm  # a tenth of what importing this package takes
+
+    text = tqdm.format_sizeof(count)
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{count} bytes"
+
+
+@contextmanager
+def disk_errors(place: Path, kept: Callable[[], str]) -> Iterator[None]:
+    """Explain a full disk, and one that may not be written.
+
+    Args:
+        place: what is being made.
+        kept: gives a sentence that says what is kept when a disk is full, and what to do.
+
+    Raises:
+        CheckpointError: in place of the ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise CheckpointError(
+                f"There is no room to write {error.filename or place}: {error.strerror}. {kept()}"
+            ) from error
+        refused = unwritable(error, place)
+        if refused is None:
+            raise
+        raise refused from error
+
+
+def complete(
+    folder: Path,
+    shards: Sequence[Shard],
+    layout: Layout,
+    config: JsonObject,
+    *,
+    source: Path | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Add everything that is not a shard, read the result back, and make it durable.
+
+    Args:
+        folder: holds the shards.
+        shards: the files.
+        layout: what they hold.
+        config: the content of ``config.json``.
+        source: directory whose tokenizer and the like are copied; a lone file says nothing about
+            what lies beside it.
+        texts: further files by name, instead of the source's.
+
+    Returns:
+        The names of all files.
+
+    Raises:
+        CheckpointError: if the result does not read back.
+    """
+    if len(shards) > 1:
+        stem = shards[0].file.partition("-")[0]
+        write_json(folder / f"{stem}.safetensors.index.json", index_of(shards, layout))
+    write_json(folder / "config.json", config)
+    for name, text in (texts or {}).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    if source is not None and source.is_dir():
+        _copy_side_files(source, folder)
+    problems = open_checkpoint(folder).scale_problems()
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    for entry in (*folder.rglob("*"), folder):
+        sync(entry)
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def write_json(file: Path, content: JsonObject) -> None:
+    """Write a JSON object, the same bytes for the same content."""
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    file.write_text(text, encoding="utf-8")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Show the bytes of a tensor; of one that is contiguous on the CPU, its own memory.
+
+    Args:
+        tensor: of any dtype and device.
+
+    Returns:
+        A writable view that keeps the memory alive.
+    """
+    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    raw._tensor = flat  # type: ignore[attr-defined]  # keeps the memory while the view lives
+    return memoryview(raw)
+
+
+def _copy_side_files(source: Path, folder: Path) -> None:
+    for pattern in SIDE_FILES:
+        for file in sorted(source.glob(pattern)):
+            copy = folder / file.relative_to(source)
+            if file.is_file() and not copy.exists():
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
+
+
+def install(folder: Path, destination: Path) -> None:
+    """Let a finished folder take the place of the destination, in one step where possible.
+
+    Args:
+        folder: on the same file system as the destination.
+        destination: absent, empty, or replaceable; its old files are deleted at last.
+    """
+    if not destination.exists() or not any(destination.iterdir()):
+        folder.rename(destination)
+    elif exchange(folder, destination):
+        shutil.rmtree(folder)  # now the old files
+    else:
+        aside = folder.with_name(f"{folder.name}.old")
+        destination.rename(aside)
+        try:
+            folder.rename(destination)
+        except BaseException:
+            aside.rename(destination)
+            raise
+        shutil.rmtree(aside)
+    sync(destination.parent)
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two directories in one step where the system can; say whether it did."""
+    try:
+        swap = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    old, new = os.fsencode(a), os.fsencode(b)
+    return bool(swap(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_EXCHANGE) == 0)
+
+
+def sync(path: Path) -> None:
+    """Make a file or a directory survive a loss of power."""
+    if os.name == "nt" and path.is_dir():  # directories cannot be opened there
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,125 @@
+"""Which tensor lies where in which file of a checkpoint: decided from names and shapes alone.
+
+The order does not depend on who asks: modules are sorted by name, numbers by value. Whoever writes
+the same tensors, from a model, from a stream or on another machine, writes the same files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.storage.reader import DTYPES
+from fp8kit.errors import teach
+
+MAX_SHARD_BYTES = 5 * 10**9
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file before it is written.
+
+    Args:
+        file: its name.
+        header: its first bytes: the length of the JSON header, and the header.
+        starts: name of each tensor to the position of its data in the file.
+        size: size of the whole file in bytes.
+    """
+
+    file: str
+    header: bytes
+    starts: dict[str, int]
+    size: int
+
+
+def plan_shards(layout: Layout, max_shard_bytes: int, stem: str = "model") -> list[Shard]:
+    """Divide tensors into files; those of one module, such as weight and scale, stay together.
+
+    Args:
+        layout: name of every tensor to its dtype and shape, in any order.
+        max_shard_bytes: start a new file before this size is exceeded.
+        stem: beginning of the file names.
+
+    Returns:
+        The files in the order of their numbers; one is called ``<stem>.safetensors``.
+
+    Raises:
+        ValueError: if ``max_shard_bytes`` is not positive.
+
+    Example:
+        >>> [s.file for s in plan_shards({"a.weight": (torch.uint8, (3, 5))}, 100)]
+        ['model.safetensors']
+    """
+    if max_shard_bytes < 1:
+        raise ValueError(
+            teach(
+                f"Got max_shard_bytes={max_shard_bytes}.",
+                "It is the size of a file in bytes.",
+                "Pass a positive number, or leave it out.",
+            )
+        )
+    modules: dict[str, list[str]] = {}
+    for name in layout:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    parts: list[list[str]] = [[]]
+    size = 0
+    for module in sorted(modules, key=natural):
+        added = sum(nbytes(layout[n]) for n in modules[module])
+        if parts[-1] and size + added > max_shard_bytes:
+            parts.append([])
+            size = 0
+        parts[-1] += modules[module]
+        size += added
+    count = len(parts)
+    files = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    return [
+        _shard(file, names, layout)
+        for file, names in zip(files if count > 1 else [f"{stem}.safetensors"], parts, strict=True)
+    ]
+
+
+def index_of(shards: Sequence[Shard], layout: Layout) -> JsonObject:
+    """Return the content of ``<stem>.safetensors.index.json``.
+
+    Args:
+        shards: the files.
+        layout: what they hold.
+    """
+    places = {name: shard.file for shard in shards for name in shard.starts}
+    total = sum(nbytes(kind) for kind in layout.values())
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+
+
+def natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Give a key that sorts names with numbers in them by the numbers: ``a.2`` before ``a.10``."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((0, int(p)) if i % 2 else (1, p) for i, p in enumerate(parts))
+
+
+def nbytes(kind: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    """Return the size of a tensor of this dtype and shape."""
+    return torch.Size(kind[1]).numel() * kind[0].itemsize
+
+
+def _shard(file: str, names: Sequence[str], layout: Layout) -> Shard:
+    # wide dtypes first, so that every tensor is aligned in a mapped file
+    ordered = sorted(names, key=lambda n: (-layout[n][0].itemsize, n))
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
+    starts, end = {}, 0
+    for name in ordered:
+        starts[name], end = end, end + nbytes(layout[name])
+        dtype, shape = layout[name]
+        offsets = [starts[name], end]
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    packed = len(text).to_bytes(8, "little") + text
+    return Shard(file, packed, {n: begin + s for n, s in starts.items()}, begin + end)

@@ -1,0 +1,212 @@
+"""Weight matrices inside files: where their rows lie, also when many are stacked in one tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from fp8kit.checkpoint.storage.directory import bytes_of
+from fp8kit.checkpoint.storage.reader import TensorInfo
+from fp8kit.errors import CheckpointError, teach
+
+_STACK = re.compile(
+    r"(?P<experts>(?:.*\.)?experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$"
+)
+# models whose stacks are laid out otherwise: gate and up alternate
+_INTERLEAVED = ("gpt_oss",)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix ``[rows, cols]`` in a file, K last.
+
+    Args:
+        shard: file name.
+        dtype: dtype of the elements.
+        offset: position of the first element in the file, in bytes.
+        rows: N.
+        cols: K.
+        pitch: elements from the start of one stored row to the start of the next.
+        transposed: the file holds ``[cols, pitch]``, and the matrix is some of its columns.
+    """
+
+    shard: str
+    dtype: torch.dtype
+    offset: int
+    rows: int
+    cols: int
+    pitch: int
+    transposed: bool = False
+
+    @staticmethod
+    def of(info: TensorInfo) -> Matrix:
+        """Describe a whole tensor: a matrix, or any other as one column of elements."""
+        n = torch.Size(info.shape).numel()
+        rows, cols = info.shape if len(info.shape) == 2 else (n, 1)
+        return Matrix(info.shard, info.dtype, info.offset, rows, cols, cols)
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of one row."""
+        return self.cols * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all elements."""
+        return self.rows * self.row_bytes
+
+
+class MatrixFile:
+    """Reads rows of matrices from the files of one directory; one per thread.
+
+    Args:
+        folder: the directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, IO[bytes]] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def rows(self, matrix: Matrix, first: int, last: int) -> Tensor:
+        """Read rows ``first`` to ``last`` (exclusive).
+
+        Args:
+            matrix: where they are.
+            first: the first row.
+            last: one past the last row.
+
+        Returns:
+            A contiguous matrix on the CPU, valid until the next call.
+
+        Raises:
+            CheckpointError: if the file ends before them.
+        """
+        count, item = last - first, matrix.dtype.itemsize
+        size = count * matrix.row_bytes
+        if self._buffer.numel() < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8)
+        raw = self._buffer[:size]
+        if not matrix.transposed:
+            self._read(matrix.shard, matrix.offset + first * matrix.pitch * item, raw)
+            return raw.view(matrix.dtype).view(count, matrix.cols)
+        for stored, part in enumerate(raw.view(matrix.cols, count * item)):
+            start = matrix.offset + (stored * matrix.pitch + first) * item
+            self._read(matrix.shard, start, part)
+        return raw.view(matrix.dtype).view(matrix.cols, count).t().contiguous()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def _read(self, shard: str, start: int, into: Tensor) -> None:
+        if shard not in self._open:
+            self.close()  # threads walk through the files in order: one is open at a time
+            self._open[shard] = (self._folder / shard).open("rb", buffering=0)
+        file, view, done = self._open[shard], bytes_of(into), 0
+        file.seek(start)
+        while done < len(view):
+            count = file.readinto(view[done:])  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointError(
+                    teach(
+                        f"{shard} ends at byte {start + done}.",
+                        "It was longer when it was opened.",
+                        "Something else writes to it: wait, and start again.",
+                    )
+                )
+            done += count
+
+
+def stacked_experts(
+    tensors: Mapping[str, TensorInfo], model_type: str = ""
+) -> tuple[dict[str, dict[str, Matrix]], dict[str, str]]:
+    """Find experts that are stacked in 3-D tensors, and take the stacks apart.
+
+    ``experts.gate_up_proj`` is ``[E, 2I, H]`` (or ``[E, H, 2I]`` in the models that multiply from
+    the other side) with gate before up, ``experts.down_proj`` ``[E, H, I]`` (or ``[E, I, H]``).
+    Which of the two it is follows from the shapes of both. Engines take experts one by one, as
+    ``experts.<e>.gate_proj``, ``up_proj`` and ``down_proj``.
+
+    Args:
+        tensors: names on disk.
+        model_type: of ``config.json``.
+
+    Returns:
+        For each module of experts, by the name of one of its stacks, the matrices by layer name;
+        and the stacks that cannot be taken apart, with the reason.
+
+    Example:
+        >>> found, odd = stacked_experts(checkpoint.tensors)
+        >>> found["mlp.experts"]["mlp.experts.0.gate_proj"].rows
+        768
+    """
+    stacks: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
+        match = _STACK.match(name)
+        if match and len(info.shape) == 3:
+            stacks.setdefault(match["experts"], {})[match["kind"]] = info
+    found: dict[str, dict[str, Matrix]] = {}
+    odd: dict[str, str] = {}
+    for experts, kinds in stacks.items():
+        if model_type in _INTERLEAVED:
+            odd[experts] = "gate and up alternate in this model, which no FP8 dialect can hold"
+        elif set(kinds) != {"gate_up_proj", "down_proj"}:
+            odd[experts] = "one of gate_up_proj and down_proj is missing"
+        elif any(f"{experts}.{kind}_bias" in tensors for kind in kinds):
+            odd[experts] = "its experts have biases, which the FP8 layers of engines do not"
+        else:
+            split = _split(experts, kinds["gate_up_proj"], kinds["down_proj"])
+            if split is None:
+                odd[experts] = "the shapes of gate_up_proj and down_proj do not fit together"
+            else:
+                found[experts] = split
+    return found, odd
+
+
+def stack_of(name: str) -> str | None:
+    """Give the module of experts that a stacked tensor belongs to; ``None`` for any other name."""
+    match = _STACK.match(name)
+    return match["experts"] if match else None
+
+
+def _split(experts: str, gate_up: TensorInfo, down: TensorInfo) -> dict[str, Matrix] | None:
+    (e, a, b), (e_, c, d) = gate_up.shape, down.shape
+    if e != e_:
+        return None
+    found = {}
+    if b == c and a == 2 * d:
+        hidden, inner = b, d
+        for i in range(e):
+            for j, kind in enumerate(("gate_proj", "up_proj")):
+                at = gate_up.offset + (2 * i + j) * inner * hidden * gate_up.dtype.itemsize
+                found[f"{experts}.{i}.{kind}"] = Matrix(
+                    gate_up.shard, gate_up.dtype, at, inner, hidden, hidden
+                )
+            at = down.offset + i * hidden * inner * down.dtype.itemsize
+            found[f"{experts}.{i}.down_proj"] = Matrix(
+                down.shard, down.dtype, at, hidden, inner, inner
+            )
+    elif a == d and b == 2 * c:
+        hidden, inner = a, c
+        for i in range(e):
+            for j, kind in enumerate(("gate_proj", "up_proj")):
+                at = gate_up.offset + (2 * i * hidden + j) * inner * gate_up.dtype.itemsize
+                found[f"{experts}.{i}.{kind}"] = Matrix(
+                    gate_up.shard, gate_up.dtype, at, inner, hidden, 2 * inner, transposed=True
+                )
+            at = down.offset + i * hidden * inner * down.dtype.itemsize
+            found[f"{experts}.{i}.down_proj"] = Matrix(
+                down.shard, down.dtype, at, hidden, inner, hidden, transposed=True
+            )
+    else:
+        return None
+    return found

@@ -1,0 +1,347 @@
+"""Read a checkpoint directory, trusting nothing in it: names, shapes and scales are all checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from os.path import lexists
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import torch
+from torch import Tensor
+
+from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
+from fp8kit.checkpoint.schema.decoding import (
+    decode_cache_scale,
+    decode_input_scale,
+    decode_scale,
+    decode_weight,
+)
+from fp8kit.checkpoint.schema.layers import FLOATS, Layer
+from fp8kit.checkpoint.schema.naming import engine_name
+from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
+from fp8kit.checkpoint.storage.headers import DTYPES as DTYPES
+from fp8kit.checkpoint.storage.headers import TensorInfo as TensorInfo
+from fp8kit.checkpoint.storage.headers import damaged, printable, read_tensor, shown
+from fp8kit.checkpoint.storage.headers import read_header as read_header
+from fp8kit.checkpoint.storage.headers import read_json as read_json
+from fp8kit.checkpoint.storage.refusals import check_source, no_weights
+from fp8kit.checkpoint.storage.stacked_scales import sliced
+from fp8kit.errors import CheckpointError, teach
+
+STEMS = ("model", "diffusion_pytorch_model", "consolidated")
+# what says how a checkpoint is quantized, beside config.json
+DOCUMENTS = ("hf_quant_config.json", "params.json", "quanto_qmap.json")
+_PROBLEMS_SHOWN = 20
+_WORDS = {str(d).removeprefix("torch."): d for d in FLOATS}
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A checkpoint directory whose files have been looked at and whose tensors are still on disk.
+
+    Args:
+        path: the directory.
+        config: ``config.json``, empty if there is none.
+        tensors: our name of each tensor (``X.weight``, ``X.weight_scale``, ...) to where it is.
+        shards: file names.
+        dialect: how the quantization is written; ``None`` for a high-precision checkpoint.
+        spec: what the quantization config says.
+        layers: name of each layer with an FP8 weight to what is known of it, in name order.
+        kv_scales: our names of the scales of the KV cache.
+        problems: damage that was found, one text each; ``open_checkpoint`` raises instead.
+    """
+
+    path: Path
+    config: JsonObject
+    tensors: dict[str, TensorInfo]
+    shards: tuple[str, ...]
+    dialect: Dialect | None = None
+    spec: Spec | None = None
+    layers: dict[str, Layer] = field(default_factory=dict)
+    kv_scales: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list)
+    _owners: dict[str, Layer] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._owners = {
+            name: layer
+            for layer in self.layers.values()
+            for name in (layer.weight, layer.scale, layer.input_scale)
+            if name is not None
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The high precision of the model: what the config says, else the commonest float dtype."""
+        for key in ("dtype", "torch_dtype"):
+            word = self.config.get(key)
+            if isinstance(word, str) and word in _WORDS:
+                return _WORDS[word]
+        count = Counter(i.dtype for n, i in self.tensors.items() if not self.is_scale(n))
+        floats = [d for d, _ in count.most_common() if d in FLOATS]
+        return floats[0] if floats else torch.bfloat16
+
+    def for_engines(self) -> Checkpoint:
+        """Return the same checkpoint under the names by which engines and Transformers load it.
+
+        Example:
+            >>> "model.layers.0.block_sparse_moe.gate.weight" in checkpoint.for_engines().tensors
+            True
+        """
+        model_type = str(self.config.get("model_type"))
+        names = {n: engine_name(n, model_type) for n in (*self.tensors, *self.layers)}
+        taken = len({names[n] for n in self.tensors}) < len(self.tensors)
+        if taken or all(n == name for n, name in names.items()):
+            return self
+        layers = {
+            names[n]: replace(
+                layer,
+                name=names[n],
+                weight=names[layer.weight],
+                scale=names[layer.scale],
+                input_scale=names[layer.input_scale] if layer.input_scale else None,
+            )
+            for n, layer in self.layers.items()
+        }
+        tensors = {names[n]: info for n, info in self.tensors.items()}
+        return replace(self, tensors=tensors, layers=layers)
+
+    def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Load tensors one at a time, shard by shard, in the order they have on disk.
+
+        Args:
+            names: which ones, in our names; by default all.
+
+        Yields:
+            Our name and a tensor on the CPU that owns its memory; scales are fp32, in the shape
+            of ``scale_shape``.
+
+        Raises:
+            CheckpointError: for a scale that is not finite and positive.
+
+        Example:
+            >>> for name, tensor in open_checkpoint("dir").stream(): ...
+        """
+        chosen = [(n, self.tensors[n]) for n in (self.tensors if names is None else names)]
+        for name, _ in sorted(chosen, key=lambda c: (c[1].shard, c[1].offset)):
+            yield name, self.read(name)
+
+    def read(self, name: str) -> Tensor:
+        """Load one tensor.
+
+        Args:
+            name: our name.
+
+        Returns:
+            A tensor on the CPU that owns its memory; scales as in ``stream``.
+
+        Raises:
+            CheckpointError: for a scale that is not finite and positive, or a file that changed.
+
+        Example:
+            >>> open_checkpoint("dir").read("lm_head.weight").shape
+            torch.Size([4096, 256])
+        """
+        return self._ours(name, read_tensor(self.path, self.tensors[name]))
+
+    def scale_problems(self) -> list[str]:
+        """Read all scales and describe those that are not finite and positive."""
+        found = []
+        for name in self.tensors:
+            try:
+                if self.is_scale(name):
+                    self.read(name)
+            except CheckpointError as error:
+                found.append(str(error))
+        return found
+
+    def is_scale(self, name: str) -> bool:
+        """Return whether our name is that of a scale of a layer or of the KV cache."""
+        layer = self._owners.get(name)
+        return name in self.kv_scales or (layer is not None and name != layer.weight)
+
+    @property
+    def nameless(self) -> str:
+        """What to know about a checkpoint whose config names no model; empty if it does."""
+        named = any(self.config.get(key) for key in ("model_type", "architectures", "_class_name"))
+        if named or (self.path / "params.json").is_file():
+            return ""
+        there = "names no model" if self.config else "is missing"
+        return (
+            f"config.json {there}: engines and Transformers need the original model's. Without "
+            "one, build the model yourself: fp8kit.load(dir, model=...)."
+        )
+
+    def _ours(self, name: str, tensor: Tensor) -> Tensor:
+        layer, info = self._owners.get(name), self.tensors[name]
+        where = f"{info.shard}: {info.name}"
+        if name in self.kv_scales:
+            fnuz = any(x.codes == torch.float8_e4m3fnuz for x in self.layers.values())
+            return decode_cache_scale(tensor, fnuz, where)
+        if layer is None:
+            return tensor
+        if name == layer.weight:
+            return decode_weight(layer, tensor, where)
+        if name == layer.input_scale:
+            return decode_input_scale(layer, tensor, where)
+        codes = self.tensors[layer.weight]
+        return decode_scale(layer, tensor, lambda: read_tensor(self.path, codes), where)
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a checkpoint directory without loading its tensors.
+
+    Args:
+        path: a directory with ``model.safetensors``, or ``model.safetensors.index.json`` and its
+            shards, and usually ``config.json``.
+
+    Returns:
+        The checkpoint; every tensor is known by name, place, dtype and shape.
+
+    Raises:
+        CheckpointError: if it does not exist, holds no safetensors, is of an unknown dialect, or is
+            damaged; every damage is named.
+
+    Example:
+        >>> checkpoint = open_checkpoint("dir")
+        >>> checkpoint.spec.scheme.name
+        'FP8_DYNAMIC'
+    """
+    checkpoint = scan(path)
+    if checkpoint.problems:
+        problems = group_repeated(checkpoint.problems)
+        more = len(problems) - _PROBLEMS_SHOWN
+        rest = [f"{more} more problems; fp8kit inspect lists them."] if more > 0 else []
+        raise CheckpointError("\n".join(problems[:_PROBLEMS_SHOWN] + rest))
+    return checkpoint
+
+
+def scan(path: str | Path) -> Checkpoint:
+    """Open a checkpoint as ``open_checkpoint`` does, but collect damage in ``problems``.
+
+    Raises:
+        CheckpointError: only if there is nothing to look at, or the config cannot be read.
+    """
+    check_source(path)
+    path = Path(path)
+    if path.is_file():  # it has no config of its own
+        return _scan(path.parent, {}, {}, None, [path.name])
+    config = read_json(path / "config.json") if lexists(path / "config.json") else {}
+    documents = {n: read_json(path / n) for n in DOCUMENTS if lexists(path / n)}
+    index, shards = _files(path)
+    return _scan(path, config, documents, index, shards)
+
+
+def _scan(
+    path: Path,
+    config: JsonObject,
+    documents: dict[str, JsonObject],
+    index: dict[str, str] | None,
+    shards: list[str],
+) -> Checkpoint:
+    problems: list[str] = []
+    tensors: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        try:
+            found, texts = read_header(path, shard)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for name in found:
+            if name in tensors:
+                problems.append(damaged(shard, f"{shown(name)} is also in {tensors[name].shard}"))
+        tensors.update(found)
+        metadata.update(texts)
+        if index is not None:
+            problems += _disagreements(shard, found, index)
+    tensors = sliced(tensors)
+    kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
+    read = interpret(Source(config, kinds, documents, metadata))
+    return Checkpoint(
+        path,
+        config,
+        {ours: tensors[on_disk] for ours, on_disk in read.tensors.items()},
+        tuple(shards),
+        read.dialect,
+        read.spec,
+        read.layers,
+        read.kv_scales,
+        problems + [_placed(problem, tensors) for problem in read.problems],
+    )
+
+
+def _placed(problem: str, tensors: Mapping[str, TensorInfo]) -> str:
+    """Give in which file the tensor lies that a problem names, or what is beside a missing one."""
+    problem = printable(problem)
+    words = [word.rstrip(".,;:") for word in problem.split()]
+    words += [f"{word.rpartition('.')[0]}.weight" for word in words]
+    shards = [tensors[word].shard for word in words if word in tensors]
+    if not shards and any(name in problem for name in ("config.json", *DOCUMENTS)):
+        return problem
+    return f"{shards[0] if shards else 'config.json (quantization_config)'}: {problem}"
+
+
+def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
+    """Find the weights: the index, if there is one, and the shards."""
+    for stem in STEMS:
+        single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+        if lexists(path / single) and lexists(path / index):
+            weights = _weight_map(path / index)
+            if set(weights.values()) == {single}:  # as MLX writes it
+                return weights, [single]
+            raise CheckpointError(
+                teach(
+                    f"{path} holds both {single} and {index}.",
+                    "One of them is the model; the other is left over from something else.",
+                    "Remove the one that does not belong.",
+                )
+            )
+        if lexists(path / index):
+            weights = _weight_map(path / index)
+            return weights, sorted(set(weights.values()))
+        if lexists(path / single):
+            return None, [single]
+    single_files = [p.name for p in path.glob("*.safetensors")]
+    if len(single_files) == 1:
+        return None, single_files
+    raise no_weights(path)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weights = read_json(index).get("weight_map")
+    if not isinstance(weights, dict) or not weights:
+        raise CheckpointError(damaged(index.name, "it has no weight_map"))
+    for name, shard in weights.items():
+        safe = (
+            isinstance(shard, str)
+            and shard.endswith(".safetensors")
+            and shard.isprintable()
+            and len(shard) < 256
+            and PurePosixPath(shard).name == shard
+            and PureWindowsPath(shard).name == shard
+        )
+        if not safe:
+            raise CheckpointError(
+                teach(
+                    f"{index.name}: weight_map places {shown(name)} in {shown(repr(shard))}.",
+                    "A shard is the plain name of a .safetensors file in the same directory.",
+                    "Do not use this checkpoint unless you know where it comes from.",
+                )
+            )
+    return weights
+
+
+def _disagreements(shard: str, found: Iterable[str], index: dict[str, str]) -> list[str]:
+    promised = {name for name, place in index.items() if place == shard}
+    here = set(found)
+    absent = [
+        f"the index places {shown(n)} in it, but it is not there" for n in sorted(promised - here)
+    ]
+    extra = [
+        f"it holds {shown(n)}, which the index does not place in it"
+        for n in sorted(here - promised)
+    ]
+    return [damaged(shard, what) for what in absent + extra]

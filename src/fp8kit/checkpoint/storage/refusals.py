@@ -1,0 +1,214 @@
+"""What is no checkpoint that is read here: named by its kind, with the way to one that is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from os.path import lexists
+from pathlib import Path
+
+from fp8kit.errors import CheckpointError, teach
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
+# owner/name, as hubs write it; what begins with a dot or a slash is meant as a path
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_A_CHECKPOINT = "A checkpoint is a directory with safetensors files, or one such file."
+
+
+def check_source(path: str | Path) -> None:
+    """Refuse a path at which there is no checkpoint to look into.
+
+    Args:
+        path: as the caller wrote it; hub ids are known by that.
+
+    Raises:
+        CheckpointError: if it is neither a directory that may be read nor a safetensors file.
+    """
+    place = Path(path)
+    check_name(place)
+    try:
+        if place.is_dir():
+            os.scandir(place).close()
+        elif not place.is_file():
+            raise _absent(place)
+        elif place.suffix != ".safetensors":
+            raise _other_file(place)
+    except OSError as error:
+        raise CheckpointError(
+            teach(
+                f"{place} cannot be opened: {error.strerror}.",
+                "This process needs to read it.",
+                "Look at the permissions of it and of the folders above it (ls -ld).",
+            )
+        ) from error
+
+
+def check_name(path: Path) -> None:
+    """Refuse a path that the safetensors library cannot open.
+
+    Args:
+        path: of a checkpoint, or of one that shall be made.
+
+    Raises:
+        CheckpointError: if it is not UTF-8.
+    """
+    try:
+        os.path.realpath(path).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            teach(
+                f"The path {str(path)!a} is not UTF-8.",
+                "The safetensors library opens only paths that are.",
+                "Rename the folder.",
+            )
+        ) from error
+
+
+def no_weights(folder: Path) -> CheckpointError:
+    """Return what a directory holds instead of the safetensors files of one model.
+
+    Args:
+        folder: a directory without ``model.safetensors`` and without an index.
+    """
+    files = sorted(p.name for p in folder.iterdir() if p.is_file() or p.is_symlink())
+    shards = [n for n in files if n.endswith(".safetensors")]
+    if shards:
+        return _several(folder, shards)
+    inner = sorted(
+        {p.parent for n in ("*", "snapshots/*") for p in folder.glob(f"{n}/*.safetensors")}
+    )
+    if inner:
+        return CheckpointError(
+            teach(
+                f"{folder} holds no safetensors files itself; "
+                f"{_few([str(p.relative_to(folder)) for p in inner])} inside it does.",
+                "A checkpoint is one model; a pipeline of several is converted model by model.",
+                f"Pass one of its folders, such as {inner[0]}.",
+            )
+        )
+    for name in files:
+        other = _kind_of(name)
+        if other is not None:
+            return _only(f"{folder} holds no safetensors files, only {name}", other)
+    return CheckpointError(
+        teach(
+            f"{folder} holds no safetensors files{'' if files else ': it is empty'}.",
+            _A_CHECKPOINT,
+            "Check the path, or complete the download.",
+        )
+    )
+
+
+def pointer(file: str, start: bytes) -> CheckpointError | None:
+    """Tell a pointer that git-LFS leaves in the place of a file it did not download.
+
+    Args:
+        file: its name.
+        start: its first bytes.
+    """
+    if not start.startswith(b"version https://git-lfs"):
+        return None
+    return CheckpointError(
+        teach(
+            f"{file} is a git-LFS pointer, a few lines of text in the place of the file.",
+            "The repository was cloned without its large files.",
+            "Get them with git lfs pull in that directory (git lfs install comes first).",
+        )
+    )
+
+
+def _absent(place: Path) -> CheckpointError:
+    text = str(place)
+    if place.is_symlink():
+        what = f"{text} is a link to {os.readlink(place)}, which does not exist."
+        return CheckpointError(teach(what, _A_CHECKPOINT, "Complete the download or the copy."))
+    remedy = "Check the path; a model from a hub is downloaded first."
+    if text.startswith("~"):
+        remedy = f"Only a shell replaces ~, and not in quotes: pass {place.expanduser()}."
+    elif _HUB_ID.fullmatch(text) and not lexists(place.parent):
+        remedy = (
+            "If this is a model on a hub, download it and pass that folder: "
+            f"hf download {text} --local-dir {place.name}"
+        )
+    return CheckpointError(teach(f"There is no directory {text}.", _A_CHECKPOINT, remedy))
+
+
+def _other_file(place: Path) -> CheckpointError:
+    kind = _kind_of(place.name)
+    if kind is not None:
+        return _only(f"{place} is a file", kind)
+    beside = any(place.parent.glob("*.safetensors"))
+    folder = shlex.quote(str(place.parent))
+    remedy = f"Pass its directory: {folder}" if beside else "Check the path"
+    return CheckpointError(
+        teach(f"{place} is a file, and no safetensors file.", _A_CHECKPOINT, f"{remedy}.")
+    )
+
+
+def _kind_of(name: str) -> str | None:
+    """Name what weights are kept in elsewhere, by the ending of a file."""
+    ending = Path(name).suffix.lower()
+    if ending == ".gguf":
+        return "GGUF"
+    return "a pickle" if ending in _PICKLES else None
+
+
+def _only(what: str, kind: str) -> CheckpointError:
+    if kind == "GGUF":
+        return CheckpointError(
+            teach(
+                f"{what}: that is GGUF, the format of llama.cpp, which is quantized already.",
+                "Weights are read from safetensors.",
+                "Start from the model it was made of, in bf16 and safetensors.",
+            )
+        )
+    return CheckpointError(
+        teach(
+            f"{what}: that is a pickle.",
+            "Weights are read from safetensors, never from pickle files, which run code.",
+            "Download the model's safetensors files, or load it where you trust it and save it "
+            "with save_pretrained.",
+        )
+    )
+
+
+def _several(folder: Path, shards: Sequence[str]) -> CheckpointError:
+    stems = {m[1] for m in map(_SHARD.fullmatch, shards) if m is not None}
+    index = f"{min(stems, default='model')}.safetensors.index.json"
+    count = len(shards)
+    return CheckpointError(
+        teach(
+            f"{folder} holds {count} safetensors files ({_few(shards)}) and no {index}.",
+            "The index says which of them are the model, and which tensor is in which.",
+            "Download the index too, or pass the one file that is meant."
+            if stems
+            else "Pass the one file that is meant.",
+        )
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def unwritable(error: OSError, place: Path) -> CheckpointError | None:
+    """Return that something may not be written, if that is what an error of the system means.
+
+    Args:
+        error: what the system said.
+        place: what should have been written.
+    """
+    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return None
+    return CheckpointError(
+        teach(
+            f"{error.filename or place} cannot be written: {error.strerror}.",
+            "A checkpoint is made beside its destination, and renamed when it is complete.",
+            f"Choose a folder that you may write to, or look at the permissions of {place.parent}.",
+        )
+    )

@@ -1,0 +1,79 @@
+"""Scales that a file stacks for all experts while it holds their codes one by one.
+
+Transformers writes an FP8 mixture of experts so: it splits the codes, ``X.experts.0.gate_proj``,
+and leaves the scales as it holds them, ``X.experts.gate_up_proj_scale_inv`` of ``[E, n, k]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fp8kit.checkpoint.schema.merged_names import STACKED
+from fp8kit.checkpoint.schema.naming import CODES, named
+from fp8kit.checkpoint.storage.headers import TensorInfo
+
+_SCALE = re.compile(
+    r"(?P<holder>.+)\.(?P<stack>gate_up_proj|up_proj|down_proj)_(?P<kind>scale(_inv)?|activation_scale)"
+)
+# of a layer by itself, where that of a stack has no word for the weight
+_KINDS = {"scale": "weight_scale", "scale_inv": "weight_scale_inv"}
+
+
+def sliced(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return each expert its slice of a stack of scales as a tensor of its own.
+
+    Args:
+        tensors: name on disk of each tensor to where it is.
+
+    Returns:
+        The same, with a stack of scales replaced by its slices where the codes it belongs to are
+        there one by one; a slice has the name that the scale of one layer has, lies inside of its
+        stack, and is read alone.
+
+    Example:
+        >>> sorted(sliced(tensors))
+        ['experts.0.down_proj.weight', 'experts.0.down_proj.weight_scale_inv']
+    """
+    found = dict(tensors)
+    for name, info in tensors.items():
+        match = _SCALE.fullmatch(name)
+        if match is None or f"{match['holder']}.{match['stack']}" in tensors:
+            continue
+        slices = _slices(match["holder"], match["stack"], match["kind"], info, tensors)
+        if slices and not slices.keys() & tensors.keys():
+            del found[name]
+            found |= slices
+    return found
+
+
+def _slices(
+    holder: str, stack: str, kind: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo]:
+    """Cut a stack of scales; nothing if it does not belong to these experts or cannot be cut."""
+    options = STACKED.get(stack, ((stack,),))
+    parts = next((o for o in options if _are_codes(holder, 0, o, tensors)), ())
+    experts = info.shape[0] if info.shape else 0
+    if not parts or not all(_are_codes(holder, e, parts, tensors) for e in range(experts)):
+        return {}
+    rows = info.shape[1] if len(info.shape) > 1 else 1
+    shared = rows == 1 or kind == "activation_scale"
+    if not shared and rows % len(parts):
+        return {}
+    height = rows if shared else rows // len(parts)
+    shape = (height, *info.shape[2:]) if len(info.shape) > 1 else ()
+    piece, found = replace(info, shape=shape), {}
+    for expert in range(experts):
+        for i, part in enumerate(parts):
+            at = expert * rows // height + (0 if shared else i)
+            name = named(f"{holder}.{expert}.{part}", _KINDS.get(kind, kind))
+            found[name] = replace(piece, offset=info.offset + at * piece.nbytes)
+    return found
+
+
+def _are_codes(
+    holder: str, expert: int, parts: tuple[str, ...], tensors: Mapping[str, TensorInfo]
+) -> bool:
+    names = [f"{holder}.{expert}.{part}.weight" for part in parts]
+    return all(n in tensors and tensors[n].dtype in CODES for n in names)

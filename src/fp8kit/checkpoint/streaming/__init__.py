@@ -1,0 +1,1 @@
+"""Quantize checkpoints of any size, tensor by tensor, and resume."""

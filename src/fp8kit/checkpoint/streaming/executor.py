@@ -1,0 +1,250 @@
+"""Carry out a plan of work: slices flow from the source through a quantizer into new files.
+
+Nothing is held but a slice per worker. A file gets its name when all of it is on the disk, so a
+file with its name is whole, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from fp8kit import functional
+from fp8kit.checkpoint.storage.directory import bytes_of, sync
+from fp8kit.checkpoint.storage.layout import Shard
+from fp8kit.checkpoint.storage.matrices import MatrixFile
+from fp8kit.checkpoint.streaming.work_plan import SLICE_BYTES, Item, Slice, Work
+from fp8kit.errors import ConversionError, teach
+from fp8kit.formats import MX, TENSOR
+from fp8kit.modules.entries import quantize_weight
+
+PART = ".part"
+
+
+def write_shards(
+    work: Work,
+    indices: Sequence[int],
+    source: Path,
+    folder: Path,
+    devices: Sequence[torch.device],
+    progress: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Write some files of a plan; slices of all of them are shared among the workers.
+
+    Args:
+        work: the plan.
+        indices: which files of it.
+        source: directory that is read.
+        folder: directory that is written; files that have their names are whole.
+        devices: one worker thread for each entry, at least one; a device may appear repeatedly.
+        progress: called with the bytes of the source that were done since the last call.
+
+    Raises:
+        ConversionError: if a weight holds NaN or infinities.
+        CheckpointError: if the disk is full, or the source changed. Whole files stay.
+
+    Example:
+        >>> write_shards(work, [0], source, folder, [torch.device("cpu")] * 2)
+    """
+    queue = _Queue(work, indices, folder, progress)
+    threads = torch.get_num_threads()
+    workers = [
+        threading.Thread(target=_serve, args=(queue, source, device), daemon=True)
+        for device in devices
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        queue.stop()
+        for worker in workers:
+            worker.join()
+        queue.clean()
+        torch.set_num_threads(threads)
+    if queue.error is not None:
+        raise queue.error
+
+
+def is_whole(folder: Path, shard: Shard) -> bool:
+    """Return whether a file of a plan was written; one of another plan or size is none.
+
+    Args:
+        folder: where it would be.
+        shard: what it would be.
+    """
+    file = folder / shard.file
+    if file.is_symlink() or not file.is_file() or file.stat().st_size != shard.size:
+        return False
+    with file.open("rb") as f:
+        return f.read(len(shard.header)) == shard.header
+
+
+class _Part:
+    """A file that is being written: under another name, until nothing is missing."""
+
+    def __init__(self, folder: Path, shard: Shard, slices: int) -> None:
+        self.shard, self.missing, self.target = shard, slices, folder / shard.file
+        # a worker that was given up for lost must not write into the file of its successor
+        self.path = folder / f".{shard.file}.{uuid.uuid4().hex[:8]}{PART}"
+        with self.path.open("wb") as file:
+            file.write(shard.header)
+            file.truncate(shard.size)
+
+    def finish(self) -> None:
+        sync(self.path)
+        self.path.replace(self.target)
+        sync(self.target.parent)
+
+
+class _Queue:
+    """Hands out slices in order, and finishes each file with its last one."""
+
+    def __init__(
+        self, work: Work, indices: Sequence[int], folder: Path, progress: Callable[[int], object]
+    ) -> None:
+        self.work = work
+        self.error: BaseException | None = None
+        self._folder, self._progress = folder, progress
+        self._lock = threading.Lock()
+        self._parts: set[_Part] = set()
+        self._pending = self._all(indices)
+
+    def _all(self, indices: Sequence[int]) -> Iterator[tuple[_Part, Slice]]:
+        for index in indices:
+            slices = list(self.work.slices(index))
+            part = _Part(self._folder, self.work.shards[index], len(slices))
+            self._parts.add(part)
+            if not slices:
+                part.finish()
+            for piece in slices:
+                yield part, piece
+
+    def next(self) -> tuple[_Part, Slice] | None:
+        with self._lock:
+            return None if self.error is not None else next(self._pending, None)
+
+    def done(self, part: _Part, piece: Slice) -> None:
+        with self._lock:
+            part.missing -= 1
+            last = part.missing == 0
+            self._progress(piece.nbytes)
+        if last and self.error is None:
+            part.finish()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self.error = self.error or error
+            self._pending = iter(())
+
+    def clean(self) -> None:
+        for part in self._parts:
+            part.path.unlink(missing_ok=True)
+
+
+def _serve(queue: _Queue, source: Path, device: torch.device) -> None:
+    """Do slices until there are none; one per thread and device."""
+    torch.set_num_threads(1)  # slices are the unit of parallelism
+    reader, writer = MatrixFile(source), _Writer()
+    try:
+        while (found := queue.next()) is not None:
+            part, piece = found
+            writer.switch(part)
+            if piece.item.scale:
+                _quantize(queue.work, piece, reader, writer, device)
+            else:
+                matrix = piece.item.matrix
+                rows = reader.rows(matrix, piece.first, piece.last).to(piece.item.dtype)
+                writer.write(piece.item.name, piece.first * rows.shape[1], rows)
+            queue.done(part, piece)
+    except BaseException as error:
+        queue.stop(error)
+    finally:
+        reader.close()
+        writer.close()
+
+
+class _Writer:
+    """Writes tensors to their places in the file at hand."""
+
+    def __init__(self) -> None:
+        self._part: _Part | None = None
+        self._file: IO[bytes] | None = None
+
+    def switch(self, part: _Part) -> None:
+        if part is not self._part:
+            self.close()
+            self._part, self._file = part, part.path.open("r+b", buffering=0)
+
+    def write(self, name: str, first: int, tensor: Tensor) -> None:
+        """Write elements of the tensor ``name`` from number ``first`` on."""
+        assert self._part is not None
+        assert self._file is not None
+        view, done = bytes_of(tensor), 0
+        self._file.seek(self._part.shard.starts[name] + first * tensor.element_size())
+        try:
+            while done < len(view):
+                done += self._file.write(view[done:])
+        except OSError as error:
+            error.filename = str(self._part.target)
+            raise
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _quantize(
+    work: Work, piece: Slice, reader: MatrixFile, writer: _Writer, device: torch.device
+) -> None:
+    item, group = piece.item, work.scheme.weight
+    if group == TENSOR:
+        _quantize_whole(work, item, reader, writer, device)
+        return
+    rows = _to(reader.rows(item.matrix, piece.first, piece.last), device)
+    q = quantize_weight(rows, work.scheme)
+    scale = q.scale.cpu()
+    _check_finite(item, scale == 255 if group == MX else ~scale.isfinite())
+    writer.write(item.name, piece.first * rows.shape[1], q.data.cpu())
+    writer.write(item.scale, piece.first // group.rows * scale.shape[1], scale)
+
+
+def _quantize_whole(
+    work: Work, item: Item, reader: MatrixFile, writer: _Writer, device: torch.device
+) -> None:
+    """Quantize a weight with one scale: once through for the maximum, once more for the codes."""
+    matrix, scheme = item.matrix, work.scheme
+    step = max(1, SLICE_BYTES // max(1, matrix.row_bytes))
+    slices = [(i, min(i + step, matrix.rows)) for i in range(0, matrix.rows, step)]
+    # numbers, not tensors: small tensors that stay would split the memory of the slices that go
+    peaks = [float(_to(reader.rows(matrix, *ends), device).abs().amax()) for ends in slices]
+    # the scale of a tensor is that of its largest element
+    scale = quantize_weight(torch.tensor(peaks).amax().reshape(1, 1), scheme).scale
+    _check_finite(item, ~scale.isfinite())
+    for first, last in slices:
+        rows = _to(reader.rows(matrix, first, last), device)
+        q = functional.quantize(rows, TENSOR, dtype=scheme.dtype, scale=scale.to(device))
+        writer.write(item.name, first * matrix.cols, q.data.cpu())
+    writer.write(item.scale, 0, scale)
+
+
+def _to(rows: Tensor, device: torch.device) -> Tensor:
+    return rows if device.type == "cpu" else rows.to(device)
+
+
+def _check_finite(item: Item, bad: Tensor) -> None:
+    if bad.any():
+        raise ConversionError(
+            teach(
+                f"{item.name} holds NaN or infinities.",
+                "Weights are finite.",
+                "Repair the checkpoint, or exclude this layer.",
+            )
+        )

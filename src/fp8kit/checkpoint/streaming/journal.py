@@ -1,0 +1,215 @@
+"""The folder in which an interrupted conversion waits, and the promise that it is the same one.
+
+``.<name>.partial`` lies beside the destination and holds ``journal.json`` (source, recipe and plan
+of the run), ``lock`` and ``checkpoint``, the folder that becomes the destination by a rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.storage import directory
+from fp8kit.checkpoint.storage.reader import Checkpoint, read_json
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.runtime.atomic_files import locked
+
+_VERSION = 1
+
+
+class Partial:
+    """An unfinished conversion on disk.
+
+    Args:
+        destination: the directory that is being made.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        self.destination = destination
+        self.home = destination.parent / f".{destination.name}.partial"
+        self.folder = self.home / "checkpoint"
+        self._journal = self.home / "journal.json"
+        self._lock_is_mine = False
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes away; a lock ends with its process, however that ends.
+
+        Raises:
+            CheckpointError: if another process is at work here, or somebody put symbolic links
+                here, which would lead what is written elsewhere.
+        """
+        self._refuse_link(self.home)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(self.home / "lock", wait=False))
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    teach(
+                        f"Another process is writing {self.destination}.",
+                        "One at a time writes a checkpoint.",
+                        "Wait until it ends, or choose another destination.",
+                    )
+                ) from error
+            except OSError:
+                self._refuse_link(self.home / "lock")
+                raise
+            for name in ("checkpoint", "journal.json", "journal.new"):
+                self._refuse_link(self.home / name)
+            self._lock_is_mine = True
+            try:
+                yield
+            finally:
+                if self._lock_is_mine and not self._journal.exists():  # nothing was begun
+                    self.forget()
+
+    @staticmethod
+    def _refuse_link(place: Path) -> None:
+        if place.is_symlink():
+            raise CheckpointError(
+                teach(
+                    f"{place} is a symbolic link, to {os.readlink(place)}.",
+                    "What is written there has to stay there.",
+                    "Remove it, unless you know who put it there.",
+                )
+            )
+
+    def begin(self, run: JsonObject) -> None:
+        """Start, or continue what was interrupted.
+
+        Args:
+            run: what this run is, as plain data; only the same one may continue.
+
+        Raises:
+            CheckpointError: if another run was interrupted here; every difference is named.
+        """
+        run = _described(run)
+        if self._journal.exists():
+            before = read_json(self._journal).get("run")
+            self._compare(before if isinstance(before, dict) else {}, run)
+        else:
+            self._write({"run": run})
+        self.folder.mkdir(exist_ok=True)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Remove what an interrupted run left half done: everything but these files."""
+        for entry in self.folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name not in names or entry.is_symlink():
+                entry.unlink()
+
+    def install(self) -> None:
+        """Let the finished checkpoint appear, and forget the run."""
+        # after the rename the folder's own number tells on which side of it the run ended
+        journal = read_json(self._journal)
+        self._write({**journal, "installing": self.folder.stat().st_ino})
+        directory.install(self.folder, self.destination)
+        self.forget()
+
+    def installed(self) -> bool:
+        """Return whether a run came to its end, and only its traces are left."""
+        if not self._journal.exists() or not self.destination.is_dir():
+            return False
+        return read_json(self._journal).get("installing") == self.destination.stat().st_ino
+
+    def is_of(self, run: JsonObject) -> bool:
+        """Return whether the run whose traces are here is this one."""
+        before = read_json(self._journal).get("run")
+        return bool(before == _described(run))
+
+    def clear(self) -> None:
+        """Remove what a run left, so that another one may begin; its lock stays."""
+        self._remove("journal.new", "journal.json")
+
+    def forget(self) -> None:
+        """Remove everything that is left, the journal last: until then the end can be told."""
+        self._lock_is_mine = False  # from here on another process may make one
+        self._remove("lock", "journal.new", "journal.json")
+        self.sweep()
+
+    def _remove(self, *names: str) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for name in names:
+            with suppress(FileNotFoundError, PermissionError):  # Windows keeps open files
+                (self.home / name).unlink()
+
+    def sweep(self) -> None:
+        """Remove the folder of a run that ended while it cleaned up."""
+        with suppress(OSError):  # it is not there, or not empty
+            self.home.rmdir()
+
+    def _compare(self, before: JsonObject, now: JsonObject) -> None:
+        different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        if different:
+            words = [_difference(key, before.get(key), now.get(key)) for key in different]
+            # the plan follows from the others, and says nothing to a reader
+            words = [w for w in words if w] or ["other versions of the libraries choose otherwise"]
+            raise CheckpointError(
+                teach(
+                    f"A run that was interrupted left {self.home}, and it was another one "
+                    f"({'; '.join(words)}).",
+                    "Only the same source with the same options can be continued.",
+                    f"Run it again as it was, or start anew: rm -r {shlex.quote(str(self.home))}",
+                )
+            )
+
+    def _write(self, content: JsonObject) -> None:
+        draft = self.home / "journal.new"
+        directory.write_json(draft, content)
+        directory.sync(draft)
+        draft.replace(self._journal)
+        directory.sync(self.home)
+
+
+def _described(run: JsonObject) -> JsonObject:
+    found: JsonObject = json.loads(json.dumps({"version": _VERSION, **run}))
+    return found
+
+
+def _difference(key: str, before: object, now: object) -> str:
+    """Return in what a run differs from another one; nothing of what only a machine compares."""
+    if key == "plan":
+        return ""
+    if key == "source":
+        return "the files of the source have changed since"
+    if key == "max_shard_bytes":
+        found = [directory.size(n) if isinstance(n, int) else n for n in (before, now)]
+        return f"files of up to {found[0]} then, {found[1]} now"
+    then, new = _shown(before), _shown(now)
+    return f"{key.replace('_', ' ')} {then} then, {new if new != then else 'another one'} now"
+
+
+def _shown(value: object) -> str:
+    if value is None or value == "None":
+        return "not given"
+    if isinstance(value, list):
+        return " ".join(shlex.quote(str(item)) for item in value) or "switched off"
+    named = re.match(r"Scheme\(name='([^']*)'", str(value))
+    return named[1] if named else str(value)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Describe the files of a source, so that a change of any of them shows.
+
+    Sizes, times and headers are compared, not the data, which would have to be read for it.
+
+    Args:
+        checkpoint: one that has been opened.
+    """
+    found = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for shard in checkpoint.shards:
+        file = checkpoint.path / shard
+        status = os.stat(file)
+        found.update(f"{shard} {status.st_size} {status.st_mtime_ns} ".encode())
+        with file.open("rb") as f:
+            found.update(f.read(8 + int.from_bytes(f.read(8), "little")))
+    return found.hexdigest()

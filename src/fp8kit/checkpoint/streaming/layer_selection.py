@@ -1,0 +1,283 @@
+"""Which tensors of a checkpoint become FP8, decided without building the model's weights.
+
+The rules are those of ``fp8kit.plan``. What a layer is comes from ``Facts``: from the model's class
+where Transformers knows it, else from names and shapes (``facts_by_name``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from fp8kit.checkpoint.schema.layers import FLOATS
+from fp8kit.checkpoint.schema.naming import dense_stacks
+from fp8kit.checkpoint.schema.targets import check_layers
+from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
+from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
+from fp8kit.checkpoint.streaming.recipe import Recipe
+from fp8kit.conversion.patterns import check_patterns, exclusion, roles_by_name, size_obstacle
+from fp8kit.conversion.report import Record, Report
+from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.formats import Scheme, scale_dtype, scale_shape
+
+_EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.[^.]+$")
+_EMBEDDING = re.compile(
+    r"(\w*embed|\w*embedding|\w*embeddings|embed_tokens|\w*_emb|emb|wte|wpe|shared|"
+    r"relative_attention_bias)$"
+)
+AS_CONV1D = (
+    "held as [K, N] by Conv1D of Transformers, as which no engine loads FP8; fp8kit.convert takes "
+    "it once the model is loaded"
+)
+# GPT-2 keeps these as [K, N] in a module of its own
+_CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
+_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLayer:
+    """What is known about a linear layer whose weight is on disk.
+
+    Args:
+        names: its names in the model.
+        obstacle: why it cannot become FP8; empty if it can.
+        role: what it does, if the defaults keep such layers; else empty.
+        shape: of its weight, where that is not on disk.
+    """
+
+    names: tuple[str, ...]
+    obstacle: str = ""
+    role: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Facts:
+    """What the tensors of a checkpoint are.
+
+    Args:
+        source: where this is known from, for the report.
+        layers: linear layers by their name on disk.
+        embeddings: names on disk of embeddings.
+        others: names on disk of two-dimensional weights of any other use, and what they are.
+        absent: linear layers of the model without a weight of their own on disk, by name.
+        repeated: names of tensors that are another tensor's second name.
+        modules: names on disk to names of modules, where the model calls a layer otherwise.
+    """
+
+    source: str
+    layers: dict[str, KnownLayer] = field(default_factory=dict)
+    embeddings: set[str] = field(default_factory=set)
+    others: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, KnownLayer] = field(default_factory=dict)
+    repeated: set[str] = field(default_factory=set)
+    modules: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Selection:
+    """What happens to every tensor of a checkpoint.
+
+    Args:
+        report: one record per layer, for people.
+        matrices: layers that become FP8, by the name they will have, and where their weights are.
+        copies: names of the tensors that go over as they are.
+        ignore: names of what engines must not take for FP8.
+    """
+
+    report: Report
+    matrices: dict[str, Matrix] = field(default_factory=dict)
+    copies: list[str] = field(default_factory=list)
+    ignore: list[str] = field(default_factory=list)
+
+
+def facts_by_name(checkpoint: Checkpoint) -> Facts:
+    """Tell linear layers from embeddings by names and shapes, where no model class is known.
+
+    Args:
+        checkpoint: in high precision.
+
+    Example:
+        >>> sorted(facts_by_name(checkpoint).embeddings)
+        ['model.embed_tokens']
+    """
+    facts = Facts("names and shapes")
+    text = checkpoint.config.get("text_config")
+    config = {**checkpoint.config, **(text if isinstance(text, dict) else {})}
+    tied = config.get("tie_word_embeddings") is True
+    conv1d = checkpoint.config.get("model_type") in _CONV1D_MODELS
+    for name, info in checkpoint.tensors.items():
+        layer, _, kind = name.rpartition(".")
+        last = layer.rpartition(".")[2]
+        if kind != "weight" or len(info.shape) != 2 or _EXPERT.match(layer):
+            continue
+        head = last in ("lm_head", "output_head", "embed_out")
+        outside = not any(part.isdigit() for part in layer.split("."))
+        vocabulary = outside and info.shape[0] == config.get("vocab_size") and not head
+        if _EMBEDDING.match(last) or (vocabulary and last != "output"):
+            facts.embeddings.add(layer)
+        elif conv1d and last in _CONV1D:
+            facts.others[layer] = AS_CONV1D
+        else:
+            obstacle = "its weight is tied to another parameter" if tied and head else ""
+            facts.layers[layer] = KnownLayer((layer,), obstacle)
+    roles = roles_by_name(facts.layers)
+    facts.layers = {n: replace(f, role=roles.get(n, "")) for n, f in facts.layers.items()}
+    return facts
+
+
+def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selection:
+    """Decide about every tensor.
+
+    Args:
+        checkpoint: in high precision.
+        recipe: scheme, target and patterns.
+        facts: what the tensors are.
+
+    Raises:
+        ConversionError: if a pattern matches nothing, or ``strict`` finds a layer that cannot
+            become FP8.
+        CheckpointError: if the target could not load the result.
+
+    Example:
+        >>> choice = choose(checkpoint, Recipe("FP8_DYNAMIC"), facts_by_name(checkpoint))
+        >>> print(choice.report)
+    """
+    model_type = str(checkpoint.config.get("model_type"))
+    stacks, odd = stacked_experts(checkpoint.tensors, model_type)
+    layers = {**_experts(checkpoint), **facts.layers}
+    layers |= {name: KnownLayer((name,)) for stack in stacks.values() for name in stack}
+    _check_patterns(recipe, {**layers, **facts.absent})
+    choice = Selection(Report(str(recipe.resolved)))
+    choice.report.notes.append(f"Layers are known from {facts.source}.")
+    kept = {n: i for n, i in checkpoint.tensors.items() if n not in facts.repeated}
+    choice.report.model_bytes_before = sum(i.nbytes for i in kept.values())
+    for name, info in kept.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and layer in layers and len(info.shape) == 2:
+            if _decide(choice, layer, layers[layer], Matrix.of(info), recipe):
+                continue
+            choice.ignore.append(layer)
+        elif (experts := stack_of(name)) is not None and len(info.shape) == 3:
+            if _decide_stack(choice, info, stacks.get(experts, {}), odd.get(experts, ""), recipe):
+                continue
+            choice.ignore.append(experts)
+        elif kind == "weight" and len(info.shape) == 2 and layer not in facts.embeddings:
+            choice.ignore.append(layer)
+            if layer in facts.others:
+                _add(choice, layer, Matrix.of(info), recipe.resolved, facts.others[layer])
+        choice.copies.append(name)
+    for name, absent in facts.absent.items():
+        reason = _excluded([name], absent, recipe) or absent.obstacle or "not on disk"
+        choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
+    dense = {n: checkpoint.tensors[n].shape for n in choice.copies}
+    # vLLM runs models that it has no class for by their modules, without renaming what is listed
+    modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
+    homes = dense_stacks(dense, choice.matrices)
+    choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *homes})
+    _check(choice, recipe)
+    return choice
+
+
+def _experts(checkpoint: Checkpoint) -> dict[str, KnownLayer]:
+    layers = (n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith(".weight"))
+    return {n: KnownLayer((n,)) for n in layers if _EXPERT.match(n)}
+
+
+def _check_patterns(recipe: Recipe, layers: dict[str, KnownLayer]) -> None:
+    names = [
+        n for disk, layer in layers.items() for n in {disk: None, **dict.fromkeys(layer.names)}
+    ]
+    for argument, patterns in (("include", recipe.include), ("exclude", recipe.exclude)):
+        check_patterns(argument, () if patterns is None else patterns, names)
+
+
+def _decide(
+    choice: Selection, name: str, layer: KnownLayer, matrix: Matrix, recipe: Recipe
+) -> bool:
+    """Record the decision about one layer; say whether it becomes FP8."""
+    names = list(dict.fromkeys((name, *layer.names)))
+    excluded = _excluded(names, layer, recipe)
+    reason = excluded or layer.obstacle or _obstacle(matrix)
+    _add(choice, name, matrix, recipe.resolved, reason, warning=bool(reason) and not excluded)
+    if reason:
+        return False
+    choice.matrices[name] = matrix
+    return True
+
+
+def _excluded(names: list[str], layer: KnownLayer, recipe: Recipe) -> str:
+    return exclusion(names, recipe.include, recipe.exclude, layer.role)
+
+
+def _decide_stack(
+    choice: Selection, info: TensorInfo, stack: dict[str, Matrix], odd: str, recipe: Recipe
+) -> bool:
+    """Record the decision about a stack of experts: all of them become FP8, or none."""
+    down = "down_proj" in info.name.rpartition("experts")[2]
+    own = {n: m for n, m in stack.items() if n.endswith("down_proj") == down}
+    trial = Selection(Report(""))
+    taken = [_decide(trial, n, KnownLayer((n,)), m, recipe) for n, m in stack.items()]
+    if stack and all(taken):
+        for n, matrix in own.items():
+            _decide(choice, n, KnownLayer((n,)), matrix, recipe)
+        return True
+    reason = odd or next(r.reason for r in trial.report.records if r.reason)
+    if any(taken):
+        reason = f"its experts stay together, and of one of them this is true: {reason}"
+    size, warning = info.nbytes, bool(odd) or any(taken)
+    record = Record(info.name, "experts", info.shape, "skip", reason, size, size, warning=warning)
+    choice.report.records.append(record)
+    return False
+
+
+def _obstacle(matrix: Matrix) -> str:
+    if matrix.dtype not in FLOATS:
+        return f"its weight is {matrix.dtype}; FP8 is made from bf16, fp16 or fp32"
+    return size_obstacle((matrix.rows, matrix.cols))
+
+
+def _add(
+    choice: Selection, name: str, matrix: Matrix, scheme: Scheme, reason: str, warning: bool = False
+) -> None:
+    shape, before = (matrix.rows, matrix.cols), matrix.nbytes
+    scales = 1
+    for side in scale_shape(shape, scheme.weight):
+        scales *= side
+    after = matrix.rows * matrix.cols + scales * scale_dtype(scheme.weight).itemsize
+    action = "skip" if reason else "convert"
+    choice.report.records.append(
+        Record(name, "Linear", shape, action, reason, before, before if reason else after)
+    )
+    choice.report.records[-1].warning = warning
+
+
+def _check(choice: Selection, recipe: Recipe) -> None:
+    if recipe.strict:
+        choice.report.refuse_blocked()
+    shapes = {name: (m.rows, m.cols) for name, m in choice.matrices.items()}
+    if not shapes:
+        raise ConversionError(
+            teach(
+                "No layer of this checkpoint would become FP8.",
+                "There is at least one linear layer that nothing keeps in high precision.",
+                "See the reasons with fp8kit plan, and include a layer by its full name.",
+            )
+        )
+    check_layers(recipe.target, recipe.resolved, shapes, choice.ignore)
+    mixed = _mixed_experts(shapes, choice.ignore)
+    if mixed:
+        raise CheckpointError(
+            teach(
+                f"Of {mixed} some experts are FP8 and some are not.",
+                "Every engine runs the experts of one layer as one operation of one kind.",
+                "Include or exclude them together, e.g. with the pattern '*.experts.*'.",
+            )
+        )
+
+
+def _mixed_experts(quantized: dict[str, tuple[int, int]], ignore: list[str]) -> str:
+    homes = [
+        {m["experts"] for n in names if (m := _EXPERT.match(n))} for names in (quantized, ignore)
+    ]
+    return min(homes[0] & homes[1], default="")

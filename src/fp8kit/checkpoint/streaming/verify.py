@@ -1,0 +1,330 @@
+"""Compare a quantized checkpoint with what it was made from, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.checkpoint.schema.layers import Layer
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.storage.matrices import Matrix, MatrixFile, stacked_experts
+from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.checkpoint.streaming.work_plan import SLICE_BYTES
+from fp8kit.conversion.report import table
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import E4M3FN, MX, TENSOR, QTensor
+from fp8kit.functional import dequantize, quantize
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.quantizers.reference import expand_scale
+
+_WORST = 10
+# first row, one past the last, the source's rows, the result's
+Pairs = Iterator[tuple[int, int, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One tensor of the result against its source.
+
+    Args:
+        name: in our names.
+        kind: ``"fp8"`` for codes, ``"copy"`` for what stayed in high precision.
+        sqnr_db: signal to quantization noise in decibels; infinite if nothing differs.
+        relative: norm of the error over norm of the source.
+        largest: the largest error of an element.
+        exact: quantizing the source again gives the same codes and scales, or the copy is equal.
+        problem: what is wrong; empty if nothing is.
+    """
+
+    name: str
+    kind: str
+    sqnr_db: float
+    relative: float
+    largest: float
+    exact: bool
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class Verification:
+    """How well a quantized checkpoint stands for its source.
+
+    Args:
+        compared: one entry per tensor of the result; scales belong to their weights.
+        missing: tensors of the source that the result lacks.
+        extra: tensors of the result that the source knows nothing of.
+    """
+
+    compared: list[Comparison] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        """One sentence for everything that is wrong."""
+        found = [f"{c.name}: {c.problem}." for c in self.compared if c.problem]
+        found += [f"{n}: in the source, not in the result." for n in self.missing]
+        return found + [f"{n}: in the result, not in the source." for n in self.extra]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON; infinite figures become ``None``."""
+        rows = [asdict(c) for c in self.compared]
+        figures = ("sqnr_db", "relative", "largest")
+        for row in rows:
+            row |= {k: None for k in figures if not math.isfinite(row[k])}
+        return {
+            "ok": not self.problems,
+            "missing": self.missing,
+            "extra": self.extra,
+            "problems": self.problems,
+            "tensors": rows,
+        }
+
+    def __str__(self) -> str:
+        codes = sorted((c for c in self.compared if c.kind == "fp8"), key=lambda c: c.sqnr_db)
+        rows = [("layer", "SQNR dB", "relative", "largest", "requantized")]
+        for c in codes[:_WORST]:
+            again = "equal" if c.exact else "differs"
+            rows.append(
+                (c.name, f"{c.sqnr_db:.1f}", f"{c.relative:.4f}", f"{c.largest:.3g}", again)
+            )
+        exact = sum(c.exact for c in codes)
+        lines = [table(rows)]
+        if len(codes) > _WORST:
+            lines.append(f"({_WORST} worst of {len(codes)})")
+        lines.append(
+            f"{len(codes)} FP8 layers, {exact} of them equal to a new quantization; "
+            f"{len(self.compared) - len(codes)} tensors kept; {len(self.problems)} problems"
+        )
+        return "\n".join([*lines, *self.problems])
+
+
+def verify(
+    source: Checkpoint,
+    result: Checkpoint,
+    *,
+    workers: int = 1,
+    progress: Callable[[int], object] = lambda _: None,
+) -> Verification:
+    """Recompute every tensor of a quantized checkpoint from its source.
+
+    An FP8 weight is wrong if an element is farther from the source than rounding explains: half a
+    unit in the last place, or, below the smallest normal number, half a subnormal step. Whether the
+    codes are those that this package would write is told, but not demanded of other writers.
+
+    Args:
+        source: in high precision.
+        result: made of it, in any dialect that is read here.
+        workers: threads.
+        progress: called with the bytes of the source that were compared.
+
+    Raises:
+        CheckpointError: if the source is FP8, or the result is not.
+
+    Example:
+        >>> found = verify(open_checkpoint("bf16-dir"), open_checkpoint("fp8-dir"))
+        >>> print(found)
+    """
+    if source.spec is not None or result.spec is None:
+        first, second = ("FP8" if c.spec else "in high precision" for c in (source, result))
+        what = f"{source.path} is {first}, and {result.path} is {second}."
+        if source.path == result.path:
+            what = f"{source.path} was given twice."
+        raise CheckpointError(
+            teach(
+                what,
+                "The first checkpoint is in high precision, the second one is FP8.",
+                "Pass the source first, then what was made of it.",
+            )
+        )
+    found = Verification()
+    places = _sources(source, result, found)
+    job = _Comparison(source, result, places, progress)
+    layers = [x for x in result.layers.values() if x.weight in places]
+    coded = {x.weight for x in layers}
+    copied = [n for n in places if n not in coded]
+    with closing(job), ThreadPoolExecutor(workers) as pool:
+        found.compared += pool.map(job.codes, layers)
+        found.compared += pool.map(job.copy, copied)
+    found.compared.sort(key=lambda c: c.name)
+    return found
+
+
+class _Comparison:
+    """Compares single tensors; every thread has its own files."""
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        result: Checkpoint,
+        places: Mapping[str, Matrix],
+        progress: Callable[[int], object],
+    ) -> None:
+        self._source, self._result, self._places = source, result, places
+        self._progress = progress
+        self._own = threading.local()
+        self._opened: list[MatrixFile] = []
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close the files of all threads."""
+        for file in self._opened:
+            file.close()
+
+    def codes(self, layer: Layer) -> Comparison:
+        """Compare FP8 codes and their scales with the weight they stand for."""
+        name, group = layer.weight, layer.group
+        matrix, stored = self._places[name], Matrix.of(self._result.tensors[name])
+        if self._shape(name) != layer.shape:
+            return _differing(name, "fp8", self._shape(name), layer.shape)
+        scale = self._result.read(layer.scale)
+        plain = len(layer.shape) == 2 and layer.codes == E4M3FN.dtype and not layer.transposed
+        pairs = self._pairs(matrix, stored, max(1, group.rows)) if plain else self._whole(layer)
+        signal = noise = largest = 0.0
+        outside, exact = 0, True
+        for first, last, dense, codes in pairs:
+            part = scale if group == TENSOR or not plain else _part(scale, first, last, group.rows)
+            q = QTensor(codes, part, group)
+            error = (dequantize(q) - dense.float()).abs()
+            signal += float(dense.float().square().sum(dtype=torch.float64))
+            noise += float(error.square().sum(dtype=torch.float64))
+            largest = max(largest, float(error.max()))
+            outside += int((~(error <= _bound(dense, q))).sum())
+            if group != TENSOR:
+                exact = exact and _same(_quantized(dense, layer), q)
+            self._count(dense)
+        if group == TENSOR:
+            exact = plain and self._same_tensor(layer, matrix, stored, scale)
+        problem = f"{outside} elements are farther from the source than rounding explains"
+        return Comparison(
+            name,
+            "fp8",
+            10 * math.log10(signal / noise) if noise and signal else math.inf,
+            math.sqrt(noise / signal) if signal else math.inf if noise else 0.0,
+            largest,
+            exact,
+            problem if outside else "",
+        )
+
+    def copy(self, name: str) -> Comparison:
+        """Compare a tensor that stayed in high precision, perhaps in another dtype."""
+        info, matrix = self._result.tensors[name], self._places[name]
+        if info.shape != self._shape(name):
+            return _differing(name, "copy", self._shape(name), info.shape)
+        stored = Matrix.of(info)
+        same, largest = True, 0.0
+        for _, _, dense, kept in self._pairs(matrix, stored, 1):
+            if not _bits_equal(dense.to(kept.dtype), kept):
+                same = False
+                difference = (dense.to(torch.float64) - kept.to(torch.float64)).abs()
+                largest = max(largest, float(difference.nan_to_num(math.inf).max()))
+            self._count(dense)
+        problem = "" if same else "it was to stay as it is, and differs"
+        return Comparison(name, "copy", math.inf, 0.0, largest, same, problem)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that a tensor has in the source."""
+        if name in self._source.tensors:
+            return self._source.tensors[name].shape
+        return self._places[name].rows, self._places[name].cols
+
+    def _whole(self, layer: Layer) -> Pairs:
+        """Read a stack, or codes that have to be decoded first, in one piece."""
+        dense = self._source.read(layer.weight)
+        yield 0, layer.shape[-2], dense, self._result.read(layer.weight)
+
+    def _pairs(self, matrix: Matrix, stored: Matrix, rows: int) -> Pairs:
+        files = self._files()
+        step = max(1, SLICE_BYTES // max(1, matrix.row_bytes))
+        step = -(-step // rows) * rows
+        for first in range(0, matrix.rows, step):
+            last = min(first + step, matrix.rows)
+            yield (
+                first,
+                last,
+                files[0].rows(matrix, first, last),
+                files[1].rows(stored, first, last),
+            )
+
+    def _same_tensor(self, layer: Layer, matrix: Matrix, stored: Matrix, scale: Tensor) -> bool:
+        """Requantize with the one scale that the whole weight has."""
+        peaks = [float(d.abs().amax()) for _, _, d, _ in self._pairs(matrix, stored, 1)]
+        whole = quantize_weight(torch.tensor(peaks).amax().reshape(1, 1), layer.scheme)
+        if not torch.equal(whole.scale, scale):
+            return False
+        return all(
+            _bits_equal(quantize(d, TENSOR, dtype=c.dtype, scale=scale).data, c)
+            for _, _, d, c in self._pairs(matrix, stored, 1)
+        )
+
+    def _files(self) -> tuple[MatrixFile, MatrixFile]:
+        if not hasattr(self._own, "files"):
+            self._own.files = (MatrixFile(self._source.path), MatrixFile(self._result.path))
+            self._opened += self._own.files
+        found: tuple[MatrixFile, MatrixFile] = self._own.files
+        return found
+
+    def _count(self, dense: Tensor) -> None:
+        with self._lock:
+            self._progress(dense.nbytes)
+
+
+def _sources(source: Checkpoint, result: Checkpoint, found: Verification) -> dict[str, Matrix]:
+    """Find where each tensor of the result comes from, and note what has no counterpart."""
+    places = {n: Matrix.of(i) for n, i in source.tensors.items() if n in result.tensors}
+    used = set(places)
+    stacks, _ = stacked_experts(source.tensors, str(source.config.get("model_type")))
+    for experts, split in stacks.items():
+        there = {named(n, "weight"): m for n, m in split.items()}
+        if there.keys() <= result.tensors.keys():
+            places |= there
+            used |= {n for n in source.tensors if n.startswith(f"{experts}.") and n not in places}
+    tied = source.config.get("tie_word_embeddings") is True
+    found.extra = sorted(n for n in result.tensors if n not in places and not result.is_scale(n))
+    found.missing = sorted(
+        n for n in source.tensors if n not in used and not (tied and n.endswith("lm_head.weight"))
+    )
+    return places
+
+
+def _part(scale: Tensor, first: int, last: int, rows: int) -> Tensor:
+    return scale[first // rows : -(-last // rows)]
+
+
+def _bound(dense: Tensor, q: QTensor) -> Tensor:
+    """Give the largest error that rounding to nearest makes, with room for fp32's own rounding."""
+    facts = torch.finfo(q.data.dtype)
+    # MX by the floor rule cuts off what exceeds the largest code: an eighth at most
+    relative = facts.eps if q.group == MX else facts.eps / 2
+    scale = expand_scale(q.scale, tuple(q.shape), q.group)
+    step = scale * (facts.smallest_normal * facts.eps / 2)
+    return torch.maximum(dense.float().abs() * relative, step) * (1 + 2.0**-16)
+
+
+def _same(a: QTensor, b: QTensor) -> bool:
+    return torch.equal(a.scale, b.scale) and _bits_equal(a.data, b.data)
+
+
+def _bits_equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _quantized(dense: Tensor, layer: Layer) -> QTensor:
+    if layer.group == layer.scheme.weight:
+        return quantize_weight(dense, layer.scheme)
+    return quantize(dense, layer.group, dtype=layer.scheme.dtype, role="weight")
+
+
+def _differing(
+    name: str, kind: str, source: tuple[int, ...], result: tuple[int, ...]
+) -> Comparison:
+    problem = f"its shape is {list(result)}, and {list(source)} in the source"
+    return Comparison(name, kind, -math.inf, math.inf, math.inf, False, problem)

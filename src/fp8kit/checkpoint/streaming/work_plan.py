@@ -1,0 +1,176 @@
+"""The plan of a streamed conversion: every byte of the result accounted for before the first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from fp8kit.checkpoint.dialects import JsonObject, Source, Spec
+from fp8kit.checkpoint.exporting import on_disk, with_quantization
+from fp8kit.checkpoint.schema.layers import FLOATS
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.schema.pairing import interpret
+from fp8kit.checkpoint.schema.targets import dialect_for, output_heads
+from fp8kit.checkpoint.storage.layout import Layout, Shard, plan_shards
+from fp8kit.checkpoint.storage.matrices import Matrix
+from fp8kit.checkpoint.storage.reader import STEMS, Checkpoint
+from fp8kit.checkpoint.streaming.layer_selection import Selection
+from fp8kit.checkpoint.streaming.recipe import Recipe
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import TENSOR, Scheme, scale_dtype, scale_shape
+
+# of the source; small enough that a slice and its codes stay in a shared cache
+SLICE_BYTES = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One weight to quantize, or one tensor to copy.
+
+    Args:
+        name: the name on disk of the codes, or of the copy.
+        matrix: where the source is.
+        scale: the name on disk of the scales; empty for a copy.
+        dtype: dtype of the codes, or of the copy.
+    """
+
+    name: str
+    matrix: Matrix
+    scale: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows of an item that one worker handles in one go.
+
+    Args:
+        item: what they belong to.
+        first: the first row.
+        last: one past the last row.
+    """
+
+    item: Item
+    first: int
+    last: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the source."""
+        return (self.last - self.first) * self.item.matrix.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A whole conversion: what is written where, and from what.
+
+    Args:
+        scheme: what weights become.
+        layout: every tensor of the result.
+        shards: the files of the result.
+        items: what has to be done, by the name on disk of the main tensor.
+        config: the content of ``config.json``.
+    """
+
+    scheme: Scheme
+    layout: Layout
+    shards: tuple[Shard, ...]
+    items: dict[str, Item]
+    config: JsonObject = field(default_factory=dict)
+
+    def items_of(self, index: int) -> list[Item]:
+        """List what has to be done for one shard, in the order of the source."""
+        found = [self.items[n] for n in self.shards[index].starts if n in self.items]
+        return sorted(found, key=lambda i: (i.matrix.shard, i.matrix.offset))
+
+    def source_bytes(self, index: int) -> int:
+        """Count the bytes that are read for one shard, once."""
+        return sum(i.matrix.nbytes for i in self.items_of(index))
+
+    def slices(self, index: int) -> Iterator[Slice]:
+        """Cut the work for one shard into slices of whole groups, about ``SLICE_BYTES`` each.
+
+        A weight with one scale is one slice: its maximum has to be known before its first code.
+        """
+        for item in self.items_of(index):
+            matrix, group = item.matrix, self.scheme.weight
+            step = max(1, SLICE_BYTES // max(1, matrix.row_bytes))
+            if item.scale:
+                step = -(-step // max(1, group.rows)) * max(1, group.rows)
+                step = matrix.rows if group == TENSOR else step
+            for first in range(0, max(1, matrix.rows), max(1, step)):
+                yield Slice(item, first, min(first + step, matrix.rows))
+
+    def digest(self) -> str:
+        """Return a number for the whole plan: equal plans write equal files."""
+        found = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for shard in self.shards:
+            found.update(shard.file.encode())
+            found.update(shard.header)
+        for name in sorted(self.items):
+            found.update(repr(self.items[name]).encode())
+        return found.hexdigest()
+
+
+def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Selection) -> Work:
+    """Lay out the result of a conversion.
+
+    Args:
+        checkpoint: in high precision.
+        recipe: scheme, target and file size.
+        choice: what becomes FP8.
+
+    Raises:
+        CheckpointError: if tensors of the source would be taken for scales of the result.
+
+    Example:
+        >>> work = plan_work(checkpoint, recipe, choice)
+        >>> [s.file for s in work.shards]
+        ['model.safetensors']
+    """
+    scheme = recipe.resolved
+    dialect = dialect_for(recipe.target, scheme)
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    items = {}
+    for layer, matrix in choice.matrices.items():
+        shape = (matrix.rows, matrix.cols)
+        scales = (scale_dtype(scheme.weight), scale_shape(shape, scheme.weight))
+        places = []
+        for kind, (dtype, extent) in (("weight", (scheme.dtype, shape)), ("weight_scale", scales)):
+            empty = torch.empty(extent, dtype=dtype, device="meta")
+            name, stored = on_disk(named(layer, kind), empty, dialect, scheme)
+            layout[name] = (stored.dtype, tuple(stored.shape))
+            places.append(name)
+        items[places[0]] = Item(places[0], matrix, places[1], scheme.dtype)
+    for name in choice.copies:
+        if name in layout:
+            raise _left_over(checkpoint, f"{name} would be in the result twice.")
+        info = checkpoint.tensors[name]
+        cast = recipe.dtype is not None and info.dtype in FLOATS
+        dtype = recipe.dtype if cast and recipe.dtype is not None else info.dtype
+        layout[name] = (dtype, info.shape)
+        items[name] = Item(name, Matrix.of(info), "", dtype)
+    high = recipe.dtype or checkpoint.dtype
+    heads = dict.fromkeys(output_heads(choice.matrices), scheme)
+    quantization = dialect.render(Spec(scheme, tuple(choice.ignore), others=heads))
+    config = with_quantization(checkpoint.config, quantization, high)
+    # told now, and not when the finished files are read back
+    for problem in interpret(Source(config, layout)).problems:
+        raise _left_over(checkpoint, f"The result could not be read: {problem}")
+    stem = next((s for s in STEMS if checkpoint.shards[0].startswith(s)), STEMS[0])
+    shards = plan_shards(layout, recipe.max_shard_bytes, stem)
+    return Work(scheme, layout, tuple(shards), items, config)
+
+
+def _left_over(checkpoint: Checkpoint, what: str) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            what,
+            "Weights in high precision have no scales beside them.",
+            f"Remove the tensors that an earlier quantization left in {checkpoint.path}.",
+        )
+    )

@@ -1,0 +1,362 @@
+"""The command line: thin wrappers that parse, call one public function, and print."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import torch
+from torch import nn
+
+import fp8kit
+from fp8kit.checkpoint import translation
+from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
+from fp8kit.checkpoint.schema.targets import TARGETS
+from fp8kit.checkpoint.storage.headers import printable
+from fp8kit.checkpoint.translation import UNFIT
+from fp8kit.cli.measure import bench, tune
+from fp8kit.cli.options import byte_count as _byte_count
+from fp8kit.cli.options import json_option as _json
+from fp8kit.cli.options import known_device as _known_device
+from fp8kit.cli.options import known_devices as _known_devices
+from fp8kit.cli.options import print_result as _print
+from fp8kit.cli.options import row_counts as _row_counts
+from fp8kit.conversion import profitability
+from fp8kit.formats import SCHEMES
+from fp8kit.io import checkpoints, models
+from fp8kit.runtime.settings import DISABLED_BACKENDS
+
+_EXPECTED = (ValueError, TypeError, OSError, ImportError, fp8kit.UnsupportedError)
+_F = TypeVar("_F", bound=Callable[..., Any])
+# they warn of their own parts, which no command uses, when Transformers imports them
+_TALKATIVE = ("torchao", "torch.utils._pytree")
+
+
+class _Group(click.Group):
+    """Turn expected failures into one sentence on stderr and exit status 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read the output has seen enough
+            raise
+        except _EXPECTED as error:
+            text = str(error)
+            if isinstance(error, OSError) and error.strerror:
+                text = f"{error.filename or 'A file'}: {error.strerror}."
+            raise click.ClickException(printable(_in_shell_words(text))) from error
+
+
+# an argument of Python as errors write it: scheme='FP8', strict=True, exclude=["a", "b"]
+_ARGUMENT = re.compile(
+    r"\b(scheme|target|include|exclude|device|overwrite|strict)="
+    r"(?:(?P<flag>True)\b|(?P<list>\[[^\]]*\])|(?P<quote>['\"]?)(?P<word>[\w.*:-]+)(?P=quote))"
+)
+
+
+def _in_shell_words(text: str) -> str:
+    """Write the arguments that an error text names as options of the command line."""
+
+    def option(found: re.Match[str]) -> str:
+        name, values = f"--{found[1]}", found["word"] or ""
+        if found["list"]:
+            items = re.findall(r"['\"]([^'\"]*)['\"]", found["list"])
+            return " ".join(f"{name} {shlex.quote(item)}" for item in items) or name
+        return name if found["flag"] else f"{name} {shlex.quote(values)}"
+
+    calls = re.split(r"(fp8kit\.\w+\([^)]*\)+)", text)  # whole calls stay Python
+    return "".join(c if i % 2 else _ARGUMENT.sub(option, c) for i, c in enumerate(calls))
+
+
+def _selection(command: _F) -> _F:
+    options = (
+        click.option(
+            "--scheme",
+            default="FP8_DYNAMIC",
+            show_default=True,
+            metavar="NAME",
+            help=f"One of {', '.join(SCHEMES)}.",
+        ),
+        click.option("--include", multiple=True, metavar="PATTERN", help="Only these layers."),
+        click.option(
+            "--exclude", multiple=True, metavar="PATTERN", help="Not these, beside the defaults."
+        ),
+        click.option("--no-default-exclude", is_flag=True, help="Switch the safe defaults off."),
+        click.option("--strict", is_flag=True, help="Fail if a layer cannot be converted."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_target = click.option(
+    "--target", default="vllm", show_default=True, help="vllm, sglang or transformers."
+)
+_device = click.option(
+    "--device",
+    default=lambda: "cuda" if torch.cuda.is_available() else "cpu",
+    show_default="cuda, or cpu without a GPU",
+    callback=_known_device,
+    help="Where to run: cpu, cuda or cuda:N.",
+)
+_source = click.argument("source", type=click.Path(path_type=Path))
+
+
+@click.group("fp8kit", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(fp8kit.__version__)
+def main() -> None:
+    """FP8 (W8A8) for any PyTorch model: quantize, inspect and explain checkpoints."""
+    for library in _TALKATIVE:
+        logging.getLogger(library).setLevel(logging.ERROR)
+
+
+main.add_command(bench)
+main.add_command(tune)
+
+
+@main.command()
+@_source
+@click.argument("destination", type=click.Path(path_type=Path))
+@_selection
+@_target
+@click.option(
+    "--device",
+    "devices",
+    multiple=True,
+    default=("cpu",),
+    show_default=True,
+    callback=_known_devices,
+    help="Where to run: cpu, cuda:N, or cuda for every GPU; may be repeated.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Threads per device.")
+@click.option(
+    "--dtype",
+    type=click.Choice(("bfloat16", "float16", "float32")),
+    help="Cast what stays in high precision; by default it stays as it is.",
+)
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    callback=_byte_count,
+    help="Start a new file before this size.",
+)
+@click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="auto",
+    metavar="ADDRESS",
+    help="Spread the files over a Ray cluster; without an address, the one that is found.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+@_json
+def quantize(
+    source: Path,
+    destination: Path,
+    scheme: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    no_default_exclude: bool,
+    strict: bool,
+    target: str,
+    devices: tuple[str, ...],
+    workers: int | None,
+    dtype: str | None,
+    max_shard_size: int,
+    ray: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Quantize the checkpoint SOURCE into the new folder DESTINATION.
+
+    The model is never in memory. Interrupted, the same command continues where it was.
+    """
+    recipe = fp8kit.Recipe(
+        scheme,
+        target,
+        _patterns(include),
+        _exclusions(exclude, no_default_exclude),
+        strict,
+        getattr(torch, dtype) if dtype else None,
+        max_shard_size,
+    )
+    runner = checkpoints.ray_runner(ray, device=devices[0]) if ray else None
+    try:
+        fp8kit.quantize_checkpoint(
+            source,
+            destination,
+            recipe,
+            overwrite=overwrite,
+            devices=checkpoints.workers_on(devices, workers),
+            runner=runner,
+            progress=True,
+        )
+    except KeyboardInterrupt as error:
+        raise click.ClickException(
+            "Interrupted. Complete files are kept; the same command continues."
+        ) from error
+    result = inspect_checkpoint(destination)
+    _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+
+
+@main.command("convert-checkpoint")
+@_source
+@click.argument("destination", type=click.Path(path_type=Path))
+@click.option("--target", help=f"Who loads it: {', '.join(TARGETS)}.  [default: vllm]")
+@click.option("--dialect", help="The dialect to write, if not the target's own.")
+@click.option(
+    "--unfit",
+    default=UNFIT[0],
+    show_default=True,
+    help=f"Layers that the target cannot load: {' or '.join(UNFIT)}.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+@_json
+def convert_checkpoint(
+    source: Path,
+    destination: Path,
+    target: str | None,
+    dialect: str | None,
+    unfit: str,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Write the FP8 checkpoint SOURCE in another dialect, bit for bit, into DESTINATION."""
+    translation.convert_checkpoint(
+        source, destination, target=target, dialect=dialect, unfit=unfit, overwrite=overwrite
+    )
+    result = inspect_checkpoint(destination)
+    _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)
+
+
+@main.command()
+@_source
+@click.argument("result", type=click.Path(path_type=Path))
+@click.option("--workers", type=click.IntRange(1), help="Threads.")
+@_json
+def verify(source: Path, result: Path, workers: int | None, as_json: bool) -> None:
+    """Compare the FP8 checkpoint RESULT with its high-precision SOURCE, tensor by tensor."""
+    found = fp8kit.verify_checkpoint(source, result, workers=workers, progress=True)
+    _print(found.to_dict() if as_json else str(found), as_json)
+    if found.problems:
+        sys.exit(1)
+
+
+@main.command()
+@_source
+@_json
+def inspect(source: Path, as_json: bool) -> None:
+    """Tell the dialect, scheme, layers, sizes and damage of the checkpoint SOURCE."""
+    found = inspect_checkpoint(source)
+    _print(found.to_dict() if as_json else str(found), as_json)
+    if found.problems:
+        sys.exit(1)
+
+
+@main.command()
+@_source
+@_selection
+@_target
+@click.option(
+    "-m",
+    "--rows",
+    callback=_row_counts,
+    help="Tokens in a call, separated by commas: name the layers that bf16 serves faster. Times "
+    "are of powers of two, to which these are rounded up.",
+)
+@_json
+def plan(
+    source: Path,
+    scheme: str,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    no_default_exclude: bool,
+    strict: bool,
+    target: str,
+    rows: list[int] | None,
+    as_json: bool,
+) -> None:
+    """Show what `quantize` would do to the checkpoint SOURCE, reading no weights."""
+    recipe = fp8kit.Recipe(
+        scheme, target, _patterns(include), _exclusions(exclude, no_default_exclude), strict
+    )
+    report = checkpoints.decide(checkpoints.high_precision(source), recipe).report
+    if rows is not None and torch.cuda.is_available():
+        profitability.leave_slower_by_name(report, recipe.resolved, tuple(rows))
+    elif rows is not None:
+        report.notes.append(
+            f"Whether FP8 is faster than bf16 at m={', '.join(map(str, rows))} depends on the GPU, "
+            "and there is none here: run `fp8kit plan -m` on the machine that will serve."
+        )
+    _print(report.to_dict() if as_json else str(report), as_json)
+
+
+@main.command()
+@_source
+@click.option(
+    "-m",
+    "--rows",
+    default="16",
+    show_default=True,
+    callback=_row_counts,
+    help="Tokens in a call, separated by commas.",
+)
+@_device
+@_json
+def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:
+    """Return which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
+    model: nn.Module = models.load(models.require_fp8(source), device=device)
+    found = [fp8kit.explain(model, m) for m in rows]
+    if as_json:
+        _print([entry for one in found for entry in one.to_dict()], as_json)
+    else:
+        _print("\n\n".join(map(str, found)), as_json)
+
+
+@main.command()
+@_json
+def env(as_json: bool) -> None:
+    """Describe this machine, as a bug report needs it."""
+    facts = {
+        "fp8kit": fp8kit.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{name: _version(name) for name in ("torch", "triton", "cuda-bindings", "deep_gemm")},
+        **{n: _version(n) for n in ("safetensors", "transformers", "compressed-tensors")},
+        "cuda": torch.version.cuda or "none",
+        "devices": [
+            "{} sm{}{}".format(torch.cuda.get_device_name(i), *torch.cuda.get_device_capability(i))
+            for i in range(torch.cuda.device_count())
+        ],
+        "disabled backends": sorted(DISABLED_BACKENDS),
+    }
+    text = "\n".join(f"{k}: {', '.join(v) if isinstance(v, list) else v}" for k, v in facts.items())
+    _print(facts if as_json else text, as_json)
+
+
+def _patterns(patterns: tuple[str, ...]) -> list[str] | None:
+    return list(patterns) or None
+
+
+def _exclusions(patterns: tuple[str, ...], no_defaults: bool) -> list[str] | None:
+    if no_defaults and patterns:
+        raise click.UsageError(
+            "--no-default-exclude and --exclude contradict each other: patterns are added to the "
+            "defaults. Use --include to name the layers that you want instead."
+        )
+    return [] if no_defaults else _patterns(patterns)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,143 @@
+"""The commands that measure: ``bench`` and ``tune``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import torch
+from click.core import ParameterSource
+
+from fp8kit.checkpoint.storage.reader import open_checkpoint
+from fp8kit.checkpoint.streaming.recipe import Recipe
+from fp8kit.cli.options import json_option, known_device, print_result, row_counts
+from fp8kit.conversion import profitability
+from fp8kit.formats import Scheme
+from fp8kit.io import checkpoints
+from fp8kit.perf import bench as linear
+from fp8kit.perf import operands
+from fp8kit.perf import tune as tuning
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _measured(command: _F) -> _F:
+    options = (
+        click.argument("source", type=click.Path(path_type=Path), required=False),
+        click.option("--shapes", help="NxK or names such as 'Llama 8B', separated by commas."),
+        click.option(
+            "-m",
+            "--rows",
+            default="1,16,64,256,1024,4096",
+            show_default=True,
+            callback=row_counts,
+            help="Tokens in a call, separated by commas.",
+        ),
+        click.option("--accum", default="precise", type=click.Choice(["precise", "fast"])),
+        click.option("--device", default="cuda", show_default=True, callback=known_device),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command()
+@_measured
+@click.option("--scheme", default="FP8_DYNAMIC", show_default=True, metavar="NAME")
+@json_option
+def bench(
+    source: Path | None,
+    shapes: str | None,
+    rows: list[int],
+    accum: str,
+    device: str,
+    scheme: str,
+    as_json: bool,
+) -> None:
+    """Time the layers of the Transformers model SOURCE, or of --shapes, against bf16."""
+    kind = Scheme.of(scheme)
+    layers = operands.unique(_layers(source, shapes).values())
+    found = linear.bench(layers, rows, kind, torch.device(device), accum=accum)
+    print_result(linear.to_dicts(found) if as_json else linear.render(found), as_json)
+
+
+@click.command()
+@_measured
+@click.option("--scheme", multiple=True, default=("FP8_DYNAMIC",), metavar="NAME", help="Repeat.")
+@click.option("--shipped-shapes", is_flag=True, help="Measure what the tables in the wheel hold.")
+@click.option("--seconds", type=float, help="Start no further shape after this time.")
+@click.option("--output", type=click.Path(path_type=Path), help="Write a table, store nothing.")
+@json_option
+def tune(
+    source: Path | None,
+    shapes: str | None,
+    rows: list[int],
+    accum: str,
+    device: str,
+    scheme: tuple[str, ...],
+    shipped_shapes: bool,
+    seconds: float | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure which backend is fastest for the layers of SOURCE, and remember it.
+
+    Siblings, by their usual names, are measured as the one matrix that they run as, too. Row counts
+    are rounded up to powers of two. The times are kept below FP8KIT_CACHE_DIR for this device,
+    driver and versions.
+    """
+    if torch.device(device).type != "cuda":
+        raise click.BadParameter(
+            f"{device!r} has no backends to choose among. Run this on the machine with the GPU, "
+            "with --device cuda or cuda:N."
+        )
+    if shipped_shapes:
+        _refuse_what_is_shipped(click.get_current_context())
+        wishes = tuning.shipped_wishes()
+    else:
+        kinds = [Scheme.of(name) for name in scheme]
+        layers = _layers(source, shapes)
+        wishes = [
+            wish
+            for kind in kinds
+            for wish in tuning.wishes_of(
+                layers.values(), profitability.joined_shapes(layers, kind), rows, kind, accum
+            )
+        ]
+    said = None if as_json else (lambda text: click.echo(text, err=True))
+    where = torch.device(device)
+    with torch.cuda.device(where):
+        store = tuning.keep if output is None else (lambda table: table.write(output))
+        outcome = tuning.tune(wishes, where, seconds=seconds, progress=said, store=store)
+    facts = {"table": json.loads(outcome.table.to_json()), "faults": outcome.faults}
+    print_result({**facts, "left": outcome.left} if as_json else str(outcome), as_json)
+
+
+def _refuse_what_is_shipped(context: click.Context) -> None:
+    given = [
+        name
+        for name in ("source", "shapes", "rows", "scheme", "accum")
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    ]
+    if given:
+        raise click.UsageError(
+            "--shipped-shapes has shapes, rows and schemes of its own; leave out "
+            f"{', '.join(given)}."
+        )
+
+
+def _layers(source: Path | None, shapes: str | None) -> dict[str, tuple[int, int]]:
+    if (source is None) == (shapes is None):
+        raise click.UsageError("Name a model directory, or --shapes, and not both.")
+    if source is None:
+        return {f"{n}x{k}": (n, k) for n, k in operands.parse_shapes(shapes or "")}
+    checkpoint = open_checkpoint(source)
+    if checkpoint.spec is None:
+        decided = checkpoints.decide(checkpoint, Recipe())  # shapes are any scheme's
+        found = {record.name: record.shape for record in decided.report.converted}
+    else:
+        found = {name: layer.shape for name, layer in checkpoint.layers.items()}
+    return {name: (s[0], s[1]) for name, s in found.items() if len(s) == 2}

@@ -1,0 +1,166 @@
+"""Why linear layers cannot become FP8: their class, their state, or the code around them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
+from fp8kit.conversion.readers.reads import weight_reads
+from fp8kit.conversion.report import Record
+from fp8kit.modules.dense import computes_linear, extras
+from fp8kit.modules.linear import Fp8Linear
+
+# modules of Transformers and diffusers name here what a cast to 16 bits must leave alone
+_KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+# modules of torch that multiply by the weights of their layers without calling these
+_READERS: dict[type[nn.Module], str] = {
+    nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
+    nn.TransformerEncoderLayer: "has a fast path that reads the dense weight itself",
+}
+
+
+class Eligibility:
+    """What stands between the linear layers of a model and FP8.
+
+    Args:
+        model: the module that ``plan`` got; its weights may be on the meta device.
+
+    Example:
+        >>> Obstacles(nn.Sequential(nn.Linear(8, 8))).of(["0"])
+        'too small to gain: a side under 64 or under 16384 weights'
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._tied = _tied_weights(model)
+        self._kept = _kept_in_float32(model)
+        self._read = weight_reads(model)
+
+    def of(self, names: Sequence[str], wanted: bool = False) -> str:
+        """Return why a linear layer cannot become FP8; empty if it can.
+
+        Args:
+            names: every qualified name of the layer.
+            wanted: it was asked for by its full name.
+        """
+        module = self._model.get_submodule(names[0])
+        holders = {n: self._model.get_submodule(n.rpartition(".")[0]) for n in names}
+        return (
+            _of_state(module)
+            or _of_holder(holders.values())
+            or _of_class(module, wanted)
+            or self._of_names(names)
+            or self._read.get(module, "")
+            or self._of_weight(module.get_parameter("weight"))
+        )
+
+    def _of_names(self, names: Sequence[str]) -> str:
+        if any(kept.match(f"{name}.weight") for kept in self._kept for name in names):
+            return "the model keeps it in float32"
+        return ""
+
+    def _of_weight(self, weight: nn.Parameter) -> str:
+        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
+        if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
+            return "its weight is tied to another parameter"
+        if too_small := size_obstacle(tuple(weight.shape)):
+            return too_small
+        if not weight.is_meta and not weight.isfinite().all():
+            return "its weight holds NaN or infinities"
+        return ""
+
+
+def bypassed(module: nn.Module, name: str) -> list[Record]:
+    """Report big matrices that are not in a linear layer, so that no skip can hide.
+
+    Args:
+        module: no linear layer.
+        name: its qualified name.
+    """
+    if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
+        return []
+    return [
+        Record(
+            f"{name}.{p_name}" if name else p_name,
+            type(module).__name__,
+            tuple(p.shape),
+            "skip",
+            _bypass(module),
+            p.numel() * p.element_size(),
+            p.numel() * p.element_size(),
+        )
+        for p_name, p in module.named_parameters(recurse=False)
+        if p.dim() >= 2 and p.numel() >= SMALLEST_WEIGHT
+    ]
+
+
+def _bypass(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
+    return f"a parameter of {type(module).__name__}, which is not an nn.Linear"
+
+
+def _of_state(module: nn.Module) -> str:
+    if isinstance(module, Fp8Linear):
+        return "already FP8"
+    if parametrize.is_parametrized(module):
+        return "its weight is parametrized; remove the parametrization first"
+    if "weight" not in module._parameters:
+        return "its weight is computed by a hook; remove weight_norm or pruning first"
+    if hasattr(module, "_hf_hook"):
+        return (
+            "accelerate dispatched the model and runs this layer by a hook; convert the model "
+            "first and dispatch it then, or call remove_hook_from_submodules of accelerate.hooks"
+        )
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    return ""
+
+
+def _of_holder(holders: Iterable[nn.Module]) -> str:
+    for holder in holders:
+        for kind, reads in _READERS.items():
+            if isinstance(holder, kind):
+                return f"nn.{kind.__name__} {reads}"
+    return ""
+
+
+def _of_class(module: nn.Module, wanted: bool) -> str:
+    if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
+        return ""
+    kind = f"{type(module).__name__} is a subclass of nn.Linear"
+    if not computes_linear(module):
+        return f"{kind} that computes something else"
+    if not wanted and (more := extras(module)):
+        return (
+            f"{kind} and has more than it: {some_of(more)}; include=[its full name] converts it all"
+            " the same, if nothing else uses that"
+        )
+    return ""
+
+
+def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:
+    """Return patterns of parameters that modules of a model ask to be left in float32."""
+    return {
+        re.compile(rf"{re.escape(f'{name}.' if name else '')}(.*\.)?{re.escape(part)}(\.|$)")
+        for name, module in model.named_modules()
+        for attribute in _KEPT
+        for part in getattr(module, attribute, None) or ()
+    }
+
+
+def _tied_weights(model: nn.Module) -> set[int]:
+    owners: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners[id(p)].add((id(module), name))
+            if not p.is_meta and p.numel():
+                owners[p.data_ptr()].add((id(module), name))
+    return {key for key, users in owners.items() if len(users) > 1}

@@ -1,0 +1,174 @@
+"""Recognise norms, activations and feed-forwards that can write FP8; give their fused forms."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.fused import reference
+from fp8kit.modules.decoder_layer import RandomChild
+from fp8kit.modules.diffusers_producers import (
+    FusedAdaptiveNorm,
+    FusedFeedForward,
+    Modulation,
+    first_kind,
+)
+from fp8kit.modules.fused_producers import (
+    Consumers,
+    FusedActivation,
+    FusedGatedMlp,
+    FusedNorm,
+    Producer,
+    activation_kind,
+)
+from fp8kit.modules.norm_formula import NormFormula
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+_RMS_FORMULAS = ((0.0, "stepwise"), (0.0, "once"), (1.0, "once"), (1.0, "stepwise"))
+# two orders of summation may round a few results apart; two formulas differ in a quarter of them
+_PROBED_DIFFERENCE = 0.02
+_PROBE_ROWS = 16
+_NORMS = "diffusers.models.normalization."
+_ADAPTIVE = {
+    f"{_NORMS}AdaLayerNormZero": Modulation(6, 0, 1, (2, 3, 4, 5)),
+    f"{_NORMS}AdaLayerNormZeroSingle": Modulation(3, 0, 1, (2,)),
+    f"{_NORMS}AdaLayerNormContinuous": Modulation(2, 1, 0),
+}
+_FEED_FORWARD = "diffusers.models.attention.FeedForward"
+
+
+def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
+    """Return the fused form of a norm or activation, ``None`` if there is none.
+
+    Args:
+        module: the dense norm or activation.
+        consumers: the layers behind it.
+    """
+    if "forward" in vars(module):  # offloading brings its weights only to this forward
+        return None
+    modulation = _ADAPTIVE.get(_full_name(module))
+    if modulation is not None:
+        inner = norm_formula(module.get_submodule("norm"))
+        embedded = getattr(module, "emb", None) is not None
+        if inner is None or inner.kind != "layer_norm" or embedded:
+            return None
+        return FusedAdaptiveNorm(module, inner.eps, modulation, consumers)
+    kind = activation_kind(module)
+    if kind is not None:
+        return FusedActivation(module, kind, consumers)
+    formula = norm_formula(module)
+    return None if formula is None else FusedNorm(module, formula, consumers)
+
+
+def can_produce(module: nn.Module) -> bool:
+    """Return whether a module has a fused form."""
+    known = _full_name(module) in _ADAPTIVE or activation_kind(module) is not None
+    return known or norm_formula(module) is not None
+
+
+def norm_formula(norm: nn.Module) -> NormFormula | None:
+    """Find out what a norm computes, by trying it on random numbers and weights.
+
+    Names do not say whether a weight is added to one, or where 16-bit results are rounded; one
+    run of the norm in bf16 does. It also shows that torch takes the epsilon of fp32, in which it
+    computes, where an ``nn.RMSNorm`` has none.
+
+    Args:
+        norm: a module with a ``weight [K]`` or a ``normalized_shape`` and a known epsilon; its
+            Parameters may be on the meta device.
+    """
+    eps = next((e for n in _EPSILONS if (e := getattr(norm, n, None)) is not None), None)
+    if eps is None and isinstance(norm, nn.RMSNorm):
+        eps = torch.finfo(torch.float32).eps
+    weight = getattr(norm, "weight", None)
+    shape: tuple[int, ...] = tuple(getattr(norm, "normalized_shape", getattr(weight, "shape", ())))
+    if not isinstance(eps, float) or len(shape) != 1:
+        return None
+    if isinstance(norm, nn.LayerNorm):
+        formulas = [NormFormula("layer_norm", eps)]
+    elif isinstance(weight, Tensor) and set(norm._parameters) == {"weight"}:
+        formulas = [NormFormula("rms_norm", eps, *rest) for rest in _RMS_FORMULAS]
+    else:
+        return None
+    random = torch.Generator().manual_seed(0)
+    twin = copy.copy(norm)
+    twin._parameters = {
+        n: None if p is None else nn.Parameter(_uniform(p.shape, random), requires_grad=False)
+        for n, p in norm._parameters.items()
+    }
+    x = 4 * _uniform((_PROBE_ROWS, *shape), random) - 4
+    try:
+        with torch.no_grad():
+            expected = type(norm).forward(twin, x)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None  # it wants something else than one tensor
+    for formula in formulas:
+        if _differs(expected, _normed(formula, x, twin)) <= _PROBED_DIFFERENCE:
+            return formula
+    return None
+
+
+def fuse_feed_forward(module: nn.Module) -> FusedGatedMlp | FusedFeedForward | None:
+    """Return the fused form of a feed-forward that is known, ``None`` for any other module.
+
+    Args:
+        module: the MLP of a known Transformers decoder layer, or diffusers' ``FeedForward``.
+    """
+    if "forward" in vars(module):
+        return None
+    if is_feed_forward(module):
+        net = list(module.get_submodule("net").children())
+        dropouts = all(type(m) is nn.Dropout for m in (net[1], *net[3:]))
+        kind, gated = first_kind(net[0])
+        return FusedFeedForward(module, kind, gated) if dropouts and kind else None
+    kind = activation_kind(getattr(module, "act_fn", None))
+    return FusedGatedMlp(module, kind) if kind is not None and _is_gated(module) else None
+
+
+def _is_gated(mlp: nn.Module) -> bool:
+    """Try whether a module computes ``down(act(gate(x)) * up(x))``, on random children."""
+    random = torch.Generator().manual_seed(0)
+    stubs = {name: RandomChild(random) for name in mlp._modules}
+    twin = copy.copy(mlp)
+    twin._modules = dict(stubs)
+    twin.training = True  # so that a dropout shows
+    x = torch.rand(2, 8, generator=random, dtype=torch.float64)
+    try:
+        gate, up, down = (stubs[f"{part}_proj"] for part in ("gate", "up", "down"))
+        with torch.no_grad():
+            expected = type(mlp).forward(twin, x)
+            found = down(stubs["act_fn"](gate(x)) * up(x))
+    except Exception:  # whatever it does with what it does not know, it is another module
+        return False
+    return isinstance(expected, Tensor) and torch.equal(expected, found)
+
+
+def is_feed_forward(module: nn.Module) -> bool:
+    """Return whether a module is diffusers' ``FeedForward``, known wherever it is used."""
+    return _full_name(module) == _FEED_FORWARD
+
+
+def _full_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _uniform(shape: tuple[int, ...], random: torch.Generator) -> Tensor:
+    return (0.5 + torch.rand(shape, generator=random)).bfloat16()
+
+
+def _normed(formula: NormFormula, x: Tensor, norm: nn.Module) -> Tensor:
+    if formula.kind == "layer_norm":
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        return reference.layer_normed(x, weight, bias, None, formula.eps, "stepwise")
+    weight = norm.get_parameter("weight")
+    return reference.rms_normed(x, weight, formula.eps, formula.weight_offset, formula.rounding)
+
+
+def _differs(expected: object, found: Tensor) -> float:
+    if not isinstance(expected, Tensor) or expected.shape != found.shape:
+        return 1.0
+    if expected.dtype != found.dtype or not torch.allclose(expected, found, rtol=2**-6, atol=2**-9):
+        return 1.0
+    return (expected != found).float().mean().item()

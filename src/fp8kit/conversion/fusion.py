@@ -1,0 +1,171 @@
+"""Let layers share inputs, and norms and activations write FP8, where rules allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import nn
+
+from fp8kit.conversion.fusible_modules import (
+    can_produce,
+    fuse_feed_forward,
+    is_feed_forward,
+    make_producer,
+)
+from fp8kit.conversion.fusion_rules import Link, family_links, given_links, verify_links
+from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.siblings import share_inputs
+from fp8kit.errors import ConversionError, teach
+from fp8kit.formats import Scheme
+from fp8kit.modules.decoder_layer import install_residual_forwards
+from fp8kit.modules.fused_producers import Consumers, Fused, Producer
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.norm_formula import takes_codes
+from fp8kit.modules.shared_input import SharedInput, can_share
+
+_LEVELS = ("none", "inputs", "all")
+
+
+def level(fuse: str | Mapping[str, Sequence[str]]) -> int:
+    """Rank how much is fused: 0 for ``"none"``, 1 for ``"inputs"``, 2 for ``"all"`` or a mapping.
+
+    Raises:
+        ValueError: for any other word.
+    """
+    if isinstance(fuse, Mapping):
+        return _LEVELS.index("all")
+    if fuse not in _LEVELS:
+        raise ValueError(
+            teach(
+                f"Got fuse={fuse!r}.",
+                f"It is one of {', '.join(_LEVELS)}.",
+                "Pass one of these words, or a mapping from blocks to rules for code of your own.",
+            )
+        )
+    return _LEVELS.index(fuse)
+
+
+def user_links(
+    model: nn.Module,
+    rules: Mapping[str, Sequence[str]],
+    run: Callable[[nn.Module], object] | None = None,
+) -> list[Link]:
+    """Read what a user says about a dense model, and check it as far as that goes.
+
+    Args:
+        model: the model.
+        rules: patterns of blocks to rules, as in ``fusion_rules``.
+        run: calls the model on representative data; with it the rules are tried out.
+
+    Raises:
+        ConversionError: if a rule names what does not exist or a producer that has no fused form,
+            names a layer of another group, or does not hold in the run.
+    """
+    links = given_links(model, rules)
+    _check_apart(links)
+    for link in links:
+        producer = model.get_submodule(link.name(link.producer or ""))
+        known = isinstance(producer, Fused) or can_produce(producer)
+        if link.producer is not None and not known:
+            raise ConversionError(
+                teach(
+                    f"Got {link.name(link.producer)} ({type(producer).__name__}) before an arrow.",
+                    "RMS norms with a weight and layer norms, of one tensor each and along one "
+                    "dimension, SiLU and GELU can write FP8.",
+                    "Name one of these, or only the layers, which then share their input.",
+                )
+            )
+    if run is not None:
+        verify_links(model, links, run)
+    return links
+
+
+def _check_apart(links: Sequence[Link]) -> None:
+    seen: dict[str, Link] = {}
+    for link in links:
+        for name in link.layers:
+            other = seen.setdefault(name, link)
+            if other.layers != link.layers:
+                raise ConversionError(
+                    teach(
+                        f"Got {name} together with {some_of(other.layers)}, and in another rule "
+                        f"together with {some_of(link.layers)}.",
+                        "A layer shares its input with one group of layers.",
+                        "Name all layers that read one tensor in one rule.",
+                    )
+                )
+
+
+def idle_links(
+    model: nn.Module, links: Iterable[Link], scheme: Scheme, converted: Sequence[str]
+) -> list[str]:
+    """Return of each link why it changes nothing: an unfit scheme, or layers that stay dense."""
+    notes = []
+    for link in links:
+        layers = {name: model.get_submodule(name) for name in link.layers}
+        becomes = {n: layer.scheme for n, layer in layers.items() if isinstance(layer, Fp8Linear)}
+        becomes |= dict.fromkeys(set(layers) & set(converted), scheme)
+        dense = [name for name in layers if name not in becomes]
+        what = " ".join(link.layers) if link.producer is None else link.name(link.producer)
+        fits = can_share if link.producer is None else takes_codes
+        unfit = [str(becomes[n]) for n in layers if n in becomes and not fits(becomes[n])]
+        if dense:
+            notes.append(f"Not fused: {what}, because {some_of(dense)} is not converted.")
+        elif unfit:
+            notes.append(
+                f"Not fused: {what}, because {unfit[0]} quantizes inputs in another way than per "
+                "token or in groups of 128, each from its data."
+            )
+    return notes
+
+
+def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
+    """Let norms, activations and feed-forwards write FP8 where it is known who reads them.
+
+    Known are the blocks of ``fusion_rules.FAMILIES``, diffusers' ``FeedForward`` wherever it is
+    used, and what users say of their own models.
+
+    Args:
+        model: a converted model whose layers share their inputs.
+        links: what users say.
+
+    Returns:
+        Names of the modules that were replaced.
+
+    Example:
+        >>> fuse_producers(model)
+        ['model.layers.0.mlp', 'model.layers.0.input_layernorm', ...]
+    """
+    replaced: list[str] = []
+    families = family_links(model)
+    blocks = {link.block for link in families}
+    for name, module in list(model.named_modules()):
+        parent = name.rpartition(".")[0]
+        if isinstance(module, (Fused, nn.ModuleList)) or not name:
+            continue
+        in_block = parent in blocks and name.endswith("mlp")
+        fused = fuse_feed_forward(module) if in_block or is_feed_forward(module) else None
+        if fused is not None and fused.is_converted():
+            model.set_submodule(name, fused)
+            replaced.append(name)
+    for link in (*links, *families):
+        fused_producer = _producer(model, link)
+        if fused_producer is not None and link.producer is not None:
+            model.set_submodule(link.name(link.producer), fused_producer)
+            replaced.append(link.name(link.producer))
+    install_residual_forwards(model.get_submodule(name) for name in sorted(blocks))
+    return replaced
+
+
+def _producer(model: nn.Module, link: Link) -> Producer | None:
+    module = model.get_submodule(link.name(link.producer or ""))
+    members = [model.get_submodule(name) for name in link.layers]
+    layers = [m for m in members if isinstance(m, Fp8Linear) and takes_codes(m.scheme)]
+    if link.producer is None or isinstance(module, Fused) or len(layers) < len(members):
+        return None
+    if len(layers) == 1 and layers[0].shared is None:
+        share_inputs(model, [link.layers])
+    group = layers[0].shared
+    if not isinstance(group, SharedInput) or list(group.members) != layers:
+        return None
+    return make_producer(module, Consumers(group, link.unchanged(model)))

@@ -1,0 +1,328 @@
+"""Which module feeds which layers: blocks whose code is known, and what users say of their own.
+
+A link is written as in ``"norm1 -> attn.q attn.k attn.v"``: the norm or activation ``norm1`` of a
+block is read by these three linear layers of it, in this order, and by nothing else. Without an
+arrow, ``"attn.k attn.v"``, the layers read one tensor. Paths start at the block.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.conversion.patterns import check_expression, names_block, some_of
+from fp8kit.errors import ConversionError, teach
+
+_ATTENTION = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
+_PLAIN = (
+    f"input_layernorm -> {_ATTENTION}",
+    "post_attention_layernorm -> mlp.gate_proj mlp.up_proj",
+)
+_SANDWICH = (_PLAIN[0], "pre_feedforward_layernorm -> mlp.gate_proj mlp.up_proj")
+_JOINT = (
+    "norm1 -> attn.to_q attn.to_k attn.to_v",
+    "norm1_context -> attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+)
+# mixtures of experts among them have the first link alone
+_PLAIN_FAMILIES = (
+    *("llama", "mistral", "ministral", "ministral3", "mixtral"),
+    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "granite", "helium", "smollm3"),
+    *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "glm4_moe", "gpt_oss", "starcoder2"),
+)
+# full class names, as patterns, to the links that their code was read to have
+FAMILIES: dict[str, tuple[str, ...]] = {
+    **{f"transformers.models.{family}.*DecoderLayer": _PLAIN for family in _PLAIN_FAMILIES},
+    **{f"transformers.models.{family}.*DecoderLayer": _SANDWICH for family in ("gemma2", "gemma3")},
+    "diffusers.models.transformers.transformer_flux.FluxTransformerBlock": _JOINT,
+    "diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock": (
+        "norm -> proj_mlp attn.to_q attn.to_k attn.to_v",
+    ),
+    "diffusers.models.attention.JointTransformerBlock": _JOINT,
+    "diffusers.models.attention.BasicTransformerBlock": (
+        "norm1 -> attn1.to_q attn1.to_k attn1.to_v",
+        "norm2 -> attn2.to_q",
+        "norm3 -> ff.net.0.proj",
+    ),
+}
+# what the code on the way reads the tensor for unless it is off; checked where it exists
+_OFF: dict[str, tuple[object, ...]] = {
+    "fused_projections": (False,),
+    "spatial_norm": (None,),
+    "group_norm": (None,),
+    "residual_connection": (False,),
+    "only_cross_attention": (False, None),
+    "pos_embed": (None,),
+    "norm_type": ("layer_norm",),
+    "_chunk_size": (None,),
+}
+_PROCESSORS = ("FluxAttnProcessor", "JointAttnProcessor2_0", "AttnProcessor2_0")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Layers of one block that read one tensor, and what makes it.
+
+    Args:
+        block: qualified name of the block; empty for the model itself.
+        producer: path of the norm or activation in the block, ``None`` if only sharing is known.
+        consumers: paths of the linear layers in the block, in call order.
+        family: found in ``FAMILIES``, not given by a user.
+    """
+
+    block: str
+    producer: str | None
+    consumers: tuple[str, ...]
+    family: bool = False
+
+    @staticmethod
+    def parse(block: str, rule: str, family: bool = False) -> Link:
+        """Read ``"producer -> layer layer"`` or ``"layer layer"``.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        head, arrow, tail = rule.rpartition("->")
+        sources, layers = head.split(), tail.split()
+        if len(sources) != bool(arrow) or len(layers) < (1 if arrow else 2):
+            raise ValueError(
+                teach(
+                    f"Got the fusion rule {rule!r}.",
+                    "A rule is 'norm -> layer layer ...', or 'layer layer ...' with two or more.",
+                    "Write paths from the block, separated by spaces.",
+                )
+            )
+        return Link(block, sources[0] if sources else None, tuple(layers), family)
+
+    def name(self, path: str) -> str:
+        """Return the qualified name of a path in the block."""
+        return f"{self.block}.{path}".strip(".")
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Qualified names of the consumers."""
+        return tuple(map(self.name, self.consumers))
+
+    def unchanged(self, model: nn.Module) -> list[tuple[nn.Module, str, object]]:
+        """Return ``(module, attribute, value)`` of the way from the block to each layer."""
+        found: dict[tuple[int, str], tuple[nn.Module, str, object]] = {}
+        for path in self.consumers:
+            module = model.get_submodule(self.block)
+            for step in path.split("."):
+                settings = ("processor", *_OFF) if self.family else ()
+                for name in (*(s for s in settings if hasattr(module, s)), step):
+                    found[id(module), name] = (module, name, getattr(module, name))
+                module = getattr(module, step)
+        return list(found.values())
+
+
+def family_links(model: nn.Module) -> list[Link]:
+    """Return the links of every block whose code is known and set up as it was read.
+
+    Args:
+        model: dense or converted.
+    """
+    links = []
+    for name, module in model.named_modules():
+        full = f"{type(module).__module__}.{type(module).__qualname__}"
+        for pattern, rules in FAMILIES.items():
+            if fnmatch.fnmatchcase(full, pattern):
+                found = [Link.parse(name, rule, family=True) for rule in rules]
+                links += [link for link in found if _is_as_read(model, link)]
+    return links
+
+
+def _is_as_read(model: nn.Module, link: Link) -> bool:
+    block = model.get_submodule(link.block)
+    if any(_at(block, p) is None for p in (link.producer or "", *link.consumers)):
+        return False
+    for _, name, value in link.unchanged(model):
+        if name in _OFF and value not in _OFF[name]:
+            return False
+        if name == "processor" and type(value).__name__ not in _PROCESSORS:
+            return False
+    if link.consumers == ("attn2.to_q",):
+        # without encoder states attn2 attends to itself, and then to_k reads the norm as well
+        to_q, to_k = _at(block, "attn2.to_q"), _at(block, "attn2.to_k")
+        return getattr(to_q, "in_features", 0) != getattr(to_k, "in_features", 0)
+    return True
+
+
+def given_links(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> list[Link]:
+    """Read a user's links: patterns of blocks to rules.
+
+    Args:
+        model: the model.
+        rules: a pattern on qualified module names, as ``names_block`` reads it, to rules as in this
+            file's head.
+
+    Raises:
+        ConversionError: if a pattern matches no module, or a path names nothing or no linear layer.
+        ValueError: for a rule that cannot be read.
+        TypeError: for one rule where a list is due.
+    """
+    names = [name for name, _ in model.named_modules()]
+    links = []
+    for pattern, texts in rules.items():
+        if isinstance(texts, str):
+            raise TypeError(
+                teach(
+                    f"Got the rule {texts!r} for the blocks {pattern!r}.",
+                    "Each pattern has a list of rules.",
+                    f"Pass [{texts!r}].",
+                )
+            )
+        check_expression("fusion", pattern)
+        blocks = [n for n in names if names_block(pattern, n)]
+        if not blocks:
+            raise ConversionError(
+                teach(
+                    f"The fusion pattern {pattern!r} matches no module.",
+                    f"The model's modules are {some_of(names[1:])}.",
+                    "Name the blocks that hold the norms and layers, e.g. 'layers.*'; a '*' stays "
+                    "within one component of a name, and what follows 're:' is the whole name.",
+                )
+            )
+        links += [Link.parse(block, text) for block in blocks for text in texts]
+    for link in links:
+        _check_paths(model, link)
+    return links
+
+
+def _check_paths(model: nn.Module, link: Link) -> None:
+    block = model.get_submodule(link.block)
+    paths = [*((link.producer,) if link.producer else ()), *link.consumers]
+    missing = [link.name(p) for p in paths if _at(block, p) is None]
+    layers = {p: _at(block, p) for p in link.consumers}
+    other = [f"{link.name(p)} ({type(m).__name__})" for p, m in layers.items() if not _linear(m)]
+    widths = {getattr(m, "in_features", 0) for m in layers.values()}
+    if missing or other or len(widths) > 1:
+        wrong = missing or other or link.layers
+        problem = "do not exist" if missing else "are no linear layers" if other else "differ in K"
+        raise ConversionError(
+            teach(
+                f"In a fusion rule, {some_of(wrong)} {problem}.",
+                "Layers with one input are linear layers with equal K, named from their block.",
+                "Correct the paths, or narrow the pattern of the blocks.",
+            )
+        )
+
+
+def verify_links(
+    model: nn.Module, links: Iterable[Link], run: Callable[[nn.Module], object]
+) -> None:
+    """Run a model with NaN in place of what each producer gives, as it will be once fused.
+
+    The layers behind the producer get the real tensor; whatever else reads it comes upon NaN.
+
+    Args:
+        model: the model, still dense.
+        links: what is claimed.
+        run: calls the model on representative data.
+
+    Raises:
+        ConversionError: naming what read the tensor, which layer got another one, or what never
+            ran.
+    """
+    checked = [link for link in links if link.producer is not None]
+    watch = _RunWatch(model, checked)
+    try:
+        with torch.no_grad():
+            run(model)
+    finally:
+        for handle in watch.handles:
+            handle.remove()
+    watch.check()
+
+
+class _RunWatch:
+    """Hooks that swap tensors for NaN and back, and see where NaN arrives."""
+
+    def __init__(self, model: nn.Module, links: Sequence[Link]) -> None:
+        self.links = links
+        self.real: dict[str, tuple[Tensor, Tensor]] = {}  # producer to stand-in and tensor
+        self.reads: dict[str, int] = {}
+        self.stray: tuple[str, list[str]] | None = None
+        self.handles: list[Any] = []
+        for name, module in model.named_modules():
+            self.handles.append(
+                module.register_forward_pre_hook(self._inputs(name), with_kwargs=True)
+            )
+            self.handles.append(module.register_forward_hook(self._outputs(name)))
+
+    def check(self) -> None:
+        """Raise what the run has shown to be wrong."""
+        if self.stray is not None:
+            name, live = self.stray
+            self._refuse(
+                f"{name or 'the model'} met NaN: it or code before it reads {some_of(live)}"
+            )
+        for link in self.links:
+            made = self.reads.get(link.name(link.producer or ""), 0)
+            for layer in link.layers:
+                if not made or self.reads.get(layer, 0) != made:
+                    self._refuse(
+                        f"{link.name(link.producer or '')} ran {made} times, and {layer} read its "
+                        f"result {self.reads.get(layer, 0)} times"
+                    )
+
+    def _refuse(self, what: str) -> None:
+        raise ConversionError(
+            teach(
+                f"A fusion rule does not hold in the calibration run: {what}.",
+                "What a fused norm or activation gives is read by the named layers, once each, and "
+                "by nothing else.",
+                "Add the missing layers to the rule, or drop it.",
+            )
+        )
+
+    def _inputs(self, name: str) -> Callable[..., Any]:
+        mine = [k.name(k.producer or "") for k in self.links if name in k.layers]
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            for producer in mine:
+                stand_in, real = self.real.get(producer, (None, None))
+                if stand_in is not None and (args or (kwargs.get("input"),))[0] is stand_in:
+                    self.reads[name] = self.reads.get(name, 0) + 1
+                    return (real,), {}
+            self._look(name, (*args, *kwargs.values()))
+            return None
+
+        return hook
+
+    def _outputs(self, name: str) -> Callable[..., Any]:
+        producer = name in {k.name(k.producer or "") for k in self.links}
+
+        def hook(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+            parts = out if isinstance(out, tuple) else (out,)
+            self._look(name, parts)
+            if not producer:
+                return None
+            stand_in = torch.full_like(parts[0], torch.nan)
+            self.real[name] = (stand_in, parts[0])
+            self.reads[name] = self.reads.get(name, 0) + 1
+            return (stand_in, *parts[1:]) if isinstance(out, tuple) else stand_in
+
+        return hook
+
+    def _look(self, name: str, values: Iterable[Any]) -> None:
+        known = [stand_in for stand_in, _ in self.real.values()]
+        for value in values:
+            if self.stray is None and isinstance(value, Tensor) and value.is_floating_point():
+                if not any(value is k for k in known) and value.isnan().any():
+                    self.stray = (name, list(self.real))
+
+
+def _at(block: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return block.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _linear(module: nn.Module | None) -> bool:
+    return isinstance(module, nn.Linear)

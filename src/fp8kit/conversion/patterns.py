@@ -1,0 +1,185 @@
+"""Which layers a user means: patterns on names, and the safe defaults that protect layers."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from fp8kit.errors import ConversionError, did_you_mean, teach
+
+SMALLEST_SIDE = 64
+SMALLEST_WEIGHT = 128 * 128
+TOWERS = ("vision tower", "audio tower")
+_PROTECTED = (
+    (
+        r"(\w+_)?(lm_heads?|class_head|classifier)|output_head|output_projection|logits_dense|score|"
+        r"embed_out|lm_loss|qa_outputs|cls_score|bbox_pred|aux_head|aux\d|AuxLogits|"
+        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc)",
+        "output head",
+    ),
+    (r"(text|visual|vision|image|audio)_projection", "output projection"),
+    (
+        r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(embed|proj)\w*|pos_embed\w*|"
+        r"x_embedder|img_in|txt_in|(context|caption|cap|label|class)_embedder|caption_projection",
+        "embedding",
+    ),
+    (r"router|(gate|wg|shared_expert_gate)$", "MoE router"),
+    (
+        r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_mlp\w*)|"
+        r"time_text_embed|t_embedder|t_block|time_in|vector_in|guidance_in|add_embedding",
+        "time embedding",
+    ),
+    (
+        r"(?i:(\w+_)?(adaln\w*|ada_?norm\w*|modulation|scale_shift\w*))|\w+_mod|"
+        r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer",
+        "modulation",
+    ),
+    (r"(\w+_)?(vision_tower|vision_model|visual)", TOWERS[0]),
+    (r"(\w+_)?projector|language_projection", "projector"),
+    (r"(\w+_)?audio_tower|audio_proj\w*", TOWERS[1]),
+    (r"img_emb|image_embedder|cond_proj", "conditioning projection"),
+    (r"lora_A|lora_B|lora_embedding\w*", "adapter"),
+)
+# each describes whole components of a name: `scores` is no `score`
+DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
+    *((f"re:(.*\\.)?({words})(\\.|$)", role) for words, role in _PROTECTED),
+    ("re:proj_in$", "embedding"),
+    ("re:(proj_out(_\\d+)?|final_layer.*|proj_to_clip_embeddings|head)$", "final projection"),
+)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a pattern selects a qualified name (see ``plan`` for the rules)."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
+
+
+def names_block(pattern: str, name: str) -> bool:
+    """Return whether a pattern of a fusion rule selects a qualified name.
+
+    A block holds modules whose names only add components to its own, so that a ``*`` which crossed
+    dots would select them too. Here each component of a glob stands for one of the name, counted
+    from its end, and an expression after ``re:`` describes the whole name.
+
+    Args:
+        pattern: ``"layers.*"``, ``"re:model\\.layers\\.[0-3]"``; ``""`` is the model itself.
+        name: a module's name.
+
+    Example:
+        >>> [names_block("layers.*", n) for n in ("layers.10", "model.layers.1", "layers.1.norm")]
+        [True, True, False]
+    """
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) <= len(parts) and all(
+        fnmatch.fnmatchcase(part, glob)
+        for part, glob in zip(parts[-len(wanted) :], wanted, strict=True)
+    )
+
+
+def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> None:
+    """Refuse a string for a list, and a pattern that matches no name."""
+    if isinstance(patterns, str):
+        raise TypeError(
+            teach(
+                f"Got {argument}={patterns!r}.",
+                "It is a list of patterns; a string would be read letter by letter.",
+                f"Pass {argument}=[{patterns!r}].",
+            )
+        )
+    for pattern in patterns:
+        check_expression(argument, pattern)
+        if not any(matches(pattern, name) for name in names):
+            raise ConversionError(
+                teach(
+                    f"The {argument} pattern {pattern!r} matches no linear layer.",
+                    f"The model's linear layers are {some_of(names)}.",
+                    "Correct the pattern or remove it; patterns match whole names or suffixes."
+                    + _closest(pattern, names),
+                )
+            )
+
+
+def check_expression(argument: str, pattern: str) -> None:
+    """Raise a ``ConversionError`` if what follows ``re:`` is not a regular expression."""
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise ConversionError(
+            teach(
+                f"The {argument} pattern {pattern!r} is not a regular expression: {error}.",
+                "What follows 're:' is matched against names as a regular expression.",
+                "Correct it, or leave out 're:' for a glob.",
+            )
+        ) from error
+
+
+def roles_by_name(names: Iterable[str]) -> dict[str, str]:
+    """Return why the defaults keep layers in high precision, as far as names tell.
+
+    A tower is kept where it feeds another model. Where all that would be left is protected too,
+    the tower is the model itself, and only what is protected inside it is kept.
+
+    Args:
+        names: of all linear layers of one model.
+
+    Returns:
+        What the layers do, for those that the defaults keep.
+
+    Example:
+        >>> roles_by_name(["lm_head", "layers.0.up_proj"])
+        {'lm_head': 'output head'}
+    """
+    names = list(names)
+    found = {name: [r for p, r in DEFAULT_EXCLUDE if matches(p, name)] for name in names}
+    alone = all(found.values())
+    kept = ((n, [r for r in roles if not (alone and r in TOWERS)]) for n, roles in found.items())
+    return {name: roles[0] for name, roles in kept if roles}
+
+
+def exclusion(
+    names: Sequence[str], include: Sequence[str] | None, exclude: Sequence[str] | None, role: str
+) -> str:
+    """Return why a layer is not considered; empty if it is.
+
+    Args:
+        names: all names of the layer.
+        include: patterns, as in ``plan``.
+        exclude: patterns, as in ``plan``.
+        role: what the layer does, if the defaults keep such layers; else empty.
+    """
+    if include is not None and not any(matches(p, n) for p in include for n in names):
+        return "not in include"
+    for pattern in exclude or ():
+        if any(matches(pattern, n) for n in names):
+            return f"excluded by {pattern!r}"
+    defaults_apply = exclude is None or len(exclude) > 0
+    if role and defaults_apply and not set(include or ()) & set(names):
+        return f"{role}: kept in high precision by default"
+    return ""
+
+
+def size_obstacle(shape: tuple[int, ...]) -> str:
+    """Return that a weight of this shape is too small to gain from FP8; empty if it is not."""
+    if min(shape) < SMALLEST_SIDE or math.prod(shape) < SMALLEST_WEIGHT:
+        return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
+    return ""
+
+
+def _closest(pattern: str, names: Sequence[str]) -> str:
+    """Offer a name, or the last part of one, for a pattern that matches none."""
+    if pattern.startswith("re:"):
+        return ""
+    bare = pattern.strip("*.")
+    endings = dict.fromkeys(n.rpartition(".")[2] for n in names)
+    return did_you_mean(bare, names if "." in bare else endings)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """List a few names for a message."""
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown or "none"

@@ -1,0 +1,391 @@
+"""Decide which layers of a model become FP8, then replace them: ``convert`` is ``plan`` applied."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.conversion import calibration, fusion, profitability, siblings
+from fp8kit.conversion.eligibility import Eligibility, bypassed
+from fp8kit.conversion.fusion_rules import Link
+from fp8kit.conversion.patterns import check_patterns, exclusion, some_of
+from fp8kit.conversion.report import Record, Report
+from fp8kit.conversion.roles import layer_roles
+from fp8kit.dispatch.backends import choose
+from fp8kit.errors import ConversionError, teach
+from fp8kit.formats import Scheme, scale_dtype, scale_shape
+from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
+from fp8kit.modules.dense import as_linear, is_conv1d, is_linear
+from fp8kit.modules.hooks import carry_hooks
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.shared_input import can_share
+from fp8kit.ops.validation import check_row_counts
+
+STORAGES = ("discard", "cpu_offload", "keep")
+_FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
+
+
+@dataclass(slots=True)
+class Plan:
+    """Decisions about a model that have not been carried out.
+
+    Args:
+        model: the model they are about.
+        scheme: what its layers would become.
+        report: one record per layer; ``print(plan)`` shows it as a table.
+        calibrate: runs the model on representative data, or ``None``.
+        fuse: as in ``plan``.
+        links: what ``fuse`` says about this model, if it is a mapping.
+
+    Example:
+        >>> plan = fp8kit.plan(model, "FP8_BLOCK", exclude=["*.head"])
+        >>> print(plan)
+        >>> report = plan.apply()
+    """
+
+    model: nn.Module
+    scheme: Scheme
+    report: Report
+    calibrate: Callable[[nn.Module], object] | None = None
+    fuse: str | Mapping[str, Sequence[str]] = "all"
+    links: list[Link] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def apply(self, *, weight_storage: str = "discard") -> Report:
+        """Replace the planned layers in place.
+
+        Args:
+            weight_storage: what happens to the dense weights: ``"discard"``, ``"cpu_offload"``
+                (kept in host memory) or ``"keep"``; kept ones are ``layer.original_weight``.
+
+        Returns:
+            The report of what was done.
+
+        Raises:
+            ConversionError: if calibration is missing or misses a layer, or a weight is on meta.
+            ValueError: for an unknown ``weight_storage``.
+
+        Warns:
+            UserWarning: if no layer becomes FP8, and none was before.
+        """
+        report = self._carry_out(weight_storage)
+        _warn_of_nothing(report)
+        return report
+
+    def _carry_out(self, weight_storage: str) -> Report:
+        if weight_storage not in STORAGES:
+            raise ValueError(
+                teach(
+                    f"Got weight_storage={weight_storage!r}.",
+                    f"It is one of {', '.join(STORAGES)}.",
+                    "Pass one of these; 'discard' frees the dense weights.",
+                )
+            )
+        names = [r.name for r in self.report.converted]
+        modules = {n: self.model.get_submodule(n) for n in names}
+        changed = [n for n, m in modules.items() if isinstance(m, Fp8Linear) or not is_linear(m)]
+        if changed:
+            raise ConversionError(
+                teach(
+                    f"Layers that changed since the plan was made: {some_of(changed)}.",
+                    "A plan is applied once, to the model it was made for.",
+                    "Make a new plan: fp8kit.plan(model).",
+                )
+            )
+        on_meta = [n for n in names if profitability.linear_at(self.model, n).weight.is_meta]
+        if on_meta:
+            raise ConversionError(
+                teach(
+                    f"The weights of {some_of(on_meta)} are on the meta device.",
+                    "Quantization needs their values.",
+                    "Load the weights first, or use fp8kit.load(dir, scheme=...).",
+                )
+            )
+        scales: dict[str, Tensor] = {}
+        if self.scheme.static:
+            if self.calibrate is None:
+                raise ConversionError(
+                    teach(
+                        f"Scheme {self.scheme} got no calibration data.",
+                        "Its activations use one static scale per layer.",
+                        "Pass calibrate=lambda model: model(batch), or use FP8_DYNAMIC.",
+                    )
+                )
+            found = calibration.observe_amax(self.model, names, self.calibrate)
+            scales = {n: calibration.input_scale(a, self.scheme.dtype) for n, a in found.items()}
+        for record in self.report.converted:
+            dense = profitability.linear_at(self.model, record.name)
+            layer = _converted(dense, self.scheme, scales.get(record.name), weight_storage)
+            layer.transposed = is_conv1d(modules[record.name])
+            carry_hooks(modules[record.name], layer)
+            layer.qualified_name = record.name
+            for name in (record.name, *record.aliases):
+                self.model.set_submodule(name, layer)
+        siblings.share_inputs(self.model, self.report.groups)
+        if fusion.level(self.fuse) > 1:
+            self.report.fused = fusion.fuse_producers(self.model, self.links)
+        return self.report
+
+
+def plan(
+    model: nn.Module,
+    scheme: Scheme | str = "FP8_DYNAMIC",
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = False,
+    calibrate: Callable[[nn.Module], object] | None = None,
+    fuse: str | Mapping[str, Sequence[str]] = "all",
+    m: int | Sequence[int] | None = None,
+) -> Plan:
+    """Decide which layers become FP8, without changing anything.
+
+    Every ``nn.Linear``, and every ``Conv1D`` of Transformers, is considered, except what the safe
+    defaults protect: output heads, embeddings, MoE routers, time and modulation projections, vision
+    towers, layers too small to gain, tied weights, layers that the model keeps in float32 or whose
+    weight the code around them casts, and subclasses of ``nn.Linear`` that compute something else,
+    which a run on random numbers shows, or have methods or attributes of their own.
+
+    Args:
+        model: any module; weights may be on the meta device.
+        scheme: a preset name or a ``Scheme``.
+        include: patterns; only layers that match one are considered. A pattern that names a layer
+            in full lifts the default exclusions for it, and asks for a subclass of ``nn.Linear``
+            that has methods or attributes of its own.
+        exclude: patterns, added to the safe defaults; an empty list switches the defaults off.
+        strict: raise if a considered layer cannot be converted, or no layer would become FP8,
+            instead of reporting it.
+        calibrate: runs the model on representative data, e.g. ``lambda model: model(batch)``.
+            Static schemes take their input scales from it, and layers that it calls one after
+            another with the same tensor share one quantization; without it, siblings are known by
+            their usual names (q/k/v, gate/up).
+        fuse: ``"inputs"`` lets layers with one input quantize it once; ``"all"`` also lets the
+            norms and activations before them write FP8, where the model's code is known; ``"none"``
+            keeps every layer on its own. For code of your own, a mapping from a pattern of blocks
+            to what is read by which layers in them, and by nothing else, in call order:
+            ``{"layers.*": ["norm -> attn.q attn.k attn.v", "act -> fc2", "cross.k cross.v"]}``;
+            ``calibrate`` then shows whether it is true. In a pattern of blocks ``*`` stays within
+            one component: ``"layers.*"`` is ``layers.0`` to ``layers.11``, also below a dotted
+            prefix, and nothing inside them; what follows ``"re:"`` is the whole name.
+        m: row counts (tokens in a call) that the layers will serve, e.g. ``[1, 64]`` for decoding,
+            ``[1, 4096]`` for decoding and prefill. A layer that bf16 serves faster at any of them,
+            by the measured times of its GPU, is left alone. Without ``m`` only layers that FP8
+            makes faster at no row count are. Where nothing was measured the report says so.
+
+    A pattern of layers is a glob on the qualified name or on any dotted suffix of it
+    (``"*.mlp.*"``, ``"o_proj"``), where ``*`` crosses dots, or ``"re:"`` and a regular expression
+    matched from the start.
+
+    Returns:
+        A ``Plan``: ``print`` it, or ``apply`` it.
+
+    Raises:
+        TypeError: if the model is no module, ``calibrate`` no function, or a row count no integer.
+        ValueError: if the scheme or ``fuse`` is unknown, or a row count is not positive.
+        ConversionError: if a pattern matches no layer, ``strict`` finds a layer that cannot be
+            converted, or a fusion rule names what does not exist or does not hold.
+
+    Example:
+        >>> print(fp8kit.plan(model, exclude=["*.o_proj"]))
+    """
+    scheme, rows = Scheme.of(scheme), None if m is None else check_row_counts(m)
+    _check_arguments(model, calibrate)
+    level = fusion.level(fuse)
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    every = [n for module, found in names.items() if is_linear(module) for n in found]
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        check_patterns(argument, () if patterns is None else patterns, every)
+    report = Report(str(scheme), model_bytes_before=_model_bytes(model))
+    obstacles, roles = Eligibility(model), layer_roles(model)
+    for module, found in names.items():
+        if is_linear(module):
+            record = _record(module, found)
+            role = next((roles[n] for n in found if n in roles), "")
+            record.reason = exclusion(found, include, exclude, role)
+            if not record.reason:
+                wanted = not set(include or ()).isdisjoint(found)
+                record.reason = obstacles.of(found, wanted)
+                record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
+            record.action = "skip" if record.reason else "convert"
+            record.bytes_after = (
+                record.bytes_before
+                if record.reason
+                else _converted_bytes(as_linear(module), scheme)
+            )
+            report.records.append(record)
+        else:
+            report.records.extend(bypassed(module, found[0]))
+    links = [] if isinstance(fuse, str) else fusion.user_links(model, fuse, calibrate)
+    if level and can_share(scheme):
+        names_to_group = [r.name for r in report.converted]
+        report.groups = siblings.find_groups(model, names_to_group, calibrate, links)
+    profitability.leave_slower(model, scheme, report, rows, include or ())
+    for others in siblings.ungrouped(model) if level else ():  # converted or loaded earlier
+        report.groups += siblings.find_groups(model, others, calibrate, links)
+    _add_notes(report, model, scheme, rows or _FEW_AND_MANY)
+    converted = [r.name for r in report.converted]
+    report.notes += fusion.idle_links(model, links, scheme, converted)
+    if links and calibrate is None:
+        report.notes.append(
+            "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
+            "that one forgets meets NaN on a GPU."
+        )
+    nothing = report.nothing()
+    report.notes += [nothing] if nothing else []
+    if strict:
+        report.refuse_blocked()
+    return Plan(model, scheme, report, calibrate, fuse, links)
+
+
+def convert(
+    model: nn.Module,
+    scheme: Scheme | str = "FP8_DYNAMIC",
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = False,
+    calibrate: Callable[[nn.Module], object] | None = None,
+    fuse: str | Mapping[str, Sequence[str]] = "all",
+    m: int | Sequence[int] | None = None,
+    weight_storage: str = "discard",
+) -> Report:
+    """Replace the linear layers of a model by FP8 ones, in place.
+
+    Args:
+        model: any module with weights in memory.
+        scheme: a preset name or a ``Scheme``.
+        include: as in ``plan``.
+        exclude: as in ``plan``.
+        strict: as in ``plan``.
+        calibrate: as in ``plan``; needed by the static scheme ``FP8``.
+        fuse: as in ``plan``.
+        m: as in ``plan``.
+        weight_storage: as in ``Plan.apply``.
+
+    Returns:
+        What was converted, what was skipped and why, and the bytes before and after.
+
+    Raises:
+        TypeError: as ``plan`` raises it.
+        ValueError: if scheme, ``fuse`` or storage is unknown.
+        ConversionError: as ``plan`` and ``Plan.apply`` raise it; the model is then unchanged.
+
+    Warns:
+        UserWarning: if no layer becomes FP8, and none was before.
+
+    Example:
+        >>> print(fp8kit.convert(model, "FP8_DYNAMIC"))
+    """
+    decided = plan(
+        model,
+        scheme,
+        include=include,
+        exclude=exclude,
+        strict=strict,
+        calibrate=calibrate,
+        fuse=fuse,
+        m=m,
+    )
+    report = decided._carry_out(weight_storage)
+    _warn_of_nothing(report)
+    return report
+
+
+def _warn_of_nothing(report: Report) -> None:
+    if nothing := report.nothing():
+        warnings.warn(nothing, stacklevel=3)
+
+
+def _check_arguments(model: object, calibrate: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            teach(
+                f"Got a model of type {type(model).__name__}.",
+                "It is an nn.Module with linear layers in it.",
+                "Load a checkpoint with fp8kit.load; of a pipeline pass a part, such as "
+                "pipeline.transformer.",
+            )
+        )
+    if isinstance(model, nn.Linear):
+        raise ConversionError(
+            teach(
+                f"Got a bare {type(model).__name__} as the model.",
+                "Layers are replaced inside the module that holds them.",
+                "Use fp8kit.Fp8Linear.from_linear(layer), or pass the parent module.",
+            )
+        )
+    if calibrate is not None and not callable(calibrate):
+        raise TypeError(
+            teach(
+                f"Got calibrate of type {type(calibrate).__name__}.",
+                "It is a function that runs the model, which it gets, on representative data.",
+                "Pass calibrate=lambda model: model(batch).",
+            )
+        )
+
+
+def _converted(
+    dense: nn.Linear, scheme: Scheme, input_scale: Tensor | None, weight_storage: str
+) -> Fp8Linear:
+    layer = Fp8Linear.from_linear(dense, scheme, input_scale)
+    layer.train(dense.training)
+    if weight_storage != "discard":
+        kept = dense.weight.detach()
+        layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
+    return layer
+
+
+def _record(module: nn.Module, names: list[str]) -> Record:
+    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    return Record(
+        names[0],
+        type(module).__name__,
+        tuple(as_linear(module).weight.shape),
+        "skip",
+        bytes_before=size,
+        bytes_after=size,
+        aliases=tuple(names[1:]),
+    )
+
+
+def _converted_bytes(linear: nn.Linear, scheme: Scheme) -> int:
+    shape = tuple(linear.weight.shape)
+    scales = torch.Size(scale_shape(shape, scheme.weight)).numel()
+    bias = 0 if linear.bias is None else linear.bias.numel() * linear.bias.element_size()
+    static = 4 if scheme.static else 0
+    return linear.weight.numel() + scales * scale_dtype(scheme.weight).itemsize + bias + static
+
+
+def _model_bytes(model: nn.Module) -> int:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _add_notes(report: Report, model: nn.Module, scheme: Scheme, rows: Sequence[int]) -> None:
+    slow: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for record in report.converted:
+        dense = profitability.linear_at(model, record.name)
+        if dense.weight.device.type == "meta":
+            continue
+        shape = (dense.out_features, dense.in_features)
+        kind = (scheme, dense.weight.dtype, dense.weight.device, dense.bias is not None)
+        decoded = tuple(
+            m for m in rows if choose(BACKENDS, linear_problem(shape, *kind, m)).backend in DECODING
+        )
+        if decoded:
+            slow[dense.weight.device.type, decoded].append(record.name)
+    for (device_type, decoded), names in slow.items():
+        at = "" if len(decoded) == len(rows) else f" at m={', '.join(map(str, decoded))}"
+        report.notes.append(
+            f"On {device_type}{at} FP8 saves memory, not time, for {some_of(names)}: "
+            "their weights are decoded for every matmul (fp8kit.explain says why)."
+        )

@@ -1,0 +1,206 @@
+"""What calls in the source of a model may give, and which weights they read."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from fp8kit.conversion.readers.expressions import Expressions
+from fp8kit.conversion.readers.values import (
+    CONTAINERS,
+    Items,
+    Local,
+    Method,
+    Parameters,
+    Parent,
+    Values,
+    Weight,
+    closure,
+    constant,
+    elements,
+    leaves,
+    parameters_of,
+    united,
+)
+
+DEPTH = 10  # of calls that are followed
+_MOST_PARAMETERS = 8
+_UNREAD = frozenset("isinstance hasattr callable id type len print repr str".split())
+_ITERATES = frozenset(
+    "dict enumerate iter list max min next reversed set sorted sum tuple zip vars".split()
+)
+_INSIDE: dict[str, Callable[[nn.Module], Iterable[nn.Module]]] = {
+    "children": lambda m: m.children(),
+    "modules": lambda m: m.modules(),
+    "named_children": lambda m: m.children(),
+    "named_modules": lambda m: m.modules(),
+}
+TENSORS = frozenset("parameters named_parameters state_dict _parameters get_parameter".split())
+_TAKES = frozenset("values items keys get pop popleft copy".split())
+_GROWS = frozenset("append add extend insert update setdefault appendleft".split())
+
+
+class Calls(Expressions):
+    """Calls: of what the model holds, of helpers, of what Python has built in."""
+
+    def _value_Call(self, node: ast.Call) -> Values:
+        args = [self.value(a) for a in node.args if not isinstance(a, ast.Starred)]
+        kwargs = {k.arg or "**": self.value(k.value) for k in node.keywords}
+        starred = [self.value(a.value) for a in node.args if isinstance(a, ast.Starred)]
+        if starred:
+            kwargs["*"] = united(*starred)
+        if isinstance(node.func, ast.Name) and not self.scope.is_local(node.func.id):
+            known, values = self.builtin(node.func.id, args)
+            if known:
+                return values
+        if isinstance(node.func, ast.Attribute):
+            owners = self.value(node.func.value)
+            known, values = self.member(node.func, owners, args)
+            if known:
+                return values
+            callees = self.attribute(owners, node.func.attr)
+        else:
+            callees = self.value(node.func)
+        if not callees:
+            return self.opaque(args, kwargs)
+        return self.call(callees, args, kwargs)
+
+    def builtin(self, name: str, args: list[Values]) -> tuple[bool, Values]:
+        """Call what Python has built in; whether it is known, and what it gives."""
+        if name == "getattr" and len(args) > 1:
+            known, attribute = constant(args[1])
+            if known:
+                return True, united(self.attribute(args[0], attribute), *args[2:])
+            owned = [v for o in args[0] for v in _everything(o)]
+            return True, united(owned)
+        if name == "super":
+            after: Any = closure(self.scope.function).get("__class__")
+            owners = self.scope.first() if after is not None else ()
+            return True, tuple(Parent(o, after) for o in owners if isinstance(o, after))
+        if name in _UNREAD:
+            return True, ()
+        if name == "map" and args:
+            return True, (Items(self.callback(args[0], [elements(a) for a in args[1:]])),)
+        if name == "next":
+            values = united(*[elements((v,)) for a in args for v in map(_ahead, a)])
+            return True, values
+        if name == "vars":
+            return True, (Items(united([v for o in args[0] for v in _everything(o)])),)
+        if name == "iter":
+            return True, args[0] if args else ()
+        if name in _ITERATES:
+            values = united(*[elements(a) for a in args])
+            if name in ("max", "min", "sum"):
+                self.reader.escape(values, self.scope.where)
+            return True, (Items(values),) if values else ()
+        return False, ()
+
+    def member(
+        self, function: ast.Attribute, owners: Values, args: list[Values]
+    ) -> tuple[bool, Values]:
+        """Call what modules and containers have; whether it is known, and what it gives."""
+        name, modules = function.attr, [o for o in owners if isinstance(o, nn.Module)]
+        if modules and name in _INSIDE:
+            return True, (Items(united(*[_INSIDE[name](m) for m in modules])),)
+        if modules and name == "get_submodule" and constant(args[0] if args else ())[0]:
+            return True, tuple(m.get_submodule(args[0][0]) for m in modules)
+        if modules and name in TENSORS:
+            # apart from the forward pass, holders are asked for them to count or to train them
+            wanted = [m for m in modules if self.reader.running or isinstance(m, nn.Linear)]
+            return True, tuple(map(parameters_of, wanted))
+        held = [o for o in owners if isinstance(o, (Items, list, tuple, dict, *CONTAINERS))]
+        if name in _GROWS and isinstance(function.value, ast.Name):
+            added = (Items(united(elements(owners), *args, *[elements(a) for a in args])),)
+            self.bind(function.value, added if elements(added) else ())
+            return True, ()
+        if held and len(held) == len(owners) and name in _TAKES:
+            return True, elements(owners)
+        return False, ()
+
+    def call(self, callees: Values, args: list[Values], kwargs: dict[str, Values]) -> Values:
+        """Call all candidates of what is called; those of one function together."""
+        owners: dict[Any, list[Any]] = defaultdict(list)
+        results: list[Values] = []
+        for callee in callees:
+            function, owner = _bound(callee)
+            if isinstance(callee, Local):
+                results.append(self.enter(callee, args, kwargs))
+            elif isinstance(callee, functools.partial):
+                given = [*[(a,) for a in callee.args], *args]
+                named = {k: (v,) for k, v in callee.keywords.items()}
+                results.append(self.call((callee.func,), given, {**named, **kwargs}))
+            elif callee is functools.partial and args:
+                results.append((Items(self.callback(args[0], args[1:], kwargs)),))
+            elif function is None or not self.reader.is_followed(function):
+                owners[None] = [callee]
+            elif not isinstance(callee, nn.Module):
+                owners[function] += owner
+            elif any(map(_reaches, leaves(united(*args, *kwargs.values())))):
+                owners[function] += owner  # what it reads of its own is for its own root to find
+        for function, bound in owners.items():
+            if function is None:
+                results.append(self.opaque(args, kwargs))
+            else:
+                given = [tuple(bound), *args] if bound else args
+                results.append(self.reader.follow(function, given, kwargs, self.depth + 1))
+        return united(*results)
+
+    def opaque(self, args: list[Values], kwargs: dict[str, Values]) -> Values:
+        """Pass arguments to code that is not followed: it reads weights, and calls functions."""
+        given = united(*args, *kwargs.values())
+        self.reader.escape(given, self.scope.where)
+        functions = [v for v in leaves(given) if isinstance(v, Local | Method)]
+        others = united([v for v in leaves(given) if isinstance(v, nn.Module)])
+        for function in functions:
+            if isinstance(function, Method) and not others:
+                self.call((function,), [], {})
+            else:
+                self.callback((function,), [others] * _MOST_PARAMETERS)
+        return ()
+
+    def callback(
+        self, functions: Values, args: list[Values], kwargs: dict[str, Values] | None = None
+    ) -> Values:
+        """Call what was passed as a function."""
+        results = self.call(functions, args, kwargs or {})
+        self.reader.escape(results, self.scope.where)
+        return results
+
+
+def _bound(callee: Any) -> tuple[Any, list[Any]]:
+    """Return the function of a candidate, and what its first argument is."""
+    if isinstance(callee, Method):
+        return callee.function, [callee.owner]
+    if isinstance(callee, types.MethodType):
+        return callee.__func__, [callee.__self__]
+    if isinstance(callee, types.FunctionType):
+        return callee, []
+    if isinstance(callee, type | Local):
+        return None, []
+    name = "forward" if isinstance(callee, nn.Module) else "__call__"
+    function = inspect.getattr_static(type(callee), name, None)
+    return (function, [callee]) if isinstance(function, types.FunctionType) else (None, [])
+
+
+def _everything(owner: Any) -> list[Any]:
+    if isinstance(owner, nn.Module):
+        return [*owner.children(), *([Weight(owner)] if isinstance(owner, nn.Linear) else [])]
+    return []
+
+
+def _ahead(value: Any) -> Any:
+    return value.values[0] if isinstance(value, Parameters) and value.values else value
+
+
+def _reaches(value: Any) -> bool:
+    """Return whether layers can be reached from an argument."""
+    if isinstance(value, nn.Module | Weight | Local | Method | functools.partial):
+        return True
+    return isinstance(value, types.FunctionType)

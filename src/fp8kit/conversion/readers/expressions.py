@@ -1,0 +1,277 @@
+"""What expressions in the source of a model may be, and which weights they read."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import nn
+
+from fp8kit.conversion.readers.values import (
+    CONTAINERS,
+    Items,
+    Local,
+    Property,
+    Scope,
+    Values,
+    Weight,
+    constant,
+    elements,
+    item,
+    lookup,
+    united,
+)
+
+_SETTINGS = (type(None), bool, int, float, str)
+_COMPARES: dict[type, Callable[[Any, Any], bool]] = {
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+# what is the same of codes as of the weight they stand for
+_HARMLESS = frozenset(
+    """
+    data_ptr device dim get_device is_contiguous is_cpu is_cuda is_floating_point is_meta layout
+    ndim ndimension nelement numel requires_grad requires_grad_ shape size _is_hf_initialized
+    """.split()
+)
+
+
+class Reader(Protocol):
+    """What a walk tells, and asks, about the whole model."""
+
+    running: bool  # whether this is the forward pass itself
+
+    def escape(self, values: Iterable[Any], where: str, how: str = "") -> None:
+        """Note that the weights among values are read."""
+
+    def follow(
+        self, function: Any, args: list[Values], kwargs: dict[str, Values], depth: int
+    ) -> Values:
+        """Walk through a function that is called."""
+
+    def is_followed(self, function: Any) -> bool:
+        """Return whether a function is walked through, not passed by."""
+
+    def changes(self, owner: Any, name: str) -> bool:
+        """Return whether methods assign an attribute once an object is made."""
+
+
+class Expressions:
+    """Values of expressions where they stand; names are those of one function.
+
+    Args:
+        reader: knows the whole model.
+        scope: the function.
+        depth: how many calls lie between it and the first.
+    """
+
+    def enter(self, local: Local, args: list[Values], kwargs: dict[str, Values]) -> Values:
+        """Walk a function that is defined inside this one."""
+        raise NotImplementedError
+
+    def __init__(self, reader: Reader, scope: Scope, depth: int) -> None:
+        self.reader, self.scope, self.depth = reader, scope, depth
+
+    def read(self, node: ast.AST | None) -> Values:
+        """Value an expression whose weights are used for something that needs their numbers."""
+        values = self.value(node)
+        self.reader.escape(values, self.scope.where)
+        return values
+
+    def value(self, node: ast.AST | None) -> Values:
+        """Value an expression; weights in it are still nobody's."""
+        if node is None:
+            return ()
+        method = getattr(self, f"_value_{type(node).__name__}", None)
+        if method is not None:
+            values: Values = method(node)
+            return values
+        for child in ast.iter_child_nodes(node):
+            self.read(child)
+        return ()
+
+    def bind(self, target: ast.AST, values: Values) -> None:
+        """Assign values to a target."""
+        if isinstance(target, ast.Name):
+            names = self.scope.names
+            names[target.id] = united(names.get(target.id, ()), values)
+        elif isinstance(target, ast.Tuple | ast.List):
+            for part in target.elts:
+                self.bind(part, elements(values))
+        elif isinstance(target, ast.Starred):
+            self.bind(target.value, (Items(elements(values)),))
+        else:
+            self.reader.escape(values, self.scope.where)
+            self.read(target)
+
+    def _value_Constant(self, node: ast.Constant) -> Values:
+        return (node.value,)
+
+    def _value_Name(self, node: ast.Name) -> Values:
+        return self.scope.find(node.id)
+
+    def _value_NamedExpr(self, node: ast.NamedExpr) -> Values:
+        values = self.value(node.value)
+        self.bind(node.target, values)
+        return values
+
+    def _value_Starred(self, node: ast.Starred) -> Values:
+        return elements(self.value(node.value))
+
+    def _value_Await(self, node: ast.Await) -> Values:
+        return self.value(node.value)
+
+    def _value_Yield(self, node: ast.Yield) -> Values:
+        self.scope.returned = united(self.scope.returned, self.value(node.value))
+        return ()
+
+    def _value_YieldFrom(self, node: ast.YieldFrom) -> Values:
+        self.scope.returned = united(self.scope.returned, elements(self.value(node.value)))
+        return ()
+
+    def _value_Tuple(self, node: Any) -> Values:
+        values = united(*[self.value(e) for e in node.elts])
+        return (Items(values),) if values else ()
+
+    _value_List = _value_Set = _value_Tuple
+
+    def _value_Dict(self, node: ast.Dict) -> Values:
+        for key in node.keys:
+            self.value(key)
+        values = united(*[self.value(v) for v in node.values])
+        return (Items(values),) if values else ()
+
+    def _value_BoolOp(self, node: ast.BoolOp) -> Values:
+        return united(*[self.value(v) for v in node.values])
+
+    def _value_IfExp(self, node: ast.IfExp) -> Values:
+        self.value(node.test)
+        known, truth = self.truth(node.test)
+        yes = self.value(node.body) if truth or not known else ()
+        return united(yes, self.value(node.orelse) if not truth or not known else ())
+
+    def _value_BinOp(self, node: ast.BinOp) -> Values:
+        sides = united(self.value(node.left), self.value(node.right))
+        containers = [v for v in sides if isinstance(v, (Items, list, tuple, *CONTAINERS))]
+        if containers and isinstance(node.op, ast.Add):
+            return (Items(elements(tuple(containers))),)
+        self.reader.escape(sides, self.scope.where)
+        return ()
+
+    def _value_Compare(self, node: ast.Compare) -> Values:
+        for part in (node.left, *node.comparators):
+            values = self.value(part)
+            if not all(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in node.ops):
+                self.reader.escape(values, self.scope.where)
+        return ()
+
+    def _value_Lambda(self, node: ast.Lambda) -> Values:
+        local = Local(node, self.scope)
+        self.reader.escape(self.enter(local, [], {}), self.scope.where)
+        return (local,)
+
+    def _value_ListComp(self, node: Any) -> Values:
+        scope = Scope(self.scope.where, {}, self.scope.function, self.scope)
+        inner = type(self)(self.reader, scope, self.depth)
+        for generator in node.generators:
+            inner.bind(generator.target, elements(inner.value(generator.iter)))
+            for test in generator.ifs:
+                inner.value(test)
+        parts = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        values = united(*[inner.value(p) for p in parts])
+        return (Items(values),) if values else ()
+
+    _value_SetComp = _value_GeneratorExp = _value_DictComp = _value_ListComp
+
+    def _value_Subscript(self, node: ast.Subscript) -> Values:
+        values = self.value(node.value)
+        known, key = constant(self.read(node.slice))
+        self.reader.escape([v for v in values if isinstance(v, Weight)], self.scope.where)
+        values = tuple(v for v in values if not isinstance(v, Weight))
+        if isinstance(node.slice, ast.Slice):
+            return (Items(elements(values)),)
+        return item(values, key) if known else elements(values)
+
+    def _value_Attribute(self, node: ast.Attribute) -> Values:
+        return self.attribute(self.value(node.value), node.attr)
+
+    def attribute(self, owners: Values, name: str) -> Values:
+        """Return an attribute of values; one of a weight is a use of it."""
+        found: list[Values] = []
+        getters: dict[Any, list[Any]] = defaultdict(list)
+        for owner in owners:
+            if isinstance(owner, Weight):
+                if name not in _HARMLESS:
+                    how = "asks for the dtype of its weight" if name == "dtype" else ""
+                    self.reader.escape((owner,), self.scope.where, how)
+                continue
+            if name == "_parameters" and isinstance(owner, nn.Linear):
+                found.append((Items((Weight(owner),)),))
+                continue
+            for value in lookup(owner, name):
+                if isinstance(value, Property):
+                    getters[value.function].append(value.owner)
+                else:
+                    found.append((value,))
+        for function, bound in getters.items():
+            found.append(self.reader.follow(function, [tuple(bound)], {}, self.depth + 1))
+        return united(*found)
+
+    def truth(self, node: ast.AST) -> tuple[bool, bool]:
+        """Return whether a condition is known from what the model is made of, and whether it holds.
+
+        Only what modules store is known: settings, and what is ``None`` or not. What methods
+        assign, and ``training``, may be another thing by the time of a call.
+        """
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            known, truth = self.truth(node.operand)
+            return known, not truth
+        if isinstance(node, ast.BoolOp):
+            parts = [self.truth(v) for v in node.values]
+            decides = isinstance(node.op, ast.Or)  # by one part
+            if (True, decides) in parts:
+                return True, decides
+            return all(known for known, _ in parts), not decides
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            return self.compared(node)
+        known, value = self.stored(node)
+        return known and isinstance(value, _SETTINGS), bool(value) if known else False
+
+    def compared(self, node: ast.Compare) -> tuple[bool, bool]:
+        """Return whether a comparison is known, and whether it holds."""
+        (left, a), (right, b) = self.stored(node.left), self.stored(node.comparators[0])
+        compare = _COMPARES.get(type(node.ops[0]))
+        if not left or not right or compare is None:
+            return False, False
+        if not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            if not isinstance(a, _SETTINGS) or not isinstance(b, _SETTINGS):
+                return False, False
+        try:
+            return True, bool(compare(a, b))
+        except TypeError:
+            return False, False
+
+    def stored(self, node: ast.AST) -> tuple[bool, Any]:
+        """Return whether an expression is one thing that a module stores, and that thing."""
+        if isinstance(node, ast.Constant):
+            return True, node.value
+        if not isinstance(node, ast.Attribute) or node.attr == "training":
+            return False, None
+        owners = self.value(node.value)
+        found = [lookup(owner, node.attr) for owner in owners]
+        changes = any(self.reader.changes(owner, node.attr) for owner in owners)
+        if changes or not found or any(len(v) != 1 or isinstance(v[0], Property) for v in found):
+            return False, None
+        values = [v[0] for v in found]
+        settings = [isinstance(v, _SETTINGS) for v in values]
+        alike = all(type(v) is type(values[0]) and v == values[0] for v in values if any(settings))
+        return not any(settings) or (all(settings) and alike), values[0]

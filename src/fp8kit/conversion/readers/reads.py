@@ -1,0 +1,256 @@
+"""Which modules have their weight read by code that does not call them.
+
+FP8 codes have another meaning than the weight they stand for, so a layer whose ``weight`` is read
+by the code around it must stay dense. ``weight_reads`` follows the source of every module of a
+model: ``forward``, whatever it calls, and the other methods that may run instead of it. Modules are
+the actual ones, so ``self.layers[i]``, loops, helpers, closures, processors and holders further up
+are resolved to layers; branches that the model's own settings exclude are not followed. Where
+source is not at hand, names in the bytecode decide, on the side of caution.
+
+Not seen are: code outside the model, functions that are only passed as tensors' hooks, names that
+are computed, ``parameters()`` and ``state_dict()`` of modules with more than one layer, and what
+torch's own modules read. What is left is caught when it happens: see ``modules.guarded_weight``.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from fp8kit.conversion.readers.calls import DEPTH, TENSORS
+from fp8kit.conversion.readers.source import arguments_of, names_in, node_of
+from fp8kit.conversion.readers.values import (
+    Scope,
+    Values,
+    Weight,
+    closure,
+    elements,
+    identity,
+    leaves,
+    united,
+)
+from fp8kit.conversion.readers.walk import Walk
+
+# methods that are no part of a forward pass: they make, load, change or describe a model
+_APART = (
+    "__ init reset load save tie untie fuse unfuse merge resize prune set_ add_ extra_repr "
+    "state_dict quantize convert export decay param_group pretrained compile apply register "
+    "gradient_checkpoint freeze transfer get_input_emb get_output_emb remove replace _hook "
+    "num_param memory push_to unload enable disable switch onnx dummy train"
+).split()
+_LIBRARIES = tuple(
+    """
+    abc. accelerate. collections. diffusers. enum. fp8kit. functools. huggingface_hub.
+    numpy. peft. torch. transformers. typing.
+    """.split()
+)
+_MODELS = ("transformers.models.", "diffusers.models.")
+_SHORT = 200  # bytes of code; a function that only gives a layer is no longer
+_WORDS = frozenset({"weight", *TENSORS})
+
+
+def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
+    """Find the modules of a model whose weight is read by code that does not call them.
+
+    Args:
+        model: it is neither run nor changed.
+
+    Returns:
+        The modules, each with where it is read and how, as the end of a sentence.
+
+    Example:
+        >>> weight_reads(model)
+        {Linear(...): 'MambaMixer.slow_forward reads its weight instead of calling it'}
+    """
+    reader = _Reader(model)
+    alike: dict[Any, list[nn.Module]] = defaultdict(list)
+    for module in model.modules():
+        if not isinstance(module, nn.Linear):  # what subclasses do is judged by their class
+            alike[_kind(module)].append(module)
+    for modules in alike.values():
+        for name, function in _roots(modules[0]):
+            if reader.is_suspect(function):
+                reader.running = name in ("forward", "__call__")
+                result = reader.follow(function, [tuple(modules)], {}, 0)
+                reader.escape(result, function.__qualname__)
+    return reader.found
+
+
+def _kind(module: nn.Module) -> Any:
+    """Return a key of modules whose code takes the same branches: same class, same switches."""
+    held = {**vars(module), **module._parameters, **module._modules, **module._buffers}
+    switches = (type(None), bool, str)
+    kinds = [(n, v) if isinstance(v, switches) else (n, type(v)) for n, v in held.items()]
+    own = vars(module).get("forward")
+    return type(module), id(own) if own is not None else None, frozenset(kinds)
+
+
+def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Return the functions of a module that may run when a model is used, by name."""
+    seen: set[str] = set()
+    for name, value in vars(module).items():
+        if name == "forward":
+            seen.add(name)
+            yield from ((name, f) for f in [_function(_function(value))] if _is_python(f))
+    for cls in type(module).__mro__:
+        if _is_library(cls.__module__) or cls is object:
+            continue
+        for name, value in vars(cls).items():
+            if name in seen:
+                continue
+            seen.add(name)
+            if isinstance(value, types.FunctionType) and _may_run(name):
+                yield name, inspect.unwrap(value)
+
+
+def _may_run(name: str) -> bool:
+    if name in ("forward", "__call__", "__getitem__"):
+        return True
+    return not name.startswith("_") and not any(part in name for part in _APART)
+
+
+def _assigned(kind: type) -> set[str]:
+    """Return the attributes that methods of a class assign, but where it is made."""
+    return {
+        str(step.argval)
+        for cls in kind.__mro__
+        if not _is_library(cls.__module__)
+        for name, method in vars(cls).items()
+        if isinstance(method, types.FunctionType) and "init" not in name
+        for step in dis.get_instructions(method)
+        if step.opname == "STORE_ATTR"
+    }
+
+
+def _is_library(module: str) -> bool:
+    """Return whether code is of a library that knows FP8 layers, or reads no weight of a layer."""
+    return f"{module}.".startswith(_LIBRARIES) and not module.startswith(_MODELS)
+
+
+def _function(value: Any) -> Any:
+    """Return the function in a method, property or wrapper."""
+    if isinstance(value, staticmethod | classmethod | types.MethodType):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.partial | functools.cached_property):
+        value = value.func
+    return inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
+
+
+def _is_python(function: Any) -> bool:
+    return isinstance(function, types.FunctionType) and not _is_library(function.__module__ or "")
+
+
+class _Reader:
+    def __init__(self, model: nn.Module) -> None:
+        self.found: dict[nn.Module, str] = {}
+        self.running = True
+        self._results: dict[Any, Values] = {}
+        self._suspects: dict[Any, bool] = {}
+        self._changing: dict[type, set[str]] = {}
+        self._alive: list[Any] = []  # what ids in keys are of
+        held = [v for m in model.modules() for v in vars(m).values()]
+        self._called = [v for v in map(_function, held) if _is_python(v)]
+        kinds = {type(m) for m in model.modules()}
+        others = {type(v) for v in held} - kinds
+        self._called += [inspect.getattr_static(k, "__call__", None) for k in others]
+        self._methods: dict[str, list[Any]] = defaultdict(list)
+        for cls in {c for kind in kinds | others for c in kind.__mro__}:
+            for name, value in () if _is_library(cls.__module__) else vars(cls).items():
+                if name not in ("forward", "__init__"):  # of each module, walked on its own
+                    self._methods[name].append(_function(value))
+
+    def escape(self, values: Iterable[Any], where: str, how: str = "") -> None:
+        """Note that the weights among values are read."""
+        for value in leaves(values):
+            if isinstance(value, Weight):
+                how = how or "reads its weight instead of calling it"
+                self.found.setdefault(value.module, f"{where} {how}")
+
+    def is_suspect(self, function: Any) -> bool:
+        """Return whether a function, or one that it may reach by name, has a word for a weight."""
+        key = function.__code__
+        if key not in self._suspects:
+            seen, ahead = {function.__code__}, [function]
+            has_word = bool(names_in(function.__code__) & _WORDS)
+            while not has_word and ahead and "weight" not in names_in(ahead[-1].__code__):
+                for other in self._named(ahead.pop()):
+                    if other.__code__ not in seen:
+                        seen.add(other.__code__)
+                        ahead.append(other)
+            self._suspects[key] = has_word or bool(ahead)
+        return self._suspects[key]
+
+    def _named(self, function: Any) -> list[Any]:
+        """Return the functions that a function may call, going by names."""
+        names, known = names_in(function.__code__), function.__globals__
+        found: list[Any] = [*self._called, *closure(function).values()]
+        for name in names:
+            found += self._methods.get(name, ())
+            owner = known.get(name)
+            found.append(owner)
+            if isinstance(owner, types.ModuleType) and not _is_library(owner.__name__):
+                found += [vars(owner).get(n) for n in names]
+            elif isinstance(owner, type) and not _is_library(owner.__module__):
+                found += [inspect.getattr_static(owner, n, None) for n in names]
+        return [f for f in map(_function, found) if _is_python(f)]
+
+    def follow(
+        self, function: Any, args: list[Values], kwargs: dict[str, Values], depth: int
+    ) -> Values:
+        """Run a function on values, and give what it may return."""
+        function = inspect.unwrap(function)
+        if not _is_python(function) or depth > DEPTH:
+            self.escape(united(*args, *kwargs.values()), getattr(function, "__qualname__", "code"))
+            return ()
+        brings = any(isinstance(v, Weight) for v in leaves(united(*args, *kwargs.values())))
+        long = len(function.__code__.co_code) > _SHORT
+        if long and not brings and not self.is_suspect(function):
+            return ()
+        node = node_of(function.__code__)
+        if node is None:
+            self._guess(function, args)
+            return ()
+        bound = arguments_of(node, args, kwargs)
+        if not any(bound.values()) and not function.__closure__:
+            return ()
+        key = (function, *[(n, frozenset(map(identity, v))) for n, v in sorted(bound.items())])
+        if key not in self._results:
+            self._results[key] = ()
+            self._alive += [v for values in bound.values() for v in values]
+            scope = Scope(function.__qualname__, bound, function)
+            self._results[key] = Walk(self, scope, depth).body(node)
+        return self._results[key]
+
+    def is_followed(self, function: Any) -> bool:
+        """Return whether a function is of the model's own code, not torch's."""
+        return _is_python(inspect.unwrap(function))
+
+    def changes(self, owner: Any, name: str) -> bool:
+        """Return whether methods assign an attribute once an object is made."""
+        kind = type(owner)
+        if kind not in self._changing:
+            self._changing[kind] = _assigned(kind)
+        return name in self._changing[kind]
+
+    def _guess(self, function: Any, args: list[Values]) -> None:
+        """Take every layer that bytecode names beside a weight for one that is read."""
+        names = names_in(function.__code__)
+        if not names & _WORDS:
+            return
+        for owner in elements(args[0] if args else ()):
+            if isinstance(owner, nn.Module):
+                named = [m for n, m in owner.named_children() if n in names]
+                layers = [m for n in named for m in n.modules()] or list(owner.children())
+                for layer in layers if named else [owner, *layers]:
+                    if isinstance(layer._parameters.get("weight"), nn.Parameter):
+                        how = "names a weight, and its source is not at hand"
+                        self.escape((Weight(layer),), function.__qualname__, how)

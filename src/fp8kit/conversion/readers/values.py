@@ -1,0 +1,244 @@
+"""What expressions of a model's own code may be while the model runs, without running it.
+
+A value is a tuple of candidates: modules and whatever else hangs on them, as they are, or one of
+the stand-ins below. An empty tuple is anything that no layer can be reached from. No code of the
+model is executed: attributes are looked up where they are stored, properties are not called.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+Values = tuple[Any, ...]
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_CONSTANTS = (type(None), bool, int, float, str)
+_MOST = 4096  # candidates of one expression
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """The weight of a module."""
+
+    module: nn.Module
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """A container, or what iterates over one, of any order."""
+
+    values: Values
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters(Items):
+    """What ``parameters()`` gives, in order; ``None`` for those that are no weight of a layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A function bound to its first argument."""
+
+    owner: Any
+    function: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Parent:
+    """What ``super()`` gives."""
+
+    owner: Any
+    after: type
+
+
+@dataclass(eq=False)
+class Scope:
+    """Names of one function, and where it stands."""
+
+    where: str
+    names: dict[str, Values]
+    function: Any = None
+    outer: Scope | None = None
+    returned: Values = ()
+
+    def find(self, name: str) -> Values:
+        """Return what a name stands for: local, of an enclosing function, global or built in."""
+        if name in self.names:
+            return self.names[name]
+        if self.outer is not None:
+            return self.outer.find(name)
+        for scope in (closure(self.function), self.function.__globals__):
+            if name in scope:
+                return (scope[name],)
+        found = getattr(builtins, name, None)
+        return () if found is None else (found,)
+
+    def is_local(self, name: str) -> bool:
+        """Return whether a name is assigned here, or in a function around."""
+        return name in self.names or (self.outer is not None and self.outer.is_local(name))
+
+    def first(self) -> Values:
+        """Return the first argument of the outermost function, which is ``self`` in methods."""
+        if self.outer is not None:
+            return self.outer.first()
+        return next(iter(self.names.values()), ())
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """A function or lambda that is defined inside another."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    scope: Scope = field(repr=False)
+
+
+def united(*many: Iterable[Any]) -> Values:
+    """Join values, each candidate once."""
+    return tuple({identity(v): v for values in many for v in values}.values())[:_MOST]
+
+
+def identity(value: Any) -> Any:
+    """Return a key that is equal for the same candidate, whenever it was made."""
+    if isinstance(value, Weight):
+        return "weight", id(value.module)
+    if isinstance(value, Items):
+        return "items", frozenset(map(identity, value.values))
+    if isinstance(value, Method | Property):
+        return "method", id(value.owner), value.function
+    if isinstance(value, Parent):
+        return "parent", id(value.owner), value.after
+    if isinstance(value, Local):
+        return "local", value.node
+    return value if isinstance(value, _CONSTANTS) else id(value)
+
+
+def elements(values: Values) -> Values:
+    """Return what iterating over values, or taking one of their items, may give."""
+    return united(*(_items(v) for v in values))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, Items):
+        return value.values
+    if isinstance(value, CONTAINERS):
+        return value.children()
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple | set):
+        return value
+    return () if isinstance(value, _CONSTANTS) else (value,)
+
+
+def item(values: Values, key: Any) -> Values:
+    """Return the item of a constant key, or all of them where that is not known."""
+    found: list[Any] = []
+    for value in values:
+        known = isinstance(value, list | tuple | dict | nn.ModuleList | nn.Sequential)
+        try:
+            exact = known or isinstance(value, nn.ModuleDict)
+            found += [value[key]] if exact else elements((value,))
+        except (LookupError, TypeError):
+            found += elements((value,))
+    return united(found)
+
+
+def parameters_of(module: nn.Module) -> Parameters:
+    """Return the parameters of a module and of those inside it."""
+    return Parameters(
+        tuple(
+            Weight(m) if isinstance(m, nn.Linear) and name == "weight" else None
+            for m in module.modules()
+            for name, p in m._parameters.items()
+            if p is not None
+        )
+    )
+
+
+def leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Return all candidates, also those inside stand-ins for containers."""
+    for value in values:
+        if isinstance(value, Items):
+            yield from leaves(value.values)
+        elif isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def constant(values: Values) -> tuple[bool, Any]:
+    """Return whether a value is one known constant, and that constant."""
+    if len(values) == 1 and isinstance(values[0], _CONSTANTS):
+        return True, values[0]
+    return False, None
+
+
+def closure(function: Any) -> dict[str, Any]:
+    """Return what the free variables of a function hold."""
+    found = {}
+    cells = getattr(function, "__closure__", None) or ()
+    for name, cell in zip(function.__code__.co_freevars, cells, strict=False):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    return found
+
+
+def lookup(owner: Any, name: str) -> Values:
+    """Return an attribute as it is stored: methods bound, properties as methods to be called."""
+    if isinstance(owner, (Weight, Items, Local, Method, *_CONSTANTS)):
+        return ()
+    if isinstance(owner, Parent):
+        kind = type(owner.owner)
+        order = kind.__mro__[kind.__mro__.index(owner.after) + 1 :]
+        return _of_classes(order, owner.owner, name)
+    if isinstance(owner, types.ModuleType):
+        return (vars(owner)[name],) if name in vars(owner) else ()
+    if isinstance(owner, type):
+        found = inspect.getattr_static(owner, name, None)
+        bound = isinstance(found, classmethod)
+        if isinstance(found, classmethod | staticmethod):
+            found = found.__func__
+        return () if found is None else (Method(owner, found) if bound else found,)
+    if isinstance(owner, nn.Module):
+        for kept in (owner._modules, owner._parameters, owner._buffers):
+            if name in kept:
+                is_weight = name == "weight" and kept is owner._parameters
+                return (Weight(owner),) if is_weight else (kept[name],)
+    own = getattr(owner, "__dict__", None)
+    if isinstance(own, dict) and name in own:
+        return (own[name],)
+    return _of_classes(type(owner).__mro__, owner, name)
+
+
+def _of_classes(classes: Iterable[type], owner: Any, name: str) -> Values:
+    for cls in classes:
+        found = cls.__dict__.get(name)
+        if isinstance(found, property | functools.cached_property):
+            getter = found.fget if isinstance(found, property) else found.func
+            return (Property(owner, getter),)
+        if isinstance(found, staticmethod):
+            return (found.__func__,)
+        if isinstance(found, classmethod):
+            return (Method(type(owner), found.__func__),)
+        if isinstance(found, types.FunctionType):
+            return (Method(owner, found),)
+        if found is not None:
+            return (found,)
+    return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Property:
+    """A property that has not been called."""
+
+    owner: Any
+    function: Any

@@ -1,0 +1,104 @@
+"""A walk through the source of a function, statement by statement.
+
+Assignments add to what a name may be, whatever their order, so that a walk needs no flow of
+control; a walk is made twice for what loops carry from one turn to the next.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from fp8kit.conversion.readers.calls import DEPTH, Calls
+from fp8kit.conversion.readers.source import arguments_of
+from fp8kit.conversion.readers.values import Items, Local, Scope, Values, elements, united
+
+
+class Walk(Calls):
+    """One walk through the body of a function: statements are visited, expressions valued."""
+
+    def body(self, node: Any) -> Values:
+        """Walk twice, so that what a loop assigned last reaches its head."""
+        if isinstance(node, ast.Lambda):
+            return self.value(node.body)
+        for _ in range(2):
+            for statement in node.body:
+                self.visit(statement)
+        return self.scope.returned
+
+    def visit(self, node: ast.AST) -> None:
+        """Walk one statement."""
+        method = getattr(self, f"_visit_{type(node).__name__}", None)
+        if method is not None:
+            method(node)
+            return
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.read(child)
+            else:
+                self.visit(child)
+
+    def _visit_Assign(self, node: ast.Assign) -> None:
+        pairs = [(t, node.value) for t in node.targets]
+        for target, value in pairs:
+            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            if both and len(target.elts) == len(value.elts):  # type: ignore[attr-defined]
+                for t, v in zip(target.elts, value.elts, strict=True):  # type: ignore[attr-defined]
+                    self.bind(t, self.value(v))
+            else:
+                self.bind(target, self.value(value))
+
+    def _visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.bind(node.target, self.value(node.value))
+
+    def _visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.read(node.target)
+        added = self.read(node.value)
+        if isinstance(node.target, ast.Name) and elements(added):
+            self.bind(node.target, (Items(elements(added)),))
+
+    def _visit_Expr(self, node: ast.Expr) -> None:
+        self.value(node.value)
+
+    def _visit_Return(self, node: ast.Return) -> None:
+        self.scope.returned = united(self.scope.returned, self.value(node.value))
+
+    def _visit_For(self, node: ast.For) -> None:
+        self.bind(node.target, elements(self.value(node.iter)))
+        for statement in (*node.body, *node.orelse):
+            self.visit(statement)
+
+    def _visit_If(self, node: ast.If) -> None:
+        self.value(node.test)
+        known, truth = self.truth(node.test)
+        for statement in (*(node.body if truth or not known else ()),):
+            self.visit(statement)
+        for statement in (*(node.orelse if not truth or not known else ()),):
+            self.visit(statement)
+
+    def _visit_With(self, node: ast.With) -> None:
+        for part in node.items:
+            values = self.value(part.context_expr)
+            if part.optional_vars is not None:
+                self.bind(part.optional_vars, values)
+        for statement in node.body:
+            self.visit(statement)
+
+    def _visit_FunctionDef(self, node: Any) -> None:
+        local = Local(node, self.scope)
+        self.bind(ast.Name(node.name), (local,))
+        self.enter(local, [], {})
+
+    _visit_AsyncFunctionDef = _visit_FunctionDef
+
+    def _visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Leave classes inside functions alone."""
+
+    def enter(self, local: Local, args: list[Values], kwargs: dict[str, Values]) -> Values:
+        """Walk a function that is defined inside this one."""
+        if self.depth > DEPTH:
+            return ()
+        bound = arguments_of(local.node, args, kwargs)
+        scope = Scope(self.scope.where, bound, self.scope.function, local.scope)
+        return Walk(self.reader, scope, self.depth + 1).body(local.node)

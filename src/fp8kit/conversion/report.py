@@ -1,0 +1,176 @@
+"""What was decided for every layer and why: one record a layer, as a table, text or JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fp8kit.errors import ConversionError, teach
+
+_MIB = 2**20
+
+
+@dataclass(slots=True)
+class Record:
+    """One layer's decision.
+
+    Args:
+        name: qualified module name.
+        kind: class of the module.
+        shape: shape of its weight.
+        action: ``"convert"`` or ``"skip"``.
+        reason: why it is skipped, or what to know about the conversion; may be empty.
+        bytes_before: size of its parameters now.
+        bytes_after: size of its parameters after conversion.
+        aliases: other names under which the same module is used.
+        warning: the reason deserves attention; ``strict`` turns it into an error.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    action: str
+    reason: str = ""
+    bytes_before: int = 0
+    bytes_after: int = 0
+    aliases: tuple[str, ...] = ()
+    warning: bool = False
+
+
+@dataclass(slots=True)
+class Report:
+    """All decisions about one model, and the sizes that follow from them.
+
+    Args:
+        scheme: name of the scheme.
+        records: one per layer that was looked at, in model order.
+        model_bytes_before: size of all parameters and buffers before.
+        notes: sentences about the whole model.
+        groups: names of layers that share one quantized input, in call order.
+        fused: names of norms, activations and feed-forwards that write FP8, once converted.
+
+    Example:
+        >>> report = fp8kit.convert(model)
+        >>> print(report.summary())
+    """
+
+    scheme: str
+    records: list[Record] = field(default_factory=list)
+    model_bytes_before: int = 0
+    notes: list[str] = field(default_factory=list)
+    groups: list[tuple[str, ...]] = field(default_factory=list)
+    fused: list[str] = field(default_factory=list)
+
+    @property
+    def converted(self) -> list[Record]:
+        """Records of the layers that FP8 takes over."""
+        return [r for r in self.records if r.action == "convert"]
+
+    @property
+    def skipped(self) -> list[Record]:
+        """Records of the layers that stay as they are."""
+        return [r for r in self.records if r.action == "skip"]
+
+    @property
+    def model_bytes_after(self) -> int:
+        """Size of all parameters and buffers after conversion."""
+        return self.model_bytes_before + sum(r.bytes_after - r.bytes_before for r in self.converted)
+
+    def nothing(self) -> str:
+        """Return that no layer is FP8, and why; empty if one is, or will be."""
+        if self.converted or any(r.kind == "Fp8Linear" for r in self.records):
+            return ""
+        reasons = Counter(r.reason for r in self.skipped).most_common(3)
+        said = ", ".join(f"{reason} ({count})" for reason, count in reasons)
+        return teach(
+            f"No layer becomes FP8: {said or 'there is no linear layer'}.",
+            "The model has linear layers that nothing keeps in high precision.",
+            "print(fp8kit.plan(model)) lists every layer with its reason.",
+        )
+
+    def refuse_blocked(self) -> None:
+        """Do what ``strict`` asks for: refuse layers that should be converted and cannot be.
+
+        Raises:
+            ConversionError: if there are skipped layers with a warning; it names them all. Or if no
+                layer would become FP8.
+        """
+        blocked = [r for r in self.skipped if r.warning]
+        if blocked:
+            lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
+            raise ConversionError(
+                teach(
+                    f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
+                    "Every considered layer must be convertible.",
+                    "Exclude these layers by name, or drop strict.",
+                )
+            )
+        if nothing := self.nothing():
+            raise ConversionError(nothing)
+
+    def summary(self) -> str:
+        """Return in one line how many layers, which scheme, and how many bytes."""
+        fp8 = [r for r in self.records if r.action == "convert" or r.kind == "Fp8Linear"]
+        high = self.model_bytes_before - sum(r.bytes_before for r in fp8)
+        share = high / self.model_bytes_before if self.model_bytes_before else 0.0
+        return (
+            f"{self.scheme}: {len(self.converted)} layers converted, {len(self.skipped)} skipped; "
+            f"{self.model_bytes_before / _MIB:.1f} MiB -> {self.model_bytes_after / _MIB:.1f} MiB; "
+            f"{share:.0%} of the original bytes stay in high precision"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON."""
+        return {
+            "scheme": self.scheme,
+            "model_bytes_before": self.model_bytes_before,
+            "model_bytes_after": self.model_bytes_after,
+            "notes": list(self.notes),
+            "groups": [list(g) for g in self.groups],
+            "fused": list(self.fused),
+            "records": [asdict(r) for r in self.records],
+        }
+
+    def _sharing(self, name: str) -> str:
+        for group in self.groups:
+            if name in group:
+                others = (n.rpartition(".")[2] for n in group if n != name)
+                return f"shares its input with {', '.join(others)}"
+        return ""
+
+    def __str__(self) -> str:
+        rows = [("layer", "weight", "action", "MiB", "note")]
+        for r in self.records:
+            size = f"{r.bytes_before / _MIB:.2f}"
+            if r.action == "convert":
+                size += f" -> {r.bytes_after / _MIB:.2f}"
+            also = f"also {', '.join(r.aliases)}" if r.aliases else ""
+            note = "; ".join(filter(None, (r.reason, also, self._sharing(r.name))))
+            rows.append((r.name, "x".join(map(str, r.shape)), r.action, size, note))
+        notes = list(self.notes)
+        if self.fused:
+            notes.append(f"On a GPU {len(self.fused)} modules write FP8: {', '.join(self.fused)}.")
+        return "\n".join([table(rows), *notes, self.summary()])
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Lay out rows of text in columns; the first row is the head.
+
+    Args:
+        rows: equally long tuples of cells.
+
+    Returns:
+        Lines joined with newlines, without trailing spaces.
+
+    Example:
+        >>> print(table([("a", "b"), ("long", "1")]))
+        a     b
+        ----  -
+        long  1
+    """
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(line.rstrip() for line in lines)

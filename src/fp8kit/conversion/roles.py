@@ -1,0 +1,195 @@
+"""What linear layers do in the model that holds them, for those that stay in high precision.
+
+An output head, a projection of the time step or a vision tower is known by the class that holds it,
+in the libraries whose classes say so, and by its name elsewhere (``selection.DEFAULT_EXCLUDE``).
+Classes are told by the names of their modules: no library is imported to look for its models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from fp8kit.conversion.patterns import TOWERS, roles_by_name
+from fp8kit.modules.dense import is_linear
+
+_HEAD, _PROJECTOR = "output head", "projector"
+_SENSES = {
+    "pixel_values": TOWERS[0],
+    "pixel_values_videos": TOWERS[0],
+    "input_features": TOWERS[1],
+    "input_values": TOWERS[1],
+}
+# classes of diffusers whose every linear layer prepares an input or a condition
+_PREPARING = (
+    (re.compile(r"Ada(LayerNorm|GroupNorm|LN)|Modulation|NormZero|NormContinuous"), "modulation"),
+    (re.compile(r"Embed(ding|der|s)?s?$|TextProjection$|ImageProjection$"), "embedding"),
+)
+# names of what a model of diffusers begins and ends with; inside its blocks they mean other things
+_ENDS = (
+    (re.compile(r"proj_in$"), "embedding"),
+    (
+        re.compile(r"(proj_out(_\d+)?|final_layer(\..*)?|proj_to_clip_embeddings)$"),
+        "final projection",
+    ),
+)
+
+
+def layer_roles(model: nn.Module) -> dict[str, str]:
+    """Return which linear layers the defaults keep in high precision, and what they do.
+
+    Args:
+        model: any module; its weights may be on the meta device.
+
+    Returns:
+        Qualified names, every name of a shared layer, to what the layer does.
+
+    Example:
+        >>> layer_roles(torchvision.models.resnet18())
+        {'fc': 'output head'}
+    """
+    linears = {n: m for n, m in model.named_modules(remove_duplicate=False) if is_linear(m)}
+    found = roles_by_name(linears)
+    if _sense(model):  # the tower is the model
+        found = {name: role for name, role in found.items() if role not in TOWERS}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for library, roles_in in _LIBRARIES.items():
+            if _is_from(library, module):
+                for path, role in roles_in(module):
+                    _assign(found, linears, _joined(name, path), role)
+    for name, module in _outermost(model):
+        for path, _ in module.named_modules():
+            for pattern, role in _ENDS:
+                if pattern.match(path):
+                    _assign(found, linears, _joined(name, path), role)
+    return found
+
+
+def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Return the models of diffusers that are not part of another one."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        mixin = any(c.__name__ == "ModelMixin" for c in type(module).__mro__)
+        if mixin and not name.startswith(inside):
+            yield name, module
+            inside += (f"{name}." if name else "",)
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(filter(None, parts))
+
+
+def _assign(found: dict[str, str], linears: Iterable[str], path: str, role: str) -> None:
+    """Return a role to a layer and to all layers below a path; an empty role takes it away."""
+    for name in linears:
+        if not path or name == path or name.startswith(f"{path}."):
+            if role:
+                found.setdefault(name, role)
+            else:
+                found.pop(name, None)
+
+
+def _is_from(library: str, module: nn.Module) -> bool:
+    return type(module).__module__.startswith(f"{library}.")
+
+
+def _in_transformers(module: nn.Module) -> Iterator[tuple[str, str]]:
+    if type(module).__name__ == "FocalNetModulation":  # in the place of attention
+        yield "", ""
+    if not _is_pretrained(module):
+        return
+    paths = {id(m): n for n, m in module.named_modules()}
+    head = _output_embeddings(module)
+    if head is not None and id(head) in paths:
+        yield paths[id(head)], _HEAD
+    parts = {n: m for n, m in module.named_modules() if n and _is_pretrained(m)}
+    if parts:
+        outputs = _output_sizes(getattr(module, "config", None))
+        for name, linear in module.named_modules():
+            inside = any(name.startswith(f"{part}.") for part in parts)
+            if isinstance(linear, nn.Linear) and not inside and linear.out_features in outputs:
+                yield name, _HEAD
+    yield from _towers(module)
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return any(
+        c.__name__ == "PreTrainedModel" and c.__module__ == "transformers.modeling_utils"
+        for c in type(module).__mro__
+    )
+
+
+def _output_embeddings(module: Any) -> object:
+    try:
+        return module.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # of models without
+        return None
+
+
+def _output_sizes(config: Any) -> set[int]:
+    """Return how many values a task has: words, classes, and classes with one for none."""
+    words, labels = (getattr(config, name, None) for name in ("vocab_size", "num_labels"))
+    classes = {labels, labels + 1} if isinstance(labels, int) else set()
+    return classes | ({words} if isinstance(words, int) else set())
+
+
+def _towers(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Find what sees or hears for a language model, and what connects the two."""
+    senses = {n: _sense(m) for n, m in module.named_children()}
+    speaks = [n for n, m in module.named_children() if _main_input(m) == "input_ids"]
+    if _main_input(module) != "input_ids" or not speaks or not any(senses.values()):
+        return
+    for name, child in module.named_children():
+        if senses[name]:
+            yield name, senses[name]
+        elif not _is_pretrained(child):
+            yield name, _PROJECTOR
+
+
+def _sense(module: nn.Module) -> str:
+    """Return which tower a model is; empty for one that takes text, or holds one that does."""
+    speaks = any(_main_input(m) == "input_ids" for m in module.modules())
+    return "" if speaks else _SENSES.get(_main_input(module), "")
+
+
+def _main_input(module: nn.Module) -> str:
+    return str(getattr(module, "main_input_name", "")) if _is_pretrained(module) else ""
+
+
+def _in_diffusers(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for pattern, role in _PREPARING:
+        if pattern.search(type(module).__name__):
+            yield "", role
+            return
+
+
+def _in_timm(module: Any) -> Iterator[tuple[str, str]]:
+    if not hasattr(module, "get_classifier"):
+        return
+    paths = {id(m): n for n, m in module.named_modules()}
+    head = module.get_classifier()
+    for layer in head if isinstance(head, (tuple, list, nn.ModuleList)) else [head]:
+        if id(layer) in paths:
+            yield paths[id(layer)], _HEAD
+
+
+def _in_torchvision(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Find the end of a classifier; that its other layers lie in a ``classifier`` says nothing."""
+    *_, last = ("", *(n for n, _ in module.named_children()))
+    if last in ("fc", "classifier", "head", "heads"):
+        end = module.get_submodule(last)
+        linears = [n for n, m in end.named_modules() if isinstance(m, nn.Linear)]
+        yield last, ""
+        if linears:
+            yield _joined(last, linears[-1]), _HEAD
+
+
+_LIBRARIES = {
+    "transformers": _in_transformers,
+    "diffusers": _in_diffusers,
+    "timm": _in_timm,
+    "torchvision": _in_torchvision,
+}

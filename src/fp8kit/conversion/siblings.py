@@ -1,0 +1,177 @@
+"""Find layers that read the same tensor, by the names models give them or by watching one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.conversion.fusion_rules import Link, family_links
+from fp8kit.formats import Scheme
+from fp8kit.modules.dense import as_linear
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.shared_input import SharedInput, can_share
+
+# children of one module, in the order it calls them with one tensor
+_SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("to_q", "to_k", "to_v"),
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+# the same in cross attention, where queries read another tensor than keys and values
+_CROSS_SIBLINGS = (
+    ("k_proj", "v_proj"),
+    ("to_k", "to_v"),
+    ("add_k_proj", "add_v_proj"),
+)
+# libraries whose attention and feed-forward code never changes an input between siblings
+_UNCHANGING = ("transformers.models.", "diffusers.models.")
+_CROSS = ("cross", "encoder_attn", "enc_dec", "attn2")
+
+
+def find_groups(
+    model: nn.Module,
+    names: Sequence[str],
+    run: Callable[[nn.Module], object] | None = None,
+    links: Iterable[Link] = (),
+) -> list[tuple[str, ...]]:
+    """Group layers that read one tensor: by links, then by watching ``run``, else by their names.
+
+    Args:
+        model: the model, dense or converted.
+        names: qualified names of the layers that may be grouped.
+        run: calls the model on representative data.
+        links: what users say of their model; those of known families are added.
+
+    Returns:
+        Groups of two or more names, in call order; no layer is in two of them.
+
+    Example:
+        >>> find_groups(model, ["mlp.gate_proj", "mlp.up_proj"])
+        [('mlp.gate_proj', 'mlp.up_proj')]
+    """
+    known = [link.layers for link in (*links, *family_links(model))]
+    others = sibling_groups(model, names) if run is None else traced_groups(model, names, run)
+    groups: list[tuple[str, ...]] = []
+    allowed, taken = set(names), set[str]()
+    for group in (*known, *others):
+        if len(group) > 1 and set(group) <= allowed and taken.isdisjoint(group):
+            groups.append(tuple(group))
+            taken |= set(group)
+    return groups
+
+
+def share_inputs(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
+    """Let each group of FP8 layers quantize its one input once.
+
+    Args:
+        model: the converted model.
+        groups: qualified names of ``Fp8Linear`` layers, in call order.
+
+    Example:
+        >>> share_inputs(model, [("mlp.gate_proj", "mlp.up_proj")])
+    """
+    for group in groups:
+        members = [model.get_submodule(name) for name in group]
+        parent = type(model.get_submodule(group[0].rpartition(".")[0]))
+        unchanging = parent.__module__.startswith(_UNCHANGING)
+        SharedInput([m for m in members if isinstance(m, Fp8Linear)], unchanging)
+
+
+def ungrouped(model: nn.Module) -> list[list[str]]:
+    """Name the FP8 layers of a model that could share their inputs and do not yet, by scheme."""
+    found: dict[Scheme, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Linear) and module.shared is None and can_share(module.scheme):
+            found.setdefault(module.scheme, []).append(name)
+    return list(found.values())
+
+
+def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Group layers by the usual names of siblings: q/k/v and gate/up.
+
+    In cross attention these are keys and values alone, which read another tensor.
+
+    Args:
+        model: the model.
+        names: qualified names of the layers that may be grouped.
+
+    Returns:
+        Groups of two or more names with equal K, in call order.
+
+    Example:
+        >>> sibling_groups(model, ["mlp.gate_proj", "mlp.up_proj"])
+        [('mlp.gate_proj', 'mlp.up_proj')]
+    """
+    allowed, groups = set(names), []
+    for parent, module in model.named_modules():
+        whose = f"{parent} {type(module).__name__}".lower()
+        crossed = any(word in whose for word in _CROSS)
+        for siblings in _CROSS_SIBLINGS if crossed else _SIBLINGS:
+            found = [f"{parent}.{s}" if parent else s for s in siblings]
+            if set(found) <= allowed and _same_inputs(model, found):
+                groups.append(tuple(found))
+    return groups
+
+
+def traced_groups(
+    model: nn.Module, names: Iterable[str], run: Callable[[nn.Module], object]
+) -> list[tuple[str, ...]]:
+    """Group layers that one run called one after another with the same tensor object.
+
+    Args:
+        model: the model.
+        names: qualified names of the layers that may be grouped.
+        run: calls the model on representative data.
+
+    Returns:
+        Groups of two or more names, in call order; a layer that was seen in two different groups
+        is in none.
+
+    Example:
+        >>> traced_groups(model, ["a", "b"], lambda m: m(x))
+        [('a', 'b')]
+    """
+    calls: list[list[str]] = []
+    latest: list[Tensor] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            x = args[0] if args else kwargs["input"]
+            if latest and x is latest[0]:
+                calls[-1].append(name)
+            else:
+                latest[:] = [x]
+                calls.append([name])
+
+        return hook
+
+    handles = [
+        model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names
+    ]
+    try:
+        with torch.no_grad():
+            run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    seen: dict[str, set[tuple[str, ...]]] = {}
+    for group in {tuple(c) for c in calls}:
+        for name in group:
+            seen.setdefault(name, set()).add(group)
+    steady = {group for groups in seen.values() for group in groups if len(groups) == 1}
+    return sorted(
+        group
+        for group in steady
+        if len(group) > 1
+        and len(set(group)) == len(group)
+        and all(seen[name] == {group} for name in group)
+        and _same_inputs(model, group)
+    )
+
+
+def _same_inputs(model: nn.Module, names: Sequence[str]) -> bool:
+    return len({as_linear(model.get_submodule(n)).in_features for n in names}) == 1

@@ -1,0 +1,207 @@
+"""Arguments of the fused producers: checked, and in the order of their operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import teach
+from fp8kit.formats import ROW, TENSOR, GroupShape, check_group, fp8_format, min_scale
+from fp8kit.fused.problem import ROUNDINGS
+from fp8kit.ops.validation import (
+    check_float,
+    check_layout,
+    check_operand,
+    check_options,
+    check_rounding,
+    check_scale_ub,
+    check_static_scale,
+)
+
+
+class QuantizeOptions(TypedDict, total=False):
+    """The keywords that say how a result is quantized, those of ``fp8kit.quantize``.
+
+    ``group``: elements per scale, by default ``ROW``; one row at most, or ``TENSOR`` with a scale.
+    ``dtype``: dtype of the codes, by default ``float8_e4m3fn``.
+    ``scale``: static ``float32 [1, 1]``, only and always with ``TENSOR``.
+    ``scale_ub``: ``float32`` scalar tensor that bounds amax from above before the division.
+    ``scale_rounding``: ``"exact"`` or ``"up"``; for ``MX`` ``"floor"`` or ``"up"``.
+    ``scale_layout``: ``"row"``, or ``"column"`` for groups along a row.
+    """
+
+    group: GroupShape
+    dtype: torch.dtype
+    scale: Tensor | None
+    scale_ub: Tensor | None
+    scale_rounding: str | None
+    scale_layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    group: GroupShape = ROW
+    dtype: torch.dtype = torch.float8_e4m3fn
+    scale: Tensor | None = None
+    scale_ub: Tensor | None = None
+    scale_rounding: str | None = None
+    scale_layout: str = "row"
+
+    def checked(self, x: Tensor) -> tuple[object, ...]:
+        """Return the last seven arguments of an operator."""
+        check_group(self.group)
+        fp8_format(self.dtype)
+        group, scale = self.group, self.scale
+        if group.rows > 1 or (group == TENSOR) != (scale is not None):
+            given = "a static scale" if scale is not None else "no static scale"
+            raise ValueError(
+                teach(
+                    f"Got {group} groups and {given}.",
+                    "Fused results are quantized within rows, or per tensor with a static scale.",
+                    "Use fp8kit.ROW, GROUP128 or MX, or TENSOR with scale=.",
+                )
+            )
+        if scale is not None:
+            derived = self.scale_ub is not None or self.scale_rounding is not None
+            if derived or self.scale_layout != "row":
+                raise ValueError(
+                    teach(
+                        "Got a static scale with scale_ub, scale_rounding or scale_layout.",
+                        "These shape scales that are taken from the data.",
+                        "Leave them out, or leave out scale.",
+                    )
+                )
+            check_static_scale(scale, x, group)
+        check_scale_ub(self.scale_ub, x)
+        rounding = check_rounding(self.scale_rounding, group)
+        check_layout(self.scale_layout, group)
+        floor = min_scale(group, self.dtype, "activation")
+        rest = (floor, self.scale_ub, rounding, self.scale_layout)
+        return scale, (group.rows, group.cols), self.dtype, *rest
+
+
+def rms_norm_arguments(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    settings: tuple[float, float, str],
+    options: QuantizeOptions,
+) -> tuple[Any, ...]:
+    """Check what ``rms_norm_quantize`` takes, and give the arguments of its operator.
+
+    Args:
+        x: ``[..., K]``.
+        residual: checked already, or ``None``.
+        weight: ``[K]``.
+        settings: ``(eps, weight_offset, rounding)``.
+        options: how the result is quantized.
+    """
+    target, rounding = _resolved("x", x, options), settings[2]
+    _check_norm(rounding, *settings[:2])
+    check_operand("weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None)
+    return (x, residual, weight, *settings, *target)
+
+
+def layer_norm_arguments(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    modulation: tuple[Tensor, Tensor] | None,
+    settings: tuple[float, str],
+    options: QuantizeOptions,
+) -> tuple[Any, ...]:
+    """Check what ``layer_norm_quantize`` takes, and give the arguments of its operator.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[K]`` or ``None``.
+        bias: ``[K]`` or ``None``.
+        modulation: scale and shift, or ``None``.
+        settings: ``(eps, rounding)``.
+        options: how the result is quantized.
+    """
+    (eps, rounding), target = settings, _resolved("x", x, options)
+    _check_norm(rounding, eps)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check_operand(name, vector, (x.shape[-1],), x, None)
+    if modulation is not None:
+        _check_modulation(modulation, x, x.dtype if rounding == "stepwise" else None)
+    return (x, weight, bias, *(modulation or (None, None)), *settings, *target)
+
+
+def activation_arguments(
+    kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions
+) -> tuple[Any, ...]:
+    """Check what an activation takes, and give the arguments of its operator.
+
+    Args:
+        kind: one of ``problem.ACTIVATIONS``.
+        gate: ``[..., K]``.
+        up: like ``gate``, or ``None``.
+        options: how the result is quantized.
+    """
+    target = _resolved("x" if up is None else "gate", gate, options)
+    if up is not None:
+        check_operand("up", up, tuple(gate.shape), gate, gate.dtype)
+    return (gate, up, kind, *target)
+
+
+def _resolved(name: str, x: Tensor, options: QuantizeOptions) -> tuple[object, ...]:
+    check_float(name, x)
+    if x.dim() == 0:
+        raise ValueError(
+            teach(
+                f"Got {name} without dimensions.",
+                "The last dimension is K.",
+                f"Add one, e.g. {name}.reshape(1).",
+            )
+        )
+    check_options(options, QuantizeOptions.__annotations__)
+    return _Options(**options).checked(x)
+
+
+def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
+    for name, value in (("eps", eps), ("weight_offset", weight_offset)):
+        if not isinstance(value, (int, float)):
+            raise TypeError(
+                teach(
+                    f"Got {name} of type {type(value).__name__}.",
+                    "A norm adds numbers.",
+                    "For torch's default eps, None, pass torch.finfo(torch.float32).eps.",
+                )
+            )
+    if rounding not in ROUNDINGS:
+        raise ValueError(
+            teach(
+                f"Got rounding={rounding!r}.",
+                "Results are rounded 'stepwise' or 'once'.",
+                "Pass the word that matches the layer that is replaced.",
+            )
+        )
+
+
+def _check_modulation(pair: tuple[Tensor, Tensor], x: Tensor, dtype: torch.dtype | None) -> None:
+    parts = pair if isinstance(pair, (tuple, list)) else ()
+    if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
+        kinds = ", ".join(type(part).__name__ for part in parts) or type(pair).__name__
+        raise TypeError(
+            teach(
+                f"Got a modulation of {kinds}.",
+                "A modulation is two tensors, scale and shift.",
+                "Pass zeros for one that is missing.",
+            )
+        )
+    if x.dim() < 2:
+        raise ValueError(
+            teach(
+                f"Got x of shape {tuple(x.shape)} with a modulation.",
+                "A modulation has one row per entry of the first dimension of x.",
+                "Pass x of shape [B, ..., K].",
+            )
+        )
+    for name, part in zip(("scale", "shift"), parts, strict=True):
+        check_operand(f"{name} of the modulation", part, (x.shape[0], x.shape[-1]), x, dtype)

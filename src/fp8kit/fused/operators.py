@@ -1,0 +1,160 @@
+"""The registered operators of the fused producers, beside those of ``ops``.
+
+An operator returns the codes, then the scale unless that was given, then the new residual if one
+was added: a list, because an operator must not return its own argument. The last seven arguments of
+each schema are a ``Target``, in order; validation is the caller's (``fused``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.dispatch.backends import require
+from fp8kit.errors import teach
+from fp8kit.formats import GroupShape
+from fp8kit.fused.problem import FUSED_BACKENDS, FusedBackend, FusedProblem, Target
+from fp8kit.ops.registration import library, register
+from fp8kit.quantizers.scale_layout import empty_scale
+from fp8kit.runtime.replay_cache import Operator
+
+_TARGET = (
+    "Tensor? scale, int[2] group, ScalarType dtype, float min_scale, Tensor? scale_ub,"
+    ' str scale_rounding, str scale_layout="row"'
+)
+
+
+def _refuse_backward(ctx: Any, *grads: Any) -> None:  # noqa: ARG001
+    raise RuntimeError(
+        teach(
+            "A gradient through a fused norm or activation was asked for.",
+            "Its result is FP8 codes, which have none.",
+            "Use the unfused norm or activation and fp8kit.linear, or wrap it in torch.no_grad().",
+        )
+    )
+
+
+def _target(arguments: Sequence[Any]) -> Target:
+    scale, group, *rest = arguments
+    return Target(scale, GroupShape(*group), *rest)
+
+
+def _outputs(data: Tensor, scale: Tensor, target: Target, *others: Tensor) -> list[Tensor]:
+    return [data, *others] if target.scale is not None else [data, scale, *others]
+
+
+def _fake_outputs(x: Tensor, target: Target, *others: Tensor) -> list[Tensor]:
+    scale = empty_scale(x, target.group, target.scale_layout)
+    return _outputs(x.new_empty(x.shape, dtype=target.dtype), scale, target, *others)
+
+
+def _backend(problem: FusedProblem) -> FusedBackend:
+    backend: FusedBackend = require(FUSED_BACKENDS, problem)
+    return backend
+
+
+def rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+    *arguments: Any,
+) -> list[Tensor]:
+    """Norm and quantize; the body of ``rms_norm_quantize``, with its arguments."""
+    target = _target(arguments)
+    backend = _backend(FusedProblem.of("rms_norm", x, target))
+    data, scale, total = backend.rms_norm(x, residual, weight, eps, weight_offset, rounding, target)
+    return _outputs(data, scale, target, *([] if total is None else [total.contiguous()]))
+
+
+def _rms_norm_fake(x: Tensor, residual: Tensor | None, *arguments: Any) -> list[Tensor]:
+    total = [] if residual is None else [x.new_empty(x.shape)]
+    return _fake_outputs(x, _target(arguments[4:]), *total)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    rounding: str,
+    *arguments: Any,
+) -> list[Tensor]:
+    """Norm and quantize; the body of ``layer_norm_quantize``, with its arguments."""
+    target = _target(arguments)
+    modulation = None if gain is None or shift is None else (gain, shift)
+    backend = _backend(FusedProblem.of("layer_norm", x, target))
+    data, scale = backend.layer_norm(x, weight, bias, modulation, eps, rounding, target)
+    return _outputs(data, scale, target)
+
+
+def _layer_norm_fake(x: Tensor, *arguments: Any) -> list[Tensor]:
+    return _fake_outputs(x, _target(arguments[6:]))
+
+
+def activation(gate: Tensor, up: Tensor | None, kind: str, *arguments: Any) -> list[Tensor]:
+    """Activate and quantize; the body of ``activation_quantize``, with its arguments."""
+    target = _target(arguments)
+    backend = _backend(FusedProblem.of(kind, gate, target))
+    data, scale = backend.activation(kind, gate, up, target)
+    return _outputs(data, scale, target)
+
+
+def _activation_fake(gate: Tensor, *arguments: Any) -> list[Tensor]:
+    return _fake_outputs(gate, _target(arguments[2:]))
+
+
+for _schema, _impl, _fake in (
+    (
+        "rms_norm_quantize(Tensor x, Tensor? residual, Tensor weight, float eps,"
+        f" float weight_offset, str rounding, {_TARGET}) -> Tensor[]",
+        rms_norm,
+        _rms_norm_fake,
+    ),
+    (
+        "layer_norm_quantize(Tensor x, Tensor? weight, Tensor? bias, Tensor? gain, Tensor? shift,"
+        f" float eps, str rounding, {_TARGET}) -> Tensor[]",
+        layer_norm,
+        _layer_norm_fake,
+    ),
+    (
+        f"activation_quantize(Tensor gate, Tensor? up, str kind, {_TARGET}) -> Tensor[]",
+        activation,
+        _activation_fake,
+    ),
+):
+    torch.library.register_autograd(register(_schema, _impl, _fake), _refuse_backward, lib=library)
+
+RMS_NORM = Operator(rms_norm, torch.ops.fp8kit.rms_norm_quantize)
+LAYER_NORM = Operator(layer_norm, torch.ops.fp8kit.layer_norm_quantize)
+ACTIVATION = Operator(activation, torch.ops.fp8kit.activation_quantize)
+
+
+def rows_of(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Fold the leading dimensions of codes and scales into rows."""
+    rows = math.prod(data.shape[:-1])
+    return data.reshape(rows, data.shape[-1]), scale.reshape(rows, scale.shape[-1])
+
+
+def _in_rows(operator: Operator) -> Operator:
+    """Return an operator with dynamic scales that gives its codes and scales in rows."""
+
+    def folded(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> list[Tensor]:
+            data, scale, *others = compute(*arguments)
+            return [*rows_of(data, scale), *others]
+
+        return call
+
+    return Operator(folded(operator.body), folded(operator.registered))
+
+
+RMS_NORM_ROWS, LAYER_NORM_ROWS, ACTIVATION_ROWS = map(_in_rows, (RMS_NORM, LAYER_NORM, ACTIVATION))

@@ -1,0 +1,99 @@
+"""What is asked of a fused producer, as frozen data, and the ordered implementations.
+
+A fused producer computes a norm or an activation and quantizes its result in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.dispatch.backends import Backend, BackendTable
+from fp8kit.dispatch.device import capability
+from fp8kit.formats import GroupShape
+
+FUSED_BACKENDS: BackendTable = (
+    ("triton", "fp8kit.fused.triton", ("cuda",)),
+    ("reference", "fp8kit.fused.reference", ()),
+)
+# where a chain of 16-bit operations rounds: after each one, or only at its end
+ROUNDINGS = ("stepwise", "once")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class Target(NamedTuple):
+    """How the result is quantized; the last seven arguments of every fused operator.
+
+    Args:
+        scale: static ``float32 [1, 1]``, only with ``TENSOR``; ``None`` takes it from the data.
+        group: elements per scale.
+        dtype: dtype of the codes.
+        min_scale: floor under a dynamic ``float32`` scale.
+        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
+        scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
+        scale_layout: ``"row"``, or ``"column"`` for groups along a row, see ``layout``.
+    """
+
+    scale: Tensor | None
+    group: GroupShape
+    dtype: torch.dtype
+    min_scale: float
+    scale_ub: Tensor | None
+    scale_rounding: str
+    scale_layout: str = "row"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProblem:
+    """One producer and how its result is quantized.
+
+    Args:
+        producer: ``"rms_norm"``, ``"layer_norm"`` or one of ``ACTIVATIONS``.
+        group: elements per scale.
+        static: the scale is given.
+        in_dtype: dtype of the input, and of the result before it is quantized.
+        dtype: dtype of the codes.
+        k: elements per row.
+        device_type: ``"cpu"``, ``"cuda"``, …
+        capability: CUDA compute capability, ``None`` elsewhere.
+    """
+
+    producer: str
+    group: GroupShape
+    static: bool
+    in_dtype: torch.dtype
+    dtype: torch.dtype
+    k: int
+    device_type: str
+    capability: tuple[int, int] | None
+
+    @staticmethod
+    def of(producer: str, x: Tensor, target: Target) -> FusedProblem:
+        """Describe quantizing what ``producer`` makes of ``x``."""
+        static, place = target.scale is not None, (x.device.type, capability(x.device))
+        facts = (target.group, static, x.dtype, target.dtype, x.shape[-1])
+        return FusedProblem(producer, *facts, *place)
+
+    def __str__(self) -> str:
+        kind = "static " if self.static else ""
+        numbers = f"{self.in_dtype} to {self.dtype} per {kind}{self.group}"
+        return f"{self.producer} and quantize {numbers}, K = {self.k}, on {self.device_type}"
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class FusedBackend(Backend):
+    """An implementation of the fused producers, with the arguments of ``reference``.
+
+    Args:
+        rms_norm: gives codes, scales, and the new residual or ``None``.
+        layer_norm: gives codes and scales.
+        activation: gives codes and scales.
+    """
+
+    rms_norm: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+    layer_norm: Callable[..., tuple[Tensor, Tensor]]
+    activation: Callable[[str, Tensor, Tensor | None, Target], tuple[Tensor, Tensor]]

@@ -1,0 +1,170 @@
+"""Norms and activations that end in FP8, in plain torch: the specification of every other backend.
+
+Each producer computes what the layer it replaces would have handed to ``quantize``, rounded to the
+dtype of its input; ``reference.quantize`` then defines codes and scales. All arithmetic is IEEE
+``float32``; ``rn`` below rounds to the dtype of ``x``. It is the identity for ``float32`` input.
+
+    add         t = rn(x + residual), which is also returned and normed instead of x
+    rms norm    n = t * rsqrt(sum(t^2) * (1 / K) + eps)
+    layer norm  c = x - sum(x) * (1 / K);  n = c * rsqrt(sum(c^2) * (1 / K) + eps)
+
+    what the norm's weight w and bias b, or an adaptive scale a and shift s, make of n:
+
+    rms norm     stepwise  rn(rn(n) * w), w with an offset is rn(offset + w)      (LlamaRMSNorm)
+                 once      rn(n * (offset + w))                                   (GemmaRMSNorm)
+    layer norm             rn(n * w + b)                                          (F.layer_norm)
+    adaptive     stepwise  rn(rn(rn(n * w + b) * rn(1 + a)) + s)    (eager torch, 16-bit a and s)
+                 once      rn((n * w + b) * (1 + a) + s)
+    activation             rn(rn(act(gate)) * up), or rn(act(gate)) without up       (LlamaMLP)
+
+``K`` is inverted once, as torch's own mean does on CUDA. What remains open is the order of the sums
+and the last bits of ``rsqrt``, ``exp``, ``tanh`` and ``erf``: here they are torch's on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp8kit.fused.problem import FusedBackend, FusedProblem, Target
+from fp8kit.quantizers import reference
+
+
+def supports(problem: FusedProblem) -> str | None:
+    """Accept everything: this is the definition."""
+    return None
+
+
+def rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+    target: Target,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantize the RMS norm of ``x``, or of ``x + residual``, which is the third result.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[..., K]``.
+        residual: like ``x``, or ``None``.
+        weight: ``[K]``; ``rounding == "stepwise"`` needs the dtype of ``x``.
+        eps: added to the mean square.
+        weight_offset: added to the weight: 1 where checkpoints store ``w - 1``.
+        rounding: ``"stepwise"`` or ``"once"``, see the head of this file.
+        target: how the result is quantized.
+
+    Returns:
+        Codes, scale (the given one if static), and ``x + residual`` or ``None``.
+    """
+    total = x if residual is None else x + residual
+    y = rms_normed(total, weight, eps, weight_offset, rounding)
+    return *quantized(y, target), None if residual is None else total
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    modulation: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rounding: str,
+    target: Target,
+) -> tuple[Tensor, Tensor]:
+    """Quantize the layer norm of ``x``, plain or adaptive.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[..., K]``; ``[B, ..., K]`` with a modulation.
+        weight: ``[K]`` or ``None``.
+        bias: ``[K]`` or ``None``.
+        modulation: scale and shift ``[B, K]``, applied as ``norm * (1 + scale) + shift``;
+            ``rounding == "stepwise"`` needs them in the dtype of ``x``.
+        eps: added to the variance.
+        rounding: ``"stepwise"`` or ``"once"``: only a modulation makes a difference.
+        target: how the result is quantized.
+
+    Returns:
+        Codes and scale (the given one if static).
+    """
+    return quantized(layer_normed(x, weight, bias, modulation, eps, rounding), target)
+
+
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tuple[Tensor, Tensor]:
+    """Quantize ``act(gate) * up``, or ``act(gate)``.
+
+    Args:
+        kind: ``"silu"``, ``"gelu"`` (erf) or ``"gelu_tanh"``.
+        gate: bf16, fp16 or fp32 ``[..., K]``.
+        up: like ``gate``, or ``None``.
+        target: how the result is quantized.
+
+    Returns:
+        Codes and scale (the given one if static).
+    """
+    return quantized(activated(kind, gate, up), target)
+
+
+def rms_normed(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float, rounding: str
+) -> Tensor:
+    """Return the RMS norm that is quantized, in the dtype of ``x``."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(_mean(wide.square()) + eps)
+    if rounding == "once":
+        scaled = weight.float() if weight_offset == 0 else weight.float() + weight_offset
+        return (normed * scaled).to(x.dtype)
+    return normed.to(x.dtype) * (weight if weight_offset == 0 else weight + weight_offset)
+
+
+def layer_normed(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    modulation: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rounding: str,
+) -> Tensor:
+    """Return the layer norm that is quantized, in the dtype of ``x``."""
+    wide = x.float()
+    centered = wide - _mean(wide)
+    y = centered * torch.rsqrt(_mean(centered.square()) + eps)
+    if weight is not None:
+        y = y * weight.float()
+    if bias is not None:
+        y = y + bias.float()
+    if modulation is not None:
+        if rounding == "stepwise":
+            y = y.to(x.dtype)
+        batch = (x.shape[0], *[1] * (x.dim() - 2), x.shape[-1])
+        scale, shift = (part.to(y.dtype).reshape(batch) for part in modulation)
+        y = y * (1 + scale) + shift
+    return y.to(x.dtype)
+
+
+def activated(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    """Return the activation that is quantized, in the dtype of ``gate``."""
+    if kind == "silu":
+        y = F.silu(gate)
+    else:
+        y = F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return y if up is None else y * up
+
+
+def quantized(y: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+    """Quantize an intermediate result as ``target`` says."""
+    scale, group, dtype, min_scale, scale_ub, scale_rounding, scale_layout = target
+    if scale is not None:
+        return reference.quantize_static(y, scale, group, dtype), scale
+    options = (min_scale, scale_ub, scale_rounding, scale_layout)
+    return reference.quantize(y, group, dtype, *options)
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.sum(-1, keepdim=True) * (1 / max(x.shape[-1], 1))
+
+
+BACKEND = FusedBackend(
+    supports=supports, rms_norm=rms_norm, layer_norm=layer_norm, activation=activation
+)

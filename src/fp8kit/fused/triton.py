@@ -1,0 +1,120 @@
+"""Fused producers in Triton, for NVIDIA GPUs with FP8 (sm89 and later); see ``reference``.
+
+Given the intermediate result, codes and scales equal the reference bit for bit. The intermediate
+result itself can differ in the last place of its dtype, see the two kernel modules for how often.
+"""
+
+import contextlib
+import math
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import ROW, TENSOR, GroupShape
+from fp8kit.fused import reference
+from fp8kit.fused.problem import ACTIVATIONS, FusedBackend, FusedProblem, Target
+from fp8kit.fused.triton_activations import MOST_TILES as MOST_ACTIVATION_TILES
+from fp8kit.fused.triton_activations import quantize_activation
+from fp8kit.fused.triton_norms import MOST_TILES as MOST_NORM_TILES
+from fp8kit.fused.triton_norms import NormOperands, NormSettings, quantize_norm
+from fp8kit.fused.triton_output import TILE_BYTES, Output
+from fp8kit.quantizers.triton_encode import INTERPRETED
+
+_LARGEST_GROUP = 256
+
+
+def supports(problem: FusedProblem) -> str | None:
+    """Accept what the kernels cover, or give the reason why not."""
+    if problem.in_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"{problem.in_dtype} input; the kernels read bfloat16, float16 and float32"
+    if not INTERPRETED.value:
+        if problem.device_type != "cuda" or torch.version.hip is not None:
+            return "needs an NVIDIA GPU"
+        if problem.capability is None or problem.capability < (8, 9):
+            return f"compute capability {problem.capability} has no FP8 conversion, (8, 9) has"
+    size, norm = problem.k * problem.in_dtype.itemsize, problem.producer not in ACTIVATIONS
+    most = TILE_BYTES * (MOST_NORM_TILES if norm else MOST_ACTIVATION_TILES)
+    if (norm or problem.group == ROW) and size > most:
+        return f"K = {problem.k}: a row of {size} bytes, registers hold {most}"
+    return _group_reason(problem.group, problem.static)
+
+
+def _group_reason(group: GroupShape, static: bool) -> str | None:
+    if group == TENSOR:
+        return None if static else "a dynamic scale per tensor needs all rows before the first code"
+    if static or group.rows != 1:
+        return f"{'static ' if static else ''}{group} groups: not within one row, from its data"
+    if group.cols != -1 and (group.cols & (group.cols - 1) or group.cols > _LARGEST_GROUP):
+        return f"{group} groups: not a power of two up to {_LARGEST_GROUP}"
+    return None
+
+
+def rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    weight_offset: float,
+    rounding: str,
+    target: Target,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantize the RMS norm of ``x`` or ``x + residual``; arguments as in ``reference``."""
+    if x.numel() == 0:
+        return reference.rms_norm(x, residual, weight, eps, weight_offset, rounding, target)
+    output = Output.of(x, target)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    others = None if residual is None else _rows(residual)
+    operands = NormOperands(others, total, weight.contiguous())
+    settings = NormSettings(False, rounding == "stepwise", eps, weight_offset)
+    with _on(x):
+        quantize_norm(_rows(x), operands, settings, output)
+    return output.data, output.scale, total
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    modulation: tuple[Tensor, Tensor] | None,
+    eps: float,
+    rounding: str,
+    target: Target,
+) -> tuple[Tensor, Tensor]:
+    """Quantize the layer norm of ``x``; arguments as in ``reference``."""
+    if x.numel() == 0:
+        return reference.layer_norm(x, weight, bias, modulation, eps, rounding, target)
+    output = Output.of(x, target)
+    operands = NormOperands(
+        weight=None if weight is None else weight.contiguous(),
+        bias=None if bias is None else bias.contiguous(),
+        modulation=None if modulation is None else (_rows(modulation[0]), _rows(modulation[1])),
+    )
+    with _on(x):
+        settings = NormSettings(True, rounding == "stepwise", eps)
+        quantize_norm(_rows(x), operands, settings, output)
+    return output.data, output.scale
+
+
+def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tuple[Tensor, Tensor]:
+    """Quantize ``act(gate) * up`` or ``act(gate)``; arguments as in ``reference``."""
+    if gate.numel() == 0:
+        return reference.activation(kind, gate, up, target)
+    output = Output.of(gate, target)
+    with _on(gate):
+        quantize_activation(kind, _rows(gate), None if up is None else _rows(up), output)
+    return output.data, output.scale
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Fold leading dimensions into rows, copying only where strides or a K stride demand it."""
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+BACKEND = FusedBackend(
+    supports=supports, rms_norm=rms_norm, layer_norm=layer_norm, activation=activation
+)

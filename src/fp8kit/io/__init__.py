@@ -1,0 +1,1 @@
+"""Load, save, quantize and verify: models and checkpoints in directories."""

@@ -1,0 +1,122 @@
+"""``load_weights``: tensors from anywhere into a model, in any order, any number of times."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.checkpoint.loading import into_module
+from fp8kit.checkpoint.loading.placement import Placement
+from fp8kit.checkpoint.schema.layers import FLOATS
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import Scheme
+
+_Load = tuple[into_module.Layers, Placement]
+# loads of which more parts follow; a model that goes takes its own along
+_UNFINISHED: WeakKeyDictionary[nn.Module, _Load] = WeakKeyDictionary()
+
+
+def load_weights(
+    model: nn.Module,
+    weights: Iterable[tuple[str, Tensor]] | Mapping[str, Tensor],
+    *,
+    scheme: Scheme | str | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    partial: bool = False,
+    strict: bool = False,
+) -> set[str]:
+    """Load tensors that arrive in any order, and quantize each weight the moment it is whole.
+
+    Dense weights of FP8 layers are quantized, FP8 codes are taken as they are; q/k/v, gate/up and
+    experts may come apart and be joined in the model, or the other way round. Tensors in memory
+    are overwritten in place, any number of times: their addresses stay, and with them CUDA graphs.
+    If it raises, tensors that came before are loaded and the others are not.
+
+    Args:
+        model: with FP8 layers already, or to get them by ``scheme``; its tensors may be on meta.
+        weights: pairs of names as in a checkpoint and tensors on any device, whose memory may be
+            used again as soon as the next pair is asked for; or a mapping, such as a state dict.
+        scheme: what linear layers become, by the rules of ``fp8kit.plan``.
+        include: as in ``fp8kit.plan``; only with ``scheme``.
+        exclude: as in ``fp8kit.plan``; only with ``scheme``.
+        device: where the model goes; by default it stays, and meta goes to the CPU.
+        partial: another call follows: what is not whole waits for it. The calls share the options
+            of the first.
+        strict: raise instead of warning about tensors the model does not use, and for layers that
+            cannot be quantized.
+
+    Returns:
+        Names of the model's tensors that this call, and partial ones before it, have filled.
+
+    Raises:
+        CheckpointError: if a tensor arrives twice, does not fit, or contradicts its scale; and
+            without ``partial``, if a weight is not whole or a tensor still on meta.
+        ConversionError: if a weight cannot be quantized, and as ``fp8kit.plan`` raises it.
+        ValueError: for an unknown scheme, or patterns without one.
+
+    Example:
+        >>> fp8kit.load_weights(model, trainer.named_parameters())
+        >>> for bucket in buckets: fp8kit.load_weights(model, bucket, partial=True)
+        >>> fp8kit.load_weights(model, [])  # all buckets were there: check that nothing waits
+    """
+    where = None if device is None else torch.device(device)
+    load = _UNFINISHED.pop(model, None)
+    if load is None:
+        load = _begun(model, _selection(scheme, include, exclude, strict), where)
+    layers, arrivals = load
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+        arrivals.put(name, tensor)
+        if strict and arrivals.unused:
+            raise CheckpointError(
+                teach(
+                    f"{name} is not in the model.",
+                    "With strict=True every tensor has a place.",
+                    "Leave it out, or drop strict to get a warning.",
+                )
+            )
+    if partial:
+        _UNFINISHED[model] = load
+        return set(arrivals.placed)
+    into_module.end(model, layers, arrivals)
+    if where is not None:
+        model.to(where)
+    for note in into_module.Filled(arrivals.unused, arrivals.decoded).notes("The load"):
+        warnings.warn(note, stacklevel=2)
+    return arrivals.placed
+
+
+def _selection(
+    scheme: Scheme | str | None,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    strict: bool,
+) -> into_module.Selection | None:
+    if scheme is not None:
+        return into_module.Selection(scheme, include, exclude, strict)
+    if include is not None or exclude is not None:
+        raise ValueError(
+            teach(
+                "Got include or exclude without a scheme.",
+                "They choose the layers that become FP8.",
+                "Pass scheme='FP8_DYNAMIC' too, or leave them out.",
+            )
+        )
+    return None
+
+
+def _begun(
+    model: nn.Module, selection: into_module.Selection | None, device: torch.device | None
+) -> _Load:
+    floats = Counter(p.dtype for p in model.parameters() if p.dtype in FLOATS)
+    high = floats.most_common(1)[0][0] if floats else torch.bfloat16
+    layers = into_module.Layers()
+    if selection is not None:
+        layers = into_module.layers_by_plan(model, selection, high)
+    return layers, into_module.begin(model, layers, device=device, high=high, owned=False)

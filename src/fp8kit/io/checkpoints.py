@@ -1,0 +1,347 @@
+"""``quantize_checkpoint``, ``verify_checkpoint``: directories, without a model in memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp8kit.checkpoint.storage import directory
+from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
+from fp8kit.checkpoint.storage.refusals import check_source
+from fp8kit.checkpoint.streaming import executor, journal
+from fp8kit.checkpoint.streaming.layer_selection import (
+    Facts,
+    Selection,
+    facts_by_name,
+    select_layers,
+)
+from fp8kit.checkpoint.streaming.recipe import Recipe
+from fp8kit.checkpoint.streaming.verify import Verification, verify
+from fp8kit.checkpoint.streaming.work_plan import Work, plan_work
+from fp8kit.conversion.report import Report
+from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.formats import Scheme
+
+THREADS_PER_GPU = 8
+# a bar says nothing of what is done by then, and lines come this often
+QUIET_SECONDS, LINE_SECONDS = 1, 10.0
+_LINE = (
+    "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} [{elapsed}, {remaining} left, {rate_fmt}]"
+)
+# (work, indices of files, source, folder, progress) -> None
+Runner = Callable[[Work, Sequence[int], Path, Path, Callable[[int], object]], None]
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    recipe: Recipe | Scheme | str = "FP8_DYNAMIC",
+    *,
+    overwrite: bool = False,
+    devices: Sequence[torch.device | str] | None = None,
+    runner: Runner | None = None,
+    progress: bool | None = None,
+) -> Report:
+    """Quantize a checkpoint of any size; the model is never built.
+
+    Tensors flow from the source files through a quantizer into new files; memory holds a few
+    megabytes for each worker, whatever the size of the model or of its largest tensor. What becomes
+    FP8 is decided as ``fp8kit.plan`` decides it; experts become FP8 too, one matrix each. Where
+    ``fp8kit.load(source, scheme=...)`` and ``fp8kit.save`` can do the same, they write the same
+    weights, byte for byte.
+
+    The destination appears when it is complete. An interrupted run leaves ``.<name>.partial``
+    beside it, and the same call continues there.
+
+    Args:
+        source: a directory with a high-precision checkpoint, or one safetensors file; it is never
+            written to.
+        destination: directory to make.
+        recipe: how, or just the scheme.
+        overwrite: replace a destination that is a checkpoint.
+        devices: one worker thread for each; by default one for each processor. See ``workers_on``.
+        runner: carries out the work instead of threads of this process, e.g. ``ray_runner``.
+        progress: show a bar on a terminal, and lines now and then elsewhere; by default a bar on
+            a terminal and nothing elsewhere.
+
+    Returns:
+        What was converted, what was not, and why.
+
+    Raises:
+        ValueError: as ``Recipe`` raises it.
+        ConversionError: if a pattern matches nothing, a weight is not finite, or nothing would
+            become FP8.
+        CheckpointError: if the source is damaged or FP8 already, the target cannot load the result,
+            the destination is in the way, the disk is full, or another run was interrupted here.
+
+    Example:
+        >>> report = fp8kit.quantize_checkpoint("bf16-dir", "fp8-dir", "FP8_BLOCK")
+        >>> print(report.summary())
+    """
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    check_source(source)
+    origin, goal = directory.resolved(source), Path(os.path.realpath(destination))
+    checkpoint, partial = high_precision(origin), journal.Partial(goal)
+    if not partial.installed():
+        partial.sweep()
+        directory.check_destination(goal, origin, overwrite)
+    choice = decide(checkpoint, recipe)
+    work = plan_work(checkpoint, recipe, choice)
+    report = _sized(choice, work)
+    runner = runner or _threads(workers_on(["cpu"]) if devices is None else devices)
+    run = {"source": journal.fingerprint(checkpoint), "plan": work.digest(), **recipe.to_dict()}
+    with directory.disk_errors(goal, lambda: _kept(work, partial)), partial.locked():
+        if partial.installed():
+            if partial.is_of(run):
+                partial.forget()
+                return report
+            partial.clear()
+        # another process may have come to its end since the first look
+        directory.check_destination(goal, origin, overwrite)
+        partial.begin(run)
+        _carry_out(work, checkpoint.path, partial, runner, progress)
+        directory.complete(partial.folder, work.shards, work.layout, work.config, source=origin)
+        partial.install()
+    return report
+
+
+def verify_checkpoint(
+    source: str | Path,
+    result: str | Path,
+    *,
+    workers: int | None = None,
+    progress: bool | None = None,
+) -> Verification:
+    """Compare an FP8 checkpoint with the one it was made from, tensor by tensor.
+
+    Args:
+        source: the directory in high precision.
+        result: the FP8 directory, in any dialect that is read here.
+        workers: threads; by default one for each processor.
+        progress: show a bar on a terminal, and lines now and then elsewhere; by default a bar on
+            a terminal and nothing elsewhere.
+
+    Returns:
+        The error of every tensor, and what is missing, extra or wrong.
+
+    Raises:
+        CheckpointError: if either is damaged, the source is FP8, or the result is not.
+
+    Example:
+        >>> found = fp8kit.verify_checkpoint("bf16-dir", "fp8-dir")
+        >>> assert not found.problems
+    """
+    dense, coded = open_checkpoint(source), open_checkpoint(result)
+    threads = len(workers_on(["cpu"], workers))
+    with _bar("verify", sum(i.nbytes for i in dense.tensors.values()), 0, progress) as bar:
+        return verify(dense, coded, workers=threads, progress=bar.update)
+
+
+def high_precision(source: str | Path) -> Checkpoint:
+    """Open a checkpoint that shall be quantized.
+
+    Args:
+        source: its directory.
+
+    Raises:
+        CheckpointError: if it is damaged, or FP8 already.
+
+    Example:
+        >>> checkpoint = high_precision("bf16-dir")
+    """
+    checkpoint = open_checkpoint(source)
+    if checkpoint.spec is not None:
+        raise CheckpointError(
+            teach(
+                f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
+                "A checkpoint in high precision is quantized.",
+                "Start from the original, or turn it into another form: fp8kit convert-checkpoint.",
+            )
+        )
+    return checkpoint
+
+
+def decide(checkpoint: Checkpoint, recipe: Recipe) -> Selection:
+    """Decide which tensors become FP8: by the model's class if Transformers knows it, else by name.
+
+    Args:
+        checkpoint: in high precision.
+        recipe: scheme, target and patterns.
+
+    Raises:
+        ConversionError: as ``quantize_checkpoint`` raises it.
+        CheckpointError: if the target could not load the result.
+
+    Example:
+        >>> print(decide(open_checkpoint("dir"), Recipe("FP8_DYNAMIC")).report)
+    """
+    choice = select_layers(checkpoint, recipe, _facts(checkpoint, recipe))
+    if checkpoint.nameless:
+        choice.report.notes.append(checkpoint.nameless)
+    return choice
+
+
+def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.device]:
+    """List a device for each worker thread.
+
+    Args:
+        devices: ``"cpu"``, ``"cuda:N"``, or ``"cuda"`` for every GPU there is.
+        count: threads per device; by default one for each processor that this process may use, and
+            eight for a GPU, so that reading, computing and writing overlap.
+
+    Raises:
+        ValueError: if ``count`` is not positive.
+
+    Example:
+        >>> workers_on(["cpu"], 2)
+        [device(type='cpu'), device(type='cpu')]
+    """
+    if count is not None and count < 1:
+        raise ValueError(
+            teach(f"Got {count} workers.", "At least one does the work.", "Pass 1 or more.")
+        )
+    found = []
+    for name in devices:
+        device = torch.device(name)
+        every = device.type == "cuda" and device.index is None
+        here = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        usual = THREADS_PER_GPU if device.type == "cuda" else _processors()
+        # threads take turns on the devices
+        found += (here if every else [device]) * (count or usual)
+    return found
+
+
+def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
+    """Return a runner that spreads the files of a checkpoint over the machines of a Ray cluster.
+
+    Args:
+        address: of the cluster; by default the one that is found, else a local one is started.
+        device: ``"cpu"``, or ``"cuda"`` for one GPU per task.
+
+    Raises:
+        ImportError: if Ray is not installed.
+
+    Example:
+        >>> fp8kit.quantize_checkpoint(source, destination, runner=ray_runner("auto"))
+    """
+    try:
+        module = importlib.import_module("fp8kit.integrations.ray")
+    except ImportError as error:
+        raise ImportError(
+            teach(
+                "Ray is not installed.",
+                "Spreading the work over machines needs it.",
+                "Run pip install 'fp8kit[ray]', or leave it to this machine.",
+            ),
+            name=error.name,
+        ) from error
+    runner: Runner = module.Runner(address, torch.device(device).type)
+    return runner
+
+
+def _carry_out(
+    work: Work, source: Path, partial: journal.Partial, runner: Runner, progress: bool | None
+) -> None:
+    every = range(len(work.shards))
+    whole = [i for i in every if executor.is_whole(partial.folder, work.shards[i])]
+    missing = [i for i in every if i not in set(whole)]
+    partial.keep({work.shards[i].file for i in whole})
+    directory.check_space(partial.folder, sum(work.shards[i].size for i in missing))
+    total = sum(work.source_bytes(i) for i in every)
+    done = sum(work.source_bytes(i) for i in whole)
+    with _bar("quantize", total, done, progress) as bar:
+        runner(work, missing, source, partial.folder, bar.update)
+        partial.keep({s.file for s in work.shards})  # not what lost workers left
+
+
+def _kept(work: Work, partial: journal.Partial) -> str:
+    count = sum(executor.is_whole(partial.folder, s) for s in work.shards)
+    return (
+        f"{count} of {len(work.shards)} files are complete and kept in {partial.home}. "
+        "Make room, and run the same command again: it continues."
+    )
+
+
+def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
+    """Show bytes, rate and the time that is left: a bar, or lines where nothing can be redrawn."""
+    from tqdm import tqdm  # a tenth of what importing this package takes
+
+    lines = bool(progress) and not sys.stderr.isatty()
+    return tqdm(
+        total=total,
+        initial=done,
+        unit="B",
+        unit_scale=True,
+        desc=what,
+        disable=None if progress is None else not progress,
+        file=_Lines() if lines else None,
+        bar_format=_LINE if lines else None,
+        delay=QUIET_SECONDS,
+        mininterval=LINE_SECONDS if lines else 0.1,
+        maxinterval=LINE_SECONDS if lines else 10,
+    )
+
+
+class _Lines:
+    """Write what a bar draws over itself as lines, for a file or a pipe."""
+
+    def write(self, text: str) -> None:
+        line = text.strip("\r\n ")
+        if line:
+            sys.stderr.write(f"{line}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def _threads(devices: Sequence[torch.device | str]) -> Runner:
+    found = [torch.device(d) for d in devices]
+    if not found:
+        raise ValueError(teach("Got no devices.", "Each one is a worker.", "Pass at least 'cpu'."))
+
+    def run(
+        work: Work,
+        indices: Sequence[int],
+        source: Path,
+        folder: Path,
+        progress: Callable[[int], object],
+    ) -> None:
+        executor.write_shards(work, indices, source, folder, found, progress)
+
+    return run
+
+
+def _facts(checkpoint: Checkpoint, recipe: Recipe) -> Facts:
+    if not checkpoint.config.get("architectures"):
+        return facts_by_name(checkpoint)
+    try:
+        module = importlib.import_module("fp8kit.integrations.transformers_facts")
+        found: Facts = module.facts(checkpoint, recipe.resolved)
+        return found
+    except (ImportError, CheckpointError, UnsupportedError) as error:
+        found = facts_by_name(checkpoint)
+        found.source += f", because of this: {error}"
+        return found
+
+
+def _sized(choice: Selection, work: Work) -> Report:
+    """Add the sizes that the recipe's dtype changes, which no record knows of."""
+    written = sum(s.size - len(s.header) for s in work.shards)
+    choice.report.notes.append(
+        f"{len(work.shards)} files hold {directory.size(written)} of tensors, "
+        f"of {len(work.layout)} tensors."
+    )
+    return choice.report
+
+
+def _processors() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on this system
+        return os.cpu_count() or 1

@@ -1,0 +1,251 @@
+"""``save`` and ``load``: whole models to and from checkpoint directories."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8kit.checkpoint import exporting
+from fp8kit.checkpoint.announcing import announce
+from fp8kit.checkpoint.loading import into_module
+from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
+from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import SCHEMES, Scheme
+from fp8kit.modules.linear import Fp8Linear
+
+
+def save(
+    model: nn.Module,
+    destination: str | Path,
+    *,
+    target: str = "vllm",
+    source: str | Path | None = None,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[str]:
+    """Save a converted model so that the target loads it; all of it appears at once, or nothing.
+
+    Args:
+        model: a Transformers model or any other module, with ``Fp8Linear`` layers.
+        destination: directory to make.
+        target: who shall load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; fp8kit reads
+            them all.
+        source: directory whose tokenizer and the like are copied; by default the one a
+            Transformers model was loaded from.
+        overwrite: replace a destination that is a checkpoint.
+        max_shard_bytes: start a new file before this size is exceeded.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ValueError: for an unknown target.
+        CheckpointError: if the model has no FP8 layers, or layers that the target cannot load, or
+            adapters, or if the destination is in the way or is the source.
+
+    Example:
+        >>> fp8kit.convert(model)
+        >>> fp8kit.save(model, "dir", target="vllm", source="bf16-dir")
+    """
+    is_hf = is_transformers(model)
+    exported = integration().export(model) if is_hf else exporting.export_module(model)
+    if is_hf:
+        known = Path(str(getattr(model, "name_or_path", "") or ""))
+        source = source or (known if known.name and known.is_dir() else None)
+    announced = announce(model, exported.tensors, target)
+    tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
+    quantization = announced.config(exported.dense)
+    return write_checkpoint(
+        destination,
+        {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()},
+        tensors.items(),
+        config=exporting.with_quantization(exported.config, quantization, announced.dtype),
+        source=source,
+        texts=exported.texts,
+        overwrite=overwrite,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def load(
+    source: str | Path,
+    model: nn.Module | None = None,
+    *,
+    scheme: Scheme | str | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = False,
+) -> Any:
+    """Load an FP8 checkpoint bit for bit, or quantize a high-precision one while loading it.
+
+    Each tensor is read, quantized and placed before the next one. q/k/v, gate/up and experts may be
+    joined in the checkpoint, in the model, or in both. FP8 weights for which the model has no
+    linear layer, such as stacks of experts, are decoded, and a warning names them.
+
+    Args:
+        source: a checkpoint directory.
+        model: the module to fill, in place; its parameters may be on meta. Without it, the
+            directory is a Transformers one, and the Transformers model is made.
+        scheme: what a high-precision checkpoint becomes, by the rules of ``fp8kit.plan``.
+        include: as in ``fp8kit.plan``; only with ``scheme``.
+        exclude: as in ``fp8kit.plan``; only with ``scheme``.
+        device: where the model goes.
+        dtype: its high precision; by default the checkpoint's.
+        strict: raise instead of warning about tensors the model does not use, and for layers that
+            cannot be quantized.
+
+    Returns:
+        The model; one of Transformers is in eval mode and has its generation config.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged, of an unknown dialect, has another scheme, or
+            does not fit the model.
+        ConversionError: as ``fp8kit.plan`` raises it.
+        ImportError: if Transformers is needed and is not there, or is too old.
+        TypeError: if ``model`` is no module.
+
+    Example:
+        >>> model = fp8kit.load("fp8-dir", device="cuda")
+        >>> model = fp8kit.load("bf16-dir", scheme="FP8_DYNAMIC", exclude=["*.o_proj"])
+    """
+    if not isinstance(model, nn.Module | None):
+        raise TypeError(
+            teach(
+                f"Got {model!r:.80} as the model.",
+                "The second argument is the module to fill; a scheme has a keyword.",
+                "Pass scheme='FP8_DYNAMIC' or the like by name.",
+            )
+        )
+    checkpoint = open_checkpoint(source)
+    _check_request(checkpoint, model, scheme, include, exclude)
+    where = None if device is None else torch.device(device)
+    if model is not None:
+        chosen = None if checkpoint.spec or scheme is None else scheme
+        selection = (
+            None if chosen is None else into_module.Selection(chosen, include, exclude, strict)
+        )
+        filled = into_module.fill(
+            model, checkpoint, selection, device=where, dtype=dtype, strict=strict
+        )
+        _warn(checkpoint, filled)
+        return model
+    hf = integration()
+    config = None
+    if checkpoint.spec is None:
+        config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
+    made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
+    _warn(checkpoint, filled)
+    return made
+
+
+def require_fp8(source: Path) -> Path:
+    """Return back the path of an FP8 checkpoint; refuse one in high precision.
+
+    Raises:
+        CheckpointError: if it is no checkpoint, or not FP8.
+    """
+    if open_checkpoint(source).spec is None:
+        raise CheckpointError(
+            teach(
+                f"{source} is in high precision.",
+                "An FP8 checkpoint is needed.",
+                f"Make one: fp8kit quantize {source} DESTINATION.",
+            )
+        )
+    return source
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Return whether a model is one of Transformers, without importing it."""
+    return any(
+        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.")
+        for c in type(model).__mro__
+    )
+
+
+def integration() -> ModuleType:
+    """Import what knows Transformers; the only lazy import beside that of the backends.
+
+    Raises:
+        ImportError: if Transformers is not installed, or lacks what is needed.
+    """
+    try:
+        return importlib.import_module("fp8kit.integrations.transformers")
+    except ImportError as error:
+        missing = error.name == "transformers"
+        raise ImportError(
+            teach(
+                "Transformers is not installed." if missing else f"Transformers is unfit: {error}.",
+                "Loading a model by its directory alone needs Transformers 5.17 or later.",
+                "Run pip install 'fp8kit[transformers]', or pass a module of your own: "
+                "fp8kit.load(dir, model=...).",
+            ),
+            name=error.name,
+        ) from error
+
+
+def _warn(checkpoint: Checkpoint, filled: into_module.Filled) -> None:
+    notes = list(checkpoint.spec.unread) if checkpoint.spec else []
+    notes += filled.notes(str(checkpoint.path))
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
+
+
+def _preset(scheme: Scheme | str | None) -> str:
+    assert scheme is not None
+    found = Scheme.of(scheme)
+    if SCHEMES.get(found.name) != found:
+        raise ValueError(
+            teach(
+                f"Got a scheme of your own, {found.name!r}.",
+                f"While a Transformers model loads, it is one of {', '.join(SCHEMES)}.",
+                "Load the model in high precision, then fp8kit.convert(model, scheme).",
+            )
+        )
+    return found.name
+
+
+def _check_request(
+    checkpoint: Checkpoint,
+    model: nn.Module | None,
+    scheme: Scheme | str | None,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+) -> None:
+    wanted = None if scheme is None else Scheme.of(scheme)
+    held = checkpoint.spec.scheme if checkpoint.spec else None
+    if held is not None and wanted is not None and wanted != held:
+        raise CheckpointError(
+            teach(
+                f"Got scheme={wanted} for {checkpoint.path}, which is {held}.",
+                "Quantizing FP8 weights again would lose accuracy.",
+                f"Leave scheme out to load it as {held}, or start from the original checkpoint.",
+            )
+        )
+    if held is not None and (include is not None or exclude is not None):
+        raise CheckpointError(
+            teach(
+                f"Got include or exclude for {checkpoint.path}, which is FP8 already.",
+                "Its layers were chosen when it was made.",
+                "Leave them out, or start from the original checkpoint.",
+            )
+        )
+    converted = model is not None and any(isinstance(m, Fp8Linear) for m in model.modules())
+    if held is None and wanted is None and not converted:
+        raise CheckpointError(
+            teach(
+                f"{checkpoint.path} is in high precision, and no scheme was given.",
+                "There is nothing FP8 to load.",
+                "Pass scheme='FP8_DYNAMIC' to quantize it while loading.",
+            )
+        )

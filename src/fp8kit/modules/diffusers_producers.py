@@ -1,0 +1,139 @@
+"""Adaptive norms and feed-forwards of diffusers whose result goes straight into FP8."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp8kit.modules.fused_producers import (
+    Consumers,
+    Fused,
+    Producer,
+    activation_kind,
+    any_trained,
+    can_multiply,
+)
+from fp8kit.modules.hooks import is_watched
+from fp8kit.modules.norm_formula import NormFormula, activation_codes, row_codes
+
+_FIRST_LAYERS = ("GELU", "GEGLU", "SwiGLU", "LinearActivation")
+
+
+@dataclass(frozen=True, slots=True)
+class Modulation:
+    """How an adaptive norm cuts its projection, by the index of each part.
+
+    Args:
+        parts: how many there are.
+        shift: which one is added to the norm.
+        scale: by which one, plus one, the norm is multiplied.
+        returned: which ones it hands out after the norm; without any, the norm comes alone.
+    """
+
+    parts: int
+    shift: int
+    scale: int
+    returned: tuple[int, ...] = ()
+
+
+class FusedAdaptiveNorm(Producer):
+    """``norm(x) * (1 + scale) + shift`` of diffusers' adaptive layer norms, quantized.
+
+    Args:
+        norm: the module it replaces, with ``silu``, ``linear``, ``norm``, and ``emb`` or none.
+        eps: added to the variance.
+        modulation: how its projection is cut.
+        consumers: the layers behind it.
+    """
+
+    def __init__(
+        self, norm: nn.Module, eps: float, modulation: Modulation, consumers: Consumers
+    ) -> None:
+        super().__init__(norm, consumers)
+        self.formula = NormFormula("layer_norm", eps)
+        self.modulation = modulation
+        names = list(inspect.signature(norm.forward).parameters)
+        self.embedding = "emb" if "emb" in names else names[1]
+        self.positional = names[1] == self.embedding
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Norm ``[B, S, K]`` with the embedding that the replaced module would take."""
+        emb = args[0] if args and self.positional else kwargs.get(self.embedding)
+        if not isinstance(emb, Tensor) or len(args) + len(kwargs) != 1:
+            return self.unfused(x, *args, **kwargs)
+        if not (self.may_offer(x, emb) and self._is_plain(x, emb)):
+            return self.unfused(x, *args, **kwargs)
+        cut = self.modulation
+        parts = self.linear(self.silu(emb)).chunk(cut.parts, dim=1)
+        pair = (parts[cut.scale], parts[cut.shift])
+        scheme = self.consumers.scheme
+        codes = row_codes(self.formula.quantize(x, self.norm, scheme, pair), x, scheme)
+        stand_in = self.consumers.hand_over(codes, x)
+        return (stand_in, *(parts[i] for i in cut.returned)) if cut.returned else stand_in
+
+    def _is_plain(self, x: Tensor, emb: Tensor) -> bool:
+        shapes = x.dim() == 3 and emb.dim() == 2
+        projection = self.linear
+        dtypes = emb.dtype == x.dtype == getattr(projection, "weight", x).dtype
+        trained = any_trained(projection, self.norm)
+        same = self.norm.eps == self.formula.eps
+        return shapes and dtypes and same and not trained and not is_watched(self.norm)
+
+
+class FusedFeedForward(Fused):
+    """diffusers' ``FeedForward``: projection, activation, dropout, projection.
+
+    Args:
+        feed_forward: the module it replaces, whose ``net`` is these in order.
+        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        gated: the first projection gives values and their gate, in this order.
+    """
+
+    def __init__(self, feed_forward: nn.Module, kind: str, gated: bool) -> None:
+        super().__init__(feed_forward)
+        self.kind = kind
+        self.gated = gated
+
+    def is_converted(self) -> bool:
+        """Return whether the last projection takes codes."""
+        return can_multiply(self.get_submodule("net.2"))
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute ``[..., K]`` from ``[..., K]``."""
+        x = hidden_states
+        if args or kwargs or not self.may_fuse(x):
+            same: Tensor = self.unfused(x, *args, **kwargs)
+            return same
+        first, dropout, down, *rest = self.net
+        quiet = not is_watched(self.net, first, dropout)
+        same_kind = first_kind(first) == (self.kind, self.gated)
+        idle = all(not d.training or d.p == 0 for d in (dropout, *rest))
+        known = quiet and same_kind and idle and can_multiply(down)
+        if not known or any_trained(first.proj, down):
+            y: Tensor = self.unfused(x)
+            return y
+        h, up = first.proj(x), None
+        if self.gated:
+            up, h = h.chunk(2, dim=-1)
+        y = down.multiply(activation_codes(self.replays, self.kind, h, up, down.scheme))
+        for module in rest:
+            y = module(y)
+        return y
+
+
+def first_kind(first: nn.Module) -> tuple[str | None, bool]:
+    """Name the activation in the first layer of a feed-forward, and say whether it is gated.
+
+    Args:
+        first: the layer; one that is not known has no activation.
+    """
+    name, module = type(first).__name__, type(first).__module__
+    kind = None
+    if name in _FIRST_LAYERS and module.startswith("diffusers."):
+        kind = activation_kind(getattr(first, "activation", None))
+        if name in ("GELU", "GEGLU"):
+            kind = "gelu_tanh" if getattr(first, "approximate", "none") == "tanh" else "gelu"
+    return kind, name in ("GEGLU", "SwiGLU")

@@ -1,0 +1,300 @@
+"""Norms, activations and feed-forwards whose result goes straight into FP8.
+
+A fused producer writes codes and scales and nothing else. What it returns stands for the tensor
+that was never written: a NaN, expanded to its shape. The layers behind it know it by identity and
+take the codes instead; anything else that read it would see NaN at once, not a wrong number. Where
+that could happen, because a layer was wrapped or a hook looks on, and where gradients are wanted,
+the input is not on a GPU, or a compiler fuses by itself, the module that was replaced computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from fp8kit.formats import RowCodes, Scheme
+from fp8kit.modules.hooks import carry_hooks, is_watched
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.norm_formula import NormFormula, activation_codes, takes_codes
+from fp8kit.modules.shared_input import SharedInput
+from fp8kit.runtime.replay_cache import ReplayCache
+
+FUSED_DEVICES = ("cuda",)
+# attributes of fused modules themselves, whatever the modules they replace have
+_OWN = frozenset(
+    """
+    altered consumers embedding formula gated kind modulation names positional replaced replays
+    """.split()
+)
+
+
+class Consumers:
+    """The layers behind a producer, and what must stay as it was for them to be all its readers.
+
+    Args:
+        group: what these layers share.
+        unchanged: ``(module, attribute, value)``: the path from the known block to each layer, and
+            settings that would make the code in between read the tensor.
+    """
+
+    def __init__(
+        self, group: SharedInput, unchanged: Iterable[tuple[nn.Module, str, object]]
+    ) -> None:
+        self.group = group
+        self.unchanged = tuple(unchanged)
+        # a child is ten times as fast to find among children as by getattr
+        self._children = [
+            (m._modules, name, v) for m, name, v in self.unchanged if isinstance(v, nn.Module)
+        ]
+        self._settings = [u for u in self.unchanged if not isinstance(u[2], nn.Module)]
+        path = dict.fromkeys(m for m, _, _ in self.unchanged if not isinstance(m, nn.ModuleList))
+        self.modules = (*list(path)[1:], *group.members)  # a hook of the block itself sees nothing
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of the layers."""
+        return self.group.members[0].scheme
+
+    def are_ready(self) -> bool:
+        """Return whether nothing but these layers would see what stands for their input."""
+        return (
+            takes_codes(self.scheme)
+            and all(owned.get(name) is value for owned, name, value in self._children)
+            and all(getattr(m, name, None) is value for m, name, value in self._settings)
+            and not is_watched(*self.modules)
+            and not any_trained(*self.group.members)
+        )
+
+    def hand_over(self, codes: RowCodes, x: Tensor) -> Tensor:
+        """Offer codes, and give the stand-in for the tensor like ``x`` that they were made from."""
+        stand_in = _nan(x.device, x.dtype).expand(x.shape)
+        self.group.offer(stand_in, codes)
+        return stand_in
+
+
+class Fused(nn.Module):
+    """A module that computes what another did, in one pass where it may.
+
+    It shares the dictionaries of Parameters, buffers and children with the module it replaces, so
+    names, moves, casts and loading reach both, and where it may not fuse it calls that module.
+
+    Args:
+        replaced: the module it stands for.
+    """
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        self._parameters = replaced._parameters
+        self._buffers = replaced._buffers
+        self._modules = replaced._modules
+        self.training = replaced.training
+        self.altered = False
+        self.replaced = (replaced,)  # inside a tuple, it is not registered as a child
+        self.replays = ReplayCache()
+        carry_hooks(replaced, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start without recordings, also from a file of before they had this name."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__dict__.pop("_tapes", None)
+        self.replays = ReplayCache()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the replaced module has there; what it computes then, it computes itself."""
+        replaced = self.__dict__.get("replaced")
+        if replaced is None or name[0] == "_" or name in _OWN or name not in vars(replaced[0]):
+            super().__setattr__(name, value)
+            return
+        before = getattr(replaced[0], name)
+        setattr(replaced[0], name, value)
+        if name == "training":
+            super().__setattr__(name, value)
+        elif before is not value:
+            self.altered = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up what this module lacks in the one it replaces."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "replaced":  # a copy that is still empty
+                raise
+            return getattr(self.replaced[0], name)
+
+    def unfused(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as the module that was replaced does."""
+        return self.replaced[0].forward(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Name the module in ``print(model)``."""
+        return f"replaces {type(self.replaced[0]).__name__}"
+
+    def may_fuse(self, *inputs: Tensor) -> bool:
+        """Return whether device and modes permit codes instead of a result of these inputs."""
+        if torch.compiler.is_compiling() or self.altered or forward_ad._current_level >= 0:
+            return False
+        place = inputs[0].device.type
+        if place not in FUSED_DEVICES or torch.is_autocast_enabled(place):
+            return False
+        if not torch.is_grad_enabled():
+            return True
+        tensors = (*inputs, *self._parameters.values())
+        return not any(t is not None and t.requires_grad for t in tensors)
+
+
+class Producer(Fused):
+    """A module whose result is read by known layers alone.
+
+    Args:
+        replaced: the module it stands for.
+        consumers: these layers.
+    """
+
+    def __init__(self, replaced: nn.Module, consumers: Consumers) -> None:
+        super().__init__(replaced)
+        self.consumers = consumers
+
+    def may_offer(self, *inputs: Tensor) -> bool:
+        """Return whether codes may be offered instead of a result of these inputs."""
+        return self.may_fuse(*inputs) and not is_watched(self) and self.consumers.are_ready()
+
+
+class FusedNorm(Producer):
+    """A norm that quantizes for the layers behind it.
+
+    Args:
+        norm: the norm it replaces.
+        formula: what that computes.
+        consumers: the layers behind it.
+    """
+
+    def __init__(self, norm: nn.Module, formula: NormFormula, consumers: Consumers) -> None:
+        super().__init__(norm, consumers)
+        self.formula = formula
+        # one at most; a list, because to set an attribute of a module takes microseconds
+        self._prepared: list[tuple[Tensor, RowCodes]] = []
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Norm ``[..., K]``: the normed tensor, or what stands for it and its offered codes."""
+        x = hidden_states
+        if self._prepared:
+            prepared = self._prepared[:]  # another thread may take it meanwhile
+            self._prepared.clear()
+            for total, codes in prepared:
+                if total is x:
+                    return self.consumers.hand_over(codes, x)
+        if not (self.may_offer(x) and self.formula.takes(x, self)):
+            normed: Tensor = self.unfused(x)
+            return normed
+        codes = self.formula.codes(self.replays, x, self, self.consumers.scheme)
+        return self.consumers.hand_over(codes, x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Add two tensors whose sum this norm is called with next, unchanged.
+
+        The norm of the sum is quantized in the same pass, and waits for that call.
+        """
+        alike = (x.shape, x.dtype, x.device) == (residual.shape, residual.dtype, residual.device)
+        fusable = self.formula.kind == "rms_norm" and self.formula.takes(x, self) and alike
+        if not (fusable and self.may_offer(x, residual)):
+            return residual + x
+        scheme = self.consumers.scheme
+        codes, total = self.formula.add_codes(self.replays, x, residual, self, scheme)
+        self._prepared[:] = [(total, codes)]
+        return total
+
+
+class FusedActivation(Producer):
+    """An activation that quantizes for the layer behind it.
+
+    Args:
+        activation: the module it replaces.
+        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        consumers: the layers behind it.
+    """
+
+    def __init__(self, activation: nn.Module, kind: str, consumers: Consumers) -> None:
+        super().__init__(activation, consumers)
+        self.kind = kind
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Activate ``[..., K]``: the result, or what stands for it and its offered codes."""
+        if not self.may_offer(input):
+            y: Tensor = self.unfused(input)
+            return y
+        codes = activation_codes(self.replays, self.kind, input, None, self.consumers.scheme)
+        return self.consumers.hand_over(codes, input)
+
+
+class FusedGatedMlp(Fused):
+    """``down(act(gate(x)) * up(x))`` with activation, product and quantization in one pass.
+
+    Args:
+        mlp: the feed-forward it replaces.
+        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        names: its children that are the gate, up and down projections.
+    """
+
+    def __init__(
+        self,
+        mlp: nn.Module,
+        kind: str,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        super().__init__(mlp)
+        self.kind = kind
+        self.names = names
+
+    def is_converted(self) -> bool:
+        """Return whether the last projection takes codes."""
+        return can_multiply(self.get_submodule(self.names[2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute ``[..., K]`` from ``[..., K]``."""
+        if not self.may_fuse(x):
+            same: Tensor = self.unfused(x)
+            return same
+        gate_proj, up_proj, down, act_fn = map(self._modules.get, (*self.names, "act_fn"))
+        assert gate_proj is not None
+        assert up_proj is not None
+        assert down is not None
+        same_kind = activation_kind(act_fn or self.act_fn) == self.kind
+        if not (same_kind and can_multiply(down)) or any_trained(gate_proj, up_proj, down):
+            y: Tensor = self.unfused(x)
+            return y
+        gate, up = gate_proj(x), up_proj(x)
+        return down.multiply(activation_codes(self.replays, self.kind, gate, up, down.scheme))
+
+
+def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:
+    """Return whether codes can be handed to a layer past its ``forward``."""
+    return isinstance(layer, Fp8Linear) and takes_codes(layer.scheme) and not is_watched(layer)
+
+
+def activation_kind(act_fn: object) -> str | None:
+    """Name the activation of a feed-forward, ``None`` if no kernel has it."""
+    name = type(act_fn).__name__
+    if type(act_fn) is nn.SiLU or act_fn is F.silu or name == "SiLUActivation":
+        return "silu"
+    if type(act_fn) is nn.GELU:
+        return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
+    return "gelu_tanh" if name in ("GELUTanh", "PytorchGELUTanh") else None
+
+
+def any_trained(*layers: nn.Module | None) -> bool:
+    """Return whether a Parameter of these modules collects gradients now."""
+    return torch.is_grad_enabled() and any(
+        p.requires_grad for m in layers if m is not None for p in m.parameters()
+    )
+
+
+@functools.cache
+def _nan(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.full((), math.nan, device=device, dtype=dtype)

@@ -1,0 +1,180 @@
+"""What fused norms and activations compute, as codes for the layers behind them.
+
+An eager call repeats the launches of an earlier one, see ``replay_cache``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fp8kit import fused
+from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, RowCodes, Scheme, min_scale
+from fp8kit.fused import arguments, operators
+from fp8kit.ops.validation import default_rounding
+from fp8kit.quantizers.scale_layout import product_layout
+from fp8kit.runtime.replay_cache import Options, ReplayCache
+
+_FUSABLE = (ROW, GROUP128)
+
+
+@dataclass(frozen=True, slots=True)
+class NormFormula:
+    """What a norm computes: see ``fused/reference.py`` for the roundings.
+
+    Args:
+        kind: ``"rms_norm"`` or ``"layer_norm"``.
+        eps: added to the mean square or the variance.
+        weight_offset: added to the weight of an RMS norm.
+        rounding: ``"stepwise"`` or ``"once"``.
+    """
+
+    kind: str
+    eps: float
+    weight_offset: float = 0.0
+    rounding: str = "stepwise"
+
+    def quantize(
+        self,
+        x: Tensor,
+        norm: nn.Module,
+        scheme: Scheme,
+        modulation: tuple[Tensor, Tensor] | None = None,
+    ) -> QTensor:
+        """Quantize the norm of ``x`` as the layers of a scheme read it."""
+        weight, how = norm._parameters.get("weight"), target(scheme)
+        if self.kind == "layer_norm":
+            bias = norm._parameters.get("bias")
+            return fused.layer_norm_quantize(
+                x, weight, bias, self.eps, modulation=modulation, **how
+            )
+        assert weight is not None
+        offset, rounding = self.weight_offset, self.rounding
+        return fused.rms_norm_quantize(
+            x, weight, self.eps, weight_offset=offset, rounding=rounding, **how
+        )
+
+    def codes(self, replays: ReplayCache, x: Tensor, norm: nn.Module, scheme: Scheme) -> RowCodes:
+        """Return the norm of ``x`` as the layers of a scheme read it.
+
+        Args:
+            replays: of the norm's module.
+            x: ``[..., K]``.
+            norm: holds the weight, and the bias of a layer norm.
+            scheme: of the layers.
+
+        Raises:
+            TypeError: if ``x`` is not a float tensor.
+            ValueError: if the weight does not fit it.
+        """
+        if self.kind == "rms_norm":
+            data, scale = self._rms_norm(replays, (x,), norm, scheme)
+            return _codes(data, scale, x, scheme)
+        weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
+        options = (self.eps, "stepwise", *_target(scheme))
+        call = (operators.LAYER_NORM_ROWS, (x,), (weight, bias, None, None), options)
+        found: list[Tensor] | None = replays.replay(*call)
+        if found is None:
+            settings = (self.eps, "stepwise")
+            arguments.layer_norm_arguments(x, weight, bias, None, settings, target(scheme))
+            found = replays.run(*call)
+        data, scale = found
+        return _codes(data, scale, x, scheme)
+
+    def add_codes(
+        self, replays: ReplayCache, x: Tensor, residual: Tensor, norm: nn.Module, scheme: Scheme
+    ) -> tuple[RowCodes, Tensor]:
+        """Return the RMS norm of ``residual + x``, and that sum; arguments as in ``codes``.
+
+        Shape, dtype and device of ``residual`` are those of ``x``.
+        """
+        data, scale, total = self._rms_norm(replays, (x, residual), norm, scheme)
+        return _codes(data, scale, x, scheme), total
+
+    def _rms_norm(
+        self, replays: ReplayCache, inputs: tuple[Tensor, ...], norm: nn.Module, scheme: Scheme
+    ) -> list[Tensor]:
+        weight = norm._parameters["weight"]
+        settings = (self.eps, self.weight_offset, self.rounding)
+        constants = (weight,) if len(inputs) > 1 else (None, weight)  # no residual
+        call = (operators.RMS_NORM_ROWS, inputs, constants, (*settings, *_target(scheme)))
+        found: list[Tensor] | None = replays.replay(*call)
+        if found is None:
+            assert weight is not None
+            arguments.rms_norm_arguments(inputs[0], None, weight, settings, target(scheme))
+            found = replays.run(*call)
+        return found
+
+    def takes(self, x: Tensor, norm: nn.Module) -> bool:
+        """Return whether the dtypes of input and weight are those the formula holds for."""
+        weight = norm._parameters.get("weight")
+        return self.kind == "layer_norm" or (weight is not None and x.dtype == weight.dtype)
+
+
+def activation_codes(
+    replays: ReplayCache, kind: str, gate: Tensor, up: Tensor | None, scheme: Scheme
+) -> RowCodes:
+    """Return ``act(gate) * up``, or ``act(gate)``, as the layers of a scheme read it.
+
+    Args:
+        replays: of the module that computes it.
+        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        gate: ``[..., K]``.
+        up: like ``gate``, or ``None``.
+        scheme: of the layers.
+
+    Raises:
+        TypeError: if a tensor is not of a float dtype.
+        ValueError: if their shapes differ.
+    """
+    options = (kind, *_target(scheme))
+    inputs, constants = ((gate,), (None,)) if up is None else ((gate, up), ())
+    call = (operators.ACTIVATION_ROWS, inputs, constants, options)
+    found = replays.replay(*call)
+    if found is None:
+        arguments.activation_arguments(kind, gate, up, target(scheme))
+        found = replays.run(*call)
+    data, scale = found
+    return _codes(data, scale, gate, scheme)
+
+
+def takes_codes(scheme: Scheme) -> bool:
+    """Return whether layers of a scheme quantize per row or per 1x128 group, from the data."""
+    return scheme.activation in _FUSABLE and not scheme.static
+
+
+def target(scheme: Scheme) -> arguments.QuantizeOptions:
+    """Return the keywords of ``fp8kit.fused`` that quantize as the layers of a scheme do."""
+    group = _group(scheme)
+    rounding = default_rounding(group, scheme.ue8m0)
+    layout = product_layout(group)
+    return {
+        "group": group,
+        "dtype": scheme.dtype,
+        "scale_rounding": rounding,
+        "scale_layout": layout,
+    }
+
+
+def row_codes(q: QTensor, x: Tensor, scheme: Scheme) -> RowCodes:
+    """View codes ``[..., K]`` that stand for a tensor like ``x`` as the rows that layers take."""
+    return _codes(*operators.rows_of(q.data, q.scale), x, scheme)
+
+
+def _codes(data: Tensor, scale: Tensor, x: Tensor, scheme: Scheme) -> RowCodes:
+    return RowCodes(data, scale, _group(scheme), x.shape, x.dtype)
+
+
+def _group(scheme: Scheme) -> GroupShape:
+    assert scheme.activation is not None
+    return scheme.activation
+
+
+@functools.cache
+def _target(scheme: Scheme) -> Options:
+    """Return the last seven arguments of an operator, which are those of ``target``."""
+    group, dtype = _group(scheme), scheme.dtype
+    floor, how = min_scale(group, dtype, "activation"), default_rounding(group, scheme.ue8m0)
+    return None, (group.rows, group.cols), dtype, floor, None, how, product_layout(group)

@@ -1,0 +1,408 @@
+"""Layers that read the same tensor: quantize it once, and multiply once where that is faster.
+
+Sibling layers (q/k/v, gate/up) are called one after another with the same tensor. With few rows
+the first call multiplies the joined weights, and the others find their result waiting. With many
+rows it leaves the codes, and each layer multiplies its own weight into a contiguous result: one
+wide product saves nothing there, and its slices slow down whatever reads them. A call with any
+other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
+costs time, never correctness. Where gradients are wanted every layer computes alone. What no
+tensor can tell, a weight or bias written through ``.data`` between two siblings, goes unseen.
+Under ``torch.compile`` siblings share codes where the calling code is known not to change their
+input: the graph then holds one quantization, but each layer's own product.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing import reductions
+from torch.utils import dlpack
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fp8kit.formats import BLOCK, MX, ROW, RowCodes, Scheme
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.ops import operators
+from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced
+from fp8kit.runtime.weight_hazards import invalidate, join, version
+
+_JOINABLE = (ROW, BLOCK, MX)
+_JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
+MOST_JOINED_ROWS = 512
+# what torch does not declare for type checkers
+_UntypedStorage: Any = torch.UntypedStorage
+_weak_reference: Any = reductions.StorageWeakRef
+_dlpack: Any = dlpack
+
+
+_State = tuple[object, ...]
+_Results = dict[int, tuple[Tensor | None, _State]]
+_OFFERED: _State = ()  # of a layer that can only multiply codes: its input was never written
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What the first sibling left: results by layer, or codes that each still multiplies."""
+
+    x: Tensor
+    state: _State
+    results: _Results
+    codes: RowCodes | None = None
+
+
+class _Local(threading.local):
+    """What waits in one thread: calls of others between two siblings must not take it away."""
+
+    pending: _Pending | None = None
+
+
+class SharedInput:
+    """A group of layers with one input; each member holds it as ``layer.shared``.
+
+    While the members' weights lie one behind the other in one allocation, the group multiplies
+    them as one matrix. They are moved there on first use and again after a device move, but not
+    once a CUDA graph was captured of the group: its replays read weights where they were. Each
+    member's part is a storage of its own, so that nothing that looks for shared storage takes
+    siblings for tied weights. The members own the allocation; the group only knows where it is.
+
+    Args:
+        members: layers with equal K, scheme and options, in the order they are called.
+        unchanging: the code that calls them is known not to change their input in between and to
+            take results in any strides. Otherwise results are made contiguous, and inference
+            tensors, which do not count their changes, are not shared.
+
+    Example:
+        >>> group = SharedInput([attention.q_proj, attention.k_proj, attention.v_proj])
+    """
+
+    def __init__(self, members: Sequence[Fp8Linear], unchanging: bool = False) -> None:
+        self.members = tuple(members)
+        self.unchanging = unchanging
+        self._forget()
+        for member in self.members:
+            member.shared = self
+
+    @property
+    def _pending(self) -> _Pending | None:
+        return self._local.pending
+
+    @_pending.setter
+    def _pending(self, pending: _Pending | None) -> None:
+        self._local.pending = pending
+
+    def __call__(self, member: Fp8Linear, x: Tensor) -> Tensor:
+        """Give the result of one member for ``x``, computing its siblings' along with the first."""
+        if torch.compiler.is_compiling():
+            member.check_input(x)
+            return self._trace(member, x)
+        waiting = self._take(member, x)
+        if waiting is not None:
+            return waiting
+        leads = member is self.members[0] and (self.unchanging or not x.is_inference())
+        if leads:
+            y = self._replay(operators.LINEAR, (x,), member.options())
+            if y is not None:
+                return self._keep(x, y)
+        member.check_input(x)
+        self._watch_capture(x)
+        if not leads or self._trained(x) or not self._alike():
+            return member.compute(x)
+        few = x.numel() <= MOST_JOINED_ROWS * member.in_features
+        if not few or not self._joins():
+            return self._quantized_once(member, x)
+        return self._keep(x, self._multiply(operators.LINEAR, (x,), member.options()))
+
+    def __getstate__(self) -> tuple[tuple[Fp8Linear, ...], bool]:
+        """Copy and pickle the members alone: pending results belong to one call."""
+        return self.members, self.unchanging
+
+    def __setstate__(self, state: tuple[tuple[Fp8Linear, ...], bool]) -> None:
+        """Undo ``__getstate__``."""
+        self.members, self.unchanging = state
+        self._forget()
+
+    def _forget(self) -> None:
+        self.replays = ReplayCache()
+        self._local = _Local()
+        self._traced: tuple[Tensor, RowCodes] | None = None
+        self._homes: dict[str, Any] = {}  # weak references to storages
+        self._captured = False
+
+    def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
+        """Compute a member in a graph. Inductor has no common subexpressions between kernels.
+
+        What is shared lives from the first sibling to the last within one trace, and is None again
+        at its end, so that the graph keeps no state. Changes of ``x`` go unseen while tracing.
+        """
+        if not (self.unchanging and _is_compiled()):
+            return member.compute(x)
+        if member is self.members[0]:
+            shared = x.shape[-1] > 0 and not self._trained(x) and self._alike()
+            self._traced = (x, member.quantize_input(x)) if shared else None
+        codes = None
+        if self._traced is not None and self._traced[0] is x:
+            codes = self._traced[1]
+        if member is self.members[-1]:
+            self._traced = None
+        return member.compute(x) if codes is None else member.multiply(codes)
+
+    def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
+        """Hand out a result that waits for exactly this call; nothing may have changed since."""
+        pending = self._pending
+        if pending is None or pending.x is not x or pending.state != _input_state(x):
+            return None
+        result, weights = pending.results.pop(id(member), (None, None))
+        if not pending.results:
+            self._pending = None
+        if weights != _OFFERED and weights != _weight_state(member):
+            return None
+        if pending.codes is not None:
+            return self._from_codes(member, pending, pending.codes)
+        return result
+
+    def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
+        """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
+
+        Args:
+            stand_in: the tensor object the members will be called with; its values are not read.
+            codes: the quantized input that it stands for.
+        """
+        everyone: _Results = {id(m): (None, _OFFERED) for m in self.members}
+        self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
+
+    def _from_codes(self, member: Fp8Linear, pending: _Pending, codes: RowCodes) -> Tensor:
+        few = member is self.members[0] and codes.data.shape[0] <= MOST_JOINED_ROWS
+        inputs, options = operators.split(codes, member.options())
+        y = self._replay(operators.CODES, inputs, options) if few else None
+        if y is None:
+            member.check_input(pending.x)
+            self._watch_capture(codes.data)
+            if not few or not self._joins():
+                return member.multiply(codes)
+            y = self._multiply(operators.CODES, inputs, options)
+        first, *rest = self._split(y)
+        for other, part in zip(self.members[1:], rest, strict=True):
+            pending.results[id(other)] = (part, _weight_state(other))
+        pending.codes = None
+        return first
+
+    def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
+        codes = member.quantize_input(x)
+        rest: _Results = {id(m): (None, _weight_state(m)) for m in self.members[1:]}
+        self._pending = _Pending(x, _input_state(x), rest, codes)
+        return member.multiply(codes)
+
+    def _trained(self, x: Tensor) -> bool:
+        biases = (m.bias for m in self.members if m.bias is not None)
+        return torch.is_grad_enabled() and (x.requires_grad or any(b.requires_grad for b in biases))
+
+    def _alike(self) -> bool:
+        first = self.members[0]
+        return can_share(first.scheme) and all(
+            m.scheme == first.scheme and m.in_features == first.in_features for m in self.members
+        )
+
+    def _joins(self) -> bool:
+        """Return whether this call may multiply the joined weights, and move them if it has to.
+
+        What a mode, tracer or transform makes of them is no place for weights, and what a graph has
+        captured stays where it is: replays read it there.
+        """
+        weight = self.members[0].codes
+        if is_traced() or weight.device.type not in _JOINED_DEVICES:
+            return False
+        if not can_join(self.members) or not _may_move(self.members):
+            return False
+        return not self._captured or all(
+            self._found(name) is not None
+            for name in ("weight", "weight_scale", "bias")
+            if getattr(self.members[0], name) is not None
+        )
+
+    def _watch_capture(self, x: Tensor) -> None:
+        """Remember that a graph was captured: its replays read weights where they are now."""
+        if self._captured or not x.is_cuda or is_traced():
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self._captured = True
+
+    def _split(self, y: Tensor) -> tuple[Tensor, ...]:
+        # half the time of torch.split, and no views: callers may change their part in place
+        sizes = [m.out_features for m in self.members]
+        parts: tuple[Tensor, ...] = y.unsafe_split_with_sizes(sizes, -1)
+        return parts if self.unchanging else tuple(p.contiguous() for p in parts)
+
+    def _keep(self, x: Tensor, y: Tensor) -> Tensor:
+        """Give the first member's part of a joined result, and keep the others' for their calls."""
+        first, *rest = self._split(y)
+        results: _Results = {
+            id(m): (part, _weight_state(m)) for m, part in zip(self.members[1:], rest, strict=True)
+        }
+        self._pending = _Pending(x, _input_state(x), results)
+        return first
+
+    def _replay(
+        self, operator: Operator, inputs: tuple[Tensor, ...], options: Options
+    ) -> Tensor | None:
+        """Repeat an earlier joined product; arguments as of ``_multiply``."""
+        first = self.members[0]
+        for m in self.members:
+            if m.accum != first.accum or m.batch_invariant != first.batch_invariant:
+                return None
+        y: Tensor | None = self.replays.replay(operator, inputs, self._held(), options)
+        return y
+
+    def _held(self) -> list[Tensor | None]:
+        """Return what the members hold, which a recording of the joined product depends on."""
+        return [t for m in self.members for t in m.operands()]
+
+    def _multiply(self, operator: Operator, inputs: tuple[Tensor, ...], options: Options) -> Tensor:
+        """Multiply an input, or its codes, by the joined weights.
+
+        The joined weight is another tensor at every call, and shares a counter of changes with its
+        first part alone. So it is the parts whose state counts.
+
+        Args:
+            operator: ``LINEAR`` or ``CODES``.
+            inputs: of the operator.
+            options: of the operator, for the first member.
+        """
+        weight = join(self._joined("weight"), [m.codes for m in self.members])
+        bias = None if self.members[0].bias is None else self._joined("bias")
+        constants: list[Tensor | None] = [weight, self._joined("weight_scale"), bias]
+        if operator is operators.LINEAR:
+            constants += [None, None]
+        y: Tensor = self.replays.run(operator, inputs, constants, options, self._held())
+        return y
+
+    def _joined(self, name: str) -> Tensor:
+        """Return what the members hold under a name as one tensor, moving it there if it has to."""
+        parts = self._parts(name)
+        # changes of parts that are counted stay counted, whatever the mode of this call
+        with torch.inference_mode(parts[0].is_inference()):
+            found = self._found(name)
+            if found is not None:
+                return found
+            bits = [p.detach().view(torch.uint8) for p in parts]  # torch.cat has no FP8 kernel
+            whole = torch.cat(bits)
+            homes = torch.split(whole, [b.shape[0] for b in bits])
+            for part, home in zip(parts, homes, strict=True):
+                part.data = _with_own_storage(home).view(part.dtype)
+                invalidate(part)  # written just now, maybe where it was waited for before
+            self._homes[name] = _weak_reference(whole.untyped_storage())
+            return whole.view(parts[0].dtype)
+
+    def _parts(self, name: str) -> list[Tensor]:
+        """Return what the members hold under a name, which each of them holds."""
+        return [m.codes if name == "weight" else getattr(m, name) for m in self.members]
+
+    def _found(self, name: str) -> Tensor | None:
+        """Return the joined tensor if the members still lie in it, and fill it.
+
+        The reference to its memory is weak: where members are offloaded, nothing stays behind.
+        """
+        home = self._homes.get(name)
+        memory = None if home is None else _UntypedStorage._new_with_weak_ptr(home.cdata)
+        if memory is None:
+            return None
+        parts = self._parts(name)
+        end = memory.data_ptr()
+        for part in parts:
+            if part.data_ptr() != end or not part.is_contiguous():
+                return None
+            end += part.nbytes
+        if end != memory.data_ptr() + memory.nbytes():
+            return None
+        first = parts[0].detach()
+        rows = sum(p.shape[0] for p in parts)
+        return first.new_empty(0).set_(memory, 0, (rows, *first.shape[1:]), first.stride())
+
+
+def _is_compiled() -> bool:
+    """Return whether ``torch.compile`` is tracing, and not ``torch.export``."""
+    # what is_exporting() returns; torch 2.11 folds that call to True in every trace
+    exporting = getattr(torch.compiler, "_is_exporting_flag", False)
+    return torch.compiler.is_dynamo_compiling() and not exporting
+
+
+def can_share(scheme: Scheme) -> bool:
+    """Say whether layers of a scheme quantize an input alike: dynamically, each from the data."""
+    return scheme.activation is not None and not scheme.static
+
+
+def can_join(members: Sequence[Fp8Linear]) -> bool:
+    """Return whether the weights of FP8 layers can be multiplied as one matrix.
+
+    What ``would_join`` asks for, and operands of one kind and device. How a sum is cut depends on
+    the rows of the weight, and whether weights are joined on those of the input: where the bits of
+    a row may not, they are not joined.
+    """
+    first = members[0]
+    scheme = first.scheme
+    alike = all(
+        m.scheme == scheme
+        and m.input_scale is None
+        and m.in_features == first.in_features
+        and m.accum == first.accum
+        and not m.batch_invariant
+        and _kind(m.codes) == _kind(first.codes)
+        and _kind(m.weight_scale) == _kind(first.weight_scale)
+        and _kind(m.bias) == _kind(first.bias)
+        for m in members
+    )
+    return alike and would_join(scheme, members)
+
+
+def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
+    """Return whether layers, once they are FP8, can be multiplied as one matrix.
+
+    Their scales must concatenate along the rows: per-row, MX, or 128x128 blocks where every weight
+    but the last ends on a block edge. All have a bias or none has one, and no input scale.
+
+    Args:
+        scheme: what they are, or will be.
+        layers: in the order of the matrix.
+    """
+    edges = all(layer.out_features % scheme.weight.rows == 0 for layer in layers[:-1])
+    biases = {layer.bias is None for layer in layers}
+    return scheme.weight in _JOINABLE and not scheme.static and edges and len(biases) == 1
+
+
+def _may_move(members: Sequence[Fp8Linear]) -> bool:
+    """Return whether what layers hold can be put elsewhere.
+
+    A distributed tensor lives in others, and other processes may look at shared memory.
+    """
+    held = [p for m in members for p in m._parameters.values() if p is not None]
+    return not any(
+        is_traceable_wrapper_subclass(p)
+        or (p.device.type == "cpu" and p.untyped_storage().is_shared())
+        for p in held
+    )
+
+
+def _kind(part: Tensor | None) -> tuple[torch.dtype, torch.device, bool] | None:
+    return None if part is None else (part.dtype, part.device, part.is_inference())
+
+
+def _with_own_storage(part: Tensor) -> Tensor:
+    """Give a contiguous part of a tensor as a storage of its own, which keeps the memory alive."""
+    own: Tensor = _dlpack.from_dlpack(_dlpack.to_dlpack(part))
+    return own
+
+
+def _input_state(x: Tensor) -> _State:
+    where = x.device.type
+    cast = where != "meta" and torch.is_autocast_enabled(where)
+    dtype = torch.get_autocast_dtype(where) if cast else None
+    return (torch.is_grad_enabled(), x.requires_grad, version(x), dtype)
+
+
+def _weight_state(member: Fp8Linear) -> _State:
+    held = (*member._parameters.values(), *member._buffers.values())
+    facts = [(id(t), version(t), t.requires_grad) for t in held if t is not None]
+    return (member.accum, member.batch_invariant, *facts)

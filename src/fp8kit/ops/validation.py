@@ -1,0 +1,337 @@
+"""Checks of user input, each with an error that teaches; ``functional`` runs them once a call."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.errors import did_you_mean, teach
+from fp8kit.formats import BLOCK, MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, check_scale
+from fp8kit.quantizers.scale_layout import LAYOUTS, has_columns
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_STANDARD_SCHEMES = {
+    ROW: SCHEMES["FP8_DYNAMIC"],
+    TENSOR: SCHEMES["FP8_TENSOR"],
+    BLOCK: SCHEMES["FP8_BLOCK"],
+    MX: SCHEMES["MXFP8"],
+}
+
+
+def default_rounding(group: GroupShape | None, ue8m0: bool = False) -> str:
+    """Name the scale rounding of a granularity: OCP's floor for MX, exact (or up) elsewhere."""
+    if group == MX:
+        return "floor"
+    return "up" if ue8m0 else "exact"
+
+
+def activation_format(
+    w_group: GroupShape, scheme: Scheme | str | None, input_scale: Tensor | None
+) -> tuple[GroupShape | None, str]:
+    """Resolve the activation granularity and scale rounding that go with a weight's."""
+    if scheme is None:
+        if input_scale is not None:
+            return TENSOR, "exact"
+        if w_group not in _STANDARD_SCHEMES:
+            raise ValueError(
+                teach(
+                    f"Got a weight in {w_group} groups and no scheme.",
+                    f"Only {', '.join(map(str, _STANDARD_SCHEMES))} weights have a standard one.",
+                    "Pass scheme=fp8kit.Scheme(name, weight=..., activation=...).",
+                )
+            )
+        scheme = _STANDARD_SCHEMES[w_group]
+    scheme = Scheme.of(scheme)
+    if scheme.weight != w_group:
+        raise ValueError(
+            teach(
+                f"Got a weight in {w_group} groups for scheme {scheme}.",
+                f"{scheme} has {scheme.weight} weights.",
+                "Quantize the weight for this scheme, or name the scheme of the weight.",
+            )
+        )
+    if scheme.static and input_scale is None:
+        raise ValueError(
+            teach(
+                f"Scheme {scheme} got no input_scale.",
+                "Its activations use a calibrated scale.",
+                "Pass input_scale, or use FP8_TENSOR or FP8_DYNAMIC.",
+            )
+        )
+    if input_scale is not None and not scheme.static:
+        raise ValueError(
+            teach(
+                f"Scheme {scheme} got an input_scale.",
+                "It scales activations by their own amax.",
+                "Leave input_scale out, or use the static scheme FP8.",
+            )
+        )
+    return scheme.activation, default_rounding(scheme.activation, scheme.ue8m0)
+
+
+def check_quantized(name: str, q: object) -> None:
+    """Refuse anything but a ``QTensor`` where codes with scales are due."""
+    if not isinstance(q, QTensor):
+        raise TypeError(
+            teach(
+                f"Got {name} of type {type(q).__name__}.",
+                "It is a QTensor: codes with the scales they belong to.",
+                "Make one with fp8kit.quantize (role='weight' for a weight).",
+            )
+        )
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Refuse what is no tensor where one is quantized."""
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            teach(
+                f"Got {name} of type {type(x).__name__}.",
+                "It is a bfloat16, float16 or float32 tensor, which is quantized here.",
+                "Pass a torch.Tensor; fp8kit.scaled_mm multiplies what is quantized already.",
+            )
+        )
+
+
+def check_float(name: str, x: Tensor) -> None:
+    """Refuse what is no tensor, or one that is not bf16, fp16 or fp32."""
+    check_tensor(name, x)
+    if x.dtype not in _FLOATS:
+        raise TypeError(
+            teach(
+                f"Got {name} of dtype {x.dtype} and shape {tuple(x.shape)}.",
+                "Quantization takes bfloat16, float16 or float32.",
+                "Codes go to fp8kit.scaled_mm with their scales; convert numbers by .float().",
+            )
+        )
+
+
+def check_out_dtype(dtype: torch.dtype) -> None:
+    """Refuse a result dtype that is not bf16, fp16 or fp32."""
+    if dtype not in _FLOATS:
+        raise TypeError(
+            teach(
+                f"Got {dtype} as the dtype of the result.",
+                "Results are bfloat16, float16 or float32.",
+                "Pass one of these.",
+            )
+        )
+
+
+def check_rounding(rounding: str | None, group: GroupShape) -> str:
+    """Resolve the scale rounding, refusing one that the granularity does not have."""
+    legal = ("floor", "up") if group == MX else ("exact", "up")
+    if rounding is not None and rounding not in legal:
+        raise ValueError(
+            teach(
+                f"Got scale_rounding={rounding!r} for {group} groups.",
+                f"They take {legal[0]!r} or {legal[1]!r}.",
+                "Pass one of these, or leave it out.",
+            )
+        )
+    return rounding or legal[0]
+
+
+def check_layout(layout: object, group: GroupShape) -> None:
+    """Refuse a layout of scales that is unknown, or that the group does not have."""
+    if layout not in LAYOUTS or (layout == "column" and not has_columns(group)):
+        raise ValueError(
+            teach(
+                f"Got scale_layout={layout!r} for {group} groups.",
+                "The layout is 'row', or 'column' for groups along a row.",
+                "Pass scale_layout='row'.",
+            )
+        )
+
+
+def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
+    """Refuse a bound that is not one fp32 number, on a CPU a positive one, where ``x`` is."""
+    if scale_ub is None:
+        return
+    if not isinstance(scale_ub, Tensor):
+        raise TypeError(
+            teach(
+                f"Got scale_ub={scale_ub!r}.",
+                f"It is one float32 number on {x.device}, as a tensor.",
+                f"Pass torch.tensor({scale_ub!r}, device=x.device).",
+            )
+        )
+    if scale_ub.numel() != 1 or scale_ub.dtype != torch.float32 or scale_ub.device != x.device:
+        raise ValueError(
+            teach(
+                f"Got scale_ub {scale_ub.dtype} {tuple(scale_ub.shape)} on {scale_ub.device}.",
+                f"It is one float32 number on {x.device}.",
+                "Pass torch.tensor(bound, device=x.device).",
+            )
+        )
+    if _can_read(scale_ub) and not scale_ub.item() > 0:
+        raise ValueError(
+            teach(
+                f"Got scale_ub={scale_ub.item():.4g}.",
+                "It bounds amax, of which a scale is made: it is positive.",
+                "Pass the largest magnitude that is to be kept, or None for no bound.",
+            )
+        )
+
+
+def check_static_scale(scale: Tensor, x: Tensor, group: GroupShape) -> None:
+    """Refuse given scales of the wrong form, and on a CPU what is not above zero.
+
+    A scale of NaN is one: it stands for a group that is NaN. Values on a GPU are not read, because
+    a call would wait for them.
+    """
+    check_scale(scale, x.shape, group, x.device)
+    if scale.dtype == torch.float32 and _can_read(scale) and (scale <= 0).any():
+        raise ValueError(
+            teach(
+                f"Got a static scale of {scale.min().item():.4g}.",
+                "Values are divided by scales, which are positive.",
+                "Take scales from data that are not all zero: amax / 448.",
+            )
+        )
+
+
+def check_input_scale(
+    scale: Tensor, shape: Sequence[int], device: torch.device, *, wait: bool = False
+) -> None:
+    """Refuse an input scale that is not one positive finite number on a device.
+
+    Args:
+        scale: of the activations of a layer.
+        shape: of what it scales, or of the weight.
+        device: of the weight and the activations.
+        wait: read a value on a GPU too, which waits for it.
+    """
+    check_scale(scale, shape, TENSOR, device)
+    if _can_read(scale, wait) and not 0 < (value := scale.item()) < torch.inf:
+        raise ValueError(
+            teach(
+                f"Got an input_scale of {value:.4g}.",
+                "Activations are divided by it: it is positive and finite.",
+                "Calibrate with data that reach this layer: fp8kit.convert(model, calibrate=...).",
+            )
+        )
+
+
+def _can_read(scale: Tensor, wait: bool = False) -> bool:
+    """Say whether a value can be looked at: it is there, nobody traces, and nobody waits for it."""
+    there = scale.device.type == "cpu" or (wait and not scale.is_meta)
+    return there and type(scale) in (Tensor, nn.Parameter) and not torch.compiler.is_compiling()
+
+
+def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
+    """Refuse codes of another FP8 dtype than the scheme's."""
+    if dtype != scheme.dtype:
+        raise ValueError(
+            teach(
+                f"Got {name} of {dtype} codes for scheme {scheme}.",
+                f"It holds {scheme.dtype} codes.",
+                "Pass a scheme with that dtype, or dequantize; copying would change the bits.",
+            )
+        )
+
+
+def check_row_counts(m: object) -> tuple[int, ...]:
+    """Refuse row counts that are not one positive integer or several, and list them."""
+    rows = tuple(m) if isinstance(m, Iterable) and not isinstance(m, str) else (m,)
+    integers = all(isinstance(row, numbers.Integral) for row in rows)
+    if not integers or min(rows, default=0) < 1:
+        said = teach(
+            f"Got m={m!r}.",
+            "Row counts are positive integers: tokens in a call.",
+            "Pass m=[1, 4096] for decode and prefill, for example.",
+        )
+        raise ValueError(said) if integers else TypeError(said)
+    return rows
+
+
+def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> None:
+    """Refuse operands of a matmul whose shapes, devices or options do not fit."""
+    if w.dim() != 2 or x.dim() == 0 or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            teach(
+                f"Got x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}.",
+                "x [..., K] is multiplied by a weight [N, K] of the same K.",
+                "Check the orientation of the weight: rows are output features.",
+            )
+        )
+    if bias is not None and not isinstance(bias, Tensor):
+        raise TypeError(
+            teach(
+                f"Got a bias of type {type(bias).__name__}.",
+                f"A bias is a float tensor of shape ({w.shape[0]},), or None.",
+                "Pass a torch.Tensor with one value per output feature.",
+            )
+        )
+    if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype not in _FLOATS):
+        raise ValueError(
+            teach(
+                f"Got a bias of shape {tuple(bias.shape)} and dtype {bias.dtype}.",
+                f"The weight {tuple(w.shape)} needs a float bias of shape ({w.shape[0]},).",
+                "Pass one value per output feature.",
+            )
+        )
+    for name, tensor in (("weight", w), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(
+                teach(
+                    f"Got x on {x.device} and a {name} on {tensor.device}.",
+                    "A matmul runs on one device.",
+                    "Move them to the same device.",
+                )
+            )
+    if accum not in ("precise", "fast"):
+        raise ValueError(
+            teach(
+                f"Got accum={accum!r}.",
+                "Sums are 'precise' or 'fast'.",
+                "Pass one of these words.",
+            )
+        )
+
+
+def check_operand(
+    name: str, other: Tensor, shape: tuple[int, ...], x: Tensor, dtype: torch.dtype | None
+) -> None:
+    """Refuse a tensor that does not go with an input of a fused operation.
+
+    Args:
+        name: what it is called.
+        other: the tensor.
+        shape: the shape it has to have.
+        x: the input.
+        dtype: the dtype it has to have; ``None`` for any float.
+    """
+    check_float(name, other)
+    if dtype is not None and other.dtype != dtype:
+        raise TypeError(
+            teach(
+                f"Got a {name} of dtype {other.dtype} for an input of {x.dtype}.",
+                "Here both have one dtype.",
+                f"Convert the {name}, or, for a norm, compute in fp32 with rounding='once'.",
+            )
+        )
+    if tuple(other.shape) != shape or other.device != x.device:
+        raise ValueError(
+            teach(
+                f"Got a {name} of shape {tuple(other.shape)} on {other.device}.",
+                f"The input {tuple(x.shape)} on {x.device} needs {shape} on its device.",
+                f"Reshape, expand or move the {name}.",
+            )
+        )
+
+
+def check_options(given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse keywords that nobody reads."""
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise TypeError(
+            teach(
+                f"Got {unknown}=, which is no option.",
+                f"Options are {', '.join(known)}.",
+                "Rename it or leave it out." + did_you_mean(unknown, known),
+            )
+        )

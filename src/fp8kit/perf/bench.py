@@ -1,0 +1,120 @@
+"""Time FP8 layers against the bf16 layers they replace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from fp8kit import functional
+from fp8kit.conversion.report import table
+from fp8kit.dispatch.backends import choose
+from fp8kit.dispatch.timings import Case
+from fp8kit.formats import Scheme
+from fp8kit.matmul.problem import BACKENDS
+from fp8kit.perf.operands import Operands, Shape, dense_layer, dense_weights, operands
+from fp8kit.perf.timing import THOROUGH, Effort, Timer, time_cases
+from fp8kit.perf.timing import Case as Run
+from fp8kit.perf.tune import limits
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One layer at one row count.
+
+    Args:
+        m: rows of the input.
+        n: output features.
+        k: input features.
+        scheme: name of the scheme.
+        backend: who multiplied.
+        us: microseconds of the FP8 layer, input quantized within.
+        bf16_us: microseconds of the dense layer.
+        roofline_us: the least microseconds an FP8 layer can take here.
+    """
+
+    m: int
+    n: int
+    k: int
+    scheme: str
+    backend: str
+    us: float
+    bf16_us: float
+    roofline_us: float
+
+
+def bench(
+    shapes: Sequence[Shape],
+    rows: Sequence[int],
+    scheme: Scheme,
+    device: torch.device,
+    *,
+    accum: str = "precise",
+    effort: Effort = THOROUGH,
+    timer: Timer = time_cases,
+) -> list[Timing]:
+    """Time whole layers, 16 bit in and out with cold weights, against bf16.
+
+    Args:
+        shapes: ``(N, K)`` of the weights.
+        rows: row counts of the inputs, measured as they are.
+        scheme: how weight and input are quantized.
+        device: where to measure.
+        accum: as in ``functional.linear``.
+        effort: how long to measure.
+        timer: how cases are timed.
+
+    Returns:
+        One timing per shape and row count.
+
+    Example:
+        >>> bench([(4096, 4096)], [1, 64], Scheme.of("FP8_DYNAMIC"), torch.device("cuda"))
+    """
+    ceiling, found = limits(device, timer), []
+    for shape in shapes:
+        dense = dense_weights(shape, device)
+        weights = operands(dense, 1, scheme, accum).weights
+        for m in rows:
+            layer = operands(dense, m, scheme, accum, weights)
+
+            def run(i: int, layer: Operands = layer) -> object:
+                return functional.linear(
+                    layer.x,
+                    layer.weights[i],
+                    scheme=scheme,
+                    input_scale=layer.input_scale,
+                    accum=accum,
+                )
+
+            cases: dict[str, Run] = {"bf16": dense_layer(layer.x, dense), "fp8": run}
+            times = timer(cases, len(dense), effort, device)
+            case = Case("", accum, m, *shape)
+            backend = choose(BACKENDS, layer.problem()).backend
+            facts = (m, *shape, scheme.name, backend, times["fp8"], times["bf16"])
+            found.append(Timing(*facts, ceiling.roofline(case)))
+    return found
+
+
+def to_dicts(timings: Sequence[Timing]) -> list[dict[str, object]]:
+    """Return timings as plain data for JSON."""
+    return [asdict(t) for t in timings]
+
+
+def render(timings: Sequence[Timing]) -> str:
+    """Lay timings out as a table."""
+    rows = [("weight", "m", "scheme", "backend", "fp8 µs", "bf16 µs", "x bf16", "of the roofline")]
+    rows += [
+        (
+            f"{t.n}x{t.k}",
+            str(t.m),
+            t.scheme,
+            t.backend,
+            f"{t.us:.1f}",
+            f"{t.bf16_us:.1f}",
+            f"{t.bf16_us / t.us:.2f}",
+            f"{t.roofline_us / t.us:.0%}",
+        )
+        for t in timings
+    ]
+    return table(rows)

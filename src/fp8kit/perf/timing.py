@@ -1,0 +1,177 @@
+"""How every figure of this project is measured, in one place.
+
+On a GPU each case is captured into a CUDA graph of many calls that rotate over copies of its
+operands, so that nothing it reads is left in the L2 cache. The graphs of all cases are then
+replayed in turn, round after round, and the median of a case's rounds is its time: drift of clocks
+and power hits all alike. What the host needs counts nowhere: graphs are as long on the GPU, and are
+on their way before the clock starts. On a CPU the calls themselves take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+Case = Callable[[int], object]
+Timer = Callable[[Mapping[str, Case], int, "Effort", torch.device], dict[str, float]]
+
+_CUDA = torch.device("cuda")
+_MOST_CALLS = 400
+_HAND_OVER, _LONGEST_HAND_OVER = 400_000, 12_800_000  # clock cycles of the GPU
+_MOST_COPIES = {"cuda": 1024, "cpu": 64}  # weights of 240 KB and more leave the cache of an H200
+_CPU_CACHE = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure.
+
+    Args:
+        round_ms: milliseconds of one round of one case.
+        rounds: how many rounds; the median counts.
+    """
+
+    round_ms: float = 4.0
+    rounds: int = 15
+
+
+THOROUGH = Effort()
+QUICK = Effort(round_ms=2.0, rounds=7)
+# as long as a GPU needs to lower its clock to what its power allows
+SUSTAINED = Effort(round_ms=6.0, rounds=11)
+
+
+def time_cases(
+    cases: Mapping[str, Case],
+    copies: int,
+    effort: Effort = THOROUGH,
+    device: torch.device = _CUDA,
+) -> dict[str, float]:
+    """Time cases against each other.
+
+    Args:
+        cases: name to a function that is called with the index of the operand copy to use.
+        copies: how many copies of the operands there are.
+        effort: how long to measure.
+        device: where the cases run.
+
+    Returns:
+        Name to the median microseconds of one call.
+
+    Example:
+        >>> time_cases({"bf16": lambda i: F.linear(x, weights[i])}, len(weights))
+    """
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return _time_graphs(cases, copies, effort)
+    return _time_calls(cases, copies, effort)
+
+
+def copies_past_cache(bytes_per_call: int, device: torch.device = _CUDA) -> int:
+    """Return the number of operand copies that no L2 cache holds, at least 2, at most 64.
+
+    Args:
+        bytes_per_call: what one call reads of its own.
+        device: whose cache counts; of a CPU 32 MiB are assumed, and fewer copies made.
+    """
+    cache = _CPU_CACHE
+    if device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+    most = _MOST_COPIES.get(device.type, _MOST_COPIES["cpu"])
+    return max(2, min(most, -(-4 * cache // max(bytes_per_call, 1))))
+
+
+def _time_graphs(cases: Mapping[str, Case], copies: int, effort: Effort) -> dict[str, float]:
+    clock = _Clock()
+    graphs = {name: _capture(case, copies, effort, clock) for name, case in cases.items()}
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(effort.rounds):
+        for name, (graph, calls) in graphs.items():
+            times[name].append(clock.milliseconds(graph) * 1e3 / calls)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _time_calls(cases: Mapping[str, Case], copies: int, effort: Effort) -> dict[str, float]:
+    calls = {}
+    for name, case in cases.items():
+        case(0)
+        start = time.perf_counter()
+        case(0)
+        once = max((time.perf_counter() - start) * 1e3, 1e-3)
+        calls[name] = max(copies, min(_MOST_CALLS, int(effort.round_ms / once)))
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(effort.rounds):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            for i in range(calls[name]):
+                case(i % copies)
+            times[name].append((time.perf_counter() - start) * 1e6 / calls[name])
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _capture(
+    case: Case, copies: int, effort: Effort, clock: _Clock
+) -> tuple[torch.cuda.CUDAGraph, int]:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in range(copies):  # each is a layer that has run before
+            case(i)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = _graph_of(case, copies, copies)
+    calls = calls_for(effort, clock.milliseconds(graph) / copies, copies)
+    return (graph if calls == copies else _graph_of(case, calls, copies)), calls
+
+
+def calls_for(effort: Effort, once: float, copies: int) -> int:
+    """Return the calls of one round, each copy's turn at least.
+
+    Args:
+        effort: how long to measure.
+        once: milliseconds of a call on the GPU. What the host needs for it must not count: graphs
+            of few calls are charged with their start, a microsecond per call and more.
+        copies: how many copies of the operands there are.
+    """
+    return max(copies, min(_MOST_CALLS, int(effort.round_ms / max(once, 1e-3))))
+
+
+def _graph_of(case: Case, calls: int, copies: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            case(i % copies)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+class _Clock:
+    """Times graphs that are with the GPU before the time starts, and learns how long that takes.
+
+    Otherwise the way of a graph from the host to the GPU is timed, too.
+    """
+
+    def __init__(self) -> None:
+        self._cycles = _HAND_OVER
+
+    def milliseconds(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Replay a graph, again if it came too late."""
+        start, end = _event(), _event()
+        while True:
+            torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
+            start.record()
+            graph.replay()
+            late = start.query()  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+            if not late or self._cycles >= _LONGEST_HAND_OVER:
+                return float(start.elapsed_time(end))
+            self._cycles *= 2
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,329 @@
+"""Measure every candidate of dispatch on layers of interest; only right ones may win.
+
+A candidate is held to the fp32 product of the dequantized operands before it is timed: on normal
+data, and on data of one sign, where an accumulator that is too short shows as a bias. Both limits
+are relative errors of a row in the 2-norm. The result is rounded once to bf16, which costs at most
+2^-8; a precise sum may lose 1e-3 (promoted every 128 of K, Hopper loses 6e-4), a fast one 8e-3 on
+normal data (Hopper loses 5e-3 at K = 28672) and what it likes on data of one sign.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fp8kit.dispatch.backends import renew
+from fp8kit.dispatch.device import device_name
+from fp8kit.dispatch.timings import DENSE, REJECTED, Table, fingerprint, table_for, tuned_path
+from fp8kit.errors import teach
+from fp8kit.formats import QTensor, Scheme
+from fp8kit.matmul.problem import m_bucket
+from fp8kit.modules.shared_input import MOST_JOINED_ROWS
+from fp8kit.perf.operands import (
+    MODEL_SHAPES,
+    Operands,
+    Shape,
+    candidates,
+    dense_layer,
+    dense_weights,
+    exact_rows,
+    operands,
+    unique,
+)
+from fp8kit.perf.timing import QUICK, SUSTAINED, Case, Timer, time_cases
+from fp8kit.runtime.atomic_files import locked
+
+_ROUNDING = 2.0**-8
+_LOSS = {"precise": 1e-3, "fast": 8e-3}
+_CHECKED_ROWS = 64
+_LONG_US = 100.0  # from which power limits the clock
+SHIPPED_ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Layers to measure.
+
+    Args:
+        shapes: ``(N, K)`` of the weights.
+        rows: row counts of the inputs; each stands for its power of two.
+        schemes: how they are quantized.
+        accum: ``"precise"`` or ``"fast"``.
+    """
+
+    shapes: Sequence[Shape]
+    rows: Sequence[int]
+    schemes: Sequence[Scheme]
+    accum: str = "precise"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What tuning found.
+
+    Args:
+        table: the measured times.
+        faults: candidates that computed something else, with the layer and what was wrong.
+        left: how many shapes were not reached in the time given.
+    """
+
+    table: Table
+    faults: list[str] = field(default_factory=list)
+    left: int = 0
+
+    def __str__(self) -> str:
+        lines = []
+        for case, times in self.table.rows.items():
+            right = [c for c, us in times.items() if c != DENSE and us != REJECTED]
+            fastest = min(right, key=times.__getitem__, default="")
+            dense = times.get(DENSE)
+            if fastest and dense:
+                lines.append(
+                    f"{case.n}x{case.k} m={case.m} {case.scales} {case.accum}: {fastest} "
+                    f"{times[fastest]:.1f} µs, {dense / times[fastest]:.2f} x bf16"
+                )
+        lines += [f"rejected: {fault}" for fault in self.faults]
+        if self.left:
+            lines.append(f"{self.left} shapes were not reached in time; tune again with more.")
+        return "\n".join(lines)
+
+
+def wishes_of(
+    alone: Iterable[Shape], joined: Iterable[Shape], rows: Sequence[int], scheme: Scheme, accum: str
+) -> Iterator[Wish]:
+    """Return what to measure for layers of which some run as one matrix for few rows.
+
+    Args:
+        alone: the layers.
+        joined: the matrices that siblings among them are multiplied as.
+        rows: row counts of the inputs.
+        scheme: how all are quantized.
+        accum: ``"precise"`` or ``"fast"``.
+    """
+    yield Wish(unique(alone), rows, [scheme], accum)
+    few = [m for m in rows if m <= MOST_JOINED_ROWS]
+    if few and (matrices := unique(joined)):
+        yield Wish(matrices, few, [scheme], accum)
+
+
+def shipped_wishes() -> list[Wish]:
+    """Return what the tables in the wheel hold: the shapes of known models, by every scheme."""
+    every = unique(s for shapes in MODEL_SHAPES.values() for s in shapes)
+    llama = MODEL_SHAPES["Llama 8B"] + MODEL_SHAPES["Llama 70B"]
+    main = [Scheme.of("FP8_DYNAMIC"), Scheme.of("FP8_BLOCK")]
+    rest = [Scheme.of("FP8_TENSOR"), Scheme.of("FP8"), Scheme.of("FP8_WEIGHT_ONLY")]
+    return [
+        Wish(every, SHIPPED_ROWS, main),
+        Wish(llama, SHIPPED_ROWS, rest),
+        Wish(every, [m for m in SHIPPED_ROWS if m > 256], main[:1], "fast"),
+    ]
+
+
+def tune(
+    wishes: Iterable[Wish],
+    device: torch.device,
+    *,
+    seconds: float | None = None,
+    timer: Timer = time_cases,
+    progress: Callable[[str], None] | None = None,
+    store: Callable[[Table], None] | None = None,
+) -> Outcome:
+    """Check and time every candidate for the layers asked for.
+
+    Args:
+        wishes: the layers.
+        device: where to measure.
+        seconds: start no further shape after this time.
+        timer: how cases are timed.
+        progress: is told each shape.
+        store: is given the table after each shape, so that a failure later on loses no times;
+            ``keep`` for one.
+
+    Returns:
+        The times, and what was rejected.
+
+    Raises:
+        ValueError: if a shape or row count is not positive.
+        torch.cuda.OutOfMemoryError: if a layer does not fit.
+    """
+    start = time.monotonic()
+    outcome = Outcome(_empty_table(device, timer))
+    for wish in wishes:
+        if min((*wish.rows, *(side for s in wish.shapes for side in s)), default=1) < 1:
+            raise ValueError(
+                teach(
+                    f"Got shapes {list(wish.shapes)} and rows {list(wish.rows)}.",
+                    "Only layers with work can be timed.",
+                    "Pass positive numbers.",
+                )
+            )
+        for shape in wish.shapes:
+            if seconds is not None and time.monotonic() - start > seconds:
+                outcome.left += 1
+                continue
+            if progress is not None:
+                progress(f"{shape[0]}x{shape[1]} {wish.accum}")
+            _measure(outcome, wish, shape, device, timer)
+            if store is not None:
+                store(outcome.table)
+    return outcome
+
+
+def keep(table: Table) -> None:
+    """Store a table for this machine, over what was tuned before; dispatch uses it at once.
+
+    Raises:
+        OSError: if the cache directory cannot be written.
+    """
+    path = tuned_path(table.device)
+    # each GPU of a machine may be tuned by a process of its own
+    with locked(path.with_suffix(".lock")):
+        try:
+            known = Table.from_json(path.read_text())
+        except (OSError, ValueError):
+            known = dataclasses.replace(table, rows={})
+        known.merge(table)
+        known.write(path)
+    renew()
+
+
+def _measure(
+    outcome: Outcome, wish: Wish, shape: Shape, device: torch.device, timer: Timer
+) -> None:
+    dense = dense_weights(shape, device)
+    quantized: dict[str, Sequence[QTensor]] = {}
+    for m in sorted({m_bucket(m) for m in wish.rows}):
+        cases: dict[str, Case] = {}
+        layers: dict[str, tuple[Operands, dict[str, Case], list[str]]] = {}
+        for scheme in wish.schemes:
+            layer = operands(dense, m, scheme, wish.accum, quantized.get(scheme.name, ()))
+            quantized[scheme.name] = layer.weights
+            runs: dict[str, Case] = {}
+            rejected = []
+            wanted = expected(layer)
+            for backend, configuration in candidates(layer.problem()):
+                name = f"{backend}:{configuration}" if configuration else backend
+                wrong = fault(wanted, backend, configuration)
+                if wrong:
+                    outcome.faults.append(f"{name} on {layer.problem()}: {wrong}")
+                    rejected.append(name)
+                else:
+                    runs[name] = layer.layer(backend, configuration)
+            layers[scheme.name] = (layer, runs, rejected)
+            cases |= {f"{scheme.name} {name}": run for name, run in runs.items()}
+        x = torch.randn(m, shape[1], device=device, dtype=torch.bfloat16)
+        cases[DENSE] = dense_layer(x, dense)
+        # where kernels draw all the power there is, the clock falls, and the fastest may be another
+        case = layers[wish.schemes[0].name][0].problem().case()
+        effort = SUSTAINED if outcome.table.roofline(case) >= _LONG_US else QUICK
+        times = timer(cases, len(dense), effort, device)
+        for name, (layer, runs, rejected) in layers.items():
+            row = {DENSE: times[DENSE], **{c: times[f"{name} {c}"] for c in runs}}
+            row |= dict.fromkeys(rejected, REJECTED)
+            outcome.table.rows[layer.problem().case()] = row
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What every candidate for a layer is held to.
+
+    Args:
+        name: of the data.
+        layer: the operands; the first copy of the weight is used.
+        rows: ``int64``, the rows that are compared.
+        exact: fp32, what they are.
+    """
+
+    name: str
+    layer: Operands
+    rows: Tensor
+    exact: Tensor
+
+
+def expected(layer: Operands) -> list[Expected]:
+    """Compute what candidates are compared with: on normal data, and for precise sums on one sign.
+
+    Args:
+        layer: the operands.
+    """
+    m = layer.x.shape[0]
+    count = min(m, _CHECKED_ROWS)
+    rows = torch.arange(count, device=layer.x.device) * (m - 1) // max(count - 1, 1)
+    kinds = [("normal data", layer)]
+    if layer.accum == "precise":
+        kinds.append(("data of one sign", _one_sign(layer)))
+    return [Expected(name, one, rows, exact_rows(one, rows)) for name, one in kinds]
+
+
+def fault(wanted: Sequence[Expected], backend: str, configuration: str = "") -> str:
+    """Compare a candidate with the definition; say what is wrong, or nothing.
+
+    Args:
+        wanted: operands and results, from ``expected``.
+        backend: name of the backend.
+        configuration: how it cuts the problem.
+
+    Returns:
+        An empty text if two runs give the same finite bits and every checked row is within the
+        limits that the module states.
+    """
+    for one in wanted:
+        try:
+            run = one.layer.layer(backend, configuration)
+            y, again = run(0), run(0)
+            same = torch.equal(y.view(torch.int16), again.view(torch.int16))
+        except torch.OutOfMemoryError:
+            raise  # the machine's fault, not the candidate's
+        except Exception as failure:  # compilers and libraries have exceptions of their own
+            return f"{type(failure).__name__}: {failure}"
+        if not same:
+            return f"two runs on {one.name} differ"
+        if not y.isfinite().all():
+            return f"not finite on {one.name}"
+        found = y.index_select(0, one.rows).float()
+        worst = float(((found - one.exact).norm(dim=1) / one.exact.norm(dim=1)).max())
+        limit = _ROUNDING + _LOSS[one.layer.accum]
+        if worst > limit:
+            return f"relative error {worst:.2e} of a row on {one.name}, at most {limit:.2e}"
+    return ""
+
+
+def _one_sign(layer: Operands) -> Operands:
+    weight = layer.weights[0]
+    positive = (weight.data.view(torch.uint8) & 0x7F).view(weight.data.dtype)
+    weights = [QTensor(positive, weight.scale, weight.group)]
+    return dataclasses.replace(layer, x=layer.x.abs(), weights=weights)
+
+
+def _empty_table(device: torch.device, timer: Timer) -> Table:
+    name = device_name(device) or device.type
+    known = table_for(device_name(device))
+    if known is not None:
+        return Table(name, known.bandwidth, known.flops, facts=dict(fingerprint()))
+    return Table(name, *_limits(device, timer), facts=dict(fingerprint()))
+
+
+def _limits(device: torch.device, timer: Timer) -> tuple[float, float]:
+    """Measure bandwidth by a copy, and FP8 operations as twice those of a bf16 product."""
+    side = 8192 if device.type == "cuda" else 512
+    source = torch.empty(side, 8 * side, dtype=torch.bfloat16, device=device).zero_()
+    target = torch.empty_like(source)
+    a = torch.randn(side, side, dtype=torch.bfloat16, device=device)
+    cases: dict[str, Case] = {"copy": lambda _: target.copy_(source), "product": lambda _: a @ a}
+    times = timer(cases, 2, QUICK, device)
+    return 2 * source.nbytes / times["copy"] * 1e6, 2 * 2 * side**3 / times["product"] * 1e6
+
+
+def limits(device: torch.device, timer: Timer = time_cases) -> Table:
+    """Return the bandwidth and FP8 rate of a device as an empty table, for rooflines.
+
+    Args:
+        device: a GPU with a table keeps the table's figures; any other is measured.
+        timer: how it is measured.
+    """
+    return _empty_table(device, timer)

@@ -1,0 +1,223 @@
+"""Compile, and on request tune, everything a model will run, before its first request."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.dispatch.backends import choose
+from fp8kit.errors import teach
+from fp8kit.matmul.problem import BACKENDS, MatmulBackend
+from fp8kit.modules.diffusers_producers import FusedAdaptiveNorm, FusedFeedForward
+from fp8kit.modules.fused_producers import FusedActivation, FusedGatedMlp, FusedNorm, Producer
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.shared_input import MOST_JOINED_ROWS, SharedInput, can_join
+from fp8kit.ops.validation import check_row_counts
+from fp8kit.perf import tune as tuning
+from fp8kit.perf.timing import Timer, time_cases
+from fp8kit.perf.tune import Wish
+
+
+def warmup(
+    model: nn.Module,
+    m: int | Sequence[int] = (1, 16, 4096),
+    *,
+    tune: bool = False,
+    timer: Timer = time_cases,
+) -> int:
+    """Run every distinct FP8 layer once per row count, so that no request waits for a compiler.
+
+    Compiled kernels are kept on disk, and a power of two stands for all row counts below it down to
+    the next, so ``m`` needs one value per size of batch that will come. Where a kernel is cut in
+    several ways for these, layers run each of them.
+
+    Args:
+        model: holds ``Fp8Linear`` layers, on the device where they will run.
+        m: row count (tokens) to expect, or several.
+        tune: first measure which backend is fastest for these layers, and keep the answer on disk.
+        timer: how candidates are timed.
+
+    Returns:
+        How many distinct calls were made.
+
+    Raises:
+        TypeError: if a row count is no integer.
+        ValueError: if there is no FP8 layer, it is on meta, or a row count is not positive.
+
+    Example:
+        >>> fp8kit.warmup(model, m=[1, 16, 4096])
+    """
+    layers = [mod for mod in model.modules() if isinstance(mod, Fp8Linear)]
+    if not layers or any(layer.weight.is_meta for layer in layers):
+        raise ValueError(
+            teach(
+                f"{type(model).__name__} holds {len(layers)} FP8 layers, or they are on meta.",
+                "What shall run soon is warmed up where it will run.",
+                "Convert or load the model onto its device first.",
+            )
+        )
+    m = check_row_counts(m)
+    if tune:
+        tune_layers(layers, m, timer)
+    done, calls = set[object](), 0
+    with torch.no_grad():
+        for module in model.modules():
+            kind = _kind(module)
+            if kind is None or kind in done:
+                continue
+            done.add(kind)
+            for rows in dict.fromkeys(count for most in m for count in _row_counts(module, most)):
+                _run(module, rows)
+                calls += 1
+    for device in {layer.weight.device for layer in layers}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return calls
+
+
+def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish]:
+    """Return what to tune for some layers: their shapes, and those of siblings that are joined.
+
+    Args:
+        layers: of one device.
+        m: row counts to expect.
+    """
+    for scheme in dict.fromkeys(layer.scheme for layer in layers):
+        for accum in dict.fromkeys(layer.accum for layer in layers if layer.scheme == scheme):
+            alike = [mod for mod in layers if (mod.scheme, mod.accum) == (scheme, accum)]
+            alone = [(mod.out_features, mod.in_features) for mod in alike]
+            joined = [
+                (sum(mod.out_features for mod in mod.shared.members), mod.in_features)
+                for mod in alike
+                if isinstance(mod.shared, SharedInput) and can_join(mod.shared.members)
+            ]
+            yield from tuning.wishes_of(alone, joined, list(m), scheme, accum)
+
+
+def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = time_cases) -> None:
+    """Measure the candidates for some layers on the GPU that holds them, and keep the times.
+
+    Args:
+        layers: layers with weights.
+        m: row counts to expect.
+        timer: how candidates are timed.
+
+    Raises:
+        ValueError: if a layer is not on a CUDA device.
+    """
+    for device in {layer.weight.device for layer in layers}:
+        if device.type != "cuda":
+            raise ValueError(
+                teach(
+                    f"Got layers on {device} to tune.",
+                    "Only CUDA devices have backends to choose among.",
+                    "Move the model to a GPU, or leave tune out.",
+                )
+            )
+        here = [layer for layer in layers if layer.weight.device == device]
+        with torch.cuda.device(device):
+            outcome = tuning.tune(layer_wishes(here, m), device, timer=timer, store=tuning.keep)
+        for fault in outcome.faults:
+            warnings.warn(f"Rejected while tuning: {fault}", stacklevel=3)
+
+
+def _row_counts(module: nn.Module, rows: int) -> list[int]:
+    """Add to a row count those of its power of two for which kernels are cut otherwise."""
+    if not isinstance(module, Fp8Linear):
+        return [rows]
+    problems = [module.problem(rows)]
+    if isinstance(module.shared, SharedInput):
+        members = module.shared.members
+        problems = [member.problem(rows) for member in members]
+        if rows <= MOST_JOINED_ROWS and can_join(members):
+            problems = [replace(problems[0], n=sum(problem.n for problem in problems))]
+    found = [rows]
+    with torch.cuda.device(module.weight.device) if module.weight.is_cuda else nullcontext():
+        for problem in problems:
+            chosen: MatmulBackend | None = choose(BACKENDS, problem).implementation
+            found += [] if chosen is None else chosen.row_counts(problem)
+    return found
+
+
+def _kind(module: nn.Module) -> object:
+    """Return equal keys to modules whose kernels are the same, ``None`` to what runs no FP8."""
+    if isinstance(module, Fp8Linear):
+        alone = _layer_kind(module)
+        if isinstance(module.shared, SharedInput):
+            return ("group", *map(_layer_kind, module.shared.members))
+        return alone
+    if isinstance(module, Producer):
+        members = module.consumers.group.members
+        return (*_producer_kind(module), *map(_layer_kind, members))
+    if isinstance(module, FusedGatedMlp | FusedFeedForward) and module.is_converted():
+        first, down = _projections(module)
+        gated = isinstance(module, FusedGatedMlp) or module.gated
+        shape = (first.in_features, first.out_features, first.weight.dtype)
+        return ("mlp", module.kind, gated, shape, _layer_kind(down))
+    return None
+
+
+def _producer_kind(module: Producer) -> tuple[object, ...]:
+    if isinstance(module, FusedActivation):
+        return ("activation", module.kind)
+    assert isinstance(module, FusedNorm | FusedAdaptiveNorm)
+    tensors = (module._parameters.get("weight"), module._parameters.get("bias"))
+    weights = tuple(None if t is None else t.dtype for t in tensors)
+    return (type(module), module.formula, *weights)
+
+
+def _projections(module: FusedGatedMlp | FusedFeedForward) -> tuple[nn.Linear, Fp8Linear]:
+    """Give the layer that reads the input of a feed-forward, and the one that gives its result."""
+    gated = isinstance(module, FusedGatedMlp)
+    names = (module.names[0], module.names[2]) if gated else ("net.0.proj", "net.2")
+    first, down = (module.get_submodule(name) for name in names)
+    assert isinstance(first, nn.Linear)
+    assert isinstance(down, Fp8Linear)
+    return first, down
+
+
+def _layer_kind(layer: Fp8Linear) -> tuple[object, ...]:
+    bias = None if layer.bias is None else layer.bias.dtype
+    options = (layer.accum, layer.batch_invariant, layer.compute_dtype, bias)
+    return (layer.scheme, tuple(layer.weight.shape), layer.weight.device, *options)
+
+
+def _run(module: nn.Module, rows: int) -> None:
+    if isinstance(module, FusedGatedMlp | FusedFeedForward):
+        module(_input(_projections(module)[0], rows))
+    elif isinstance(module, Producer):
+        group = module.consumers.group
+        for result in _produced(module, _input(group.members[0], rows)):
+            for member in group.members:
+                group(member, result)
+    elif isinstance(module, Fp8Linear):
+        x = _input(module, rows)
+        if isinstance(module.shared, SharedInput):
+            for member in module.shared.members:
+                module.shared(member, x)
+        else:
+            module.compute(x)
+
+
+def _produced(module: Producer, x: Tensor) -> Iterator[Tensor]:
+    """Run a producer in every way that a block calls it, one after the other."""
+    if isinstance(module, FusedAdaptiveNorm):
+        emb = x.new_zeros(1, module.linear.in_features)
+        result = module(x[None], **{module.embedding: emb})
+        yield result[0] if isinstance(result, tuple) else result
+        return
+    weight = module._parameters.get("weight")
+    x = x if weight is None else x.to(weight.dtype)
+    yield module(x)
+    if isinstance(module, FusedNorm) and module.formula.kind == "rms_norm":
+        yield module(module.add(x, x))  # a residual added in the same pass is another kernel
+
+
+def _input(layer: nn.Linear, rows: int) -> Tensor:
+    dtype = layer.compute_dtype if isinstance(layer, Fp8Linear) else layer.weight.dtype
+    return torch.randn(rows, layer.in_features, device=layer.weight.device, dtype=dtype)

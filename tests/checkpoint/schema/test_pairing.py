@@ -1,0 +1,304 @@
+"""What does not fit together is refused by name; what exporters write in many ways is one thing."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from fp8kit.checkpoint.dialects import Source
+from fp8kit.checkpoint.schema.pairing import Reading, interpret
+from fp8kit.formats import GROUP128, SCHEMES, TENSOR, GroupShape
+
+E4, E5, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
+F32, BF16, U8, E8 = torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu
+BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+MX = {"quant_method": "mxfp8"}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+DYNAMIC = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+CHANNEL = {"quant_method": "fbgemm_fp8"}
+Kind = tuple[torch.dtype, tuple[int, ...]]
+
+
+def read(quantization: dict[str, Any] | None, config: Any = None, **kinds: Kind) -> Reading:
+    """Interpret tensors; two underscores in a name are a dot."""
+    found = {name.replace("__", "."): kind for name, kind in kinds.items()}
+    config = {**(config or {}), **({"quantization_config": quantization} if quantization else {})}
+    return interpret(Source(config, found))
+
+
+def problem(found: Reading) -> str:
+    assert len(found.problems) == 1, found.problems
+    return found.problems[0]
+
+
+W: Kind = (E4, (256, 128))
+
+
+@pytest.mark.parametrize("quantization", [None, BLOCK, MX, STATIC, CHANNEL])
+def test_a_weight_without_its_scale(quantization: Any) -> None:
+    text = problem(read(quantization, a__weight=W))
+    assert text.startswith("a.weight is torch.float8_e4m3fn and has no a.weight_scale.")
+
+
+@pytest.mark.parametrize("weight", [None, (BF16, (256, 128)), (torch.int8, (256, 128))])
+def test_a_scale_without_its_weight(weight: Kind | None) -> None:
+    kinds = {"a__weight": weight} if weight else {}
+    text = problem(read(BLOCK, a__weight_scale_inv=(F32, (2, 1)), **kinds))
+    beside = f", but one of {weight[0]}" if weight else ""
+    assert text.startswith(f"a.weight_scale_inv has no FP8 a.weight beside it{beside}.")
+
+
+def test_two_weights_for_one_layer() -> None:
+    found = interpret(
+        Source(
+            {},
+            {
+                "a.weight": (BF16, (4, 4)),
+                "a._weight_qdata": (E4, (4, 4)),
+                "a._weight_scale": (F32, (4, 1)),
+            },
+            {},
+            {"tensor_names": "[]", "a.weight": '{"_type": "Tensor"}'},
+        )
+    )
+    assert "a.weight and a._weight_qdata are both the tensor a.weight." in found.problems[0]
+
+
+def test_two_scales_for_one_weight() -> None:
+    text = problem(
+        read(BLOCK, a__weight=W, a__weight_scale=(F32, (2, 1)), a__weight_scale_inv=(F32, (2, 1)))
+    )
+    assert text.startswith("a.weight has a.weight_scale and a.weight_scale_inv beside it.")
+    inputs = {"a__input_scale": (F32, ()), "a__activation_scale": (F32, ())}
+    text = problem(read(STATIC, a__weight=W, a__weight_scale=(F32, ()), **inputs))
+    assert "a.activation_scale and a.input_scale beside it" in text
+
+
+@pytest.mark.parametrize(
+    ("quantization", "scale"),
+    [
+        (BLOCK, (U8, (2, 1))),
+        (CHANNEL, (U8, (256, 1))),
+        (CHANNEL, (E8, (256, 1))),
+        (MX, (F32, (256, 4))),
+        (MX, (BF16, (256, 4))),
+    ],
+)
+def test_bytes_and_numbers_are_not_mixed_up(quantization: Any, scale: Kind) -> None:
+    text = problem(read(quantization, a__weight=W, a__weight_scale=scale))
+    assert text.startswith(f"a.weight_scale is {scale[0]} of shape {list(scale[1])}.")
+    assert "Exponent bytes and numbers are not cast into each other" in text
+
+
+@pytest.mark.parametrize(
+    ("quantization", "shape"),
+    [
+        (BLOCK, (1, 2)),
+        (BLOCK, (256, 1)),
+        (MX, (256, 3)),
+        (CHANNEL, (128, 1)),
+        (CHANNEL, (1,)),
+        (None, (4, 4)),
+    ],
+)
+def test_a_scale_of_the_wrong_shape(quantization: Any, shape: tuple[int, ...]) -> None:
+    dtype = U8 if quantization is MX else F32
+    text = problem(read(quantization, a__weight=W, a__weight_scale=(dtype, shape)))
+    assert f"a.weight_scale is {dtype} of shape {list(shape)}. " in text
+    assert "scales of a weight of [256, 128] are" in text
+    assert "Correct the config if it names another scheme, or export again." in text
+
+
+def test_scales_of_16_bit_are_read() -> None:
+    assert read(CHANNEL, a__weight=W, a__weight_scale=(BF16, (256, 1))).problems == []
+
+
+@pytest.mark.parametrize("dtype", [E5, torch.float8_e5m2fnuz])
+def test_weights_of_another_format(dtype: torch.dtype) -> None:
+    text = problem(read(DYNAMIC, a__weight=(dtype, (4, 4)), a__weight_scale=(F32, ())))
+    assert text.startswith(f"a.weight is {dtype} of shape [4, 4]. FP8 weights are float8_e4m3fn")
+
+
+def test_fp8_tensors_that_are_no_weights() -> None:
+    text = problem(read(DYNAMIC, a__bias=(E4, (4,))))
+    assert text.startswith("a.bias is torch.float8_e4m3fn and is not the weight of a layer.")
+
+
+def test_static_layers_need_an_input_scale() -> None:
+    text = problem(read(STATIC, a__weight=W, a__weight_scale=(F32, ())))
+    assert text.startswith("An FP8 weight has no a.input_scale. FP8 needs it")
+    dynamic = {"a__weight": W, "a__weight_scale": (F32, ()), "a__input_scale": (F32, ())}
+    text = problem(read(DYNAMIC, **dynamic))
+    assert text.startswith("a.input_scale is there, and the config says FP8_TENSOR.")
+    wrong = dynamic | {"a__input_scale": (F32, (3,))}
+    assert problem(read(STATIC, **wrong)).startswith("a.input_scale is torch.float32 of shape [3].")
+
+
+def test_several_scales_of_the_cache() -> None:
+    kinds = {"a__k_scale": (F32, ()), "a__k_proj__k_scale": (F32, ())}
+    text = problem(read(STATIC, **kinds))
+    assert text.startswith("The KV cache has a.k_proj.k_scale and a.k_scale for a.k_scale.")
+    assert "a.k_scale (torch.float32 [7])" in problem(read(STATIC, a__k_scale=(F32, (7,))))
+
+
+@pytest.mark.parametrize(
+    ("scale", "scheme"),
+    [
+        ((F32, ()), "FP8_TENSOR"),
+        ((F32, (1, 1)), "FP8_TENSOR"),
+        ((F32, (256,)), "FP8_DYNAMIC"),
+        ((BF16, (256, 1)), "FP8_DYNAMIC"),
+        ((F32, (2, 1)), "FP8_BLOCK"),
+        ((E8, (2, 1)), "FP8_BLOCK"),
+        ((U8, (256, 4)), "MXFP8"),
+        ((E8, (256, 4)), "MXFP8"),
+    ],
+)
+def test_tensors_alone_say_the_scheme(scale: Kind, scheme: str) -> None:
+    found = read(None, a__weight=W, a__weight_scale=scale)
+    assert found.problems == []
+    assert found.dialect is not None
+    assert found.dialect.name == "bare"
+    assert found.layers["a"].scheme == SCHEMES[scheme]
+
+
+WORDS = ["weight_scale", "weight_scale_inv", "scale_weight", "qscale_weight", "scale"]
+
+
+@pytest.mark.parametrize("word", [*WORDS, "weight__scale"])
+@pytest.mark.parametrize("acts", ["input_scale", "activation_scale", "qscale_act", "scale_input"])
+def test_every_word_for_a_scale_is_understood(word: str, acts: str) -> None:
+    found = read(
+        STATIC, a__weight=W, **{f"a__{word}": (F32, ()), f"a__{acts}": (F32, ())}, b=(F32, ())
+    )
+    assert found.problems == []
+    assert found.layers["a"].scheme == SCHEMES["FP8"]
+    assert found.tensors == {
+        "a.weight": "a.weight",
+        "a.weight_scale": f"a.{word.replace('__', '.')}",
+        "a.input_scale": f"a.{acts}",
+        "b": "b",
+    }
+
+
+def test_a_parameter_called_scale_is_no_scale_of_a_weight() -> None:
+    found = read(BLOCK, a__scale=(F32, (4,)), a__weight=(F32, (4,)))
+    assert found.problems == []
+    assert found.layers == {}
+
+
+def test_packed_experts_beside_exponents_are_no_fp8() -> None:
+    found = read(BLOCK, e__weight=(torch.int8, (8, 16)), e__scale=(E8, (8, 1)))
+    assert problem(found).startswith("e.scale has no FP8 e.weight beside it, but one of torch.int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("l.self_attn.k_scale", ["l.self_attn.k_scale"]),
+        ("l.self_attn.k_proj.k_scale", ["l.self_attn.k_scale"]),
+        ("l.self_attn.qkv_proj.v_scale", ["l.self_attn.v_scale"]),
+        ("l.self_attn.v_proj.output_scale", ["l.self_attn.v_scale"]),
+        ("l.self_attn.attn.k_scale", ["l.self_attn.k_scale"]),
+        ("l.attention.k_fake_quantizer.qscale_act", ["l.attention.k_scale"]),
+        ("l.self_attn.kv_scale", ["l.self_attn.k_scale", "l.self_attn.v_scale"]),
+    ],
+)
+def test_every_name_of_a_scale_of_the_cache(name: str, ours: list[str]) -> None:
+    found = interpret(Source({"quantization_config": DYNAMIC}, {name: (F32, (1,))}))
+    assert found.problems == []
+    assert list(found.kv_scales) == ours
+    assert found.tensors == dict.fromkeys(ours, name)
+
+
+def test_the_scale_of_a_query_is_kept_as_it_is() -> None:
+    found = interpret(Source({"quantization_config": DYNAMIC}, {"q_proj.output_scale": (F32, ())}))
+    assert found.tensors == {"q_proj.output_scale": "q_proj.output_scale"}
+
+
+def test_parts_of_a_fused_matrix() -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    scale = {"a__qkv_proj__weight": W, "a__qkv_proj__weight_scale": (F32, (3,))}
+    found = read(DYNAMIC, heads, **scale)
+    assert found.problems == []
+    assert found.layers["a.qkv_proj"].widths == (128, 64, 64)
+    assert found.layers["a.qkv_proj"].scheme == SCHEMES["FP8_DYNAMIC"]
+    assert read(DYNAMIC, {"text_config": heads}, **scale).problems == []
+    assert "qkv_proj.weight_scale is torch.float32 of shape [3]" in problem(read(DYNAMIC, **scale))
+    gate = {"a__gate_up_proj__weight": W, "a__gate_up_proj__weight_scale": (F32, (2,))}
+    assert read(STATIC, **gate, a__gate_up_proj__input_scale=(F32, (2,))).problems == []
+    wrong = scale | {"a__qkv_proj__weight_scale": (torch.int64, (3,))}
+    assert "is torch.int64 of shape [3]" in problem(read(DYNAMIC, heads, **wrong))
+    other = {"a__b_proj__weight": W, "a__b_proj__weight_scale": (F32, (2,))}
+    assert "of shape [2]" in problem(read(DYNAMIC, **other))
+
+
+def test_stacks_of_experts() -> None:
+    found = read(
+        DYNAMIC,
+        e__down_proj=(E4, (4, 8, 16)),
+        e__down_proj_scale=(F32, (4,)),
+        e__gate_up_proj__weight=(E4, (4, 32, 8)),
+        e__gate_up_proj__weight_scale=(F32, (4, 2)),
+    )
+    assert found.problems == []
+    assert [layer.shape for layer in found.layers.values()] == [(4, 8, 16), (4, 32, 8)]
+    assert {str(layer.group) for layer in found.layers.values()} == {"row"}
+    assert found.tensors["e.down_proj_scale"] == "e.down_proj_scale"
+
+
+def test_a_checkpoint_may_hold_other_blocks() -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+    found = read(config, a__weight=W, a__weight_scale_inv=(F32, (4, 2)))
+    assert found.problems == []
+    scheme = found.layers["a"].scheme
+    assert (scheme.weight, scheme.activation) == (GroupShape(64, 64), GroupShape(1, 64))
+
+
+def test_layers_of_two_schemes() -> None:
+    found = read(
+        None,
+        a__weight=W,
+        a__weight_scale=(F32, ()),
+        b__weight=W,
+        b__weight_scale=(F32, (256, 1)),
+        c__weight=W,
+        c__weight_scale=(F32, (256, 1)),
+    )
+    assert found.spec is not None
+    assert found.spec.scheme == SCHEMES["FP8_DYNAMIC"]
+    assert found.spec.others == {"a": SCHEMES["FP8_TENSOR"]}
+
+
+def test_high_precision_is_left_alone() -> None:
+    found = read(None, a__weight=(BF16, (4, 4)), a__scale=(F32, (4,)), a__weight_scale=(F32, (4,)))
+    assert (found.dialect, found.problems, found.layers) == (None, [], {})
+    assert len(found.tensors) == 3
+
+
+def test_other_codes_without_a_config() -> None:
+    found = read(None, a__weight=(torch.float8_e5m2fnuz, (4, 4)))
+    assert "is not the weight of a layer" in problem(found)
+
+
+def test_a_config_of_layers_that_are_not_there() -> None:
+    found = read(BLOCK, a__weight=(BF16, (4, 4)))
+    assert found.spec is not None
+    assert found.spec.scheme == SCHEMES["FP8_BLOCK"]
+    assert found.problems == []
+
+
+def test_the_whole_model_may_be_one_layer() -> None:
+    found = read(None, weight=W, weight_scale=(F32, (256, 1)))
+    assert found.problems == []
+    assert found.layers[""].scale == "weight_scale"
+
+
+def test_the_name_of_a_layer_can_end_like_a_scale() -> None:
+    found = read(DYNAMIC, a_scale__weight=W, a_scale__weight_scale=(F32, ()))
+    assert list(found.layers) == ["a_scale"]
+    assert re.match("FP8_TENSOR", found.layers["a_scale"].scheme.name)
+    assert found.layers["a_scale"].group == TENSOR != GROUP128

@@ -1,0 +1,283 @@
+"""Opening checkpoints: what is sound is read, what is not is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoint_samples import NANO, SHARD, converted, edit_json, edit_tensors, saved
+from fp8kit.checkpoint.storage.reader import open_checkpoint, scan
+from fp8kit.errors import CheckpointError
+from fp8kit.formats import SCHEMES
+from numerics import assert_bits_equal
+
+INDEX = "model.safetensors.index.json"
+E4 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> Path:
+    return saved(tmp_path / "sound")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    path = saved(tmp_path / "sharded", max_shard_bytes=20_000)
+    assert (path / INDEX).exists()
+    return path
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(path)
+
+
+def write_shard(path: Path, header: bytes, data: bytes) -> None:
+    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def test_high_precision_checkpoint() -> None:
+    checkpoint = open_checkpoint(NANO)
+    assert checkpoint.spec is None
+    assert checkpoint.layers == {}
+    assert checkpoint.dtype == torch.bfloat16
+    assert checkpoint.tensors["model.norm.weight"].shape == (256,)
+
+
+@pytest.mark.parametrize("shards", ["sound", "sharded"])
+def test_tensors_come_back_bit_for_bit(shards: str, request: pytest.FixtureRequest) -> None:
+    checkpoint = open_checkpoint(request.getfixturevalue(shards))
+    assert checkpoint.spec is not None
+    assert checkpoint.spec.scheme == SCHEMES["FP8_DYNAMIC"]
+    assert list(checkpoint.layers) == ["down", "up"]
+    torch.manual_seed(0)
+    state = converted().state_dict()
+    streamed = dict(checkpoint.stream())
+    assert streamed.keys() == checkpoint.tensors.keys()
+    for name, tensor in streamed.items():
+        assert_bits_equal(tensor, state[name])
+        assert_bits_equal(tensor, checkpoint.read(name))
+
+
+def test_streamed_tensors_own_their_memory(sound: Path) -> None:
+    tensors = dict(open_checkpoint(sound).stream(["down.weight", "steps"]))
+    assert set(tensors) == {"down.weight", "steps"}
+    (sound / SHARD).write_bytes(b"")
+    assert tensors["steps"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_TENSOR"])
+def test_scales_per_tensor_are_one_number_on_disk(tmp_path: Path, scheme: str) -> None:
+    path = saved(tmp_path / "c", scheme)
+    on_disk = load_file(path / SHARD)
+    ours = dict(open_checkpoint(path).stream())
+    for name in ["up.weight_scale"] + ["up.input_scale"] * (scheme == "FP8"):
+        assert on_disk[name].shape == (1,)
+        assert ours[name].shape == (1, 1)
+        assert ours[name].item() == on_disk[name].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_scales_are_upcast(sound: Path, dtype: torch.dtype) -> None:
+    scale = load_file(sound / SHARD)["up.weight_scale"].to(dtype).clamp(min=1e-4)
+    edit_tensors(sound, up__weight_scale=scale.flatten())
+    read = dict(open_checkpoint(sound).stream(["up.weight_scale"]))["up.weight_scale"]
+    assert_bits_equal(read, scale.float())
+
+
+def test_source_does_not_exist(tmp_path: Path) -> None:
+    refused(tmp_path / "none", "There is no directory .*none")
+
+
+def test_source_without_weights(tmp_path: Path) -> None:
+    refused(tmp_path, "holds no safetensors files: it is empty")
+
+
+def test_pickles_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
+    refused(tmp_path, r"only pytorch_model.bin.*never from pickle files")
+
+
+def test_two_sets_of_weights(sharded: Path) -> None:
+    shutil.copy(NANO / SHARD, sharded)
+    refused(sharded, "holds both model.safetensors and model.safetensors.index.json")
+
+
+def test_one_file_with_an_index_of_its_own(sound: Path) -> None:
+    names = load_file(sound / SHARD)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, SHARD)}
+    (sound / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert open_checkpoint(sound).shards == (SHARD,)
+    edit_tensors(sound, stray=torch.ones(3))
+    refused(sound, "holds stray, which the index does not place in it")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 400, -3])
+def test_truncated_file_is_named(sharded: Path, keep: int) -> None:
+    name = sorted(p.name for p in sharded.glob("*.safetensors"))[1]
+    content = (sharded / name).read_bytes()
+    (sharded / name).write_bytes(content[:keep])
+    refused(sharded, f"{name} is damaged. What is wrong: ")
+
+
+def test_missing_shard_is_named(sharded: Path) -> None:
+    name = sorted(p.name for p in sharded.glob("*.safetensors"))[1]
+    (sharded / name).unlink()
+    refused(sharded, f"{name} is missing in .*Complete the download")
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../a.safetensors", "/a.safetensors", "b/../a.safetensors", "b\\a.safetensors", "a.bin", 3],
+)
+def test_index_cannot_lead_out_of_the_directory(sharded: Path, shard: object) -> None:
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    edit_json(sharded / INDEX, weight_map={**index, "up.weight": shard})
+    refused(sharded, "places up.weight in .*A shard is the plain name")
+
+
+@pytest.mark.parametrize("weights", [None, [], {}, "x"])
+def test_index_without_a_map(sharded: Path, weights: object) -> None:
+    edit_json(sharded / INDEX, weight_map=weights)
+    refused(sharded, "it has no weight_map")
+
+
+def test_index_and_shards_disagree(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    shards = sorted(set(index.values()))
+    wrong = next(s for s in shards if s != index["up.weight"])
+    edit_json(sharded / INDEX, weight_map={**index, "up.weight": wrong})
+    refused(sharded, f"{wrong} is damaged.*places up.weight in it, but it is not there")
+    refused(sharded, f"{index['up.weight']} is damaged.*holds up.weight, which the index does not")
+
+
+def test_tensor_in_two_shards(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())["weight_map"]
+    other = next(s for s in index.values() if s != index["steps"])
+    edit_tensors(sharded, other, steps=torch.tensor([3, 4]))
+    refused(sharded, "steps is also in ")
+
+
+def test_tensor_twice_in_one_header(tmp_path: Path) -> None:
+    entry = '"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}'
+    write_shard(tmp_path / SHARD, f"{{{entry},{entry}}}".encode(), b"abc")
+    refused(tmp_path, "model.safetensors is damaged. What is wrong: it names a twice")
+
+
+@pytest.mark.parametrize(
+    ("entry", "data"),
+    [
+        ('{"dtype":"U8","shape":[4],"data_offsets":[0,3]}', b"abc"),
+        ('{"dtype":"U8","shape":[3],"data_offsets":[0,3]}', b"abcdef"),
+        ('{"dtype":"U8","shape":[3],"data_offsets":[1,4]}', b"abcd"),
+        ('{"dtype":"F7","shape":[3],"data_offsets":[0,3]}', b"abc"),
+        ('{"dtype":"U8","shape":[-3],"data_offsets":[0,3]}', b"abc"),
+        ('"nothing"', b""),
+    ],
+)
+def test_lying_headers(tmp_path: Path, entry: str, data: bytes) -> None:
+    write_shard(tmp_path / SHARD, f'{{"a":{entry}}}'.encode(), data)
+    refused(tmp_path, "model.safetensors is damaged")
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"a": \x00}', "[" * 100_000])
+def test_config_is_not_an_object(sound: Path, text: str) -> None:
+    (sound / "config.json").write_text(text)
+    refused(sound, "config.json is damaged")
+
+
+def test_fp8_without_a_config_is_told_by_its_tensors(sound: Path) -> None:
+    (sound / "config.json").unlink()
+    checkpoint = open_checkpoint(sound)
+    assert checkpoint.dialect is not None
+    assert checkpoint.dialect.name == "bare"
+    assert {layer.scheme for layer in checkpoint.layers.values()} == {SCHEMES["FP8_DYNAMIC"]}
+    edit_tensors(sound, up__weight_scale=None)
+    refused(sound, "up.weight is torch.float8_e4m3fn and has no up.weight_scale")
+
+
+def test_weight_without_its_scale(sound: Path) -> None:
+    edit_tensors(sound, up__weight_scale=None)
+    refused(sound, "up.weight is torch.float8_e4m3fn and has no up.weight_scale")
+
+
+def test_static_scheme_without_input_scale(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c", "FP8")
+    edit_tensors(path, up__input_scale=None)
+    refused(path, "has no up.input_scale. FP8 needs it")
+
+
+def test_dynamic_scheme_with_input_scale(sound: Path) -> None:
+    edit_tensors(sound, up__input_scale=torch.ones(1))
+    refused(sound, "up.input_scale is there, and the config says FP8_DYNAMIC")
+
+
+def test_scale_without_its_weight(sound: Path) -> None:
+    edit_tensors(sound, up__weight=None)
+    refused(sound, r"up.weight_scale has no FP8 up.weight beside it\.")
+    edit_tensors(sound, up__weight=torch.ones(203, 129))
+    refused(sound, r"has no FP8 up.weight beside it, but one of torch.float32\.")
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        torch.ones(129, 1),
+        torch.ones(1),
+        torch.ones(203, 2),
+        torch.ones(1, 203),
+        torch.ones(203, 1, dtype=torch.float64),
+        torch.ones(203, 1, dtype=torch.uint8),
+    ],
+    ids=lambda s: f"{s.dtype}-{list(s.shape)}",
+)
+def test_scale_of_wrong_shape_or_dtype(sound: Path, scale: torch.Tensor) -> None:
+    edit_tensors(sound, up__weight_scale=scale)
+    refused(sound, r"up.weight_scale is torch.* of shape .*are float32 \(or 16 bit\) of shape")
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_are_finite_and_positive(sound: Path, bad: float) -> None:
+    scale = load_file(sound / SHARD)["up.weight_scale"]
+    scale[77] = bad
+    edit_tensors(sound, up__weight_scale=scale)
+    checkpoint = open_checkpoint(sound)
+    assert len(checkpoint.scale_problems()) == 1
+    with pytest.raises(CheckpointError, match=r"model.safetensors: up.weight_scale holds NaN, inf"):
+        dict(checkpoint.stream())
+
+
+@pytest.mark.parametrize("shape", [(2, 203, 129), (203,)])
+def test_weight_that_is_no_matrix(sound: Path, shape: tuple[int, ...]) -> None:
+    edit_tensors(sound, up__weight=torch.ones(shape).to(E4))
+    message = r"up.weight is .* FP8 weights are float8_e4m3fn matrices \[N, K\]"
+    stack = r"up.weight_scale is .* row scales of a weight of \[2, 203, 129\] are"
+    refused(sound, stack if len(shape) == 3 else message)
+
+
+def test_fp8_that_is_no_weight(sound: Path) -> None:
+    edit_tensors(sound, up__bias=torch.ones(203).to(E4))
+    refused(sound, "up.bias is torch.float8_e4m3fn and is not the weight of a layer")
+
+
+def test_scan_collects_every_damage(sharded: Path) -> None:
+    first, second = sorted(p.name for p in sharded.glob("*.safetensors"))[:2]
+    (sharded / first).unlink()
+    (sharded / second).write_bytes(b"")
+    found = "\n".join(scan(sharded).problems)
+    assert f"{first} is missing" in found
+    assert f"{second} is damaged" in found
+
+
+def test_dtype_comes_from_the_config_or_the_tensors(sound: Path) -> None:
+    assert open_checkpoint(sound).dtype == torch.bfloat16
+    edit_json(sound / "config.json", dtype=None, torch_dtype="float16")
+    assert open_checkpoint(sound).dtype == torch.float16
+    edit_json(sound / "config.json", torch_dtype="save")
+    assert open_checkpoint(sound).dtype == torch.bfloat16

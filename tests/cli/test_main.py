@@ -1,0 +1,677 @@
+"""The command line: what it prints, its JSON, and one clear sentence on bad input."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import fp8kit
+from checkpoint_samples import edit_tensors
+from fp8kit.checkpoint.streaming import executor
+from fp8kit.cli.main import _in_shell_words, main
+from fp8kit.dispatch.timings import Case, Table
+from fp8kit.io import checkpoints, models
+from fp8kit.perf import tune as tuning
+
+NANO = Path(__file__).parents[2] / "examples" / "nano"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    destination = tmp_path_factory.mktemp("cli") / "nano-fp8"
+    result = run("quantize", NANO, destination)
+    assert result.exit_code == 0, result.output
+    return destination
+
+
+def failure(result: Result) -> str:
+    assert result.exit_code != 0
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def test_quantize_writes_a_checkpoint_that_loads(quantized: Path) -> None:
+    model = fp8kit.load(quantized)
+    assert sum(isinstance(m, fp8kit.Fp8Linear) for m in model.modules()) == 28
+    assert (quantized / "tokenizer.json").read_bytes() == (NANO / "tokenizer.json").read_bytes()
+
+
+def test_quantize_json_describes_the_result(tmp_path: Path) -> None:
+    result = run("quantize", NANO, tmp_path / "out", "--exclude", "*.o_proj", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["scheme"] == "FP8_DYNAMIC"
+    assert "model.layers.0.self_attn.o_proj" in found["ignored"]
+    assert "lm_head" in found["ignored"]
+
+
+def test_quantize_refuses_an_existing_destination(quantized: Path) -> None:
+    before = {f.name: f.read_bytes() for f in quantized.iterdir()}
+    assert "exists and is not empty" in failure(run("quantize", NANO, quantized))
+    assert {f.name: f.read_bytes() for f in quantized.iterdir()} == before
+    again = run("quantize", NANO, quantized, "--overwrite")
+    assert again.exit_code == 0, again.output
+    assert {f.name: f.read_bytes() for f in quantized.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--scheme", "FP9"), "Known schemes are"),
+        (("--target", "tensorrt"), "vllm"),
+        (("--exclude", "*.nothing"), "matches no linear layer"),
+        (("--no-default-exclude", "--exclude", "*.o_proj"), "contradict each other"),
+    ],
+)
+def test_quantize_refuses_bad_options(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in failure(run("quantize", NANO, tmp_path / "out", *options))
+    assert not (tmp_path / "out").exists()
+
+
+def test_quantize_refuses_bad_sources(tmp_path: Path) -> None:
+    assert "nowhere" in failure(run("quantize", tmp_path / "nowhere", tmp_path / "out"))
+    damaged = tmp_path / "damaged"
+    shutil.copytree(NANO, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "model.safetensors" in failure(run("quantize", damaged, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("2GB", 1), ("500kB", 9), ("0.5 mb", 9), ("500000", 9)]
+)
+def test_quantize_takes_a_size_of_files(text: str, count: int, tmp_path: Path) -> None:
+    result = run("quantize", NANO, tmp_path / "out", "--max-shard-size", text, "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-shard-size", "5 apples"), "is no size; write it like 5GB"),
+        (("--max-shard-size", "0"), "is no size"),
+        (("--max-shard-size", "1.2.3GB"), "is no size"),
+        (("--dtype", "int8"), "bfloat16"),
+        (("--workers", "0"), "0 is not in the range"),
+        (("--device", "cpu", "--device", "tpu"), "'tpu' is no device"),
+        (("--scheme", "FP8"), "needs calibration data"),
+    ],
+)
+def test_quantize_refuses_bad_values(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in failure(run("quantize", NANO, tmp_path / "out", *options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_casts_the_rest(tmp_path: Path) -> None:
+    assert run("quantize", NANO, tmp_path / "out", "--dtype", "float16").exit_code == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_quantize_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "write_shards", interrupted)
+        said = failure(run("quantize", NANO, tmp_path / "out"))
+    assert "the same command continues" in said
+    options = ("--scheme", "FP8_BLOCK", "--exclude", "*.o_proj", "--max-shard-size", "1GB")
+    other = failure(run("quantize", NANO, tmp_path / "out", *options))
+    assert (
+        "it was another one (exclude not given then, '*.o_proj' now; files of up to 5.00 GB then, "
+        "1.00 GB now; scheme FP8_DYNAMIC then, FP8_BLOCK now)"
+    ) in other
+    assert f"start anew: rm -r {tmp_path / '.out.partial'}" in other
+    assert run("quantize", NANO, tmp_path / "out").exit_code == 0
+
+
+def test_quantize_on_a_cluster_needs_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fp8kit.integrations.ray", raising=False)
+    assert "pip install 'fp8kit[ray]'" in failure(run("quantize", NANO, tmp_path / "out", "--ray"))
+
+
+def test_verify(quantized: Path, tmp_path: Path) -> None:
+    result = run("verify", NANO, quantized)
+    assert result.exit_code == 0, result.output
+    assert "28 FP8 layers, 28 of them equal to a new quantization" in result.output
+    found = json.loads(run("verify", NANO, quantized, "--json").stdout)
+    assert found["ok"]
+    assert len(found["tensors"]) == 38
+    damaged = tmp_path / "damaged"
+    shutil.copytree(quantized, damaged)
+    edit_tensors(damaged, model__norm__weight=None)
+    result = run("verify", NANO, damaged)
+    assert result.exit_code == 1
+    assert "model.norm.weight: in the source, not in the result." in result.output
+    assert f"{NANO} was given twice." in failure(run("verify", NANO, NANO))
+
+
+def test_inspect(quantized: Path) -> None:
+    result = run("inspect", quantized)
+    assert result.exit_code == 0, result.output
+    assert "FP8_DYNAMIC" in result.output
+    assert "compressed-tensors" in result.output
+    assert json.loads(run("inspect", quantized, "--json").stdout)["scheme"] == "FP8_DYNAMIC"
+
+
+def test_inspect_of_damage_fails(quantized: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(quantized, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    result = run("inspect", damaged)
+    assert result.exit_code == 1
+    assert "model.safetensors" in result.output
+
+
+def test_plan_reads_no_weights(tmp_path: Path) -> None:
+    result = run("plan", NANO, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert sum(r["action"] == "convert" for r in found["records"]) == 28
+    assert "28 layers converted" in run("plan", NANO).output
+
+
+def test_plan_without_defaults_converts_what_is_not_tied() -> None:
+    found = json.loads(run("plan", NANO, "--no-default-exclude", "--json").stdout)
+    head = next(r for r in found["records"] if r["name"] == "lm_head")
+    assert head["reason"] == "its weight is tied to another parameter"
+
+
+def test_plan_of_a_quantized_checkpoint_is_refused(quantized: Path) -> None:
+    assert "FP8_DYNAMIC already" in failure(run("plan", quantized))
+
+
+def test_explain(quantized: Path) -> None:
+    result = run("explain", quantized, "-m", 1)
+    assert result.exit_code == 0, result.output
+    assert "dequantized" in result.output
+    found = json.loads(run("explain", quantized, "--json").stdout)
+    assert {entry["backend"] for entry in found} == {"dequantized"}
+    assert "torch_native" in found[0]["declined"]
+
+
+def test_explain_of_high_precision_names_the_command(tmp_path: Path) -> None:
+    said = failure(run("explain", NANO))
+    assert f"Make one: fp8kit quantize {NANO} DESTINATION" in said
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        ("Got target='ollama'.", "Got --target ollama."),
+        ("strict=True, and 3 layers cannot", "--strict, and 3 layers cannot"),
+        ("Pass exclude=['*.a', 'b'].", "Pass --exclude '*.a' --exclude b."),
+        ("Got scheme=FP8_BLOCK for d, which", "Got --scheme FP8_BLOCK for d, which"),
+        ("pass overwrite=True.", "pass --overwrite."),
+        ("Use fp8kit.load(dir, scheme='FP8').", "Use fp8kit.load(dir, scheme='FP8')."),
+        ("Got sideways=3.", "Got sideways=3."),
+    ],
+)
+def test_errors_name_options_not_arguments(python: str, shell: str) -> None:
+    assert _in_shell_words(python) == shell
+
+
+def test_options_are_named_end_to_end(tmp_path: Path) -> None:
+    said = failure(run("quantize", NANO, tmp_path / "out", "--target", "vlm"))
+    assert "Got --target vlm." in said
+    assert "Did you mean 'vllm'?" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    said = failure(run("quantize", NANO, tmp_path / "full"))
+    assert "overwrite=True" not in said
+    assert "--overwrite" in said
+
+
+def test_explain_refuses_a_negative_row_count(quantized: Path) -> None:
+    assert "row counts are positive" in failure(run("explain", quantized, "-m", -1))
+
+
+def test_explain_takes_several_row_counts(quantized: Path) -> None:
+    result = run("explain", quantized, "-m", "1,16")
+    assert result.exit_code == 0, result.output
+    assert "[M<=1, K=256]" in result.stdout
+    assert "[M<=16, K=256]" in result.stdout
+    both = json.loads(run("explain", quantized, "-m", "1,16", "--json").stdout)
+    assert [p["problem"].startswith("[M<=1,") for p in both].count(True) == len(both) // 2
+
+
+def test_plan_for_row_counts_says_what_was_not_measured() -> None:
+    result = run("plan", NANO, "-m", "1,64")
+    assert result.exit_code == 0, result.output
+    assert "Whether FP8 is faster than bf16" in result.output
+
+
+def test_plan_for_row_counts_wants_the_gpu_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = run("plan", NANO, "-m", "1,64").output
+    assert "faster than bf16 at m=1, 64 depends on the GPU, and there is none here" in said
+    assert "on meta" not in said
+
+
+@pytest.mark.parametrize("rows", ["0", "1,-4", "many", "1,,2"])
+def test_row_counts_are_a_list_of_positive_numbers(rows: str) -> None:
+    assert "row counts" in failure(run("plan", NANO, "-m", rows))
+
+
+def test_bench_times_shapes() -> None:
+    options = ("--shapes", "128x256,64x64", "-m", "1,3", "--device", "cpu")
+    result = run("bench", *options, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [(t["n"], t["k"], t["m"]) for t in found] == [
+        (128, 256, 1),
+        (128, 256, 3),
+        (64, 64, 1),
+        (64, 64, 3),
+    ]
+    assert all(t["us"] > 0 and t["bf16_us"] > 0 and t["roofline_us"] > 0 for t in found)
+    assert "of the roofline" in run("bench", *options).output
+
+
+def test_what_is_measured_are_the_layers_of_a_checkpoint_in_fp8_too(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        "fp8kit.cli.measure.linear.bench", lambda *a, **_: asked.append(set(a[0])) or []
+    )
+    for source in (NANO, quantized):
+        result = run("bench", source, "-m", "2", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+    assert asked[0] == asked[1] != set()
+
+
+def test_explain_asks_the_gpu_where_there_is_one(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    real = models.load
+    monkeypatch.setattr(
+        "fp8kit.cli.main.models.load", lambda path, device: asked.append(device) or real(path)
+    )
+    assert run("explain", quantized).exit_code == 0
+    assert run("explain", quantized, "--device", "cpu").exit_code == 0
+    assert asked == ["cuda", "cpu"]
+
+
+def test_bench_takes_the_layers_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        "fp8kit.cli.measure.linear.bench", lambda *a, **_: asked.append(a[:2]) or []
+    )
+    result = run("bench", NANO, "-m", "2", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    ((shapes, rows),) = asked
+    config = json.loads((NANO / "config.json").read_text())
+    assert (config["intermediate_size"], config["hidden_size"]) in shapes
+    assert len(shapes) == len(set(shapes))
+    assert rows == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--shapes"),
+        ((NANO, "--shapes", "64x64"), "not both"),
+        (("--shapes", "64"), "Shapes are NxK"),
+        (("--shapes", "64x64", "--scheme", "FP9"), "Known schemes are"),
+    ],
+    ids=["nothing", "both", "shape", "scheme"],
+)
+def test_bench_refuses_bad_options(arguments: tuple[object, ...], said: str) -> None:
+    assert said in failure(run("bench", *arguments, "--device", "cpu"))
+
+
+def test_tune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = failure(run("tune", "--shapes", "64x64", "--device", "cpu"))
+    assert "'cpu' has no backends to choose among. Run this on the machine with the GPU" in said
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", None)
+    said = failure(run("tune", "--shapes", "64x64"))
+    assert "there is no CUDA device here, and torch" in said
+    assert "is built without. Run this on the machine with the GPU." in said
+    said = failure(run("bench", "--shapes", "64x64"))
+    assert "Run this on the machine with the GPU, or name --device cpu." in said
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_tune_stores_or_writes_its_table(
+    stored: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The command alone: what it measures is tested where it is measured."""
+    kept: list[Table] = []
+    wishes: list[tuning.Wish] = []
+    case = Case("row*row", "precise", 16, 64, 128)
+    outcome = tuning.Outcome(Table("Toy", 1e12, 1e15, {case: {"bf16": 4.0, "hopper_gemm": 2.0}}))
+
+    def tune(asked: list[tuning.Wish], *_: object, store: Callable[[Table], None], **__: object):
+        wishes.extend(asked)
+        store(outcome.table)
+        return outcome
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(tuning, "keep", kept.append)
+    monkeypatch.setattr(tuning, "tune", tune)
+    place = () if stored else ("--output", tmp_path / "t.json")
+    schemes = ("--scheme", "FP8_BLOCK", "--scheme", "FP8")
+    result = run("tune", "--shapes", "64x128", "-m", "16", *schemes, *place)
+    assert result.exit_code == 0, result.output
+    assert "64x128 m=16 row*row precise: hopper_gemm 2.0 µs, 2.00 x bf16" in result.output
+    assert [w.schemes[0].name for w in wishes] == ["FP8_BLOCK", "FP8"]
+    assert kept == ([outcome.table] if stored else [])
+    if not stored:
+        assert Table.from_json((tmp_path / "t.json").read_text()) == outcome.table
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["dense", "fp8"])
+def test_tune_measures_joined_siblings_of_few_rows(
+    fp8: bool, quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes: list[tuning.Wish] = []
+
+    def tune(asked: list[tuning.Wish], *_: object, **__: object) -> tuning.Outcome:
+        wishes.extend(asked)
+        return tuning.Outcome(Table("Toy", 1e12, 1e15))
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(tuning, "tune", tune)
+    result = run("tune", quantized if fp8 else NANO, "-m", "1,4096")
+    assert result.exit_code == 0, result.output
+    alone, joined = wishes
+    assert set(alone.shapes) >= {(256, 256), (128, 256), (768, 256), (256, 768)}
+    assert (set(joined.shapes), joined.rows) == ({(512, 256), (1536, 256)}, [1])
+    assert alone.rows == [1, 4096]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--device", "cuda:7", "--shapes", "64x64"), "this machine has 1, from cuda:0 on"),
+        (("--device", "gpu"), "is no device"),
+        (("--shipped-shapes", "--shapes", "64x64", "-m", "1"), "leave out shapes, rows"),
+        (("--shipped-shapes", "--accum", "fast"), "leave out accum"),
+    ],
+    ids=["absent", "unknown", "twice", "accum"],
+)
+def test_tune_refuses_what_it_would_ignore(
+    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert said in failure(run("tune", *arguments))
+
+
+def test_env() -> None:
+    found = json.loads(run("env", "--json").stdout)
+    assert found["fp8kit"] == fp8kit.__version__
+    assert found["torch"].startswith("2.")
+    assert {"triton", "cuda-bindings", "deep_gemm", "transformers", "devices"} <= set(found)
+    assert f"fp8kit: {fp8kit.__version__}" in run("env").output
+
+
+def test_module_entry_point() -> None:
+    command = [sys.executable, "-m", "fp8kit", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert fp8kit.__version__ in done.stdout
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
+
+
+def as_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text(POINTER)
+
+
+def as_other(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_bytes(b"other")
+
+    return change
+
+
+def as_shards(folder: Path) -> None:
+    for i in (1, 2):
+        shutil.copy(NANO / "model.safetensors", folder / f"model-0000{i}-of-00002.safetensors")
+    (folder / "model.safetensors").unlink()
+
+
+def as_pipeline(folder: Path) -> None:
+    (folder / "transformer").mkdir()
+    (folder / "model.safetensors").rename(folder / "transformer" / "model.safetensors")
+
+
+def with_a_missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def as_quanto(folder: Path) -> None:
+    (folder / "quanto_qmap.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (as_pointer, ["model.safetensors is a git-LFS pointer", "Get them with git lfs pull"]),
+        (lambda d: (d / "config.json").write_text(POINTER), ["config.json is a git-LFS pointer"]),
+        (as_other("nano-q4.gguf"), ["only nano-q4.gguf: that is GGUF", "Start from the model"]),
+        (as_other("pytorch_model.bin"), ["only pytorch_model.bin: that is a pickle"]),
+        (lambda d: (d / "model.safetensors").unlink(), ["complete the download"]),
+        (as_shards, ["and no model.safetensors.index.json", "Download the index too"]),
+        (with_a_missing_shard, ["model-00002-of-00002.safetensors is missing"]),
+        (as_pipeline, ["transformer inside it does", "Pass one of its folders"]),
+        (as_quanto, ["was written by quanto", "high-precision checkpoint"]),
+        (lambda d: os.truncate(d / "model.safetensors", 900), ["model.safetensors is damaged"]),
+    ],
+    ids="lfs lfs-config gguf pickle nothing no-index no-shard pipeline quanto truncated".split(),
+)
+def test_a_folder_that_is_no_checkpoint(
+    change: Callable[[Path], None], said: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(NANO, tmp_path / "source")
+    change(tmp_path / "source")
+    for command in (("inspect",), ("plan",), ("quantize", tmp_path / "out")):
+        text = failure(run(command[0], tmp_path / "source", *command[1:]))
+        assert all(words in text for words in said), text
+        assert "pickle" not in text or "pickle" in said[0]
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(NANO, "nano")
+    Path("model.gguf").write_bytes(b"GGUF")
+    Path("link").symlink_to("gone")
+    expected = {
+        "nano/config.json": "nano/config.json is a file, and no safetensors file. A checkpoint is a"
+        " directory with safetensors files, or one such file. Pass its directory: nano.",
+        "model.gguf": "that is GGUF",
+        "link": "link is a link to gone, which does not exist",
+        "~/models/x": f"pass {Path('~/models/x').expanduser()}",
+        "meta-llama/Llama-3.1-8B": "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B",
+        "nano/model": "Check the path",
+        "a\udcff": "is not UTF-8",
+    }
+    for source, said in expected.items():
+        for command in (
+            ("inspect",),
+            ("plan",),
+            ("quantize", "out"),
+            ("convert-checkpoint", "out"),
+        ):
+            assert said in failure(run(command[0], source, *command[1:]))
+    assert "hf download" not in failure(run("inspect", "nano/model"))
+    assert not Path("out").exists()
+
+
+def test_a_destination_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(NANO, "nano")
+    Path("file").touch()
+    expected = {
+        "nano": "is or holds the source",
+        "nano/": "is or holds the source",
+        "nano/fp8": "lies inside the source",
+        ".": "is or holds the source",
+        "file": "is a file",
+        "file/out": "Not a directory",
+        "o\udcff": "is not UTF-8",
+    }
+    for destination, said in expected.items():
+        assert said in failure(run("quantize", "nano", destination))
+    assert sorted(os.listdir()) == ["file", "nano"]
+    assert run("quantize", "nano/", "deep/er/out/").exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["quantize", "convert-checkpoint"])
+def test_a_destination_that_may_not_be_written(
+    command: str, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.mkdir
+
+    def denied(self: Path, *options: Any, **others: Any) -> None:
+        if self.name.startswith(".out."):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        real(self, *options, **others)
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    said = failure(run(command, NANO if command == "quantize" else quantized, tmp_path / "out"))
+    assert "cannot be written: Permission denied" in said
+    assert f"look at the permissions of {tmp_path}" in said
+    assert "Errno" not in said
+
+
+def test_a_full_disk_is_told_in_units_for_people(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_234_567))
+    said = failure(run("quantize", NANO, tmp_path / "out"))
+    assert re.search(r"has 1\.23 MB free\. The checkpoint needs 5\.\d\d MB\. Make room", said)
+
+
+def test_a_source_without_a_config_is_told_of(tmp_path: Path) -> None:
+    shutil.copytree(NANO, tmp_path / "source")
+    (tmp_path / "source" / "config.json").unlink()
+    assert "config.json is missing" in run("inspect", tmp_path / "source").output
+    assert "config.json is missing" in run("plan", tmp_path / "source").output
+    result = run("quantize", tmp_path / "source", tmp_path / "out")
+    assert result.exit_code == 0
+    assert "config.json names no model" in result.output
+    assert "fp8kit.load(dir, model=...)" in result.output
+
+
+def test_errors_of_the_system_are_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "the disk")
+
+    monkeypatch.setattr("fp8kit.cli.main.inspect_checkpoint", fails)
+    assert "Error: the disk: Input/output error." in failure(run("inspect", NANO))
+
+
+def test_an_error_leaves_nothing_for_a_reader_of_json(tmp_path: Path) -> None:
+    result = run("inspect", tmp_path / "gone", "--json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: There is no directory")
+
+
+def test_a_pipe_gets_lines_of_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "quantize:" not in run("quantize", NANO, tmp_path / "quick").stderr
+    monkeypatch.setattr(checkpoints, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 0)
+    lines = run("quantize", NANO, tmp_path / "out").stderr.splitlines()
+    assert any(re.match(r"quantize: \d+%, .+ of 8.39M", line) for line in lines), lines
+    assert not any("\r" in line for line in lines)
+
+
+def fresh(
+    *arguments: object, path: Path | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own; ``path`` comes before all other modules."""
+    own = [str(Path(fp8kit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    places = os.pathsep.join([str(path), *own] if path else own)
+    command = [sys.executable, "-m", "fp8kit", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": places}
+    return subprocess.run(command, env=environment, text=True, **options)
+
+
+def test_a_reader_who_has_seen_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = fresh("inspect", NANO, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert "Error" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nobody_speaks_of_numpy_where_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')"
+    )
+    done = fresh("inspect", NANO, path=tmp_path, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def test_convert_checkpoint(tmp_path: Path) -> None:
+    result = run("convert-checkpoint", GOLDEN / "modelopt-flat", tmp_path / "out", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["dialect"], found["scheme"]) == ("compressed-tensors", "FP8")
+    result = run("convert-checkpoint", tmp_path / "out", tmp_path / "again", "--dialect", "autofp8")
+    assert result.exit_code == 0, result.output
+    assert "autofp8, FP8" in result.output
+    assert f"written to {tmp_path / 'again'}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("fp8-block", ("--target", "transformers"), "do not load in transformers"),
+        ("fp8-block", ("--dialect", "quark"), "Those that are written are"),
+        ("fp8-block", ("--target", "tgi"), "Known targets are"),
+        ("fp8-block", ("--unfit", "drop"), "It is one of refuse, dequantize"),
+        ("nowhere", (), "There is no directory"),
+    ],
+)
+def test_convert_checkpoint_refuses(
+    source: str, options: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    result = run("convert-checkpoint", GOLDEN / source, tmp_path / "out", *options)
+    assert said in failure(result)
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_of_one_file() -> None:
+    result = run("inspect", GOLDEN / "comfyui-scaled" / "diffusion.safetensors")
+    assert result.exit_code == 0, result.output
+    assert "comfyui, FP8_TENSOR_BY_16BIT" in result.output

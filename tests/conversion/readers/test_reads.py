@@ -1,0 +1,373 @@
+"""Forms in which the code of a model reads a weight: each leaves the layer dense, with the reason.
+
+What no code of the model shows raises when it happens: ``tests/modules/test_guarded_weight.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8kit
+from fp8kit.conversion.readers.reads import weight_reads
+from numerics import relative_error
+
+SIZE = 128
+READS = "reads its weight instead of calling it"
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.proj = nn.Linear(SIZE, SIZE)
+        self.other = nn.Linear(SIZE, SIZE)
+        self.many = nn.ModuleList([nn.Linear(SIZE, SIZE) for _ in range(2)])
+        self.named = nn.ModuleDict({"a": nn.Linear(SIZE, SIZE)})
+        self.bound = functools.partial(weighed, self.proj)
+        self.kept = lambda x: F.linear(x, self.proj.weight.to(x.dtype))
+        self.processor = Processor()
+        self.casts = False
+        self.bilinear = nn.Bilinear(4, 4, 4)
+
+    @property
+    def transposed(self) -> Tensor:
+        return self.proj.weight.t()
+
+    def own(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, layer.weight.to(x.dtype), layer.bias)
+
+    def pick(self) -> nn.Linear:
+        return self.proj
+
+    def each(self) -> Any:
+        yield from (self.proj, self.other)
+
+
+def weighed(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight.to(x.dtype))
+
+
+def multiplied(x: Tensor, matrix: Tensor) -> Tensor:
+    return x @ matrix.to(x.dtype).T
+
+
+def weighed_by(weight: Tensor, x: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+class Processor:
+    def __call__(self, holder: Any, x: Tensor) -> Tensor:
+        return F.linear(x, holder.proj.weight.to(x.dtype))
+
+
+def nested(self: Any, x: Tensor) -> Tensor:
+    def inner(y: Tensor) -> Tensor:
+        return F.linear(y, self.proj.weight.to(y.dtype))
+
+    return inner(x)
+
+
+def local(self: Any, x: Tensor) -> Tensor:
+    w = self.proj.weight
+    return x @ w.to(x.dtype).T
+
+
+def by_layer(self: Any, x: Tensor) -> Tensor:
+    layer = self.proj
+    w, b = layer.weight, layer.bias
+    return F.linear(x, w.to(x.dtype), b)
+
+
+def copied(self: Any, x: Tensor) -> Tensor:
+    dense = torch.empty(SIZE, SIZE)
+    dense.copy_(self.proj.weight)
+    return x @ dense.T
+
+
+def loop(self: Any, x: Tensor) -> Tensor:
+    for layer in self.many:
+        x = F.linear(x, layer.weight.to(x.dtype))
+    return x
+
+
+def zipped(self: Any, x: Tensor) -> Tensor:
+    for (_, layer), _unused in zip(enumerate(self.many), range(2), strict=False):
+        x = F.linear(x, layer.weight.to(x.dtype))
+    return x
+
+
+def walked(self: Any, x: Tensor) -> Tensor:
+    for name, module in self.named_modules():
+        if name == "proj":
+            x = F.linear(x, module.weight.to(x.dtype))
+    return x
+
+
+def collected(self: Any, x: Tensor) -> Tensor:
+    weights = []
+    for layer in self.many:
+        weights.append(layer.weight)
+    return x @ torch.stack(weights).to(x.dtype).sum(0).T
+
+
+def orthogonal(self: Any, x: Tensor) -> Tensor:
+    w = self.proj.weight
+    return self.proj(x) + (w @ w.t() - torch.eye(SIZE)).norm()
+
+
+def standardized(self: Any, x: Tensor) -> Tensor:
+    w = self.proj.weight
+    return F.linear(x, (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True))
+
+
+def recomputed(self: Any, x: Tensor) -> Tensor:
+    def inner(y: Tensor) -> Tensor:
+        return F.linear(y, self.proj.weight.to(y.dtype))
+
+    result: Tensor = checkpoint(inner, x, use_reentrant=False)
+    return result
+
+
+def walrus(self: Any, x: Tensor) -> Tensor:
+    return F.linear(x, (w := self.proj.weight).to(x.dtype)) * w.shape[0]
+
+
+def unpacked(self: Any, x: Tensor) -> Tensor:
+    return multiplied(*(x, self.proj.weight))
+
+
+def keywords(self: Any, x: Tensor) -> Tensor:
+    options = {"matrix": self.proj.weight}
+    return multiplied(x, **options)
+
+
+FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "F.linear": lambda self, x: F.linear(x, self.proj.weight),
+    "matmul": lambda self, x: x @ self.proj.weight.t(),
+    "T": lambda self, x: x @ self.proj.weight.T.to(x.dtype),
+    "einsum": lambda self, x: torch.einsum("bk,nk->bn", x, self.proj.weight),
+    "addmm": lambda self, x: torch.addmm(self.proj.bias, x, self.proj.weight.t()),
+    "mul": lambda self, x: x * torch.mul(self.proj.weight, 2.0)[0],
+    "detach.to": lambda self, x: x @ self.proj.weight.detach().to(x.dtype).T,
+    "data.to": lambda self, x: x @ self.proj.weight.data.to(x.dtype).T,
+    "t.to": lambda self, x: x @ self.proj.weight.t().to(x.dtype),
+    "to(x)": lambda self, x: x @ self.proj.weight.to(x).T,
+    "type_as": lambda self, x: x @ self.proj.weight.type_as(x).T,
+    "float": lambda self, x: x @ self.proj.weight.float().T,
+    "type": lambda self, x: x @ self.proj.weight.type(x.dtype).T,
+    "index": lambda self, x: x * self.proj.weight[0].to(x.dtype),
+    "slice": lambda self, x: x[:, :8] @ self.proj.weight[:, :8].to(x.dtype).T,
+    "stack": lambda self, x: x @ torch.stack([self.proj.weight]).to(x.dtype)[0],
+    "cat": lambda self, x: x @ torch.cat([self.proj.weight, self.other.weight]).to(x.dtype).T,
+    "chunk": lambda self, x: x @ self.proj.weight.chunk(2)[0].to(x.dtype).T,
+    "view": lambda self, x: x @ self.proj.weight.view(SIZE, 1, SIZE)[:, 0].to(x.dtype).T,
+    "reshape": lambda self, x: x @ self.proj.weight.reshape(-1, SIZE).to(x.dtype).T,
+    "clone": lambda self, x: x @ self.proj.weight.clone().to(x.dtype).T,
+    "sum": lambda self, x: self.proj(x) + self.proj.weight.sum(),
+    "norm": lambda self, x: self.proj(x) / self.proj.weight.norm(),
+    "abs.max": lambda self, x: self.proj(x) / self.proj.weight.abs().max(),
+    "tolist": lambda self, x: x * torch.tensor(self.proj.weight.tolist())[0],
+    "numpy": lambda self, x: x * torch.from_numpy(self.proj.weight.detach().numpy())[0],
+    "item": lambda self, x: self.proj(x) * self.proj.weight[0, 0].item(),
+    "embedding": lambda self, x: F.embedding(torch.arange(3), self.proj.weight).to(x.dtype),
+    "dtype": lambda self, x: self.proj(x.to(self.proj.weight.dtype)),
+    "getattr": lambda self, x: F.linear(x, getattr(self.proj, "weight").to(x.dtype)),  # noqa: B009
+    "getattr of the layer": lambda self, x: weighed(getattr(self, "proj"), x),  # noqa: B009
+    "computed name": lambda self, x: weighed(getattr(self, "pr" + "oj"), x),
+    "state_dict": lambda self, x: F.linear(x, self.proj.state_dict()["weight"].to(x.dtype)),
+    "named_parameters": lambda self, x: F.linear(
+        x, dict(self.proj.named_parameters())["weight"].to(x.dtype)
+    ),
+    "parameters": lambda self, x: F.linear(x, next(self.proj.parameters()).to(x.dtype)),
+    "parameters of the holder": lambda self, x: F.linear(
+        x, next(iter(self.parameters())).to(x.dtype)
+    ),
+    "_parameters": lambda self, x: F.linear(x, self.proj._parameters["weight"].to(x.dtype)),
+    "index of a list": lambda self, x: weighed(self.many[1], x),
+    "key of a dict": lambda self, x: weighed(self.named["a"], x),
+    "children": lambda self, x: next(weighed(m, x) for m in self.children() if m is self.proj),
+    "get_submodule": lambda self, x: weighed(self.get_submodule("many.0"), x),
+    "helper": lambda self, x: weighed(self.proj, x),
+    "helper that gets the weight": lambda self, x: multiplied(x, self.proj.weight),
+    "method": lambda self, x: self.own(self.proj, x),
+    "method that gives the layer": lambda self, x: F.linear(x, self.pick().weight.to(x.dtype)),
+    "generator": lambda self, x: next(weighed(layer, x) for layer in self.each()),
+    "property": lambda self, x: x @ self.transposed.to(x.dtype),
+    "processor": lambda self, x: self.processor(self, x),
+    "partial": lambda self, x: functools.partial(weighed, self.proj)(x),
+    "partial of the weight": lambda self, x: functools.partial(
+        F.linear, weight=self.proj.weight.float()
+    )(x),
+    "lambda": lambda self, x: (lambda layer: weighed(layer, x))(self.proj),
+    "lambda of the holder": lambda self, x: self.kept(x),
+    "map": lambda self, x: next(weighed(layer, x) for layer in [self.proj]),
+    "condition": lambda self, x: weighed(self.proj if x.numel() else self.other, x),
+    **{
+        f.__name__: f
+        for f in (
+            *(nested, local, by_layer, copied, loop, zipped, walked, collected, orthogonal),
+            *(standardized, recomputed, walrus, unpacked, keywords),
+        )
+    },
+}
+
+
+def holder(forward: Callable[[Any, Tensor], Tensor]) -> Any:
+    return type("Reading", (Holder,), {"forward": forward})()
+
+
+@pytest.mark.filterwarnings("ignore:No layer becomes FP8")
+@pytest.mark.parametrize("name", FORMS)
+def test_layers_whose_weight_is_read_stay_dense(name: str) -> None:
+    model, x = holder(FORMS[name]), torch.randn(3, SIZE)
+    expected = model(x)
+    report = fp8kit.convert(model, fuse="none")
+    kept = {r.name: r.reason for r in report.skipped if READS in r.reason or "dtype of" in r.reason}
+    assert kept, str(report)
+    assert len(report.converted) + len(kept) == 5
+    assert relative_error(model(x).detach(), expected.detach()) < 0.1
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_code_reads_is_known_without_running_it(name: str) -> None:
+    model = holder(FORMS[name]).to("meta")
+    assert weight_reads(model), name
+
+
+def test_the_bound_helper_of_a_holder_keeps_its_dense_layer() -> None:
+    model, x = holder(lambda self, x: self.bound(x)), torch.randn(3, SIZE)
+    expected = model(x)
+    fp8kit.convert(model)
+    torch.testing.assert_close(model(x), expected)
+
+
+HARMLESS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "call": lambda self, x: self.proj(x),
+    "device": lambda self, x: self.proj(x.to(self.proj.weight.device)),
+    "shape": lambda self, x: self.proj(x) * self.proj.weight.shape[0],
+    "size": lambda self, x: self.proj(x) * self.proj.weight.size(1) * self.proj.weight.ndim,
+    "numel": lambda self, x: self.proj(x) * self.proj.weight.numel(),
+    "requires_grad": lambda self, x: self.proj(x) * int(self.proj.weight.requires_grad),
+    "none": lambda self, x: self.proj(x) if self.proj.weight is not None else x,
+    "isinstance": lambda self, x: self.proj(x) * int(isinstance(self.proj.weight, Tensor)),
+    "switched off": lambda self, x: weighed(self.proj, x) if self.casts else self.proj(x),
+    "local": lambda self, x: (lambda w: self.proj(x.to(w.device)))(self.proj.weight),
+    "device of a parameter": lambda self, x: self.proj(x.to(next(self.parameters()).device)),
+    "checkpoint": lambda self, x: checkpoint(self.proj, x, use_reentrant=False),
+    "count": lambda self, x: self.proj(x) * sum(p.numel() for p in self.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_uses_leave_no_layer_dense(name: str) -> None:
+    model, x = holder(HARMLESS[name]), torch.randn(3, SIZE)
+    report = fp8kit.convert(model)
+    assert len(report.converted) == 5, str(report)
+    assert model(x).isfinite().all()
+
+
+class Apart(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj(x)
+        return y
+
+    def encode(self, x: Tensor) -> Tensor:
+        return weighed(self.other, x)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.proj.weight)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        self.proj.weight.data.normal_()
+
+    def fuse_projections(self) -> None:
+        self.proj.weight.copy_(self.other.weight)
+
+
+def test_other_methods_count_unless_they_make_or_load_a_model() -> None:
+    report = fp8kit.plan(Apart()).report
+    assert {r.name: r.reason for r in report.skipped if "4" not in r.reason} == {
+        "other": f"weighed {READS}"
+    }
+
+
+class Child(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj(x)
+        return y
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Child() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) @ block.many[0].weight.to(x.dtype).T  # type: ignore[operator, union-attr, index]
+        return x
+
+
+def test_holders_further_up_are_read_too() -> None:
+    report = fp8kit.plan(Parent()).report
+    kept = {r.name for r in report.skipped if "Parent.forward" in r.reason}
+    assert kept == {"blocks.0.many.0", "blocks.1.many.0"}
+
+
+class Inherits(Child):
+    pass
+
+
+class Base(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.proj.weight.to(x.dtype))
+
+
+class Extends(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y
+
+
+def test_base_classes_are_read_too() -> None:
+    for model in (type("Plain", (Base,), {})(), Extends()):
+        assert list(weight_reads(model).values()) == [f"Base.forward {READS}"]
+    assert not weight_reads(Inherits())
+
+
+def test_code_without_source_is_judged_by_its_names() -> None:
+    names: dict[str, Any] = {"nn": nn, "F": F, "Holder": Holder}
+    code = (
+        "class Typed(Holder):\n"
+        "    def forward(self, x):\n"
+        "        return F.linear(x, self.proj.weight.to(x.dtype)) + self.other(x)\n"
+    )
+    exec(code, names)
+    reads = weight_reads(names["Typed"]())
+    assert set(reads.values()) == {"Typed.forward names a weight, and its source is not at hand"}
+    assert len(reads) >= 2  # names cannot tell proj from other
+
+
+def test_a_forward_on_the_instance_is_read() -> None:
+    model = Child()
+    model.forward = lambda x: weighed(model.proj, x)  # type: ignore[method-assign]
+    assert list(weight_reads(model)) == [model.proj]
+
+
+def test_a_switch_that_methods_change_counts_as_either() -> None:
+    class Switched(Holder):
+        def enable(self) -> None:
+            self.casts = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return weighed(self.proj, x) if self.casts else self.proj(x)
+
+    assert len(weight_reads(Switched())) == 1

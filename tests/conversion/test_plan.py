@@ -1,0 +1,637 @@
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+import fp8kit
+from fp8kit.conversion import plan as conversion
+from fp8kit.conversion.patterns import DEFAULT_EXCLUDE, matches
+from fp8kit.errors import ConversionError
+from fp8kit.formats import SCHEMES
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.modules.linear import Fp8Linear
+from numerics import assert_bits_equal, assert_scheme_error, relative_error
+
+D = 128
+DYNAMIC = [name for name, scheme in SCHEMES.items() if not scheme.static]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.o_proj = nn.Linear(D, D, bias=False)
+        self.gate_proj = nn.Linear(D, 2 * D)
+        self.up_proj = nn.Linear(D, 2 * D)
+        self.down_proj = nn.Linear(2 * D, D)
+        self.gate = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.o_proj(x) * self.gate(x).sigmoid()
+        y: Tensor = x + self.down_proj(self.gate_proj(x).sigmoid() * self.up_proj(x))
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(64, D)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(D, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.lm_head(x)
+        return y
+
+
+def fp8_names(model: nn.Module) -> list[str]:
+    return [n for n, m in model.named_modules() if isinstance(m, Fp8Linear)]
+
+
+def snapshot(model: nn.Module) -> dict[str, tuple[int, int, type]]:
+    """Describe a model so that any replacement or write shows."""
+    modules = {n: (id(m), 0, type(m)) for n, m in model.named_modules()}
+    tensors = {
+        f"{n} ": (id(p), p._version, type(p))
+        for n, p in (*model.named_parameters(), *model.named_buffers())
+    }
+    hooks = {f"{n} hooks": (len(m._forward_pre_hooks), 0, dict) for n, m in model.named_modules()}
+    return {**modules, **tensors, **hooks}
+
+
+def feed(model: nn.Module) -> None:
+    model(torch.randn(32, D))
+
+
+def reasons(report: fp8kit.Report) -> dict[str, str]:
+    return {r.name: r.reason for r in report.skipped}
+
+
+def unconverted(model: nn.Module) -> fp8kit.Report:
+    """Convert a model of which no layer can become FP8."""
+    with pytest.warns(UserWarning, match=r"^No layer becomes FP8: "):
+        report = fp8kit.convert(model)
+    assert not report.converted
+    return report
+
+
+def one(layer: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(fc=layer, other=nn.Linear(D, D)))
+
+
+def test_defaults_convert_projections_and_protect_the_rest() -> None:
+    model = Model()
+    report = fp8kit.convert(model)
+    expected = [f"layers.{i}.{n}_proj" for i in (0, 1) for n in ("o", "gate", "up", "down")]
+    assert fp8_names(model) == [r.name for r in report.converted] == expected
+    assert reasons(report) == {
+        "layers.0.gate": "MoE router: kept in high precision by default",
+        "layers.1.gate": "MoE router: kept in high precision by default",
+        "lm_head": "output head: kept in high precision by default",
+    }
+    assert {m.scheme.name for m in model.modules() if isinstance(m, Fp8Linear)} == {"FP8_DYNAMIC"}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_converts_and_computes(scheme: str, device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(512, 512, bias=False)).to(device)
+    nn.init.normal_(model[0].weight)
+    x = torch.randn(64, 512, device=device)
+    before = model(x).detach()
+    report = fp8kit.convert(model, scheme, calibrate=lambda m: m(x))
+    assert report.scheme == scheme
+    assert_scheme_error(model(x), before, scheme)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head",
+        "model.lm_head",
+        "score",
+        "model.embed_tokens",
+        "patch_embed.proj",
+        "x_embedder",
+        "layers.3.mlp.gate",
+        "block_sparse_moe.gate",
+        "mlp.router",
+        "mlp.router.linear",
+        "mlp.shared_expert_gate",
+        "time_embed.0",
+        "time_text_embed.timestep_embedder.linear_1",
+        "t_embedder.mlp.0",
+        "blocks.0.adaLN_modulation.1",
+        "transformer_blocks.0.norm1.linear",
+        "norm_out.linear",
+        "img_mod.modulation.lin",
+        "vision_tower.layers.0.q_proj",
+        "visual.blocks.0.attn.qkv",
+        "multi_modal_projector.linear_1",
+        "proj_out",
+        "final_layer.linear",
+        "layers.0.q_proj.lora_A.default",
+    ],
+)
+def test_default_exclusions_cover(name: str) -> None:
+    assert any(matches(pattern, name) for pattern, _ in DEFAULT_EXCLUDE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.0.mlp.gate_proj",
+        "layers.0.mlp.gate_up_proj",
+        "layers.0.self_attn.q_proj",
+        "layers.0.mlp.experts.3.w1",
+        "layers.0.mlp.shared_expert.down_proj",
+        "transformer_blocks.0.attn.to_q",
+        "transformer_blocks.0.ff.net.0.proj",
+        "transformer_blocks.0.attn.to_out.0",
+        "blocks.0.proj_out",
+        "encoder.layers.0.fc1",
+        "h.0.attn.c_attn",
+    ],
+)
+def test_default_exclusions_spare(name: str) -> None:
+    assert not any(matches(pattern, name) for pattern, _ in DEFAULT_EXCLUDE)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("o_proj", "layers.0.o_proj", True),
+        ("o_proj", "layers.0.to_o_proj", False),
+        ("layers.0.*", "layers.0.o_proj", True),
+        ("layers.0.*", "model.layers.0.o_proj", True),
+        ("layers.0.*", "layers.10.o_proj", False),
+        ("*.mlp.*", "layers.0.mlp.up", True),
+        ("layers.?.o_proj", "layers.7.o_proj", True),
+        ("re:layers\\.[01]\\.", "layers.1.o_proj", True),
+        ("re:o_proj", "layers.1.o_proj", False),
+        ("re:.*o_proj$", "layers.1.o_proj", True),
+        ("O_PROJ", "layers.0.o_proj", False),
+    ],
+)
+def test_patterns(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
+
+
+def test_include_narrows_and_exclude_adds_to_the_defaults() -> None:
+    report = fp8kit.plan(Model(), include=["layers.0.*"], exclude=["o_proj"]).report
+    names = [r.name for r in report.converted]
+    assert names == ["layers.0.gate_proj", "layers.0.up_proj", "layers.0.down_proj"]
+    found = reasons(report)
+    assert found["layers.0.o_proj"] == "excluded by 'o_proj'"
+    assert found["layers.1.o_proj"] == "not in include"
+    assert "MoE router" in found["layers.0.gate"]
+
+
+def test_a_full_name_in_include_lifts_the_default_exclusion() -> None:
+    report = fp8kit.plan(Model(), include=["lm_head"]).report
+    assert [r.name for r in report.converted] == ["lm_head"]
+
+
+def test_an_empty_exclude_switches_the_defaults_off() -> None:
+    report = fp8kit.plan(Model(), exclude=[]).report
+    assert len(report.converted) == 11
+    assert report.skipped == []
+
+
+@pytest.mark.parametrize("argument", ["include", "exclude"])
+def test_an_unmatched_pattern_is_an_error(argument: str) -> None:
+    model = Model()
+    before = snapshot(model)
+    with pytest.raises(ConversionError, match=f"The {argument} pattern 'k_proj' matches no linear"):
+        fp8kit.convert(model, **{argument: ["o_proj", "k_proj"]})
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("argument", ["include", "exclude"])
+def test_a_string_for_a_list_is_an_error(argument: str) -> None:
+    with pytest.raises(TypeError, match="would be read letter by letter"):
+        fp8kit.plan(Model(), **{argument: "o_proj"})
+
+
+def test_plan_changes_nothing_and_apply_does() -> None:
+    model = Model()
+    before = snapshot(model)
+    plan = fp8kit.plan(model, "FP8_BLOCK")
+    assert snapshot(model) == before
+    assert plan.scheme == SCHEMES["FP8_BLOCK"]
+    assert str(plan) == str(plan.report)
+    assert "layers.0.o_proj" in str(plan)
+    assert len(plan.apply().converted) == len(fp8_names(model)) == 8
+
+
+def test_planned_bytes_are_the_real_bytes() -> None:
+    for scheme in SCHEMES:
+        model = Model().bfloat16()
+        report = fp8kit.convert(model, scheme, calibrate=lambda m: m(torch.randn(4, D).bfloat16()))
+        real = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        assert report.model_bytes_after == real
+        assert report.model_bytes_after < report.model_bytes_before
+
+
+class Odd(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class Thin(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Tagged(nn.Linear):
+    def merged(self) -> Tensor:
+        return self.weight
+
+
+def dispatched() -> nn.Linear:
+    hooks = pytest.importorskip("accelerate.hooks")
+    layer: nn.Linear = hooks.add_hook_to_module(nn.Linear(D, D), hooks.AlignDevicesHook("cpu"))
+    return layer
+
+
+def replaced_forward() -> nn.Linear:
+    layer = nn.Linear(D, D)
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+    return layer
+
+
+def with_weight(value: Tensor) -> nn.Linear:
+    layer = nn.Linear(D, D, bias=False)
+    layer.weight = nn.Parameter(value, requires_grad=False)
+    return layer
+
+
+def bad_value(value: float) -> nn.Linear:
+    layer = nn.Linear(D, D)
+    with torch.no_grad():
+        layer.weight[3, 4] = value
+    return layer
+
+
+OBSTACLES = {
+    "subclass": (lambda: Odd(D, D), "Odd is a subclass of nn.Linear that computes something else"),
+    "more-than-linear": (lambda: Tagged(D, D), "Tagged is a subclass of nn.Linear and has more"),
+    "dispatched": (lambda: dispatched(), "accelerate dispatched the model"),
+    "parametrized": (
+        lambda: parametrizations.weight_norm(nn.Linear(D, D)),
+        "its weight is parametrized",
+    ),
+    "integer": (
+        lambda: with_weight(torch.ones(D, D, dtype=torch.int8)),
+        "its weight is torch.int8",
+    ),
+    "complex": (
+        lambda: with_weight(torch.ones(D, D, dtype=torch.complex64)),
+        "its weight is torch.complex64",
+    ),
+    "double": (lambda: nn.Linear(D, D).double(), "its weight is torch.float64"),
+    "narrow": (lambda: nn.Linear(D, 8), "too small to gain"),
+    "small": (lambda: nn.Linear(64, 64), "too small to gain"),
+    "nan": (lambda: bad_value(torch.nan), "its weight holds NaN or infinities"),
+    "inf": (lambda: bad_value(torch.inf), "its weight holds NaN or infinities"),
+    "hooked-forward": (replaced_forward, "its forward was replaced on the instance"),
+    "fp8": (lambda: Fp8Linear.from_linear(nn.Linear(D, D)), "already FP8"),
+}
+
+
+@pytest.mark.parametrize("kind", OBSTACLES)
+def test_obstacles_are_left_alone_by_name(kind: str) -> None:
+    make, reason = OBSTACLES[kind]
+    layer = make()
+    model = one(layer)
+    report = fp8kit.convert(model)
+    assert model.fc is layer
+    assert [r.name for r in report.converted] == ["other"]
+    record = report.records[0]
+    assert record.warning == (kind != "fp8")  # converting twice is no obstacle
+    assert reason in record.reason
+    if kind == "fp8":
+        fp8kit.convert(one(make()), strict=True)
+        return
+    before = snapshot(model := one(make()))
+    with pytest.raises(ConversionError, match="strict=True, and 1 layers cannot be converted") as e:
+        fp8kit.convert(model, strict=True)
+    assert f"  fc: {reason}" in str(e.value)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_subclass_with_the_formula_of_its_parent_converts(bias: bool) -> None:
+    layer = Thin(D, D, bias)
+    model, x = one(layer), torch.randn(5, D)
+    assert [r.name for r in fp8kit.convert(model).converted] == ["fc", "other"]
+    assert_scheme_error(model.fc(x), layer(x), "FP8_DYNAMIC")
+
+
+def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:
+    report = fp8kit.convert(one(Tagged(D, D)), include=["fc", "other"])
+    assert [r.name for r in report.converted] == ["fc", "other"]
+    with pytest.warns(UserWarning, match="computes something else"):
+        fp8kit.convert(one(Odd(D, D)), include=["fc"])
+
+
+class Switching(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if self.training else 1)
+
+
+class Widening(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+class Restless(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.1, self.training))
+
+
+@pytest.mark.parametrize("kind", [Switching, Widening, Restless])
+def test_the_trial_of_a_subclass_can_fail(kind: type[nn.Linear]) -> None:
+    layer = kind(D, D)
+    layer.weight.data.zero_()  # on which all of them agree
+    report = fp8kit.plan(one(layer)).report
+    assert "computes something else" in reasons(report)["fc"]
+
+
+def test_attention_of_torch_is_left_alone_by_name() -> None:
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(D, 2), "other": nn.Linear(D, D)})
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.converted] == ["other"]
+    for name, said in reasons(report).items():
+        assert name.startswith("attention."), name
+        assert "nn.MultiheadAttention" in said
+    assert model["attention"](*[torch.randn(3, 1, D)] * 3)[0].isfinite().all()
+
+
+def test_no_converted_layer_is_a_warning_and_with_strict_an_error() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    plan = fp8kit.plan(model)
+    assert plan.report.notes == [plan.report.nothing()]
+    with pytest.warns(UserWarning, match="No layer becomes FP8: there is no linear layer") as seen:
+        plan.apply()
+    assert seen[0].filename == __file__
+    unconverted(nn.Sequential(nn.Linear(D, 8)))
+    with pytest.raises(ConversionError, match="No layer becomes FP8"):
+        fp8kit.plan(model, strict=True)
+    converted = one(nn.Linear(D, D))
+    assert fp8kit.convert(converted).nothing() == ""
+    assert fp8kit.convert(converted, strict=True).nothing() == ""  # they are FP8 already
+
+
+def test_strict_accepts_deliberate_exclusions() -> None:
+    assert len(fp8kit.convert(Model(), strict=True).converted) == 8
+
+
+@pytest.mark.parametrize("how", ["parameter", "storage"])
+def test_tied_weights_are_left_alone(how: str) -> None:
+    model = nn.ModuleDict({"emb": nn.Embedding(256, D), "proj": nn.Linear(D, 256)})
+    tied = model["emb"].weight
+    model["proj"].weight = tied if how == "parameter" else nn.Parameter(tied.data)
+    report = unconverted(model)
+    assert reasons(report) == {"proj": "its weight is tied to another parameter"}
+    assert type(model["proj"]) is nn.Linear
+
+
+def test_one_module_in_two_places_stays_one_module() -> None:
+    layer = nn.Linear(D, D)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    report = fp8kit.convert(model)
+    assert isinstance(model[0], Fp8Linear)
+    assert model[0] is model[2]
+    assert [(r.name, r.aliases) for r in report.converted] == [("0", ("2",))]
+    assert "also 2" in str(report)
+
+
+def test_converting_twice_changes_nothing_more() -> None:
+    model = Model()
+    fp8kit.convert(model)
+    before = snapshot(model)
+    again = fp8kit.convert(model)
+    assert again.converted == []
+    assert snapshot(model) == before
+
+
+def test_a_model_on_meta_can_be_planned_but_not_converted() -> None:
+    model = Model().to("meta")
+    before = snapshot(model)
+    assert len(fp8kit.plan(model).report.converted) == 8
+    with pytest.raises(ConversionError, match="are on the meta device"):
+        fp8kit.convert(model)
+    assert snapshot(model) == before
+
+
+def test_a_bare_layer_is_refused() -> None:
+    with pytest.raises(ConversionError, match=r"Got a bare Linear .*from_linear"):
+        fp8kit.convert(nn.Linear(D, D))
+
+
+def test_unknown_scheme_and_storage_leave_the_model_alone() -> None:
+    model = Model()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="Unknown scheme 'FP7'"):
+        fp8kit.convert(model, "FP7")
+    with pytest.raises(ValueError, match="Got weight_storage='gpu'"):
+        fp8kit.convert(model, weight_storage="gpu")
+    assert snapshot(model) == before
+
+
+def test_call_hooks_are_kept_with_their_options() -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    calls: list[str] = []
+
+    def pre(_: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append(f"pre {len(args)} {sorted(kwargs)}")
+
+    def post(_: nn.Module, args: Any, kwargs: Any, out: Tensor) -> Tensor:
+        calls.append(f"post {len(args)} {sorted(kwargs)}")
+        return out * 2
+
+    def back(_: nn.Module, grad_in: Any, grad_out: Any) -> None:
+        calls.append("back")
+
+    model[0].register_forward_pre_hook(pre, with_kwargs=True)
+    handle = model[0].register_forward_hook(post, with_kwargs=True, always_call=True)
+    model[0].register_full_backward_hook(back)
+    fp8kit.convert(model)
+    x = torch.randn(2, D, requires_grad=True)
+    plain = copy.deepcopy(model[0])
+    doubled = model[0](x)
+    doubled.sum().backward()
+    assert calls == ["pre 1 []", "post 1 []", "back"]
+    handle.remove()
+    assert_bits_equal(model[0](x).detach() * 2, doubled.detach())
+    assert isinstance(plain, Fp8Linear)
+
+
+def test_training_mode_and_bias_are_kept() -> None:
+    model = Model().eval()
+    bias = model.layers[0].up_proj.bias.detach().clone()
+    fp8kit.convert(model)
+    layer = model.layers[0].up_proj
+    assert not layer.training
+    assert_bits_equal(layer.bias.detach(), bias)
+    assert [n for n, p in layer.named_parameters() if p.requires_grad] == ["bias"]
+
+
+@pytest.mark.parametrize("storage", ["discard", "keep", "cpu_offload"])
+def test_weight_storage(storage: str, device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(D, D)).to(device)
+    weight = model[0].weight.detach().clone()
+    fp8kit.convert(model, weight_storage=storage)
+    layer = model[0]
+    back = layer.to_linear().weight.detach()
+    if storage == "discard":
+        assert layer.original_weight is None
+        assert 0.01 < relative_error(back, weight) < 0.05
+    else:
+        expected = "cpu" if storage == "cpu_offload" else device.type
+        assert layer.original_weight.device.type == expected
+        assert_bits_equal(back, weight)
+        assert back.device.type == device.type
+    assert "original_weight" not in layer.state_dict()
+
+
+def test_static_scales_come_from_calibration() -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D))
+    x = torch.randn(32, D)
+    inner = model[1](model[0](x)).abs().max()
+    fp8kit.convert(model, "FP8", calibrate=lambda m: m(x))
+    assert_bits_equal(model[0].input_scale.detach(), (x.abs().max() / 448).reshape(1, 1))
+    assert_bits_equal(model[2].input_scale.detach(), (inner / 448).reshape(1, 1).detach())
+
+
+def test_static_scheme_without_calibration_leaves_the_model_alone() -> None:
+    model = Model()
+    before = snapshot(model)
+    with pytest.raises(ConversionError, match="Scheme FP8 got no calibration data"):
+        fp8kit.convert(model, "FP8")
+    with pytest.raises(ConversionError, match=r"Calibration never reached \['layers\.1"):
+        fp8kit.convert(model, "FP8", calibrate=lambda m: m.layers[0](torch.randn(2, D)))
+    with pytest.raises(ZeroDivisionError):
+        fp8kit.convert(model, "FP8", calibrate=lambda _: 1 // 0)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("scheme", DYNAMIC)
+def test_a_converted_model_round_trips_through_its_state_dict(scheme: str) -> None:
+    model, twin = Model(), Model()
+    fp8kit.convert(model, scheme)
+    fp8kit.convert(twin, scheme)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(3, D)
+    assert_bits_equal(model(x).detach(), twin(x).detach())
+
+
+def test_matrices_outside_linear_layers_are_reported() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w13 = nn.Parameter(torch.zeros(4, D, D))
+            self.small = nn.Parameter(torch.zeros(4, 4))
+
+    model = nn.ModuleDict({"experts": Experts(), "fc": nn.Linear(D, D)})
+    report = fp8kit.plan(model).report
+    assert reasons(report) == {
+        "experts.w13": "a parameter of Experts, which is not an nn.Linear",
+    }
+
+
+def test_the_report_says_that_a_cpu_gains_no_time() -> None:
+    notes = fp8kit.plan(Model()).report.notes
+    assert len(notes) == 1
+    assert notes[0].startswith("On cpu FP8 saves memory, not time, for layers.0.o_proj")
+    assert fp8kit.plan(Model().to("meta")).report.notes == []
+
+
+def test_the_report_says_where_many_rows_gain_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MX on Hopper: products of few rows, decoded weights for many."""
+
+    def chosen(_: object, problem: MatmulProblem) -> SimpleNamespace:
+        return SimpleNamespace(backend="dequantized" if problem.m > 64 else "triton_gemm")
+
+    monkeypatch.setattr(conversion, "choose", chosen)
+    (note,) = fp8kit.plan(Model(), "MXFP8").report.notes
+    assert note.startswith("On cpu at m=4096 FP8 saves memory, not time, for ")
+    several = fp8kit.plan(Model(), "MXFP8", m=[1, 65, 512]).report.notes
+    assert any(note.startswith("On cpu at m=65, 512 FP8 saves memory") for note in several)
+    assert not any("saves memory" in n for n in fp8kit.plan(Model(), "MXFP8", m=1).report.notes)
+
+
+def test_converted_model_stays_close_to_the_dense_one() -> None:
+    model = Model()
+    x = torch.randn(16, D)
+    dense = model(x).detach()
+    fp8kit.convert(model)
+    assert 1e-3 < relative_error(model(x).detach(), dense) < 5e-2
+
+
+def test_conversion_never_sees_what_it_did_not_plan() -> None:
+    model = Model()
+    plan = conversion.plan(model, include=["layers.0.o_proj"])
+    plan.apply()
+    assert fp8_names(model) == ["layers.0.o_proj"]
+
+
+@pytest.mark.parametrize("reparametrized", ["weight_norm", "prune"])
+def test_weights_that_hooks_compute_are_left_alone(reparametrized: str) -> None:
+    linear = nn.Linear(128, 128)
+    if reparametrized == "prune":
+        prune.l1_unstructured(linear, "weight", 0.5)
+    else:
+        with pytest.warns(FutureWarning):
+            torch.nn.utils.weight_norm(linear)
+    model = nn.Sequential(linear)
+    report = unconverted(model)
+    assert "computed by a hook" in report.skipped[0].reason
+    assert model(torch.randn(2, 128)).isfinite().all()
+
+
+def test_encoder_layers_with_a_fast_path_keep_working() -> None:
+    model = nn.Sequential(nn.TransformerEncoderLayer(128, 2, 256, batch_first=True)).eval()
+    report = unconverted(model)
+    assert "fast path" in report.skipped[-1].reason
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 128)).isfinite().all()
+
+
+def test_a_plan_is_applied_once() -> None:
+    plan = fp8kit.plan(nn.Sequential(nn.Linear(128, 128)))
+    plan.apply()
+    with pytest.raises(fp8kit.ConversionError, match=r"changed since the plan was made"):
+        plan.apply()
+
+
+def test_an_empty_string_does_not_switch_the_defaults_off() -> None:
+    with pytest.raises(TypeError, match="list of patterns"):
+        fp8kit.plan(nn.Sequential(nn.Linear(128, 128)), exclude="")
+
+
+def test_a_broken_regular_expression_is_refused() -> None:
+    with pytest.raises(fp8kit.ConversionError, match="not a regular expression"):
+        fp8kit.plan(nn.Sequential(nn.Linear(128, 128)), exclude=["re:("])
+
+
+def test_static_schemes_share_nothing() -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(128, 256), nn.Linear(128, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gate_proj(x) * self.up_proj(x)
+
+    report = fp8kit.convert(Mlp(), "FP8", calibrate=lambda m: m(torch.randn(4, 128)))
+    assert report.groups == []

@@ -1,0 +1,177 @@
+"""What layers do, by the class that holds them and by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8kit
+from fp8kit.conversion.patterns import roles_by_name
+from fp8kit.conversion.roles import layer_roles
+
+
+def made(library: str, name: str, **config: Any) -> nn.Module:
+    found = pytest.importorskip(library)
+    with torch.device("meta"):
+        if library == "transformers":
+            kind = getattr(found, name)
+            return kind(kind.config_class(**config))
+        return getattr(found, name)(**config)
+
+
+TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 500}
+TEXT |= {"num_attention_heads": 2}
+TINY: dict[str, dict[str, Any]] = {
+    "BertForMaskedLM": {**TEXT, "tie_word_embeddings": False},
+    "ModernBertForMaskedLM": {**TEXT, "tie_word_embeddings": False, "pad_token_id": 1},
+    "XLNetLMHeadModel": {"d_model": 128, "n_layer": 1, "n_head": 2, "d_inner": 256},
+    "XLMWithLMHeadModel": {"emb_dim": 128, "n_layers": 1, "n_heads": 2, "vocab_size": 500},
+    "ViTForImageClassification": {**TEXT, "num_labels": 100},
+    "DeiTForImageClassificationWithTeacher": {**TEXT, "num_labels": 100},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("BertForMaskedLM", {"cls.predictions.decoder"}),
+        ("ModernBertForMaskedLM", {"decoder"}),
+        ("XLNetLMHeadModel", {"lm_loss"}),
+        ("XLMWithLMHeadModel", {"pred_layer.proj"}),
+        ("ViTForImageClassification", {"classifier"}),
+        ("DeiTForImageClassificationWithTeacher", {"cls_classifier", "distillation_classifier"}),
+    ],
+)
+def test_heads_of_transformers(name: str, heads: set[str]) -> None:
+    assert layer_roles(made("transformers", name, **TINY[name])) == dict.fromkeys(
+        heads, "output head"
+    )
+
+
+def test_towers_and_what_connects_them_by_their_inputs() -> None:
+    config = pytest.importorskip("transformers").CLIPConfig(
+        text_config=TEXT, vision_config={**TEXT, "image_size": 32, "patch_size": 16}
+    )
+    with torch.device("meta"):
+        clip = pytest.importorskip("transformers").CLIPModel(config)
+    roles = layer_roles(clip)
+    assert roles.pop("text_projection") == roles.pop("visual_projection") == "output projection"
+    assert set(roles.values()) == {"vision tower"}
+    assert all(name.startswith("vision_model.") for name in roles)
+
+
+def test_a_vision_model_is_no_tower() -> None:
+    config = {**TEXT, "image_size": 32, "patch_size": 16}
+    assert layer_roles(made("transformers", "CLIPVisionModel", **config)) == {}
+    projected = made("transformers", "CLIPVisionModelWithProjection", **config)
+    assert set(layer_roles(projected).values()) == {"output projection"}
+    names = ["visual.blocks.0.qkv", "visual.blocks.0.patch_embed"]
+    assert roles_by_name(names) == {names[1]: "embedding"}
+    assert roles_by_name([*names, "layers.0.q_proj"])[names[0]] == "vision tower"
+
+
+def test_conditions_of_diffusers_by_class() -> None:
+    heads = {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 1}
+    model = made("diffusers", "DiTTransformer2DModel", **heads, sample_size=16)
+    roles = layer_roles(model)
+    assert roles["proj_out_1"] == roles["proj_out_2"] == "final projection"
+    assert roles["transformer_blocks.0.norm1.linear"] == "modulation"
+    assert not any(".attn1." in name or ".ff." in name for name in roles)
+    inside = layer_roles(nn.ModuleDict({"transformer": model}))
+    assert inside == {f"transformer.{name}": role for name, role in roles.items()}
+
+
+def test_blocks_of_a_unet_end_in_layers_like_others() -> None:
+    model = made(
+        "diffusers",
+        "UNet2DConditionModel",
+        block_out_channels=(64,),
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        cross_attention_dim=128,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=64,
+        projection_class_embeddings_input_dim=128,
+    )
+    roles = layer_roles(model)
+    assert set(roles.values()) == {"time embedding"}
+    assert {n.split(".")[0] for n in roles if "resnets" not in n} == {
+        "time_embedding",
+        "add_embedding",
+    }
+    assert "mid_block.resnets.0.time_emb_proj" in roles
+    assert "mid_block.attentions.0.proj_out" not in roles
+
+
+def test_classifiers_of_timm_and_torchvision() -> None:
+    vision = pytest.importorskip("zoo.of_vision")
+    found = {a.name: a for a in vision.architectures()}
+    if not found:
+        pytest.skip("timm or torchvision is not installed")
+    assert layer_roles(found["torchvision/resnet18"].build()) == {"fc": "output head"}
+    assert layer_roles(found["torchvision/alexnet"].build()) == {"classifier.6": "output head"}
+    assert layer_roles(found["torchvision/vit_b_32"].build()) == {"heads.head": "output head"}
+    assert layer_roles(found["timm/convnext_atto"].build()) == {"head.fc": "output head"}
+
+
+class Fc(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(128, 128)
+
+
+def test_a_model_of_ones_own_is_judged_by_name_alone() -> None:
+    assert layer_roles(Fc()) == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scores",
+        "layers.0.scores.proj",
+        "classifier_in",
+        "visual_feedforward",
+        "layers.0.visual_feedforward.fc1",
+        "remodulation",
+        "blocks.0.remodulation.linear",
+        "mlp.gate.proj",
+        "modulations",
+        "supervisual.q",
+        "premodulation.lin",
+    ],
+)
+def test_names_are_compared_by_whole_components(name: str) -> None:
+    assert roles_by_name([name, "layers.0.up_proj"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("model.audio_lm_head", "output head"),
+        ("decoder.lm_heads.3", "output head"),
+        ("backbone.cls_classifier", "output head"),
+        ("mid_block.resnets.0.time_emb_proj", "time embedding"),
+        ("time_step_proj.linear_1", "time embedding"),
+        ("transformer_blocks.3.img_mod.1", "modulation"),
+        ("norm_out.linear_1", "modulation"),
+        ("proj_out_1", "final projection"),
+        ("text_projection", "output projection"),
+        ("model.vision_embed_tokens", "embedding"),
+        ("adaLN_modulation.1", "modulation"),
+    ],
+)
+def test_roles_by_name(name: str, role: str) -> None:
+    assert roles_by_name([name, "layers.0.up_proj"]) == {name: role}
+
+
+def test_exclude_without_patterns_lifts_roles_that_classes_give() -> None:
+    model = made("transformers", "BertForMaskedLM", **TINY["BertForMaskedLM"])
+    head = "cls.predictions.decoder"
+    names = {r.name for r in fp8kit.plan(model, exclude=[]).report.converted}
+    assert head in names
+    assert head not in {r.name for r in fp8kit.plan(model).report.converted}
+    assert head in {r.name for r in fp8kit.plan(model, include=[head]).report.converted}

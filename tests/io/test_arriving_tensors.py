@@ -1,0 +1,419 @@
+"""Tensors that arrive one by one: any order, any parts, any number of times."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit import load_weights
+from fp8kit.errors import CheckpointError, ConversionError
+from fp8kit.modules.linear import Fp8Linear
+from numerics import assert_bits_equal
+
+Q, KV, K, FF, EXPERTS = 256, 128, 192, 320, 3
+SOURCES = {
+    "attn.q_proj": (Q, K),
+    "attn.k_proj": (KV, K),
+    "attn.v_proj": (KV, K),
+    "attn.o_proj": (K, Q),
+    "mlp.gate_proj": (FF, K),
+    "mlp.up_proj": (FF, K),
+    "mlp.down_proj": (K, FF),
+}
+
+
+class Stack(nn.Module):
+    """Experts as two stacks, the way Transformers holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * FF, K))
+        self.down_proj = nn.Parameter(torch.empty(EXPERTS, K, FF))
+
+
+def block(joined: bool, bias: bool = True) -> nn.Module:
+    model = nn.Module()
+    model.attn, model.mlp, model.moe = nn.Module(), nn.Module(), nn.Module()
+    if joined:
+        model.attn.qkv_proj = nn.Linear(K, Q + 2 * KV, bias)
+        model.mlp.gate_up_proj = nn.Linear(K, 2 * FF, bias)
+    for name, (n, k) in SOURCES.items():
+        if not joined or name in ("attn.o_proj", "mlp.down_proj"):
+            model.set_submodule(name, nn.Linear(k, n, bias))
+    model.norm = nn.LayerNorm(K)
+    model.moe.experts = Stack()
+    return model.bfloat16().eval()
+
+
+def on_meta(joined: bool) -> nn.Module:
+    with torch.device("meta"):
+        return block(joined)
+
+
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    found = {f"{name}.weight": draw(*shape) for name, shape in SOURCES.items()}
+    found |= {f"{name}.bias": draw(shape[0]) for name, shape in SOURCES.items()}
+    for i, (part, shape) in itertools.product(
+        range(EXPERTS), (("gate_proj", (FF, K)), ("up_proj", (FF, K)), ("down_proj", (K, FF)))
+    ):
+        found[f"moe.experts.{i}.{part}.weight"] = draw(*shape)
+    return found | {"norm.weight": draw(K), "norm.bias": draw(K)}
+
+
+def joined_weights(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as the joined model holds them."""
+    names = {"attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")}
+    found = {k: v for k, v in parts.items() if k.split(".")[1] in ("o_proj", "down_proj")}
+    found |= {k: v for k, v in parts.items() if k.startswith("norm")}
+    for target, letters in names.items():
+        holder = target.split(".")[0]
+        for kind in ("weight", "bias"):
+            found[f"{target}.{kind}"] = torch.cat(
+                [parts[f"{holder}.{letter}_proj.{kind}"] for letter in letters]
+            )
+    return found
+
+
+def stacks(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    def one(i: int, kind: str) -> Tensor:
+        return parts[f"moe.experts.{i}.{kind}_proj.weight"]
+
+    gate_up = [torch.cat([one(i, "gate"), one(i, "up")]) for i in range(EXPERTS)]
+    down = [one(i, "down") for i in range(EXPERTS)]
+    prefix = "moe.experts."
+    return {
+        f"{prefix}gate_up_proj": torch.stack(gate_up),
+        f"{prefix}down_proj": torch.stack(down),
+    }
+
+
+def expected(parts: dict[str, Tensor], joined: bool, scheme: str) -> dict[str, Tensor]:
+    """Build the dense model from whole tensors and convert it: what loading must equal."""
+    model = block(joined)
+    state = joined_weights(parts) if joined else {k: v for k, v in parts.items() if "moe" not in k}
+    model.load_state_dict(state | stacks(parts))
+    fp8kit.convert(model, scheme)
+    return model.state_dict()
+
+
+def assert_state(model: nn.Module, wanted: dict[str, Tensor]) -> None:
+    found = model.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert_bits_equal(found[name], tensor)
+
+
+def shuffled(tensors: dict[str, Tensor], seed: int) -> list[tuple[str, Tensor]]:
+    items = list(tensors.items())
+    random.Random(seed).shuffle(items)
+    return items
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "MXFP8"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_any_order_into_a_model_on_meta(scheme: str, joined: bool) -> None:
+    parts = weights()
+    wanted = expected(parts, joined, scheme)
+    for seed in range(3):
+        model = on_meta(joined)
+        assert load_weights(model, shuffled(parts, seed), scheme=scheme) == wanted.keys()
+        assert_state(model, wanted)
+
+
+def test_a_state_dict_is_taken_as_its_pairs() -> None:
+    dense = block(joined=False)
+    ours, theirs = block(joined=False), block(joined=False)
+    fp8kit.convert(ours)
+    fp8kit.convert(theirs)
+    state = dense.state_dict()
+    assert load_weights(ours, state) == load_weights(theirs, state.items())
+    for name, tensor in ours.state_dict().items():
+        assert_bits_equal(tensor, theirs.state_dict()[name])
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_reload_keeps_every_address(joined: bool) -> None:
+    model = on_meta(joined)
+    load_weights(model, weights().items(), scheme="FP8_DYNAMIC")
+    model.attn.o_proj(torch.ones(1, Q, dtype=torch.bfloat16))
+    places = {n: t.data_ptr() for n, t in model.state_dict().items()}
+    for seed in range(1, 4):
+        load_weights(model, shuffled(weights(seed), seed))
+        assert {n: t.data_ptr() for n, t in model.state_dict().items()} == places
+        assert_state(model, expected(weights(seed), joined, "FP8_DYNAMIC"))
+
+
+def test_reload_of_siblings_that_were_joined_for_speed() -> None:
+    model = block(False)
+    model.load_state_dict({k: v for k, v in weights().items() if "moe" not in k}, strict=False)
+    fp8kit.convert(model)
+    x = torch.randn(2, K, dtype=torch.bfloat16)
+
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            return [layer(x) for layer in (model.attn.q_proj, model.attn.k_proj, model.attn.v_proj)]
+
+    run()  # the first call moves the three weights into one storage
+    place = model.attn.k_proj.weight.data_ptr()
+    load_weights(model, shuffled(weights(7), 7))
+    assert model.attn.k_proj.weight.data_ptr() == place
+    again = on_meta(False)
+    load_weights(again, weights(7).items(), scheme="FP8_DYNAMIC")
+    with torch.no_grad():
+        fresh = [layer(x) for layer in (again.attn.q_proj, again.attn.k_proj, again.attn.v_proj)]
+    for ours, theirs in zip(run(), fresh, strict=True):
+        assert_bits_equal(ours, theirs)
+
+
+def test_codes_load_as_they_are_whatever_comes_first() -> None:
+    source = on_meta(False)
+    load_weights(source, weights().items(), scheme="FP8_DYNAMIC")
+    state = source.state_dict()
+    for seed in range(3):
+        model = on_meta(False)
+        load_weights(model, shuffled(state, seed), scheme="FP8_DYNAMIC")
+        assert_state(model, state)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8"])
+def test_codes_of_siblings_join(scheme: str) -> None:
+    source = on_meta(False)
+    load_weights(source, weights().items(), scheme=scheme)
+    state = source.state_dict()
+    model = on_meta(True)
+    load_weights(model, shuffled(state, 1), scheme=scheme)
+    for target, letters in (("attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+        holder = target.split(".")[0]
+        for kind in ("weight", "weight_scale", "bias"):
+            parts = [state[f"{holder}.{letter}_proj.{kind}"] for letter in letters]
+            assert_bits_equal(model.state_dict()[f"{target}_proj.{kind}"], torch.cat(parts))
+
+
+def test_a_joined_checkpoint_into_separate_layers() -> None:
+    whole = joined_weights(weights()) | stacks(weights())
+    model = on_meta(False)
+    load_weights(model, shuffled(whole, 3), scheme="FP8_DYNAMIC")
+    assert_state(model, expected(weights(), False, "FP8_DYNAMIC"))
+    joined = on_meta(True)
+    load_weights(joined, whole.items(), scheme="FP8_DYNAMIC")
+    again = on_meta(False)
+    codes = joined.state_dict()
+    load_weights(again, shuffled(codes, 4), scheme="FP8_DYNAMIC")
+    assert_state(again, model.state_dict())
+    for tensor in again.state_dict().values():  # rows of another tensor would keep all of it alive
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_buckets() -> None:
+    model, items = on_meta(True), shuffled(weights(), 5)
+    first = load_weights(model, items[:9], scheme="FP8_DYNAMIC", partial=True)
+    assert "attn.qkv_proj.weight" not in first
+    load_weights(model, items[9:20], partial=True)
+    every = load_weights(model, items[20:])
+    assert first < every == model.state_dict().keys()
+    assert_state(model, expected(weights(), True, "FP8_DYNAMIC"))
+
+
+def test_memory_of_the_caller_may_be_used_again() -> None:
+    def through_one_buffer() -> Iterator[tuple[str, Tensor]]:
+        buffer = torch.empty(2**20, dtype=torch.bfloat16)
+        for name, tensor in shuffled(weights(), 6):
+            view = buffer[: tensor.numel()].view(tensor.shape)
+            yield name, view.copy_(tensor)
+            buffer.fill_(torch.nan)
+
+    for joined in (False, True):
+        model = on_meta(joined)
+        load_weights(model, through_one_buffer(), scheme="FP8_DYNAMIC")
+        assert_state(model, expected(weights(), joined, "FP8_DYNAMIC"))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_parameters_of_a_trainer(joined: bool) -> None:
+    """They need gradients, are fp32, and may lie in memory in any way."""
+    parts = {n: nn.Parameter(t.float().t().contiguous().t()) for n, t in weights().items()}
+    assert not parts["attn.q_proj.weight"].is_contiguous()
+    model = on_meta(joined)
+    load_weights(model, shuffled(parts, 8), scheme="FP8_DYNAMIC")
+    for _ in range(2):
+        assert_state(model, expected(weights(), joined, "FP8_DYNAMIC"))
+        for tensor in model.state_dict(keep_vars=True).values():
+            assert tensor.grad_fn is None
+            assert tensor.is_contiguous()
+        load_weights(model, shuffled(parts, 9))
+
+
+def test_each_weight_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Size] = []
+    from fp8kit.checkpoint.loading import placement
+
+    original = placement.quantize_weight
+
+    def counting(weight: Tensor, scheme: Any) -> Any:
+        seen.append(weight.shape)
+        return original(weight, scheme)
+
+    monkeypatch.setattr(placement, "quantize_weight", counting)
+    model = on_meta(True)
+    load_weights(model, shuffled(weights(), 2), scheme="FP8_DYNAMIC")
+    assert len(seen) == sum(isinstance(m, Fp8Linear) for m in model.modules()) == 4
+    codes = model.state_dict()
+    load_weights(model, codes.items())
+    assert len(seen) == 4
+
+
+def test_a_dropped_model_takes_its_unfinished_load_along() -> None:
+    model = on_meta(True)
+    load_weights(model, shuffled(weights(), 2)[:5], scheme="FP8_DYNAMIC", partial=True)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def refused(message: str, model: nn.Module, items: Any, **options: Any) -> None:
+    with pytest.raises((CheckpointError, ConversionError), match=message):
+        load_weights(model, items, **options)
+
+
+def without(*names: str, **changes: Tensor) -> dict[str, Tensor]:
+    kept = {k: v for k, v in weights().items() if k not in names}
+    return kept | {k.replace("__", "."): v for k, v in changes.items()}
+
+
+def test_a_missing_part_is_named() -> None:
+    fp8 = {"scheme": "FP8_DYNAMIC"}
+    message = r"1 weights are not whole:\n  attn.qkv_proj.weight waits for attn.k_proj\n"
+    refused(message, on_meta(True), without("attn.k_proj.weight").items(), **fp8)
+    message = r"moe.experts.gate_up_proj waits for moe.experts.2.up_proj\n"
+    refused(message, on_meta(True), without("moe.experts.2.up_proj.weight").items(), **fp8)
+    message = r"attn.o_proj.weight, attn.o_proj.weight_scale did not arrive and have no values"
+    refused(message, on_meta(True), without("attn.o_proj.weight").items(), **fp8)
+
+
+def test_a_missing_scale_is_named() -> None:
+    model = block(False)
+    fp8kit.convert(model)
+    name = "attn.o_proj.weight"
+    state = model.state_dict()
+    refused(rf"{name} waits for {name}_scale", model, [(name, state[name])])
+    refused(rf"{name}_scale waits for {name}\n", model, [(f"{name}_scale", state[f"{name}_scale"])])
+
+
+def test_a_tensor_arrives_once_a_load() -> None:
+    name, tensor = "norm.bias", torch.zeros(K)
+    model = block(True)
+    refused("norm.bias arrived twice", model, [(name, tensor), (name, tensor)])
+    load_weights(model, [(name, tensor)], partial=True)
+    refused("norm.bias arrived twice", model, [(name, tensor)])
+    load_weights(model, [(name, tensor)])
+    load_weights(model, [(name, tensor)])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("attn.o_proj.weight", (K, Q + 1), r"attn.o_proj.weight has shape \[192, 257\].*needs"),
+        ("attn.o_proj.bias", (1,), r"attn.o_proj.bias has shape \[1\]"),
+        ("attn.q_proj.weight", (Q + 1, K), r"q_proj, attn.k_proj, attn.v_proj has shape \[513\]"),
+        ("attn.q_proj.weight", (Q, K + 1), r"attn.q_proj has shape \[256, 193\]"),
+        ("attn.q_proj.weight", (Q * 9, K), r"attn.q_proj has shape \[2304, 192\]"),
+        ("moe.experts.1.up_proj.weight", (FF, FF), r"moe.experts.1.up_proj has shape \[320, 320\]"),
+    ],
+)
+def test_wrong_shapes_are_named(name: str, shape: tuple[int, ...], message: str) -> None:
+    tensors = weights() | {name: torch.zeros(shape, dtype=torch.bfloat16)}
+    refused(message, on_meta(True), tensors.items(), scheme="FP8_DYNAMIC")
+
+
+def test_nan_is_named() -> None:
+    bad = weights()["attn.k_proj.weight"].clone()
+    bad[3, 4] = torch.nan
+    for scheme in ("FP8_DYNAMIC", "MXFP8"):
+        tensors = without(attn__k_proj__weight=bad).items()
+        refused(r"attn.qkv_proj.weight holds NaN", on_meta(True), tensors, scheme=scheme)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, torch.nan, torch.inf])
+def test_scales_are_checked(bad: float) -> None:
+    model = block(False)
+    fp8kit.convert(model)
+    state = dict(model.state_dict())
+    scale = state["attn.o_proj.weight_scale"].clone()
+    scale[5] = bad
+    items = [("attn.o_proj.weight", state["attn.o_proj.weight"])]
+    refused(r"attn.o_proj.weight_scale holds", model, [*items, ("attn.o_proj.weight_scale", scale)])
+    short = ("attn.o_proj.weight_scale", torch.ones(3))
+    refused(r"attn.o_proj.weight_scale: Got a scale of shape \(3,\)", model, [*items, short])
+
+
+def test_codes_need_an_fp8_layer() -> None:
+    q = fp8kit.quantize(weights()["attn.o_proj.weight"], role="weight")
+    items = [("attn.o_proj.weight", q.data), ("attn.o_proj.weight_scale", q.scale)]
+    refused(r"o_proj.weight is torch.float8_e4m3fn, and its layer is in high", block(False), items)
+    model = block(False)
+    fp8kit.convert(model, "FP8_BLOCK")
+    refused(r"o_proj.weight_scale: Got a scale of shape \(192, 1\)", model, items)
+
+
+def test_a_dense_weight_has_no_scale() -> None:
+    model = block(False)
+    fp8kit.convert(model)
+    dense = weights()["attn.o_proj.weight"]
+    items = [("attn.o_proj.weight_scale", torch.ones(K, 1)), ("attn.o_proj.weight", dense)]
+    refused(r"o_proj.weight is torch.bfloat16 and comes with a scale", model, items)
+
+
+def test_siblings_are_of_one_kind() -> None:
+    q = fp8kit.quantize(weights()["attn.q_proj.weight"], role="weight")
+    tensors = without(attn__q_proj__weight=q.data, attn__q_proj__weight_scale=q.scale).items()
+    message = r"Of attn.q_proj, attn.k_proj, attn.v_proj, some are FP8 and some are not"
+    refused(message, on_meta(True), tensors, scheme="FP8_DYNAMIC")
+
+
+def test_blocks_are_not_cut() -> None:
+    source = on_meta(False)
+    load_weights(source, weights().items(), scheme="FP8_BLOCK")
+    state = {k: v for k, v in source.state_dict().items() if k.startswith("mlp.")}
+    model = block(True)
+    fp8kit.convert(model, "FP8_BLOCK")
+    refused("mlp.gate_up_proj is cut at row 320, inside a 128x128 block", model, state.items())
+
+
+def test_transposed_stacks_are_refused() -> None:
+    model = block(True)
+    model.moe.experts.is_transposed = True
+    items = [("moe.experts.0.up_proj.weight", weights()["moe.experts.0.up_proj.weight"])]
+    refused(r"stacks its experts as \[E, K, N\]", model, items)
+
+
+def test_unknown_names() -> None:
+    model = block(False)
+    with pytest.warns(UserWarning, match="tensors that the model does not use: extra.weight"):
+        load_weights(model, [("extra.weight", torch.ones(2))])
+    refused(
+        "extra.weight is not in the model", model, [("extra.weight", torch.ones(2))], strict=True
+    )
+
+
+def test_patterns_need_a_scheme() -> None:
+    with pytest.raises(ValueError, match="include or exclude without a scheme"):
+        load_weights(block(False), [], exclude=["o_proj"])
+
+
+def test_static_schemes_need_calibration() -> None:
+    refused(r"calibration, which needs the loaded model", on_meta(False), [], scheme="FP8")

@@ -1,0 +1,597 @@
+"""Whole models of any kind to disk and back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fp8kit
+from checkpoint_samples import (
+    NANO,
+    SHARD,
+    Ragged,
+    all_bytes,
+    converted,
+    edit_json,
+    edit_tensors,
+    ragged,
+    saved,
+)
+from fp8kit.checkpoint.storage.reader import open_checkpoint
+from fp8kit.errors import CheckpointError, ConversionError
+from fp8kit.formats import ROW, Scheme
+from fp8kit.io import models
+from fp8kit.io.models import load, save
+from fp8kit.modules.linear import Fp8Linear
+from numerics import assert_bits_equal
+
+IDS = torch.arange(97).view(1, -1)
+SCHEMES = ("FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
+
+
+def on_meta() -> Ragged:
+    with torch.device("meta"):
+        model = Ragged().bfloat16().eval()
+    model.lm_head.weight = model.embed.weight
+    return model
+
+
+def assert_same(a: nn.Module, b: nn.Module) -> None:
+    ours, theirs = a.state_dict(), b.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert_bits_equal(tensor, theirs[name])
+    with torch.no_grad():
+        assert_bits_equal(a(IDS), b(IDS))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("fresh", [ragged, on_meta])
+def test_round_trip_is_exact(tmp_path: Path, scheme: str, fresh: Any) -> None:
+    model = converted(scheme)
+    save(model, tmp_path / "c")
+    loaded = fresh()
+    assert load(tmp_path / "c", loaded) is loaded
+    assert_same(model, loaded)
+    assert loaded.again is loaded.up
+    assert loaded.lm_head.weight is loaded.embed.weight
+    assert loaded.up.compute_dtype == torch.bfloat16
+    assert not loaded.up.weight.requires_grad
+
+
+def test_second_save_is_identical(tmp_path: Path) -> None:
+    saved(tmp_path / "a", max_shard_bytes=20_000)
+    save(load(tmp_path / "a", ragged()), tmp_path / "b", max_shard_bytes=20_000)
+    assert len(all_bytes(tmp_path / "a")) > 3
+    assert all_bytes(tmp_path / "a") == all_bytes(tmp_path / "b")
+
+
+def test_block_scheme_round_trip(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)).bfloat16()
+    fp8kit.convert(model, "FP8_BLOCK", exclude=[])
+    save(model, tmp_path / "c")
+    loaded = load(tmp_path / "c", nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128)))
+    x = torch.randn(5, 256, dtype=torch.bfloat16)
+    assert_bits_equal(loaded(x), model(x))
+
+
+def test_a_tied_tensor_is_written_once(tmp_path: Path) -> None:
+    tensors = open_checkpoint(saved(tmp_path / "c")).tensors
+    assert "embed.weight" in tensors
+    assert not {"lm_head.weight", "again.weight", "again.weight_scale"} & tensors.keys()
+
+
+def test_views_of_one_storage_are_written_in_full(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.fc = nn.Linear(128, 256)
+    both = torch.randn(2, 40)
+    model.first, model.second = nn.Parameter(both[0]), nn.Parameter(both[1])
+    fp8kit.convert(model)
+    save(model, tmp_path / "c")
+    found = dict(open_checkpoint(tmp_path / "c").stream(["first", "second"]))
+    assert_bits_equal(found["second"], both[1])
+
+
+def test_config_of_a_plain_module(tmp_path: Path) -> None:
+    config = json.loads((saved(tmp_path / "c") / "config.json").read_text())
+    assert config.keys() == {"dtype", "quantization_config"}
+    assert config["dtype"] == "bfloat16"
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("fresh", [ragged, on_meta])
+def test_quantizing_while_loading_equals_converting(tmp_path: Path, fresh: Any) -> None:
+    dense = ragged()
+    state = {k: v for k, v in dense.state_dict().items() if not k.startswith(("lm_head", "again"))}
+    save_file(state, tmp_path / SHARD)
+    fp8kit.convert(dense, exclude=["down"])
+    loaded = load(tmp_path, fresh(), scheme="FP8_DYNAMIC", exclude=["down"])
+    assert type(loaded.down) is nn.Linear
+    assert_same(dense, loaded)
+
+
+def test_dense_weights_reload_into_converted_layers(tmp_path: Path) -> None:
+    dense = ragged()
+    save_file({k: v.clone() for k, v in dense.state_dict().items()}, tmp_path / SHARD)
+    model = converted()
+    place = model.up.weight.data_ptr()
+    load(tmp_path, model)
+    assert model.up.weight.data_ptr() == place
+    fp8kit.convert(dense)
+    assert_same(dense, model)
+
+
+def test_fp8_weights_reload_in_place(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    model = converted()
+    place = model.up.weight.data_ptr()
+    load(path, model)
+    assert model.up.weight.data_ptr() == place
+    assert_same(load(path, ragged()), model)
+
+
+def test_siblings_share_their_input_after_loading(tmp_path: Path) -> None:
+    def block() -> nn.Module:
+        model = nn.Module()
+        model.gate_proj, model.up_proj = nn.Linear(128, 256), nn.Linear(128, 256)
+        return model
+
+    model = block()
+    fp8kit.convert(model)
+    save(model, tmp_path / "c")
+    loaded = load(tmp_path / "c", block())
+    assert loaded.gate_proj.shared is loaded.up_proj.shared is not None
+
+
+def test_dtype_and_training_are_kept(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    model = load(path, Ragged().train(), dtype=torch.float32)
+    assert model.up.compute_dtype == torch.float32
+    assert model.up.bias.dtype == model.norm.weight.dtype == torch.float32
+    assert model.up.weight.dtype == torch.float8_e4m3fn
+    assert model.up.training
+
+
+def test_hooks_are_kept(tmp_path: Path) -> None:
+    model, seen = ragged(), []
+    model.up.register_forward_hook(lambda *_: seen.append(1))
+    load(saved(tmp_path / "c"), model)
+    model(IDS)
+    assert seen == [1, 1]
+
+
+def untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert_bits_equal(tensor, before[name])
+
+
+def test_missing_tensor_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    edit_tensors(path, norm__bias=None)
+    model = ragged()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"does not fit Ragged:\n  norm.bias: not on disk"):
+        load(path, model)
+    untouched(model, before)
+
+
+def test_wrong_shape_is_named_and_nothing_changes(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    edit_tensors(path, norm__bias=torch.ones(128))
+    model = ragged()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"norm.bias: \[128\] on disk, \[129\] in the model"):
+        load(path, model)
+    untouched(model, before)
+
+
+def test_unused_tensors_are_said(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    edit_tensors(path, k_scale=torch.ones(1))
+    with pytest.warns(UserWarning, match="tensors that the model does not use: k_scale"):
+        load(path, ragged())
+    with pytest.raises(CheckpointError, match="k_scale: not in the model"):
+        load(path, ragged(), strict=True)
+
+
+def test_how_layers_run_is_not_saved(tmp_path: Path) -> None:
+    model = converted("FP8_DYNAMIC")
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.accum, layer.batch_invariant = "fast", True
+    save(model, tmp_path / "c")
+    found = [m for m in load(tmp_path / "c", ragged()).modules() if isinstance(m, Fp8Linear)]
+    assert {(m.accum, m.batch_invariant) for m in found} == {("precise", False)}
+
+
+def test_unread_config_is_said(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    edit_json(path / "config.json", quantization_config=content | {"kv_cache_scheme": {"a": 1}})
+    with pytest.warns(UserWarning, match="KV cache; its scales are not used"):
+        load(path, ragged())
+
+
+def test_a_buffer_on_meta_that_is_not_saved(tmp_path: Path) -> None:
+    model = on_meta()
+    model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)
+    path = saved(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="angles: a buffer on meta") as caught:
+        load(path, model)
+    assert "init_empty_weights(include_buffers=False)" in str(caught.value)
+    assert "made from" not in str(caught.value)
+    model.angles = torch.arange(3.0)
+    load(path, model)
+    assert model.angles.tolist() == [0, 1, 2]
+
+
+def test_a_transformers_model_with_empty_weights_and_real_buffers() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    config = AutoConfig.from_pretrained(NANO)
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    load(NANO, model, scheme="FP8_DYNAMIC")
+    tokens = torch.arange(20)[None]
+    expected = load(NANO, scheme="FP8_DYNAMIC")
+    with torch.no_grad():
+        assert_bits_equal(model.eval()(tokens).logits, expected(tokens).logits)
+
+
+def test_fp8_into_another_kind_of_layer(tmp_path: Path) -> None:
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = ragged()
+    model.down = Own(203, 129, bias=False)
+    with pytest.raises(CheckpointError, match="down is FP8_DYNAMIC in the checkpoint and Own in"):
+        load(saved(tmp_path / "c"), model)
+
+
+def test_fp8_into_another_scheme(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="and Fp8Linear FP8_TENSOR in the model"):
+        load(saved(tmp_path / "c"), converted("FP8_TENSOR"))
+
+
+def test_a_bare_layer_is_not_a_model(tmp_path: Path) -> None:
+    layer = Fp8Linear.from_linear(nn.Linear(128, 256))
+    save(layer, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="The model itself is FP8_DYNAMIC"):
+        load(tmp_path / "c", nn.Linear(128, 256))
+    again = Fp8Linear(128, 256)
+    load(tmp_path / "c", again)
+    assert_bits_equal(again.weight, layer.weight)
+
+
+def test_quantizing_again_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"Got scheme=FP8_BLOCK for .*, which is FP8_DYNAMIC"):
+        load(path, ragged(), scheme="FP8_BLOCK")
+    with pytest.raises(CheckpointError, match="which is FP8 already"):
+        load(path, ragged(), exclude=["up"])
+    load(path, ragged(), scheme="FP8_DYNAMIC")
+
+
+def test_nothing_fp8_to_load() -> None:
+    with pytest.raises(CheckpointError, match=r"in high precision, and no scheme.*FP8_DYNAMIC"):
+        load(NANO, nn.Linear(3, 3))
+
+
+def test_static_scheme_needs_calibration() -> None:
+    with pytest.raises(ConversionError, match=r"calibration.*calibrate=\.\.\."):
+        load(NANO, ragged(), scheme="FP8")
+
+
+def test_weights_with_nan_are_not_quantized(tmp_path: Path) -> None:
+    state = {k: v.clone() for k, v in ragged().state_dict().items()}
+    state["up.weight"][3, 3] = float("nan")
+    state["again.weight"] = state["up.weight"].clone()
+    save_file(state, tmp_path / SHARD)
+    with pytest.raises(ConversionError, match=r"(up|again).weight holds NaN or infinities"):
+        load(tmp_path, ragged(), scheme="FP8_DYNAMIC")
+
+
+def test_save_needs_fp8_layers(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no FP8 layers"):
+        save(ragged(), tmp_path / "c")
+
+
+def two_schemes(second: torch.dtype = torch.float32) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    model[3].to(second)
+    fp8kit.convert(model, "FP8_DYNAMIC", include=["0", "1", "2"])
+    fp8kit.convert(model, "FP8_TENSOR", include=["3"])
+    return model
+
+
+def test_two_schemes_are_announced_by_name(tmp_path: Path) -> None:
+    model = two_schemes()
+    save(model, tmp_path / "c")
+    config = json.loads((tmp_path / "c/config.json").read_text())["quantization_config"]
+    groups = config["config_groups"].values()
+    assert [(g["weights"]["strategy"], g["targets"]) for g in groups] == [
+        ("channel", ["Linear"]),
+        ("tensor", ["3"]),
+    ]
+    loaded = load(tmp_path / "c", nn.Sequential(*(nn.Linear(128, 128) for _ in range(4))))
+    x = torch.randn(5, 128)
+    assert [m.scheme for m in loaded] == [m.scheme for m in model]
+    assert_bits_equal(loaded(x), model(x))
+
+
+def test_save_needs_one_high_precision(tmp_path: Path) -> None:
+    message = r"compute in torch\.bfloat16 and torch\.float32.*one high precision"
+    with pytest.raises(CheckpointError, match=message):
+        save(two_schemes(torch.bfloat16), tmp_path / "c")
+
+
+def test_engines_do_not_merge_layers_of_two_schemes(tmp_path: Path) -> None:
+    model = nn.Module()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        model.add_module(name, nn.Linear(128, 128))
+    fp8kit.convert(model, "FP8_DYNAMIC", include=["q_proj", "k_proj"])
+    fp8kit.convert(model, "FP8_TENSOR", include=["v_proj"])
+    with pytest.raises(CheckpointError, match=r"q_proj is FP8 and v_proj is FP8_TENSOR.*merges"):
+        save(model, tmp_path / "c")
+    save(model, tmp_path / "c", target="transformers")
+
+
+def test_save_needs_values(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"up.weight.* on the meta device"):
+        save(converted().to("meta"), tmp_path / "c")
+
+
+def test_save_needs_tensors(tmp_path: Path) -> None:
+    class Odd(Ragged):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    model = Odd().bfloat16()
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match="_extra_state in the state_dict is dict"):
+        save(model, tmp_path / "c")
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8"])
+def test_every_target_gets_blocks_and_mx(tmp_path: Path, target: str, scheme: str) -> None:
+    model = nn.Sequential(nn.Linear(256, 256))
+    fp8kit.convert(model, scheme)
+    save(model, tmp_path / "c", target=target)
+    again = load(tmp_path / "c", nn.Sequential(nn.Linear(256, 256, device="meta")))
+    for name, tensor in model.state_dict().items():
+        assert_bits_equal(again.state_dict()[name], tensor)
+
+
+def test_unknown_target(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Known targets are vllm, sglang, transformers"):
+        save(converted(), tmp_path / "c", target="ollama")
+
+
+def test_half_converted_siblings(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.q_proj, model.k_proj, model.v_proj = (nn.Linear(128, 128) for _ in range(3))
+    fp8kit.convert(model, include=["q_proj"])
+    with pytest.raises(CheckpointError, match=r"q_proj is FP8 and k_proj is not.*target='transf"):
+        save(model, tmp_path / "c")
+    save(model, tmp_path / "c", target="transformers")
+
+
+def test_ragged_blocks(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"needs 128 to divide the columns.*use FP8_DYNAMIC"):
+        save(converted("FP8_BLOCK"), tmp_path / "c")
+
+
+def test_source_is_never_overwritten(tmp_path: Path) -> None:
+    path = saved(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="is or holds the source"):
+        save(converted(), path, source=path, overwrite=True)
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "fp8kit.integrations.transformers", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"not installed.*pip install 'fp8kit\[transformers\]'"):
+        load(NANO, scheme="FP8_DYNAMIC")
+
+
+def test_with_an_unfit_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("cannot import name 'x'", name="transformers.core")
+
+    monkeypatch.setattr(models.importlib, "import_module", broken)
+    with pytest.raises(ImportError, match=r"Transformers is unfit: cannot import name 'x'"):
+        load(NANO, scheme="FP8_DYNAMIC")
+
+
+def test_own_schemes_do_not_pass_for_presets() -> None:
+    own = Scheme("FP8_TENSOR", ROW, ROW)
+    with pytest.raises(ValueError, match="a scheme of your own, 'FP8_TENSOR'"):
+        load(NANO, scheme=own)
+
+
+class Attention(nn.Module):
+    """One layer for q, k and v, or three."""
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        if joined:
+            self.qkv_proj = nn.Linear(128, 512)
+        else:
+            self.q_proj, self.k_proj = nn.Linear(128, 256), nn.Linear(128, 128)
+            self.v_proj = nn.Linear(128, 128)
+        self.o_proj = nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(self, "qkv_proj"):
+            qkv = self.qkv_proj(x)
+        else:
+            qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        return self.o_proj(qkv[..., :256] + qkv[..., 256:])
+
+
+class Decoder(nn.Module):
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.attn = Attention(joined)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attn(x)
+
+
+def decoder(joined: bool, device: str = "cpu") -> Decoder:
+    with torch.device(device):
+        return Decoder(joined).bfloat16().eval()
+
+
+def fp8_decoder(scheme: str, joined: bool = False) -> Decoder:
+    model = decoder(joined)
+    calibrate = (lambda m: m(torch.randn(9, 128).bfloat16())) if scheme == "FP8" else None
+    fp8kit.convert(model, scheme, exclude=[], calibrate=calibrate)
+    return model
+
+
+def values(model: Decoder, *names: str) -> torch.Tensor:
+    layers = [model.get_submodule(f"attn.{n}") for n in names]
+    return torch.cat([fp8kit.dequantize(layer.quantized_weight()) for layer in layers])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shard", [2**30, 30_000])
+def test_separate_fp8_layers_load_into_a_joined_one(
+    tmp_path: Path, scheme: str, shard: int
+) -> None:
+    source = fp8_decoder(scheme)
+    save(source, tmp_path / "c", max_shard_bytes=shard)
+    for device in ("meta", "cpu"):
+        model = load(tmp_path / "c", decoder(True, device))
+        joined = model.attn.qkv_proj
+        assert isinstance(joined, Fp8Linear)
+        assert_bits_equal(values(model, "qkv_proj"), values(source, "q_proj", "k_proj", "v_proj"))
+        assert joined.scheme.activation == source.attn.q_proj.scheme.activation
+        if scheme == "FP8":
+            largest = max(source.attn.get_submodule(f"{n}_proj").input_scale for n in "qkv")
+            assert_bits_equal(joined.input_scale, largest)
+        x = torch.randn(3, 128, dtype=torch.bfloat16)
+        assert_bits_equal(model(x), source(x))
+        place = joined.weight.data_ptr()
+        load(tmp_path / "c", model)
+        assert joined.weight.data_ptr() == place
+        assert_bits_equal(values(model, "qkv_proj"), values(source, "q_proj", "k_proj", "v_proj"))
+
+
+def test_one_scale_for_three_is_the_largest(tmp_path: Path) -> None:
+    source = fp8_decoder("FP8_TENSOR")
+    save(source, tmp_path / "c")
+    model = fp8_decoder("FP8_TENSOR", joined=True)
+    load(tmp_path / "c", model)
+    layer = model.attn.qkv_proj
+    parts = [source.attn.get_submodule(f"{n}_proj") for n in "qkv"]
+    scale = max(p.weight_scale for p in parts)
+    assert_bits_equal(layer.weight_scale, scale)
+    for part, codes in zip(parts, layer.weight.split([256, 128, 128]), strict=True):
+        dense = fp8kit.dequantize(part.quantized_weight())
+        assert_bits_equal(codes, fp8kit.quantize(dense, fp8kit.TENSOR, scale=scale).data)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "FP8_BLOCK"])
+def test_a_joined_fp8_layer_loads_into_separate_ones(tmp_path: Path, scheme: str) -> None:
+    source = fp8_decoder(scheme, joined=True)
+    save(source, tmp_path / "c", target="transformers")
+    model = load(tmp_path / "c", decoder(False, "meta"))
+    assert_bits_equal(values(model, "q_proj", "k_proj", "v_proj"), values(source, "qkv_proj"))
+    x = torch.randn(3, 128, dtype=torch.bfloat16)
+    assert_bits_equal(model(x), source(x))
+
+
+def test_quantizing_a_joined_layer_from_parts(tmp_path: Path) -> None:
+    source = decoder(False)
+    save_file(source.state_dict(), tmp_path / SHARD)
+    model = load(tmp_path, decoder(True, "meta"), scheme="FP8_DYNAMIC", exclude=[])
+    fp8kit.convert(source, exclude=[])
+    assert_bits_equal(values(model, "qkv_proj"), values(source, "q_proj", "k_proj", "v_proj"))
+
+
+def test_fp8_and_dense_siblings_are_decoded_for_a_joined_layer(tmp_path: Path) -> None:
+    source = decoder(False)
+    fp8kit.convert(source, include=["q_proj", "o_proj"], exclude=[])
+    save(source, tmp_path / "c", target="transformers")
+    with pytest.warns(UserWarning, match=r"1 FP8 layers .* decoded to high precision: attn.q_proj"):
+        model = load(tmp_path / "c", decoder(True, "meta"))
+    q = fp8kit.dequantize(source.attn.q_proj.quantized_weight(), torch.bfloat16)
+    wanted = torch.cat([q, source.attn.k_proj.weight, source.attn.v_proj.weight])
+    assert type(model.attn.qkv_proj) is nn.Linear
+    assert_bits_equal(model.attn.qkv_proj.weight, wanted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "attn.qkv_proj.weight: attn.k_proj not on disk"),
+        (127, r"256 \(attn.q_proj\) \+ 127 \(attn.k_proj\) \+ 128 .* rows on disk, 512 in the m"),
+    ],
+)
+def test_misfits_of_joined_layers_are_named(tmp_path: Path, rows: int | None, message: str) -> None:
+    state = decoder(False).state_dict()
+    kept = state.pop("attn.k_proj.weight")
+    if rows is not None:
+        state["attn.k_proj.weight"] = kept[:rows].clone()
+    save_file(state, tmp_path / SHARD)
+    model = decoder(True)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, model, scheme="FP8_DYNAMIC", exclude=[])
+    untouched(model, before)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(3, 256, 128))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.embed, self.fc = Experts(), nn.Embedding(256, 128), nn.Linear(128, 128)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fp8_where_no_linear_layer_is(tmp_path: Path, stacked: bool, device: str) -> None:
+    source = nn.Module()
+    source.fc = nn.Linear(128, 128)
+    fp8kit.convert(source.bfloat16())
+    save(source, tmp_path / "c")
+    q = fp8kit.quantize(torch.randn(3, 256, 128), role="weight")
+    e = fp8kit.quantize(torch.randn(256, 128), role="weight")
+    tensors = {"embed.weight": e.data, "embed.weight_scale": e.scale}
+    if stacked:
+        tensors |= {"experts.gate_up_proj": q.data, "experts.gate_up_proj_scale": q.scale}
+    else:
+        for i, (first, name) in itertools.product(range(3), ((0, "gate_proj"), (128, "up_proj"))):
+            key, rows = f"experts.{i}.{name}.weight", slice(first, first + 128)
+            tensors |= {key: q.data[i, rows].clone(), f"{key}_scale": q.scale[i, rows].clone()}
+    edit_tensors(tmp_path / "c", **{k.replace(".", "__"): t for k, t in tensors.items()})
+    with torch.device(device):
+        model = Mixture().bfloat16()
+    count = 2 if stacked else 7
+    with pytest.warns(UserWarning, match=rf"{count} FP8 layers .* decoded .*: embed, experts"):
+        load(tmp_path / "c", model)
+    assert_bits_equal(model.experts.gate_up_proj, fp8kit.dequantize(q, torch.bfloat16))
+    assert_bits_equal(model.embed.weight, fp8kit.dequantize(e, torch.bfloat16))
+    assert isinstance(model.fc, Fp8Linear)

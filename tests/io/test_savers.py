@@ -1,0 +1,518 @@
+"""Running a model never changes what is saved of it, by any of the means that people save with.
+
+Each saver writes a model before it has run and after it has run in every way; the files are equal
+byte for byte, and what they hold loads into another model and is what was saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import json
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+
+import fp8kit
+from fp8kit.errors import CheckpointError
+from fp8kit.modules import fused_producers
+from fp8kit.modules.linear import Fp8Linear
+from numerics import assert_bits_equal
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+hub = pytest.importorskip("huggingface_hub")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what they warn about on import is not ours to fix
+    diffusers = pytest.importorskip("diffusers")
+    peft = pytest.importorskip("peft")
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+
+# names of which a saver may leave out one, because the model ties them
+TIED = {
+    *("embed.weight", "head.weight", "model.embed_tokens.weight", "lm_head.weight"),
+    *("out.weight", "out.weight_scale", "again.weight", "again.weight_scale"),
+}
+IDS = torch.arange(600).view(1, -1) * 37 % 160
+
+
+class Plain(nn.Module, hub.PyTorchModelHubMixin):
+    """Siblings, biases, a tied head, a buffer, and a layer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(160, 128)
+        self.norm = nn.LayerNorm(128)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(128, n) for n in (256, 128, 128))
+        self.out = self.again = nn.Linear(128, 128, bias=False)
+        self.head = nn.Linear(128, 160, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor([3, 4]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids))
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.head(self.again(self.out(q[..., :128] * k + q[..., 128:] * v)))
+
+
+def plain(scheme: str = "FP8_DYNAMIC") -> nn.Module:
+    model = Plain().bfloat16().eval().requires_grad_(False)
+    assert len(fp8kit.convert(model, scheme).converted) == 4
+    return model
+
+
+def llama(scheme: str = "FP8_DYNAMIC") -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=160,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    assert len(fp8kit.convert(model, scheme).converted) == 14
+    return model
+
+
+def transformer(scheme: str = "FP8_DYNAMIC") -> Any:
+    model = diffusers.Transformer2DModel(
+        num_attention_heads=2,
+        attention_head_dim=64,
+        in_channels=32,
+        norm_num_groups=8,
+        num_layers=1,
+        sample_size=8,
+        cross_attention_dim=128,
+    )
+    model = model.bfloat16().eval()
+    assert len(fp8kit.convert(model, scheme).converted) >= 8
+    return model
+
+
+def run(model: nn.Module, rows: int) -> Tensor:
+    """Call any of these models with so many rows, or about."""
+    device = next(model.parameters()).device
+    if isinstance(model, diffusers.Transformer2DModel):
+        side = max(1, int(rows**0.5))
+        images = torch.ones(1, 32, side, side, dtype=torch.bfloat16, device=device)
+        states = torch.ones(1, 8, 128, dtype=torch.bfloat16, device=device)
+        result: Tensor = model(images, states, return_dict=False)[0]
+        return result
+    y = model(IDS[:, :rows].to(device))
+    return y if isinstance(y, Tensor) else y.logits
+
+
+def without_gradients(model: nn.Module) -> None:
+    with torch.no_grad():
+        for rows in (1, 5, 600, 5):
+            run(model, rows)
+
+
+def in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        for rows in (1, 5, 600):
+            run(model, rows)
+
+
+def with_gradients(model: nn.Module) -> None:
+    for rows in (5, 600):
+        run(model, rows)
+
+
+def in_every_order(model: nn.Module) -> None:
+    """Call siblings one after another in each order, all of them and some."""
+    groups = {id(m.shared): m.shared for m in model.modules() if isinstance(m, Fp8Linear)}
+    for group in filter(None, groups.values()):
+        size = len(group.members)
+        for count in range(1, size + 1):
+            for order in itertools.permutations(range(size), count):
+                first = group.members[0]
+                x = torch.ones(3, first.in_features, dtype=torch.bfloat16)
+                with torch.no_grad():
+                    for i in order:
+                        group.members[i](x.to(first.weight.device))
+
+
+def fused_and_moved(model: nn.Module) -> None:
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
+        run(model, 5)
+        device = next(model.parameters()).device
+        model.cpu().to(device)
+        run(model, 5)
+        run(copy.deepcopy(model), 5)
+
+
+USES = (without_gradients, in_inference_mode, with_gradients, in_every_order, fused_and_moved)
+
+
+@dataclass(frozen=True)
+class Saver:
+    """How a model is written to a folder, and read from it into another model of its kind."""
+
+    save: Callable[[Any, Path], object]
+    load: Callable[[Any, Path], Any]
+    exact: bool = True  # the same tensors elsewhere in memory are written as the same bytes
+
+
+def torch_save(thing: Callable[[nn.Module], object]) -> Callable[[nn.Module, Path], object]:
+    return lambda model, path: torch.save(thing(model), path / "model.bin")
+
+
+def filled(read: Callable[[Path], Any]) -> Callable[[nn.Module, Path], nn.Module]:
+    """Fill a model with a state_dict that lies in a folder; what is tied may be there once."""
+
+    def load(model: nn.Module, path: Path) -> nn.Module:
+        missing, unexpected = model.load_state_dict(read(path), strict=False)
+        assert not unexpected
+        assert set(missing) <= TIED
+        return model
+
+    return load
+
+
+def read_files(path: Path) -> dict[str, Tensor]:
+    """Read every weight file of a folder, of whatever form."""
+    state: dict[str, Tensor] = {}
+    for file in sorted(path.rglob("*")):
+        if file.suffix == ".safetensors":
+            state |= load_file(file)
+        elif file.suffix == ".bin":
+            state |= torch.load(file, weights_only=True)
+    return state
+
+
+def accelerator() -> Any:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    return accelerate.Accelerator(cpu=True)
+
+
+def save_accelerate_state(safe: bool) -> Callable[[nn.Module, Path], None]:
+    def save(model: nn.Module, path: Path) -> None:
+        chief = accelerator()
+        chief.prepare(model)
+        chief.save_state(path, safe_serialization=safe)
+        for other in path.glob("random_states*"):  # generators have moved on
+            other.unlink()
+
+    return save
+
+
+def load_dcp(model: nn.Module, path: Path) -> nn.Module:
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=path / "dcp", no_dist=True)
+    model.load_state_dict(state)
+    return model
+
+
+def load_torch(model: nn.Module, path: Path) -> Any:
+    return torch.load(path / "model.bin", weights_only=False)
+
+
+def load_pickle(model: nn.Module, path: Path) -> Any:
+    return pickle.loads((path / "model.pickle").read_bytes())
+
+
+def save_tensors(model: nn.Module, path: Path) -> None:
+    kept = {id(t): n for n, t in reversed(model.state_dict(keep_vars=True).items())}
+    state = {n: t for n, t in model.state_dict().items() if n in kept.values()}
+    save_file(state, path / "model.safetensors")
+
+
+def load_whole(model: nn.Module, path: Path) -> nn.Module:
+    load_model(model, path / "model.safetensors")
+    return model
+
+
+def save_ours(model: nn.Module, path: Path) -> None:
+    fp8kit.save(model, path / "saved")
+
+
+def load_ours(model: nn.Module, path: Path) -> Any:
+    return fp8kit.load(path / "saved", model)
+
+
+SAVERS = {
+    "torch.save of state_dict": Saver(
+        torch_save(lambda m: m.state_dict()), filled(read_files)
+    ),
+    "torch.save of the module": Saver(torch_save(lambda m: m), load_torch),
+    "pickle": Saver(
+        lambda m, p: (p / "model.pickle").write_bytes(pickle.dumps(m)), load_pickle, exact=False
+    ),
+    "safetensors.save_file": Saver(save_tensors, filled(read_files)),
+    "safetensors.save_model": Saver(
+        lambda m, p: save_model(m, str(p / "model.safetensors")), load_whole
+    ),
+    "huggingface_hub.save_torch_model": Saver(hub.save_torch_model, filled(read_files)),
+    "huggingface_hub.save_torch_model in shards": Saver(
+        lambda m, p: hub.save_torch_model(m, p, max_shard_size="60KB"), filled(read_files)
+    ),
+    "huggingface_hub.save_torch_state_dict": Saver(
+        lambda m, p: hub.save_torch_state_dict(m.state_dict(), p), filled(read_files)
+    ),
+    "huggingface_hub.save_torch_model as pickles": Saver(
+        lambda m, p: hub.save_torch_model(m, p, safe_serialization=False), filled(read_files)
+    ),
+    "accelerate.save_model": Saver(
+        lambda m, p: accelerator().save_model(m, p), filled(read_files)
+    ),
+    "accelerate.save_model as pickles": Saver(
+        lambda m, p: accelerator().save_model(m, p, safe_serialization=False), filled(read_files)
+    ),
+    "accelerate.save_state": Saver(save_accelerate_state(True), filled(read_files)),
+    "accelerate.save_state as pickles": Saver(save_accelerate_state(False), filled(read_files)),
+    "torch.distributed.checkpoint": Saver(
+        lambda m, p: dcp.save(m.state_dict(), checkpoint_id=p / "dcp", no_dist=True), load_dcp
+    ),
+    "fp8kit.save": Saver(save_ours, load_ours),
+}  # fmt: skip
+OF_TRANSFORMERS = {
+    "save_pretrained": Saver(
+        lambda m, p: m.save_pretrained(p), lambda _, p: fp8kit.load(p)
+    ),
+    "save_pretrained in shards": Saver(
+        lambda m, p: m.save_pretrained(p, max_shard_size="60KB"), lambda _, p: fp8kit.load(p)
+    ),
+}  # fmt: skip
+OF_HUB = {
+    "PyTorchModelHubMixin": Saver(lambda m, p: m.save_pretrained(p), load_whole),
+}
+NAMED_AND_DATED = (".metadata",)  # holds the path and a number of its own
+MODELS: dict[str, tuple[Callable[..., Any], dict[str, Saver]]] = {
+    "plain": (plain, SAVERS | OF_HUB),
+    "llama": (llama, SAVERS | OF_TRANSFORMERS),
+    "transformer": (transformer, SAVERS),
+}
+CASES = [(model, name) for model, (_, savers) in MODELS.items() for name in savers]
+
+
+def written(save: Callable[[Any, Path], object], model: Any, path: Path) -> dict[str, bytes]:
+    path.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what libraries say of their own code
+        save(model, path)
+    files = [p for p in path.rglob("*") if p.is_file() and p.name not in NAMED_AND_DATED]
+    assert files
+    return {str(p.relative_to(path)): content(p) for p in files}
+
+
+def content(file: Path) -> bytes:
+    """Return the bytes of a file, of one in safetensors with the notes in its header in order."""
+    data = file.read_bytes()
+    if file.suffix != ".safetensors":
+        return data
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.dumps(json.loads(data[8:end]), sort_keys=True).encode() + data[end:]
+
+
+def changed(saver: Saver, before: dict[str, bytes], after: dict[str, bytes]) -> list[str]:
+    assert after.keys() == before.keys()
+    if saver.exact:
+        return [file for file in before if after[file] != before[file]]
+    return [file for file in before if len(after[file]) != len(before[file])]
+
+
+def assert_equal_state(ours: nn.Module, theirs: nn.Module) -> None:
+    state, other = ours.state_dict(), theirs.state_dict()
+    assert state.keys() == other.keys()
+    for name, tensor in state.items():
+        assert_bits_equal(tensor, other[name])
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    yield
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{k}-{n}" for k, n in CASES])
+def test_running_changes_nothing_that_is_saved(kind: str, name: str, tmp_path: Path) -> None:
+    make, savers = MODELS[kind]
+    model, saver = make(), savers[name]
+    before, untouched = written(saver.save, model, tmp_path / "before"), copy.deepcopy(model)
+    for use in USES:
+        use(model)
+        after = written(saver.save, model, tmp_path / use.__name__)
+        assert not changed(saver, before, after), use.__name__
+    for folder in ("before", USES[-1].__name__):
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = saver.load(make(), tmp_path / folder)
+        assert_equal_state(model, loaded)
+        with torch.no_grad():
+            assert_bits_equal(run(untouched, 5), run(loaded, 5))
+
+
+@pytest.mark.parametrize("name", ["torch.save of state_dict", "torch.save of the module"])
+def test_a_model_that_has_run_is_cast_to_the_same_bytes(name: str, tmp_path: Path) -> None:
+    model, save = plain(), SAVERS[name].save
+    before = written(save, copy.deepcopy(model).half(), tmp_path / "before")
+    for use in USES:
+        use(model)
+    assert written(save, model.half(), tmp_path / "after") == before
+
+
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY"])
+@pytest.mark.parametrize("name", ["safetensors.save_model", "accelerate.save_model"])
+def test_no_scheme_ties_what_the_model_does_not(name: str, scheme: str, tmp_path: Path) -> None:
+    model = plain(scheme)
+    before = written(SAVERS[name].save, model, tmp_path / "before")
+    for use in USES:
+        use(model)
+    assert written(SAVERS[name].save, model, tmp_path / "after") == before
+    parameters = dict(model.named_parameters())
+    assert len({p.untyped_storage().data_ptr() for p in parameters.values()}) == len(parameters)
+
+
+def test_the_check_sees_weights_that_are_tied_by_a_call(tmp_path: Path) -> None:
+    model = plain()
+    saver = SAVERS["accelerate.save_model"]
+    before = written(saver.save, model, tmp_path / "before")
+    layers = (model.q_proj, model.k_proj)
+    whole = torch.cat([layer.weight.view(torch.uint8) for layer in layers])
+    for layer, part in zip(layers, whole.split([256, 128]), strict=True):
+        layer.weight.data = part.view(layer.weight.dtype)
+    assert written(saver.save, model, tmp_path / "after") != before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{k}-{n}" for k, n in CASES])
+def test_captures_and_moves_change_nothing_that_is_saved(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    make, savers = MODELS[kind]
+    model, saver = make(), savers[name]
+    before = written(saver.save, model, tmp_path / "before")
+    model.cuda()
+    on_gpu = written(saver.save, model, tmp_path / "gpu")
+    for use in USES:
+        use(model)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        run(model, 5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not changed(saver, on_gpu, written(saver.save, model, tmp_path / "captured"))
+    model.cpu()
+    assert not changed(saver, before, written(saver.save, model, tmp_path / "cpu"))
+
+
+def adapted(base: Any) -> Any:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "up_proj"])
+    torch.manual_seed(2)
+    model = peft.get_peft_model(base, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # what peft says of its own code
+def test_an_adapter_is_saved_alone_and_loads(tmp_path: Path) -> None:
+    base = llama()
+    untouched = copy.deepcopy(base)
+    model = adapted(base)
+    before = written(lambda m, p: m.save_pretrained(p), model, tmp_path / "before")
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= before.keys()
+    assert all("lora_" in name for name in load_file(tmp_path / "before/adapter_model.safetensors"))
+    for use in (without_gradients, in_inference_mode, with_gradients):
+        use(model)
+    assert written(lambda m, p: m.save_pretrained(p), model, tmp_path / "after") == before
+    again = peft.PeftModel.from_pretrained(untouched, tmp_path / "before").eval()
+    with torch.no_grad():
+        assert_bits_equal(run(again, 5), run(model, 5))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_base_is_saved_once_its_adapter_is_gone(tmp_path: Path) -> None:
+    base = llama()
+    before = written(lambda m, p: m.save_pretrained(p), base, tmp_path / "before")
+    model = adapted(base)
+    with pytest.raises(CheckpointError, match=r"Adapters are attached to .*q_proj.*unload"):
+        model.get_base_model().save_pretrained(tmp_path / "wrapped")
+    assert not list((tmp_path / "wrapped").glob("*.safetensors"))
+    bare = model.unload()
+    assert written(lambda m, p: m.save_pretrained(p), bare, tmp_path / "after") == before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_that_transformers_added_is_saved_alone(tmp_path: Path) -> None:
+    model = llama()
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "c")
+    assert all("lora_" in name for name in load_file(tmp_path / "c/adapter_model.safetensors"))
+    assert not (tmp_path / "c/model.safetensors").exists()
+
+
+def test_an_exported_program_holds_the_same_weights(tmp_path: Path) -> None:
+    model = plain()
+
+    def exported() -> dict[str, Tensor]:
+        buffer = io.BytesIO()
+        with torch.no_grad():
+            program = torch.export.export(model, (IDS[:, :5],))
+        torch.export.save(program, buffer)
+        buffer.seek(0)
+        return dict(torch.export.load(buffer).state_dict)
+
+    before = exported()
+    without_gradients(model)
+    after = exported()
+    assert before.keys() == after.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert_bits_equal(before[name], tensor)
+        assert_bits_equal(after[name], tensor)
+
+
+@pytest.mark.parametrize("model", [transformer, lambda: nn.Sequential(transformer())[0]])
+def test_diffusers_refuses_to_save_what_it_could_not_load(
+    model: Callable[[], Any], tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"save_pretrained of a diffusers.*fp8kit\.save"):
+        model().save_pretrained(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_diffusers_refuses_a_part_that_was_converted_and_a_copy(tmp_path: Path) -> None:
+    dense = diffusers.Transformer2DModel(
+        num_attention_heads=2, attention_head_dim=64, in_channels=32, norm_num_groups=8
+    )
+    dense.save_pretrained(tmp_path / "dense")  # a model without FP8 layers is saved as ever
+    fp8kit.convert(dense.transformer_blocks)
+    for model in (dense, copy.deepcopy(dense), pickle.loads(pickle.dumps(dense))):
+        with pytest.raises(CheckpointError, match=r"fp8kit\.save"):
+            model.save_pretrained(tmp_path / "c")
+    restored = dense.dequantize()
+    assert not any(isinstance(m, Fp8Linear) for m in restored.modules())
+    restored.save_pretrained(tmp_path / "c")
+    assert json.loads((tmp_path / "c/config.json").read_text()).get("quantization_config") is None
+
+
+def test_a_pipeline_with_a_converted_part_is_refused(tmp_path: Path) -> None:
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    vae = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=64, in_channels=4, num_layers=1, sample_size=8
+    )
+    pipeline = diffusers.DiTPipeline(model, vae, scheduler)
+    pipeline.save_pretrained(tmp_path / "dense")
+    fp8kit.convert(pipeline.transformer)
+    with pytest.raises(CheckpointError, match=r"fp8kit\.save"):
+        pipeline.save_pretrained(tmp_path / "c")

@@ -1,0 +1,194 @@
+"""Decoder layers that add to the residual, norm and quantize in one pass."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Gemma2Config, GraniteConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import fp8kit
+from fp8kit.modules import fused_producers
+from fp8kit.modules.decoder_layer import FLOWS, ResidualForward, find_flow
+from fp8kit.modules.norm_formula import NormFormula
+from numerics import assert_bits_equal, relative_error
+
+PLAIN, SANDWICH = FLOWS
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take the fused path on a CPU too, where the reference computes it."""
+    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
+    return
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Collect the sums that were normed and quantized in the pass that made them."""
+    seen: list[Tensor] = []
+    add_codes = NormFormula.add_codes
+
+    def counted(self: NormFormula, *args: Any) -> Any:
+        q, total = add_codes(self, *args)
+        seen.append(total)
+        return q, total
+
+    monkeypatch.setattr(NormFormula, "add_codes", counted)
+    return seen
+
+
+def llama(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).to(device, torch.bfloat16).eval()
+
+
+def run(model: nn.Module, **options: bool) -> Any:
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        return model(input_ids=torch.arange(17, device=device)[None], **options)
+
+
+def test_every_layer_adds_once(device: torch.device, sums: list[Tensor]) -> None:
+    together = llama(device)
+    separate = copy.deepcopy(together)
+    fp8kit.convert(separate, fuse="none")
+    fp8kit.convert(together)
+    found, expected = run(together).logits, run(separate).logits
+    assert len(sums) == 2
+    if device.type == "cpu":
+        assert_bits_equal(found, expected)
+    else:
+        assert relative_error(found, expected) < 0.02
+
+
+def test_hidden_states_are_still_recorded(device: torch.device) -> None:
+    together = llama(device)
+    separate = copy.deepcopy(together)
+    fp8kit.convert(separate, fuse="none")
+    fp8kit.convert(together)
+    found = run(together, output_hidden_states=True).hidden_states
+    expected = run(separate, output_hidden_states=True).hidden_states
+    assert len(found) == len(expected) == 3
+    for a, b in zip(found, expected, strict=True):
+        assert relative_error(a, b) < 0.02
+
+
+def test_copies_belong_to_themselves(device: torch.device, sums: list[Tensor]) -> None:
+    model = llama(device)
+    fp8kit.convert(model)
+    expected = run(model).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layer = twin.model.layers[1]
+        assert layer.forward.layer is layer
+        del sums[:]
+        assert_bits_equal(run(twin).logits, expected)
+        assert len(sums) == 2
+
+
+@pytest.mark.parametrize("watched", ["norm", "mlp", "gate_proj"])
+def test_hooks_stop_it(watched: str, device: torch.device, sums: list[Tensor]) -> None:
+    model = llama(device)
+    fp8kit.convert(model)
+    expected = run(model).logits
+    layer = model.model.layers[0]
+    names = {"norm": "post_attention_layernorm", "mlp": "mlp", "gate_proj": "mlp.gate_proj"}
+    seen: list[Tensor] = []
+    layer.get_submodule(names[watched]).register_forward_pre_hook(lambda m, a: seen.append(a[0]))
+    del sums[:]
+    found = run(model).logits
+    assert len(sums) == 1
+    assert seen[0].isfinite().all()
+    assert relative_error(found, expected) < 0.02
+
+
+def test_gradients_flow(device: torch.device, sums: list[Tensor]) -> None:
+    model = llama(device)
+    fp8kit.convert(model)
+    x = torch.randn(1, 3, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    model.model(inputs_embeds=x).last_hidden_state.float().sum().backward()
+    assert sums == []
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def layer_of(kind: type[nn.Module], config: Any) -> nn.Module:
+    with torch.device("meta"):
+        return kind(config, 0)
+
+
+def test_flows_are_found_by_running_them() -> None:
+    assert find_flow(layer_of(LlamaDecoderLayer, LlamaConfig(**SIZES))) == PLAIN
+    assert find_flow(layer_of(Gemma2DecoderLayer, Gemma2Config(**SIZES))) == SANDWICH
+    assert find_flow(nn.ModuleDict({"self_attn": nn.Identity()})) is None
+
+
+class Scaled(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states, **kwargs) * 0.5
+
+
+class Parallel(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        y, _ = self.self_attn(hidden_states=normed, **kwargs)
+        return hidden_states + y + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Returning(LlamaDecoderLayer):
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        return (super().forward(hidden_states, **kwargs),)
+
+
+class Dropping(LlamaDecoderLayer):
+    """Keeps an argument from the attention."""
+
+    def forward(self, hidden_states: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states, **kwargs)
+
+
+class Defaulting(LlamaDecoderLayer):
+    """Gives the attention something else than its own default."""
+
+    def forward(self, hidden_states: Tensor, scale: float | None = None, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states, scale=2.0 if scale is None else scale, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Parallel, Returning, Dropping, Defaulting])
+def test_other_layers_are_left_alone(kind: type[nn.Module]) -> None:
+    assert find_flow(layer_of(kind, LlamaConfig(**SIZES))) is None
+
+
+def test_a_multiplied_residual_is_noticed_in_each_layer() -> None:
+    config = GraniteConfig(**SIZES)
+    assert find_flow(layer_of(GraniteDecoderLayer, config)) == PLAIN
+    config.residual_multiplier = 0.5
+    assert find_flow(layer_of(GraniteDecoderLayer, config)) is None
+
+
+def test_a_forward_on_the_instance_is_kept() -> None:
+    model = llama(torch.device("cpu"))
+    layer = model.model.layers[0]
+    mine = layer.forward
+    layer.forward = mine
+    fp8kit.convert(model)
+    assert layer.forward is mine
+    assert isinstance(model.model.layers[1].forward, ResidualForward)

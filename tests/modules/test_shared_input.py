@@ -1,0 +1,599 @@
+"""Siblings that share an input: the bits of separate layers, in every order of calls."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp8kit
+from fp8kit.dispatch.backends import Choice, decide
+from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.modules.shared_input import SharedInput, can_join
+from numerics import assert_bits_equal
+
+SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
+
+
+def siblings(
+    device: torch.device, scheme: str = "FP8_DYNAMIC", bias: bool = True
+) -> list[fp8kit.Fp8Linear]:
+    layers = [
+        fp8kit.Fp8Linear.from_linear(
+            nn.Linear(256, n, bias, device=device, dtype=torch.bfloat16), scheme
+        )
+        for n in (256, 128, 384)
+    ]
+    for layer in layers:
+        layer.requires_grad_(False)  # as conversion leaves them
+    return layers
+
+
+def tokens(device: torch.device) -> Tensor:
+    return torch.randn(2, 5, 256, dtype=torch.bfloat16, device=device)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shared_equals_separate(scheme: str, bias: bool, device: torch.device) -> None:
+    layers = siblings(device, scheme, bias)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers)
+    for _ in range(2):
+        for layer, expected in zip(layers, separate, strict=True):
+            assert_bits_equal(layer(x), expected)
+
+
+def test_shared_multiplies_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    calls: list[int] = []
+
+    def counted(table: Any, problem: MatmulProblem, *only: str | None) -> Choice:
+        calls.append(problem.n)
+        return decide(table, problem, *only)
+
+    monkeypatch.setattr("fp8kit.ops.bodies.decide", counted)
+    for layer in layers:
+        layer(x)
+    assert calls == [256, 128, 384]
+    calls.clear()
+    SharedInput(layers)
+    for layer in layers:
+        layer(x)
+    assert calls == [768]
+
+
+def test_shared_with_another_tensor_computes_alone(device: torch.device) -> None:
+    layers = siblings(device)
+    x, other = tokens(device), tokens(device)
+    expected = layers[1](other)
+    expected_last = layers[2](x)
+    SharedInput(layers)
+    layers[0](x)
+    assert_bits_equal(layers[1](other), expected)
+    assert_bits_equal(layers[2](x), expected_last)
+
+
+def test_shared_sees_an_input_changed_in_place(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = tokens(device)
+    layers[0](x)
+    x.mul_(2)
+    fresh = siblings_alone(layers[1], x)
+    assert_bits_equal(layers[1](x), fresh)
+
+
+def siblings_alone(layer: fp8kit.Fp8Linear, x: Tensor) -> Tensor:
+    return layer.compute(x)
+
+
+def test_shared_in_another_order(device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers)
+    for i in (2, 1, 0, 0, 2, 1):
+        assert_bits_equal(layers[i](x), separate[i])
+
+
+def test_shared_keeps_no_result_after_the_last_sibling(device: torch.device) -> None:
+    layers = siblings(device)
+    group = SharedInput(layers)
+    x = tokens(device)
+    for layer in layers:
+        layer(x)
+    assert group._pending is None
+
+
+@pytest.mark.parametrize("unchanging", [True, False])
+def test_shared_in_inference_mode(unchanging: bool, device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    group = SharedInput(layers, unchanging)
+    with torch.inference_mode():
+        inside = tokens(device).copy_(x)
+        for i, (layer, expected) in enumerate(zip(layers, separate, strict=True)):
+            assert_bits_equal(layer(inside), expected)
+            assert (group._pending is not None) == (unchanging and i < 2)
+
+
+def test_inference_tensors_that_change_are_not_shared(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    with torch.inference_mode():
+        x = tokens(device).clone()
+        layers[0](x)
+        x.mul_(2)
+        assert_bits_equal(layers[1](x), siblings_alone(layers[1], x))
+
+
+def test_a_result_without_gradient_is_not_handed_to_a_call_with_one(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = tokens(device).requires_grad_()
+    with torch.no_grad():
+        layers[0](x)
+    assert layers[1](x).requires_grad
+
+
+def test_a_result_of_old_weights_is_not_handed_out(device: torch.device) -> None:
+    layers, other = siblings(device), siblings(device)[1]
+    SharedInput(layers)
+    x = tokens(device)
+    layers[0](x)
+    layers[1].load_state_dict(other.state_dict())
+    assert_bits_equal(layers[1](x), other(x))
+
+
+def test_shared_gradient_to_the_input(device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device).requires_grad_()
+    sum(layer(x).float().sum() for layer in layers).backward()
+    expected, x.grad = x.grad, None
+    SharedInput(layers)
+    sum(layer(x).float().sum() for layer in layers).backward()
+    assert expected is not None
+    assert x.grad is not None
+    assert_bits_equal(x.grad, expected)
+
+
+def test_shared_state_dict_is_unchanged(device: torch.device) -> None:
+    model = nn.ModuleList(siblings(device))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    SharedInput(list(model))
+    x = tokens(device)
+    for layer in model:
+        layer(x)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    for key, value in before.items():
+        assert_bits_equal(after[key], value)
+
+
+def test_shared_weights_reload_in_place(device: torch.device) -> None:
+    layers, others = siblings(device), siblings(device)
+    x = tokens(device)
+    SharedInput(layers)
+    for layer in layers:
+        layer(x)
+    address = layers[1].weight.data_ptr()
+    for layer, other in zip(layers, others, strict=True):
+        layer.load_state_dict(other.state_dict())
+    assert layers[1].weight.data_ptr() == address
+    for layer, other in zip(layers, others, strict=True):
+        assert_bits_equal(layer(x), other(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_shared_survives_copies(copied, device: torch.device) -> None:
+    model = nn.ModuleList(siblings(device))
+    x = tokens(device)
+    separate = [layer(x) for layer in model]
+    SharedInput(list(model))
+    for layer in model:
+        layer(x)
+    twin = copied(model)
+    assert twin[0].shared is not model[0].shared
+    assert twin[0].shared.members[1] is twin[1]
+    for layer, expected in zip(twin, separate, strict=True):
+        assert_bits_equal(layer(x), expected)
+
+
+def test_shared_after_casts_and_moves(device: torch.device) -> None:
+    model = nn.ModuleList(siblings(device))
+    x = tokens(device)
+    separate = [layer(x) for layer in model]
+    SharedInput(list(model))
+    for layer in model:
+        layer(x)
+    model.to("cpu").to(device).float().to(torch.bfloat16)
+    for layer, expected in zip(model, separate, strict=True):
+        assert_bits_equal(layer(x), expected)
+
+
+def test_can_join_needs_block_edges() -> None:
+    aligned = [fp8kit.Fp8Linear(256, n, False, "FP8_BLOCK") for n in (256, 100)]
+    ragged = aligned[::-1]
+    assert can_join(aligned)
+    assert not can_join(ragged)
+
+
+def test_can_join_needs_equal_layers() -> None:
+    first = fp8kit.Fp8Linear(256, 128, False)
+    assert can_join([first, fp8kit.Fp8Linear(256, 64, False)])
+    assert not can_join([first, fp8kit.Fp8Linear(256, 128, True)])
+    assert not can_join([first, fp8kit.Fp8Linear(256, 128, False, "MXFP8")])
+    fast = fp8kit.Fp8Linear(256, 128, False)
+    fast.accum = "fast"
+    assert not can_join([first, fast])
+
+
+def test_layers_whose_bits_may_not_depend_on_rows_share_their_codes_alone(
+    device: torch.device,
+) -> None:
+    dense = [nn.Linear(2048, n, False, device=device, dtype=torch.bfloat16) for n in (64, 4224)]
+    layers = [fp8kit.Fp8Linear.from_linear(layer) for layer in dense]
+    for layer in layers:
+        layer.batch_invariant = True
+        layer.requires_grad_(False)
+    assert not can_join(layers)
+    SharedInput(layers)
+    x = torch.randn(513, 2048, dtype=torch.bfloat16, device=device)
+    many = [layer(x) for layer in layers]
+    few = x[:3].clone()
+    for layer, expected in zip(layers, many, strict=True):
+        assert_bits_equal(layer(few), expected[:3])
+
+
+class Trio(nn.Module):
+    """Three siblings that share; after ``between``, what the others read has changed or not."""
+
+    def __init__(self, device: torch.device, scheme: str, unchanging: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = siblings(device, scheme)
+        self.group = SharedInput([self.q, self.k, self.v], unchanging)
+        self.between: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.q(x)
+        x = self.between(x)
+        return torch.cat([first, self.k(x), self.v(x)], -1)
+
+
+def compiled_trio(model: Trio, x: Tensor) -> tuple[Tensor, list[str]]:
+    torch._dynamo.reset()
+    calls: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        calls.extend(str(n.target) for n in graph.graph.nodes if n.op.startswith("call"))
+        return graph.forward
+
+    y = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)(x)
+    assert model.group._traced is None
+    return y, calls
+
+
+@pytest.mark.parametrize("unchanging", [True, False])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shared_compiles_without_a_break(
+    scheme: str, unchanging: bool, device: torch.device
+) -> None:
+    model, x = Trio(device, scheme, unchanging), tokens(device)
+    expected = model(x)
+    y, calls = compiled_trio(model, x)
+    assert_bits_equal(y, expected)
+    products = calls.count("fp8kit.scaled_mm") + calls.count("fp8kit.linear")
+    assert products == 3
+    shares = unchanging and scheme != "FP8_WEIGHT_ONLY"
+    assert calls.count("fp8kit.quantize") == (1 if shares else 0)
+
+
+def test_a_graph_shares_nothing_with_another_tensor(device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", True), tokens(device)
+    model.between = lambda x: x + 1
+    expected = torch.cat([model.q(x), siblings_alone(model.k, x + 1), model.v(x + 1)], -1)
+    y, calls = compiled_trio(model, x)
+    assert_bits_equal(y, expected)
+    assert calls.count("fp8kit.quantize") + calls.count("fp8kit.linear") >= 3
+
+
+def test_a_graph_with_gradients_shares_nothing(device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", True), tokens(device).requires_grad_()
+    y, calls = compiled_trio(model, x)
+    assert calls.count("fp8kit.linear") == 3
+    assert y.requires_grad
+
+
+@pytest.mark.gpu
+def test_shared_is_captured_by_a_graph() -> None:
+    device = torch.device("cuda")
+    layers = siblings(device)
+    SharedInput(layers)
+    x = tokens(device)
+    for layer in layers:
+        layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [layer(x) for layer in layers]
+    x.copy_(tokens(device))
+    graph.replay()
+    for layer, result in zip(layers, captured, strict=True):
+        assert_bits_equal(result, siblings_alone(layer, x))
+
+
+def test_shared_many_rows_quantize_once_and_multiply_apart(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = siblings(device)
+    x = torch.randn(600, 256, dtype=torch.bfloat16, device=device)
+    separate = [layer(x) for layer in layers]
+    quantized: list[Tensor] = []
+    quantize_input = fp8kit.Fp8Linear.quantize_input
+
+    def counted(self: fp8kit.Fp8Linear, x: Tensor) -> object:
+        quantized.append(x)
+        return quantize_input(self, x)
+
+    monkeypatch.setattr(fp8kit.Fp8Linear, "quantize_input", counted)
+    group = SharedInput(layers)
+    for layer, expected in zip(layers, separate, strict=True):
+        y = layer(x)
+        assert y.is_contiguous()
+        assert_bits_equal(y, expected)
+    assert len(quantized) == 1
+    assert group._pending is None
+
+
+def test_shared_many_rows_keep_the_gradient(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = torch.randn(600, 256, dtype=torch.bfloat16, device=device, requires_grad=True)
+    for layer in layers:
+        assert layer(x).requires_grad
+
+
+def test_shared_siblings_keep_bias_gradients(device: torch.device) -> None:
+    layers = siblings(device)
+    for layer in layers:
+        layer.bias.requires_grad_(True)
+    SharedInput(layers)
+    sum(layer(tokens(device)).float().sum() for layer in layers).backward()
+    assert all(layer.bias.grad is not None for layer in layers)
+
+
+def test_siblings_backward_one_by_one(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = tokens(device).requires_grad_()
+    for layer in layers:
+        layer(x).float().sum().backward()
+    assert x.grad is not None
+
+
+def test_results_for_unknown_callers_are_contiguous(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = tokens(device)
+    assert all(layer(x).is_contiguous() for layer in layers)
+
+
+def test_biases_of_two_dtypes_do_not_join(device: torch.device) -> None:
+    layers = siblings(device)
+    layers[1].bias = nn.Parameter(layers[1].bias.float(), requires_grad=False)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers, unchanging=True)
+    for layer, expected in zip(layers, separate, strict=True):
+        assert_bits_equal(layer(x), expected)
+
+
+def test_autocast_between_siblings_is_noticed(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = tokens(device).float()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert layers[0](x).dtype == torch.bfloat16
+    assert layers[1](x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("unchanging", [True, False])
+def test_a_part_may_be_changed_in_place(rows: int, unchanging: bool, device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)[:1, :rows]
+    expected = siblings_alone(layers[1], x)
+    SharedInput(layers, unchanging)
+    adapter = torch.randn(256, dtype=torch.bfloat16, device=device, requires_grad=True)
+    q = layers[0](x)
+    q += adapter
+    assert_bits_equal(layers[1](x), expected)
+    q.float().sum().backward()
+    assert adapter.grad is not None
+    assert (adapter.grad == rows).all()
+
+
+@pytest.mark.parametrize("rows", [5, 600])
+def test_shared_on_meta(rows: int) -> None:
+    layers = siblings(torch.device("meta"))
+    SharedInput(layers)
+    x = torch.empty(rows, 256, dtype=torch.bfloat16, device="meta")
+    assert [layer(x).shape for layer in layers] == [(rows, 256), (rows, 128), (rows, 384)]
+
+
+def test_a_fake_run_leaves_the_weights_alone(device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    separate = [layer(x) for layer in layers]
+    SharedInput(layers)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.empty(2, 5, 256, dtype=torch.bfloat16, device=device)
+        assert [layer(fake).shape[-1] for layer in layers] == [256, 128, 384]
+    for layer, expected in zip(layers, separate, strict=True):
+        assert_bits_equal(layer(x), expected)
+
+
+def test_shared_is_traced_with_fake_tensors(device: torch.device) -> None:
+    layers = siblings(device)
+    SharedInput(layers, unchanging=True)
+    x = tokens(device)
+
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([layer(x) for layer in layers], -1)
+
+    with torch.no_grad():
+        traced = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+        x = tokens(device)
+        assert_bits_equal(traced(x), run(x))
+
+
+def test_shared_under_vmap(device: torch.device) -> None:
+    layers = siblings(device)
+    x = tokens(device)
+    separate = torch.cat([layer(x) for layer in layers], -1)
+    SharedInput(layers, unchanging=True)
+    assert_bits_equal(torch.vmap(lambda x: torch.cat([y(x) for y in layers], -1))(x), separate)
+
+
+def capturing(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Let the groups of a CPU believe that a graph is captured; give what they asked about."""
+    asked: list[Tensor] = []
+
+    def watch(self: SharedInput, x: Tensor) -> None:
+        asked.append(x)
+        self._captured = True
+
+    monkeypatch.setattr(SharedInput, "_watch_capture", watch)
+    return asked
+
+
+@pytest.mark.parametrize("offered", [False, True], ids=["values", "codes"])
+@pytest.mark.parametrize("rows", [5, 600])
+def test_weights_that_a_graph_has_captured_do_not_move(
+    rows: int, offered: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = siblings(device)
+    group = SharedInput(layers)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
+    separate = [siblings_alone(layer, x) for layer in layers]
+    before = [layer.weight.data_ptr() for layer in layers]
+    codes = layers[0].quantize_input(x)
+    with monkeypatch.context() as patch:
+        asked = capturing(patch)
+        if offered:
+            group.offer(x, codes)
+        layers[0](x)
+    assert asked
+    for _ in range(2):
+        for layer, expected in zip(layers, separate, strict=True):
+            assert_bits_equal(layer(x[:5]), expected[:5])
+    assert [layer.weight.data_ptr() for layer in layers] == before
+    assert not copy.deepcopy(group)._captured
+
+
+def test_weights_that_were_joined_before_a_capture_stay_joined(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = siblings(device)
+    group = SharedInput(layers)
+    layers[0](tokens(device))
+    capturing(monkeypatch)
+    group._watch_capture(tokens(device))
+    assert group._joins()
+    layers[1].weight = siblings(device)[1].weight
+    assert not group._joins()
+
+
+def test_a_capture_is_seen_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SharedInput(siblings(torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    group._watch_capture(torch.empty(1))
+    assert not group._captured
+    group._watch_capture(SimpleNamespace(is_cuda=True))
+    assert group._captured
+
+
+def test_shared_runs_on_fake_tensors_of_a_gpu_that_is_not_there() -> None:
+    with FakeTensorMode():
+        layers = [
+            fp8kit.Fp8Linear(256, n, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+            for n in (256, 128)
+        ]
+        SharedInput(layers)
+        x = torch.empty(2, 5, 256, dtype=torch.bfloat16, device="cuda")
+        assert [y(x).shape[-1] for y in layers] == [256, 128]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [2, 2000])
+def test_a_graph_that_captured_weights_apart_is_replayed_after_other_calls(rows: int) -> None:
+    device = torch.device("cuda")
+    layers = siblings(device)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
+    separate = [layer(x) for layer in layers]
+    before = [layer.weight.data_ptr() for layer in layers]
+    SharedInput(layers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [layer(x) for layer in layers]
+    for layer, expected in zip(layers, separate, strict=True):
+        assert_bits_equal(layer(x), expected)
+    layers[0](tokens(device))
+    assert [layer.weight.data_ptr() for layer in layers] == before
+    torch.full((2**24,), 7, dtype=torch.uint8, device=device)
+    graph.replay()
+    for result, expected in zip(captured, separate, strict=True):
+        assert_bits_equal(result, expected)
+
+
+@pytest.mark.parametrize("rows", [5, 600])
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_result_of_replaced_parameters_is_not_handed_out(
+    part: str, rows: int, device: torch.device
+) -> None:
+    layers, other = siblings(device), siblings(device)[1]
+    SharedInput(layers)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
+    layers[0](x)
+    setattr(layers[1], part, getattr(other, part))
+    assert_bits_equal(layers[1](x), siblings_alone(layers[1], x))
+
+
+@pytest.mark.parametrize("rows", [5, 600])
+@pytest.mark.parametrize("trained", ["input", "bias"])
+def test_a_gradient_asked_for_between_siblings_flows(
+    trained: str, rows: int, device: torch.device
+) -> None:
+    layers = siblings(device)
+    SharedInput(layers)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16, device=device)
+    layers[0](x)
+    wanted = (x if trained == "input" else layers[1].bias).requires_grad_()
+    layers[1](x).float().sum().backward()
+    assert wanted.grad is not None
+
+
+def test_threads_do_not_take_what_waits_for_another(device: torch.device) -> None:
+    layers = siblings(device)
+    group = SharedInput(layers)
+    x = tokens(device)
+    codes = layers[0].quantize_input(x)
+    stand_in = torch.full_like(x, torch.nan)
+    group.offer(stand_in, codes)
+    other = threading.Thread(target=lambda: layers[0](tokens(device)))
+    other.start()
+    other.join()
+    for layer in layers:
+        assert_bits_equal(layer(stand_in), siblings_alone(layer, x))

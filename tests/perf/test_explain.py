@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import fp8kit
+from fp8kit.dispatch.timings import table_for
+from fp8kit.matmul.problem import BACKENDS
+
+
+def model() -> nn.Sequential:
+    net = nn.Sequential(*[nn.Linear(128, 128) for _ in range(3)], nn.Linear(128, 256, bias=False))
+    fp8kit.convert(net)
+    return net
+
+
+def test_layers_with_one_problem_share_an_entry(device: torch.device) -> None:
+    explanation = fp8kit.explain(model().to(device), m=5)
+    assert [names for names, _ in explanation.entries] == [("0", "1", "2"), ("3",)]
+    problems = [choice.problem for _, choice in explanation.entries]
+    assert [(p.m, p.n, p.k, p.bias) for p in problems] == [
+        (8, 128, 128, True),
+        (8, 256, 128, False),
+    ]
+
+
+def test_text_names_layers_backend_and_every_reason_before_it() -> None:
+    text = str(fp8kit.explain(model(), m=16))
+    blocks = text.split("\n\n")
+    assert blocks[0].startswith("0 and 2 more\n[M<=16, K=128] per row @ [N=128, K] per row")
+    assert blocks[1].startswith("3\n")
+    assert "dequantized   chosen" in blocks[0]
+    assert "torch_native  declined: runs on cuda, not on cpu" in blocks[0]
+
+
+def test_a_single_layer_has_no_name() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64))
+    assert str(fp8kit.explain(layer)).startswith("this layer\n")
+
+
+def test_data_is_plain_and_complete() -> None:
+    data = json.loads(json.dumps(fp8kit.explain(model()).to_dict()))
+    assert data[0]["layers"] == ["0", "1", "2"]
+    assert data[0]["backend"] == "dequantized"
+    others = [name for name, *_ in BACKENDS if name != "dequantized"]
+    assert list(data[0]["declined"]) == others
+    assert data[0]["declined"]["reference"] == "not measured, and after dequantized in the order"
+    assert (data[0]["us"], data[0]["bf16_us"], data[0]["configuration"]) == (None, None, "")
+    assert data[0]["problem"].endswith("on cpu")
+
+
+def test_options_of_a_layer_change_the_choice() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64))
+    layer.batch_invariant = True
+    entry = fp8kit.explain(layer).to_dict()[0]
+    assert entry["backend"] == "reference"
+    assert "batch invariant" in str(entry["problem"])
+
+
+def test_the_explained_backend_is_the_one_that_runs(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64)).to(device)
+    ((_, choice),) = fp8kit.explain(layer, m=4).entries
+    ran: list[str] = []
+    chosen = choice.implementation
+    real = chosen.run
+    monkeypatch.setattr(chosen, "run", lambda *a: (ran.append(choice.backend), real(*a))[1])
+    layer(torch.randn(4, 64, device=device))
+    assert ran == [choice.backend]
+
+
+def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fp8kit.Fp8Linear(4096, 4096, bias=False, device="meta", dtype=torch.bfloat16)
+    h200 = {"device_type": "cuda", "capability": (9, 0), "device": "NVIDIA H200"}
+    on_h200 = dataclasses.replace(layer.problem(64), **h200)
+    monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: on_h200)
+    explanation = fp8kit.explain(layer, m=64)
+    found = explanation.to_dict()[0]
+    table = table_for("NVIDIA H200")
+    assert table is not None
+    times = table.rows[on_h200.case()]
+    assert found["bf16_us"] == times["bf16"]
+    assert found["measured_m"] == 64
+    assert f"µs, bf16 {times['bf16']:.1f} µs (measured at m=64)" in str(explanation)
+
+
+def test_the_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
+    from fp8kit.matmul.hopper import heuristics
+    from fp8kit.matmul.hopper.device import H200
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gemm, "device_record", lambda _: H200)
+    monkeypatch.setattr(gemm.nvrtc, "missing", lambda: None)
+    layer = fp8kit.Fp8Linear(14336, 4096, bias=False, device="meta", dtype=torch.bfloat16)
+    on_hopper = dataclasses.replace(layer.problem(128), device_type="cuda", capability=(9, 0))
+    monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: on_hopper)
+    config = heuristics.choose(128, 4096, 14336, H200, False)
+    text = str(fp8kit.explain(layer))
+    assert f"hopper_gemm   chosen: {config}" in text
+    assert f"tiles of {config.tokens} rows by {config.weights} weights, " in text
+    assert fp8kit.explain(layer).to_dict()[0]["cut"] in text
+
+    few = dataclasses.replace(on_hopper, m=1)
+    quantizing = heuristics.choose_quantizing(1, 4096, 14336, H200, False)
+    assert quantizing is not None
+    assert gemm.cut(few) == f"{quantizing}, which quantize their rows"
+    assert gemm.cut(dataclasses.replace(few, x_group=fp8kit.TENSOR)) != gemm.cut(few)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_WEIGHT_ONLY"])
+def test_a_gpu_names_its_tiles(scheme: str) -> None:
+    dense = nn.Linear(4096, 4096, False, device="cuda", dtype=torch.bfloat16)
+    layer = fp8kit.Fp8Linear.from_linear(dense, scheme)
+    found = fp8kit.explain(layer, m=16).to_dict()[0]
+    assert str(found["cut"]).startswith("tiles of ")
+
+
+def test_zero_rows_can_be_explained() -> None:
+    assert fp8kit.explain(model(), m=0).entries[0][1].problem.m == 0

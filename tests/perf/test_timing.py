@@ -1,0 +1,65 @@
+"""How long a case is measured, and what counts."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8kit.perf import timing
+from fp8kit.perf.timing import Effort, calls_for, copies_past_cache
+
+
+def test_a_round_has_as_many_calls_as_fit_and_every_copy() -> None:
+    effort = Effort(round_ms=4.0)
+    assert calls_for(effort, 0.05, 2) == 80
+    assert calls_for(effort, 10.0, 3) == 3
+    assert calls_for(effort, 0.0, 2) == calls_for(effort, 1e-9, 2) == timing._MOST_CALLS
+    assert calls_for(effort, 10.0, 1024) == 1024
+
+
+def test_the_weights_of_a_small_layer_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = SimpleNamespace(L2_cache_size=60 * 2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    for n, k in ((960, 576), (512, 512), (4096, 14336)):
+        assert copies_past_cache(n * k, torch.device("cuda")) * n * k > 2 * h200.L2_cache_size
+    assert copies_past_cache(1, torch.device("cuda")) == 1024
+    assert copies_past_cache(1, torch.device("cpu")) == 64
+
+
+@pytest.mark.parametrize("late", [0, 2, 99])
+def test_a_graph_that_came_too_late_is_timed_again(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps: list[int] = []
+    event = SimpleNamespace(
+        record=lambda: None,
+        synchronize=lambda: None,
+        query=lambda: len(sleeps) <= late,  # the GPU has passed the start: it waited for the host
+        elapsed_time=lambda _: float(len(sleeps)),
+    )
+    monkeypatch.setattr(timing, "_event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleeps.append)
+    clock, graph = timing._Clock(), SimpleNamespace(replay=lambda: None)
+    longest = timing._LONGEST_HAND_OVER
+    tries = min(late, (longest // timing._HAND_OVER).bit_length() - 1) + 1
+    assert clock.milliseconds(graph) == tries
+    assert sleeps == [timing._HAND_OVER * 2**i for i in range(tries)]
+    assert sleeps[-1] <= longest
+
+    assert clock.milliseconds(graph) == tries + 1  # the next one is given as long at once
+    assert sleeps[-1] == sleeps[-2]
+
+
+@pytest.mark.gpu
+def test_what_the_host_needs_does_not_decide_how_many_calls_a_graph_has() -> None:
+    x = torch.zeros(16, device="cuda")
+
+    def slow_to_launch(_: int) -> None:
+        time.sleep(1e-3)
+        x.add_(1)
+
+    _, calls = timing._capture(slow_to_launch, 2, Effort(round_ms=1.0), timing._Clock())
+    assert calls > 100  # of a microsecond or two on the GPU

@@ -1,0 +1,244 @@
+"""Kernels that take addresses and run on a CPU: recordings are tested where there is no GPU.
+
+Like a real kernel they know nothing but addresses and numbers: a recording that passes a stale or
+wrong address computes a wrong result, or reads memory that a test has poisoned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8kit.dispatch import backends as dispatch
+from fp8kit.dispatch.backends import choose
+from fp8kit.formats import BLOCK, GroupShape
+from fp8kit.fused import reference
+from fp8kit.fused.problem import FusedBackend, Target
+from fp8kit.matmul import reference as multiplier
+from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
+from fp8kit.matmul.tma_operands import by_column
+from fp8kit.modules import fused_producers
+from fp8kit.quantizers import reference as quantizer
+from fp8kit.quantizers.problem import QuantizerBackend
+from fp8kit.quantizers.scale_layout import empty_scale
+from fp8kit.runtime import replay_cache
+from fp8kit.runtime.launch_recording import is_recording, record_launch
+from fp8kit.runtime.weight_hazards import mark_synchronized
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+class CpuLaunch:
+    """A launch that calls a function on the memory behind its addresses."""
+
+    def __init__(
+        self, kernel: Callable[..., None], layouts: Sequence[Layout | None], addresses: list[int]
+    ) -> None:
+        self.kernel, self.layouts, self.addresses = kernel, layouts, addresses
+        self.passed = list(addresses)
+        self.moved: list[int] = []
+        self.streams: list[int] = []
+
+    def move(self, position: int, address: int) -> None:
+        self.moved.append(position)
+        self.passed[position] = address
+
+    def start(self, stream: int) -> None:
+        self.streams.append(stream)
+        with _disable_current_modes(), torch.no_grad():
+            self.kernel(*[at(a, lay) for a, lay in zip(self.passed, self.layouts, strict=True)])
+
+
+def at(address: int, layout: Layout | None) -> Tensor | None:
+    if layout is None:
+        return None
+    shape, strides, dtype = layout
+    if address == 0:
+        return torch.empty(shape, dtype=dtype)
+    last = sum((extent - 1) * step for extent, step in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * ((last + 1) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
+
+
+def launch(kernel: Callable[..., None], *tensors: Tensor | None) -> None:
+    """Run a kernel on tensors by their addresses, and record it where a call is recorded."""
+    layouts = [None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in tensors]
+    made = CpuLaunch(kernel, layouts, [0 if t is None else t.data_ptr() for t in tensors])
+    made.start(0)
+    if is_recording():
+        record_launch(made)
+
+
+class CpuBackends:
+    """A quantizer and a matmul made of such kernels; they count how often Python runs them."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def quantize(
+        self,
+        x: Tensor,
+        group: GroupShape,
+        dtype: torch.dtype,
+        floor: float,
+        scale_ub: Tensor | None,
+        rounding: str,
+        layout: str = "row",
+        data: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("quantize")
+        x = x.contiguous().resolve_neg()
+        scale = empty_scale(x, group, layout)
+        data = torch.empty(x.shape, dtype=dtype) if data is None else data
+
+        def kernel(x: Tensor, data: Tensor, scale: Tensor) -> None:
+            codes, found = quantizer.quantize(x, group, dtype, floor, None, rounding)
+            data.copy_(codes)
+            scale.copy_(found)
+
+        launch(kernel, x, data, scale)
+        return data, scale
+
+    def quantize_static(
+        self, x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype
+    ) -> Tensor:
+        self.calls.append("quantize")
+        x = x.contiguous().resolve_neg()
+        data = torch.empty(x.shape, dtype=dtype)
+        launch(
+            lambda x, scale, data: data.copy_(quantizer.quantize_static(x, scale, group, dtype)),
+            x,
+            scale,
+            data,
+        )
+        return data
+
+    def run(self, operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
+        self.calls.append("multiply")
+        x, x_scale, w, w_scale, bias = operands
+        if x_scale is not None and problem.w_group == BLOCK:  # as the products on a GPU read them
+            x_scale = by_column(x_scale)
+        y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype)
+
+        def kernel(*memory: Tensor) -> None:
+            *operands, y = memory
+            y.copy_(multiplier.run(MatmulOperands(*operands), problem))
+
+        launch(kernel, x, x_scale, w, w_scale, bias, y)
+        mark_synchronized(w)
+        return y
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        weight_offset: float,
+        rounding: str,
+        target: Target,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self.calls.append("norm")
+        total = None if residual is None else torch.empty(x.shape, dtype=x.dtype)
+
+        def kernel(x: Tensor, residual: Tensor, weight: Tensor, *results: Tensor) -> None:
+            numbers = (eps, weight_offset, rounding)
+            found = reference.rms_norm(x, residual, weight, *numbers, target)
+            _write(results, found)
+
+        return *_fused(kernel, x, (residual, weight), target, total), total
+
+    def layer_norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        modulation: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rounding: str,
+        target: Target,
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("norm")
+        gain, shift = modulation or (None, None)
+
+        def kernel(x: Tensor, *memory: Tensor) -> None:
+            weight, bias, gain, shift, *results = memory
+            pair = None if gain is None else (gain, shift)
+            found = reference.layer_norm(x, weight, bias, pair, eps, rounding, target)
+            _write(results, found)
+
+        return _fused(kernel, x, (weight, bias, gain, shift), target)
+
+    def activation(
+        self, kind: str, gate: Tensor, up: Tensor | None, target: Target
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("activate")
+
+        def kernel(gate: Tensor, up: Tensor, *results: Tensor) -> None:
+            _write(results, reference.activation(kind, gate, up, target))
+
+        return _fused(kernel, gate, (up,), target)
+
+    @staticmethod
+    def supports(_: object) -> None:
+        return None
+
+
+def _fused(
+    kernel: Callable[..., None],
+    x: Tensor,
+    operands: Sequence[Tensor | None],
+    target: Target,
+    total: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    data = torch.empty(x.shape, dtype=target.dtype)
+    scale = empty_scale(x, target.group, target.scale_layout)
+    launch(kernel, x, *operands, data, scale, total)
+    return data, scale
+
+
+def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    for memory, value in zip(results, found, strict=False):
+        if value is not None:
+            memory.copy_(value)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
+    """Let layers and fused producers on a CPU run such kernels, and be recorded."""
+    made = CpuBackends()
+    backends = {
+        "matmul": MatmulBackend(supports=made.supports, run=lambda *a: made.run(*a)),
+        "quantizers": QuantizerBackend(
+            supports=made.supports,
+            quantize=made.quantize,
+            quantize_static=made.quantize_static,
+            dequantize=quantizer.dequantize,
+        ),
+        "fused": FusedBackend(
+            supports=made.supports,
+            rms_norm=made.rms_norm,
+            layer_norm=made.layer_norm,
+            activation=made.activation,
+        ),
+    }
+    # names of their own, because choices are cached by the table
+    real = dispatch._load
+
+    def loaded(path: str) -> tuple[object, str]:
+        made = backends.get(path.split()[0])
+        return (made, "") if made is not None else real(path)
+
+    tables = {kind: (("reference", f"{kind} {id(made)}", ()),) for kind in backends}
+    monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", tables["matmul"])
+    monkeypatch.setattr("fp8kit.ops.bodies.QUANTIZER_BACKENDS", tables["quantizers"])
+    monkeypatch.setattr("fp8kit.fused.operators.FUSED_BACKENDS", tables["fused"])
+    monkeypatch.setattr("fp8kit.dispatch.backends._load", loaded)
+    monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
+    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu",))
+    choose.cache_clear()
+    return made

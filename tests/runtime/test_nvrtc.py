@@ -1,0 +1,78 @@
+"""Compiling at run time, and what is kept of it on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ahead import without_nvrtc
+from fp8kit.runtime import nvrtc, settings
+
+EMPTY = 'extern "C" __global__ void empty() {}'
+COMPILER = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
+
+
+@COMPILER
+def test_an_image_is_compiled_once_and_anew_if_damaged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    compiled: list[str] = []
+    compile_ = nvrtc.compiled
+
+    def counted(source: str, architecture: str) -> tuple[bytes, str]:
+        compiled.append(architecture)
+        return compile_(source, architecture)
+
+    monkeypatch.setattr(nvrtc, "compiled", counted)
+    image = nvrtc.cubin(EMPTY, "sm_90a")
+    assert nvrtc.cubin(EMPTY, "sm_90a") == image
+    assert compiled == ["sm_90a"]
+    (stored,) = (tmp_path / "cubin").iterdir()
+    whole = stored.read_bytes()
+    assert whole.endswith(image)
+    zeroed = whole[: len(whole) // 2].ljust(len(whole), b"\0")
+    for damaged in (b"", whole[: len(whole) // 2], zeroed, image):
+        stored.write_bytes(damaged)
+        assert nvrtc.cubin(EMPTY, "sm_90a") == image
+        assert stored.read_bytes() == whole
+    assert nvrtc.cubin(EMPTY, "sm_100a") != image
+    assert compiled == [*["sm_90a"] * 5, "sm_100a"]
+
+
+@COMPILER
+def test_an_empty_log_is_written_into_memory_of_its_own() -> None:
+    assert nvrtc.compiled(EMPTY, "sm_90a")[1] == ""
+    assert [bytes([code])[0] for code in range(256)] == list(range(256))
+
+
+@COMPILER
+def test_an_image_needs_no_place_to_be_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path / "file")
+    assert nvrtc.cubin(EMPTY, "sm_90a").startswith(b"\x7fELF")
+
+
+@COMPILER
+def test_a_source_that_does_not_compile_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    with pytest.raises(
+        RuntimeError, match=r"could not compile for sm_90a:\n.*\"vod\" is undefined"
+    ):
+        nvrtc.cubin(EMPTY.replace("void", "vod"), "sm_90a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_compiler_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("libnvrtc.so not found")
+
+    monkeypatch.setattr(nvrtc.nvrtc, "nvrtcVersion", broken)
+    assert without_nvrtc() == (
+        "NVRTC is not installed (`pip install nvidia-cuda-nvrtc`): libnvrtc.so not found"
+    )
