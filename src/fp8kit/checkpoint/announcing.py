@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, Dialect, JsonObject, Spec
 from fp8kit.checkpoint.exporting import dense_linears, on_disk, refuse_transposed
-from fp8kit.checkpoint.schema.cache_scales import held_cache_scales
 from fp8kit.checkpoint.schema.naming import cache_strategy
 from fp8kit.checkpoint.schema.targets import check_cache, check_layers, dialect_for, output_heads
 from fp8kit.conversion.patterns import some_of

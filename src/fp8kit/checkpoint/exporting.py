@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
-from fp8kit.checkpoint.schema.cache_scales import held_cache_scales
 from fp8kit.checkpoint.schema.naming import dense_stacks, named
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from fp8kit import functional
+from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.loading.into_module import Filled
-from fp8kit.checkpoint.schema.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint

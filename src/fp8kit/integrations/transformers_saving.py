@@ -9,9 +9,9 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from fp8kit.checkpoint.announcing import announce
+from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
-from fp8kit.checkpoint.schema.cache_scales import held_cache_scales
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from fp8kit.checkpoint.cache_scales import has_home, keep_cache_scales
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.loading.planning import plan_to_load
-from fp8kit.checkpoint.schema.cache_scales import has_home, keep_cache_scales
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find, fit
 from fp8kit.checkpoint.schema.naming import named
