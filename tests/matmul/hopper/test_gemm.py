@@ -404,7 +404,7 @@ def test_tokens_quantized_in_the_gemm_give_the_bits_of_two_kernels(
     device = gemm.device_record(0)
     fits = heuristics.choose_quantizing(m, n, k, device, groups[1] == BLOCK) is not None
     assert set(inside) == {fits}
-    assert len(inside) == 6 or x.is_contiguous()  # of which later calls repeat a recording
+    assert 2 <= len(inside) < 6  # the others replay the recording
     assert fits or m * k > 4096
 
 
