@@ -35,7 +35,7 @@ class Target(NamedTuple):
         min_scale: floor under a dynamic ``float32`` scale.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
-        scale_layout: ``"row"``, or ``"column"`` for groups along a row, see ``layout``.
+        scale_layout: ``"row"``, or ``"column"`` for groups along a row, see ``scale_layout``.
     """
 
     scale: Tensor | None

@@ -51,7 +51,7 @@ __device__ __forceinline__ float scale_of(u32 magnitude, float min_scale) {
   return amax < __uint_as_float(0x7f800000) ? scale : __uint_as_float(0x7fc00000);
 }
 
-// two multiply-adds after a rounded reciprocal: the code of the true quotient, see triton_numerics
+// two multiply-adds after a rounded reciprocal: the code of the true quotient, see triton_encode
 __device__ __forceinline__ float divide(float x, float scale, float reciprocal) {
   const float q = __fmul_rn(x, reciprocal);
   return __fmaf_rn(__fmaf_rn(q, scale, -x), -reciprocal, q);

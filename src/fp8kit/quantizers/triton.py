@@ -73,7 +73,7 @@ def quantize(
         min_scale: floor under ``float32`` scales.
         scale_ub: ``float32`` scalar bound of the amax, or ``None``.
         scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
-        scale_layout: ``"row"``, or ``"column"`` for groups along a row, see ``layout``.
+        scale_layout: ``"row"``, or ``"column"`` for groups along a row, see ``scale_layout``.
         data: ``[M, K]``, where the codes go; its rows may have gaps if groups lie along rows.
 
     Returns:
