@@ -34,6 +34,7 @@ _JOINABLE = (ROW, BLOCK, MX)
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
 MOST_JOINED_ROWS = 512
 # what torch does not declare for type checkers
+_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _UntypedStorage: Any = torch.UntypedStorage
 _weak_reference: Any = reductions.StorageWeakRef
 _dlpack: Any = dlpack
@@ -396,13 +397,16 @@ def _with_own_storage(part: Tensor) -> Tensor:
 
 
 def _input_state(x: Tensor) -> _State:
-    where = x.device.type
-    cast = where != "meta" and torch.is_autocast_enabled(where)
-    dtype = torch.get_autocast_dtype(where) if cast else None
-    return (torch.is_grad_enabled(), x.requires_grad, version(x), dtype)
+    dtype = None
+    if _autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    return _grad_enabled(), x.requires_grad, version(x), dtype
 
 
 def _weight_state(member: Fp8Linear) -> _State:
-    held = (*member._parameters.values(), *member._buffers.values())
-    facts = [(id(t), version(t), t.requires_grad) for t in held if t is not None]
-    return (member.accum, member.batch_invariant, *facts)
+    grad = _grad_enabled()
+    facts: list[object] = [member.accum, member.batch_invariant]
+    for t in (*member._parameters.values(), *member._buffers.values()):
+        if t is not None:
+            facts += id(t), version(t), grad and t.requires_grad
+    return tuple(facts)
