@@ -179,7 +179,7 @@ class Fp8Linear(nn.Linear):
         if _is_compiling():  # and would guard on the number of recordings
             self.check_input(input)
             return self.compute(input)
-        inputs, constants, options = (input,), self.operands(), self.options()
+        inputs, constants, options = (input,), self.operands(), self._options
         y: Tensor | None = self.replays.replay(operators.LINEAR, inputs, constants, options)
         if y is None:
             self.check_input(input)

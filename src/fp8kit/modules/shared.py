@@ -250,16 +250,19 @@ class SharedInput:
         self, operator: Operator, inputs: tuple[Tensor, ...], options: Options
     ) -> Tensor | None:
         """Repeat an earlier joined product; arguments as of ``_multiply``."""
-        first = self.members[0]
+        alike = self.members[0].options()
         for m in self.members:
-            if m.accum != first.accum or m.batch_invariant != first.batch_invariant:
+            if m.options() != alike:
                 return None
         y: Tensor | None = self.replays.replay(operator, inputs, self._held(), options)
         return y
 
     def _held(self) -> list[Tensor | None]:
         """Return what the members hold, which a recording of the joined product depends on."""
-        return [t for m in self.members for t in m.operands()]
+        held: list[Tensor | None] = []
+        for m in self.members:
+            held += m.operands()
+        return held
 
     def _multiply(self, operator: Operator, inputs: tuple[Tensor, ...], options: Options) -> Tensor:
         """Multiply an input, or its codes, by the joined weights.
@@ -405,7 +408,7 @@ def _input_state(x: Tensor) -> _State:
 
 def _weight_state(member: Fp8Linear) -> _State:
     grad = _grad_enabled()
-    facts: list[object] = [member.accum, member.batch_invariant]
+    facts: list[object] = [member.options()]
     for t in (*member._parameters.values(), *member._buffers.values()):
         if t is not None:
             facts += id(t), version(t), grad and t.requires_grad

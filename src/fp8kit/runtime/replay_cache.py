@@ -216,7 +216,8 @@ def key(operator: Operator, inputs: Sequence[Tensor], options: Options) -> Key:
     """Return what makes two calls the same: all but addresses and constants.
 
     Kernels, tiles and grids follow from these, and from the choices of dispatch, whose times may
-    be measured anew (``generation``).
+    be measured anew (``generation``). A contiguous input has the strides of its shape; where an
+    extent is 1, its stride may be any number, which nothing reads.
     """
     made: Key = (operator, options, generation)
     for x in inputs:
@@ -238,11 +239,16 @@ def guards(constants: Operands) -> Guards | None:
     grad = _grad_enabled()
     found: Guards = []
     for t in constants:
-        if t is not None:
-            if type(t) not in _PLAIN or not t.is_contiguous() or (grad and t.requires_grad):
-                return None
-            address, mark = t.data_ptr(), getattr(t, MARK, None)
-            found += address, t.shape, t.dtype, mark and mark == (version(t), address)
+        if t is None:
+            continue
+        if type(t) not in _PLAIN or not t.is_contiguous() or (grad and t.requires_grad):
+            return None
+        address, mark = t.data_ptr(), getattr(t, MARK, None)
+        found.append(address)  # one by one is faster than a tuple of them
+        found.append(t.shape)
+        found.append(t.dtype)
+        if mark is not None:  # what safe_to_prefetch returns, with the address at hand
+            found.append(mark == (version(t), address))
     return found
 
 
@@ -254,15 +260,12 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     tensors nor those that are negated lazily have their values there.
     """
     # a transform wraps tensors that then have no address, so it is asked for first
-    if _function_modes() or _autocast() or _dispatch_modes() or _tracing():
-        return False
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
-    grad = _grad_enabled()
     for t in tensors:
         if type(t) not in _PLAIN or t.layout is not _strided or t.is_neg():
             return False
-        if (grad and t.requires_grad) or t.data_ptr() % _ALIGN:
+        if t.data_ptr() % _ALIGN or (t.requires_grad and _grad_enabled()):
             return False
     return True
 
