@@ -24,7 +24,7 @@ from fp8kit.ops import operators
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_compiling  # bound once, as every call asks
 _FROZEN = ("weight", "weight_scale", "input_scale")
 
 
@@ -202,9 +202,9 @@ class Fp8Linear(nn.Linear):
 
     def multiply(self, codes: RowCodes) -> Tensor:
         """Compute ``[..., N]`` from the codes of an input that is known to fit."""
-        inputs, options = operators.split(codes, self.options())
+        inputs, options = operators.split(codes, self._options)
         constants = self.operands()[:3]
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return operators.codes_registered(*inputs, *constants, *options)
         y: Tensor = self.replays.call(operators.CODES, inputs, constants, options)
         return y
@@ -304,7 +304,7 @@ class Fp8Linear(nn.Linear):
         return tracer.create_proxy("call_module", tracer.path_of_module(self), (x,), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; options are put together here, and not at every call."""
+        """Put the options together when one is set, and not at every call."""
         super().__setattr__(name, value)
         if name in ("accum", "batch_invariant"):
             self._options = _options(self)
