@@ -260,6 +260,8 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
     tensors nor those that are negated lazily have their values there.
     """
     # a transform wraps tensors that then have no address, so it is asked for first
+    if _function_modes() or _autocast() or _dispatch_modes() or _tracing():
+        return False
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
     for t in tensors:
