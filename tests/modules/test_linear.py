@@ -521,3 +521,15 @@ def test_a_dense_layer_has_a_weight_of_its_own() -> None:
     layer.original_weight = torch.zeros(N, K)
     nn.init.ones_(layer.to_linear().weight)
     assert not layer.original_weight.any()
+
+
+def test_options_follow_their_attributes() -> None:
+    layer = Fp8Linear(32, 16)
+    assert layer.options()[-2:] == ("precise", False)
+    layer.accum = "fast"
+    layer.batch_invariant = True
+    for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert each.options()[-2:] == ("fast", True)
+        each.accum = "precise"
+        assert each.options()[-2:] == ("precise", True)
+        each.accum = "fast"

@@ -119,6 +119,15 @@ def test_shapes_and_dtypes_have_recordings_of_their_own(cpu_backends: CpuBackend
     assert cpu_backends.calls == []
 
 
+def test_one_row_is_repeated_whatever_its_stride(cpu_backends: CpuBackends) -> None:
+    layer = warmed(made(), x_of(1), cpu_backends)
+    row = torch.randn(1, 320, dtype=torch.bfloat16)[:, :160]
+    assert row.stride() == (320, 1)
+    y = layer(row)
+    assert cpu_backends.calls == []
+    assert_bits_equal(y, operator(layer, row))
+
+
 def test_few_shapes_are_kept(cpu_backends: CpuBackends) -> None:
     layer = made()
     for m in range(1, 2 * MOST_KEYS):

@@ -24,6 +24,7 @@ from fp8kit.ops import operators, validation
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
 
+_is_compiling = torch.compiler.is_compiling  # bound once, as every call asks
 _FROZEN = ("weight", "weight_scale", "input_scale")
 
 
@@ -62,6 +63,8 @@ class Fp8Linear(nn.Linear):
 
     weight_scale: nn.Parameter
     input_scale: nn.Parameter | None
+    accum = "precise"
+    batch_invariant = False
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
@@ -78,12 +81,11 @@ class Fp8Linear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.scheme = Scheme.of(scheme)
         self.compute_dtype = dtype or torch.get_default_dtype()
-        self.accum, self.batch_invariant = "precise", False
+        self._options = _options(self)
         self.qualified_name = ""  # in the model it was converted in, for errors
         self.original_weight: Tensor | None = None
         self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
         self.replays = ReplayCache()
-        self._numerics = _numerics(self.scheme)
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
         shape = (out_features, in_features)
         scales, kind = scale_shape(shape, self.scheme.weight), scale_dtype(self.scheme.weight)
@@ -174,14 +176,14 @@ class Fp8Linear(nn.Linear):
             self._follow_original()
         if self.shared is not None:
             return self.shared(self, input)
-        if torch.compiler.is_compiling():  # and would guard on the number of recordings
+        if _is_compiling():  # and would guard on the number of recordings
             self.check_input(input)
             return self.compute(input)
-        call = (operators.LINEAR, (input,), self.operands(), self.options())
-        y: Tensor | None = self.replays.replay(*call)
+        inputs, constants, options = (input,), self.operands(), self._options
+        y: Tensor | None = self.replays.replay(operators.LINEAR, inputs, constants, options)
         if y is None:
             self.check_input(input)
-            y = self.replays.run(*call)
+            y = self.replays.run(operators.LINEAR, inputs, constants, options)
         return y
 
     def check_input(self, x: Tensor) -> None:
@@ -200,9 +202,9 @@ class Fp8Linear(nn.Linear):
 
     def multiply(self, codes: RowCodes) -> Tensor:
         """Compute ``[..., N]`` from the codes of an input that is known to fit."""
-        inputs, options = operators.split(codes, self.options())
+        inputs, options = operators.split(codes, self._options)
         constants = self.operands()[:3]
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return operators.codes_registered(*inputs, *constants, *options)
         y: Tensor = self.replays.call(operators.CODES, inputs, constants, options)
         return y
@@ -217,7 +219,7 @@ class Fp8Linear(nn.Linear):
 
     def options(self) -> Options:
         """Return the other arguments of ``operators.LINEAR``."""
-        return (*self._numerics, self.accum, self.batch_invariant)
+        return self._options
 
     def quantize_input(self, x: Tensor) -> RowCodes:
         """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
@@ -301,6 +303,12 @@ class Fp8Linear(nn.Linear):
         tracer: Any = x.tracer
         return tracer.create_proxy("call_module", tracer.path_of_module(self), (x,), {})
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Put the options together when one is set, and not at every call."""
+        super().__setattr__(name, value)
+        if name in ("accum", "batch_invariant"):
+            self._options = _options(self)
+
     def __getattr__(self, name: str) -> Any:
         """Guard ``weight``; refuse what would split the codes and not their scales."""
         if name == "weight":
@@ -361,7 +369,7 @@ class Fp8Linear(nn.Linear):
         """Show codes as bytes: plain pickle has no storage type for FP8."""
         state = dict(self.__dict__)
         state["_parameters"] = dict(self._parameters)
-        del state["replays"], state["_numerics"]
+        del state["replays"], state["_options"]
         for name, p in self._parameters.items():
             if p is not None and p.dtype in FP8_FORMATS:
                 state["_parameters"][name] = frozen(p.detach().view(torch.uint8))
@@ -372,7 +380,7 @@ class Fp8Linear(nn.Linear):
         tell_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.pop("_tapes", None)  # of a file from before these had another name
-        self.replays, self._numerics = ReplayCache(), _numerics(self.scheme)
+        self.replays, self._options = ReplayCache(), _options(self)
         weight = self._parameters["weight"]
         assert weight is not None
         self._parameters["weight"] = frozen(weight.detach().view(self.scheme.dtype))
@@ -400,8 +408,9 @@ class Fp8Linear(nn.Linear):
         )
 
 
-def _numerics(scheme: Scheme) -> Options:
-    """Return the options of ``operators.LINEAR`` that a scheme fixes."""
-    x, w = scheme.activation, scheme.weight
-    rounding = validation.default_rounding(x, scheme.ue8m0)
-    return (None if x is None else (x.rows, x.cols), (w.rows, w.cols), rounding)
+def _options(layer: Fp8Linear) -> Options:
+    """Return the options of ``operators.LINEAR`` that a layer computes with."""
+    x, w = layer.scheme.activation, layer.scheme.weight
+    rounding = validation.default_rounding(x, layer.scheme.ue8m0)
+    groups = (None if x is None else (x.rows, x.cols), (w.rows, w.cols))
+    return (*groups, rounding, layer.accum, layer.batch_invariant)

@@ -34,6 +34,7 @@ _JOINABLE = (ROW, BLOCK, MX)
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
 MOST_JOINED_ROWS = 512
 # what torch does not declare for type checkers
+_autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _UntypedStorage: Any = torch.UntypedStorage
 _weak_reference: Any = reductions.StorageWeakRef
 _dlpack: Any = dlpack
@@ -249,16 +250,19 @@ class SharedInput:
         self, operator: Operator, inputs: tuple[Tensor, ...], options: Options
     ) -> Tensor | None:
         """Repeat an earlier joined product; arguments as of ``_multiply``."""
-        first = self.members[0]
+        alike = self.members[0].options()
         for m in self.members:
-            if m.accum != first.accum or m.batch_invariant != first.batch_invariant:
+            if m.options() != alike:
                 return None
         y: Tensor | None = self.replays.replay(operator, inputs, self._held(), options)
         return y
 
     def _held(self) -> list[Tensor | None]:
         """Return what the members hold, which a recording of the joined product depends on."""
-        return [t for m in self.members for t in m.operands()]
+        held: list[Tensor | None] = []
+        for m in self.members:
+            held += m.operands()
+        return held
 
     def _multiply(self, operator: Operator, inputs: tuple[Tensor, ...], options: Options) -> Tensor:
         """Multiply an input, or its codes, by the joined weights.
@@ -396,13 +400,16 @@ def _with_own_storage(part: Tensor) -> Tensor:
 
 
 def _input_state(x: Tensor) -> _State:
-    where = x.device.type
-    cast = where != "meta" and torch.is_autocast_enabled(where)
-    dtype = torch.get_autocast_dtype(where) if cast else None
-    return (torch.is_grad_enabled(), x.requires_grad, version(x), dtype)
+    dtype = None
+    if _autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    return _grad_enabled(), x.requires_grad, version(x), dtype
 
 
 def _weight_state(member: Fp8Linear) -> _State:
-    held = (*member._parameters.values(), *member._buffers.values())
-    facts = [(id(t), version(t), t.requires_grad) for t in held if t is not None]
-    return (member.accum, member.batch_invariant, *facts)
+    grad = _grad_enabled()
+    facts: list[object] = [member.options()]
+    for t in (*member._parameters.values(), *member._buffers.values()):
+        if t is not None:
+            facts += id(t), version(t), grad and t.requires_grad
+    return tuple(facts)

@@ -14,6 +14,7 @@ before. Kernels take part by calling ``record_launch`` (``cuda_launch.Kernel``,
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -119,10 +120,12 @@ class Recording:
         layouts = [_layouts(*pair) for pair in results]
         self._memory = [memory for memory, _ in layouts]
         self._views = [(i, view) for i, (_, view) in enumerate(layouts) if view is not None]
-        self._scratch = ((scratch,), (1,), torch.uint8) if scratch else None
+        self._scratch = scratch > 0
+        if scratch:
+            self._memory.append(((scratch,), (1,), torch.uint8))
         self._empty = _EMPTY[self.device.type]
         self._starts = [launch.start for launch in self.steps]
-        slots = inputs + len(results) + (scratch > 0)
+        slots = inputs + len(self._memory)
         self._moves: list[list[tuple[Callable[[int, int], None], int, int]]]
         self._moves = [[] for _ in range(slots)]
         for launch, places in steps:
@@ -140,17 +143,17 @@ class Recording:
                 with torch.cuda.device(index):
                     return self(*inputs)
             stream = _current_stream(index)
-        empty = self._empty
-        results = [empty(*memory) for memory in self._memory]
-        for slot, view in self._views:
-            results[slot] = results[slot].as_strided(*view)
-        blocks = [*results, empty(*self._scratch)] if self._scratch else results
-        bases = (*map(_address, inputs), *map(_address, blocks))
+        results = [*itertools.starmap(self._empty, self._memory)]
+        bases = (*map(_address, inputs), *map(_address, results))
         with self._lock:  # between a move and its start no other thread may move
             if bases != self._bases:  # allocators hand the same blocks out again and again
                 self._move(bases)
             for start in self._starts:
                 start(stream)
+        if self._scratch:
+            results.pop()  # not before: another thread may be given it, and launch first
+        for slot, view in self._views:
+            results[slot] = results[slot].as_strided(*view)
         return results
 
     def _move(self, bases: tuple[int, ...]) -> None:

@@ -17,17 +17,17 @@ compiled graphs use one that hangs on the weight.
 from __future__ import annotations
 
 import functools
-import operator as attributes
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fp8kit.runtime.launch_recording import Recording, is_recording, record
-from fp8kit.runtime.weight_hazards import MARK, safe_to_prefetch
+from fp8kit.runtime.weight_hazards import MARK, version
 
 RECORDED_DEVICES = ("cuda",)
 MOST_KEYS = 64  # of one cache; the oldest goes first
@@ -37,8 +37,7 @@ generation = 0
 _CACHE = "_fp8kit_replays"  # attribute of a weight
 _PLAIN = {Tensor, nn.Parameter}  # a subclass, such as a distributed tensor, has its own meaning
 _ALIGN = 16  # bytes; what kernels specialize on
-_strided, _address, _is_contiguous = torch.strided, Tensor.data_ptr, Tensor.is_contiguous
-_kind = attributes.attrgetter("shape", "dtype")
+_strided = torch.strided
 # bound once: looking the names up through torch costs more than calling them
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -73,7 +72,8 @@ class Operator:
         return (self.body if plain else self.registered)(*arguments)
 
 
-class Entry(NamedTuple):
+@dataclass(slots=True)
+class Entry:
     """What is known of a key.
 
     Args:
@@ -216,11 +216,12 @@ def key(operator: Operator, inputs: Sequence[Tensor], options: Options) -> Key:
     """Return what makes two calls the same: all but addresses and constants.
 
     Kernels, tiles and grids follow from these, and from the choices of dispatch, whose times may
-    be measured anew (``generation``).
+    be measured anew (``generation``). A contiguous input has the strides of its shape; where an
+    extent is 1, its stride may be any number, which nothing reads.
     """
     made: Key = (operator, options, generation)
     for x in inputs:
-        made += (x.shape, x.stride(), x.dtype, x.device)
+        made += x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device
     return made
 
 
@@ -235,13 +236,20 @@ def guards(constants: Operands) -> Guards | None:
     Subclasses and gradients are for the registered form. What is not contiguous is
     copied before each launch, to an address that does not come back.
     """
-    held = [t for t in constants if t is not None]
-    if not _PLAIN.issuperset(map(type, held)) or not all(map(_is_contiguous, held)):
-        return None
-    if _grad_enabled() and any(t.requires_grad for t in held):
-        return None
-    safe = [safe_to_prefetch(t) for t in held if hasattr(t, MARK)]
-    return [*map(_address, held), *map(_kind, held), safe]
+    grad = _grad_enabled()
+    found: Guards = []
+    for t in constants:
+        if t is None:
+            continue
+        if type(t) not in _PLAIN or not t.is_contiguous() or (grad and t.requires_grad):
+            return None
+        address, mark = t.data_ptr(), getattr(t, MARK, None)
+        found.append(address)  # one by one is faster than a tuple of them
+        found.append(t.shape)
+        found.append(t.dtype)
+        if mark is not None:  # what safe_to_prefetch returns, with the address at hand
+            found.append(mark == (version(t), address))
+    return found
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
@@ -256,11 +264,10 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
         return False
     if _transforms() is not None or forward_ad._current_level >= 0:
         return False
-    grad = _grad_enabled()
     for t in tensors:
         if type(t) not in _PLAIN or t.layout is not _strided or t.is_neg():
             return False
-        if (grad and t.requires_grad) or t.data_ptr() % _ALIGN:
+        if t.data_ptr() % _ALIGN or (t.requires_grad and _grad_enabled()):
             return False
     return True
 
