@@ -34,7 +34,8 @@ def check(arch: Architecture, cases: Cases = CASES) -> dict[str, Any]:
     """Check one architecture; gives a record for the page, and never raises.
 
     Its ``status`` is ``"passes"``, ``"not built"`` (nobody could run it in high precision),
-    ``"dense"`` (no layer becomes FP8, for reasons that are given) or ``"fails"``.
+    ``"dense"`` (no layer becomes FP8, for reasons that are given), ``"refused"`` (it runs as it
+    should, and can be saved in no case) or ``"fails"``.
     """
     started = time.perf_counter()
     record: dict[str, Any] = {"name": arch.name, "status": "passes", "cases": {}}
@@ -81,6 +82,9 @@ def _check(arch: Architecture, cases: Cases, record: dict[str, Any]) -> None:
             record["cases"][f"{scheme} {dtype}"] = said
             if not said.startswith(("passes", "refused")):
                 record["status"] = "fails"
+    ran = [said for said in record["cases"].values() if not said.startswith("dense")]
+    if all(said.startswith("refused") for said in ran):
+        record["status"] = "refused"
 
 
 def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -> str:
