@@ -224,4 +224,5 @@ def _gathered(names: Any) -> list[str]:
 
 def _line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:240]}"
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {said[:240]}"

@@ -96,16 +96,40 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 3},
     "emu3": {"text_config.pad_token_id": 1},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "detr": {
+        "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8,
+        "use_timm_backbone": False,
+        "backbone_config": {
+            "model_type": "resnet",
+            "embedding_size": 16,
+            "hidden_sizes": [16, 32, 64, 128],
+            "depths": [1, 1, 1, 1],
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
+        },
+    },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
+# further ones whose code reads the weight of a layer: what is in brackets, type, class and fields
+VARIANTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    (
+        " (slow but exact)",
+        "bloom",
+        "BloomForCausalLM",
+        {"pretraining_tp": 2, "slow_but_exact": True},
+    ),
+    ("", "detr", "DetrForSegmentation", {}),
+    ("", "mobilebert", "MobileBertForPreTraining", {}),
+)
 VOCABULARY = 320
 
 
 def architectures() -> list[Architecture]:
-    """Give one architecture per model type of the auto classes."""
+    """Give one architecture per model type of the auto classes, and the variants."""
+    every = [("", kind, name, {}) for kind, name in classes().items()]
     return [
-        Architecture(f"transformers/{name}", partial(_build, kind, name), inputs_of)
-        for kind, name in classes().items()
+        Architecture(f"transformers/{name}{word}", partial(_build, kind, name, fields), inputs_of)
+        for word, kind, name, fields in (*every, *VARIANTS)
     ]
 
 
@@ -123,10 +147,10 @@ def classes() -> dict[str, str]:
     return unique
 
 
-def tiny_config(kind: str) -> PreTrainedConfig:
-    """Give the default config of a model type with small sizes."""
+def tiny_config(kind: str, **fields: Any) -> PreTrainedConfig:
+    """Give the default config of a model type with small sizes, and with these fields."""
     config_class = CONFIG_MAPPING[kind]
-    return config_class(**_shrunk(config_class(), OVERRIDES.get(kind, {})))
+    return config_class(**_shrunk(config_class(), OVERRIDES.get(kind, {}) | fields))
 
 
 def _shrunk(config: PreTrainedConfig, overrides: dict[str, Any], path: str = "") -> dict[str, Any]:
@@ -186,8 +210,8 @@ def _small(key: str, value: Any) -> tuple[bool, Any]:
     return True, value
 
 
-def _build(kind: str, name: str) -> nn.Module:
-    model: nn.Module = getattr(transformers, name)(tiny_config(kind))
+def _build(kind: str, name: str, fields: dict[str, Any]) -> nn.Module:
+    model: nn.Module = getattr(transformers, name)(tiny_config(kind, **fields))
     return model
 
 

@@ -15,6 +15,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
+from fp8kit.selection import some_of
 
 OLDEST = (5, 17)
 METHOD = "fp8kit"
@@ -101,7 +102,19 @@ def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tens
                 "Convert with FP8_DYNAMIC, and exclude all of such layers or none.",
             )
         ) from error
-    return found | {f"{n}_scale": t for n, t in moved.items()}
+    found |= {f"{n}_scale": t for n, t in moved.items()}
+    codes = [n for n, t in found.items() if t.dtype in FP8_FORMATS and t.dim() == 2]
+    joined = [n for n in codes if not n.endswith(".weight") or f"{n}_scale" not in found]
+    if joined:
+        raise CheckpointError(
+            teach(
+                f"{type(model).__name__} keeps several FP8 layers as one tensor in a checkpoint: "
+                f"{some_of(joined)}.",
+                "Such a tensor needs a name that ends in .weight, and scales per row.",
+                "Convert with FP8_DYNAMIC if the name does, else exclude these layers.",
+            )
+        )
+    return found
 
 
 def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
@@ -133,4 +146,14 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
     except CheckpointError:  # of what engines do not load, save_pretrained need not keep away
         announced = announce(model, exported.tensors, "transformers")
     held = model.state_dict() | held_cache_scales(model)
+    lost = exported.tensors.keys() - revert_weight_conversion(model, held).keys()
+    if lost:
+        raise CheckpointError(
+            teach(
+                f"save_pretrained would not write {some_of(sorted(lost))}.",
+                f"{type(model).__name__} joins these layers as it is saved, by rules that know "
+                "nothing of scales.",
+                "Save it with fp8kit.save(model, directory).",
+            )
+        )
     return dict(announced.on_disk(n, t) for n, t in held.items()), announced.config(exported.dense)
