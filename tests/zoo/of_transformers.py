@@ -46,6 +46,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"num_feat_extract_layers|num_conv_(pos_embeddings|pos_embedding_groups)", 0),
     (r"(^|_)(num_experts|n_routed_experts|num_local_experts|n_experts|experts)$", 4),
     (r"(num_experts_per_tok|top_k|topk|moe_topk|moe_k|experts_top_k|num_experts_per_token)$", 2),
+    (r"upsample_groups$", 128),
     (r"^(n_group|topk_group|num_expert_group|n_groups)$", 1),
     (r"^(n_shared_experts|moe_num_shared_experts|num_shared_experts)$", 1),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
@@ -81,12 +82,40 @@ _LISTS: tuple[tuple[str, int], ...] = (
 # what a class derives from other fields, or takes from nobody
 _DERIVED = (
     *("id2label", "label2id", "model_type", "transformers_version", "architectures"),
-    *("out_features", "out_indices", "stage_names", "_out_features", "_out_indices"),
+    *(
+        "per_layer_config",
+        "out_features",
+        "out_indices",
+        "stage_names",
+        "_out_features",
+        "_out_indices",
+    ),
 )
+_ONE_HEAD_OF_TEXT = {"num_attention_heads": 1, "num_key_value_heads": 1}
+_HEAD = {"head_dim": 64}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 64}
 _ONE_HEAD = {"text_config.num_attention_heads": 1, "text_config.num_key_value_heads": 1}
 # what the rules get wrong, by model type; a dotted name reaches into a part
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "colqwen2"), _ONE_HEAD),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _ONE_HEAD_OF_TEXT),
+    **dict.fromkeys(("bamba", "granitemoehybrid"), _MAMBA),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), _HEAD),
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "laguna": {"num_attention_heads_per_layer": [2, 2]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 256},
+    "audio-spectrogram-transformer": {"max_length": 128},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "attention_layers": ["global", "local"],
+    },
+    "reformer": {"axial_pos_embds": False},
+    "nemotron": {"num_key_value_heads": 2},
+    "gemma3n_text": {"intermediate_size": 256, "activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma3n": {
+        "text_config.intermediate_size": 256,
+        "text_config.activation_sparsity_pattern": [0.0, 0.0],
+    },
     "paddleocr_vl": {"text_config.head_dim": 128},
     "glm4v_moe": {"text_config.head_dim": 128},
     "codegen": {"n_head": 4, "rotary_dim": 16},
@@ -177,6 +206,10 @@ def _shrunk(config: PreTrainedConfig, overrides: dict[str, Any], path: str = "")
 
 def _small(key: str, value: Any) -> tuple[bool, Any]:
     """Give a small value of a field, or say that the class shall derive it."""
+    if not isinstance(key, str):
+        return True, value
+    if key == "vocab_size" and value is None:
+        return True, VOCABULARY
     if isinstance(value, bool) or value is None:
         return value is not None, value
     if isinstance(value, int):
@@ -211,7 +244,10 @@ def _small(key: str, value: Any) -> tuple[bool, Any]:
 
 
 def _build(kind: str, name: str, fields: dict[str, Any]) -> nn.Module:
-    model: nn.Module = getattr(transformers, name)(tiny_config(kind, **fields))
+    made = getattr(transformers, name)
+    own = getattr(made.config_class, "model_type", None)  # of a part, where the class is of a part
+    kind = own if own in CONFIG_MAPPING and own not in (kind, "") else kind
+    model: nn.Module = made(tiny_config(kind, **fields))
     return model
 
 
@@ -234,6 +270,10 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [text] if "input_ids" in asked else []
     images = [{sees: torch.randn(shape)} for shape in _images(config, main)] if sees else []
     sounds = [{hears: sound} for sound in _sounds(config)] if hears else []
+    if f"{hears}_mask" in asked:
+        for given in sounds:
+            length = given[hears].shape[1:].numel() // min(given[hears].shape[1:])
+            given[f"{hears}_mask"] = torch.ones(1, length, dtype=torch.bool)
     found += images + sounds
     if "input_ids" in asked:
         found += [{**text, **other} for other in images + sounds]
