@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.modules.linear import Fp8Linear
-from zoo import check, of_diffusers, of_torch, of_transformers, page
+from zoo import check, of_diffusers, of_torch, of_transformers, of_vision, page
 from zoo.architecture import Architecture
 from zoo.pool import run
 
@@ -87,6 +87,22 @@ def test_models_of_libraries(name: str, known: dict[str, Architecture]) -> None:
     assert SLICE[name] in ("", *record["converted"])
     heads = ("lm_head", "classifier", "decoder", "proj_out_1", "add_embedding.linear_1")
     assert not set(heads) & set(record["converted"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timm/beit_base_patch16_224",
+        "timm/beitv2_base_patch16_224",
+        "timm/eva02_tiny_patch14_224",
+        "timm/swinv2_tiny_window8_256",
+        "torchvision/swin_t",
+    ],
+)
+def test_vision_models_that_read_weights(name: str) -> None:
+    pytest.importorskip("timm", reason="`make zoo` has timm and torchvision in its environment")
+    record = check.check({a.name: a for a in of_vision.architectures()}[name], ONE)
+    assert record["status"] == "passes", record
 
 
 def test_what_transformers_joins_as_it_saves_keeps_its_scales(
@@ -200,7 +216,10 @@ def test_what_does_not_run_dense_is_listed() -> None:
     record = check.check(arch)
     assert record["status"] == "not built"
     assert "shapes cannot be multiplied" in record["why"]
-    text = page.rendered([record, check.check(PLAIN["torch/one layer"], ONE)])
+    text = page.rendered([record, check.check(PLAIN["torch/one layer"], ONE)], ["a", "b"])
     assert "| not built | 1 |" in text
     assert "| passes | 1 |" in text
+    assert "| not run | 1 |" in text
+    assert "| listed | 3 |" in text
+    assert "The run ended before them: b." in text
     assert "| torch/one layer | passes | * |  |" in text
