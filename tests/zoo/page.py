@@ -10,23 +10,23 @@ from typing import Any
 HEAD = """# The zoo
 
 What `make zoo` found: tiny models of random weights, one of every model type that Transformers,
-diffusers, timm and torchvision build without a download, and plain `nn`. Each is planned, converted,
-run, saved, loaded and run again. Every FP8 layer is compared with fake quantization in plain torch on
-the input that it really got, row by row, within the bounds of `tests/numerics.py`; what was saved and
-loaded gives the same bits as before.
+diffusers, timm and torchvision build without a download, and plain `nn`. Each is planned,
+converted, run, saved, loaded and run again. Every FP8 layer is compared with fake quantization in
+plain torch on the input that it really got, row by row, within the bounds of `tests/numerics.py`;
+what was saved and loaded gives the same bits as before.
 
 | result | meaning |
 |---|---|
 | passes | all of this holds in every case, but for cases that `save` refuses with a reason |
-| refused | it runs as it should; no target of `save` can hold it in any case, and the error says why |
+| refused | it runs as it should; in no case can a target of `save` hold it, for a reason |
 | dense | no layer becomes FP8, for the reasons in the last column, and `convert` warns |
 | not built | the model could not be built or run in high precision here, so nothing was tried |
 | not run | it is listed, and this run ended before it |
 | fails | something of this does not hold |
 
 *Decoded when loaded*: Transformers joins these layers in a checkpoint, which keeps their codes and
-scales; `load` makes them dense, warns, and computes what the codes say. *Never ran*: the input did not
-reach a layer. A `*` in a name stands for numbers.
+scales; `load` makes them dense, warns, and computes what the codes say. *Never ran*: the input did
+not reach a layer. A `*` in a name stands for numbers.
 """
 
 
