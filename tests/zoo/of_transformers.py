@@ -271,9 +271,7 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
     images = [{sees: torch.randn(shape)} for shape in _images(config, main)] if sees else []
     sounds = [{hears: sound} for sound in _sounds(config)] if hears else []
     if f"{hears}_mask" in asked:
-        for given in sounds:
-            length = given[hears].shape[1:].numel() // min(given[hears].shape[1:])
-            given[f"{hears}_mask"] = torch.ones(1, length, dtype=torch.bool)
+        sounds += [{**given, f"{hears}_mask": _whole(given[hears])} for given in sounds]
     found += images + sounds
     if "input_ids" in asked:
         found += [{**text, **other} for other in images + sounds]
@@ -320,6 +318,11 @@ def _images(config: Any, main: str) -> list[tuple[int, ...]]:
     sizes = dict.fromkeys((sides[-2:], (64, 64), (224, 224)))
     shapes = [(1, channels, *side) for side in sizes] + [(1, frames, channels, *sides[-2:])]
     return shapes if main != "pixel_values_videos" else shapes[::-1]
+
+
+def _whole(sound: torch.Tensor) -> torch.Tensor:
+    """Give the mask of a sound without padding; time is its longer axis."""
+    return torch.ones(1, max(sound.shape[1:]), dtype=torch.bool)
 
 
 def _sounds(config: Any) -> list[torch.Tensor]:
