@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 WORKERS ?= 2
 NEWEST ?= .venv-newest
+ZOO ?= .venv-zoo
 TESTS ?= tests
 
 .PHONY: demo test test-newest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
@@ -26,9 +27,16 @@ test-newest:  ## every test that needs no GPU, or TESTS, on what pip gives a use
 	$(NEWEST)/bin/pip --disable-pip-version-check install --quiet --upgrade --upgrade-strategy eager -e .[test]
 	$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu" $(TESTS)
 
-zoo: $(VENV)/.installed  ## hundreds of tiny architectures, into docs/zoo.md; an hour of two cores
-	$(PIP) --no-deps timm torchvision
-	$(BIN)/python tests/zoo --processes $(WORKERS)
+# An environment of its own: beside a torch for CPUs torchvision breaks imports of other libraries.
+$(ZOO)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ZOO)
+	$(ZOO)/bin/pip --disable-pip-version-check install --quiet -c constraints.txt torch
+	$(ZOO)/bin/pip --disable-pip-version-check install --quiet -c constraints.txt -e .[test] scipy
+	$(ZOO)/bin/pip --disable-pip-version-check install --quiet -c constraints.txt --no-deps timm torchvision
+	touch $@
+
+zoo: $(ZOO)/.installed  ## hundreds of tiny architectures, into docs/zoo.md; an hour of two cores
+	$(ZOO)/bin/python tests/zoo --processes $(WORKERS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -68,4 +76,4 @@ bench-streaming: $(VENV)/.installed  ## needs no GPU, 12 GB of disk and an idle 
 	$(BIN)/python benchmarks/streaming.py benchmarks/results/streaming.json
 
 clean:
-	rm -rf $(VENV) $(NEWEST) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(ZOO) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -113,3 +113,29 @@ def test_other_uses_of_a_weight_are_no_obstacle() -> None:
 def test_strict_names_them() -> None:
     with pytest.raises(fp8kit.ConversionError, match=rf"out: Casting\.forward {DTYPE}"):
         fp8kit.plan(Casting(), strict=True)
+
+
+class Listing(nn.Module):
+    """Calls a layer by a plain list or the like, as MaskFormer does."""
+
+    def __init__(self, hold: str) -> None:
+        super().__init__()
+        self.proj, self.other = nn.Linear(128, 128), nn.Linear(128, 128)
+        held: list[Any] = [self.proj]
+        held.append(held)
+        self.steps = {"list": held, "dict": {"a": (self.proj,)}, "nothing": [nn.ReLU()]}[hold]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.other(x))
+
+
+@pytest.mark.parametrize("hold", ["list", "dict"])
+def test_a_layer_that_is_held_elsewhere_too_stays_dense(hold: str) -> None:
+    report = fp8kit.convert(Listing(hold))
+    assert [r.name for r in report.converted] == ["other"]
+    reasons = {r.name: r.reason for r in report.skipped}
+    assert reasons["proj"] == "Listing holds it in steps too, where it cannot be replaced"
+
+
+def test_a_list_of_other_things_is_no_obstacle() -> None:
+    assert len(fp8kit.convert(Listing("nothing")).converted) == 2

@@ -16,8 +16,9 @@ GROUPS: dict[str, tuple[tuple[int | None, int | None], tuple[int | None, int | N
     "FP8_BLOCK": ((128, 128), (1, 128)),
     "FP8_TENSOR": ((None, None), (1, None)),
 }
-# the least scale of an input per token; other scales may be far smaller
-FLOOR = {"FP8_DYNAMIC": 1 / (LARGEST * 512), "FP8_TENSOR": 1 / (LARGEST * 512), "FP8_BLOCK": 0.0}
+# the least scale, as vLLM and FBGEMM have it: of an input per token, and of everything else
+LEAST = 1e-10 / LARGEST
+FLOOR = {"FP8_DYNAMIC": 1 / (LARGEST * 512), "FP8_TENSOR": 1 / (LARGEST * 512), "FP8_BLOCK": LEAST}
 
 
 def operands(x: Tensor, weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
@@ -27,14 +28,14 @@ def operands(x: Tensor, weight: Tensor, scheme: str) -> tuple[Tensor, Tensor]:
     return rounded(rows, *of_input, FLOOR[scheme]), rounded(weight, *of_weight)
 
 
-def rounded(matrix: Tensor, rows: int | None, columns: int | None, floor: float = 0.0) -> Tensor:
-    """Return the values that the codes of a matrix stand for, in float64."""
+def rounded(matrix: Tensor, rows: int | None, columns: int | None, floor: float = LEAST) -> Tensor:
+    """Give the values that the codes of a matrix stand for, in float64."""
     m, n = matrix.shape
     rows, columns = rows or max(m, 1), columns or n
     padded = torch.zeros(-(-m // rows) * rows, -(-n // columns) * columns)
     padded[:m, :n] = matrix
     tiles = padded.view(-1, rows, padded.shape[1] // columns, columns)
     scale = tiles.abs().amax((1, 3), keepdim=True) / torch.tensor(LARGEST)
-    scale = scale.clamp(min=max(floor, 1e-30))
+    scale = scale.clamp(min=floor)
     codes = (tiles / scale).to(torch.float8_e4m3fn)
     return (codes.double() * scale.double()).view(padded.shape)[:m, :n]

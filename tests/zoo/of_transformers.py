@@ -46,6 +46,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"num_feat_extract_layers|num_conv_(pos_embeddings|pos_embedding_groups)", 0),
     (r"(^|_)(num_experts|n_routed_experts|num_local_experts|n_experts|experts)$", 4),
     (r"(num_experts_per_tok|top_k|topk|moe_topk|moe_k|experts_top_k|num_experts_per_token)$", 2),
+    (r"upsample_groups$", 128),
     (r"^(n_group|topk_group|num_expert_group|n_groups)$", 1),
     (r"^(n_shared_experts|moe_num_shared_experts|num_shared_experts)$", 1),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 1),
@@ -81,12 +82,40 @@ _LISTS: tuple[tuple[str, int], ...] = (
 # what a class derives from other fields, or takes from nobody
 _DERIVED = (
     *("id2label", "label2id", "model_type", "transformers_version", "architectures"),
-    *("out_features", "out_indices", "stage_names", "_out_features", "_out_indices"),
+    *(
+        "per_layer_config",
+        "out_features",
+        "out_indices",
+        "stage_names",
+        "_out_features",
+        "_out_indices",
+    ),
 )
+_ONE_HEAD_OF_TEXT = {"num_attention_heads": 1, "num_key_value_heads": 1}
+_HEAD = {"head_dim": 64}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 64}
 _ONE_HEAD = {"text_config.num_attention_heads": 1, "text_config.num_key_value_heads": 1}
 # what the rules get wrong, by model type; a dotted name reaches into a part
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "colqwen2"), _ONE_HEAD),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), _ONE_HEAD_OF_TEXT),
+    **dict.fromkeys(("bamba", "granitemoehybrid"), _MAMBA),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), _HEAD),
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "laguna": {"num_attention_heads_per_layer": [2, 2]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 256},
+    "audio-spectrogram-transformer": {"max_length": 128},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 1]],
+        "attention_layers": ["global", "local"],
+    },
+    "reformer": {"axial_pos_embds": False},
+    "nemotron": {"num_key_value_heads": 2},
+    "gemma3n_text": {"intermediate_size": 256, "activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma3n": {
+        "text_config.intermediate_size": 256,
+        "text_config.activation_sparsity_pattern": [0.0, 0.0],
+    },
     "paddleocr_vl": {"text_config.head_dim": 128},
     "glm4v_moe": {"text_config.head_dim": 128},
     "codegen": {"n_head": 4, "rotary_dim": 16},
@@ -96,16 +125,40 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba": {"num_hidden_layers": 3},
     "emu3": {"text_config.pad_token_id": 1},
     "dpt": {"num_hidden_layers": 4, "backbone_out_indices": [0, 1, 2, 3]},
+    "detr": {
+        "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8,
+        "use_timm_backbone": False,
+        "backbone_config": {
+            "model_type": "resnet",
+            "embedding_size": 16,
+            "hidden_sizes": [16, 32, 64, 128],
+            "depths": [1, 1, 1, 1],
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
+        },
+    },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
 }
+# further ones whose code reads the weight of a layer: what is in brackets, type, class and fields
+VARIANTS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    (
+        " (slow but exact)",
+        "bloom",
+        "BloomForCausalLM",
+        {"pretraining_tp": 2, "slow_but_exact": True},
+    ),
+    ("", "detr", "DetrForSegmentation", {}),
+    ("", "mobilebert", "MobileBertForPreTraining", {}),
+)
 VOCABULARY = 320
 
 
 def architectures() -> list[Architecture]:
-    """Return one architecture per model type of the auto classes."""
+    """Give one architecture per model type of the auto classes, and the variants."""
+    every = [("", kind, name, {}) for kind, name in classes().items()]
     return [
-        Architecture(f"transformers/{name}", partial(_build, kind, name), inputs_of)
-        for kind, name in classes().items()
+        Architecture(f"transformers/{name}{word}", partial(_build, kind, name, fields), inputs_of)
+        for word, kind, name, fields in (*every, *VARIANTS)
     ]
 
 
@@ -123,10 +176,10 @@ def classes() -> dict[str, str]:
     return unique
 
 
-def tiny_config(kind: str) -> PreTrainedConfig:
-    """Return the default config of a model type with small sizes."""
+def tiny_config(kind: str, **fields: Any) -> PreTrainedConfig:
+    """Give the default config of a model type with small sizes, and with these fields."""
     config_class = CONFIG_MAPPING[kind]
-    return config_class(**_shrunk(config_class(), OVERRIDES.get(kind, {})))
+    return config_class(**_shrunk(config_class(), OVERRIDES.get(kind, {}) | fields))
 
 
 def _shrunk(config: PreTrainedConfig, overrides: dict[str, Any], path: str = "") -> dict[str, Any]:
@@ -152,7 +205,11 @@ def _shrunk(config: PreTrainedConfig, overrides: dict[str, Any], path: str = "")
 
 
 def _small(key: str, value: Any) -> tuple[bool, Any]:
-    """Return a small value of a field, or say that the class shall derive it."""
+    """Give a small value of a field, or say that the class shall derive it."""
+    if not isinstance(key, str):
+        return True, value
+    if key == "vocab_size" and value is None:
+        return True, VOCABULARY
     if isinstance(value, bool) or value is None:
         return value is not None, value
     if isinstance(value, int):
@@ -186,8 +243,11 @@ def _small(key: str, value: Any) -> tuple[bool, Any]:
     return True, value
 
 
-def _build(kind: str, name: str) -> nn.Module:
-    model: nn.Module = getattr(transformers, name)(tiny_config(kind))
+def _build(kind: str, name: str, fields: dict[str, Any]) -> nn.Module:
+    made = getattr(transformers, name)
+    own = getattr(made.config_class, "model_type", None)  # of a part, where the class is of a part
+    kind = own if own in CONFIG_MAPPING and own not in (kind, "") else kind
+    model: nn.Module = made(tiny_config(kind, **fields))
     return model
 
 
@@ -210,6 +270,8 @@ def inputs_of(model: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [text] if "input_ids" in asked else []
     images = [{sees: torch.randn(shape)} for shape in _images(config, main)] if sees else []
     sounds = [{hears: sound} for sound in _sounds(config)] if hears else []
+    if f"{hears}_mask" in asked:
+        sounds += [{**given, f"{hears}_mask": _whole(given[hears])} for given in sounds]
     found += images + sounds
     if "input_ids" in asked:
         found += [{**text, **other} for other in images + sounds]
@@ -256,6 +318,11 @@ def _images(config: Any, main: str) -> list[tuple[int, ...]]:
     sizes = dict.fromkeys((sides[-2:], (64, 64), (224, 224)))
     shapes = [(1, channels, *side) for side in sizes] + [(1, frames, channels, *sides[-2:])]
     return shapes if main != "pixel_values_videos" else shapes[::-1]
+
+
+def _whole(sound: torch.Tensor) -> torch.Tensor:
+    """Give the mask of a sound without padding; time is its longer axis."""
+    return torch.ones(1, max(sound.shape[1:]), dtype=torch.bool)
 
 
 def _sounds(config: Any) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ from zoo.architecture import Architecture
 
 # of each family that timm registers, the first small model by this order of words
 _SMALL = ("atto", "femto", "pico", "nano", "xxs", "xs", "tiny", "small", "s", "050", "18", "b0", "")
+# further ones whose code reads the weight of a layer
+TIMM = ("beitv2_base_patch16_224", "swinv2_tiny_window8_256")
 _MOST_PARAMETERS = 40_000_000
 TORCHVISION = (
     "alexnet",
@@ -71,12 +73,12 @@ def architectures() -> list[Architecture]:
     import timm
     import torchvision
 
-    found = []
-    for family in sorted(timm.list_modules()):
-        names = timm.list_models(module=family)
-        if names:
-            name = min(names, key=_size_by_name)
-            found.append(Architecture(f"timm/{name}", partial(_timm, name), _timm_image))
+    families = (timm.list_models(module=family) for family in sorted(timm.list_modules()))
+    smallest = [min(names, key=_size_by_name) for names in families if names]
+    found = [
+        Architecture(f"timm/{name}", partial(_timm, name), _timm_image)
+        for name in dict.fromkeys((*smallest, *TIMM))
+    ]
     for name in TORCHVISION:
         build = partial(torchvision.models.get_model, name, weights=None)
         found.append(Architecture(f"torchvision/{name}", build, _torchvision_image))

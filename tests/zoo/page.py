@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 HEAD = """# The zoo
 
 What `make zoo` found: tiny models of random weights, one of every model type that Transformers,
-diffusers, timm and torchvision build without a download, and plain `nn`. Each is planned, converted
-with three schemes in two dtypes, run, saved, loaded and run again. Every FP8 layer is compared with
-fake quantization in plain torch on the input that it really got, row by row, within the bounds of
-`tests/numerics.py`; what was saved and loaded gives the same bits as before.
+diffusers, timm and torchvision build without a download, and plain `nn`. Each is planned,
+converted, run, saved, loaded and run again. Every FP8 layer is compared with fake quantization in
+plain torch on the input that it really got, row by row, within the bounds of `tests/numerics.py`;
+what was saved and loaded gives the same bits as before.
 
-*passes*: all of this holds. *dense*: no layer becomes FP8, for the reason in the last column, and
-`convert` warns. *not built*: the model could not be built or run in high precision here, so nothing
-was tried. *refused*: no target that `save` knows can hold it; the error says why.
-A `*` in a name stands for numbers.
+| result | meaning |
+|---|---|
+| passes | all of this holds in every case, but for cases that `save` refuses with a reason |
+| refused | it runs as it should; in no case can a target of `save` hold it, for a reason |
+| dense | no layer becomes FP8, for the reasons in the last column, and `convert` warns |
+| not built | the model could not be built or run in high precision here, so nothing was tried |
+| not run | it is listed, and this run ended before it |
+| fails | something of this does not hold |
+
+*Decoded when loaded*: Transformers joins these layers in a checkpoint, which keeps their codes and
+scales; `load` makes them dense, warns, and computes what the codes say. *Never ran*: the input did
+not reach a layer. A `*` in a name stands for numbers.
 """
 
 
@@ -27,13 +36,21 @@ def dumped(records: list[dict[str, Any]]) -> str:
     return f"[\n{lines}\n]\n"
 
 
-def rendered(records: list[dict[str, Any]]) -> str:
-    """Write records as a page."""
-    counts = Counter(r["status"] for r in records)
+def rendered(records: list[dict[str, Any]], listed: Iterable[str] = ()) -> str:
+    """Write records as a page.
+
+    Args:
+        records: as ``check`` gives them, by name.
+        listed: every name of the zoo; those without a record were not run.
+    """
+    not_run = sorted({*listed} - {r["name"] for r in records})
+    counts = Counter(r["status"] for r in records) + Counter({"not run": len(not_run)})
     cases = Counter(_word(said) for r in records for said in r["cases"].values())
     lines = [HEAD, "| result | architectures |", "|---|---|"]
     lines += [f"| {status} | {count} |" for status, count in sorted(counts.items())]
-    lines += ["", f"Runs (architecture, scheme and dtype): {_listed(cases)}.", ""]
+    lines += [f"| listed | {counts.total()} |", ""]
+    tried = dict.fromkeys(case for r in records for case in r["cases"])
+    lines += [f"Cases: {', '.join(tried)}. Of them all: {_listed(cases)}.", ""]
     lines += ["| architecture | result | converted | kept, and why |", "|---|---|---|---|"]
     lines += [_row(r) for r in records if r["status"] != "not built"]
     lines += ["", "## Not built", "", "| architecture | why |", "|---|---|"]
@@ -42,6 +59,8 @@ def rendered(records: list[dict[str, Any]]) -> str:
         for r in records
         if r["status"] == "not built"
     ]
+    if not_run:
+        lines += ["", "## Not run", "", f"The run ended before them: {', '.join(not_run)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ class Eligibility:
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
         self._read = weight_reads(model)
+        self._held = _held_besides(model)
 
     def of(self, names: Sequence[str], wanted: bool = False) -> str:
         """Return why a linear layer cannot become FP8; empty if it can.
@@ -56,6 +57,7 @@ class Eligibility:
             or _of_holder(holders.values())
             or _of_class(module, wanted)
             or self._of_names(names)
+            or self._held.get(module, "")
             or self._read.get(module, "")
             or self._of_weight(module.get_parameter("weight"))
         )
@@ -144,6 +146,29 @@ def _of_class(module: nn.Module, wanted: bool) -> str:
             " the same, if nothing else uses that"
         )
     return ""
+
+
+def _held_besides(model: nn.Module) -> dict[nn.Module, str]:
+    """Find layers that are also in a plain attribute, list or dict, where none is replaced.
+
+    MaskFormer calls its prediction heads by such a list: a replaced child would never run.
+    """
+    return {
+        layer: f"{type(holder).__name__} holds it in {attribute} too, where it cannot be replaced"
+        for holder in model.modules()
+        for attribute, value in vars(holder).items()
+        if attribute != "_modules"
+        for layer in _linears(value)
+    }
+
+
+def _linears(value: object, depth: int = 3) -> Iterator[nn.Module]:
+    """Give the linear layers in a value, down to a depth: a list may hold itself."""
+    if isinstance(value, nn.Linear):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and depth:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _linears(part, depth - 1)
 
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import transformers
+from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from fp8kit.checkpoint.announcing import announce
@@ -14,6 +15,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
+from fp8kit.selection import some_of
 
 OLDEST = (5, 17)
 METHOD = "fp8kit"
@@ -64,13 +66,55 @@ def export(model: Any) -> Exported:
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = untied(model, set(getattr(model, "all_tied_weights_keys", None) or ()))
     tensors = {n: t for n, t in kept.items() if n not in ignored} | held_cache_scales(model)
-    tensors = revert_weight_conversion(model, tensors)
+    tensors = _as_in_checkpoints(model, tensors)
     config = json.loads(model.config.to_json_string())
     config["architectures"] = [type(model).__name__]
     texts = {}
     if model.can_generate():
         texts["generation_config.json"] = model.generation_config.to_json_string()
     return Exported(tensors, unquantized(model, tensors), config, texts)
+
+
+def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undo the renames and merges of a model; scales per row go where, and as, their weights do.
+
+    Rules name weights, often up to the end of their names, and would leave such scales behind.
+    """
+    rows = {
+        n: scale
+        for n, t in tensors.items()
+        if t.dtype in FP8_FORMATS
+        and (scale := tensors.get(f"{n}_scale")) is not None
+        and scale.shape == (t.shape[0], 1)
+    }
+    try:
+        found: dict[str, Tensor] = revert_weight_conversion(
+            model,
+            {n: t for n, t in tensors.items() if n.removesuffix("_scale") not in rows or n in rows},
+        )
+        moved = revert_weight_conversion(model, rows)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise CheckpointError(
+            teach(
+                f"{type(model).__name__} joins or splits weights as it is saved: {error}",
+                "Layers that are one tensor in a checkpoint must all be FP8 or all dense, with "
+                "scales that can be joined.",
+                "Convert with FP8_DYNAMIC, and exclude all of such layers or none.",
+            )
+        ) from error
+    found |= {f"{n}_scale": t for n, t in moved.items()}
+    codes = [n for n, t in found.items() if t.dtype in FP8_FORMATS and t.dim() == 2]
+    joined = [n for n in codes if not n.endswith(".weight") or f"{n}_scale" not in found]
+    if joined:
+        raise CheckpointError(
+            teach(
+                f"{type(model).__name__} keeps several FP8 layers as one tensor in a checkpoint: "
+                f"{some_of(joined)}.",
+                "Such a tensor needs a name that ends in .weight, and scales per row.",
+                "Convert with FP8_DYNAMIC if the name does, else exclude these layers.",
+            )
+        )
+    return found
 
 
 def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
@@ -102,4 +146,14 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
     except CheckpointError:  # of what engines do not load, save_pretrained need not keep away
         announced = announce(model, exported.tensors, "transformers")
     held = model.state_dict() | held_cache_scales(model)
+    lost = exported.tensors.keys() - revert_weight_conversion(model, held).keys()
+    if lost:
+        raise CheckpointError(
+            teach(
+                f"save_pretrained would not write {some_of(sorted(lost))}.",
+                f"{type(model).__name__} joins these layers as it is saved, by rules that know "
+                "nothing of scales.",
+                "Save it with fp8kit.save(model, directory).",
+            )
+        )
     return dict(announced.on_disk(n, t) for n, t in held.items()), announced.config(exported.dense)
