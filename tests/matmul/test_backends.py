@@ -55,7 +55,7 @@ def skip_if_declined(
     out_dtype: torch.dtype,
     batch_invariant: bool = False,
 ) -> None:
-    """Skip with the backend's own reason; ``tests/dispatch/test_backends.py`` pins which must not be skipped."""
+    """Skip with the backend's own reason; the tests of dispatch pin which must not be skipped."""
     groups = (x_q.group, w_q.group)
     problem = MatmulProblem.of(
         x_q.data, w_q.data, groups, out_dtype, None, "precise", batch_invariant

@@ -180,8 +180,8 @@ def _store_scales(place, scale, kept):
 
 @triton.jit
 def _store_columns(scale_ptr, row, group, M, scale, kept):
-    # as ``_store_scales``, with the pitch of ``scale_layout.pitch``; an address is computed where it is
-    # used, because those of all tiles of a row would fill the registers
+    # as ``_store_scales``, with the pitch of ``scale_layout.pitch``; an address is computed where
+    # it is used, because those of all tiles of a row would fill the registers
     if INTERPRETED:
         tl.store(scale_ptr + row + group.to(tl.int64) * ((M + 3) // 4 * 4), scale, mask=kept)
     elif scale.dtype == tl.uint8:

@@ -13,9 +13,9 @@ from fp8kit.checkpoint.announcing import announce
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
-from fp8kit.selection import some_of
 
 OLDEST = (5, 17)
 METHOD = "fp8kit"
