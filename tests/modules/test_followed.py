@@ -71,7 +71,9 @@ def test_symbolic_traces_keep_layers_whole() -> None:
     assert_bits_equal(graph(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning"
+)
 def test_torch_script_is_refused_and_its_traces_work() -> None:
     model, x = model_of().requires_grad_(False), torch.randn(3, 128)
     with pytest.raises(UnsupportedError, match=r"torch\.jit\.script was called with 0 .*TorchSc"):

@@ -321,7 +321,9 @@ def test_function_modes_see_the_operator(cpu_backends: CpuBackends) -> None:
     assert any("fp8kit.linear" in name for name in seen.names)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning"
+)
 def test_traces_hold_the_operator(cpu_backends: CpuBackends) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
