@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 import fp8kit
 from edges import around, dealt, sampled
@@ -80,14 +79,10 @@ def wrong(backend: str, pair: str, size: Size, out_dtype: torch.dtype) -> str:
         return ""
     y = fp8kit.scaled_mm(x_q, w_q, out_dtype=out_dtype, backend=backend)
     try:
-        assert_matmul(y, dense(x_q), dense(w_q), backend=backend)
+        assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), backend=backend)
     except AssertionError as error:
         return f"{size} {out_dtype}: {error}"
     return ""
-
-
-def dense(q: fp8kit.QTensor) -> Tensor:
-    return fp8kit.dequantize(q)
 
 
 @pytest.mark.gpu

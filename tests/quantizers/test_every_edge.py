@@ -193,7 +193,7 @@ def differing(case: Case) -> str:
                 return f"{case}: {name} of one alone"
             continue
         try:
-            assert_bits_equal(a.contiguous(), b.contiguous())
+            assert_bits_equal(a, b)
         except AssertionError:
             wrong = (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum()
             return f"{case}: {int(wrong)} bytes of the {name}"

@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8kit.formats import MX, TENSOR, fp8_format
+from fp8kit.formats import TENSOR, fp8_format
 from fp8kit.fused.problem import Target
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.quantizers.triton_encode import (
     INTERPRETED,
-    SAFE_SCALE,
     amax_of,
+    division_of,
     encode,
     encode_quotient,
     existing,
@@ -64,7 +64,9 @@ class Output(NamedTuple):
         constants = {
             "SCALES": "static" if group == TENSOR else "row" if group.cols == -1 else grouped,
             "GROUP": max(group.cols, 1),
-            "DIVISION": _division(target),
+            "DIVISION": division_of(
+                target.group, target.min_scale, target.scale_ub, target.scale_rounding
+            ),
             "FP8_MAX": fp8_format(target.dtype).max,
         }
         return Output(data, scale, target.scale_ub, target.min_scale, constants)
@@ -87,17 +89,6 @@ def row_cut(k: int, lanes: int, most: int) -> tuple[int, int]:
     cuts = [(warps, triton.cdiv(k, warps * lanes)) for warps in (4, 8, 16, 32)]
     fitting = [(w, held) for w, held in cuts if held <= most] or cuts[-1:]
     return min(fitting, key=lambda cut: (cut[0] * cut[1], cut[1] > 4, cut[0]))
-
-
-def _division(target: Target) -> str:
-    if target.group == MX:
-        return "mx floor" if target.scale_rounding == "floor" else "mx ceil"
-    safe = SAFE_SCALE <= target.min_scale <= 1 / SAFE_SCALE
-    if target.scale_rounding == "up":
-        return "power" if safe else "ieee power"
-    if not safe:
-        return "ieee"
-    return "corrected" if target.scale_ub is None else "clipped"
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import hopper_rows, reference
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_scale
-from fp8kit.quantizers.triton_encode import INTERPRETED, SAFE_SCALE, ScaleRule
+from fp8kit.quantizers.triton_encode import INTERPRETED, ScaleRule, division_of
 from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
 from fp8kit.quantizers.triton_rows import quantize_rows, row_tile
 from fp8kit.quantizers.triton_tensor import quantize_tensor, tensor_tile
@@ -85,7 +85,7 @@ def quantize(
     scale = empty_scale(x, group, scale_layout)
     data = torch.empty(x.shape, dtype=dtype, device=x.device) if data is None else data
     assert data.is_contiguous() or (group.rows == 1 and data.dim() == 2)
-    division = _division(group, min_scale, scale_ub, scale_rounding)
+    division = division_of(group, min_scale, scale_ub, scale_rounding)
     recipe = ScaleRule(min_scale, False, division, fp8_format(dtype).max)
     _launch(x, scale, scale_ub, data, group, recipe)
     return data, scale
@@ -120,7 +120,7 @@ def quantize_mx_swizzled(
     size = math.ceil(m / 128) * 128 * math.ceil(math.ceil(k / MX.cols) / 4) * 4
     scale = torch.empty(size, dtype=torch.uint8, device=x.device)
     if x.numel():
-        division = _division(MX, 0.0, None, scale_rounding)
+        division = division_of(MX, 0.0, None, scale_rounding)
         recipe = ScaleRule(0.0, False, division, fp8_format(dtype).max)
         _launch(x, scale, None, data, MX, recipe, swizzled=True)
     return data, scale
@@ -129,19 +129,6 @@ def quantize_mx_swizzled(
 def dequantize(data: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
     """Raise: this backend declines to dequantize."""
     raise UnsupportedError("The Triton backend does not dequantize; use the reference backend.")
-
-
-def _division(
-    group: GroupShape, min_scale: float, scale_ub: Tensor | None, scale_rounding: str
-) -> str:
-    if group == MX:
-        return "mx floor" if scale_rounding == "floor" else "mx ceil"
-    safe = SAFE_SCALE <= min_scale <= 1 / SAFE_SCALE
-    if scale_rounding == "up":
-        return "power" if safe else "ieee power"
-    if not safe:
-        return "ieee"
-    return "corrected" if scale_ub is None else "clipped"
 
 
 def _launch(

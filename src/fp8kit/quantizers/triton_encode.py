@@ -38,6 +38,9 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from fp8kit.formats import MX, GroupShape
 
 SAFE_SCALE = 2.0**-64
 LOADS = 4  # 16-byte loads of a thread that keep enough bytes in flight, in few registers
@@ -63,6 +66,27 @@ class ScaleRule(NamedTuple):
     static: bool
     division: str
     fp8_max: float
+
+
+def division_of(
+    group: GroupShape, min_scale: float, scale_ub: Tensor | None, scale_rounding: str
+) -> str:
+    """Return what kernels know of a division by dynamic scales, see ``encode_quotient``.
+
+    Args:
+        group: elements per scale.
+        min_scale: floor under the scales.
+        scale_ub: bound of the amax, or ``None``.
+        scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
+    """
+    if group == MX:
+        return "mx floor" if scale_rounding == "floor" else "mx ceil"
+    safe = SAFE_SCALE <= min_scale <= 1 / SAFE_SCALE
+    if scale_rounding == "up":
+        return "power" if safe else "ieee power"
+    if not safe:
+        return "ieee"
+    return "corrected" if scale_ub is None else "clipped"
 
 
 def few_warps(numel: int, lanes: int, processors: int) -> int:
