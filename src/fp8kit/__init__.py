@@ -16,7 +16,7 @@ The data flow, which is also the order of the folders::
     checkpoint   dialects, what tensors mean, how they lie on disk, streaming
     integrations Transformers, Ray
     io           load, save, quantize_checkpoint, verify_checkpoint, load_weights
-    perf         measure, tune, warm up, explain
+    perf         measure, tune, warm up, explain, evaluate
     cli          the command line
 """
 
@@ -77,6 +77,8 @@ if TYPE_CHECKING:
     from fp8kit.io.models import load as load
     from fp8kit.io.models import save as save
     from fp8kit.modules.linear import Fp8Linear as Fp8Linear
+    from fp8kit.perf.evaluate import Evaluation as Evaluation
+    from fp8kit.perf.evaluate import evaluate as evaluate
     from fp8kit.perf.explain import explain as explain
     from fp8kit.perf.warmup import warmup as warmup
 else:
@@ -88,6 +90,7 @@ else:
         "io.checkpoints": "ray_runner quantize_checkpoint verify_checkpoint",
         "conversion.plan": "Plan convert plan",
         "errors": "CheckpointError ConversionError UnsupportedError",
+        "perf.evaluate": "Evaluation evaluate",
         "perf.explain": "explain",
         "formats": "BLOCK GROUP128 MX ROW SCHEMES TENSOR GroupShape QTensor Scheme scale_shape",
         "functional": "dequantize linear quantize scaled_mm",
