@@ -85,8 +85,7 @@ def evaluate(
 ) -> None:
     """Run the FP8 language model RESULT and its dense SOURCE on a text, and compare them."""
     quantized = models.load(models.require_fp8(result), device=device)
-    from fp8kit.integrations import transformers_evaluation as language
-
+    language = models.integration("transformers_evaluation")
     dense = language.load_dense(source, device)
     batches = language.text_batches(source, text, tokens, length, device)
     found = compare(quantized, dense, batches)
