@@ -54,13 +54,13 @@ KINDS = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Write both documents, or say which of them is not current."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
+    check = parser.parse_args(argv).check
     readme = README.read_text()
     found = {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
     for path, wanted in ((README, between_marks(readme, compact(found))), (DOCUMENT, full(found))):

@@ -72,13 +72,13 @@ BROKEN = {
 }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the tools, print what they say, and give the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", default=",".join(TOOLS), help="separated by commas")
     parser.add_argument("--sanitizer", default="", help="path of compute-sanitizer")
     parser.add_argument("--program", default="", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.program == "kernels":
         return run_kernels()
     if arguments.program:
