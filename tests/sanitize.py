@@ -253,7 +253,7 @@ def triton_calls(device: str) -> Calls:
     calls["rms norm, by column"] = lambda: fused.rms_norm_quantize(x, weight, **by_column)
     calls["silu, by column"] = lambda: fused.silu_mul_quantize(x, x, **by_column)
     for pair in PAIRS:
-        for m in (3, 70):
+        for m in (3, 70) if device == "cuda" else (3,):
             for invariant in (False, True):
                 operands = quantized(m, 200, 1040, pair, device)
                 problem = described(operands, pair, None, torch.bfloat16, invariant)

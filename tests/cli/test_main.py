@@ -290,17 +290,24 @@ def test_bench_times_shapes() -> None:
     assert "of the roofline" in run("bench", *options).output
 
 
-def test_what_is_measured_are_the_layers_of_a_checkpoint_in_fp8_too(
-    quantized: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
+@pytest.fixture
+def benched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Collect the shapes and rows that would be measured, which takes seconds."""
+    asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(
-        "fp8kit.cli.measure.linear.bench", lambda *a, **_: asked.append(set(a[0])) or []
+        "fp8kit.cli.measure.linear.bench", lambda *a, **_: asked.append(a[:2]) or []
     )
+    return asked
+
+
+def test_what_is_measured_are_the_layers_of_a_checkpoint_in_fp8_too(
+    quantized: Path, benched: list[tuple[object, ...]]
+) -> None:
     for source in (NANO, quantized):
         result = run("bench", source, "-m", "2", "--device", "cpu")
         assert result.exit_code == 0, result.output
-    assert asked[0] == asked[1] != set()
+    dense, fp8 = (set(shapes) for shapes, _ in benched)
+    assert dense == fp8 != set()
 
 
 def test_explain_asks_the_gpu_where_there_is_one(
@@ -317,14 +324,10 @@ def test_explain_asks_the_gpu_where_there_is_one(
     assert asked == ["cuda", "cpu"]
 
 
-def test_bench_takes_the_layers_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(
-        "fp8kit.cli.measure.linear.bench", lambda *a, **_: asked.append(a[:2]) or []
-    )
+def test_bench_takes_the_layers_of_a_model(benched: list[tuple[object, ...]]) -> None:
     result = run("bench", NANO, "-m", "2", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    ((shapes, rows),) = asked
+    ((shapes, rows),) = benched
     config = json.loads((NANO / "config.json").read_text())
     assert (config["intermediate_size"], config["hidden_size"]) in shapes
     assert len(shapes) == len(set(shapes))
