@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from fp8kit.functional import linear as linear
     from fp8kit.functional import quantize as quantize
     from fp8kit.functional import scaled_mm as scaled_mm
+    from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
     from fp8kit.io.arriving_tensors import load_weights as load_weights
     from fp8kit.io.checkpoints import quantize_checkpoint as quantize_checkpoint
     from fp8kit.io.checkpoints import ray_runner as ray_runner
@@ -96,6 +97,7 @@ else:
         "functional": "dequantize linear quantize scaled_mm",
         "io.models": "load save",
         "modules.linear": "Fp8Linear",
+        "integrations.transformers_quantizer": "Fp8KitConfig",
         "conversion.report": "Report",
         "conversion.patterns": "DEFAULT_EXCLUDE",
         "io.arriving_tensors": "load_weights",
