@@ -28,11 +28,8 @@ from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotsw
 
 from fp8kit.integrations import peft as plugin  # noqa: E402
 
-# what peft does to Transformers' deprecated names, and says of its own adapters
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
-]
+# what peft says of its own adapters
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 SIZE, RANK = 128, 4
 
 
