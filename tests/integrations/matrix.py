@@ -37,6 +37,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "each weight is quantized as it is read; the model is built on meta",
         ),
         Row(
+            "the same: memory",
+            "works",
+            "checkpoint/test_peak.py::test_loading_a_transformers_model",
+            "never more than the FP8 model, one layer and five per cent",
+        ),
+        Row(
             "`from_pretrained` of what was saved",
             "works",
             "integrations/test_transformers.py::test_stock_transformers_computes_the_same",
@@ -121,6 +127,28 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "the base is frozen, adapters are fp32",
         ),
         Row(
+            "the loss of LoRA on an FP8 base",
+            "works",
+            "integrations/test_peft.py::test_training_follows_that_of_the_bf16_weights",
+            "follows that on the bf16 weights to a percent",
+        ),
+        Row(
+            "`Trainer`, activation checkpointing",
+            "works",
+            "integrations/test_peft.py::test_the_trainer_of_transformers_takes_it_with_an_adapter_alone",
+            "without an adapter Transformers refuses",
+        ),
+        Row(
+            "`prepare_model_for_kbit_training`",
+            "works",
+            "integrations/test_peft.py::test_preparing_for_training_leaves_codes_and_their_dtype_alone",
+        ),
+        Row(
+            "`add_adapter`, `load_adapter`, `set_adapter` of Transformers",
+            "works",
+            "integrations/test_peft.py::test_adapters_by_the_methods_of_transformers",
+        ),
+        Row(
             "adapters saved and loaded",
             "works",
             "io/test_savers.py::test_an_adapter_is_saved_alone_and_loads",
@@ -147,6 +175,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "works",
             "integrations/test_peft.py::test_a_merged_model_is_a_model_of_fp8_layers",
             "the result is an FP8 model",
+        ),
+        Row(
+            "merging adapters that were attached before the conversion",
+            "refused",
+            "integrations/test_peft.py::test_a_model_with_adapters_is_converted_around_them",
+            "they compute; to merge, attach them after it",
         ),
         Row(
             "DoRA: results and merging",

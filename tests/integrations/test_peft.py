@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import fp8kit
+import lora as lora_benchmark
+from checkpoint_samples import NANO
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES
 from fp8kit.modules.linear import Fp8Linear
-from numerics import ONE_OPERAND, assert_bits_equal, relative_error
+from numerics import ONE_OPERAND, assert_bits_equal, assert_trains_alike, relative_error
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -126,6 +128,89 @@ def test_training_moves_the_adapter_alone(dora: bool) -> None:
     for name, layer in wrapped.items():
         assert_same_state(layer, layers[name.removeprefix("base_model.model.")])
         assert layer.codes.grad is None
+
+
+def test_training_follows_that_of_the_bf16_weights() -> None:
+    tokens = lora_benchmark.training_tokens()[:4]
+    losses = {
+        kind: lora_benchmark.finetune(
+            lora_benchmark.with_adapter(lora_benchmark.base(kind), 0), tokens, 12, 0
+        )
+        for kind in ("bf16", "fp8")
+    }
+    assert losses["fp8"] != losses["bf16"]
+    assert_trains_alike(losses["fp8"], losses["bf16"])
+
+
+def test_the_trainer_of_transformers_takes_it_with_an_adapter_alone(tmp_path: Path) -> None:
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        NANO, dtype=torch.float32, quantization_config=fp8kit.Fp8KitConfig()
+    )
+    arguments = transformers.TrainingArguments(
+        tmp_path,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        activation_checkpointing=True,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        transformers.Trainer(base, arguments)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear", r=RANK))
+    before = lora_b(model)
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
+    transformers.Trainer(model, arguments, train_dataset=data).train()
+    assert relative_error(lora_b(model) + 1, before + 1) > 0
+
+
+def lora_b(model: Any) -> Tensor:
+    found = [p.detach().flatten() for n, p in model.named_parameters() if "lora_B" in n]
+    return torch.cat(found).clone()
+
+
+def test_preparing_for_training_leaves_codes_and_their_dtype_alone() -> None:
+    base = llama()
+    layers = {n: state(m) for n, m in base.named_modules() if isinstance(m, Fp8Linear)}
+    base = peft.prepare_model_for_kbit_training(base)
+    for name, before in layers.items():
+        assert_same_state(base.get_submodule(name), before)
+    model = adapted(base, target_modules="all-linear").train()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "lora_B" in n)
+
+
+def test_adapters_by_the_methods_of_transformers(tmp_path: Path) -> None:
+    model = llama()
+    for name in ("a", "b"):
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=RANK), name)
+    for name, parameter in model.named_parameters():
+        if "lora_B.b" in name:
+            parameter.data.normal_(std=0.1)
+    model.set_adapter("b")
+    with torch.no_grad():
+        wanted = model(IDS).logits
+        model.disable_adapters()
+        assert relative_error(model(IDS).logits, wanted) > 0
+        model.enable_adapters()
+        model.save_pretrained(tmp_path)
+        again = llama()
+        again.load_adapter(tmp_path)
+        assert_bits_equal(again(IDS).logits, wanted)
+
+
+def test_a_model_with_adapters_is_converted_around_them() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(SIZE, 256), nn.Linear(256, SIZE)).bfloat16()
+    model, x = adapted(plain), inputs(64)
+    y = lora(model)(x)
+    report = fp8kit.convert(model)
+    assert len(report.converted) == 2
+    assert 0 < relative_error(lora(model)(x), y) < 2 * ONE_OPERAND
+    with pytest.raises(UnsupportedError, match=r"to_linear\(\)"):
+        model.merge_adapter()
 
 
 def test_the_adapter_adds_its_product_to_what_the_layer_computes() -> None:
