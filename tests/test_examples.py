@@ -41,7 +41,20 @@ def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert len(said.splitlines()) >= 3
 
 
-def test_every_example_has_a_test() -> None:
-    tested = {name for name in globals() if name.startswith("test_")}
-    own = {path.stem for path in FOLDER.glob("*.py")} - {"demo"}  # `make demo` is run apart
-    assert {f"test_{name}" for name in own} <= tested
+def test_checkpoint_for_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, destination = str(FOLDER / "nano"), str(tmp_path / "fp8")
+    script = "checkpoint_for_vllm.py"
+    said = output(script, source, destination, patch=monkeypatch, captured=capsys)
+    assert "28 layers" in said
+    assert f"vllm serve {destination}" in said
+    assert (tmp_path / "fp8" / "model.safetensors").is_file()
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    tests = FOLDER.parent / "tests"
+    said = " ".join(path.read_text() for path in tests.rglob("*.py"))
+    by_make = {"demo.py"}
+    scripts = {path.name for path in FOLDER.glob("*.py")} - by_make
+    assert [name for name in scripts if f'"{name}"' not in said] == []
