@@ -171,6 +171,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "in fp32, quantized once, in place; unmerging restores every byte",
         ),
         Row(
+            "merging where accelerate offloads",
+            "works",
+            "integrations/test_peft.py::test_offloaded_layers_are_merged_where_they_are_kept",
+            "to the CPU or disk",
+        ),
+        Row(
             "`merge_and_unload`, then saving",
             "works",
             "integrations/test_peft.py::test_a_merged_model_is_a_model_of_fp8_layers",

@@ -288,6 +288,22 @@ def test_the_bias_of_an_adapter_is_merged_and_taken_out() -> None:
     assert_same_state(layer, before)
 
 
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_offloaded_layers_are_merged_where_they_are_kept(to_disk: bool, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    here, away, x = adapted(pair()), adapted(pair()), inputs()
+    cpu, alone = torch.device("cpu"), here(x)
+    if to_disk:
+        accelerate.disk_offload(away, tmp_path, cpu)
+    else:
+        accelerate.cpu_offload(away, cpu)
+    here.merge_adapter()
+    away.merge_adapter()
+    assert_bits_equal(away(x), here(x))
+    away.unmerge_adapter()
+    assert_bits_equal(away(x), alone)
+
+
 def test_a_dense_weight_that_was_kept_is_merged_too() -> None:
     model = adapted(pair(weight_storage="keep"))
     layer = lora(model).get_base_layer()
