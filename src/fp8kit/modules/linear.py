@@ -322,6 +322,11 @@ class Fp8Linear(nn.Linear):
             raise refusals.tensor_parallel(self._described())
         return super().__getattr__(name)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Walk as any module; a library that replaces layers walks first, and is told here."""
+        tell_libraries()
+        return super().named_modules(*args, **kwargs)
+
     def _described(self) -> str:
         name = self.qualified_name or "an unnamed layer"
         return f"{name} (Fp8Linear [{self.out_features}, {self.in_features}])"
@@ -350,8 +355,7 @@ class Fp8Linear(nn.Linear):
         for name, parameter in held.items():
             if parameter is not None:
                 self._parameters[name] = moved(parameter, fn)
-        probe = torch.empty(0, dtype=self.compute_dtype, device=self.codes.device)
-        cast = fn(probe).dtype
+        cast = fn(torch.empty(0, dtype=self.compute_dtype, device=self.codes.device)).dtype
         self.compute_dtype = cast if cast.is_floating_point else self.compute_dtype
         if self.original_weight is not None and self.original_weight.device.type != "cpu":
             self._follow_original()
