@@ -84,6 +84,36 @@ def check_quantized(name: str, q: object) -> None:
         )
 
 
+def check_quantized_input(
+    x: QTensor,
+    w_q: QTensor,
+    scheme: Scheme | str | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+) -> None:
+    """Refuse what would quantize an input that is quantized already, or another granularity."""
+    given = {"input_scale": input_scale, "scale_ub": scale_ub}
+    extra = [name for name, value in given.items() if value is not None]
+    if extra:
+        raise ValueError(
+            teach(
+                f"Got {' and '.join(extra)} for an input that is quantized already.",
+                "Its scales are those of the QTensor.",
+                f"Leave {' and '.join(extra)} out, or pass the tensor itself.",
+            )
+        )
+    found = None if scheme is None else Scheme.of(scheme)
+    if found is not None and (found.activation, found.weight) != (x.group, w_q.group):
+        raise ValueError(
+            teach(
+                f"Got an input in {x.group} groups and a weight in {w_q.group} groups for scheme "
+                f"{found}.",
+                f"{found} has {found.activation} activations and {found.weight} weights.",
+                "Quantize both for this scheme, or leave it out.",
+            )
+        )
+
+
 def check_tensor(name: str, x: object) -> None:
     """Refuse what is no tensor where one is quantized."""
     if not isinstance(x, Tensor):
