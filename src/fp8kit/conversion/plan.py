@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from fp8kit.conversion import calibration, fusion, profitability, siblings
 from fp8kit.conversion.eligibility import Eligibility, bypassed
 from fp8kit.conversion.fusion_rules import Link
-from fp8kit.conversion.patterns import check_patterns, exclusion, some_of
+from fp8kit.conversion.patterns import check_patterns, chosen, exclusion, some_of
 from fp8kit.conversion.report import Record, Report
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.dispatch.backends import choose
@@ -25,6 +27,9 @@ from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared_input import can_share
 from fp8kit.ops.validation import check_row_counts
+
+if TYPE_CHECKING:
+    from fp8kit.conversion.patterns import Choice
 
 STORAGES = ("discard", "cpu_offload", "keep")
 _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
@@ -138,8 +143,8 @@ def plan(
     model: nn.Module,
     scheme: Scheme | str = "FP8_DYNAMIC",
     *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
+    include: Sequence[str] | Choice | None = None,
+    exclude: Sequence[str] | Choice | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
     fuse: str | Mapping[str, Sequence[str]] = "all",
@@ -158,8 +163,9 @@ def plan(
         scheme: a preset name or a ``Scheme``.
         include: patterns; only layers that match one are considered. A pattern that names a layer
             in full lifts the default exclusions for it, and asks for a subclass of ``nn.Linear``
-            that has methods or attributes of its own.
-        exclude: patterns, added to the safe defaults; an empty list switches the defaults off.
+            that has methods or attributes of its own. Or a function of a name and a module.
+        exclude: patterns, added to the safe defaults; an empty list switches the defaults off. Or
+            a function ``exclude(name, module)`` that returns True for layers to leave alone.
         strict: raise if a considered layer cannot be converted, or no layer would become FP8,
             instead of reporting it.
         calibrate: runs the model on representative data, e.g. ``lambda model: model(batch)``.
@@ -201,7 +207,10 @@ def plan(
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
-    every = [n for module, found in names.items() if is_linear(module) for n in found]
+    linears = [(n, module) for module, found in names.items() if is_linear(module) for n in found]
+    include = chosen("include", include, linears)
+    exclude = chosen("exclude", exclude, linears)
+    every = [name for name, _ in linears]
     for argument, patterns in (("include", include), ("exclude", exclude)):
         check_patterns(argument, () if patterns is None else patterns, every)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
@@ -250,15 +259,16 @@ def convert(
     model: nn.Module,
     scheme: Scheme | str = "FP8_DYNAMIC",
     *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
+    include: Sequence[str] | Choice | None = None,
+    exclude: Sequence[str] | Choice | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
     fuse: str | Mapping[str, Sequence[str]] = "all",
     m: int | Sequence[int] | None = None,
     weight_storage: str = "discard",
+    copy: bool = False,
 ) -> Report:
-    """Replace the linear layers of a model by FP8 ones, in place.
+    """Replace the linear layers of a model by FP8 ones, in place or in a copy.
 
     Args:
         model: any module with weights in memory.
@@ -270,9 +280,11 @@ def convert(
         fuse: as in ``plan``.
         m: as in ``plan``.
         weight_storage: as in ``Plan.apply``.
+        copy: leave the model as it is and convert a deep copy, which is ``report.model``; dense
+            weights that the copy would discard are not copied.
 
     Returns:
-        What was converted, what was skipped and why, and the bytes before and after.
+        What was converted, what was skipped and why, the bytes before and after; and the copy.
 
     Raises:
         TypeError: as ``plan`` raises it.
@@ -295,9 +307,21 @@ def convert(
         fuse=fuse,
         m=m,
     )
+    if copy:
+        decided.model = _copied(model, decided.report, weight_storage)
     report = decided._carry_out(weight_storage)
+    report.model = decided.model if copy else None  # it shall not keep alive what others drop
     _warn_of_nothing(report)
     return report
+
+
+def _copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
+    """Copy a model whose dense weights are about to be discarded, without copying these."""
+    memo: dict[int, object] = {}
+    if weight_storage == "discard":
+        weights = [model.get_submodule(r.name).get_parameter("weight") for r in report.converted]
+        memo = {id(w): w for w in weights}
+    return deepcopy(model, memo)
 
 
 def _warn_of_nothing(report: Report) -> None:

@@ -137,6 +137,7 @@ def load(
         filled = into_module.fill(
             model, checkpoint, selection, device=where, dtype=dtype, strict=strict
         )
+        _bound_inputs(checkpoint, model)
         _warn(checkpoint, filled)
         return model
     hf = integration()
@@ -144,6 +145,7 @@ def load(
     if checkpoint.spec is None:
         config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
     made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
+    _bound_inputs(checkpoint, made)
     _warn(checkpoint, filled)
     return made
 
@@ -195,6 +197,15 @@ def integration(name: str = "transformers") -> ModuleType:
             ),
             name=error.name,
         ) from error
+
+
+def _bound_inputs(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Give layers the bound on activations that a checkpoint has."""
+    if checkpoint.spec is None or checkpoint.spec.scale_ub is None:
+        return
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.scale_ub = checkpoint.spec.scale_ub
 
 
 def _warn(checkpoint: Checkpoint, filled: into_module.Filled) -> None:

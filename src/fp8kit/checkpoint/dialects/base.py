@@ -98,11 +98,13 @@ class Announcement:
         numbers: name of a layer to how it computes.
         ignore: names or patterns of the layers that are not quantized, as written.
         unread: sentences about parts of the config that this package does not carry out.
+        scale_ub: bounds the amax of activations from above.
     """
 
     numbers: Callable[[str], Numbers]
     ignore: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    scale_ub: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class Spec:
         others: layers that the common name of linear layers does not cover, by name: those of
             another scheme than ``scheme``, and a quantized output head.
         kv_scales: what scales of the KV cache it holds: ``"tensor"``, ``"attn_head"``, or none.
+        scale_ub: bounds the amax of activations from above.
     """
 
     scheme: Scheme
@@ -123,6 +126,7 @@ class Spec:
     unread: tuple[str, ...] = ()
     others: Mapping[str, Scheme] = field(default_factory=dict)
     kv_scales: str = ""
+    scale_ub: float | None = None
 
 
 def _read_only(spec: Spec) -> JsonObject:

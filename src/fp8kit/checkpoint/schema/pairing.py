@@ -124,7 +124,8 @@ def _summarize(found: Reading, announced: Announcement, cache: str) -> None:
     schemes = Counter(layer.scheme for layer in found.layers.values())
     main = schemes.most_common(1)[0][0] if schemes else _announced_scheme(announced)
     others = {n: x.scheme for n, x in found.layers.items() if x.scheme != main}
-    found.spec = Spec(main, announced.ignore, announced.unread, others, cache)
+    bound = announced.scale_ub
+    found.spec = Spec(main, announced.ignore, announced.unread, others, cache, bound)
 
 
 def _announced_scheme(announced: Announcement) -> Scheme:
