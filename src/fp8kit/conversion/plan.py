@@ -207,12 +207,11 @@ def plan(
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
-    linears = [(n, module) for module, found in names.items() if is_linear(module) for n in found]
-    include = chosen("include", include, linears)
-    exclude = chosen("exclude", exclude, linears)
-    every = [name for name, _ in linears]
-    for argument, patterns in (("include", include), ("exclude", exclude)):
-        check_patterns(argument, () if patterns is None else patterns, every)
+    linears = {n: module for module, found in names.items() if is_linear(module) for n in found}
+    include, exclude = (
+        _patterns("include", include, linears),
+        _patterns("exclude", exclude, linears),
+    )
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
     obstacles, roles = Eligibility(model), layer_roles(model)
     for module, found in names.items():
@@ -322,6 +321,14 @@ def _copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
         weights = [model.get_submodule(r.name).get_parameter("weight") for r in report.converted]
         memo = {id(w): w for w in weights}
     return deepcopy(model, memo)
+
+
+def _patterns(
+    argument: str, given: Sequence[str] | Choice | None, linears: Mapping[str, nn.Module]
+) -> Sequence[str] | None:
+    patterns = chosen(argument, given, linears.items())
+    check_patterns(argument, () if patterns is None else patterns, list(linears))
+    return patterns
 
 
 def _warn_of_nothing(report: Report) -> None:

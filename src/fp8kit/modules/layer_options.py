@@ -71,10 +71,11 @@ def bound_of(layer: Fp8Linear) -> Tensor | None:
 
 
 def described(layer: Fp8Linear) -> str:
-    """Name the options that differ from the defaults, for ``print(model)``."""
+    """Name scheme, dtype and the options that differ from the defaults, for ``print(model)``."""
     usual = {name: getattr(type(layer), name) for name in NAMES}
     found = {name: getattr(layer, name) for name in NAMES}
-    return "".join(f", {name}={v}" for name, v in found.items() if v != usual[name])
+    said = f", scheme={layer.scheme}, compute_dtype={layer.compute_dtype}"
+    return said + "".join(f", {name}={v}" for name, v in found.items() if v != usual[name])
 
 
 def row_codes(layer: Fp8Linear, x: QTensor) -> RowCodes:

@@ -91,6 +91,8 @@ class Fp8Linear(nn.Linear):
         self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
         self.replays = ReplayCache()
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
+        # first: code takes the dtype of a module's first Parameter for that of its numbers
+        self.register_parameter("bias", None)
         shape = (out_features, in_features)
         scales, kind = scale_shape(shape, self.scheme.weight), scale_dtype(self.scheme.weight)
         self.weight = frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
@@ -101,8 +103,6 @@ class Fp8Linear(nn.Linear):
             self.register_parameter("input_scale", None)
         if bias:
             self.bias = frozen(torch.empty(out_features, dtype=self.compute_dtype, device=device))
-        else:
-            self.register_parameter("bias", None)
 
     @classmethod
     def from_linear(
@@ -274,8 +274,7 @@ class Fp8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Describe the layer in ``print(model)``."""
-        said = f"{super().extra_repr()}, scheme={self.scheme}, compute_dtype={self.compute_dtype}"
-        return said + layer_options.described(self)
+        return f"{super().extra_repr()}{layer_options.described(self)}"
 
     def reset_parameters(self) -> None:
         """Do nothing: FP8 weights are loaded or quantized, never drawn at random."""
