@@ -208,10 +208,8 @@ def plan(
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
     linears = {n: module for module, found in names.items() if is_linear(module) for n in found}
-    include, exclude = (
-        _patterns("include", include, linears),
-        _patterns("exclude", exclude, linears),
-    )
+    include = _patterns("include", include, linears)
+    exclude = _patterns("exclude", exclude, linears)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
     obstacles, roles = Eligibility(model), layer_roles(model)
     for module, found in names.items():
@@ -224,11 +222,8 @@ def plan(
                 record.reason = obstacles.of(found, wanted)
                 record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
             record.action = "skip" if record.reason else "convert"
-            record.bytes_after = (
-                record.bytes_before
-                if record.reason
-                else _converted_bytes(as_linear(module), scheme)
-            )
+            if not record.reason:
+                record.bytes_after = _converted_bytes(as_linear(module), scheme)
             report.records.append(record)
         else:
             report.records.extend(bypassed(module, found[0]))
@@ -247,8 +242,7 @@ def plan(
             "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
             "that one forgets meets NaN on a GPU."
         )
-    nothing = report.nothing()
-    report.notes += [nothing] if nothing else []
+    report.notes += filter(None, [report.nothing()])
     if strict:
         report.refuse_blocked()
     return Plan(model, scheme, report, calibrate, fuse, links)
