@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
 import fp8kit
-from fp8kit.modules.weight_parts import UNSET_SCALE
+from fp8kit.modules.weight_parts import UNSET_SCALE, native_scheme
 
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 WIDTHS = (32, 8, 0, 8)
@@ -122,3 +125,28 @@ def test_other_encodings_and_the_end_of_e8m0_are_refused() -> None:
     top = fp8kit.QTensor(every_code(FN), torch.full((4, 2), 254, dtype=torch.uint8), fp8kit.MX)
     with pytest.raises(ValueError, match="doubled"):
         fp8kit.recode(top, FNUZ)
+
+
+@pytest.mark.parametrize("scheme", fp8kit.SCHEMES)
+def test_a_model_changes_its_codes_and_keeps_its_numbers(scheme: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 256)).bfloat16()
+    x = torch.randn(4, 256).bfloat16()
+    fp8kit.convert(model, scheme, calibrate=lambda m: m(x))
+    y, codes = model(x), model[0].codes.view(torch.uint8).clone()
+    assert fp8kit.recode(model, FNUZ) is model
+    assert {layer.codes.dtype for layer in (model[0], model[2])} == {FNUZ}
+    assert (model(x) - y).float().norm() < 1e-2 * y.float().norm()
+    with pytest.raises(fp8kit.CheckpointError, match=r"fp8kit.recode\(model, dtype\)"):
+        fp8kit.save(model, tmp_path / "c")
+    fp8kit.recode(model, FN)
+    assert model[0].scheme == fp8kit.SCHEMES[scheme]
+    # negative zero alone is another byte, of the same value
+    same = model[0].codes.view(torch.uint8) == codes
+    assert (same | (codes == 0x80)).all()
+    assert torch.equal(model(x), y)
+
+
+def test_a_scheme_has_the_codes_of_its_device() -> None:
+    dynamic = fp8kit.SCHEMES["FP8_DYNAMIC"]
+    assert native_scheme(dynamic, torch.device("cpu")) is dynamic

@@ -26,6 +26,7 @@ from fp8kit.modules.dense import as_linear, is_conv1d, is_linear
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared_input import can_share
+from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
 
 if TYPE_CHECKING:
@@ -203,6 +204,7 @@ def plan(
     """
     scheme, rows = Scheme.of(scheme), None if m is None else check_row_counts(m)
     _check_arguments(model, calibrate)
+    scheme = native_scheme(scheme, next(model.parameters(), torch.empty(0)).device)
     level = fusion.level(fuse)
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):

@@ -20,6 +20,7 @@ from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.weight_parts import recode_for_devices
 
 
 def save(
@@ -138,6 +139,7 @@ def load(
             model, checkpoint, selection, device=where, dtype=dtype, strict=strict
         )
         _bound_inputs(checkpoint, model)
+        recode_for_devices(model)
         _warn(checkpoint, filled)
         return model
     hf = integration()
@@ -146,6 +148,7 @@ def load(
         config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
     made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
     _bound_inputs(checkpoint, made)
+    recode_for_devices(made)
     _warn(checkpoint, filled)
     return made
 

@@ -8,19 +8,25 @@ product wants one scale per row, or one for the tensor. The rules are those of v
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8kit import functional
+from fp8kit.dispatch.device import architecture, native_codes
 from fp8kit.errors import teach
-from fp8kit.formats import E4M3FN, E4M3FNUZ, MX, ROW, TENSOR, QTensor, fp8_format
+from fp8kit.formats import E4M3FN, E4M3FNUZ, MX, ROW, TENSOR, QTensor, Scheme, fp8_format
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.parameters import frozen
 from fp8kit.ops.validation import check_quantized
 
 # what engines fill scales with before any is loaded: a part that still has it got none of its own
 UNSET_SCALE = torch.finfo(torch.float8_e4m3fn).min
 _SIGN, _ALL_BITS = 0x80, 0x7F
 _LARGEST_E8M0 = 254
+_FNUZ = "_FNUZ"  # ends the names of schemes
 
 
 def join_scales(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> QTensor:
@@ -90,7 +96,11 @@ def requantize(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> QTensor:
     return QTensor(joined, largest, TENSOR)
 
 
-def recode(q: QTensor, dtype: torch.dtype) -> QTensor:
+@overload
+def recode(q: QTensor, dtype: torch.dtype) -> QTensor: ...
+@overload
+def recode(q: nn.Module, dtype: torch.dtype) -> nn.Module: ...
+def recode(q: QTensor | nn.Module, dtype: torch.dtype) -> QTensor | nn.Module:
     """Write codes in the other e4m3 encoding: e4m3fn (NVIDIA, OCP) or e4m3fnuz (MI300).
 
     The same byte means half as much in e4m3fnuz, so bytes stay and scales are doubled, or halved on
@@ -98,15 +108,17 @@ def recode(q: QTensor, dtype: torch.dtype) -> QTensor:
     becomes zero, and NaN stays NaN. A weight of e4m3fnuz that holds 240, whose byte is NaN in
     e4m3fn, is cast instead and keeps its scales; then codes under 2^-6 may be rounded.
 
+    On MI300 ``load`` and ``convert`` make codes of e4m3fnuz; checkpoints hold those of e4m3fn.
+
     Args:
-        q: codes and scales of any granularity.
+        q: codes and scales of any granularity; or a model, whose FP8 layers are changed in place.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e4m3fnuz``.
 
     Returns:
-        ``QTensor`` of that dtype; ``q`` itself if it has it.
+        ``QTensor`` of that dtype; ``q`` itself if it has it, or is a model.
 
     Raises:
-        TypeError: if ``q`` is no ``QTensor``, or it or ``dtype`` is of another FP8 encoding.
+        TypeError: if ``q`` is neither, or it or ``dtype`` is of another FP8 encoding.
         ValueError: if an MX scale cannot be doubled or halved.
 
     Example:
@@ -114,6 +126,11 @@ def recode(q: QTensor, dtype: torch.dtype) -> QTensor:
         >>> float(fp8kit.recode(q, torch.float8_e4m3fnuz).scale[0, 0] / q.scale[0, 0])
         2.0
     """
+    if isinstance(q, nn.Module):
+        for layer in q.modules():
+            if isinstance(layer, Fp8Linear):
+                _recode_layer(layer, dtype)
+        return q
     check_quantized("q", q)
     known = (E4M3FN.dtype, E4M3FNUZ.dtype)
     for given in (q.data.dtype, dtype):
@@ -137,6 +154,38 @@ def recode(q: QTensor, dtype: torch.dtype) -> QTensor:
     bytes_ = data.masked_fill(data == _SIGN, 0) if to_fnuz else data
     codes = bytes_.masked_fill(nan, new.nan_code).view(dtype)
     return QTensor(codes, _scaled(q, to_fnuz), q.group)
+
+
+def native_scheme(scheme: Scheme, device: torch.device) -> Scheme:
+    """Return a scheme with the codes that a device multiplies."""
+    dtype = native_codes(architecture(device))
+    return _with_codes(scheme, dtype) if scheme.dtype == E4M3FN.dtype else scheme
+
+
+def recode_for_devices(model: nn.Module) -> None:
+    """Change codes that the devices of FP8 layers do not multiply, once they are loaded."""
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear):
+            scheme = native_scheme(layer.scheme, layer.codes.device)
+            if scheme.dtype != layer.scheme.dtype:
+                _recode_layer(layer, scheme.dtype)
+
+
+def _recode_layer(layer: Fp8Linear, dtype: torch.dtype) -> None:
+    old = layer.quantized_weight()
+    q = recode(old, dtype)
+    if q is old:
+        return
+    layer.weight, layer.weight_scale = frozen(q.data), frozen(q.scale)
+    if layer.input_scale is not None:
+        factor = 2.0 if dtype == E4M3FNUZ.dtype else 0.5
+        layer.input_scale = frozen(layer.input_scale.detach() * factor)
+    layer.scheme = _with_codes(layer.scheme, dtype)
+
+
+def _with_codes(scheme: Scheme, dtype: torch.dtype) -> Scheme:
+    name = scheme.name.removesuffix(_FNUZ) + (_FNUZ if dtype == E4M3FNUZ.dtype else "")
+    return scheme if scheme.dtype == dtype else replace(scheme, name=name, dtype=dtype)
 
 
 def _scaled(q: QTensor, double: bool) -> Tensor:

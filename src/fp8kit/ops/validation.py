@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import did_you_mean, teach
-from fp8kit.formats import BLOCK, MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, check_scale
+from fp8kit.formats import (
+    BLOCK,
+    FP8_FORMATS,
+    MX,
+    ROW,
+    SCHEMES,
+    TENSOR,
+    GroupShape,
+    QTensor,
+    Scheme,
+    check_scale,
+)
 from fp8kit.quantizers.scale_layout import LAYOUTS, has_columns
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -259,7 +270,9 @@ def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
             teach(
                 f"Got {name} of {dtype} codes for scheme {scheme}.",
                 f"It holds {scheme.dtype} codes.",
-                "Pass a scheme with that dtype, or dequantize; copying would change the bits.",
+                "Pass a scheme with that dtype, or dequantize; copying would change the bits."
+                if dtype in FP8_FORMATS
+                else "A dense weight becomes FP8 by layer.load_state_dict({'weight': weight}).",
             )
         )
 

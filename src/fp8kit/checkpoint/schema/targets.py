@@ -89,7 +89,8 @@ def dialect_for(target: str, scheme: Scheme) -> Dialect:
 
 def _refusal(target: str, scheme: Scheme) -> tuple[str, str]:
     if scheme.dtype != torch.float8_e4m3fn:
-        return f"weights are float8_e4m3fn, not {scheme.dtype}", "the default dtype"
+        remedy = "the default dtype; codes of e4m3fnuz go back by fp8kit.recode(model, dtype)"
+        return f"weights are float8_e4m3fn, not {scheme.dtype}", remedy
     if (scheme.weight, scheme.activation) not in _LOADED:
         if scheme.weight == MX and target == "vllm" and scheme.activation is None:
             return "", ""
