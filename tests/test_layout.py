@@ -73,6 +73,7 @@ MANY_PARAMETERS = {
     "ops/operators.py": ("linear_registered", "codes_registered"),
     "functional.py": ("linear",),
     "conversion/plan.py": ("convert",),
+    "io/models.py": ("load",),
 }
 
 PUBLIC = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -86,6 +86,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
+    widths: Mapping[str, Sequence[int]] | None = None,
 ) -> Any:
     """Load an FP8 checkpoint bit for bit, or quantize a high-precision one while loading it.
 
@@ -104,6 +105,9 @@ def load(
         dtype: its high precision; by default the checkpoint's.
         strict: raise instead of warning about tensors the model does not use, and for layers that
             cannot be quantized.
+        widths: rows of the parts of fused FP8 layers that have one scale for each part, by patterns
+            of their names, such as ``{"*.in_proj": (256, 256, 64)}``; ``qkv_proj`` and
+            ``gate_up_proj`` are known without.
 
     Returns:
         The model; one of Transformers is in eval mode and has its generation config.
@@ -127,7 +131,7 @@ def load(
                 "Pass scheme='FP8_DYNAMIC' or the like by name.",
             )
         )
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, widths)
     _check_request(checkpoint, model, scheme, include, exclude)
     where = None if device is None else torch.device(device)
     if model is not None:

@@ -30,12 +30,14 @@ class Source:
         kinds: name of each tensor on disk to its dtype and shape.
         documents: further JSON files by name, such as ``hf_quant_config.json``.
         metadata: text entries of the safetensors headers.
+        widths: rows of the parts of fused layers, by patterns of their names; as a user gave them.
     """
 
     config: JsonObject
     kinds: Kinds = field(default_factory=dict)
     documents: Mapping[str, JsonObject] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
+    widths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def quantization(self) -> JsonObject:
