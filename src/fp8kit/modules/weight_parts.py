@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from fp8kit.ops.validation import check_quantized
 
 # what engines fill scales with before any is loaded: a part that still has it got none of its own
 UNSET_SCALE = torch.finfo(torch.float8_e4m3fn).min
+Coded = TypeVar("Coded", QTensor, nn.Module)
 _SIGN, _ALL_BITS = 0x80, 0x7F
 _LARGEST_E8M0 = 254
 _FNUZ = "_FNUZ"  # ends the names of schemes
@@ -96,11 +97,7 @@ def requantize(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> QTensor:
     return QTensor(joined, largest, TENSOR)
 
 
-@overload
-def recode(q: QTensor, dtype: torch.dtype) -> QTensor: ...
-@overload
-def recode(q: nn.Module, dtype: torch.dtype) -> nn.Module: ...
-def recode(q: QTensor | nn.Module, dtype: torch.dtype) -> QTensor | nn.Module:
+def recode(q: Coded, dtype: torch.dtype) -> Coded:
     """Write codes in the other e4m3 encoding: e4m3fn (NVIDIA, OCP) or e4m3fnuz (MI300).
 
     The same byte means half as much in e4m3fnuz, so bytes stay and scales are doubled, or halved on
