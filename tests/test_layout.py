@@ -71,14 +71,17 @@ MANY_PARAMETERS = {
     "ops/bodies.py": ("scaled_mm", "multiply_codes", "linear"),
     "ops/schemas.py": ("_scaled_mm", "_scaled_mm_fake", "_linear", "_linear_fake"),
     "ops/operators.py": ("linear_registered", "codes_registered"),
+    "functional.py": ("linear",),
     "conversion/plan.py": ("convert",),
+    "io/models.py": ("load",),
 }
 
 PUBLIC = """
-    BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Evaluation Fp8KitConfig Fp8Linear GROUP128
-    GroupShape MX Plan QTensor ROW Recipe Report SCHEMES Scheme TENSOR UnsupportedError convert
-    convert_checkpoint dequantize evaluate explain inspect linear load load_weights plan quantize
-    quantize_checkpoint ray_runner save scale_shape scaled_mm verify_checkpoint warmup
+    BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Evaluation Fp8KitConfig Fp8Linear
+    GROUP128 GroupShape MX Plan QTensor ROW Recipe Report SCHEMES Scheme TENSOR UnsupportedError
+    convert convert_checkpoint dequantize evaluate explain inspect join_scales linear load
+    load_weights plan quantize quantize_checkpoint ray_runner recode requantize save scale_shape
+    scaled_mm verify_checkpoint warmup
 """
 
 # a name without a slash is a file of the project only if it ends like this

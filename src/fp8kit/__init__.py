@@ -79,6 +79,9 @@ if TYPE_CHECKING:
     from fp8kit.io.models import load as load
     from fp8kit.io.models import save as save
     from fp8kit.modules.linear import Fp8Linear as Fp8Linear
+    from fp8kit.modules.weight_parts import join_scales as join_scales
+    from fp8kit.modules.weight_parts import recode as recode
+    from fp8kit.modules.weight_parts import requantize as requantize
     from fp8kit.perf.evaluate import Evaluation as Evaluation
     from fp8kit.perf.evaluate import evaluate as evaluate
     from fp8kit.perf.explain import explain as explain
@@ -99,6 +102,7 @@ else:
         "io.models": "load save",
         "modules.linear": "Fp8Linear",
         "integrations.transformers_quantizer": "Fp8KitConfig",
+        "modules.weight_parts": "join_scales recode requantize",
         "conversion.report": "Report",
         "conversion.patterns": "DEFAULT_EXCLUDE",
         "io.arriving_tensors": "load_weights",

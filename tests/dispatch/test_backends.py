@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import subprocess
@@ -16,7 +17,7 @@ from fp8kit.dispatch import device as dispatch_device
 from fp8kit.dispatch.backends import choose, require
 from fp8kit.dispatch.timings import DENSE, REJECTED, Measured, table_for
 from fp8kit.errors import UnsupportedError
-from fp8kit.formats import SCHEMES
+from fp8kit.formats import BLOCK, ROW, SCHEMES, GroupShape
 from fp8kit.fused.problem import FUSED_BACKENDS
 from fp8kit.matmul import problem as matmul
 from fp8kit.quantizers import problem as quantizers
@@ -119,6 +120,53 @@ def test_other_codes_run_without_torch_native(scheme: str, dtype: torch.dtype) -
     assert choose(matmul.BACKENDS, problem, "torch_native").implementation is None
     assert choose(matmul.BACKENDS, problem, "reference").backend == "reference"
     assert choose(matmul.BACKENDS, problem).backend
+
+
+AMD = {
+    "gfx942": torch.float8_e4m3fnuz,
+    "gfx950": torch.float8_e4m3fn,
+    "gfx1201": torch.float8_e4m3fn,
+}
+
+
+@pytest.mark.parametrize("known", AMD)
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR"])
+def test_amd_multiplies_its_own_codes_by_tensor_and_row(scheme: str, known: str) -> None:
+    codes = {"x_dtype": AMD[known], "w_dtype": AMD[known]}
+    problem = faked(scheme, "gpu", architecture=known, **codes)
+    assert dispatch_device.native_codes(known) == AMD[known]
+    assert choose(matmul.BACKENDS, problem).backend == "torch_native"
+    assert known in str(problem)
+    other = next(dtype for dtype in AMD.values() if dtype != AMD[known])
+    problem = dataclasses.replace(problem, x_dtype=other, w_dtype=other)
+    choice = choose(matmul.BACKENDS, problem)
+    assert choice.backend == "dequantized"
+    assert "fp8kit.recode" in dict(choice.declined)["torch_native"]
+
+
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8"])
+def test_amd_has_no_blocks_and_older_ones_have_no_fp8(scheme: str) -> None:
+    choice = choose(matmul.BACKENDS, faked(scheme, "gpu", architecture="gfx950"))
+    assert choice.backend == "dequantized"
+    assert "per tensor and per row" in dict(choice.declined)["torch_native"]
+    older = choose(matmul.BACKENDS, faked("FP8_DYNAMIC", "gpu", architecture="gfx90a"))
+    assert older.backend == "dequantized"
+    assert "not of gfx90a" in dict(older.declined)["torch_native"]
+
+
+@pytest.mark.parametrize("group", [ROW, BLOCK], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_ampere_decodes_weights_of_rows_and_blocks_in_registers(
+    group: GroupShape, capability: tuple[int, int], out_dtype: torch.dtype
+) -> None:
+    kind = {"x_group": None, "w_group": group, "x_dtype": out_dtype, "out_dtype": out_dtype}
+    for m in (1, 16, 64):
+        problem = faked("FP8_WEIGHT_ONLY", "sm80", m=m, **(kind | {"capability": capability}))
+        assert choose(matmul.BACKENDS, problem).backend == "triton_gemm"
+    choice = choose(matmul.BACKENDS, dataclasses.replace(problem, m=128))
+    assert choice.backend == "dequantized"
+    assert "over 64 rows" in dict(choice.declined)["triton_gemm"]
 
 
 @pytest.mark.parametrize("device", [*GPU, "cpu"])

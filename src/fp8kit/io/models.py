@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.weight_parts import recode_for_devices
 
 
 def save(
@@ -85,6 +86,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
+    widths: Mapping[str, Sequence[int]] | None = None,
 ) -> Any:
     """Load an FP8 checkpoint bit for bit, or quantize a high-precision one while loading it.
 
@@ -103,6 +105,9 @@ def load(
         dtype: its high precision; by default the checkpoint's.
         strict: raise instead of warning about tensors the model does not use, and for layers that
             cannot be quantized.
+        widths: rows of the parts of fused FP8 layers that have one scale for each part, by patterns
+            of their names, such as ``{"*.in_proj": (256, 256, 64)}``; ``qkv_proj`` and
+            ``gate_up_proj`` are known without.
 
     Returns:
         The model; one of Transformers is in eval mode and has its generation config.
@@ -126,7 +131,7 @@ def load(
                 "Pass scheme='FP8_DYNAMIC' or the like by name.",
             )
         )
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, widths)
     _check_request(checkpoint, model, scheme, include, exclude)
     where = None if device is None else torch.device(device)
     if model is not None:
@@ -137,6 +142,8 @@ def load(
         filled = into_module.fill(
             model, checkpoint, selection, device=where, dtype=dtype, strict=strict
         )
+        _bound_inputs(checkpoint, model)
+        recode_for_devices(model)
         _warn(checkpoint, filled)
         return model
     hf = integration()
@@ -144,6 +151,8 @@ def load(
     if checkpoint.spec is None:
         config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
     made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
+    _bound_inputs(checkpoint, made)
+    recode_for_devices(made)
     _warn(checkpoint, filled)
     return made
 
@@ -195,6 +204,15 @@ def integration(name: str = "transformers") -> ModuleType:
             ),
             name=error.name,
         ) from error
+
+
+def _bound_inputs(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Give layers the bound on activations that a checkpoint has."""
+    if checkpoint.spec is None or checkpoint.spec.scale_ub is None:
+        return
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.scale_ub = checkpoint.spec.scale_ub
 
 
 def _warn(checkpoint: Checkpoint, filled: into_module.Filled) -> None:
