@@ -75,8 +75,8 @@ MANY_PARAMETERS = {
     "functional.py": ("linear",),
     "conversion/plan.py": ("convert",),
     "io/models.py": ("load",),
-    "moe/functional.py": ("experts", "grouped_scaled_mm"),
-    "moe/operators.py": ("experts", "grouped_scaled_mm"),
+    "moe/functional.py": ("experts",),
+    "moe/operators.py": ("grouped_scaled_mm",),
     "moe/routing.py": ("route",),
 }
 
