@@ -12,27 +12,29 @@ from torch.fx import Proxy
 
 from fp8kit import functional
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import FP8_FORMATS, MX, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import refusals
 from fp8kit.modules.entries import quantize_weight as quantize_weight
-from fp8kit.modules.entries import quantized_entries
+from fp8kit.modules.entries import quantized_entries, stored_tensors
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import frozen, moved
 from fp8kit.ops import operators, validation
+from fp8kit.quantizers.rebase import Rebased, rebase, restore
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
 
 _is_compiling = torch.compiler.is_compiling  # bound once, as every call asks
-_FROZEN = ("weight", "weight_scale", "input_scale")
+_FROZEN = ("weight", "weight_scale", "weight_exponents", "input_scale")
 
 
 class Fp8Linear(nn.Linear):
     """A linear layer with an FP8 weight: ``y = quantize(x) @ weight.T * scales + bias``.
 
     It holds ``weight`` (FP8 ``[N, K]``), ``weight_scale`` (``scale_shape((N, K), scheme.weight)``),
-    for static schemes ``input_scale`` (fp32 ``[1, 1]``), and an optional ``bias``; all are
+    for static schemes ``input_scale`` (fp32 ``[1, 1]``), for rebased ones ``weight_exponents`` (the
+    E8M0 bytes of the MX weight, ``[N, ceil(K / 32)]``), and an optional ``bias``; all are
     Parameters, so ``state_dict()`` is the checkpoint. Casts such as ``.half()`` change the bias and
     ``compute_dtype`` and never the codes or scales. Weight and scales are frozen: gradients flow to
     the input and, if it requires one, to the bias.
@@ -62,9 +64,11 @@ class Fp8Linear(nn.Linear):
     """
 
     weight_scale: nn.Parameter
+    weight_exponents: nn.Parameter  # of rebased schemes
     input_scale: nn.Parameter | None
     accum = "precise"
     batch_invariant = False
+    form_note = ""  # how an MX weight came to be computed with as it is
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
@@ -91,6 +95,9 @@ class Fp8Linear(nn.Linear):
         scales, kind = scale_shape(shape, self.scheme.weight), scale_dtype(self.scheme.weight)
         self.weight = frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
         self.weight_scale = frozen(torch.empty(scales, dtype=kind, device=device))
+        if self.scheme.rebased:
+            bytes_ = torch.empty(scale_shape(shape, MX), dtype=torch.uint8, device=device)
+            self.weight_exponents = frozen(bytes_)
         if self.scheme.static:
             self.input_scale = frozen(torch.empty(1, 1, dtype=torch.float32, device=device))
         else:
@@ -141,7 +148,8 @@ class Fp8Linear(nn.Linear):
         """Wrap an FP8 weight and its scales, without copying them.
 
         Args:
-            weight: codes ``[N, K]`` with scales of the scheme's weight granularity.
+            weight: codes ``[N, K]`` with scales of the scheme's weight granularity; for a rebased
+                scheme those of MX, which are rebased.
             bias: ``[N]``; a Parameter is shared.
             scheme: a preset name or a ``Scheme``.
             input_scale: fp32 ``[1, 1]``, positive and finite, needed by static schemes.
@@ -153,7 +161,10 @@ class Fp8Linear(nn.Linear):
         Example:
             >>> layer = Fp8Linear.from_quantized(fp8kit.quantize(w, role="weight"))
         """
-        scheme = Scheme.of(scheme)
+        scheme, exponents = Scheme.of(scheme), None
+        if scheme.rebased:
+            found = rebase(weight, scheme.weight)
+            weight, exponents = found.q, found.exponents
         validation.check_operands(weight.data, weight.data, bias, "precise")
         validation.check_codes("a weight", weight.data.dtype, scheme)
         validation.activation_format(weight.group, scheme, input_scale)
@@ -161,6 +172,8 @@ class Fp8Linear(nn.Linear):
         layer = cls(k, n, False, scheme, device="meta", dtype=dtype)
         layer.weight = frozen(weight.data)
         layer.weight_scale = frozen(weight.scale)
+        if exponents is not None:
+            layer.weight_exponents = frozen(exponents)
         if input_scale is not None:
             validation.check_input_scale(input_scale, weight.shape, weight.device, wait=True)
             layer.input_scale = frozen(input_scale)
@@ -261,6 +274,25 @@ class Fp8Linear(nn.Linear):
         self._follow_original()
         return QTensor(self.codes.detach(), self.weight_scale.detach(), self.scheme.weight)
 
+    def stored_weight(self) -> QTensor:
+        """Return the weight as checkpoints hold it: a view, or the MX weight before rebasing."""
+        q = self.quantized_weight()
+        return restore(q, self.weight_exponents.detach()) if self.scheme.rebased else q
+
+    def take_form(self, form: Scheme, weight: Rebased | None, note: str) -> None:
+        """Go over to another way to compute with an MX weight, in place.
+
+        Args:
+            form: the scheme of the layer from now on.
+            weight: the MX weight in the groups of that scheme; ``None`` leaves it as it is.
+            note: what that changes and why it is done, for reports.
+        """
+        self.scheme, self.form_note = form, note
+        if weight is not None:
+            self.weight, self.weight_scale = frozen(weight.q.data), frozen(weight.q.scale)
+            self.weight_exponents = frozen(weight.exponents)
+        self._options, self.replays = _options(self), ReplayCache()
+
     def extra_repr(self) -> str:
         """Describe the layer in ``print(model)``."""
         said = f"{super().extra_repr()}, scheme={self.scheme}, compute_dtype={self.compute_dtype}"
@@ -294,8 +326,8 @@ class Fp8Linear(nn.Linear):
         assert self.original_weight is not None
         with torch.no_grad():
             q = quantize_weight(self.original_weight.to(self.codes.device), self.scheme)
-            self.codes.copy_(q.data)
-            self.weight_scale.copy_(q.scale)
+            for name, tensor in stored_tensors(q, self.scheme).items():
+                getattr(self, "codes" if name == "weight" else name).copy_(tensor)
         self.keep(self.original_weight)
 
     def _as_node(self, x: Proxy) -> Any:
@@ -345,7 +377,7 @@ class Fp8Linear(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
         # fn may cast every float tensor (.half()); shown as integers, codes and scales only move
-        held = {name: self._parameters.get(name) for name in _FROZEN}
+        held = {n: self._parameters.get(n) for n in _FROZEN if n in self._parameters}
         for name in held:
             self._parameters[name] = None
         try:

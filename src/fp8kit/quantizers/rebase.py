@@ -38,7 +38,9 @@ class Rebased:
         q: codes and ``float32`` scales, powers of two.
         exponents: the E8M0 bytes that the groups had, for ``restore``.
         changed: how many codes lost bits.
-        largest_change: of all rows the largest ``norm(change) / norm(row)``.
+        largest_change: of all rows the largest root mean square, over the groups of 32 in the row,
+            of ``norm(change) / norm(group)``. Every group counts alike, as inputs may be small
+            where the weight is large.
     """
 
     q: QTensor
@@ -152,8 +154,9 @@ def _largest_of(values: Tensor, q: QTensor, group: GroupShape) -> Tensor:
     cols = values.shape[-1] if group.cols == -1 else group.cols // MX.cols
     right, below = -values.shape[-1] % cols, -values.shape[-2] % group.rows
     values = F.pad(values, (0, right, 0, below), value=_NONE)
-    rows = values.unflatten(-1, (-1, cols)).amax(-1).unflatten(-2, (-1, group.rows)).amax(-2)
-    return rows.reshape(scale_shape(q.shape, group))
+    down, across = values.shape[-2] // group.rows, values.shape[-1] // cols
+    tiles = values.reshape(*values.shape[:-2], down, group.rows, across, cols)
+    return tiles.amax((-3, -1)).reshape(scale_shape(q.shape, group))
 
 
 def _spread(shared: Tensor, shape: torch.Size, group: GroupShape) -> Tensor:
@@ -182,8 +185,14 @@ def _shift_rows(codes: Tensor, own: Tensor, shared: Tensor, out: Tensor) -> tupl
     # the value under the shared scale, exact in fp32 before and after
     before = _exact(codes.device)[index[rows]]
     change = (before - out[rows].float().nan_to_num()).masked_fill(~lost[rows], 0)
-    norms = torch.linalg.vector_norm(change, dim=-1) / torch.linalg.vector_norm(before, dim=-1)
-    return int(per_row.sum()), float(norms.max())
+    ratios = (_group_norms(change) / _group_norms(before)).nan_to_num(0)
+    return int(per_row.sum()), float(ratios.square().mean(-1).sqrt().max())
+
+
+def _group_norms(values: Tensor) -> Tensor:
+    padded = F.pad(values, (0, -values.shape[-1] % MX.cols))
+    norms: Tensor = torch.linalg.vector_norm(padded.view(len(padded), -1, MX.cols), dim=-1)
+    return norms
 
 
 def _shifted(codes: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
