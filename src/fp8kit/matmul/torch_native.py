@@ -18,6 +18,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
+from fp8kit.matmul.swizzled_scales import swizzled_weight_scales
 from fp8kit.matmul.tma_operands import aligned
 from fp8kit.quantizers.scale_layout import swizzle_scales
 
@@ -157,7 +158,7 @@ def _mx(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
         w.t(),
         swizzle_scales(x_scale).view(torch.float8_e8m0fnu),
         ScalingType.BlockWise1x32,
-        swizzle_scales(_padded_scale(w_scale, w.shape[0])).view(torch.float8_e8m0fnu),
+        swizzled_weight_scales(w_scale, w.shape[0]),
         ScalingType.BlockWise1x32,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4,
         swizzle_b=SwizzleType.SWIZZLE_32_4_4,
