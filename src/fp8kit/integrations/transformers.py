@@ -157,7 +157,7 @@ class _OnDisk:
         if layer is not None:
             q = QTensor(tensor, self.checkpoint.read(layer.scale), layer.group)
             tensor = functional.dequantize(q, self.high)
-            tensor = tensor.transpose(-1, -2) if layer.transposed else tensor
+            tensor = tensor.transpose(-1, -2).contiguous() if layer.transposed else tensor
         return tensor[index]
 
 
