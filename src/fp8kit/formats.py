@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -253,6 +253,11 @@ class Scheme:
                 )
             )
         return SCHEMES[scheme]
+
+    def __setstate__(self, state: Sequence[object]) -> None:
+        """Take the fields of a pickle; one of before there were rebased schemes has one less."""
+        for entry, value in zip(fields(self), (*state, False), strict=False):
+            object.__setattr__(self, entry.name, value)
 
     @property
     def stored(self) -> Scheme:

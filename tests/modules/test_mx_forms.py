@@ -17,7 +17,7 @@ from fp8kit.checkpoint.storage.writer import write_checkpoint
 from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor, Scheme
 from fp8kit.matmul import torch_native, triton_gemm
 from fp8kit.matmul.problem import linear_problem
-from fp8kit.modules.mx_forms import form_on
+from fp8kit.modules.mx_forms import form_on, stored_weight
 from numerics import assert_bits_equal, assert_scheme_error
 
 N, K = 128, 256
@@ -126,7 +126,7 @@ def test_what_is_loaded_is_saved_bit_for_bit(form: str, tmp_path: Path) -> None:
     back = fp8kit.load(tmp_path / "b", Model(), scheme="MXFP8_EMULATED")
     for name, q in trained().items():
         assert_bits_equal(back.get_submodule(name).weight_scale.detach(), q.scale)
-        codes = back.get_submodule(name).stored_weight().data
+        codes = stored_weight(back.get_submodule(name)).data
         if form == "MXFP8_BLOCK":  # a few of its values lose their last bits
             assert (codes.view(torch.uint8) != q.data.view(torch.uint8)).sum() < 20
         else:
@@ -171,7 +171,7 @@ def test_rebased_layers_move_copy_and_reload() -> None:
     q = trained()["up"]
     model.up.load_state_dict({"weight": q.data, "weight_scale": q.scale, "bias": state["up.bias"]})
     assert model.up.weight.data_ptr() == place
-    assert_bits_equal(model.up.stored_weight().data, q.data)
+    assert_bits_equal(stored_weight(model.up).data, q.data)
     dense = torch.randn(N, K)
     model.up.load_state_dict({"weight": dense, "bias": state["up.bias"]})
     wanted = fp8kit.quantize(dense, MX, role="weight")
@@ -188,7 +188,7 @@ def test_a_kept_dense_weight_is_followed() -> None:
     fp8kit.convert(model, "MXFP8", exclude=[], weight_storage="keep")
     model.up.original_weight.mul_(3)
     wanted = fp8kit.quantize(model.up.original_weight, MX, role="weight")
-    assert_bits_equal(model.up.stored_weight().data, wanted.data)
+    assert_bits_equal(stored_weight(model.up).data, wanted.data)
 
 
 def test_only_mx_weights_are_rebased() -> None:

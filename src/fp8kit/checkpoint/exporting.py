@@ -15,6 +15,7 @@ from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.mx_forms import stored_weight
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 
@@ -100,7 +101,7 @@ def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Linear) and layer.scheme.rebased:
             if found.pop(named(name, "weight_exponents"), None) is not None:
-                q = layer.stored_weight().to("cpu")
+                q = stored_weight(layer).to("cpu")
                 found[named(name, "weight")], found[named(name, "weight_scale")] = q.data, q.scale
     return found
 

@@ -247,8 +247,7 @@ def plan(
             "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
             "that one forgets meets NaN on a GPU."
         )
-    nothing = report.nothing()
-    report.notes += [nothing] if nothing else []
+    report.notes += filter(None, [report.nothing()])
     if strict:
         report.refuse_blocked()
     return Plan(model, asked, report, calibrate, fuse, links)

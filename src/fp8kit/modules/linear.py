@@ -21,7 +21,6 @@ from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import frozen, moved
 from fp8kit.ops import operators, validation
-from fp8kit.quantizers.rebase import Rebased, rebase, restore
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
 
@@ -33,11 +32,10 @@ class Fp8Linear(nn.Linear):
     """A linear layer with an FP8 weight: ``y = quantize(x) @ weight.T * scales + bias``.
 
     It holds ``weight`` (FP8 ``[N, K]``), ``weight_scale`` (``scale_shape((N, K), scheme.weight)``),
-    for static schemes ``input_scale`` (fp32 ``[1, 1]``), for rebased ones ``weight_exponents`` (the
-    E8M0 bytes of the MX weight, ``[N, ceil(K / 32)]``), and an optional ``bias``; all are
-    Parameters, so ``state_dict()`` is the checkpoint. Casts such as ``.half()`` change the bias and
-    ``compute_dtype`` and never the codes or scales. Weight and scales are frozen: gradients flow to
-    the input and, if it requires one, to the bias.
+    for static schemes ``input_scale`` (fp32 ``[1, 1]``), for rebased ones ``weight_exponents``
+    (E8M0), and an optional ``bias``; all are Parameters: ``state_dict()`` is the checkpoint. Casts
+    such as ``.half()`` change the bias and ``compute_dtype`` and never the codes or scales. Weight
+    and scales are frozen: gradients flow to the input and, if it requires one, to the bias.
 
     Two attributes may be set at any time and are no part of a checkpoint: ``accum`` (``"fast"``
     for the tensor core's own sums) and ``batch_invariant`` (``True`` gives a row the same bits
@@ -64,7 +62,6 @@ class Fp8Linear(nn.Linear):
     """
 
     weight_scale: nn.Parameter
-    weight_exponents: nn.Parameter  # of rebased schemes
     input_scale: nn.Parameter | None
     accum = "precise"
     batch_invariant = False
@@ -85,7 +82,6 @@ class Fp8Linear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.scheme = Scheme.of(scheme)
         self.compute_dtype = dtype or torch.get_default_dtype()
-        self._options = _options(self)
         self.qualified_name = ""  # in the model it was converted in, for errors
         self.original_weight: Tensor | None = None
         self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
@@ -148,8 +144,7 @@ class Fp8Linear(nn.Linear):
         """Wrap an FP8 weight and its scales, without copying them.
 
         Args:
-            weight: codes ``[N, K]`` with scales of the scheme's weight granularity; for a rebased
-                scheme those of MX, which are rebased.
+            weight: codes ``[N, K]`` with scales of the scheme's weight granularity, or of MX.
             bias: ``[N]``; a Parameter is shared.
             scheme: a preset name or a ``Scheme``.
             input_scale: fp32 ``[1, 1]``, positive and finite, needed by static schemes.
@@ -161,19 +156,15 @@ class Fp8Linear(nn.Linear):
         Example:
             >>> layer = Fp8Linear.from_quantized(fp8kit.quantize(w, role="weight"))
         """
-        scheme, exponents = Scheme.of(scheme), None
-        if scheme.rebased:
-            found = rebase(weight, scheme.weight)
-            weight, exponents = found.q, found.exponents
+        scheme = Scheme.of(scheme)
+        group = scheme.weight if scheme.rebased else weight.group
         validation.check_operands(weight.data, weight.data, bias, "precise")
         validation.check_codes("a weight", weight.data.dtype, scheme)
-        validation.activation_format(weight.group, scheme, input_scale)
+        validation.activation_format(group, scheme, input_scale)
         n, k = weight.shape
         layer = cls(k, n, False, scheme, device="meta", dtype=dtype)
-        layer.weight = frozen(weight.data)
-        layer.weight_scale = frozen(weight.scale)
-        if exponents is not None:
-            layer.weight_exponents = frozen(exponents)
+        for name, tensor in stored_tensors(weight, scheme).items():
+            setattr(layer, name, frozen(tensor))
         if input_scale is not None:
             validation.check_input_scale(input_scale, weight.shape, weight.device, wait=True)
             layer.input_scale = frozen(input_scale)
@@ -274,25 +265,6 @@ class Fp8Linear(nn.Linear):
         self._follow_original()
         return QTensor(self.codes.detach(), self.weight_scale.detach(), self.scheme.weight)
 
-    def stored_weight(self) -> QTensor:
-        """Return the weight as checkpoints hold it: a view, or the MX weight before rebasing."""
-        q = self.quantized_weight()
-        return restore(q, self.weight_exponents.detach()) if self.scheme.rebased else q
-
-    def take_form(self, form: Scheme, weight: Rebased | None, note: str) -> None:
-        """Go over to another way to compute with an MX weight, in place.
-
-        Args:
-            form: the scheme of the layer from now on.
-            weight: the MX weight in the groups of that scheme; ``None`` leaves it as it is.
-            note: what that changes and why it is done, for reports.
-        """
-        self.scheme, self.form_note = form, note
-        if weight is not None:
-            self.weight, self.weight_scale = frozen(weight.q.data), frozen(weight.q.scale)
-            self.weight_exponents = frozen(weight.exponents)
-        self._options, self.replays = _options(self), ReplayCache()
-
     def extra_repr(self) -> str:
         """Describe the layer in ``print(model)``."""
         said = f"{super().extra_repr()}, scheme={self.scheme}, compute_dtype={self.compute_dtype}"
@@ -338,7 +310,7 @@ class Fp8Linear(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         """Put the options together when one is set, and not at every call."""
         super().__setattr__(name, value)
-        if name in ("accum", "batch_invariant"):
+        if name in ("scheme", "accum", "batch_invariant"):
             self._options = _options(self)
 
     def __getattr__(self, name: str) -> Any:

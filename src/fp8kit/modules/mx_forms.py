@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from fp8kit.dispatch.device import capability
-from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
+from fp8kit.formats import MX_FORMS, SCHEMES, QTensor, Scheme
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.quantizers.rebase import Rebased, rebase
+from fp8kit.modules.parameters import frozen
+from fp8kit.quantizers.rebase import Rebased, rebase, restore
+from fp8kit.runtime.replay_cache import ReplayCache
 
 MX_CORES = (10, 0)  # the first compute capability whose tensor cores read MX scales
 LARGEST_CHANGE = 1e-4
@@ -54,10 +56,28 @@ def settle(layers: Mapping[str, Fp8Linear], form: Scheme | None = None) -> list[
             continue
         seen.add(id(layer))
         taken, found, note = _rebased(layer, wanted)
-        layer.take_form(taken, found, note)
+        _take_form(layer, taken, found, note)
         if taken != wanted:
             fallen.append(f"{name}: {note}")
     return fallen
+
+
+def stored_weight(layer: Fp8Linear) -> QTensor:
+    """Return the weight of a layer as checkpoints hold it: a view, or the MX weight it was.
+
+    Args:
+        layer: of any scheme.
+    """
+    q = layer.quantized_weight()
+    return restore(q, layer.weight_exponents.detach()) if layer.scheme.rebased else q
+
+
+def _take_form(layer: Fp8Linear, form: Scheme, weight: Rebased | None, note: str) -> None:
+    layer.scheme, layer.form_note = form, note
+    if weight is not None:
+        layer.weight, layer.weight_scale = frozen(weight.q.data), frozen(weight.q.scale)
+        layer.weight_exponents = frozen(weight.exponents)
+    layer.replays = ReplayCache()
 
 
 @torch.no_grad()
