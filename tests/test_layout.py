@@ -78,7 +78,7 @@ PUBLIC = """
     BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Evaluation Fp8KitConfig Fp8Linear GROUP128
     GroupShape MX Plan QTensor ROW Recipe Report SCHEMES Scheme TENSOR UnsupportedError convert
     convert_checkpoint dequantize evaluate explain inspect linear load load_weights plan
-    quantize quantize_checkpoint ray_runner rebase restore save scale_shape scaled_mm
+    quantize quantize_checkpoint ray_runner rebase save scale_shape scaled_mm
     swizzle_scales unswizzle_scales verify_checkpoint warmup
 """
 

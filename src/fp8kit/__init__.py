@@ -84,7 +84,6 @@ if TYPE_CHECKING:
     from fp8kit.perf.explain import explain as explain
     from fp8kit.perf.warmup import warmup as warmup
     from fp8kit.quantizers.rebase import rebase as rebase
-    from fp8kit.quantizers.rebase import restore as restore
     from fp8kit.quantizers.scale_layout import swizzle_scales as swizzle_scales
     from fp8kit.quantizers.scale_layout import unswizzle_scales as unswizzle_scales
 else:
@@ -103,7 +102,7 @@ else:
         "io.models": "load save",
         "modules.linear": "Fp8Linear",
         "integrations.transformers_quantizer": "Fp8KitConfig",
-        "quantizers.rebase": "rebase restore",
+        "quantizers.rebase": "rebase",
         "quantizers.scale_layout": "swizzle_scales unswizzle_scales",
         "conversion.report": "Report",
         "conversion.patterns": "DEFAULT_EXCLUDE",

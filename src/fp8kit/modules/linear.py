@@ -12,14 +12,14 @@ from torch.fx import Proxy
 
 from fp8kit import functional
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import FP8_FORMATS, MX, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import refusals
 from fp8kit.modules.entries import quantize_weight as quantize_weight
 from fp8kit.modules.entries import quantized_entries, stored_tensors
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
-from fp8kit.modules.parameters import frozen, moved
+from fp8kit.modules.parameters import empty_exponents, frozen, moved
 from fp8kit.ops import operators, validation
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
@@ -37,12 +37,11 @@ class Fp8Linear(nn.Linear):
     such as ``.half()`` change the bias and ``compute_dtype`` and never the codes or scales. Weight
     and scales are frozen: gradients flow to the input and, if it requires one, to the bias.
 
-    Two attributes may be set at any time and are no part of a checkpoint: ``accum`` (``"fast"``
-    for the tensor core's own sums) and ``batch_invariant`` (``True`` gives a row the same bits
-    whatever other rows there are).
+    Two attributes may be set at any time and are not saved: ``accum`` (``"fast"``: the tensor
+    core's own sums), ``batch_invariant`` (``True``: a row has the same bits whatever other rows
+    there are).
 
-    A new layer is uninitialized, like ``torch.empty``; make a filled one with ``from_linear`` or
-    ``from_quantized``, or load a ``state_dict``.
+    A new layer is uninitialized; ``from_linear`` and ``from_quantized`` make filled ones.
 
     Args:
         in_features: K.
@@ -65,7 +64,7 @@ class Fp8Linear(nn.Linear):
     input_scale: nn.Parameter | None
     accum = "precise"
     batch_invariant = False
-    form_note = ""  # how an MX weight came to be computed with as it is
+    form_note = ""  # of an MX weight
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
@@ -92,8 +91,7 @@ class Fp8Linear(nn.Linear):
         self.weight = frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
         self.weight_scale = frozen(torch.empty(scales, dtype=kind, device=device))
         if self.scheme.rebased:
-            bytes_ = torch.empty(scale_shape(shape, MX), dtype=torch.uint8, device=device)
-            self.weight_exponents = frozen(bytes_)
+            self.weight_exponents = empty_exponents(shape, device)
         if self.scheme.static:
             self.input_scale = frozen(torch.empty(1, 1, dtype=torch.float32, device=device))
         else:
@@ -157,10 +155,9 @@ class Fp8Linear(nn.Linear):
             >>> layer = Fp8Linear.from_quantized(fp8kit.quantize(w, role="weight"))
         """
         scheme = Scheme.of(scheme)
-        group = scheme.weight if scheme.rebased else weight.group
         validation.check_operands(weight.data, weight.data, bias, "precise")
         validation.check_codes("a weight", weight.data.dtype, scheme)
-        validation.activation_format(group, scheme, input_scale)
+        validation.activation_format(weight.group, scheme.stored, input_scale)
         n, k = weight.shape
         layer = cls(k, n, False, scheme, device="meta", dtype=dtype)
         for name, tensor in stored_tensors(weight, scheme).items():

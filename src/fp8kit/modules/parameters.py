@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fp8kit.formats import MX, scale_shape
 from fp8kit.runtime.weight_hazards import invalidate
 
 _BYTES = {1: torch.uint8, 4: torch.int32}
@@ -15,6 +16,13 @@ _BYTES = {1: torch.uint8, 4: torch.int32}
 def frozen(tensor: Tensor) -> nn.Parameter:
     """Make a Parameter without a gradient."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def empty_exponents(
+    shape: tuple[int, int], device: torch.device | str | None = None
+) -> nn.Parameter:
+    """Make the Parameter of the exponents that a rebased weight ``[N, K]`` keeps, uninitialized."""
+    return frozen(torch.empty(scale_shape(shape, MX), dtype=torch.uint8, device=device))
 
 
 def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
