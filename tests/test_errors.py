@@ -198,7 +198,7 @@ CASES: list[tuple[str, Callable[[], object], type[Exception], str, str, str]] = 
         lambda: fp8kit.quantize(X, fp8kit.MX, scale_rounding="exact"),
         ValueError,
         "Got scale_rounding='exact' for mx groups.",
-        "'floor' or 'up'",
+        "'up' or 'floor'",
         "leave it out",
     ),
     (

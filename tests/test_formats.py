@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 
 import pytest
 import torch
@@ -114,3 +115,11 @@ def test_qtensor_refuses_a_squeezed_scale(group: GroupShape) -> None:
     assert formats.QTensor(data, scale, group).scale is scale
     with pytest.raises(ValueError, match="Got a scale of shape"):
         formats.QTensor(data, scale.flatten(), group)
+
+
+def test_a_scheme_of_an_earlier_pickle_loads() -> None:
+    new = Scheme.of("FP8_BLOCK")
+    old = Scheme.__new__(Scheme)
+    old.__setstate__(new.__getstate__()[:-1])
+    assert old == new
+    assert pickle.loads(pickle.dumps(Scheme.of("MXFP8_ROW"))) == Scheme.of("MXFP8_ROW")

@@ -91,6 +91,9 @@ if TYPE_CHECKING:
     from fp8kit.perf.evaluate import evaluate as evaluate
     from fp8kit.perf.explain import explain as explain
     from fp8kit.perf.warmup import warmup as warmup
+    from fp8kit.quantizers.rebase import rebase as rebase
+    from fp8kit.quantizers.scale_layout import swizzle_scales as swizzle_scales
+    from fp8kit.quantizers.scale_layout import unswizzle_scales as unswizzle_scales
 else:
     _HOMES = {
         "checkpoint.inspection": "inspect",
@@ -111,6 +114,8 @@ else:
         "integrations.transformers_quantizer": "Fp8KitConfig",
         "modules.weight_parts": "join_scales recode requantize",
         "moe.functional": "grouped_scaled_mm",
+        "quantizers.rebase": "rebase",
+        "quantizers.scale_layout": "swizzle_scales unswizzle_scales",
         "conversion.report": "Report",
         "conversion.patterns": "DEFAULT_EXCLUDE",
         "io.arriving_tensors": "load_weights",

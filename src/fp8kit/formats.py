@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -212,6 +212,8 @@ class Scheme:
         static: activations use a calibrated ``input_scale`` instead of their own amax.
         ue8m0: scales are rounded up to powers of two (they stay ``float32``).
         dtype: dtype of the codes.
+        rebased: the weight is MXFP8 whose codes got the scales of ``weight`` (``fp8kit.rebase``);
+            its own exponents are kept beside them, and it is saved as what it was.
 
     Example:
         >>> Scheme.of("FP8_BLOCK").activation
@@ -224,8 +226,17 @@ class Scheme:
     static: bool = False
     ue8m0: bool = False
     dtype: torch.dtype = torch.float8_e4m3fn
+    rebased: bool = False
 
     def __post_init__(self) -> None:
+        if self.rebased and (self.weight == MX or self.dtype != E4M3FN.dtype):
+            raise ValueError(
+                teach(
+                    f"Got rebased=True for {self.weight} weights of {self.dtype}.",
+                    "E4m3fn codes of MX groups are rebased to rows or blocks.",
+                    "Pass weight=ROW or BLOCK, or leave rebased out.",
+                )
+            )
         if self.static and self.activation != TENSOR:
             raise ValueError(
                 teach(
@@ -249,16 +260,28 @@ class Scheme:
         """Resolve a preset by name; raises ``ValueError`` listing the presets if unknown."""
         if isinstance(scheme, Scheme):
             return scheme
+        if scheme in MX_FORMS:
+            return MX_FORMS[scheme]
         if scheme not in SCHEMES:
             raise ValueError(
                 teach(
                     f"Unknown scheme {scheme!r}.",
-                    f"Known schemes are {', '.join(SCHEMES)}.",
+                    f"Known schemes are {', '.join(SCHEMES | MX_FORMS)}.",
                     "Pass one of these names, or a fp8kit.Scheme of your own."
-                    + did_you_mean(str(scheme), SCHEMES),
+                    + did_you_mean(str(scheme), SCHEMES | MX_FORMS),
                 )
             )
         return SCHEMES[scheme]
+
+    def __setstate__(self, state: Sequence[object]) -> None:
+        """Take the fields of a pickle; one of before there were rebased schemes has one less."""
+        for entry, value in zip(fields(self), (*state, False), strict=False):
+            object.__setattr__(self, entry.name, value)
+
+    @property
+    def stored(self) -> Scheme:
+        """The scheme of the checkpoint that such layers come from and go to."""
+        return SCHEMES["MXFP8"] if self in MX_FORMS.values() else self
 
     def __str__(self) -> str:
         return self.name
@@ -273,6 +296,15 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("FP8_BLOCK", BLOCK, GROUP128),
         Scheme("MXFP8", MX, MX),
         Scheme("FP8_WEIGHT_ONLY", ROW, None),
+    )
+}
+# ways to compute with an MXFP8 weight; plain MXFP8 takes the fastest that the device has
+MX_FORMS: dict[str, Scheme] = {
+    s.name: s
+    for s in (
+        Scheme("MXFP8_ROW", ROW, ROW, rebased=True),
+        Scheme("MXFP8_BLOCK", BLOCK, GROUP128, rebased=True),
+        Scheme("MXFP8_EMULATED", MX, MX),
     )
 }
 

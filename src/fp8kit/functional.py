@@ -62,8 +62,8 @@ def quantize(
             omitted.
         scale_ub: fp32 scalar tensor, positive (looked at on a CPU only), that bounds amax from
             above before the division.
-        scale_rounding: ``"exact"`` or ``"up"`` (to a power of two, UE8M0); for MX ``"floor"`` (OCP
-            MX v1.0, the default) or ``"up"`` (never saturates).
+        scale_rounding: ``"exact"`` or ``"up"`` (to a power of two, UE8M0); for MX ``"up"``
+            (the default; never saturates) or ``"floor"`` (the rule of OCP MX v1.0).
         scale_layout: ``"row"``, or ``"column"`` for groups along a row: the same scales with rows
             adjacent and columns a multiple of four apart, as block-scaled products load them.
         role: ``"activation"`` or ``"weight"``: which floor a per-row scale has.

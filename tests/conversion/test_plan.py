@@ -609,9 +609,9 @@ def test_the_report_says_where_many_rows_gain_no_time(monkeypatch: pytest.Monkey
         return SimpleNamespace(backend="dequantized" if problem.m > 64 else "triton_gemm")
 
     monkeypatch.setattr(conversion, "choose", chosen)
-    (note,) = fp8kit.plan(Model(), "MXFP8").report.notes
+    (note,) = fp8kit.plan(Model(), "MXFP8_EMULATED").report.notes
     assert note.startswith("On cpu at m=4096 FP8 saves memory, not time, for ")
-    several = fp8kit.plan(Model(), "MXFP8", m=[1, 65, 512]).report.notes
+    several = fp8kit.plan(Model(), "MXFP8_EMULATED", m=[1, 65, 512]).report.notes
     assert any(note.startswith("On cpu at m=65, 512 FP8 saves memory") for note in several)
     assert not any("saves memory" in n for n in fp8kit.plan(Model(), "MXFP8", m=1).report.notes)
 

@@ -322,14 +322,14 @@ def test_layers_of_two_schemes_share_nothing() -> None:
     report = fp8kit.convert(model, exclude=["*"], fuse=STATED)
     assert not report.groups
     assert not report.fused
-    report = fp8kit.convert(model, "MXFP8", fuse={"blocks.0": ["act -> down"]})
-    assert "because MXFP8 quantizes" in str(report)
+    report = fp8kit.convert(model, "MXFP8_EMULATED", fuse={"blocks.0": ["act -> down"]})
+    assert "because MXFP8_EMULATED quantizes" in str(report)
 
 
 def test_rules_that_change_nothing_are_notes() -> None:
     model, _ = tower(torch.device("cpu"))
     plan = fp8kit.plan(model, exclude=["*.heads.b"], fuse={"blocks.0": STATED["blocks.*"][:2]})
     assert "Not fused: blocks.0.before, because blocks.0.heads.b is not converted." in str(plan)
-    plan = fp8kit.plan(model, "MXFP8", fuse={"blocks.0": STATED["blocks.*"][:3]})
-    assert str(plan).count("because MXFP8 quantizes inputs in another way than per token") == 2
+    plan = fp8kit.plan(model, "MXFP8_EMULATED", fuse={"blocks.0": STATED["blocks.*"][:3]})
+    assert str(plan).count("because MXFP8_EMULATED quantizes inputs in another way") == 2
     assert not any("Not fused: blocks.0.memory" in note for note in plan.report.notes)

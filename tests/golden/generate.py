@@ -258,6 +258,28 @@ def fbgemm() -> dict[str, Golden]:
     }
 
 
+def fp4(experts: int, n: int, k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return blocks, scales and values of a stack as GPT-OSS packs it."""
+    halves = codes(experts, n, k // 32, 32, seed=seed) & 15
+    blocks = halves[..., 0::2] | halves[..., 1::2] << 4
+    known = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    signs = 1.0 - 2.0 * (halves >> 3).float()
+    power_of = exponents(experts, n, k // 32)
+    numbers = known[(halves & 7).long()] * signs * torch.exp2(power_of.float() - 127).unsqueeze(-1)
+    return blocks, power_of, numbers.view(experts, n, k)
+
+
+def mxfp4() -> dict[str, Golden]:
+    tensors, truth = rest(), {}
+    for name, (n, k) in (("gate_up_proj", (8, 64)), ("down_proj", (4, 32))):
+        blocks, power_of, numbers = fp4(2, n, k, seed=n)
+        tensors[f"{EXPERTS}.{name}_blocks"] = blocks
+        tensors[f"{EXPERTS}.{name}_scales"] = power_of
+        truth[f"{EXPERTS}.{name}"] = numbers
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": IGNORE}
+    return {"mxfp4": Golden("mxfp4", "MXFP8", quantization=config, tensors=tensors, truth=truth)}
+
+
 def modelopt() -> dict[str, Golden]:
     nested = by_tensor("weight_scale", "input_scale", ())
     cache(nested["tensors"], f"{ATTENTION}.k_proj.k_scale", f"{ATTENTION}.v_proj.v_scale", ())
@@ -485,8 +507,9 @@ def without_a_config() -> dict[str, Golden]:
 
 def goldens() -> dict[str, Golden]:
     """Return all golden checkpoints by the name of their folder."""
-    families = (compressed_tensors, fp8_method, fbgemm, modelopt, torchao, quark, without_a_config)
-    return {name: golden for family in families for name, golden in family().items()}
+    families = (compressed_tensors, fp8_method, fbgemm, mxfp4, modelopt, torchao, quark)
+    every = (*families, without_a_config)
+    return {name: golden for family in every for name, golden in family().items()}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from fp8kit.dispatch.backends import choose
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 from fp8kit.matmul import torch_native
 from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
-from fp8kit.matmul.torch_native import swizzle_mx_scale
 from grids import COMPILED, pairwise
 from numerics import (
     assert_bits_equal,
@@ -237,19 +236,6 @@ def test_fast_accumulation_is_an_option_and_changes_nothing_on_a_cpu() -> None:
     assert_bits_equal(
         fp8kit.scaled_mm(x_q, w_q, accum="fast"), fp8kit.scaled_mm(x_q, w_q, accum="precise")
     )
-
-
-def test_swizzled_mx_scales_land_where_cublas_reads_them() -> None:
-    rows, cols = 130, 5
-    scale = torch.arange(rows * cols).remainder(251).to(torch.uint8).view(rows, cols)
-    flat = swizzle_mx_scale(scale)
-    assert flat.shape == (2 * 2 * 512,)
-    expected = torch.zeros_like(flat)
-    for r in range(rows):
-        for c in range(cols):
-            tile = (r // 128) * 2 + c // 4
-            expected[tile * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4] = scale[r, c]
-    assert torch.equal(flat, expected)
 
 
 def test_every_regime_has_a_reason_and_one_name() -> None:

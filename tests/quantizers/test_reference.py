@@ -150,14 +150,14 @@ def check(
     codes, values = q.data.cpu().view(torch.uint8), x.cpu().float()
     scales = q.scale.cpu()
     floor = formats.min_scale(group, dtype, role)
-    chosen = rounding or ("floor" if group == MX else "exact")
+    chosen = rounding or ("up" if group == MX else "exact")
     specified = reference.quantize(x, group, dtype, floor, scale_ub, chosen)
     assert_bits_equal(specified[0], q.data)
     assert_bits_equal(specified[1], q.scale)
     for place, members in groups_of(tuple(x.shape), group):
         group_values = [values[i].item() for i in members]
         if group == MX:
-            scale = oracle_mx_scale(group_values, dtype, rounding or "floor")
+            scale = oracle_mx_scale(group_values, dtype, rounding or "up")
             byte = 255 if scale is None else floor_log2(scale) + 127
             assert scales[place].item() == byte
         else:
@@ -310,8 +310,8 @@ def test_the_bound_is_on_amax_not_on_the_scale() -> None:
 )
 def test_mx_exponents(amax: float, floor: int, up: int) -> None:
     x = torch.full((1, 32), amax)
-    assert check(x, MX).scale.item() == floor
-    assert check(x, MX, rounding="up").scale.item() == up
+    assert check(x, MX, rounding="floor").scale.item() == floor
+    assert check(x, MX).scale.item() == up
 
 
 def test_rounding_up_gives_powers_of_two_that_never_saturate() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 
+import fp8kit
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, scale_dtype, scale_shape
 from fp8kit.quantizers import cpu, reference, scale_layout
 from numerics import assert_bits_equal
@@ -93,3 +95,47 @@ def test_which_scales_can_be_by_column() -> None:
 def test_layers_write_what_block_scaled_products_load() -> None:
     assert scale_layout.product_layout(GROUP128) == "column"
     assert {scale_layout.product_layout(g) for g in (TENSOR, ROW, BLOCK, MX)} == {"row"}
+
+
+def test_swizzled_scales_lie_where_cublas_reads_them_and_come_back() -> None:
+    chance = random.Random(0)
+    for _ in range(100):
+        rows, cols = chance.randrange(1, 300), chance.randrange(1, 20)
+        scale = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
+        flat = fp8kit.swizzle_scales(scale)
+        r, c = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+        tile = r // 128 * -(-cols // 4) + c // 4
+        place = tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+        expected = torch.zeros(-(-rows // 128) * -(-cols // 4) * 512, dtype=torch.uint8)
+        expected[place.flatten()] = scale.flatten()
+        assert torch.equal(flat, expected)
+        assert torch.equal(fp8kit.unswizzle_scales(flat, scale.shape), scale)
+
+
+def test_swizzled_scales_keep_dtype_and_stacks_and_take_any_strides() -> None:
+    scale = torch.randint(0, 255, (3, 5, 130), dtype=torch.uint8).transpose(1, 2)
+    flat = fp8kit.swizzle_scales(scale)
+    assert flat.shape == (3, 2 * 2 * 512)
+    assert torch.equal(flat[1], fp8kit.swizzle_scales(scale[1]))
+    assert torch.equal(fp8kit.unswizzle_scales(flat, scale.shape), scale)
+    typed = scale.contiguous().view(torch.float8_e8m0fnu)
+    assert fp8kit.swizzle_scales(typed).dtype == torch.float8_e8m0fnu
+    assert fp8kit.swizzle_scales(torch.empty(0, 4, dtype=torch.uint8)).numel() == 0
+
+
+def test_swizzled_scales_match_torchao() -> None:
+    layout = pytest.importorskip("torchao.prototype.mx_formats.utils")
+    for rows, cols in ((1, 1), (130, 5), (256, 8), (300, 9)):
+        plain = torch.randint(0, 255, (rows, cols), dtype=torch.uint8)
+        blocked = layout.to_blocked(plain)
+        assert torch.equal(fp8kit.swizzle_scales(plain), blocked.flatten())
+        assert torch.equal(fp8kit.unswizzle_scales(blocked, (rows, cols)), plain)
+
+
+def test_swizzling_refuses_what_are_no_exponents() -> None:
+    with pytest.raises(TypeError, match="E8M0 bytes"):
+        fp8kit.swizzle_scales(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="belong to a matrix"):
+        fp8kit.swizzle_scales(torch.ones(3, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="tiles of 128 rows by 4 columns"):
+        fp8kit.unswizzle_scales(torch.zeros(512, dtype=torch.uint8), (129, 3))

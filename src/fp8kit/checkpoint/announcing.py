@@ -108,7 +108,8 @@ def announce(
             )
         )
     refuse_transposed(layers)
-    counts = Counter(m.scheme for m in layers.values())
+    kinds = {n: m.scheme.stored for n, m in layers.items()}
+    counts = Counter(kinds.values())
     main = counts.most_common(1)[0][0]
     bound = _bound(layers, dialect)
     if dialect is None:
@@ -117,16 +118,16 @@ def announce(
     for scheme in counts:
         dialect_for(target, scheme)
         shapes = {
-            n: (m.out_features, m.in_features) for n, m in layers.items() if m.scheme == scheme
+            n: (m.out_features, m.in_features) for n, m in layers.items() if kinds[n] == scheme
         }
-        others = {n: m.scheme for n, m in layers.items() if m.scheme != scheme}
+        others = {n: kind for n, kind in kinds.items() if kind != scheme}
         dense = dense_linears(model)
         check_layers(target, scheme, shapes, dense, dialect=dialect, others=others)
     stored = {t.data_ptr(): n for n, t in tensors.items()}
     schemes: dict[str, Scheme] = {}
     for name, layer in layers.items():
         found = stored.get(layer.weight.data_ptr(), f"{name}.weight")
-        schemes |= dict.fromkeys((name, found.removesuffix(".weight")), layer.scheme)
+        schemes |= dict.fromkeys((name, found.removesuffix(".weight")), kinds[name])
     dtype = next(iter(layers.values())).compute_dtype
     cache = cache_strategy(tuple(t.shape) for t in held_cache_scales(model).values())
     check_cache(dialect, cache)

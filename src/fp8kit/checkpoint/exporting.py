@@ -15,6 +15,7 @@ from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.mx_forms import stored_weight
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 
@@ -86,7 +87,23 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
     owner: dict[int, str] = {}
     for name in sorted(state, key=lambda n: n in last):
         owner.setdefault(id(state[name]), name)
-    return {n: t.detach() for n, t in state.items() if owner[id(t)] == n}
+    return as_stored(model, {n: t.detach() for n, t in state.items() if owner[id(t)] == n})
+
+
+def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a ``state_dict`` with rebased weights as the MX weights they were, on the CPU.
+
+    Args:
+        model: the module.
+        state: its tensors, under the names of its ``state_dict``.
+    """
+    found = dict(state)
+    for name, layer in model.named_modules():
+        if isinstance(layer, Fp8Linear) and layer.scheme.rebased:
+            if found.pop(named(name, "weight_exponents"), None) is not None:
+                q = stored_weight(layer).to("cpu")
+                found[named(name, "weight")], found[named(name, "weight_scale")] = q.data, q.scale
+    return found
 
 
 def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:

@@ -31,7 +31,9 @@ from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.conversion.model_families import JOINED
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
+from fp8kit.modules.mx_forms import LARGEST_CHANGE
+from fp8kit.quantizers.rebase import rebase
 
 _EQUAL = 1e-5
 UNFIT = ("refuse", "dequantize")
@@ -72,11 +74,12 @@ def convert_checkpoint(
     *,
     target: str | None = None,
     dialect: str | None = None,
+    scheme: Scheme | str | None = None,
     unfit: str = "refuse",
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[str]:
-    """Write an FP8 checkpoint in another dialect, without quantizing anything again.
+    """Write an FP8 or MXFP4 checkpoint in another dialect, without quantizing anything again.
 
     Codes and scales keep their bits; stacks of experts become one matrix per expert, and one scale
     per tensor becomes one per row where the target needs it. Tensors are read, renamed and written
@@ -88,6 +91,8 @@ def convert_checkpoint(
         target: who shall load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; by default
             ``"vllm"``, unless a dialect is named.
         dialect: name of the dialect to write, if not the target's own.
+        scheme: what MX weights become, e.g. ``"FP8_DYNAMIC"``: they are rebased, which keeps nearly
+            all values; by default they stay MX.
         unfit: what happens to layers that the target cannot load: ``"refuse"``, or
             ``"dequantize"`` to write them in the model's high precision.
         overwrite: replace a destination that is a checkpoint.
@@ -98,7 +103,8 @@ def convert_checkpoint(
 
     Raises:
         ValueError: for an unknown target, dialect or ``unfit``.
-        CheckpointError: if the source is damaged or in high precision, if the numbers do not go
+        CheckpointError: if the source is damaged, in high precision, or not MX and given a scheme,
+            if the numbers do not go
             into the dialect, if the target cannot load them, or if the destination is in the way.
 
     Example:
@@ -114,13 +120,15 @@ def convert_checkpoint(
             )
         )
     checkpoint = open_checkpoint(source)
-    scheme = _scheme(checkpoint)
+    held = _scheme(checkpoint)
+    wanted = held if scheme is None else _rebased_scheme(checkpoint, Scheme.of(scheme))
     if target is None and dialect is None:
         target = "vllm"
     if target is not None:
         checkpoint = checkpoint.for_engines()
-    written = dialect_named(dialect) if dialect else dialect_for(target or "vllm", scheme)
-    job = _Translation(checkpoint, written, list(_matrices(checkpoint)))
+    written = dialect_named(dialect) if dialect else dialect_for(target or "vllm", wanted)
+    every = (replace(m, scheme=wanted) if m.scheme == held else m for m in _matrices(checkpoint))
+    job = _Translation(checkpoint, written, list(every))
     dense = _dense(checkpoint)
     if target is not None:
         _check_target(job, target, dense, unfit)
@@ -148,6 +156,21 @@ def _scheme(checkpoint: Checkpoint) -> Scheme:
             )
         )
     return checkpoint.spec.scheme
+
+
+def _rebased_scheme(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
+    assert checkpoint.spec is not None
+    held = checkpoint.spec.scheme
+    if scheme != held and (held.weight != MX or scheme.static or scheme.rebased):
+        raise CheckpointError(
+            teach(
+                f"Got scheme={scheme} for {checkpoint.path}, which is {held}.",
+                "MX weights become FP8_DYNAMIC, FP8_BLOCK, FP8_TENSOR or FP8_WEIGHT_ONLY; others "
+                "would be quantized again.",
+                "Leave scheme out, or start from the original checkpoint.",
+            )
+        )
+    return scheme
 
 
 def _matrices(checkpoint: Checkpoint) -> Iterator[_Matrix]:
@@ -364,6 +387,15 @@ def _part(m: _Matrix, codes: Tensor, scale: Tensor) -> QTensor:
         codes[m.expert] if stacked else codes, scale[m.expert] if stacked else scale, m.layer.group
     )
     q = rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
+    if q.group == MX and m.scheme.weight != MX:
+        found = rebase(q, m.scheme.weight)
+        if found.largest_change > LARGEST_CHANGE:
+            warnings.warn(
+                f"{m.name}: one power of two per {m.scheme.weight} changed {found.changed} of "
+                f"{q.data.numel()} values, by {found.largest_change:.1e} at most.",
+                stacklevel=2,
+            )
+        return found.q
     if (q.group, m.scheme.weight) == (ROW, TENSOR):  # spread over the rows of a stack when read
         return QTensor(q.data, q.scale[:1], TENSOR)
     if (q.group, m.scheme.weight) == (TENSOR, ROW):

@@ -213,6 +213,7 @@ def quantize(
 @click.argument("destination", type=click.Path(path_type=Path))
 @click.option("--target", help=f"Who loads it: {', '.join(TARGETS)}.  [default: vllm]")
 @click.option("--dialect", help="The dialect to write, if not the target's own.")
+@click.option("--scheme", help="What MX weights become, e.g. FP8_DYNAMIC.  [default: they stay MX]")
 @click.option(
     "--unfit",
     default=UNFIT[0],
@@ -226,13 +227,20 @@ def convert_checkpoint(
     destination: Path,
     target: str | None,
     dialect: str | None,
+    scheme: str | None,
     unfit: str,
     overwrite: bool,
     as_json: bool,
 ) -> None:
     """Write the FP8 checkpoint SOURCE in another dialect, bit for bit, into DESTINATION."""
     translation.convert_checkpoint(
-        source, destination, target=target, dialect=dialect, unfit=unfit, overwrite=overwrite
+        source,
+        destination,
+        target=target,
+        dialect=dialect,
+        scheme=scheme,
+        unfit=unfit,
+        overwrite=overwrite,
     )
     result = inspect_checkpoint(destination)
     _print(result.to_dict() if as_json else f"{result}\nwritten to {destination}", as_json)

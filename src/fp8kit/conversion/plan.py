@@ -19,9 +19,11 @@ from fp8kit.conversion.patterns import check_patterns, chosen, exclusion, some_o
 from fp8kit.conversion.report import Record, Report
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.dispatch.backends import choose
+from fp8kit.dispatch.device import capability
 from fp8kit.errors import ConversionError, teach
-from fp8kit.formats import Scheme, scale_dtype, scale_shape
+from fp8kit.formats import MX, Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
+from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import as_linear, is_conv1d, is_linear
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
@@ -134,6 +136,11 @@ class Plan:
             layer.qualified_name = record.name
             for name in (record.name, *record.aliases):
                 self.model.set_submodule(name, layer)
+        made = {n: self.model.get_submodule(n) for n in names}
+        layers = {n: m for n, m in made.items() if isinstance(m, Fp8Linear)}
+        mx_forms.settle(layers)
+        for record in self.report.converted:
+            record.reason = layers[record.name].form_note
         siblings.share_inputs(self.model, self.report.groups)
         if fusion.level(self.fuse) > 1:
             self.report.fused = fusion.fuse_producers(self.model, self.links)
@@ -213,6 +220,7 @@ def plan(
     include = _patterns("include", include, linears)
     exclude = _patterns("exclude", exclude, linears)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
+    asked, scheme = scheme, _form(model, scheme, report)
     obstacles, roles = Eligibility(model), layer_roles(model)
     for module, found in names.items():
         if is_linear(module):
@@ -247,7 +255,7 @@ def plan(
     report.notes += filter(None, [report.nothing()])
     if strict:
         report.refuse_blocked()
-    return Plan(model, scheme, report, calibrate, fuse, links)
+    return Plan(model, asked, report, calibrate, fuse, links)
 
 
 def convert(
@@ -327,6 +335,18 @@ def _patterns(
     return patterns
 
 
+def _form(model: nn.Module, scheme: Scheme, report: Report) -> Scheme:
+    """Return the scheme that layers will compute with where the model is, and tell it."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    form = mx_forms.form_on(scheme, capability(device))
+    if form != scheme:
+        report.notes.append(
+            f"On {device.type} {scheme} weights are rebased, which keeps nearly all values: one "
+            "power of two for each row, and activations quantized per token."
+        )
+    return form
+
+
 def _warn_of_nothing(report: Report) -> None:
     if nothing := report.nothing():
         warnings.warn(nothing, stacklevel=3)
@@ -389,7 +409,9 @@ def _converted_bytes(linear: nn.Linear, scheme: Scheme) -> int:
     scales = torch.Size(scale_shape(shape, scheme.weight)).numel()
     bias = 0 if linear.bias is None else linear.bias.numel() * linear.bias.element_size()
     static = 4 if scheme.static else 0
-    return linear.weight.numel() + scales * scale_dtype(scheme.weight).itemsize + bias + static
+    kept = torch.Size(scale_shape(shape, MX)).numel() if scheme.rebased else 0
+    scales = scales * scale_dtype(scheme.weight).itemsize + kept
+    return linear.weight.numel() + scales + bias + static
 
 
 def _model_bytes(model: nn.Module) -> int:

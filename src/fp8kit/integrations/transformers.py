@@ -24,7 +24,7 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.errors import CheckpointError, ConversionError, teach
-from fp8kit.formats import QTensor
+from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
 from fp8kit.integrations.transformers_quantizer import layers_in_model, not_quantized, plain
@@ -43,6 +43,7 @@ def load(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
+    form: Scheme | None = None,
 ) -> tuple[Any, Filled]:
     """Load a Transformers model from a checkpoint that has been opened.
 
@@ -55,6 +56,7 @@ def load(
         device: where the model goes.
         dtype: its high precision; by default the checkpoint's.
         strict: raise if the checkpoint holds tensors that the model does not use.
+        form: how MXFP8 layers compute, as in ``mx_forms.settle``.
 
     Returns:
         The model in eval mode, and what to know about the load.
@@ -71,7 +73,7 @@ def load(
     built = skeleton(checkpoint)
     _check_shapes(checkpoint, built)
     kept, merged = _layers(checkpoint, built)
-    hf_config = _config(checkpoint, kept)
+    hf_config = _config(checkpoint, kept, form)
     high = dtype or checkpoint.dtype
     places = _cache_places(checkpoint, built)
     state = {n: _OnDisk(checkpoint, n) for n in checkpoint.tensors if n not in places}
@@ -100,7 +102,7 @@ def load(
     model.config.name_or_path = model.name_or_path = str(checkpoint.path.resolve())
     if model.can_generate() and (checkpoint.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-    return model.eval(), Filled(sorted(info["unexpected_keys"]), merged)
+    return model.eval(), Filled(sorted(info["unexpected_keys"]), merged, model.hf_quantizer.told)
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:
@@ -155,7 +157,7 @@ class _OnDisk:
         if layer is not None:
             q = QTensor(tensor, self.checkpoint.read(layer.scale), layer.group)
             tensor = functional.dequantize(q, self.high)
-            tensor = tensor.transpose(-1, -2) if layer.transposed else tensor
+            tensor = tensor.transpose(-1, -2).contiguous() if layer.transposed else tensor
         return tensor[index]
 
 
@@ -196,7 +198,7 @@ def _model_class(checkpoint: Checkpoint) -> Any:
     return found
 
 
-def _config(checkpoint: Checkpoint, layers: Sequence[str]) -> Any:
+def _config(checkpoint: Checkpoint, layers: Sequence[str], form: Scheme | None) -> Any:
     """Read the model's config, with the quantization that is announced put in our words."""
     config = _model_config(checkpoint)
     if checkpoint.spec is not None:
@@ -204,6 +206,7 @@ def _config(checkpoint: Checkpoint, layers: Sequence[str]) -> Any:
             "quant_method": "fp8kit",
             "scheme": plain(checkpoint.spec.scheme),
             "layers": {name: plain(checkpoint.layers[name].scheme) for name in layers},
+            "mx_form": None if form is None else form.name,
         }
     return config
 

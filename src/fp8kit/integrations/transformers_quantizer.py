@@ -37,8 +37,9 @@ from fp8kit.formats import FP8_FORMATS, SCHEMES, GroupShape, Scheme
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_version
 from fp8kit.modules.dense import computes_linear
-from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.mx_forms import settle
 
 _TIED = "its weight is tied to another parameter"
 
@@ -55,6 +56,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         strict: as in ``fp8kit.plan``.
         layers: the layers that are FP8 in the checkpoint, and their schemes as ``plain`` gives
             them; only ``load`` does.
+        mx_form: how MXFP8 layers compute, a name in ``formats.MX_FORMS``; only ``load`` gives it.
 
     Raises:
         ValueError: if the scheme is unknown, or needs calibration.
@@ -72,6 +74,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         strict: bool = False,
         layers: Mapping[str, str | JsonObject] | None = None,
         quant_method: str = METHOD,
+        mx_form: str | None = None,
     ) -> None:
         if scheme_of_plain(scheme).static and layers is None:
             raise ValueError(
@@ -83,7 +86,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
         self.quant_method = quant_method
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
-        self.layers = layers
+        self.layers, self.mx_form = layers, mx_form
         self.announced: JsonObject | None = None  # what the model was last saved with
         self.deferred = False  # whoever loads asks for missing tensors first
 
@@ -118,9 +121,9 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
             q = quantize_weight(dense, module.scheme)
             if not is_finite(q):
                 self.quantizer.not_finite.append(key)
-            out[key], out[f"{key}_scale"] = (
-                nn.Parameter(t, requires_grad=False) for t in (q.data, q.scale)
-            )
+            for name, tensor in stored_tensors(q, module.scheme).items():
+                held = nn.Parameter(tensor, requires_grad=False)
+                out[f"{key.removesuffix('weight')}{name}"] = held
         return out
 
 
@@ -145,6 +148,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.scheme = scheme_of_plain(quantization_config.scheme)
         self.not_finite: list[str] = []
+        self.told: list[str] = []
         self.unfilled: list[str] = []
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
@@ -218,6 +222,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         for layer in layers.values():
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
+        form = self.quantization_config.mx_form
+        self.told = settle(layers, Scheme.of(form) if form else None)
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
         siblings.share_inputs(model, groups)
         fusion.fuse_producers(model)

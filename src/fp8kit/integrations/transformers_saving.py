@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from fp8kit.checkpoint.announcing import announce
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
-from fp8kit.checkpoint.exporting import Exported, unquantized, untied
+from fp8kit.checkpoint.exporting import Exported, as_stored, unquantized, untied
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
@@ -145,7 +145,7 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
         announce(model, exported.tensors, "transformers", announced.dialect)
     except CheckpointError:  # of what engines do not load, save_pretrained need not keep away
         announced = announce(model, exported.tensors, "transformers")
-    held = model.state_dict() | held_cache_scales(model)
+    held = as_stored(model, model.state_dict()) | held_cache_scales(model)
     lost = exported.tensors.keys() - revert_weight_conversion(model, held).keys()
     if lost:
         raise CheckpointError(

@@ -55,7 +55,7 @@ def quantize_checkpoint(
     megabytes for each worker, whatever the size of the model or of its largest tensor. What becomes
     FP8 is decided as ``fp8kit.plan`` decides it; experts become FP8 too, one matrix each. Where
     ``fp8kit.load(source, scheme=...)`` and ``fp8kit.save`` can do the same, they write the same
-    weights, byte for byte.
+    weights, byte for byte, but for the few values that rebasing an MXFP8 weight changes.
 
     The destination appears when it is complete. An interrupted run leaves ``.<name>.partial``
     beside it, and the same call continues there.

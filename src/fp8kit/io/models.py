@@ -18,7 +18,7 @@ from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import SCHEMES, Scheme
+from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.weight_parts import recode_for_devices
 
@@ -98,7 +98,9 @@ def load(
         source: a checkpoint directory.
         model: the module to fill, in place; its parameters may be on meta. Without it, the
             directory is a Transformers one, and the Transformers model is made.
-        scheme: what a high-precision checkpoint becomes, by the rules of ``fp8kit.plan``.
+        scheme: what a high-precision checkpoint becomes, by the rules of ``fp8kit.plan``; for one
+            of MXFP8 how its layers compute: ``"MXFP8_ROW"``, ``"MXFP8_BLOCK"`` or
+            ``"MXFP8_EMULATED"``, by default what is fastest on the device.
         include: as in ``fp8kit.plan``; only with ``scheme``.
         exclude: as in ``fp8kit.plan``; only with ``scheme``.
         device: where the model goes.
@@ -134,13 +136,14 @@ def load(
     checkpoint = open_checkpoint(source, widths)
     _check_request(checkpoint, model, scheme, include, exclude)
     where = None if device is None else torch.device(device)
+    form = MX_FORMS.get(str(scheme)) if checkpoint.spec else None
     if model is not None:
         chosen = None if checkpoint.spec or scheme is None else scheme
         selection = (
             None if chosen is None else into_module.Selection(chosen, include, exclude, strict)
         )
         filled = into_module.fill(
-            model, checkpoint, selection, device=where, dtype=dtype, strict=strict
+            model, checkpoint, selection, device=where, dtype=dtype, strict=strict, form=form
         )
         _bound_inputs(checkpoint, model)
         recode_for_devices(model)
@@ -150,7 +153,7 @@ def load(
     config = None
     if checkpoint.spec is None:
         config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
-    made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
+    made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict, form=form)
     _bound_inputs(checkpoint, made)
     recode_for_devices(made)
     _warn(checkpoint, filled)
@@ -225,11 +228,11 @@ def _warn(checkpoint: Checkpoint, filled: into_module.Filled) -> None:
 def _preset(scheme: Scheme | str | None) -> str:
     assert scheme is not None
     found = Scheme.of(scheme)
-    if SCHEMES.get(found.name) != found:
+    if (SCHEMES | MX_FORMS).get(found.name) != found:
         raise ValueError(
             teach(
                 f"Got a scheme of your own, {found.name!r}.",
-                f"While a Transformers model loads, it is one of {', '.join(SCHEMES)}.",
+                f"While a Transformers model loads, it is one of {', '.join(SCHEMES | MX_FORMS)}.",
                 "Load the model in high precision, then fp8kit.convert(model, scheme).",
             )
         )
@@ -245,7 +248,7 @@ def _check_request(
 ) -> None:
     wanted = None if scheme is None else Scheme.of(scheme)
     held = checkpoint.spec.scheme if checkpoint.spec else None
-    if held is not None and wanted is not None and wanted != held:
+    if held is not None and wanted is not None and wanted.stored != held:
         raise CheckpointError(
             teach(
                 f"Got scheme={wanted} for {checkpoint.path}, which is {held}.",

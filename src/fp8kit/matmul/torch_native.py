@@ -19,7 +19,9 @@ from torch.nn.functional import ScalingType, SwizzleType
 from fp8kit.dispatch.device import native_codes
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
+from fp8kit.matmul.swizzled_scales import swizzled_weight_scales
 from fp8kit.matmul.tma_operands import aligned
+from fp8kit.quantizers.scale_layout import swizzle_scales
 
 _ROWWISE = (ROW, TENSOR)
 _ALIGN = 16
@@ -173,33 +175,15 @@ def _mx(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     y = F.scaled_mm(
         x,
         w.t(),
-        swizzle_mx_scale(x_scale).view(torch.float8_e8m0fnu),
+        swizzle_scales(x_scale).view(torch.float8_e8m0fnu),
         ScalingType.BlockWise1x32,
-        swizzle_mx_scale(_padded_scale(w_scale, w.shape[0])).view(torch.float8_e8m0fnu),
+        swizzled_weight_scales(w_scale, w.shape[0]),
         ScalingType.BlockWise1x32,
         swizzle_a=SwizzleType.SWIZZLE_32_4_4,
         swizzle_b=SwizzleType.SWIZZLE_32_4_4,
         output_dtype=torch.bfloat16 if problem.out_dtype == torch.bfloat16 else torch.float32,
     )[:, :n]
     return _finish(y, bias, problem.out_dtype)
-
-
-def swizzle_mx_scale(scale: Tensor) -> Tensor:
-    """Rearrange E8M0 bytes ``[rows, K/32]`` into cuBLASLt's 128x4 tiles, flat and zero padded.
-
-    The layout is the one cuBLAS documents for 1D block scaling: each tile of 128 rows by 4 scales
-    is stored as 32 groups of 16 bytes, row ``r`` of the tile at group ``r % 32``, slot ``r // 32``.
-
-    Args:
-        scale: ``uint8 [rows, cols]``.
-
-    Returns:
-        ``uint8``, flat, of ``ceil(rows / 128) * ceil(cols / 4) * 512`` bytes.
-    """
-    rows, cols = scale.shape
-    padded = F.pad(scale, (0, -cols % 4, 0, -rows % 128))
-    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def _padded(codes: Tensor, row_multiple: int, col_multiple: int) -> Tensor:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fp8kit import functional
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, check_scale
 from fp8kit.ops import validation
+from fp8kit.quantizers.rebase import rebase
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
@@ -50,10 +52,14 @@ def quantized_entries(
                     "Load the scale in the same call, or load a dense weight.",
                 )
             )
-        check_scale(scale, weight.shape, layer.scheme.weight, weight.device)
         validation.check_codes(f"{prefix}weight", weight.dtype, layer.scheme)
+        as_mx = layer.scheme.rebased and scale.dtype == torch.uint8
+        group = MX if as_mx else layer.scheme.weight
+        check_scale(scale, weight.shape, group, weight.device)
         layer.original_weight = None  # it is not what these codes were made from
-        return state_dict
+        return (
+            _entered(state_dict, prefix, QTensor(weight, scale, MX), layer) if as_mx else state_dict
+        )
     weight = weight.t() if layer.transposed and weight.dim() == 2 else weight
     if tuple(weight.shape) != (layer.out_features, layer.in_features):
         return state_dict
@@ -67,8 +73,7 @@ def quantized_entries(
         )
     device = weight.device if assign else layer.codes.device
     q = quantize_weight(weight.detach().to(device), layer.scheme)
-    entries = dict(state_dict)
-    entries[prefix + "weight"], entries[prefix + "weight_scale"] = q.data, q.scale
+    entries = _entered(state_dict, prefix, q, layer)
     if layer.input_scale is not None:  # a dense checkpoint keeps what calibration found
         entries.setdefault(prefix + "input_scale", layer.input_scale.detach())
     if layer.original_weight is not None:
@@ -77,8 +82,29 @@ def quantized_entries(
     return entries
 
 
+def stored_tensors(weight: QTensor, scheme: Scheme) -> dict[str, Tensor]:
+    """Return the tensors by which a layer holds a weight, by name.
+
+    Args:
+        weight: as ``quantize_weight`` gives it: for a rebased scheme in MX groups.
+        scheme: of the layer.
+    """
+    if not scheme.rebased:
+        return {"weight": weight.data, "weight_scale": weight.scale}
+    found = rebase(weight, scheme.weight)
+    names = ("weight", "weight_scale", "weight_exponents")
+    return dict(zip(names, (found.q.data, found.q.scale, found.exponents), strict=True))
+
+
+def _entered(
+    state_dict: dict[str, Any], prefix: str, weight: QTensor, layer: Fp8Linear
+) -> dict[str, Any]:
+    found = stored_tensors(weight, layer.scheme)
+    return state_dict | {prefix + name: tensor for name, tensor in found.items()}
+
+
 def quantize_weight(weight: Tensor, scheme: Scheme) -> QTensor:
-    """Quantize a dense weight ``[N, K]`` as a scheme stores it.
+    """Quantize a dense weight ``[N, K]`` as a checkpoint of a scheme stores it.
 
     Args:
         weight: bf16, fp16 or fp32.
@@ -87,10 +113,11 @@ def quantize_weight(weight: Tensor, scheme: Scheme) -> QTensor:
     Raises:
         TypeError: if the weight is not a float tensor.
     """
+    group = MX if scheme.rebased else scheme.weight
     return functional.quantize(
         weight,
-        scheme.weight,
+        group,
         dtype=scheme.dtype,
-        scale_rounding="up" if scheme.ue8m0 and scheme.weight != MX else None,
+        scale_rounding="up" if scheme.ue8m0 and group != MX else None,
         role="weight",
     )

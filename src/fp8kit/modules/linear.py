@@ -15,35 +15,40 @@ from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, 
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight as quantize_weight
-from fp8kit.modules.entries import quantized_entries
+from fp8kit.modules.entries import quantized_entries, stored_tensors
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
-from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
+from fp8kit.modules.parameters import (
+    apply_without_casts,
+    as_bytes,
+    cast_dtype,
+    empty_exponents,
+    frozen,
+)
 from fp8kit.ops import operators, validation
 from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
 
 _is_compiling = torch.compiler.is_compiling  # bound once, as every call asks
-_FROZEN = ("weight", "weight_scale", "input_scale")
+_FROZEN = ("weight", "weight_scale", "weight_exponents", "input_scale")
 
 
 class Fp8Linear(nn.Linear):
     """A linear layer with an FP8 weight: ``y = quantize(x) @ weight.T * scales + bias``.
 
     It holds ``weight`` (FP8 ``[N, K]``), ``weight_scale`` (``scale_shape((N, K), scheme.weight)``),
-    for static schemes ``input_scale`` (fp32 ``[1, 1]``), and an optional ``bias``; all are
-    Parameters, so ``state_dict()`` is the checkpoint. Casts such as ``.half()`` change the bias and
-    ``compute_dtype`` and never the codes or scales. Weight and scales are frozen: gradients flow to
-    the input and, if it requires one, to the bias.
+    for static schemes ``input_scale`` (fp32 ``[1, 1]``), for rebased ones ``weight_exponents``
+    (E8M0), and an optional ``bias``; all are Parameters: ``state_dict()`` is the checkpoint. Casts
+    such as ``.half()`` change the bias and ``compute_dtype`` and never the codes or scales. Weight
+    and scales are frozen: gradients flow to the input and, if it requires one, to the bias.
 
     Attributes may be set at any time: ``accum`` (``"fast"`` for the tensor core's own sums),
     ``batch_invariant`` (``True`` gives a row the same bits whatever other rows there are) and
     ``out_dtype`` (of results; ``None`` for that of the input) belong to the run and are not saved.
     ``scale_ub``, a number, bounds each amax of the input from above; checkpoints keep it.
 
-    A new layer is uninitialized, like ``torch.empty``; make a filled one with ``from_linear`` or
-    ``from_quantized``, or load a ``state_dict``.
+    A new layer is uninitialized; ``from_linear`` and ``from_quantized`` make filled ones.
 
     Args:
         in_features: K.
@@ -69,6 +74,7 @@ class Fp8Linear(nn.Linear):
     out_dtype: torch.dtype | None = None
     scale_ub: float | None = None
     _bound: Tensor | None = None  # scale_ub on the device of the weight
+    form_note = ""  # of an MX weight
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
@@ -85,7 +91,6 @@ class Fp8Linear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.scheme = Scheme.of(scheme)
         self.compute_dtype = dtype or torch.get_default_dtype()
-        self._options = layer_options.options_of(self)
         self.qualified_name = ""  # in the model it was converted in, for errors
         self.original_weight: Tensor | None = None
         self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
@@ -97,6 +102,8 @@ class Fp8Linear(nn.Linear):
         scales, kind = scale_shape(shape, self.scheme.weight), scale_dtype(self.scheme.weight)
         self.weight = frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
         self.weight_scale = frozen(torch.empty(scales, dtype=kind, device=device))
+        if self.scheme.rebased:
+            self.weight_exponents = empty_exponents(shape, device)
         if self.scheme.static:
             self.input_scale = frozen(torch.empty(1, 1, dtype=torch.float32, device=device))
         else:
@@ -148,7 +155,7 @@ class Fp8Linear(nn.Linear):
         """Wrap an FP8 weight and its scales, without copying them.
 
         Args:
-            weight: codes ``[N, K]`` with scales of the scheme's weight granularity.
+            weight: codes ``[N, K]`` with scales of the scheme's weight granularity, or of MX.
             bias: ``[N]``; a Parameter is shared.
             scheme: a preset name or a ``Scheme``.
             input_scale: fp32 ``[1, 1]``, positive and finite, needed by static schemes.
@@ -163,11 +170,11 @@ class Fp8Linear(nn.Linear):
         scheme = Scheme.of(scheme)
         validation.check_operands(weight.data, weight.data, bias, "precise")
         validation.check_codes("a weight", weight.data.dtype, scheme)
-        validation.activation_format(weight.group, scheme, input_scale)
+        validation.activation_format(weight.group, scheme.stored, input_scale)
         n, k = weight.shape
         layer = cls(k, n, False, scheme, device="meta", dtype=dtype)
-        layer.weight = frozen(weight.data)
-        layer.weight_scale = frozen(weight.scale)
+        for name, tensor in stored_tensors(weight, scheme).items():
+            setattr(layer, name, frozen(tensor))
         if input_scale is not None:
             validation.check_input_scale(input_scale, weight.shape, weight.device, wait=True)
             layer.input_scale = frozen(input_scale)
@@ -303,8 +310,8 @@ class Fp8Linear(nn.Linear):
         assert self.original_weight is not None
         with torch.no_grad():
             q = quantize_weight(self.original_weight.to(self.codes.device), self.scheme)
-            self.codes.copy_(q.data)
-            self.weight_scale.copy_(q.scale)
+            for name, tensor in stored_tensors(q, self.scheme).items():
+                getattr(self, "codes" if name == "weight" else name).copy_(tensor)
         self.keep(self.original_weight)
 
     def _special(self, x: Proxy | QTensor) -> Any:
@@ -316,7 +323,7 @@ class Fp8Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Put the options together when one is set, and not at every call."""
-        if name not in layer_options.NAMES:
+        if name != "scheme" and name not in layer_options.NAMES:
             super().__setattr__(name, value)
             return
         super().__setattr__(name, layer_options.checked(self, name, value))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.formats import FP8_FORMATS
+from fp8kit.formats import FP8_FORMATS, MX, scale_shape
 from fp8kit.runtime.weight_hazards import invalidate
 
 _BYTES = {1: torch.uint8, 4: torch.int32}
@@ -17,6 +17,13 @@ _BYTES = {1: torch.uint8, 4: torch.int32}
 def frozen(tensor: Tensor) -> nn.Parameter:
     """Make a Parameter without a gradient."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def empty_exponents(
+    shape: tuple[int, int], device: torch.device | str | None = None
+) -> nn.Parameter:
+    """Make the Parameter of the exponents that a rebased weight ``[N, K]`` keeps, uninitialized."""
+    return frozen(torch.empty(scale_shape(shape, MX), dtype=torch.uint8, device=device))
 
 
 def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
@@ -48,7 +55,7 @@ def apply_without_casts(
         recurse: whether children get it too, as ``nn.Module._apply`` has it.
     """
     # fn may cast every float tensor (.half()); shown as integers, codes and scales only move
-    held = {name: module._parameters.get(name) for name in names}
+    held = {name: module._parameters[name] for name in names if name in module._parameters}
     for name in held:
         module._parameters[name] = None
     try:

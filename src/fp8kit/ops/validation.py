@@ -33,10 +33,8 @@ _STANDARD_SCHEMES = {
 
 
 def default_rounding(group: GroupShape | None, ue8m0: bool = False) -> str:
-    """Name the scale rounding of a granularity: OCP's floor for MX, exact (or up) elsewhere."""
-    if group == MX:
-        return "floor"
-    return "up" if ue8m0 else "exact"
+    """Name the scale rounding of a granularity: up for MX (and UE8M0), exact elsewhere."""
+    return "up" if ue8m0 or group == MX else "exact"
 
 
 def activation_format(
@@ -164,7 +162,7 @@ def check_out_dtype(dtype: torch.dtype) -> None:
 
 def check_rounding(rounding: str | None, group: GroupShape) -> str:
     """Resolve the scale rounding, refusing one that the granularity does not have."""
-    legal = ("floor", "up") if group == MX else ("exact", "up")
+    legal = ("up", "floor") if group == MX else ("exact", "up")
     if rounding is not None and rounding not in legal:
         raise ValueError(
             teach(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -13,6 +13,8 @@ from fp8kit.errors import teach
 from fp8kit.matmul.problem import BACKENDS
 from fp8kit.modules.linear import Fp8Linear
 
+_SHOWN = 3  # notes of layers that share an entry
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -20,9 +22,11 @@ class Explanation:
 
     Args:
         entries: pairs of layer names and the choice they share.
+        notes: of layers with an MXFP8 weight by name: in which form they compute.
     """
 
     entries: tuple[tuple[tuple[str, ...], Choice], ...]
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> list[dict[str, object]]:
         """Return everything as plain data for JSON."""
@@ -37,12 +41,21 @@ class Explanation:
                 "bf16_us": choice.dense_us,
                 "measured_m": choice.measured_m,
                 "declined": dict(choice.declined),
+                "notes": {n: self.notes[n] for n in names if n in self.notes},
             }
             for names, choice in self.entries
         ]
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{_listed(names)}\n{choice}" for names, choice in self.entries)
+        return "\n\n".join(
+            "\n".join((_listed(names), str(choice), *self._told(names)))
+            for names, choice in self.entries
+        )
+
+    def _told(self, names: Sequence[str]) -> list[str]:
+        notes = [f"  {n}: {self.notes[n]}" for n in names if n in self.notes]
+        more = len(notes) - _SHOWN
+        return notes[:_SHOWN] + ([f"  and {more} more layers like it"] if more > 0 else [])
 
 
 def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
@@ -90,7 +103,8 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
     names: dict[Choice, list[str]] = {}
     for name, layer in layers:
         names.setdefault(choose(BACKENDS, layer.problem(m)), []).append(name or "this layer")
-    return Explanation(tuple((tuple(found), choice) for choice, found in names.items()))
+    notes = {name or "this layer": layer.form_note for name, layer in layers if layer.form_note}
+    return Explanation(tuple((tuple(found), choice) for choice, found in names.items()), notes)
 
 
 def _listed(names: Sequence[str]) -> str:

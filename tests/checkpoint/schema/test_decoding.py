@@ -13,7 +13,6 @@ from fp8kit.checkpoint.schema.decoding import (
     decode_input_scale,
     decode_scale,
     decode_weight,
-    unswizzled,
 )
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.errors import CheckpointError
@@ -88,13 +87,6 @@ def test_transposed_stacks() -> None:
     assert codes[1, 5, 2].view(torch.uint8) == raw[1, 2, 5].view(torch.uint8)
     scale = torch.rand(2, 1, 6) + 0.1
     assert_bits_equal(scale_of(found, scale), scale.view(2, 6, 1))
-
-
-def test_swizzled_scales_match_torchao() -> None:
-    layout = pytest.importorskip("torchao.prototype.mx_formats.utils")
-    for rows, cols in ((1, 1), (130, 5), (256, 8), (300, 9)):
-        plain = torch.randint(0, 255, (rows, cols), dtype=torch.uint8)
-        assert_bits_equal(unswizzled(layout.to_blocked(plain), (rows, cols)), plain)
 
 
 def test_fnuz_codes_mean_half() -> None:

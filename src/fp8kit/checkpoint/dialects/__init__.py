@@ -23,6 +23,7 @@ from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS as 
 from fp8kit.checkpoint.dialects.fbgemm import FBGEMM as FBGEMM
 from fp8kit.checkpoint.dialects.mistral import MISTRAL
 from fp8kit.checkpoint.dialects.modelopt import MODELOPT
+from fp8kit.checkpoint.dialects.mxfp4 import MXFP4
 from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_INVERSE as MXFP8_INVERSE
 from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_PLAIN as MXFP8_PLAIN
 from fp8kit.checkpoint.dialects.quark import QUARK
@@ -39,6 +40,7 @@ DIALECTS: tuple[Dialect, ...] = (
     MODELOPT,
     QUARK,
     FBGEMM,
+    MXFP4,
     MXFP8_INVERSE,
     MXFP8_PLAIN,
     TRANSFORMERS_FP8,

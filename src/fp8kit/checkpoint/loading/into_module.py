@@ -22,6 +22,7 @@ from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
+from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import computes_linear
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
@@ -51,10 +52,12 @@ class Filled:
     Args:
         unused: names of the tensors that the model does not use.
         decoded: names of the layers that are FP8 in the checkpoint and dense in the model.
+        told: further sentences.
     """
 
     unused: list[str] = field(default_factory=list)
     decoded: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     def notes(self, source: str) -> list[str]:
         """Return it in sentences.
@@ -72,7 +75,7 @@ class Filled:
                 f"{source} holds {len(self.decoded)} FP8 layers for which the model has no FP8 "
                 f"layer; they were decoded to high precision: {some_of(self.decoded)}."
             )
-        return found
+        return found + self.told
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class Layers:
     made: dict[str, Fp8Linear] = field(default_factory=dict)
     groups: list[tuple[str, ...]] = field(default_factory=list)
     ties: list[list[str]] = field(default_factory=list)
+    form: Scheme | None = None  # of MXFP8 layers; by default the fastest on their device
 
 
 def fill(
@@ -92,6 +96,7 @@ def fill(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
+    form: Scheme | None = None,
 ) -> Filled:
     """Load a checkpoint into a module, in place; linear layers become FP8 on the way.
 
@@ -103,6 +108,7 @@ def fill(
         dtype: its high precision; by default tensors in memory keep theirs, those on meta take the
             checkpoint's.
         strict: raise for tensors that the model does not use.
+        form: how MXFP8 layers compute, as in ``mx_forms.settle``.
 
     Returns:
         What did not go the way of the others.
@@ -119,15 +125,16 @@ def fill(
         layers = _layers_in_checkpoint(model, checkpoint, high)
     else:
         layers = layers_by_plan(model, selection, high)
+    layers.form = form
     unused = _check(model, checkpoint, layers, strict)
     arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
     for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
         arrivals.put(name, checkpoint.read(name))
-    end(model, layers, arrivals)
+    told = end(model, layers, arrivals)
     if device is not None:
         model.to(device)
     kept = keep_cache_scales(model, checkpoint, {n: n for n in unused})
-    return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded))
+    return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded), told)
 
 
 def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
@@ -178,8 +185,11 @@ def begin(
     return Placement(model, shapes, sources, device=device, dtype=dtype, high=high, owned=owned)
 
 
-def end(model: nn.Module, layers: Layers, arrivals: Placement) -> None:
+def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
     """Check that all has arrived, tie what is tied, and let layers share their input.
+
+    Returns:
+        What became of MXFP8 layers, in sentences.
 
     Raises:
         CheckpointError: if a weight is not whole, or a tensor is still on meta.
@@ -197,9 +207,13 @@ def end(model: nn.Module, layers: Layers, arrivals: Placement) -> None:
                 "Bring them too, or make them before loading.",
             )
         )
+    told = mx_forms.settle(layers.made, layers.form)
+    rebased = (n for n, layer in layers.made.items() if layer.scheme.rebased)
+    arrivals.placed.update(named(name, "weight_exponents") for name in rebased)
     if layers.made:  # what was converted before was shared and fused before, as was asked then
         conversion_siblings.share_inputs(model, layers.groups)
         fusion.fuse_producers(model)
+    return told
 
 
 def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> Layers:
@@ -219,8 +233,11 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             module = modules[target]
             if not isinstance(module, nn.Linear):
                 continue  # an embedding, say: decoded
-            if isinstance(module, Fp8Linear) and module.scheme.activation == scheme.activation:
-                if module.scheme == scheme or len(route.sources) > 1:
+            if (
+                isinstance(module, Fp8Linear)
+                and module.scheme.stored.activation == scheme.activation
+            ):
+                if module.scheme.stored == scheme or len(route.sources) > 1:
                     continue
             if isinstance(module, Fp8Linear) or not computes_linear(module) or not target:
                 raise CheckpointError(
@@ -360,7 +377,7 @@ def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
     names = set()
     for name, layer in fp8.items():
         if named(name, "weight") in covered:
-            names.add(named(name, "weight_scale"))
+            names |= {named(name, kind) for kind in ("weight_scale", "weight_exponents")}
             if layer.input_scale is not None and not layer.input_scale.is_meta:
                 names.add(named(name, "input_scale"))
     return names

@@ -22,10 +22,13 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import SCALES, Route, Shapes, find
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.errors import CheckpointError, ConversionError, teach
-from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme
+from fp8kit.formats import BLOCK, FP8_FORMATS, MX, ROW, GroupShape, QTensor, Scheme, scale_shape
+from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.linear import Fp8Linear, quantize_weight
+from fp8kit.quantizers.rebase import restore
 
 _SHOWN = 20
+_EXPONENTS = "weight_exponents"
 
 
 @dataclass(slots=True)
@@ -119,7 +122,7 @@ class Placement:
             )
         tensor = tensor.detach()
         layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
-        route = self._route(layer, kind)
+        route = self._route(layer, "weight" if kind == _EXPONENTS else kind)
         if route is None:
             self.unused.append(name)
             return
@@ -127,7 +130,7 @@ class Placement:
         fp8 = tensor.dtype in FP8_FORMATS
         if not fp8 and name in self.shapes and self._fp8_layer(route) is None:
             self._write(route, name.rpartition(".")[2], tensor)
-        elif fp8 or kind in ("weight", *SCALES):
+        elif fp8 or kind in ("weight", *SCALES, _EXPONENTS):
             source = self._waiting.setdefault(layer, {})
             source[kind] = tensor
             if self._missing(layer, source):
@@ -190,7 +193,7 @@ class Placement:
         route = find(layer, "weight", self.shapes)
         names = route.split or (route.target,) if route and route.expert is None else ()
         found = [m.scheme for m in map(self._submodule, names) if isinstance(m, Fp8Linear)]
-        return (found[0], found[0].weight) if found else None
+        return (found[0].stored, found[0].stored.weight) if found else None
 
     def _kept(self, tensor: Tensor) -> Tensor:
         return tensor if self._owned else tensor.clone()
@@ -201,6 +204,9 @@ class Placement:
         if weight is None or weight.dtype in FP8_FORMATS:
             static = numbers is not None and numbers[0].static
             names = _names(self._layers.get(layer), layer, static)
+            scale = source.get("weight_scale")
+            if scale is not None and scale.dtype != torch.uint8 and numbers and numbers[1] == MX:
+                names[_EXPONENTS] = named(layer, _EXPONENTS)  # of an MX weight that was rebased
             return " and ".join(name for kind, name in names.items() if kind not in source)
         if "weight_scale" in source:
             raise CheckpointError(
@@ -227,6 +233,11 @@ class Placement:
                 )
             )
         scale, input_scale = source["weight_scale"], source.get("input_scale")
+        if _EXPONENTS in source and scale.dtype == torch.float32:
+            rows = scale_shape(weight.shape, ROW)
+            group = ROW if tuple(scale.shape) == rows else BLOCK
+            weight = restore(QTensor(weight, scale, group), source[_EXPONENTS]).data
+            scale = source[_EXPONENTS]
         return fp8_weight(named(layer, "weight_scale"), weight, scale, input_scale, numbers[1])
 
     def _deliver(
@@ -281,17 +292,19 @@ class Placement:
                         "Load into a model that keeps these layers apart.",
                     )
                 )
-            whole = join(parts, owner.scheme.weight, route.target) if parts else partial.dense
+            whole = (
+                join(parts, owner.scheme.stored.weight, route.target) if parts else partial.dense
+            )
             assert whole is not None
             self._store(owner, route.target, whole)
 
     def _store(self, layer: Fp8Linear, name: str, value: Tensor | Fp8Weight) -> None:
         place = self._place(layer.weight)
         if isinstance(value, Fp8Weight):
-            if value.q.group != layer.scheme.weight:
-                value = join([value], layer.scheme.weight, name)
+            if value.q.group != layer.scheme.stored.weight:
+                value = join([value], layer.scheme.stored.weight, name)
             layer.original_weight = None  # it is not what these codes were made from
-            found = {"weight": value.q.data, "weight_scale": value.q.scale}
+            found = stored_tensors(value.q, layer.scheme)
             if value.input_scale is not None and layer.input_scale is not None:
                 found["input_scale"] = value.input_scale
         else:
@@ -306,7 +319,7 @@ class Placement:
                 )
             if layer.original_weight is not None:
                 layer.original_weight.copy_(value)
-            found = {"weight": q.data, "weight_scale": q.scale}
+            found = stored_tensors(q, layer.scheme)
         for kind, tensor in found.items():
             self._set(layer, kind, tensor, fresh=isinstance(value, Tensor))
             self.placed.add(named(name, kind))

@@ -10,6 +10,7 @@ from torch import Tensor
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, MX, ROW, scale_shape
+from fp8kit.quantizers.scale_layout import unswizzle_scales
 
 _FNUZ = torch.float8_e4m3fnuz
 _FN = torch.float8_e4m3fn
@@ -65,7 +66,7 @@ def decode_scale(layer: Layer, raw: Tensor, weight: Callable[[], Tensor], where:
     wanted = scale_shape(layer.shape, layer.group)
     if layer.group == MX:
         scale = raw.view(torch.uint8)
-        scale = unswizzled(scale, wanted) if layer.swizzled else scale
+        scale = unswizzle_scales(scale, wanted) if layer.swizzled else scale
         if (scale == 255).any() or (halved and (scale == 0).any()):
             raise _not_numbers(where)
         return (scale - 1 if halved else scale).reshape(wanted)
@@ -120,28 +121,6 @@ def decode_cache_scale(raw: Tensor, fnuz: bool, where: str) -> Tensor:
     _check_positive(scale, where)
     scale = scale / 2 if fnuz else scale
     return scale if scale.dim() == 3 else scale.reshape(1)
-
-
-def unswizzled(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Undo the 128x4 tiles in which Blackwell's tensor cores want MX scales.
-
-    Tiles of 512 bytes are stored row by row; inside one, the scale of row ``r`` and column ``c``
-    is at ``(r % 32) * 16 + r // 32 * 4 + c`` (torchao ``to_blocked``, cuBLAS block scaling layout).
-
-    Args:
-        scale: bytes, any shape, padded to whole tiles.
-        shape: ``(rows, columns)`` without the padding.
-
-    Returns:
-        Bytes of ``shape``.
-
-    Example:
-        >>> unswizzled(torch.zeros(64, 32, dtype=torch.uint8), (192, 5)).shape
-        torch.Size([192, 5])
-    """
-    rows, cols = -(-shape[-2] // 128), -(-shape[-1] // 4)
-    tiles = scale.reshape(rows, cols, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(rows * 128, cols * 4)[: shape[-2], : shape[-1]].contiguous()
 
 
 def check_codes(codes: Tensor, where: str) -> None:

@@ -123,6 +123,8 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
         ((3, 2), (3, 1, 2, 1))
     """
     *stack, rows, cols = shape
+    if numbers.transposed and stack and group == MX:
+        return (scale_shape((*stack, cols, rows), MX),)
     if numbers.transposed and stack:
         return ((*stack, 1, cols), (*stack, cols, 1)) if group == ROW else ()
     if numbers.swizzled and group == MX:

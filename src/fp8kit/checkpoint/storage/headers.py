@@ -66,6 +66,7 @@ class TensorInfo:
         dtype: dtype on disk.
         shape: shape on disk.
         offset: position of its data in the shard.
+        packed: FP4 codes, two to a byte; ``dtype`` and ``shape`` are what reading makes of them.
     """
 
     name: str
@@ -73,11 +74,13 @@ class TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int = 0
+    packed: bool = False
 
     @property
     def nbytes(self) -> int:
         """Size of its data."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return size // 2 if self.packed else size
 
 
 def damaged(file: str, what: str) -> str:

@@ -21,6 +21,7 @@ from fp8kit.checkpoint.schema.decoding import (
 from fp8kit.checkpoint.schema.layers import FLOATS, Layer
 from fp8kit.checkpoint.schema.naming import engine_name
 from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
+from fp8kit.checkpoint.storage import fp4
 from fp8kit.checkpoint.storage.headers import DTYPES as DTYPES
 from fp8kit.checkpoint.storage.headers import TensorInfo as TensorInfo
 from fp8kit.checkpoint.storage.headers import damaged, printable, read_tensor, shown
@@ -145,7 +146,14 @@ class Checkpoint:
             >>> open_checkpoint("dir").read("lm_head.weight").shape
             torch.Size([4096, 256])
         """
-        return self._ours(name, read_tensor(self.path, self.tensors[name]))
+        return self._ours(name, self._raw(name))
+
+    def _raw(self, name: str) -> Tensor:
+        info = self.tensors[name]
+        if not info.packed:
+            return read_tensor(self.path, info)
+        flat = replace(info, dtype=torch.uint8, shape=(info.nbytes,), packed=False)
+        return fp4.unpack(read_tensor(self.path, flat), info.shape)
 
     def scale_problems(self) -> list[str]:
         """Read all scales and describe those that are not finite and positive."""
@@ -187,8 +195,7 @@ class Checkpoint:
             return decode_weight(layer, tensor, where)
         if name == layer.input_scale:
             return decode_input_scale(layer, tensor, where)
-        codes = self.tensors[layer.weight]
-        return decode_scale(layer, tensor, lambda: read_tensor(self.path, codes), where)
+        return decode_scale(layer, tensor, lambda: self._raw(layer.weight), where)
 
 
 def open_checkpoint(
@@ -266,7 +273,7 @@ def _scan(
         metadata.update(texts)
         if index is not None:
             problems += _disagreements(shard, found, index)
-    tensors = sliced(tensors)
+    tensors = sliced(fp4.unpacked(tensors))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
     read = interpret(Source(config, kinds, documents, metadata, widths))
     return Checkpoint(

@@ -1,0 +1,21 @@
+"""``mxfp4``: stacks of FP4 experts, as GPT-OSS is published; read as MXFP8, which holds its values.
+
+The model holds experts with K before N. The layers that are not quantized are listed.
+"""
+
+from __future__ import annotations
+
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Source, strings
+from fp8kit.formats import MX
+
+
+def _detect(source: Source) -> bool:
+    return source.method == "mxfp4"
+
+
+def _parse(source: Source) -> Announcement:
+    ignore = strings(source.quantization, "modules_to_not_convert", "ignored_layers")
+    return Announcement(lambda _: Numbers(MX, MX, transposed=True), ignore)
+
+
+MXFP4 = Dialect("mxfp4", _detect, _parse)

@@ -1,0 +1,91 @@
+"""FP4 codes, two to a byte, read as the FP8 codes of the same values.
+
+Every e2m1 value is an e4m3 value, so an MXFP4 weight is an MXFP8 weight with the same exponents
+(OCP MX v1.0): nothing is rounded. The low half of a byte is the first of its two values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fp8kit.checkpoint.storage.headers import TensorInfo
+from fp8kit.formats import MX
+
+_CODES = torch.float8_e4m3fn
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, in the order of the codes
+
+
+def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return MXFP4 weights as the FP8 tensors that reading makes of them.
+
+    GPT-OSS stacks experts as ``X_blocks [E, N, K / 32, 16]`` beside ``X_scales``; its model holds
+    them as ``X [E, K, N]``, which is what they become. compressed-tensors packs a matrix as
+    ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``.
+
+    Args:
+        tensors: name on disk of each tensor to where it is.
+
+    Example:
+        >>> sorted(unpacked(tensors))
+        ['experts.down_proj', 'experts.down_proj_scale']
+    """
+    found = dict(tensors)
+    for name, info in tensors.items():
+        stack = name.removesuffix("_blocks")
+        if stack != name and _are_blocks(info, tensors.get(f"{stack}_scales")):
+            experts, rows, groups, _ = info.shape
+            shape = (experts, groups * MX.cols, rows)
+            found[stack] = replace(found.pop(name), dtype=_CODES, shape=shape, packed=True)
+            found[f"{stack}_scale"] = found.pop(f"{stack}_scales")
+        layer = name.removesuffix(".weight_packed")
+        if layer != name and _is_matrix(info, tensors.get(f"{layer}.weight_scale")):
+            sides = (info.shape[0], 2 * info.shape[1])
+            held = replace(found.pop(name), dtype=_CODES, shape=sides, packed=True)
+            found[f"{layer}.weight"] = held
+    return found
+
+
+def unpack(data: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return FP8 codes for bytes of two FP4 codes each.
+
+    Args:
+        data: bytes, flat, K last.
+        shape: of the codes: ``(N, K)``, or ``(E, K, N)`` for a stack, which is transposed.
+
+    Example:
+        >>> unpack(torch.tensor([0x21], dtype=torch.uint8), (1, 2)).float()
+        tensor([[0.5000, 1.0000]])
+    """
+    pairs = _pairs()[data.long()].view(_CODES)
+    if len(shape) == 3:
+        return pairs.view(shape[0], shape[2], shape[1]).transpose(-1, -2)
+    return pairs.view(shape)
+
+
+@functools.cache
+def _pairs() -> Tensor:
+    """Return the two codes of each byte, ``[256, 2]`` bytes."""
+    halves = torch.tensor([*_VALUES, *(-v for v in _VALUES)]).to(_CODES).view(torch.uint8)
+    every = torch.arange(256)
+    return torch.stack((halves[every & 15], halves[every >> 4]), dim=1)
+
+
+def _are_blocks(blocks: TensorInfo, scales: TensorInfo | None) -> bool:
+    whole = blocks.dtype == torch.uint8 and len(blocks.shape) == 4 and blocks.shape[-1] == 16
+    return whole and scales is not None and _bytes_of(scales, blocks.shape[:3])
+
+
+def _is_matrix(packed: TensorInfo, scales: TensorInfo | None) -> bool:
+    if packed.dtype != torch.uint8 or len(packed.shape) != 2 or scales is None:
+        return False
+    rows, half = packed.shape
+    return half % 16 == 0 and _bytes_of(scales, (rows, half // 16))
+
+
+def _bytes_of(scales: TensorInfo, shape: tuple[int, ...]) -> bool:
+    return scales.dtype in (torch.uint8, torch.float8_e8m0fnu) and scales.shape == shape

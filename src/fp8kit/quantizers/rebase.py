@@ -1,0 +1,256 @@
+"""MX weights under coarser scales, by shifting exponents instead of quantizing again.
+
+    value = code * 2^(exponent - 127) = shifted code * 2^(shared - 127)
+
+Both scales are powers of two, so a code only moves its exponent field. It keeps every bit unless it
+falls below the smallest step of FP8, ``2^-9`` of the shared scale. The shared exponent is the least
+that lets the largest value of the row or block still fit. Tables of 256 codes for each distance
+make the shift one lookup, the same on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp8kit.errors import teach
+from fp8kit.formats import MX, ROW, TENSOR, GroupShape, QTensor, scale_shape
+
+_LARGEST, _SMALLEST_STEP = 448.0, 2.0**-9
+_NAN, _E8M0_NAN, _BIAS = 0x7F, 255, 127
+# farther down every code is zero; a single smallest step may move up this far
+_DOWN, _UP = 19, 18
+_NONE = -(2**15)  # what a group without a value needs: less than any other
+_PIECE = 2**22  # elements at a time, which bounds the memory beside the weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rebased:
+    """An MX weight with scales of rows or blocks, and what that changed.
+
+    Args:
+        q: codes and ``float32`` scales, powers of two.
+        exponents: the E8M0 bytes that the groups had, for ``restore``.
+        changed: how many codes lost bits.
+        largest_change: of all rows the largest root mean square, over the groups of 32 in the row,
+            of ``norm(change) / norm(group)``. Every group counts alike, as inputs may be small
+            where the weight is large.
+    """
+
+    q: QTensor
+    exponents: Tensor
+    changed: int
+    largest_change: float
+
+
+def rebase(q: QTensor, group: GroupShape = ROW) -> Rebased:
+    """Give an MX weight one power of two as the scale of each row, or of larger blocks.
+
+    Args:
+        q: e4m3fn codes ``[N, K]``, or a stack ``[E, N, K]``, with E8M0 scales (``fp8kit.MX``).
+        group: elements per new scale: columns all, or a multiple of 32.
+
+    Returns:
+        New codes and scales, the old exponents, and how many values changed by how much. NaN codes
+        and groups stay NaN.
+
+    Raises:
+        ValueError: if ``q`` is not MX e4m3fn, or the new groups cut through the old ones.
+
+    Example:
+        >>> found = rebase(fp8kit.quantize(torch.randn(4, 64), fp8kit.MX))
+        >>> found.changed, found.q.group
+        (0, GroupShape(rows=1, cols=-1))
+    """
+    _check(q, group)
+    data = torch.empty_like(q.data, memory_format=torch.contiguous_format)
+    wanted = scale_shape(q.shape, group)
+    if not q.data.numel():
+        return Rebased(QTensor(data, q.scale.new_ones(wanted).float(), group), q.scale, 0, 0.0)
+    shared = _shared_exponents(q, group)
+    changed, largest = 0, 0.0
+    wide = _spread(shared, q.scale.shape, group)
+    for rows in _pieces(q.data):
+        parts = (_rows(t, rows) for t in (q.data, q.scale, wide, data))
+        lost, change = _shift_rows(*parts)
+        changed, largest = changed + lost, max(largest, change)
+    return Rebased(QTensor(data, _powers(shared), group), q.scale, changed, largest)
+
+
+def restore(q: QTensor, exponents: Tensor) -> QTensor:
+    """Undo ``rebase``: give groups of 32 their exponents back, and codes their bits.
+
+    Args:
+        q: what ``rebase`` gave: e4m3fn codes with powers of two as scales.
+        exponents: the E8M0 bytes it kept, ``scale_shape(q.shape, MX)``.
+
+    Returns:
+        The MX weight. A code that ``rebase`` changed is the one nearest to what it became.
+
+    Example:
+        >>> found = rebase(q)
+        >>> torch.equal(restore(found.q, found.exponents).data.view(torch.uint8), codes_of_q)
+        True
+    """
+    data = torch.empty_like(q.data, memory_format=torch.contiguous_format)
+    if data.numel():
+        shared = torch.frexp(q.scale)[1] + (_BIAS - 1)
+        wide = _spread(shared, exponents.shape, q.group)
+        for rows in _pieces(data):
+            own = _rows(exponents, rows)
+            codes = _shifted(_rows(q.data, rows), _rows(wide, rows) - own.int())[0]
+            nan = _per_element(own == _E8M0_NAN, codes.shape[-1])
+            _rows(data, rows).view(torch.uint8).copy_(codes.masked_fill_(nan, _NAN))
+    return QTensor(data, exponents, MX)
+
+
+def _check(q: QTensor, group: GroupShape) -> None:
+    if q.group != MX or q.data.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            teach(
+                f"Got {q}.",
+                "E8M0 scales of 32 e4m3fn codes are rebased.",
+                "Quantize with group=fp8kit.MX, or leave other weights as they are.",
+            )
+        )
+    if group.cols != -1 and group.cols % MX.cols:
+        raise ValueError(
+            teach(
+                f"Got {group} as the new groups.",
+                f"They hold whole groups of {MX.cols} columns.",
+                "Pass fp8kit.ROW or fp8kit.BLOCK.",
+            )
+        )
+
+
+def _shared_exponents(q: QTensor, group: GroupShape) -> Tensor:
+    """Return the least biased exponents that let every group fit, ``int32``."""
+    need = torch.empty(q.scale.shape, dtype=torch.int32, device=q.device)
+    table = _needs(q.device)
+    for rows in _pieces(q.data):
+        magnitude = _rows(q.data, rows).view(torch.uint8) & 0x7F
+        magnitude = magnitude.masked_fill(magnitude == _NAN, 0)
+        padded = F.pad(magnitude, (0, -magnitude.shape[-1] % MX.cols))
+        largest = padded.view(len(padded), -1, MX.cols).amax(-1)
+        own = _rows(q.scale, rows)
+        held = table[largest.long()] + own.int()
+        _rows(need, rows).copy_(held.masked_fill((largest == 0) | (own == _E8M0_NAN), _NONE))
+    shared = _largest_of(need, q, group)
+    zeros = q.scale.int().masked_fill(q.scale == _E8M0_NAN, 0)
+    # without a value to fit, any scale will do: that of the largest group, or one
+    plain = _largest_of(zeros, q, group)
+    return torch.where(shared == _NONE, plain, shared).clamp_(1, _E8M0_NAN - 1)
+
+
+def _largest_of(values: Tensor, q: QTensor, group: GroupShape) -> Tensor:
+    if group == TENSOR:
+        return values.amax().reshape(1, 1)
+    cols = values.shape[-1] if group.cols == -1 else group.cols // MX.cols
+    right, below = -values.shape[-1] % cols, -values.shape[-2] % group.rows
+    values = F.pad(values, (0, right, 0, below), value=_NONE)
+    down, across = values.shape[-2] // group.rows, values.shape[-1] // cols
+    tiles = values.reshape(*values.shape[:-2], down, group.rows, across, cols)
+    return tiles.amax((-3, -1)).reshape(scale_shape(q.shape, group))
+
+
+def _spread(shared: Tensor, shape: torch.Size, group: GroupShape) -> Tensor:
+    """Repeat exponents of rows or blocks for the groups of 32 in them."""
+    if group == TENSOR:
+        return shared.reshape([1] * len(shape)).expand(shape)
+    if group.rows > 1:
+        shared = shared.repeat_interleave(group.rows, -2)[..., : shape[-2], :]
+    if group.cols != -1:
+        return shared.repeat_interleave(group.cols // MX.cols, -1)[..., : shape[-1]]
+    return shared.expand(shape)
+
+
+def _shift_rows(codes: Tensor, own: Tensor, shared: Tensor, out: Tensor) -> tuple[int, float]:
+    """Write shifted codes of some rows; return how many changed, and the largest change."""
+    nan = own == _E8M0_NAN
+    shifted, index = _shifted(codes, own.int() - shared)
+    if nan.any():
+        shifted.masked_fill_(_per_element(nan, codes.shape[-1]), _NAN)
+    out.view(torch.uint8).copy_(shifted)
+    lost = _lossy(codes.device)[index] & ~_per_element(nan, codes.shape[-1])
+    per_row = lost.sum(-1)
+    rows = per_row.nonzero().flatten()
+    if not len(rows):
+        return 0, 0.0
+    # the value under the shared scale, exact in fp32 before and after
+    before = _exact(codes.device)[index[rows]]
+    change = (before - out[rows].float().nan_to_num()).masked_fill(~lost[rows], 0)
+    ratios = (_group_norms(change) / _group_norms(before)).nan_to_num(0)
+    return int(per_row.sum()), float(ratios.square().mean(-1).sqrt().max())
+
+
+def _group_norms(values: Tensor) -> Tensor:
+    padded = F.pad(values, (0, -values.shape[-1] % MX.cols))
+    norms: Tensor = torch.linalg.vector_norm(padded.view(len(padded), -1, MX.cols), dim=-1)
+    return norms
+
+
+def _shifted(codes: Tensor, distance: Tensor) -> tuple[Tensor, Tensor]:
+    """Shift codes ``[M, K]`` by exponents ``[M, K / 32]``; return bytes, and places in tables."""
+    step = (distance.clamp(-_DOWN, _UP) + _DOWN) * 256
+    index = _per_element(step, codes.shape[-1]) + codes.view(torch.uint8)
+    return _codes(codes.device)[index], index
+
+
+def _per_element(values: Tensor, cols: int) -> Tensor:
+    return values.repeat_interleave(MX.cols, -1)[..., :cols]
+
+
+def _pieces(codes: Tensor) -> Iterator[slice]:
+    rows = math.prod(codes.shape[:-1])
+    step = max(1, _PIECE // codes.shape[-1])
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])[rows]
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    return (exponents << 23).view(torch.float32)
+
+
+def _all_codes(device: torch.device) -> Tensor:
+    return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+
+
+@functools.cache
+def _exact(device: torch.device) -> Tensor:
+    """Value of each code at each distance, flat; NaN as 0, which no sum of changes may meet."""
+    powers = torch.arange(-_DOWN, _UP + 1, device=device).float().exp2()
+    return (_all_codes(device).nan_to_num() * powers[:, None]).flatten()
+
+
+@functools.cache
+def _codes(device: torch.device) -> Tensor:
+    """Code of each code at each distance, flat: rounded to nearest even, saturated, NaN kept."""
+    bits = _exact(device).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+    own = torch.arange(256, dtype=torch.uint8, device=device).repeat(_DOWN + _UP + 1)
+    return torch.where((own & _NAN) == _NAN, own, bits)
+
+
+@functools.cache
+def _lossy(device: torch.device) -> Tensor:
+    values = _exact(device)
+    held: Tensor = _codes(device).view(torch.float8_e4m3fn).float().nan_to_num()
+    return held.ne(values)
+
+
+@functools.cache
+def _needs(device: torch.device) -> Tensor:
+    """Distance between the exponent of a group and the least under which this magnitude fits."""
+    values = _all_codes(device)[:128].nan_to_num(0)
+    mantissa, exponent = torch.frexp(values)
+    largest, top = math.frexp(_LARGEST)
+    return torch.where(values == 0, 0, exponent - top + (mantissa > largest).int()).int()

@@ -1,0 +1,128 @@
+"""MXFP4 checkpoints: read as the MXFP8 weights of the same values, dense and in stacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit.checkpoint.storage.reader import open_checkpoint
+from fp8kit.formats import MX
+from numerics import assert_bits_equal
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+CT = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group",
+                "group_size": 32, "dynamic": False, "scale_dtype": "torch.uint8",
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}  # fmt: skip
+
+
+def packed(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return packed codes ``[..., K / 2]``, exponents, and the values they mean, value by value."""
+    codes = torch.randint(0, 16, shape)
+    exponents = torch.randint(110, 124, (*shape[:-1], shape[-1] // 32))
+    values = torch.tensor([*E2M1, *(-v for v in E2M1)])[codes]
+    values = values * 2.0 ** (exponents - 127).repeat_interleave(32, -1)
+    pairs = codes[..., 0::2] + 16 * codes[..., 1::2]  # the first value is the low half
+    return pairs.to(torch.uint8), exponents.to(torch.uint8), values
+
+
+def dense_directory(path: Path) -> tuple[Path, Tensor]:
+    pairs, exponents, values = packed(128, 256)
+    tensors = {"fc.weight_packed": pairs, "fc.weight_scale": exponents}
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": CT}))
+    return path, values
+
+
+def test_packed_matrices_are_read_exactly_and_computed_rebased(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path, values = dense_directory(tmp_path / "a")
+    checkpoint = open_checkpoint(path)
+    assert (checkpoint.dialect.name, checkpoint.spec.scheme.name) == ("compressed-tensors", "MXFP8")
+    q = fp8kit.QTensor(checkpoint.read("fc.weight"), checkpoint.read("fc.weight_scale"), MX)
+    assert_bits_equal(fp8kit.dequantize(q), values)
+    model = nn.ModuleDict({"fc": nn.Linear(256, 128, False)})
+    fp8kit.load(path, model)
+    assert model.fc.scheme.name == "MXFP8_ROW"
+    assert_bits_equal(model.fc.to_linear(torch.float32).weight.detach(), values)
+
+
+@pytest.mark.parametrize("scheme", [None, "FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR"])
+def test_packed_matrices_are_written_as_any_fp8(scheme: str | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    path, values = dense_directory(tmp_path / "a")
+    fp8kit.convert_checkpoint(path, tmp_path / "b", scheme=scheme)
+    written = open_checkpoint(tmp_path / "b")
+    layer = written.layers["fc"]
+    assert layer.scheme.name == (scheme or "MXFP8")
+    q = fp8kit.QTensor(written.read("fc.weight"), written.read(layer.scale), layer.group)
+    assert_bits_equal(fp8kit.dequantize(q), values)
+
+
+def test_only_mx_weights_get_another_scheme(tmp_path: Path) -> None:
+    path, _ = dense_directory(tmp_path / "a")
+    fp8kit.convert_checkpoint(path, tmp_path / "b", scheme="FP8_DYNAMIC")
+    with pytest.raises(fp8kit.CheckpointError, match="would be quantized again"):
+        fp8kit.convert_checkpoint(tmp_path / "b", tmp_path / "c", scheme="FP8_BLOCK")
+    with pytest.raises(fp8kit.CheckpointError, match="would be quantized again"):
+        fp8kit.convert_checkpoint(path, tmp_path / "c", scheme="FP8")
+
+
+def test_experts_of_gpt_oss_give_the_logits_of_their_values(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=16, dtype="float32", pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    dense = transformers.GptOssForCausalLM(config).eval()
+    state = dict(dense.state_dict())
+    tensors = {}
+    for name in [n for n in state if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, k, n = state.pop(name).shape
+        pairs, exponents, values = packed(experts, n, k)
+        tensors[f"{name}_blocks"] = pairs.view(experts, n, k // 32, 16)
+        tensors[f"{name}_scales"] = exponents
+        dense.get_parameter(name).data.copy_(values.transpose(1, 2))
+        theirs = mxfp4.convert_moe_packed_tensors(
+            tensors[f"{name}_blocks"], exponents, dtype=torch.float32
+        )
+        assert torch.equal(theirs, values.transpose(1, 2))
+    tensors |= {n: t.contiguous().clone() for n, t in state.items()}
+    path = tmp_path / "gpt-oss"
+    config.save_pretrained(path)
+    written = json.loads((path / "config.json").read_text())
+    written["architectures"] = ["GptOssForCausalLM"]
+    written["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
+                                   "model.embed_tokens", "lm_head"],
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(written))
+    save_file(tensors, path / "model.safetensors")
+    with pytest.warns(UserWarning, match="decoded to high precision"):
+        model = fp8kit.load(path)
+    for name, parameter in dense.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+    tokens = torch.randint(0, 64, (1, 9))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, dense(tokens).logits)

@@ -1,0 +1,196 @@
+"""MXFP8 layers where no tensor core reads MX scales: rebased, told, and saved as they were."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp8kit
+from fp8kit.checkpoint.storage.reader import open_checkpoint
+from fp8kit.checkpoint.storage.writer import write_checkpoint
+from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor, Scheme
+from fp8kit.matmul import torch_native, triton_gemm
+from fp8kit.matmul.problem import linear_problem
+from fp8kit.modules.mx_forms import form_on, stored_weight
+from numerics import assert_bits_equal, assert_scheme_error
+
+N, K = 128, 256
+CONFIG = {
+    "quantization_config": {
+        "quant_method": "mxfp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [1, 32],
+        "scale_fmt": "ue8m0",
+    }
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(K, N), nn.Linear(N, K, bias=False)
+        nn.init.normal_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+def directory(path: Path, weights: dict[str, QTensor]) -> Path:
+    tensors = {f"{n}.weight": q.data for n, q in weights.items()}
+    tensors |= {f"{n}.weight_scale_inv": q.scale for n, q in weights.items()}
+    tensors["up.bias"] = torch.zeros(N)
+    layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    write_checkpoint(path, layout, tensors.items(), config=CONFIG)
+    return path
+
+
+def trained() -> dict[str, QTensor]:
+    torch.manual_seed(0)
+    shapes = {"up": (N, K), "down": (K, N)}
+    found = {}
+    for name, shape in shapes.items():
+        weight = torch.randn(shape) * 0.02
+        weight[weight.abs() < 1e-4] = 0  # the smallest values of a row would lose bits
+        found[name] = fp8kit.quantize(weight, MX, role="weight")
+    return found
+
+
+def outlying(kind: str) -> dict[str, QTensor]:
+    """Return weights one of which has columns, or values in every group, of another size."""
+    found = trained()
+    wild = torch.randn(N, K) * 0.02
+    wild[:, : 128 if kind == "columns" else 1] *= 2.0**12
+    if kind == "everywhere":
+        wild[:, ::64] *= 2.0**14
+    return found | {"up": fp8kit.quantize(wild, MX, role="weight")}
+
+
+@pytest.mark.parametrize(
+    ("capability", "form"),
+    [
+        (None, "MXFP8_ROW"), ((8, 0), "MXFP8_ROW"), ((8, 9), "MXFP8_ROW"), ((9, 0), "MXFP8_ROW"),
+        ((10, 0), "MXFP8"), ((12, 0), "MXFP8"),
+    ],
+)  # fmt: skip
+def test_the_device_decides_unless_a_form_is_named(
+    capability: tuple[int, int] | None, form: str
+) -> None:
+    assert form_on(SCHEMES["MXFP8"], capability).name == form
+    for named in (*MX_FORMS.values(), SCHEMES["FP8_DYNAMIC"]):
+        assert form_on(named, capability) == named
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("m", [1, 4096])
+def test_tensor_cores_compute_the_form_of_every_device(capability: tuple[int, int], m: int) -> None:
+    form = form_on(SCHEMES["MXFP8"], capability)
+    problem = linear_problem((N, K), form, torch.bfloat16, torch.device("cpu"), False, m)
+    problem = replace(problem, device_type="cuda", capability=capability)
+    assert torch_native.supports(problem) is None or triton_gemm.supports(problem) is None
+
+
+def test_convert_rebases_and_tells_it() -> None:
+    dense, model = Model(), Model()
+    x = torch.randn(9, K)
+    plan = fp8kit.plan(model, "MXFP8", exclude=[])
+    assert "MXFP8 weights are rebased" in str(plan)
+    report = plan.apply()
+    assert model.up.scheme.name == "MXFP8_ROW"
+    assert model.up.weight_scale.shape == (N, 1)
+    assert model.up.weight_exponents.dtype == torch.uint8
+    held = sum(t.nbytes for t in model.state_dict().values())
+    assert report.model_bytes_after == held
+    (up, _) = report.converted
+    assert "rebased to one power of two per row, which changes" in up.reason
+    assert "rebased to one power of two per row" in str(fp8kit.explain(model))
+    wanted = fp8kit.dequantize(fp8kit.quantize(dense.up.weight.detach(), MX, role="weight"))
+    assert_bits_equal(model.up.to_linear(torch.float32).weight.detach(), wanted)
+    assert_scheme_error(model.up(x), dense.up(x), "FP8_DYNAMIC")
+
+
+@pytest.mark.parametrize("form", ["MXFP8", "MXFP8_ROW", "MXFP8_BLOCK", "MXFP8_EMULATED"])
+def test_what_is_loaded_is_saved_bit_for_bit(form: str, tmp_path: Path) -> None:
+    source = directory(tmp_path / "a", trained())
+    model = fp8kit.load(source, Model(), scheme=form)
+    assert model.up.scheme.name == ("MXFP8_ROW" if form == "MXFP8" else form)
+    assert model(torch.randn(3, K)).isfinite().all()
+    model.bfloat16()
+    fp8kit.save(model, tmp_path / "b", target="sglang")
+    back = fp8kit.load(tmp_path / "b", Model(), scheme="MXFP8_EMULATED")
+    for name, q in trained().items():
+        assert_bits_equal(back.get_submodule(name).weight_scale.detach(), q.scale)
+        codes = stored_weight(back.get_submodule(name)).data
+        if form == "MXFP8_BLOCK":  # a few of its values lose their last bits
+            assert (codes.view(torch.uint8) != q.data.view(torch.uint8)).sum() < 20
+        else:
+            assert_bits_equal(codes, q.data)
+
+
+def test_a_round_trip_gives_the_same_file(tmp_path: Path) -> None:
+    source = directory(tmp_path / "a", trained())
+    fp8kit.save(fp8kit.load(source, Model()), tmp_path / "b", target="sglang")
+    again = fp8kit.load(tmp_path / "b", Model())
+    fp8kit.save(again, tmp_path / "c", target="sglang")
+    files = [(tmp_path / d / "model.safetensors").read_bytes() for d in ("b", "c")]
+    assert files[0] == files[1]
+    first, second = (open_checkpoint(tmp_path / d) for d in ("a", "b"))
+    assert first.spec.scheme == second.spec.scheme == SCHEMES["MXFP8"]
+    for name in first.tensors:
+        assert_bits_equal(first.read(name), second.read(name))
+
+
+def test_weights_that_would_lose_too_much_fall_back_by_name(tmp_path: Path) -> None:
+    source = directory(tmp_path / "a", outlying("columns"))
+    with pytest.warns(UserWarning, match="up: one power of two per row would change"):
+        model = fp8kit.load(source, Model())
+    assert (model.up.scheme.name, model.down.scheme.name) == ("MXFP8_BLOCK", "MXFP8_ROW")
+    assert model(torch.randn(2, K)).isfinite().all()
+    source = directory(tmp_path / "b", outlying("everywhere"))
+    with pytest.warns(UserWarning, match="so it stays MX and is emulated"):
+        model = fp8kit.load(source, Model())
+    assert model.up.scheme.name == "MXFP8_EMULATED"
+    assert "stays MX" in str(fp8kit.explain(model))
+
+
+def test_rebased_layers_move_copy_and_reload() -> None:
+    model = Model()
+    fp8kit.convert(model, "MXFP8", exclude=[])
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model).half().float()))
+    twin.load_state_dict(state)
+    x = torch.randn(2, K)
+    assert_bits_equal(twin(x), model(x))
+    place = model.up.weight.data_ptr()
+    q = trained()["up"]
+    model.up.load_state_dict({"weight": q.data, "weight_scale": q.scale, "bias": state["up.bias"]})
+    assert model.up.weight.data_ptr() == place
+    assert_bits_equal(stored_weight(model.up).data, q.data)
+    dense = torch.randn(N, K)
+    model.up.load_state_dict({"weight": dense, "bias": state["up.bias"]})
+    wanted = fp8kit.quantize(dense, MX, role="weight")
+    assert_bits_equal(fp8kit.dequantize(model.up.quantized_weight()), fp8kit.dequantize(wanted))
+    fp8kit.load_weights(model, [("up.weight", state["up.weight"]), ("up.weight_scale",
+                        state["up.weight_scale"]), ("up.weight_exponents",
+                        state["up.weight_exponents"])])  # fmt: skip
+    assert_bits_equal(model.up.weight_scale.detach(), state["up.weight_scale"])
+    assert_bits_equal(model.up.codes.detach(), state["up.weight"])
+
+
+def test_a_kept_dense_weight_is_followed() -> None:
+    model = Model()
+    fp8kit.convert(model, "MXFP8", exclude=[], weight_storage="keep")
+    model.up.original_weight.mul_(3)
+    wanted = fp8kit.quantize(model.up.original_weight, MX, role="weight")
+    assert_bits_equal(stored_weight(model.up).data, wanted.data)
+
+
+def test_only_mx_weights_are_rebased() -> None:
+    with pytest.raises(ValueError, match="rebased to rows or blocks"):
+        Scheme("own", MX, MX, rebased=True)
