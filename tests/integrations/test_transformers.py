@@ -613,12 +613,19 @@ def test_a_first_weight_that_is_fp8_is_no_dtype(tmp_path: Path) -> None:
     class Bare(transformers.PreTrainedModel):
         config_class = transformers.PretrainedConfig
 
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config: Any, bias: bool = True) -> None:
             super().__init__(config)
-            self.layer = nn.Linear(128, 128)
+            self.layer = nn.Linear(128, 128, bias=bias)
             self.post_init()
 
     model = Bare(transformers.PretrainedConfig())
     fp8kit.convert(model)
+    assert model.dtype == torch.float32
+    model.save_pretrained(tmp_path / "c")
+    assert load_file(tmp_path / "c" / "model.safetensors")["layer.weight"].dtype in (
+        torch.float8_e4m3fn,
+    )
+    model = Bare(transformers.PretrainedConfig(), bias=False)
+    model.layer = Fp8Linear.from_linear(model.layer)  # convert would leave it dense
     with pytest.raises(CheckpointError, match=r"first tensor of Bare is FP8.*fp8kit\.save"):
-        model.save_pretrained(tmp_path / "c")
+        model.save_pretrained(tmp_path / "d")
