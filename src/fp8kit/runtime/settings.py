@@ -22,6 +22,8 @@ BACKEND_NAMES = (
     "triton_gemm",
     "deep_gemm",
     "dequantized",
+    "triton_experts",
+    "by_expert",
     "triton",
     "cpu",
     "reference",
