@@ -62,9 +62,8 @@ class Fp8Linear(nn.Linear):
 
     weight_scale: nn.Parameter
     input_scale: nn.Parameter | None
-    accum = "precise"
+    accum, form_note = "precise", ""  # the note: why an MX weight has the form it has
     batch_invariant = False
-    form_note = ""  # of an MX weight
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
