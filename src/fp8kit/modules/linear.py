@@ -74,7 +74,7 @@ class Fp8Linear(nn.Linear):
     out_dtype: torch.dtype | None = None
     scale_ub: float | None = None
     _bound: Tensor | None = None  # scale_ub on the device of the weight
-    form_note = ""  # of an MX weight
+    form_note = ""  # why an MX weight has the form it has
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
