@@ -381,6 +381,22 @@ def torchao() -> dict[str, Golden]:
     }
 
 
+def of_diffusers() -> dict[str, Golden]:
+    mixed = by_row("weight_scale")
+    mixed["tensors"][f"{OUT}.weight_scale"] = torch.tensor([[0.02]])
+    mixed["truth"][OUT] = values(W1, torch.tensor([[0.02]]))
+    layers = {OUT: "FP8_TENSOR", DOWN: "FP8_DYNAMIC"}
+    return {
+        "diffusers": Golden(
+            "fp8kit",
+            layers,
+            quantization={"quant_method": "fp8kit", "scheme": "FP8_DYNAMIC", "layers": layers},
+            file="diffusion_pytorch_model.safetensors",
+            **mixed,
+        )
+    }
+
+
 def quark() -> dict[str, Golden]:
     def config(weight: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
         fp8_ = {"dtype": "fp8_e4m3", "symmetric": True}
@@ -485,8 +501,12 @@ def without_a_config() -> dict[str, Golden]:
 
 def goldens() -> dict[str, Golden]:
     """Return all golden checkpoints by the name of their folder."""
-    families = (compressed_tensors, fp8_method, fbgemm, modelopt, torchao, quark, without_a_config)
-    return {name: golden for family in families for name, golden in family().items()}
+    families = (compressed_tensors, fp8_method, fbgemm, modelopt, torchao, quark, of_diffusers)
+    return {
+        name: golden
+        for family in (*families, without_a_config)
+        for name, golden in family().items()
+    }
 
 
 if __name__ == "__main__":
