@@ -77,11 +77,11 @@ MANY_PARAMETERS = {
 }
 
 PUBLIC = """
-    BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Evaluation Fp8KitConfig Fp8Linear
-    GROUP128 GroupShape MX Plan QTensor ROW Recipe Report SCHEMES Scheme TENSOR UnsupportedError
-    convert convert_checkpoint dequantize evaluate explain inspect join_scales linear load
-    load_weights plan quantize quantize_checkpoint ray_runner recode requantize save scale_shape
-    scaled_mm verify_checkpoint warmup
+    BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Evaluation Fp8Cache Fp8KitConfig
+    Fp8Linear Fp8StaticCache GROUP128 GroupShape MX Plan QTensor ROW Recipe Report SCHEMES
+    Scheme TENSOR UnsupportedError convert convert_checkpoint dequantize evaluate explain
+    inspect join_scales linear load load_weights plan quantize quantize_checkpoint ray_runner
+    recode requantize save scale_shape scaled_mm verify_checkpoint warmup
 """
 
 # a name without a slash is a file of the project only if it ends like this

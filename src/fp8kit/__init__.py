@@ -112,7 +112,9 @@ else:
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
     # `import *` asks for each of them
-    _missing = set() if find_spec("transformers") else {"Fp8KitConfig"}
+    _missing = (
+        set() if find_spec("transformers") else {"Fp8KitConfig", "Fp8Cache", "Fp8StaticCache"}
+    )
     __all__ = sorted(_HOME_OF.keys() - _missing)
 
     def __getattr__(name: str) -> object:

@@ -203,6 +203,11 @@ def test_without_this_package_a_saved_model_does_not_load(tmp_path: Path) -> Non
         "sys.exit('it loaded')\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    announced = json.loads((tmp_path / "saved" / "config.json").read_text())
+    announced["quantization_config"]["quant_method"] = "fp9kit"  # as an unknown one here
+    (tmp_path / "saved" / "config.json").write_text(json.dumps(announced))
+    with pytest.raises(ValueError, match="got fp9kit"):
+        type(model).from_pretrained(tmp_path / "saved")
 
 
 def test_what_to_convert_is_the_users_choice(tmp_path: Path) -> None:
@@ -264,6 +269,36 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(ConversionError, match=r"to_q\.weight hold NaN"):
         type(model).from_pretrained(tmp_path, quantization_config=Fp8KitConfig(), torch_dtype=BF16)
+
+
+def test_quantizing_into_weights_on_disk_is_refused(tmp_path: Path) -> None:
+    model = dense("FluxTransformer2DModel", tmp_path)
+    with pytest.raises(UnsupportedError, match="device_map that places layers on disk"):
+        type(model).from_pretrained(
+            tmp_path,
+            quantization_config=Fp8KitConfig(),
+            device_map={"": "disk"},
+            offload_folder=str(tmp_path / "disk"),
+        )
+
+
+def test_casts_of_a_quantized_model_are_refused(tmp_path: Path) -> None:
+    model = dense("FluxTransformer2DModel", tmp_path)
+    load = type(model).from_pretrained
+    model = load(tmp_path, quantization_config=Fp8KitConfig(), torch_dtype=BF16)
+    with pytest.raises(ValueError, match="not supported for quantized model"):
+        model.half()
+    with pytest.raises(ValueError, match="Casting a quantized model"):
+        model.to(torch.float16)
+
+
+def test_the_config_of_transformers_serves_too(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = dense("FluxTransformer2DModel", tmp_path)
+    config = fp8kit.Fp8KitConfig(include=["*.attn.to_q"])
+    found = type(model).from_pretrained(tmp_path, quantization_config=config, torch_dtype=BF16)
+    assert fp8_layers(found)
+    assert all(n.endswith(".attn.to_q") for n in fp8_layers(found))
 
 
 OFFLOADS: dict[str, dict[str, Any]] = {

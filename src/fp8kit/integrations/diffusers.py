@@ -101,7 +101,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
 
     Args:
-        quantization_config: an ``Fp8KitConfig``.
+        quantization_config: an ``Fp8KitConfig``, or that of Transformers with the same fields.
         kwargs: as diffusers passes them; for a single file it says nothing of ``pre_quantized``.
     """
 
@@ -113,6 +113,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: Fp8KitConfig, **kwargs: Any) -> None:
         self.single_file = "pre_quantized" not in kwargs
+        if not isinstance(quantization_config, Fp8KitConfig):  # that of Transformers
+            quantization_config = Fp8KitConfig(**_arguments(quantization_config))
         super().__init__(quantization_config, **kwargs)
         self.dtype = torch.float32
         self.not_finite: list[str] = []
@@ -317,6 +319,11 @@ def tell() -> None:
     ModelMixin.hf_quantizer = _QuantizerOfModel(
         lambda _: Fp8KitQuantizer(Fp8KitConfig(layers={}), pre_quantized=True)
     )
+
+
+def _arguments(config: Any) -> dict[str, Any]:
+    names = ("scheme", "include", "exclude", "strict", "layers")
+    return {name: getattr(config, name) for name in names}
 
 
 def _layers(model: nn.Module) -> dict[str, Fp8Linear]:
