@@ -64,7 +64,7 @@ FILE_LINES, KERNEL_FILE_LINES = 420, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80
 PARAMETERS = 8
 SOURCE_LINES = 27500
-PUBLIC_NAMES = 40
+PUBLIC_NAMES = 42
 # operator schemas are flat, and implementation and fake repeat them; launchers get pointers,
 # extents and a tile; convert has what plan has, and where the dense weights go
 MANY_PARAMETERS = {
