@@ -59,6 +59,8 @@ SHORT_SUMS = 2**-6 + 2**-10
 # become useless, and fails too: quantization itself costs about 0.4 %.
 LOSS_DIFFERENCE = 5e-4
 LOSS_STANDARD_ERROR = 1e-3
+# what FP8 linear layers may cost: more than twice the 0.4 % that they do
+WHOLE_MODEL_COST = 1e-2
 
 # LoRA training on an FP8 base against the same training on its bf16 weights, per step, as the mean
 # over the steps: quantization costs about 0.4 % of the loss, and benchmarks/results/lora.json has
@@ -211,3 +213,13 @@ def activation_noise(layers: int) -> tuple[float, float]:
     rounding nothing was rounded: the same bound as everywhere for an end-to-end result.
     """
     return ONE_OPERAND / 3, ONE_OPERAND * math.sqrt(4 * layers) * 1.5
+
+
+def assert_cache_cost(losses: Tensor, dense: Tensor) -> None:
+    """Check what an FP8 KV cache costs: mean losses per sequence against a cache in bf16.
+
+    A block rounds fourteen operands of seven products if its linear layers are FP8, which costs
+    0.4 % here and at most ``WHOLE_MODEL_COST``. A cache rounds two more, keys and values.
+    """
+    cost = (losses.double() - dense.double()).mean().item()
+    assert cost <= WHOLE_MODEL_COST, f"the cache costs {cost:+.3%}"

@@ -15,7 +15,7 @@ The data flow, which is also the order of the folders::
     modules      Fp8Linear: its state_dict is the checkpoint
     conversion   plan and convert: dense layers become FP8 layers
     checkpoint   dialects, what tensors mean, how they lie on disk, streaming
-    integrations Transformers, PEFT, Ray
+    integrations Transformers, diffusers, PEFT, KV caches, Ray
     io           load, save, quantize_checkpoint, verify_checkpoint, load_weights
     perf         measure, tune, warm up, explain, evaluate
     cli          the command line
@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from fp8kit.functional import linear as linear
     from fp8kit.functional import quantize as quantize
     from fp8kit.functional import scaled_mm as scaled_mm
+    from fp8kit.integrations.kv_cache import Fp8Cache as Fp8Cache
+    from fp8kit.integrations.kv_cache import Fp8StaticCache as Fp8StaticCache
     from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
     from fp8kit.io.arriving_tensors import load_weights as load_weights
     from fp8kit.io.checkpoints import quantize_checkpoint as quantize_checkpoint
@@ -119,10 +121,13 @@ else:
         "conversion.report": "Report",
         "conversion.patterns": "DEFAULT_EXCLUDE",
         "io.arriving_tensors": "load_weights",
+        "integrations.kv_cache": "Fp8Cache Fp8StaticCache",
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
     # `import *` asks for each of them
-    _missing = set() if find_spec("transformers") else {"Fp8KitConfig"}
+    _missing = (
+        set() if find_spec("transformers") else {"Fp8KitConfig", "Fp8Cache", "Fp8StaticCache"}
+    )
     __all__ = sorted(_HOME_OF.keys() - _missing)
 
     def __getattr__(name: str) -> object:

@@ -403,6 +403,22 @@ def torchao() -> dict[str, Golden]:
     }
 
 
+def of_diffusers() -> dict[str, Golden]:
+    mixed = by_row("weight_scale")
+    mixed["tensors"][f"{OUT}.weight_scale"] = torch.tensor([[0.02]])
+    mixed["truth"][OUT] = values(W1, torch.tensor([[0.02]]))
+    layers = {OUT: "FP8_TENSOR", DOWN: "FP8_DYNAMIC"}
+    return {
+        "diffusers": Golden(
+            "fp8kit",
+            layers,
+            quantization={"quant_method": "fp8kit", "scheme": "FP8_DYNAMIC", "layers": layers},
+            file="diffusion_pytorch_model.safetensors",
+            **mixed,
+        )
+    }
+
+
 def quark() -> dict[str, Golden]:
     def config(weight: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
         fp8_ = {"dtype": "fp8_e4m3", "symmetric": True}
@@ -507,8 +523,8 @@ def without_a_config() -> dict[str, Golden]:
 
 def goldens() -> dict[str, Golden]:
     """Return all golden checkpoints by the name of their folder."""
-    families = (compressed_tensors, fp8_method, fbgemm, mxfp4, modelopt, torchao, quark)
-    every = (*families, without_a_config)
+    quantized = (compressed_tensors, fp8_method, fbgemm, mxfp4, modelopt, torchao, quark)
+    every = (*quantized, of_diffusers, without_a_config)
     return {name: golden for family in every for name, golden in family().items()}
 
 

@@ -118,6 +118,33 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "works",
             "integrations/test_transformers.py::test_dense_again",
         ),
+        Row(
+            "`generate(past_key_values=fp8kit.Fp8Cache(model))`, static too",
+            "works",
+            "integrations/test_kv_cache.py::test_generate_gives_the_tokens_of_rounded_states",
+            "keys and values in FP8: greedy, beams, prompt lookup",
+        ),
+        Row(
+            "an FP8 cache with the scales of the checkpoint",
+            "works",
+            "integrations/test_kv_cache.py::test_the_scales_of_a_checkpoint_serve_the_cache",
+            '`scale="checkpoint"`; without it one scale per token and head',
+        ),
+        Row(
+            "an FP8 cache and sliding windows",
+            "works",
+            "integrations/test_kv_cache.py::test_a_window_slides_as_that_of_transformers",
+        ),
+        Row(
+            "a static FP8 cache: `crop`, other batches; gradients into a cache",
+            "refused",
+            "integrations/test_kv_cache.py::test_what_is_refused",
+        ),
+        Row(
+            "an FP8 cache for hybrid layers",
+            "refused",
+            "integrations/test_kv_cache.py::test_kinds_of_layers_without_such_a_cache_are_named",
+        ),
     ),
     "peft": (
         Row(
@@ -227,6 +254,70 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "refused",
             "integrations/test_peft.py::test_other_adapters_train_and_are_not_merged",
             "call `to_linear()` on these layers first",
+        ),
+    ),
+    "diffusers": (
+        Row(
+            "`from_pretrained(quantization_config=)`, `save_pretrained`",
+            "works",
+            "integrations/test_diffusers.py::test_a_family_is_quantized_while_loading_saved_and_loaded",
+            "Flux, SD3, Wan, Qwen-Image, LTX, HunyuanVideo, to the bit",
+        ),
+        Row(
+            "loading what was saved without this package",
+            "refused",
+            "integrations/test_diffusers.py::test_without_this_package_a_saved_model_does_not_load",
+            "by diffusers: import `fp8kit.integrations.diffusers`",
+        ),
+        Row(
+            "`PipelineQuantizationConfig`, pipelines saved and loaded",
+            "works",
+            "integrations/test_diffusers.py::test_a_pipeline_is_quantized_saved_and_loaded",
+            "by mapping or by backend",
+        ),
+        Row(
+            "FP8 files of Black Forest Labs (`fp8r`)",
+            "works",
+            "integrations/test_diffusers.py::test_a_file_of_black_forest_labs_is_read_to_the_bit",
+            "`from_single_file`",
+        ),
+        Row(
+            "NVFP4 files of Black Forest Labs",
+            "refused",
+            "integrations/test_diffusers.py::test_files_of_another_form_are_refused",
+        ),
+        Row(
+            "`enable_group_offload`: leafs, blocks, disk",
+            "works",
+            "integrations/test_diffusers.py::test_group_offload_changes_no_bit",
+            "siblings compute one by one; streams are untested",
+        ),
+        Row(
+            "`enable_model_cpu_offload`",
+            "works",
+            "integrations/test_diffusers.py::test_model_offload_of_a_pipeline_changes_no_bit",
+        ),
+        Row(
+            "`enable_layerwise_casting`",
+            "works",
+            "integrations/test_diffusers.py::test_layerwise_casting_leaves_codes_and_scales",
+        ),
+        Row(
+            "quantizing while loading, with disk in the `device_map`",
+            "refused",
+            "integrations/test_diffusers.py::test_quantizing_into_weights_on_disk_is_refused",
+        ),
+        Row(
+            "`save_pretrained` with adapters attached",
+            "refused",
+            "io/test_savers.py::test_diffusers_refuses_to_save_a_base_with_adapters",
+            "save the adapters, then unload them",
+        ),
+        Row(
+            "`.half()`, `.to(dtype)` of a model that was quantized while loading",
+            "refused",
+            "integrations/test_diffusers.py::test_casts_of_a_quantized_model_are_refused",
+            "by diffusers",
         ),
     ),
     "accelerate": (

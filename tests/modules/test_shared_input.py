@@ -158,6 +158,40 @@ def test_a_result_of_old_weights_is_not_handed_out(device: torch.device) -> None
     assert_bits_equal(layers[1](x), other(x))
 
 
+@pytest.mark.parametrize("by", ["hook", "forward"])
+def test_weights_that_arrive_with_the_call_are_not_read_before(
+    by: str, device: torch.device
+) -> None:
+    """As offloading does it: a layer is filled before its call and emptied after it."""
+    layers, x = siblings(device), tokens(device)
+    wanted = [layer(x) for layer in layers]
+    SharedInput(layers)
+    for layer in layers:
+        kept, own = layer.codes.detach().clone(), layer.forward
+
+        def fill(layer: Any, _: Any, kept: Tensor = kept) -> None:
+            layer.codes.data.view(torch.uint8).copy_(kept.view(torch.uint8))
+
+        def empty(layer: Any, *_: Any) -> None:
+            layer.codes.data.view(torch.uint8).fill_(0x7F)
+
+        def wrapped(x: Tensor, layer: Any = layer, own: Any = own, fill: Any = fill) -> Tensor:
+            fill(layer, x)
+            y: Tensor = own(x)
+            empty(layer)
+            return y
+
+        if by == "hook":
+            layer.register_forward_pre_hook(fill)
+            layer.register_forward_hook(empty)
+        else:
+            layer.forward = wrapped
+        empty(layer)
+    for _ in range(2):
+        for layer, expected in zip(layers, wanted, strict=True):
+            assert_bits_equal(layer(x), expected)
+
+
 def test_shared_gradient_to_the_input(device: torch.device) -> None:
     layers = siblings(device)
     x = tokens(device).requires_grad_()

@@ -1,52 +1,358 @@
-"""Models of diffusers: their own way of saving does not know FP8 codes and scales, and is refused.
+"""The quantization method ``fp8kit`` of diffusers: while loading, and as models are saved.
 
-diffusers reads quantized checkpoints of methods that it lists, and compressed-tensors is none.
+Importing this module registers it: diffusers has two dictionaries for that and no function.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
 
+import torch
+from diffusers.configuration_utils import FrozenDict
 from diffusers.models.modeling_utils import ModelMixin
+from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
+from torch import Tensor, nn
 
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.dialects.by_layer import METHOD, plain, scheme_of_plain, schemes_of
+from fp8kit.checkpoint.exporting import refuse_transposed
+from fp8kit.checkpoint.loading.merged_weights import is_finite
+from fp8kit.checkpoint.loading.planning import plan_to_load
+from fp8kit.conversion import fusion, siblings
+from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.report import Report
+from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, teach
+from fp8kit.formats import SCHEMES, Scheme
+from fp8kit.integrations.diffusers_bfl import bundled, is_bundle, parts_of
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.parameters import frozen
+
+_HELD = ("weight", "weight_scale", "input_scale")
 
 
-class _Quantizer(DiffusersQuantizer):  # type: ignore[misc]
-    """What diffusers asks about a model with FP8 layers."""
+class _Method(StrEnum):  # diffusers reads its value
+    FP8KIT = METHOD
 
+
+class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """What diffusers takes as ``quantization_config``, for a model or a part of a pipeline.
+
+    Args:
+        scheme: name of a preset without calibration, e.g. ``"FP8_DYNAMIC"``.
+        include: as in ``fp8kit.plan``.
+        exclude: as in ``fp8kit.plan``.
+        strict: as in ``fp8kit.plan``.
+        layers: the layers that are FP8 in a saved model, and their schemes; only config.json has
+            them.
+
+    Raises:
+        ValueError: if the scheme is unknown, or needs calibration.
+        CheckpointError: if a scheme of ``layers`` is none.
+
+    Example:
+        >>> config = Fp8KitConfig("FP8_DYNAMIC", exclude=["*.ff_context.*"])
+        >>> FluxTransformer2DModel.from_pretrained(
+        ...     "dir", quantization_config=config, torch_dtype=torch.bfloat16
+        ... )
+    """
+
+    def __init__(
+        self,
+        scheme: str | JsonObject = "FP8_DYNAMIC",
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        strict: bool = False,
+        layers: Mapping[str, str | JsonObject] | None = None,
+        quant_method: str = METHOD,
+    ) -> None:
+        if layers is None and scheme_of_plain(scheme).static:
+            raise ValueError(
+                teach(
+                    f"Got scheme {scheme} for quantization while loading.",
+                    "Its input scales come from calibration, which needs the loaded model.",
+                    f"Load the model, then fp8kit.convert(model, {scheme!r}, calibrate=...).",
+                )
+            )
+        self.quant_method = _Method(quant_method)
+        self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
+        self.layers = layers
+        self.schemes = schemes_of(layers or {})
+
+    def to_dict(self) -> JsonObject:
+        """Give what config.json holds."""
+        said = {key: getattr(self, key) for key in ("scheme", "include", "exclude", "layers")}
+        found = {key: value for key, value in said.items() if value is not None}
+        return {"quant_method": METHOD, **found, **({"strict": True} if self.strict else {})}
+
+    def to_diff_dict(self) -> JsonObject:
+        """Give what is shown of it."""
+        return self.to_dict()
+
+
+class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
+    """Swap linear layers for ``Fp8Linear`` before diffusers fills in the weights.
+
+    After loading, ``model.hf_quantizer.report`` says what was converted and what was not, and why.
+
+    Args:
+        quantization_config: an ``Fp8KitConfig``, or that of Transformers with the same fields.
+        kwargs: as diffusers passes them; for a single file it says nothing of ``pre_quantized``.
+    """
+
+    use_keep_in_fp32_modules = True
     is_trainable = True
     is_compileable = True
+    report: Report | None = None
+    model: Any = None
+
+    def __init__(self, quantization_config: Fp8KitConfig, **kwargs: Any) -> None:
+        self.single_file = "pre_quantized" not in kwargs
+        if not isinstance(quantization_config, Fp8KitConfig):  # that of Transformers
+            quantization_config = Fp8KitConfig(**_arguments(quantization_config))
+        super().__init__(quantization_config, **kwargs)
+        self.dtype = torch.float32
+        self.not_finite: list[str] = []
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        """Refuse to quantize into weights that live on disk: they would stay as in the file."""
+        on_disk = isinstance(device_map, dict) and "disk" in device_map.values()
+        if on_disk and not self.pre_quantized:
+            raise UnsupportedError(
+                teach(
+                    "Got a device_map that places layers on disk.",
+                    "The loader keeps such weights as they are in the file, not as FP8.",
+                    "Give a device_map without disk, or save an FP8 model first.",
+                )
+            )
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
+        """Learn the high precision: fp32 unless asked otherwise, as without quantization."""
+        self.dtype = torch_dtype or torch.float32
+        return self.dtype
+
+    def adjust_target_dtype(self, _: torch.dtype) -> torch.dtype:
+        """Let weights count as one byte each when devices are chosen."""
+        return torch.float8_e4m3fn
+
+    def update_missing_keys(self, _: Any, missing_keys: list[str], **__: Any) -> list[str]:
+        """Miss no scales that quantizing makes."""
+        made = () if self.pre_quantized else ("weight_scale",)
+        return [k for k in missing_keys if k.rpartition(".")[2] not in made]
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Of a single file, find out whether it is FP8: of Black Forest Labs, one scale per row."""
+        if not self.single_file:
+            return state_dict
+        self.pre_quantized = any(name.endswith(".weight_scale") for name in state_dict)
+        return bundled(state_dict) if self.pre_quantized else state_dict
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        keep_in_fp32_modules: Sequence[str] = (),
+        state_dict: Mapping[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        made: dict[int, Fp8Linear] = {}
+        for name, scheme in self._schemes(model, keep_in_fp32_modules, state_dict or {}).items():
+            dense = _linear(model, name)
+            if id(dense) not in made:
+                shape = (dense.in_features, dense.out_features)
+                biased = dense.bias is not None
+                made[id(dense)] = Fp8Linear(*shape, biased, scheme, device="meta", dtype=self.dtype)
+            model.set_submodule(name, made[id(dense)])
+
+    def _schemes(
+        self, model: Any, in_fp32: Sequence[str], state_dict: Mapping[str, Any]
+    ) -> dict[str, Scheme]:
+        """Name the layers that become FP8."""
+        config = self.quantization_config
+        if not self.pre_quantized:
+            scheme = scheme_of_plain(config.scheme)
+            wanted = (config.include, config.exclude, config.strict)
+            self.report = plan_to_load(model, scheme, *wanted)
+            self.report.groups = siblings.find_groups(
+                model, [r.name for r in self.report.converted]
+            )
+            return {n: scheme for r in self.report.converted for n in (r.name, *r.aliases)}
+        if not self.single_file:
+            return dict(config.schemes)
+        names = [n.removesuffix(".weight") for n, value in state_dict.items() if is_bundle(value)]
+        coded = [n for n in names if not set(n.split(".")) & set(in_fp32)]
+        return dict.fromkeys(coded, SCHEMES["FP8_DYNAMIC"])
+
+    def check_if_quantized_param(
+        self, model: Any, _: Any, param_name: str, *__: Any, **___: Any
+    ) -> bool:
+        """Return whether a tensor belongs to an FP8 layer and must not be cast on the way."""
+        owner, _dot, kind = param_name.rpartition(".")
+        return kind in _HELD and isinstance(model.get_submodule(owner), Fp8Linear)
+
+    def check_quantized_param_shape(self, name: str, wanted: Tensor, found: Tensor) -> bool:
+        """Refuse a tensor that does not fit, which diffusers leaves to quantizers."""
+        if wanted.shape != found.shape:
+            raise CheckpointError(
+                teach(
+                    f"{name} has shape {list(found.shape)}.",
+                    f"The model, built from config.json, needs {list(wanted.shape)}.",
+                    "Get config.json or the tensors again: they do not belong together.",
+                )
+            )
+        return True
+
+    def create_quantized_param(
+        self,
+        model: Any,
+        _: Tensor,
+        param_name: str,
+        target_device: torch.device,
+        state_dict: Mapping[str, Any],
+        *__: Any,
+        **___: Any,
+    ) -> None:
+        """Put a tensor of an FP8 layer into its place; dense weights are quantized there."""
+        owner, _dot, kind = param_name.rpartition(".")
+        layer = model.get_submodule(owner)
+        given = state_dict[param_name]  # the value given beside it has been cast, scales too
+        if is_bundle(given):
+            parts = parts_of(given)
+        elif self.pre_quantized:
+            parts = {kind: given}
+        else:
+            q = quantize_weight(given.to(target_device), layer.scheme)
+            if not is_finite(q):
+                self.not_finite.append(param_name)
+            parts = {"weight": q.data, "weight_scale": q.scale}
+        for part, tensor in parts.items():
+            wanted = getattr(layer, part)
+            if tensor.dtype != wanted.dtype:
+                raise CheckpointError(
+                    teach(
+                        f"{owner}.{part} is {tensor.dtype}.",
+                        f"config.json says that the layer is {layer.scheme}: {wanted.dtype}.",
+                        "Save the model again: config.json and tensors do not belong together.",
+                    )
+                )
+            setattr(layer, part, frozen(tensor.to(target_device)))
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        layers = _layers(model)
+        if self.not_finite:
+            raise ConversionError(
+                teach(
+                    f"{some_of(self.not_finite)} hold NaN or infinities.",
+                    "Weights are finite.",
+                    "Repair the checkpoint, or exclude these layers.",
+                )
+            )
+        held = {n: [getattr(m, k) for k in _HELD] for n, m in layers.items()}
+        absent = [n for n, ts in held.items() if any(t is not None and t.is_meta for t in ts)]
+        if absent:
+            raise CheckpointError(
+                teach(
+                    f"{some_of(absent)} did not get codes and scales.",
+                    "An FP8 layer needs both.",
+                    "Save the model again, or exclude layers that the file does not have.",
+                )
+            )
+        for layer in layers.values():
+            for parameter in layer.parameters(recurse=False):
+                parameter.requires_grad_(False)
+        groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
+        siblings.share_inputs(model, groups)
+        fusion.fuse_producers(model)
+        self.model = model
+        return model
 
     @property
-    def is_serializable(self) -> NoReturn:
-        """Refuse ``save_pretrained``: what it writes would load as other numbers."""
-        raise CheckpointError(
-            teach(
-                "Got save_pretrained of a diffusers model with FP8 layers.",
-                "diffusers has no way to load codes and scales from what it would write.",
-                "Save the model with fp8kit.save(model, directory); to load, build it dense and "
-                "call fp8kit.load(directory, model). Save other parts of a pipeline one by one.",
+    def is_serializable(self) -> bool:
+        """Announce the FP8 layers in the config, which diffusers writes right after asking.
+
+        Raises:
+            CheckpointError: if the model has adapters, or layers that no loader reads.
+        """
+        layers = _layers(self.model)
+        wrapped = [n.removesuffix(".base_layer") for n in layers if n.endswith(".base_layer")]
+        if wrapped:
+            raise CheckpointError(
+                teach(
+                    f"Adapters are attached to {some_of(wrapped)}.",
+                    "A saved model has the base layers alone.",
+                    "Save the adapters with save_lora_adapter, then unload_lora.",
+                )
             )
-        )
+        refuse_transposed(layers)
+        _forget(self.model)
+        if layers:
+            schemes = {n: plain(m.scheme) for n, m in layers.items()}
+            said = Fp8KitConfig(layers=schemes, scheme=next(iter(schemes.values()))).to_dict()
+            self.model.register_to_config(quantization_config=said)
+        return True
 
     def dequantize(self, model: Any) -> Any:
         """Put dense layers in the place of FP8 ones."""
         restore_dense(model)
+        _forget(model)
+        model.__dict__.pop("hf_quantizer", None)
+        model.is_quantized = False
         return model
 
-    def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-        return model
 
-    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        return model
+class _QuantizerOfModel(QuantizerOfLayers):
+    """The quantizer of a model that was converted after it was made."""
+
+    def __get__(self, model: Any, owner: type) -> Any:
+        found = super().__get__(model, owner)
+        if found is not self:
+            found.model = model
+        return found
 
 
 def tell() -> None:
-    """Let no diffusers model with FP8 layers be saved as if it were dense."""
-    ModelMixin.hf_quantizer = QuantizerOfLayers(
-        lambda _: _Quantizer(QuantizationConfigMixin("fp8kit"), pre_quantized=True)
+    """Let every diffusers model with FP8 layers be saved as what ``from_pretrained`` reads."""
+    ModelMixin.hf_quantizer = _QuantizerOfModel(
+        lambda _: Fp8KitQuantizer(Fp8KitConfig(layers={}), pre_quantized=True)
     )
+
+
+def _arguments(config: Any) -> dict[str, Any]:
+    names = ("scheme", "include", "exclude", "strict", "layers")
+    return {name: getattr(config, name) for name in names}
+
+
+def _layers(model: nn.Module) -> dict[str, Fp8Linear]:
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, Fp8Linear)}
+
+
+def _linear(model: nn.Module, name: str) -> Any:
+    """Return the layer that shall become FP8."""
+    try:
+        found = model.get_submodule(name)
+    except AttributeError:
+        found = None
+    if not isinstance(found, nn.Linear):
+        raise CheckpointError(
+            teach(
+                f"The checkpoint has FP8 codes for {name}.",
+                f"{type(model).__name__} has {'no such layer' if found is None else 'no linear'}.",
+                "Load it with the class and the config.json that it was saved with.",
+            )
+        )
+    return found
+
+
+def _forget(model: Any) -> None:
+    """Take the quantization out of a model's config."""
+    kept = {k: v for k, v in model.config.items() if k != "quantization_config"}
+    model._internal_dict = FrozenDict(kept)
+
+
+auto.AUTO_QUANTIZER_MAPPING[METHOD] = Fp8KitQuantizer
+auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = Fp8KitConfig

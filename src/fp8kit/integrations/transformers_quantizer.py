@@ -8,7 +8,6 @@ compressed-tensors: nobody needs this package to load it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,12 +27,14 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.dialects.by_layer import plain as plain
+from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError, teach
-from fp8kit.formats import FP8_FORMATS, SCHEMES, GroupShape, Scheme
+from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_version
 from fp8kit.modules.dense import computes_linear
@@ -293,24 +294,6 @@ def decide(model: Any, config: Fp8KitConfig) -> Report:
         report.refuse_blocked()
     report.groups = siblings.find_groups(model, [r.name for r in report.converted])
     return report
-
-
-def plain(scheme: Scheme) -> str | JsonObject:
-    """Write a scheme as JSON can hold it: a preset by its name, another by its fields."""
-    if SCHEMES.get(scheme.name) == scheme:
-        return scheme.name
-    return {**asdict(scheme), "dtype": str(scheme.dtype).removeprefix("torch.")}
-
-
-def scheme_of_plain(scheme: str | JsonObject) -> Scheme:
-    """Undo ``plain``; raises ``ValueError`` for an unknown preset."""
-    if isinstance(scheme, str):
-        return Scheme.of(scheme)
-    groups = {
-        key: None if scheme[key] is None else GroupShape(**scheme[key])
-        for key in ("weight", "activation")
-    }
-    return Scheme(**{**scheme, **groups, "dtype": getattr(torch, scheme["dtype"])})
 
 
 def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str], list[str]]:

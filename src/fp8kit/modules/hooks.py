@@ -31,3 +31,11 @@ def is_watched(*modules: nn.Module) -> bool:
             for own in map(vars, modules)
         )
     )
+
+
+def arrives_with_its_call(module: nn.Module) -> bool:
+    """Return whether weights may be put in place when a module is called, as offloading does it.
+
+    Before that call they are nothing to compute with, wherever they seem to be.
+    """
+    return "forward" in vars(module) or bool(module._forward_pre_hooks)

@@ -25,6 +25,7 @@ from torch.utils import dlpack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.formats import BLOCK, MX, ROW, RowCodes, Scheme
+from fp8kit.modules.hooks import arrives_with_its_call
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.ops import operators
 from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced
@@ -104,6 +105,7 @@ class SharedInput:
         if waiting is not None:
             return waiting
         leads = member is self.members[0] and (self.unchanging or not x.is_inference())
+        leads = leads and not any(map(arrives_with_its_call, self.members))
         if leads:
             y = self._replay(operators.LINEAR, (x,), member.options())
             if y is not None:

@@ -232,5 +232,5 @@ def test_what_cannot_be_honoured_is_refused(config: dict[str, Any], message: str
 def test_unread_parts_are_said() -> None:
     found = {**DYNAMIC, "kv_cache_scheme": {"num_bits": 8}}
     assert announced({"quantization_config": found}).unread == (
-        "The config quantizes the KV cache; its scales are not used.",
+        "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales.",
     )

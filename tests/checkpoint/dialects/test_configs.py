@@ -278,7 +278,7 @@ def test_ignore_lists_are_written_for_every_reader() -> None:
 def test_dialects_that_are_only_read() -> None:
     only_read = {d.name for d in DIALECTS if not d.writable}
     assert only_read == {
-        *("torchao", "mistral", "comfyui", "modelopt", "quark", "mxfp4", "bare"),
+        *("torchao", "mistral", "comfyui", "modelopt", "quark", "mxfp4", "bare", "fp8kit"),
     }
     for dialect in DIALECTS:
         if not dialect.writable:

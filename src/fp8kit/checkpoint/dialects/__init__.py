@@ -18,6 +18,7 @@ from fp8kit.checkpoint.dialects.base import Source as Source
 from fp8kit.checkpoint.dialects.base import Spec as Spec
 from fp8kit.checkpoint.dialects.base import quantization_config as quantization_config
 from fp8kit.checkpoint.dialects.base import scheme_of as scheme_of
+from fp8kit.checkpoint.dialects.by_layer import BY_LAYER
 from fp8kit.checkpoint.dialects.comfyui import COMFYUI
 from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS as COMPRESSED_TENSORS
 from fp8kit.checkpoint.dialects.fbgemm import FBGEMM as FBGEMM
@@ -34,6 +35,7 @@ from fp8kit.errors import CheckpointError, did_you_mean, teach
 # the first is the default; a config counts only where tensors do not give another dialect away
 DIALECTS: tuple[Dialect, ...] = (
     COMPRESSED_TENSORS,
+    BY_LAYER,
     TORCHAO,
     MISTRAL,
     COMFYUI,

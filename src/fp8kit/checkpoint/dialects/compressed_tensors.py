@@ -76,7 +76,7 @@ def _parse(source: Source) -> Announcement:
         raise broken("sparsity_config", sparsity, "absent or dense")
     if found.get("transform_config"):
         raise broken("transform_config", found["transform_config"], "absent: weights as they are")
-    cache = "The config quantizes the KV cache; its scales are not used."
+    cache = "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales."
     quantized = "The config quantizes attention; its scales are not used."
     said = {cache: found.get("kv_cache_scheme"), quantized: attention}
     unread = tuple(sentence for sentence, reason in said.items() if reason)

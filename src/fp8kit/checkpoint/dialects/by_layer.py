@@ -1,0 +1,85 @@
+"""Our own words in a diffusers model: each FP8 layer by its name, with its scheme.
+
+diffusers has no public format that holds FP8 layers. What it writes with the quantization method
+``fp8kit`` has the names and shapes of ``Fp8Linear``, and loads nowhere else without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+
+import torch
+
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Numbers,
+    Source,
+    broken,
+    objects,
+)
+from fp8kit.formats import SCHEMES, GroupShape, Scheme
+
+METHOD = "fp8kit"
+
+
+def plain(scheme: Scheme) -> str | JsonObject:
+    """Write a scheme as JSON can hold it: a preset by its name, another by its fields."""
+    if SCHEMES.get(scheme.name) == scheme:
+        return scheme.name
+    return {**asdict(scheme), "dtype": str(scheme.dtype).removeprefix("torch.")}
+
+
+def scheme_of_plain(scheme: str | JsonObject) -> Scheme:
+    """Undo ``plain``; raises ``ValueError`` for an unknown preset."""
+    if isinstance(scheme, str):
+        return Scheme.of(scheme)
+    groups = {
+        key: None if scheme[key] is None else GroupShape(**scheme[key])
+        for key in ("weight", "activation")
+    }
+    return Scheme(**{**scheme, **groups, "dtype": getattr(torch, scheme["dtype"])})
+
+
+def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
+    """Read the schemes of layers as ``plain`` writes them.
+
+    Args:
+        layers: name of each FP8 layer to its scheme.
+
+    Raises:
+        CheckpointError: if one is no scheme.
+
+    Example:
+        >>> schemes_of({"blocks.0.ff": "FP8_BLOCK"})["blocks.0.ff"].name
+        'FP8_BLOCK'
+    """
+    found = {}
+    for name, scheme in layers.items():
+        try:
+            found[name] = scheme_of_plain(scheme)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise broken(f"layers.{name}", scheme, "a scheme") from error
+    return found
+
+
+def _detect(source: Source) -> bool:
+    return source.method == METHOD
+
+
+def _parse(source: Source) -> Announcement:
+    schemes = schemes_of(objects(source.quantization, "layers"))
+
+    def numbers(layer: str) -> Numbers:
+        if layer not in schemes:
+            raise broken("layers", sorted(schemes)[:5], f"a list with {layer}, which is FP8")
+        scheme = schemes[layer]
+        only = scheme.activation is None
+        return Numbers(scheme.weight, scheme.activation, scheme.static, only, scheme.ue8m0)
+
+    return Announcement(numbers)
+
+
+BY_LAYER = Dialect(METHOD, _detect, _parse)

@@ -1,0 +1,375 @@
+"""KV caches of Transformers that hold keys and values as FP8 codes and scales.
+
+A layer is the one of Transformers of the same kind, filled with codes as bytes (torch has no
+``index_copy_`` of FP8 on a CPU), and beside it one more such layer with the scales. Both see every
+token at the same place, so growing, windows and masks are those of Transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
+
+from fp8kit import functional
+from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.formats import ROW
+from fp8kit.matmul.dequantized import decode
+from fp8kit.ops import operators
+
+_E4M3 = torch.float8_e4m3fn
+_SCALES = ("token", "checkpoint")
+# what a layer holds beside its scales, or instead of keys and values
+_NO_KEYS = {"linear_attention": LinearAttentionLayer, "conv": LinearAttentionLayer}
+_NO_KEYS |= {"dummy": DummyLayer}
+_Pair = tuple[Tensor, Tensor]
+
+
+class _Fp8Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Codes in a cache layer of Transformers, which comes next in the order of classes.
+
+    Args:
+        fixed: scales of keys and of values, fp32 ``[1]`` or ``[heads, 1, 1]``; ``None`` takes one
+            for each token and head from the data.
+        kwargs: what the layer of Transformers takes.
+    """
+
+    plain: type[CacheLayerMixin]
+
+    def __init__(self, fixed: _Pair | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.fixed = fixed
+        self.scales: Any = self.plain(**kwargs) if fixed is None else None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> _Pair:
+        """Store the states of new tokens, and return those of all, decoded.
+
+        Args:
+            key_states: bf16, fp16 or fp32 ``[batch, heads, tokens, head_dim]``.
+            value_states: likewise.
+            args: ignored, as by Transformers.
+            kwargs: likewise.
+
+        Raises:
+            UnsupportedError: if a gradient would be lost.
+        """
+        states = (key_states, value_states)
+        _refuse_gradients(states)
+        if self.fixed is None:
+            # of the floors under a scale, that of activations would coarsen small states
+            new = [functional.quantize(x, ROW, role="weight") for x in states]
+            held = super().update(*(q.data.view(torch.uint8) for q in new), *args, **kwargs)
+            scales = self.scales.update(*(q.scale for q in new))
+        else:
+            self._move_scales(key_states)
+            scales = self.fixed
+            coded = (_encode(x, scale) for x, scale in zip(states, scales, strict=True))
+            held = super().update(*coded, *args, **kwargs)
+        keys, values = (
+            _decode(codes, scale, x.dtype)
+            for codes, scale, x in zip(held, scales, states, strict=True)
+        )
+        return keys, values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for codes, and for scales where the states come in high precision."""
+        early = key_states.is_floating_point()
+        codes = (x.to(torch.uint8) if early else x for x in (key_states, value_states))
+        super().lazy_initialization(*codes)
+        if early and self.scales is not None:
+            widths = (x[..., :1].float() for x in (key_states, value_states))
+            self.scales.lazy_initialization(*widths)
+        elif early:
+            self._move_scales(key_states)
+
+    def _move_scales(self, states: Tensor) -> None:
+        assert self.fixed is not None
+        if self.fixed[0].device != states.device:
+            key_scale, value_scale = (s.to(states.device) for s in self.fixed)
+            self.fixed = (key_scale, value_scale)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of memory codes and scales take."""
+        held = (self.keys, self.values)
+        beside = self.fixed or (self.scales.keys, self.scales.values)
+        return sum(t.untyped_storage().nbytes() for t in (*held, *beside) if t is not None)
+
+    def _both(self, method: str, *args: Any) -> None:
+        getattr(super(), method)(*args)
+        if self.scales is not None:
+            getattr(self.scales, method)(*args)
+
+    def offload(self) -> None:
+        """Move codes and scales to the CPU."""
+        self._both("offload")
+
+    def prefetch(self) -> None:
+        """Move codes and scales back."""
+        self._both("prefetch")
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self._both("reset")
+
+
+class _Growing(_Fp8Layer):
+    """What layers that grow can do with their tokens and sequences."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the sequences of these indices, as beam search asks for."""
+        self._both("reorder_cache", beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens: ``-n`` removes n of them."""
+        self._both("crop", tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        self._both("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences of these indices."""
+        self._both("batch_select_indices", indices)
+
+
+class Fp8Layer(_Growing, DynamicLayer):  # type: ignore[misc]
+    """FP8 keys and values of every token so far."""
+
+    plain = DynamicLayer
+
+
+class Fp8SlidingLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """FP8 keys and values of the tokens in a sliding window."""
+
+    plain = DynamicSlidingWindowLayer
+
+    def activate_past_recording(self) -> None:
+        """Keep what leaves the window until the next ``crop``."""
+        self._both("activate_past_recording")
+
+
+class _Fixed(_Fp8Layer):
+    """What layers of fixed size and addresses can do with their sequences."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take the sequences of these indices, into the same memory."""
+        if self.get_seq_length() > 0:
+            held = [self.keys, self.values]
+            held += [] if self.scales is None else [self.scales.keys, self.scales.values]
+            for tensor in held:
+                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse, as Transformers' static layers cannot either."""
+        raise _not_static(f"crop({tokens_to_remove})")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse: the size is fixed."""
+        raise _not_static(f"batch_repeat_interleave({repeats})")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse: the size is fixed."""
+        raise _not_static(f"batch_select_indices of {len(indices)} sequences")
+
+
+class Fp8StaticLayer(_Fixed, StaticLayer):  # type: ignore[misc]
+    """FP8 keys and values in memory for a given number of tokens."""
+
+    plain = StaticLayer
+
+
+class Fp8StaticSlidingLayer(_Fixed, StaticSlidingWindowLayer):  # type: ignore[misc]
+    """FP8 keys and values in memory for a sliding window."""
+
+    plain = StaticSlidingWindowLayer
+
+
+_DYNAMIC: dict[str, type[_Fp8Layer]] = {
+    "full_attention": Fp8Layer,
+    "sliding_attention": Fp8SlidingLayer,
+    "chunked_attention": Fp8SlidingLayer,
+}
+_STATIC: dict[str, type[_Fp8Layer]] = {
+    "full_attention": Fp8StaticLayer,
+    "sliding_attention": Fp8StaticSlidingLayer,
+    "chunked_attention": Fp8StaticSlidingLayer,
+}
+
+
+class _Fp8Cache(Cache):  # type: ignore[misc]
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of memory codes and scales take."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, _Fp8Layer))
+
+
+class Fp8Cache(_Fp8Cache):
+    """A growing KV cache in FP8, for ``generate(past_key_values=...)`` or a call of the model.
+
+    Attention reads what is stored, also of the tokens of the same call: results do not depend on
+    how a prompt is cut into calls. Layers with a sliding window keep the window.
+
+    Args:
+        model: a Transformers decoder, for its config and the scales of its checkpoint.
+        scale: ``"token"`` for one scale per token and head, taken from the data; ``"checkpoint"``
+            for those that ``fp8kit.load`` found, one per layer (or head) for keys and for values.
+
+    Raises:
+        ValueError: for another ``scale``, or a scale of a checkpoint that is not positive.
+        TypeError: if ``model`` is no Transformers model.
+        CheckpointError: if the checkpoint had no scales for a layer.
+        UnsupportedError: for kinds of layers without such a cache.
+
+    Example:
+        >>> model = fp8kit.load("fp8-dir")
+        >>> cache = fp8kit.Fp8Cache(model)
+        >>> model.generate(ids, past_key_values=cache)
+    """
+
+    def __init__(self, model: PreTrainedModel, scale: str = "token") -> None:
+        super().__init__(layers=list(_layers(model, scale, _DYNAMIC, {})))
+
+
+class Fp8StaticCache(_Fp8Cache):
+    """A KV cache in FP8 of fixed size and addresses, for compiled or captured decoding.
+
+    Args:
+        model: as for ``Fp8Cache``.
+        max_cache_len: how many tokens it has room for.
+        scale: as for ``Fp8Cache``.
+
+    Raises:
+        ValueError: as for ``Fp8Cache``, or if there is no room for a token.
+        TypeError: as for ``Fp8Cache``.
+        CheckpointError: as for ``Fp8Cache``.
+        UnsupportedError: as for ``Fp8Cache``.
+
+    Example:
+        >>> cache = fp8kit.Fp8StaticCache(model, max_cache_len=4096)
+        >>> model.generate(ids, past_key_values=cache)
+        >>> cache.reset()  # before another prompt
+    """
+
+    def __init__(self, model: PreTrainedModel, max_cache_len: int, scale: str = "token") -> None:
+        if type(max_cache_len) is not int or max_cache_len < 1:
+            raise ValueError(
+                teach(
+                    f"Got max_cache_len={max_cache_len!r}.",
+                    "It is the number of tokens, of prompt and answer together.",
+                    "Pass a whole number above zero.",
+                )
+            )
+        room = {"max_cache_len": max_cache_len}
+        super().__init__(layers=list(_layers(model, scale, _STATIC, room)))
+
+
+def _layers(
+    model: PreTrainedModel, scale: str, classes: dict[str, type[_Fp8Layer]], room: dict[str, int]
+) -> Iterator[Any]:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            teach(
+                f"Got {type(model).__name__} as the model.",
+                "The cache follows the layers of a Transformers model.",
+                "Pass the model that will use the cache, not its config.",
+            )
+        )
+    if scale not in _SCALES:
+        raise ValueError(
+            teach(
+                f"Got scale={scale!r}.",
+                f"It is one of {', '.join(map(repr, _SCALES))}.",
+                "Leave it out for one scale per token and head.",
+            )
+        )
+    kinds, given = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    fixed = _scales_of(model) if scale == "checkpoint" else {}
+    for index, (kind, kwargs) in enumerate(zip(kinds, given, strict=True)):
+        if kind in _NO_KEYS:
+            yield _NO_KEYS[kind](**kwargs)
+        elif kind not in classes:
+            raise UnsupportedError(
+                teach(
+                    f"Layer {index} of {type(model).__name__} has a cache of kind {kind!r}.",
+                    f"An FP8 cache is known for {', '.join((*classes, *_NO_KEYS))}.",
+                    "Use the cache of Transformers: leave out past_key_values.",
+                )
+            )
+        elif scale == "checkpoint" and index not in fixed:
+            raise CheckpointError(
+                teach(
+                    f"{type(model).__name__} has no k_scale and v_scale for layer {index}.",
+                    "fp8kit.load keeps them where a checkpoint has them, as module.cache_scales.",
+                    "Use scale='token', or load a checkpoint with scales of the KV cache.",
+                )
+            )
+        else:
+            yield classes[kind](fixed.get(index), **room, **kwargs)
+
+
+def _scales_of(model: PreTrainedModel) -> dict[int, _Pair]:
+    """Return the scales of keys and values that ``load`` left on each attention module."""
+    found = {}
+    for name, module in model.named_modules():
+        held = getattr(module, "cache_scales", {})
+        if {"k_scale", "v_scale"} <= held.keys() and hasattr(module, "layer_idx"):
+            pair = (held["k_scale"].float(), held["v_scale"].float())
+            if not all((s > 0).all() and s.isfinite().all() for s in pair):
+                raise ValueError(
+                    teach(
+                        f"{name} has k_scale {pair[0].flatten().tolist()} and v_scale "
+                        f"{pair[1].flatten().tolist()}.",
+                        "Keys and values are divided by them: they are positive and finite.",
+                        "Use scale='token', or calibrate the checkpoint again.",
+                    )
+                )
+            found[int(module.layer_idx)] = pair
+    return found
+
+
+def _encode(x: Tensor, scale: Tensor) -> Tensor:
+    rows = scale.expand(*x.shape[:-1], 1).contiguous()
+    codes: Tensor = operators.QUANTIZE_STATIC(x, rows, (ROW.rows, ROW.cols), _E4M3)
+    return codes.view(torch.uint8)
+
+
+def _decode(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    held = codes.view(_E4M3)
+    # a compiler fuses the cast with what follows; otherwise the fastest there is
+    wide = held.float() if torch.compiler.is_compiling() else decode(held, torch.float32)
+    return (wide * scale).to(dtype)
+
+
+def _refuse_gradients(states: Iterable[Tensor]) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in states):
+        raise UnsupportedError(
+            teach(
+                "Got keys and values that require gradients.",
+                "Rounding to FP8 has none: they would be lost.",
+                "Run under torch.no_grad(), or train without a cache (use_cache=False).",
+            )
+        )
+
+
+def _not_static(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        teach(
+            f"Got {what} of a static FP8 cache.",
+            "Its size and addresses are fixed.",
+            "Use fp8kit.Fp8Cache(model).",
+        )
+    )

@@ -1,0 +1,367 @@
+"""FP8 KV caches against caches of Transformers that hold the same numbers in high precision."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fp8kit
+import numerics
+from fp8kit.errors import CheckpointError, UnsupportedError
+from numerics import assert_bits_equal
+
+transformers = pytest.importorskip("transformers")
+from transformers.cache_utils import (  # noqa: E402
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+)
+
+from fp8kit.integrations.kv_cache import Fp8Layer, Fp8StaticLayer  # noqa: E402
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+E4M3 = torch.float8_e4m3fn
+BATCH, HEADS, WIDTH = 2, 2, 64
+
+
+def fake(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Round to e4m3 in plain torch, by the definition."""
+    if scale is None:
+        scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-10 / 448)
+    codes = (x.float() / scale).clamp(-448, 448).to(E4M3)
+    return (codes.float() * scale).to(x.dtype)
+
+
+class FakeLayer(DynamicLayer):
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(fake(k), fake(v))
+
+
+class FakeSlidingLayer(DynamicSlidingWindowLayer):
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(fake(k), fake(v))
+
+
+class FakeStaticLayer(StaticLayer):
+    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(fake(k), fake(v))
+
+
+def fake_cache(model: Any, room: int = 0) -> Any:
+    """Return a cache of Transformers whose layers round what they are given."""
+    cache = DynamicCache(config=model.config)
+    if room:
+        cache = StaticCache(config=model.config, max_cache_len=room)
+    kinds = {DynamicLayer: FakeLayer, DynamicSlidingWindowLayer: FakeSlidingLayer}
+    kinds |= {StaticLayer: FakeStaticLayer}
+    for layer in cache.layers:
+        layer.__class__ = kinds[type(layer)]
+    return cache
+
+
+def tiny(kind: str = "Llama", **kwargs: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=160,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=WIDTH,
+        **kwargs,
+    )
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval().requires_grad_(False)
+
+
+def states(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    spread = torch.logspace(-3, 3, tokens).view(1, 1, -1, 1)
+    k, v = (torch.randn(BATCH, HEADS, tokens, WIDTH) * spread for _ in "kv")
+    return k.to(dtype), v.to(dtype)
+
+
+@pytest.fixture(scope="module")
+def nano() -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        EXAMPLES / "nano", dtype=torch.bfloat16
+    )
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(EXAMPLES / "nano")
+    ids: Tensor = tokenizer((EXAMPLES / "eval.txt").read_text(), return_tensors="pt").input_ids[0]
+    return ids[: 8 * 192].view(8, 192)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("scales", ["token", "tensor", "heads"])
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_states_come_back_as_e4m3_rounds_them(
+    static: bool, scales: str, dtype: torch.dtype
+) -> None:
+    given = {
+        "token": None,
+        "tensor": (torch.tensor([0.3]), torch.tensor([0.7])),
+        "heads": (torch.tensor([0.3, 2.0]).view(2, 1, 1), torch.tensor([1.0, 0.1]).view(2, 1, 1)),
+    }[scales]
+    layer = Fp8StaticLayer(given, max_cache_len=12) if static else Fp8Layer(given)
+    k, v = states(12, dtype)
+    layer.update(k[:, :, :7], v[:, :, :7])
+    for found, x, scale in zip(
+        layer.update(k[:, :, 7:], v[:, :, 7:]), (k, v), given or (None, None), strict=True
+    ):
+        assert_bits_equal(found, fake(x, scale))
+        assert found.dtype == dtype
+
+
+def test_nan_stays_nan() -> None:
+    for given in (None, (torch.ones(1), torch.ones(1))):
+        k, v = states(2)
+        k[0, 0, 1, 5] = torch.nan
+        found, other = Fp8Layer(given).update(k, v)
+        assert found[0, 0, 1, 5].isnan()
+        assert not found[1].isnan().any()
+        assert not other.isnan().any()
+
+
+def test_memory_halves(nano: Any, tokens: Tensor) -> None:
+    dense = DynamicCache(config=nano.config)
+    ours, fixed = fp8kit.Fp8Cache(nano), fp8kit.Fp8Cache(with_scales(nano), "checkpoint")
+    for cache in (dense, ours, fixed):
+        nano(tokens[:2], past_key_values=cache)
+    before = sum(t.nbytes for layer in dense.layers for t in (layer.keys, layer.values))
+    assert fixed.nbytes == before // 2 + 4 * 2 * len(fixed)  # a byte for two, and fp32 scales
+    assert ours.nbytes == before // 2 * (WIDTH + 4) // WIDTH
+    static = fp8kit.Fp8StaticCache(nano, 512)
+    nano(tokens[:2], past_key_values=static)
+    assert static.nbytes * 192 == ours.nbytes * 512  # its room, not its tokens
+
+
+def with_scales(model: Any) -> Any:
+    """Leave scales where ``fp8kit.load`` leaves those of a checkpoint."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
+            module.cache_scales = {"k_scale": torch.tensor([0.05]), "v_scale": torch.tensor([0.02])}
+    return model
+
+
+def losses(model: Any, ids: Tensor, make: Any) -> Tensor:
+    logits = torch.cat(
+        [model(part, past_key_values=make(model)).logits[:, :-1].float() for part in ids.split(4)]
+    )
+    loss = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+    return loss.mean(1)
+
+
+def test_perplexity_is_that_of_rounded_states(nano: Any, tokens: Tensor) -> None:
+    dense = losses(nano, tokens, lambda m: DynamicCache(config=m.config))
+    found = losses(nano, tokens, fp8kit.Fp8Cache)
+    numerics.assert_same_loss(found, losses(nano, tokens, fake_cache))
+    difference = found.double() - dense.double()
+    assert difference.abs().max() > 0, "a cache that changed no loss rounded nothing"
+    numerics.assert_cache_cost(found, dense)
+
+
+def test_what_was_said_is_found_again(nano: Any, tokens: Tensor) -> None:
+    """A text comes twice: the second time the model copies it out of the cache."""
+    half = 96
+    twice = torch.cat([tokens[:, :half]] * 2, 1)
+
+    def hits(cache: Any) -> Tensor:
+        nano(twice[:, :half], past_key_values=cache)
+        guesses = nano(twice[:, half:], past_key_values=cache).logits[:, :-1].argmax(-1)
+        return guesses == twice[:, half + 1 :]
+
+    dense = hits(DynamicCache(config=nano.config))
+    unaided = nano(tokens[:, :half]).logits[:, :-1].argmax(-1) == tokens[:, 1:half]
+    for cache in (fp8kit.Fp8Cache(nano), fp8kit.Fp8StaticCache(nano, 2 * half)):
+        found = hits(cache)
+        assert found.float().mean() > unaided.float().mean() + 0.2, "nothing came from the cache"
+        lost = found.float() - dense.float()
+        error = lost.std() / math.sqrt(lost.numel())
+        assert abs(lost.mean()) <= 3 * error
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "several": {"num_beams": 4, "num_return_sequences": 2},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_generate_gives_the_tokens_of_rounded_states(
+    nano: Any, tokens: Tensor, option: str
+) -> None:
+    prompt = tokens[:1, :32] if option == "lookup" else tokens[:2, :32]
+    options = {"max_new_tokens": 24, "do_sample": False, **OPTIONS[option]}
+    options["attention_mask"] = torch.ones_like(prompt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Transformers says of its own defaults
+        pairs = [(fake_cache(nano), fp8kit.Fp8Cache(nano))]
+        if option != "lookup":  # takes tokens back, which static caches cannot
+            pairs.append((fake_cache(nano, 64), fp8kit.Fp8StaticCache(nano, 64)))
+        for theirs, ours in pairs:
+            wanted = nano.generate(prompt, past_key_values=theirs, **options)
+            assert torch.equal(nano.generate(prompt, past_key_values=ours, **options), wanted)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_window_slides_as_that_of_transformers(static: bool) -> None:
+    model = tiny("Mistral", sliding_window=8)
+    ids = torch.arange(2 * 24).view(2, 24) * 7 % 160
+    ours = fp8kit.Fp8StaticCache(model, 32) if static else fp8kit.Fp8Cache(model)
+    theirs = fake_cache(model)
+    for part in (ids[:, :11], ids[:, 11:12], ids[:, 12:13], ids[:, 13:]):
+        wanted = model(part, past_key_values=theirs).logits
+        found = model(part, past_key_values=ours).logits
+        # masks of another width order the same sums otherwise
+        assert numerics.relative_error(found, wanted) < 2**-7
+    assert ours.nbytes < bytes_without_window(ids.shape[1])
+
+
+def bytes_without_window(tokens: int) -> int:
+    return 2 * 2 * 2 * tokens * 2 * (WIDTH + 4)  # layers, keys and values, batch, heads
+
+
+@pytest.mark.parametrize("given", [None, (torch.ones(1), torch.ones(1))], ids=["token", "tensor"])
+def test_sequences_and_tokens_are_taken_away_and_repeated(given: Any) -> None:
+    ours, theirs = Fp8Layer(given), DynamicLayer()
+    k, v = states(6)
+    theirs.update(*ours.update(k, v))
+    for change in (
+        lambda c: c.crop(-2),
+        lambda c: c.batch_repeat_interleave(3),
+        lambda c: c.reorder_cache(torch.tensor([5, 0, 3, 3, 1, 2])),
+        lambda c: c.batch_select_indices(torch.tensor([4, 0])),
+    ):
+        change(ours)
+        change(theirs)
+        k, v = states(1)
+        many = theirs.keys.shape[0] // 2
+        k, v = k.repeat(many, 1, 1, 1), v.repeat(many, 1, 1, 1)
+        scale = None if given is None else given[0]
+        found = ours.update(k, v)
+        for a, b in zip(found, theirs.update(fake(k, scale), fake(v, scale)), strict=True):
+            assert_bits_equal(a, b)
+    ours.reset()
+    assert ours.get_seq_length() == 0
+    ours.update(*states(3))
+    ours.offload()
+    ours.prefetch()
+    assert ours.get_seq_length() == 3
+
+
+def test_a_static_cache_stays_where_it_is(nano: Any, tokens: Tensor) -> None:
+    cache = fp8kit.Fp8StaticCache(nano, 64)
+    nano(tokens[:2, :20], past_key_values=cache)
+
+    def held() -> list[Tensor]:
+        return [t for c in cache.layers for m in (c, c.scales) for t in (m.keys, m.values)]
+
+    addresses = [t.data_ptr() for t in held()]
+    before = [t.clone() for t in held()]
+    nano(tokens[:2, 20:21], past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert [t.data_ptr() for t in held()] == addresses
+    for old, new in zip(before, held(), strict=True):
+        assert torch.equal(old[:, :, :20], new.flip(0)[:, :, :20])
+    cache.reset()
+    assert [t.data_ptr() for t in held()] == addresses
+    assert not any(t.any() for t in held())
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("scale", ["token", "checkpoint"])
+def test_decoding_compiles_to_one_graph(scale: str) -> None:
+    model = with_scales(tiny())
+    caches = [fp8kit.Fp8StaticCache(model, 16, scale) for _ in range(2)]
+    ids = torch.arange(12).view(1, -1)
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert all(c.is_compileable for c in caches)
+    for cache in caches:
+        model(ids[:, :8], past_key_values=cache)
+    for i in range(8, 12):
+        wanted = model(ids[:, i : i + 1], past_key_values=caches[0]).logits
+        found = graph(ids[:, i : i + 1], past_key_values=caches[1]).logits
+        assert numerics.relative_error(found, wanted) < 2**-7
+    for a, b in zip(*(c.layers[0].keys for c in caches), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
+def test_the_scales_of_a_checkpoint_serve_the_cache(target: str, tmp_path: Path) -> None:
+    model = with_scales(tiny())
+    fp8kit.convert(model)
+    fp8kit.save(model, tmp_path / target, target=target)
+    with pytest.warns(UserWarning, match="quantizes the KV cache"):
+        loaded = fp8kit.load(tmp_path / target).requires_grad_(False)
+    ids = torch.arange(12).view(1, -1)
+    cache = fp8kit.Fp8Cache(loaded, scale="checkpoint")
+    plain = DynamicCache(config=loaded.config)
+    loaded(ids, past_key_values=cache)
+    loaded(ids, past_key_values=plain)
+    states = plain.layers[0].keys
+    wanted = (states.float() / 0.05).clamp(-448, 448).to(E4M3).view(torch.uint8)
+    assert torch.equal(cache.layers[0].keys, wanted)
+
+
+def test_what_is_refused(nano: Any) -> None:
+    model = tiny()
+    with pytest.raises(CheckpointError, match=r"no k_scale and v_scale for layer 0.*'token'"):
+        fp8kit.Fp8Cache(model, "checkpoint")
+    with_scales(model).model.layers[1].self_attn.cache_scales["v_scale"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"layers\.1.*positive and finite"):
+        fp8kit.Fp8Cache(model, "checkpoint")
+    with pytest.raises(ValueError, match=r"scale='row'.*'token', 'checkpoint'"):
+        fp8kit.Fp8Cache(model, "row")
+    with pytest.raises(TypeError, match=r"Got LlamaConfig.*not its config"):
+        fp8kit.Fp8Cache(model.config)
+    with pytest.raises(ValueError, match=r"max_cache_len=0"):
+        fp8kit.Fp8StaticCache(model, 0)
+    for change, argument in (
+        ("crop", -1),
+        ("batch_repeat_interleave", 2),
+        ("batch_select_indices", torch.tensor([0])),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"{change}.*fp8kit\.Fp8Cache"):
+            getattr(fp8kit.Fp8StaticCache(model, 8), change)(argument)
+    k, v = states(2)
+    with pytest.raises(UnsupportedError, match=r"gradients.*no_grad"):
+        Fp8Layer(None).update(k.requires_grad_(), v)
+    with torch.no_grad():
+        Fp8Layer(None).update(k, v)
+
+
+def test_kinds_of_layers_without_such_a_cache_are_named() -> None:
+    model = tiny("Qwen3", layer_types=["full_attention", "full_attention"])
+    model.config.layer_types = ["full_attention", "hybrid"]
+    with pytest.raises(UnsupportedError, match=r"Layer 1 of Qwen3ForCausalLM.*'hybrid'"):
+        fp8kit.Fp8Cache(model)
+
+
+def test_a_cache_may_be_made_before_it_is_used() -> None:
+    model = tiny()
+    ids = torch.arange(6).view(1, -1)
+    ours, late = (fp8kit.Fp8StaticCache(model, 16) for _ in range(2))
+    theirs = StaticCache(config=model.config, max_cache_len=16)
+    for cache in (ours, theirs):
+        cache.early_initialization(1, 2, WIDTH, torch.bfloat16, torch.device("cpu"))
+    assert ours.is_initialized
+    assert ours.layers[0].keys.shape == theirs.layers[0].keys.shape
+    assert_bits_equal(
+        model(ids, past_key_values=ours).logits, model(ids, past_key_values=late).logits
+    )
