@@ -44,6 +44,7 @@ FLOW = (
     "integrations",
     "io",
     "perf",
+    "compat",
     "__init__",
     "cli",
     "__main__",

@@ -18,6 +18,7 @@ The data flow, which is also the order of the folders::
     integrations Transformers, diffusers, PEFT, KV caches, Ray
     io           load, save, quantize_checkpoint, verify_checkpoint, load_weights
     perf         measure, tune, warm up, explain, evaluate
+    compat       names that people already call
     cli          the command line
 """
 

@@ -1,0 +1,157 @@
+"""Dense weights that arrive piece by piece through ``weight_loader``, and are quantized once.
+
+A Parameter lives on the meta device until its first piece comes. Then a dense buffer is filled;
+when it is full, its owner quantizes it and drops it. A reload fills a new buffer, and writes the
+same storage. The protocol is vLLM's: ``param.weight_loader(param, loaded_weight, *shard)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fp8kit.errors import teach
+from fp8kit.modules.parameters import frozen
+
+Loader = Callable[..., Any]
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+
+class _Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements that are written to a storage."""
+
+    def __init__(self, into: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storage, self.elements = into.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _COPIES and args[0].untyped_storage().data_ptr() == self._storage:
+            self.elements += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+class Arriving:
+    """The dense weights of one layer while they arrive.
+
+    Args:
+        layer: whose Parameters they are.
+        complete: called when all of them are there; it takes them from ``dense``.
+    """
+
+    def __init__(self, layer: nn.Module, complete: Callable[[], None]) -> None:
+        self._layer, self._complete = layer, complete
+        self._device = torch.get_default_device()
+        self._described: dict[str, tuple[tuple[int, ...], torch.dtype, dict[str, Any]]] = {}
+        self._loaders: dict[str, Loader] = {}
+        self.dense: dict[str, nn.Parameter] = {}
+        self._missing: dict[str, int] = {}
+
+    def expect(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, loader: Loader, **facts: Any
+    ) -> None:
+        """Register a Parameter on the meta device that loads itself.
+
+        Args:
+            name: of the Parameter.
+            shape: of the dense weight.
+            dtype: of the dense weight.
+            loader: writes a piece: ``loader(param, loaded_weight, *shard)``.
+            facts: attributes that the Parameter gets, for the loader to read.
+        """
+        self._described[name] = (shape, dtype, facts)
+        self._loaders[name] = loader
+        meta = frozen(torch.empty(shape, dtype=dtype, device="meta"))
+        self._layer.register_parameter(name, meta)
+        self.attend(name, meta)
+
+    def attend(self, name: str, parameter: nn.Parameter) -> None:
+        """Let a Parameter of this layer take pieces of the dense weight of a name."""
+
+        def load(_: Tensor, loaded_weight: Tensor, *shard: Any, **words: Any) -> Any:
+            return self._load(name, loaded_weight, *shard, **words)
+
+        for fact, value in self._described[name][2].items():
+            setattr(parameter, fact, value)
+        parameter.weight_loader = load  # type: ignore[attr-defined]
+
+    def take(self, name: str) -> Tensor:
+        """Return a dense weight that has arrived, or was put into the layer by hand."""
+        if name in self.dense:
+            return self.dense[name].data
+        return self._layer.get_parameter(name).data
+
+    def has_begun(self) -> bool:
+        """Return whether a piece came since the last weight was complete."""
+        return bool(self.dense)
+
+    def check_complete(self) -> None:
+        """Raise a ``ValueError`` if pieces are missing."""
+        for name, (shape, _, _) in self._described.items():
+            missing = self._missing.get(name, 0)
+            if self.has_begun() and name not in self.dense:
+                missing = torch.Size(shape).numel()
+            if missing > 0 or self.take(name).is_meta:
+                raise ValueError(
+                    teach(
+                        f"{missing or 'All'} elements of {name} {shape} have not arrived.",
+                        "A weight is quantized when all of it is there.",
+                        "Load the missing shards through weight_loader first.",
+                    )
+                )
+
+    def forget(self) -> None:
+        """Drop the dense buffers."""
+        self.dense.clear()
+        self._missing.clear()
+
+    def _load(self, name: str, loaded_weight: Tensor, *shard: Any, **words: Any) -> Any:
+        if name not in self.dense:
+            self._buffer(name, loaded_weight.device)
+        parameter = self.dense[name]
+        with torch.no_grad(), _Copied(parameter) as copied:
+            result = self._loaders[name](parameter, loaded_weight, *shard, **words)
+        self._missing[name] -= copied.elements
+        if len(self.dense) == len(self._described) and not any(
+            left > 0 for left in self._missing.values()
+        ):
+            self._complete()
+        return result
+
+    def _buffer(self, name: str, source: torch.device) -> None:
+        """Make an empty dense Parameter where the layer is."""
+        shape, dtype, facts = self._described[name]
+        placed = self._layer.get_parameter(name).device
+        device = next(d for d in (placed, self._device, source) if d.type != "meta")
+        parameter = frozen(torch.empty(shape, dtype=dtype, device=device))
+        for fact, value in facts.items():
+            setattr(parameter, fact, value)
+        parameter.weight_loader = self._loaders[name]  # type: ignore[attr-defined]
+        self.dense[name], self._missing[name] = parameter, parameter.numel()
+
+
+def store(layer: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, nn.Parameter]:
+    """Write tensors into the Parameters of a layer: in place where they fit, for graphs and views.
+
+    Args:
+        layer: gets a Parameter for each name.
+        tensors: names and what they hold.
+
+    Returns:
+        the Parameters.
+    """
+    made = {}
+    for name, tensor in tensors:
+        old = layer._parameters.get(name)
+        facts = ("dtype", "shape", "device")
+        if old is not None and all(getattr(old, f) == getattr(tensor, f) for f in facts):
+            with torch.no_grad():
+                old.copy_(tensor)
+            made[name] = old
+        else:
+            made[name] = frozen(tensor)
+            layer.register_parameter(name, made[name])
+    return made

@@ -1,0 +1,66 @@
+"""Weights in the core's form, made once: the core recognises a weight by its tensor object.
+
+Ported code passes the view ``[K, N]`` and its scale at every call. A fresh ``QTensor`` each time
+would be computed right, and never replayed (``fp8kit.runtime.replay_cache.call_on``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp8kit.formats import QTensor
+from fp8kit.runtime.weight_hazards import UNCOUNTED, version
+
+
+class _Known(NamedTuple):
+    scale: Tensor
+    state: tuple[Any, ...]
+    q: QTensor
+
+
+class KnownWeights:
+    """Remembers weights as long as they live.
+
+    Example:
+        >>> known = KnownWeights()
+        >>> known.of(w, scale, make) is known.of(w, scale, make)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def of(
+        self, weight: Tensor, scale: Tensor, make: Callable[[Tensor, Tensor], QTensor]
+    ) -> QTensor:
+        """Return what ``make`` gives for a weight and its scale, until one of them changes.
+
+        Args:
+            weight: FP8, as a caller holds it.
+            scale: of that weight.
+            make: brings both into the core's form.
+        """
+        if torch.compiler.is_compiling() or type(weight) not in (Tensor, torch.nn.Parameter):
+            return make(weight, scale)
+        state = (version(weight), weight.data_ptr(), version(scale), scale.data_ptr())
+        if UNCOUNTED in (state[0], state[2]):  # of inference mode: nobody tells when it changes
+            return make(weight, scale)
+        found: _Known | None = self._known.get(weight)  # type: ignore[no-untyped-call]
+        if found is None or found.scale is not scale or found.state != state:
+            found = _Known(scale, state, make(_alias(weight), scale.detach()))
+            self._known[weight] = found
+        return found.q
+
+
+def _alias(weight: Tensor) -> Tensor:
+    """Return a tensor of the same memory that does not keep the weight itself alive."""
+    place = (weight.storage_offset(), weight.shape, weight.stride())
+    with torch.no_grad():
+        return torch.empty(0, dtype=weight.dtype, device=weight.device).set_(
+            weight.untyped_storage(), *place
+        )

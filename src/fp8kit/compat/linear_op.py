@@ -1,0 +1,176 @@
+"""``Fp8LinearOp`` of vLLM: a linear layer without its weight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit import functional
+from fp8kit.compat.known_weights import KnownWeights
+from fp8kit.compat.shapes import as_number, as_vector, with_scale, with_scale_as_stored
+from fp8kit.compat.w8a8 import scaled_fp8_quant
+from fp8kit.errors import teach
+from fp8kit.formats import FP8_FORMATS, ROW, SCHEMES, TENSOR, QTensor, Scheme
+
+_DYNAMIC = {
+    (ROW, True): SCHEMES["FP8_DYNAMIC"],
+    (TENSOR, True): SCHEMES["FP8_TENSOR"],
+    (ROW, False): Scheme("FP8_ROW_BY_TENSOR", ROW, TENSOR),
+    (TENSOR, False): Scheme("FP8_TENSOR_BY_TENSOR", TENSOR, TENSOR),
+}
+
+
+class Fp8LinearOp:
+    """Compute ``quantize(input) @ weight + bias`` with scales of any of the four pairings.
+
+    Source: ``vllm/model_executor/layers/quantization/utils/w8a8_utils.py``, 0.7 to 0.12, whose
+    constructors differ; all their words are taken. Which kernel runs is decided per call.
+
+    Args:
+        act_quant_static: the input has a static scale; then ``apply`` must get one.
+        cutlass_fp8_supported: taken and not needed; in its place, as since 0.11, the group shape.
+        act_quant_group_shape: ``GroupShape.PER_TENSOR`` or ``PER_TOKEN``: how dynamic scales are
+            found; any pair of numbers, or an ``fp8kit.GroupShape``.
+        pad_output: taken and not needed: no kernel here wants padded rows.
+        use_per_token_if_dynamic: the older word for ``PER_TOKEN``.
+
+    Example:
+        >>> op = fp8kit.compat.Fp8LinearOp(False, act_quant_group_shape=GroupShape.PER_TOKEN)
+        >>> y = op.apply(input=x, weight=w_q.t(), weight_scale=scale)
+    """
+
+    def __init__(
+        self,
+        act_quant_static: bool = False,
+        cutlass_fp8_supported: Any = None,
+        act_quant_group_shape: Any = None,
+        pad_output: bool | None = None,
+        use_per_token_if_dynamic: bool = False,
+    ) -> None:
+        if isinstance(cutlass_fp8_supported, bool | None):
+            self.cutlass_fp8_supported = cutlass_fp8_supported
+        else:
+            self.cutlass_fp8_supported = None
+            act_quant_group_shape = cutlass_fp8_supported
+        self.act_quant_static = act_quant_static
+        self.act_quant_group_shape = act_quant_group_shape
+        self.pad_output = pad_output
+        self._known = KnownWeights()
+        self.per_token = use_per_token_if_dynamic or _is_per_token(act_quant_group_shape)
+
+    def quant_fp8(
+        self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Quantize ``x [M, K]`` as ``apply`` does: codes and their scale."""
+        return scaled_fp8_quant(
+            x, scale, scale_ub=scale_ub, use_per_token_if_dynamic=self.per_token
+        )
+
+    def apply(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        out_dtype: torch.dtype | None = None,
+        input_scale: Tensor | None = None,
+        input_scale_ub: Tensor | None = None,
+        bias: Tensor | None = None,
+        use_per_token_if_dynamic: bool | None = None,
+    ) -> Tensor:
+        """Compute ``[..., N]``.
+
+        Args:
+            input: bf16, fp16 or fp32 ``[..., K]``; or FP8 codes, of which ``input_scale`` is the
+                scale, per tensor or per token.
+            weight: FP8 ``[K, N]``, the view ``stored.t()``.
+            weight_scale: one number or one per channel, in any shape and float dtype.
+            out_dtype: of the result; by default that of ``input`` (bf16 for codes).
+            input_scale: one number: static quantization; otherwise scales are found.
+            input_scale_ub: bounds amax of each token; ignored with ``input_scale``, as there.
+            bias: ``[N]``, any float dtype.
+            use_per_token_if_dynamic: overrides what the constructor said.
+
+        Raises:
+            TypeError: if a dtype does not fit.
+            ValueError: if a shape does not fit, or a static operator gets no ``input_scale``.
+            UnsupportedError: if no backend computes it.
+        """
+        w_q = self._known.of(weight, weight_scale, with_scale_as_stored)
+        bias = as_vector(bias, w_q.shape[0])
+        if input.dtype in FP8_FORMATS:
+            return _of_codes(input, input_scale, w_q, bias, out_dtype or torch.bfloat16)
+        if self.act_quant_static and input_scale is None:
+            raise ValueError(
+                teach(
+                    "A static Fp8LinearOp got no input_scale.",
+                    "act_quant_static=True says that the input has a calibrated scale.",
+                    "Pass input_scale, or make the operator with act_quant_static=False.",
+                )
+            )
+        per_token = self.per_token if use_per_token_if_dynamic is None else use_per_token_if_dynamic
+        scale = None if input_scale is None else as_number(input_scale, input.device)
+        bound = input_scale_ub if scale is None else None
+        bound = None if bound is None else as_number(bound, input.device)
+        return compute(input, w_q, bias, out_dtype, per_token=per_token, scale=scale, bound=bound)
+
+
+def compute(
+    x: Tensor,
+    w_q: QTensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    per_token: bool = True,
+    scale: Tensor | None = None,
+    bound: Tensor | None = None,
+) -> Tensor:
+    """Compute a linear layer by the core.
+
+    Args:
+        x: float ``[..., K]``.
+        w_q: weight ``[N, K]``, per tensor or per row.
+        bias: ``[N]`` or ``None``.
+        out_dtype: of the result; by default that of ``x``.
+        per_token: dynamic scales are per token, otherwise per tensor.
+        scale: fp32 ``[1, 1]``, static.
+        bound: fp32, one number, for dynamic scales.
+    """
+    scheme = None if scale is not None else _DYNAMIC[w_q.group, per_token]
+    return functional.linear(
+        x, w_q, bias, scheme=scheme, input_scale=scale, scale_ub=bound, out_dtype=out_dtype
+    )
+
+
+def _of_codes(
+    x: Tensor, scale: Tensor | None, w_q: QTensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    if scale is None:
+        raise ValueError(
+            teach(
+                f"Got {x.dtype} codes as the input and no input_scale.",
+                "Codes mean nothing without their scale.",
+                "Pass what quantized them gave beside them.",
+            )
+        )
+    x_q = with_scale(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), scale)
+    y = functional.linear(x_q, w_q, bias, out_dtype=out_dtype)
+    return y.reshape(*x.shape[:-1], w_q.shape[0])
+
+
+def _is_per_token(group: Any) -> bool:
+    if group is None:
+        return False
+    rows = getattr(group, "rows", None)
+    pair = tuple(group) if rows is None else (rows, group.cols)
+    if pair not in ((-1, -1), (1, -1)):
+        raise ValueError(
+            teach(
+                f"Got act_quant_group_shape={group!r}.",
+                "Inputs are quantized per tensor (-1, -1) or per token (1, -1) here.",
+                "For groups along K pass a block-quantized weight to fp8kit.linear.",
+            )
+        )
+    return pair == (1, -1)

@@ -1,0 +1,187 @@
+"""vLLM's online methods for linear layers: dense weights in, FP8 weights kept.
+
+Source: ``vllm/model_executor/layers/quantization/online/fp8.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit import functional
+from fp8kit.compat.arriving import Arriving, Loader, store
+from fp8kit.compat.known_weights import KnownWeights
+from fp8kit.compat.shapes import with_scale_as_stored
+from fp8kit.errors import teach
+from fp8kit.formats import BLOCK, FP8_FORMATS, TENSOR, GroupShape, QTensor
+
+_SHARDS = {"q": 0, "k": 1, "v": 2}
+
+
+class _OnlineLinearMethod:
+    """What both granularities share."""
+
+    uses_meta_device = True
+    weight_block_size: list[int] | None = None
+    _group: ClassVar[GroupShape]
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int | None = None,
+        output_size: int | None = None,
+        params_dtype: torch.dtype = torch.bfloat16,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Give a module a weight on the meta device that loads and quantizes itself.
+
+        Args:
+            layer: any module.
+            input_size_per_partition: K.
+            output_partition_sizes: rows of each shard; their sum is N.
+            input_size: K of all partitions; kept, not used.
+            output_size: N of all partitions; kept, not used.
+            params_dtype: dtype of the dense weight.
+            extra_weight_attrs: ``weight_loader(param, loaded_weight, *shard)``, which writes a
+                piece; by default one that takes a whole weight, or a shard by its number or as
+                ``"q"``, ``"k"``, ``"v"``. Anything else becomes an attribute of the Parameter.
+        """
+        layer.logical_widths = list(output_partition_sizes)  # type: ignore[assignment]
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        for name, value in {
+            "input_size_per_partition": k,
+            "output_size_per_partition": n,
+            "input_size": input_size or k,
+            "output_size": output_size or n,
+            "orig_dtype": params_dtype,
+            "weight_block_size": self.weight_block_size,
+            "input_scale": None,
+        }.items():
+            setattr(layer, name, value)
+        loader: Loader = extra_weight_attrs.pop("weight_loader", None) or _loader(layer)
+        arriving = Arriving(layer, lambda: self.process_weights_after_loading(layer))
+        layer.__dict__["_arriving"] = arriving
+        facts = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
+        if "weight" in layer._parameters:
+            del layer.weight
+        arriving.expect("weight", (n, k), params_dtype, loader, **facts)
+        layer._already_called_process_weights_after_loading = False  # type: ignore[assignment]
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Quantize the dense weight, unless that was done since it arrived.
+
+        Raises:
+            ValueError: if pieces of the weight have not arrived.
+        """
+        arriving: Arriving = layer.__dict__["_arriving"]
+        done = getattr(layer, "_already_called_process_weights_after_loading", False)
+        if done and not arriving.has_begun():
+            return
+        dense = arriving.take("weight")
+        if dense.dtype in FP8_FORMATS:
+            return
+        arriving.check_complete()
+        q = functional.quantize(dense, self._group, role="weight")
+        arriving.forget()
+        self._keep(layer, q)
+        arriving.attend("weight", layer.get_parameter("weight"))
+        layer._already_called_process_weights_after_loading = True  # type: ignore[assignment]
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute ``[..., N]`` in the dtype of ``x``.
+
+        Args:
+            layer: whose weight was processed.
+            x: bf16, fp16 or fp32 ``[..., K]``.
+            bias: ``[N]``, any float dtype.
+
+        Raises:
+            RuntimeError: if the weight was not processed yet.
+        """
+        weight = layer.get_parameter("weight")
+        if weight.dtype not in FP8_FORMATS:
+            raise RuntimeError(
+                teach(
+                    f"apply got a layer with a {weight.dtype} weight.",
+                    "The weight becomes FP8 when all of it has arrived.",
+                    "Load it through weight_loader, or call process_weights_after_loading.",
+                )
+            )
+        return functional.linear(x, self._weight(layer, weight), bias)
+
+    def _keep(self, layer: nn.Module, q: QTensor) -> None:
+        raise NotImplementedError
+
+    def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
+        raise NotImplementedError
+
+
+class Fp8PerTensorOnlineLinearMethod(_OnlineLinearMethod):
+    """Linear layers with one scale for the weight; each token has its own.
+
+    After loading, ``layer.weight`` is FP8, the view ``[K, N]``, and ``layer.weight_scale`` fp32
+    ``(1,)``, as there.
+
+    Example:
+        >>> method = fp8kit.compat.Fp8PerTensorOnlineLinearMethod()
+        >>> method.create_weights(layer, 64, [32, 32], 64, 64, torch.bfloat16)
+        >>> layer.weight.weight_loader(layer.weight, torch.randn(64, 64))
+        >>> y = method.apply(layer, torch.randn(3, 64))
+    """
+
+    _group = TENSOR
+
+    def __init__(self) -> None:
+        self._known = KnownWeights()
+
+    def _keep(self, layer: nn.Module, q: QTensor) -> None:
+        store(layer, (("weight", q.data.t()), ("weight_scale", q.scale.reshape(1))))
+
+    def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
+        return self._known.of(weight, layer.get_parameter("weight_scale"), with_scale_as_stored)
+
+
+class Fp8PerBlockOnlineLinearMethod(_OnlineLinearMethod):
+    """Linear layers with a scale for each 128x128 block of the weight, and 1x128 of the input.
+
+    After loading, ``layer.weight`` is FP8 ``[N, K]`` and ``layer.weight_scale_inv`` fp32
+    ``[ceil(N / 128), ceil(K / 128)]``, as there.
+
+    Example:
+        >>> method = fp8kit.compat.Fp8PerBlockOnlineLinearMethod()
+    """
+
+    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as there, never written)
+    _group = BLOCK
+
+    def _keep(self, layer: nn.Module, q: QTensor) -> None:
+        store(layer, (("weight", q.data), ("weight_scale_inv", q.scale)))
+
+    def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
+        return QTensor(weight, layer.get_parameter("weight_scale_inv"), BLOCK)
+
+
+def _loader(layer: nn.Module) -> Loader:
+    """Return the default: a whole weight, or one of the shards of ``logical_widths``."""
+
+    def load(param: Tensor, loaded_weight: Tensor, shard_id: int | str | None = None) -> None:
+        if shard_id is not None:
+            index = _SHARDS[shard_id] if isinstance(shard_id, str) else shard_id
+            widths: list[int] = layer.logical_widths  # type: ignore[assignment]
+            start = sum(widths[:index])
+            param = param.narrow(0, start, widths[index])
+        if loaded_weight.shape != param.shape:
+            raise ValueError(
+                teach(
+                    f"Got a weight of shape {tuple(loaded_weight.shape)}.",
+                    f"Here {tuple(param.shape)} is due.",
+                    "Pass the shard's number for a part of a fused weight.",
+                )
+            )
+        param.copy_(loaded_weight)
+
+    return load

@@ -1,0 +1,329 @@
+"""vLLM's online methods for layers of experts: dense weights in, FP8 weights kept.
+
+Source: ``vllm/model_executor/layers/quantization/online/fp8.py`` and ``moe_base.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit import functional
+from fp8kit.compat.arriving import Arriving, Loader, store
+from fp8kit.errors import teach
+from fp8kit.formats import BLOCK, FP8_FORMATS, TENSOR, GroupShape, QTensor
+from fp8kit.moe.activation import Activation
+from fp8kit.moe.functional import experts
+from fp8kit.moe.routing import route
+from fp8kit.ops.validation import check_options
+
+_GPT_OSS = Activation("silu", interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0)
+_ACTIVATIONS = {
+    "silu": Activation(),
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "swigluoai": _GPT_OSS,
+    "silu_no_mul": Activation("silu", gated=False),
+    "gelu_no_mul": Activation("gelu", gated=False),
+    "relu2_no_mul": Activation("relu2", gated=False),
+}
+_SHARDS = ("w1", "w2", "w3")
+_WORDS = (
+    "top_k scoring_func renormalize use_grouped_topk num_expert_group topk_group activation "
+    "e_score_correction_bias routed_scaling_factor custom_routing_function expert_map "
+    "apply_router_weight_on_input"
+).split()
+
+
+class _OnlineMoEMethod:
+    """What both granularities share.
+
+    Args:
+        layer: any module; read from it when weights are made and applied: ``moe_config`` or
+            attributes of its own (``has_bias``, ``activation``, ``expert_map``,
+            ``apply_router_weight_on_input``, ``top_k`` and the words of the router).
+    """
+
+    uses_meta_device = True
+    weight_block_size: list[int] | None = None
+    weight_scale_name = "weight_scale"
+    _group: ClassVar[GroupShape]
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        self.moe = getattr(layer, "moe_config", None)
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype = torch.bfloat16,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Give a module weights of experts on the meta device that load and quantize themselves.
+
+        Args:
+            layer: any module.
+            num_experts: E.
+            hidden_size: H.
+            intermediate_size_per_partition: I.
+            params_dtype: dtype of the dense weights.
+            extra_weight_attrs: ``weight_loader(param, loaded_weight, weight_name, shard_id,
+                expert_id)``; by default one that takes ``"w1"`` (gate), ``"w3"`` (up) or ``"w2"``
+                (down) of one expert, all of one expert, or a whole stack. Anything else becomes an
+                attribute of the Parameters.
+        """
+        e, h, i = num_experts, hidden_size, intermediate_size_per_partition
+        columns = _activation(layer, getattr(layer, "activation", "silu")).columns(i)
+        for name, value in {
+            "num_experts": e,
+            "local_num_experts": e,
+            "orig_dtype": params_dtype,
+            "weight_block_size": self.weight_block_size,
+            "w13_input_scale": None,
+            "w2_input_scale": None,
+            "_already_called_process_weights_after_loading": False,
+        }.items():
+            setattr(layer, name, value)
+        loader: Loader = extra_weight_attrs.pop("weight_loader", None) or _load
+        shapes: dict[str, tuple[int, ...]] = {"w13_weight": (e, columns, h), "w2_weight": (e, h, i)}
+        if getattr(self.moe, "has_bias", False) or getattr(layer, "has_bias", False):
+            shapes |= {"w13_bias": (e, columns), "w2_bias": (e, h)}
+        arriving = Arriving(layer, lambda: self.process_weights_after_loading(layer))
+        layer.__dict__["_arriving"] = arriving
+        for name, shape in shapes.items():
+            arriving.expect(name, shape, params_dtype, loader, **extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Quantize each expert's weights, unless that was done since they arrived.
+
+        Raises:
+            ValueError: if pieces of a weight have not arrived.
+        """
+        arriving: Arriving = layer.__dict__["_arriving"]
+        done = getattr(layer, "_already_called_process_weights_after_loading", False)
+        if done and not arriving.has_begun():
+            return
+        if arriving.take("w13_weight").dtype in FP8_FORMATS:
+            return
+        arriving.check_complete()
+        biases = [n for n in ("w13_bias", "w2_bias") if n in layer._parameters]
+        found: dict[str, Tensor] = {n: arriving.take(n) for n in biases}
+        for part in ("w13", "w2"):
+            codes, scale = _quantized(arriving.take(f"{part}_weight"), self._group)
+            found |= {f"{part}_weight": codes, f"{part}_{self.weight_scale_name}": scale}
+        arriving.forget()
+        store(layer, found.items())
+        for name in ("w13_weight", "w2_weight", *biases):
+            arriving.attend(name, layer.get_parameter(name))
+        layer._already_called_process_weights_after_loading = True  # type: ignore[assignment]
+
+    def apply(
+        self,
+        layer: nn.Module,
+        x: Tensor,
+        topk_weights: Tensor | None = None,
+        topk_ids: Tensor | int | None = None,
+        shared_experts: nn.Module | None = None,
+        shared_experts_input: Tensor | None = None,
+        router_logits: Tensor | None = None,
+        **words: Any,
+    ) -> Tensor:
+        """Compute a layer of experts.
+
+        Args:
+            layer: whose weights were processed.
+            x: bf16, fp16 or fp32 ``[M, H]``.
+            topk_weights: float ``[M, k]``.
+            topk_ids: integer ``[M, k]``.
+            shared_experts: a module whose result for every token is added.
+            shared_experts_input: what it gets; by default ``x``.
+            router_logits: float ``[M, E]``: experts are chosen here. In vLLM before 0.12 they stand
+                third, and the number of experts per token fourth, which is understood too.
+            words: of the router and the experts, which otherwise are attributes of the layer:
+                ``top_k``, ``scoring_func``, ``renormalize``, ``use_grouped_topk``,
+                ``num_expert_group``, ``topk_group``, ``e_score_correction_bias``,
+                ``routed_scaling_factor``, ``custom_routing_function``, ``expert_map``,
+                ``apply_router_weight_on_input``, ``activation``.
+
+        Returns:
+            ``[M, H]`` in the dtype of ``x``.
+
+        Raises:
+            RuntimeError: if the weights were not processed yet.
+            TypeError: for another word that asks for something.
+        """
+        check_options([n for n, v in words.items() if _asks(v)], _WORDS)
+        given = {n: getattr(layer, n) for n in _WORDS if hasattr(layer, n)}
+        given |= {n: v for n, v in words.items() if v is not None}
+        if isinstance(topk_ids, int):
+            router_logits, given["top_k"] = topk_weights, topk_ids
+        elif topk_ids is None:
+            router_logits = topk_weights if router_logits is None else router_logits
+        if router_logits is not None:
+            ids, weights = _routed(x, router_logits, given)
+        else:
+            assert isinstance(topk_ids, Tensor)
+            assert topk_weights is not None
+            ids, weights = topk_ids, topk_weights
+        y = experts(
+            x,
+            self._weight(layer, "w13"),
+            self._weight(layer, "w2"),
+            ids,
+            weights,
+            activation=_activation(layer, given.get("activation", "silu")),
+            bias13=getattr(layer, "w13_bias", None),
+            bias2=getattr(layer, "w2_bias", None),
+            expert_map=given.get("expert_map"),
+            router_weight_on_input=bool(given.get("apply_router_weight_on_input", False)),
+        )
+        if shared_experts is None:
+            return y
+        shared: Tensor = shared_experts(x if shared_experts_input is None else shared_experts_input)
+        return y + shared
+
+    def apply_monolithic(
+        self, layer: nn.Module, x: Tensor, router_logits: Tensor, **words: Any
+    ) -> Tensor:
+        """Compute ``apply`` for the logits of the router."""
+        return self.apply(layer, x, router_logits=router_logits, **words)
+
+    def _weight(self, layer: nn.Module, part: str) -> QTensor:
+        codes = layer.get_parameter(f"{part}_weight").detach()
+        if codes.dtype not in FP8_FORMATS:
+            raise RuntimeError(
+                teach(
+                    f"apply got a layer with {codes.dtype} weights.",
+                    "Weights become FP8 when all of them have arrived.",
+                    "Load them through weight_loader, or call process_weights_after_loading.",
+                )
+            )
+        scale = layer.get_parameter(f"{part}_{self.weight_scale_name}").detach()
+        per_expert = scale.reshape(-1, 1, 1) if self._group == TENSOR else scale
+        return QTensor(codes, per_expert, self._group)
+
+
+class Fp8PerTensorOnlineMoEMethod(_OnlineMoEMethod):
+    """Experts with one scale for each weight of each expert.
+
+    After loading, ``w13_weight`` and ``w2_weight`` are FP8 and ``w13_weight_scale`` and
+    ``w2_weight_scale`` fp32 ``[E]``, as there.
+
+    Example:
+        >>> method = fp8kit.compat.Fp8PerTensorOnlineMoEMethod(layer=layer)
+        >>> method.create_weights(layer, 8, 64, 128, torch.bfloat16)
+    """
+
+    _group = TENSOR
+
+
+class Fp8PerBlockOnlineMoEMethod(_OnlineMoEMethod):
+    """Experts with a scale for each 128x128 block of each weight.
+
+    After loading, scales are ``w13_weight_scale_inv`` and ``w2_weight_scale_inv``, fp32
+    ``[E, ceil(rows / 128), ceil(columns / 128)]``, as there. No size is rounded up to 128.
+
+    Example:
+        >>> method = fp8kit.compat.Fp8PerBlockOnlineMoEMethod(layer=layer)
+    """
+
+    weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as there, never written)
+    weight_scale_name = "weight_scale_inv"
+    _group = BLOCK
+
+
+def _asks(value: Any) -> bool:
+    """Return whether a word asks for something; -1 (all experts), ``False``, ``None`` do not."""
+    return not (value is None or value is False or (isinstance(value, int) and value == -1))
+
+
+def _routed(x: Tensor, logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Choose experts from the router's logits; give ids and weights."""
+    scale = float(given.get("routed_scaling_factor") or 1.0)
+    renormalize = bool(given.get("renormalize", True))
+    custom = given.get("custom_routing_function")
+    if custom is not None:
+        weights, ids = custom(x, logits, given["top_k"], renormalize)
+        return ids, weights * scale
+    grouped = given.get("use_grouped_topk", given.get("num_expert_group") is not None)
+    return route(
+        logits,
+        given["top_k"],
+        scoring=given.get("scoring_func", "softmax"),
+        renormalize=renormalize,
+        groups=given.get("num_expert_group") if grouped else None,
+        top_groups=given.get("topk_group") if grouped else None,
+        correction_bias=given.get("e_score_correction_bias"),
+        scaling_factor=scale,
+    )
+
+
+def _activation(layer: nn.Module, given: Any) -> Activation:
+    """Return what ``given`` names, with the layer's ``swiglu_limit``."""
+    if isinstance(given, Activation):
+        return given
+    word = str(getattr(given, "value", given)).lower()
+    if word not in _ACTIVATIONS:
+        raise ValueError(
+            teach(
+                f"Got a layer with activation={word!r}.",
+                f"Known are {', '.join(_ACTIVATIONS)}.",
+                "Set layer.activation to one of these, or to a fp8kit.moe.Activation.",
+            )
+        )
+    found = _ACTIVATIONS[word]
+    limit = getattr(layer, "swiglu_limit", None)
+    if limit is None or not found.gated:
+        return found
+    return Activation(
+        found.kind,
+        interleaved=found.interleaved,
+        limit=float(limit),
+        alpha=found.alpha,
+        up_offset=found.up_offset,
+    )
+
+
+def _quantized(weights: Tensor, group: GroupShape) -> tuple[Tensor, Tensor]:
+    """Quantize each expert by itself: codes, and scales ``[E]`` or ``[E, rows, columns]``."""
+    parts = [functional.quantize(w, group, role="weight") for w in weights]
+    codes = torch.stack([q.data.view(torch.uint8) for q in parts]).view(parts[0].data.dtype)
+    scales = torch.stack([q.scale for q in parts])
+    return codes, scales.flatten() if group == TENSOR else scales
+
+
+def _load(
+    param: Tensor,
+    loaded_weight: Tensor,
+    weight_name: str = "",
+    shard_id: str | None = None,
+    expert_id: int | None = None,
+) -> None:
+    """Write a stack, an expert, or a gate (w1), up (w3) or down (w2) of an expert."""
+    del weight_name
+    if shard_id is not None and shard_id not in _SHARDS:
+        raise ValueError(
+            teach(
+                f"Got shard_id={shard_id!r}.",
+                "Shards of an expert are 'w1' (gate), 'w2' (down) and 'w3' (up).",
+                "Pass one of these.",
+            )
+        )
+    target = param if expert_id is None else param[expert_id]
+    dim = 0 if expert_id is not None else 1
+    if shard_id in ("w1", "w3") and target.shape[dim] != loaded_weight.shape[dim]:
+        half = target.shape[dim] // 2
+        target = target.narrow(dim, half if shard_id == "w3" else 0, half)
+    if target.shape != loaded_weight.shape:
+        raise ValueError(
+            teach(
+                f"Got a weight of shape {tuple(loaded_weight.shape)}.",
+                f"Here {tuple(target.shape)} is due.",
+                "Pass shard_id and expert_id for a part of the stack.",
+            )
+        )
+    target.copy_(loaded_weight)

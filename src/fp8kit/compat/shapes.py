@@ -1,0 +1,114 @@
+"""Scales, weights and biases in the shapes that ported code has, as the core has them.
+
+Engines hold one scale per tensor as ``()``, ``(1,)`` or ``(1, 1)`` and one per row as ``(N,)``,
+``(N, 1)`` or ``(1, N)``, in fp32 or bf16; the core knows ``[1, 1]`` and ``[N, 1]`` in fp32 alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import teach
+from fp8kit.formats import ROW, TENSOR, GroupShape, QTensor
+
+
+def as_number(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return one number as fp32 ``[1, 1]`` on a device.
+
+    Args:
+        value: a number, or a tensor of one element in any shape and float dtype.
+        device: where it is needed.
+
+    Raises:
+        ValueError: if there are several numbers.
+    """
+    found = torch.as_tensor(value, device=device)
+    if found.numel() != 1:
+        raise ValueError(
+            teach(
+                f"Got a scale of shape {tuple(found.shape)} for a whole tensor.",
+                "A static scale, and an upper bound, is one number.",
+                "Leave it out for scales per token.",
+            )
+        )
+    return found.float().reshape(1, 1)
+
+
+def with_scale(codes: Tensor, scale: Tensor | float) -> QTensor:
+    """Pair codes with a scale of any usual shape.
+
+    Args:
+        codes: FP8 ``[rows, K]``.
+        scale: one number for the tensor or one for each row, in any shape and float dtype.
+
+    Returns:
+        ``QTensor`` per tensor or per row.
+
+    Raises:
+        TypeError: if ``codes`` is not FP8.
+        ValueError: if the scale has another number of elements.
+
+    Example:
+        >>> q = with_scale(torch.zeros(4, 8).to(torch.float8_e4m3fn), torch.ones(1, 4))
+        >>> q.scale.shape
+        torch.Size([4, 1])
+    """
+    scale = torch.as_tensor(scale, device=codes.device)
+    rows = codes.shape[0]
+    if scale.numel() not in (1, rows) or codes.dim() != 2:
+        raise ValueError(
+            teach(
+                f"Got codes of shape {tuple(codes.shape)} and a scale {tuple(scale.shape)}.",
+                f"A matrix has one scale, or one for each of its rows ({rows}).",
+                "Check the orientation of the matrix; scales per block go to fp8kit.linear.",
+            )
+        )
+    group: GroupShape = TENSOR if scale.numel() == 1 else ROW
+    return QTensor(codes, scale.float().reshape(-1, 1), group)
+
+
+def stored(weight: Tensor) -> Tensor:
+    """Return a weight given as ``[K, N]`` as it is stored: ``[N, K]``, rows contiguous.
+
+    The view ``stored_weight.t()``, which engines pass, is undone without a copy.
+    """
+    return weight.t().contiguous()
+
+
+def is_stored(weight: Tensor, k: int) -> bool:
+    """Return whether a weight is ``[N, K]`` as it is stored, and not its view ``[K, N]``.
+
+    Args:
+        weight: of either orientation.
+        k: columns of the input. Where it leaves a choice, as for a square weight, rows that are
+            not contiguous in memory tell that this is the view.
+
+    Raises:
+        ValueError: if no side of the weight is ``k``.
+
+    Example:
+        >>> is_stored(torch.zeros(16, 8), 8), is_stored(torch.zeros(8, 8).t(), 8)
+        (True, False)
+    """
+    if weight.dim() != 2 or k not in weight.shape:
+        raise ValueError(
+            teach(
+                f"Got an input with K = {k} and a weight of shape {tuple(weight.shape)}.",
+                "The weight is [N, K], or its transposed view [K, N].",
+                "Check that weight and input belong together.",
+            )
+        )
+    if weight.shape[0] == weight.shape[1]:
+        return weight.stride(1) == 1
+    return weight.shape[1] == k
+
+
+def with_scale_as_stored(weight: Tensor, scale: Tensor | float) -> QTensor:
+    """Pair a weight given as ``[K, N]`` with its scale."""
+    return with_scale(stored(weight), scale)
+
+
+def as_vector(bias: Tensor | None, n: int) -> Tensor | None:
+    """Return a bias of ``n`` elements in any shape as ``[n]``; others are refused by the core."""
+    return bias.reshape(-1) if bias is not None and bias.numel() == n else bias

@@ -1,0 +1,272 @@
+"""The quantizer and the scaled products of vLLM, with its shapes and argument names.
+
+Sources: ``vllm/_custom_ops.py`` and ``vllm/model_executor/layers/quantization/utils/w8a8_utils.py``
+of vLLM 0.7 to 0.12. Which kernel runs is decided by ``fp8kit.scaled_mm``, not by the name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit import formats as fp8_formats
+from fp8kit import functional
+from fp8kit.compat.capabilities import supports
+from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale
+from fp8kit.errors import teach
+from fp8kit.formats import ROW, TENSOR, QTensor
+
+_DEVICE_IDENTITY: list[Tensor] = []
+
+
+class GroupShape(NamedTuple):
+    """Elements per scale as vLLM writes them: ``-1`` is the whole extent.
+
+    Args:
+        row: rows per scale.
+        col: columns per scale.
+    """
+
+    row: int
+    col: int
+
+
+GroupShape.PER_TENSOR = GroupShape(-1, -1)  # type: ignore[attr-defined]
+GroupShape.PER_TOKEN = GroupShape(1, -1)  # type: ignore[attr-defined]
+
+
+def scaled_fp8_quant(
+    input: Tensor,
+    scale: Tensor | None = None,
+    num_token_padding: int | None = None,
+    scale_ub: Tensor | float | None = None,
+    use_per_token_if_dynamic: bool = False,
+    output: Tensor | None = None,
+    group_shape: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix to e4m3fn codes and a scale.
+
+    Args:
+        input: bf16, fp16 or fp32 ``[M, K]``, any strides.
+        scale: one number in any shape: static quantization; else the scale is found.
+        num_token_padding: the codes have at least so many rows; those beyond M are zero.
+        scale_ub: bounds amax from above; ignored with ``scale``, as there.
+        use_per_token_if_dynamic: one scale per row instead of one for the tensor.
+        output: FP8, of the result's shape: the codes are written there.
+        group_shape: elements per static scale, ``(rows, columns)`` with -1 for the whole extent;
+            then ``scale`` has one number for each group.
+
+    Returns:
+        codes ``[max(M, num_token_padding), K]`` and the scale: the one given, or fp32 ``(1,)`` for
+        the tensor, or ``(rows of the codes, 1)``, which is 1 for rows beyond M.
+
+    Raises:
+        TypeError: if ``input`` is no float tensor.
+        ValueError: if the static scale has another number of elements.
+
+    Example:
+        >>> codes, scale = fp8kit.compat.scaled_fp8_quant(torch.randn(4, 64))
+        >>> scale.shape
+        torch.Size([1])
+    """
+    if scale is not None:
+        found, given = _static(input, scale, group_shape), scale
+    else:
+        bound = None if scale_ub is None else as_number(scale_ub, input.device)
+        group = ROW if use_per_token_if_dynamic else TENSOR
+        found = functional.quantize(input, group, scale_ub=bound)
+        given = found.scale if use_per_token_if_dynamic else found.scale.reshape(1)
+    codes, missing = found.data, max(num_token_padding or 0, input.shape[0]) - input.shape[0]
+    if missing:
+        codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, missing))
+        codes = codes.view(found.data.dtype)
+        if given.shape == (input.shape[0], 1) and scale is None and use_per_token_if_dynamic:
+            given = torch.nn.functional.pad(given, (0, 0, 0, missing), value=1.0)
+    return (codes if output is None else output.copy_(codes)), given
+
+
+def _static(x: Tensor, scale: Tensor, group_shape: Sequence[int] | None) -> QTensor:
+    rows, cols = (-1, -1) if group_shape is None else group_shape
+    if rows == cols == -1:
+        return functional.quantize(x, TENSOR, scale=as_number(scale, x.device))
+    group = fp8_formats.GroupShape(max(x.shape[0], 1) if rows == -1 else rows, cols)
+    wanted = fp8_formats.scale_shape(x.shape, group)
+    if scale.numel() != math.prod(wanted):
+        raise ValueError(
+            teach(
+                f"Got a scale of shape {tuple(scale.shape)}.",
+                f"x {tuple(x.shape)} in groups {tuple(group_shape or ())} has {wanted} scales.",
+                "Pass one number for each group.",
+            )
+        )
+    return functional.quantize(x, group, scale=scale.float().reshape(wanted))
+
+
+def cutlass_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Multiply codes: ``scale_a * scale_b * (a @ b) + bias``.
+
+    Args:
+        a: FP8 ``[M, K]``.
+        b: FP8 ``[K, N]``, as a rule the view ``weight.t()``.
+        scale_a: one number or one per row of ``a``, in any shape and float dtype.
+        scale_b: one number or one per column of ``b``, likewise.
+        out_dtype: bf16, fp16 or fp32.
+        bias: ``[N]``, any float dtype.
+
+    Returns:
+        ``[M, N]``.
+
+    Raises:
+        ValueError: if shapes, devices or scales do not fit.
+        UnsupportedError: if no backend computes it.
+
+    Example:
+        >>> y = fp8kit.compat.cutlass_scaled_mm(a, w.t(), one, one, torch.bfloat16)
+    """
+    x_q, w_q = with_scale(a, scale_a), with_scale(stored(b), scale_b)
+    return functional.scaled_mm(x_q, w_q, as_vector(bias, b.shape[1]), out_dtype=out_dtype)
+
+
+def _product(
+    qinput: Tensor,
+    weight: Tensor,
+    out_dtype: torch.dtype,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    output_shape: Sequence[int],
+    input_2d: Tensor | None,
+) -> Tensor:
+    """Multiply, and drop the rows that padding added."""
+    rows = qinput.shape[0] if input_2d is None else input_2d.shape[0]
+    scale_a = scale_a.reshape(-1)[:rows] if scale_a.numel() > 1 else scale_a
+    y = cutlass_scaled_mm(qinput[:rows], weight, scale_a, scale_b, out_dtype, bias)
+    return y.view(*output_shape)
+
+
+def cutlass_w8a8_scaled_mm(
+    *,
+    qinput: Tensor,
+    weight: Tensor,
+    out_dtype: torch.dtype,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    output_shape: Sequence[int],
+    **kwargs: Any,
+) -> Tensor:
+    """Multiply codes with any of the four pairings of scales.
+
+    Args:
+        qinput: FP8 ``[M, K]``; rows beyond those of ``input_2d`` are padding.
+        weight: FP8 ``[K, N]``, the view of what is stored.
+        out_dtype: of the result.
+        scale_a: of ``qinput``, per tensor or per token.
+        scale_b: of ``weight``, per tensor or per channel.
+        bias: ``[N]`` or ``None``.
+        output_shape: of the result; its elements are those of ``[M, N]``.
+        kwargs: ``input_2d``, the input before it was quantized; other words are ignored, as there.
+
+    Returns:
+        a tensor of ``output_shape``.
+
+    Example:
+        >>> call = fp8kit.compat.dispatch_w8a8_scaled_mm(True, True, True)
+        >>> y = call(qinput=a, weight=w.t(), out_dtype=torch.bfloat16, scale_a=one, scale_b=one,
+        ...          bias=None, output_shape=[4, 8])
+    """
+    scales = (scale_a, scale_b)
+    return _product(qinput, weight, out_dtype, *scales, bias, output_shape, kwargs.get("input_2d"))
+
+
+def rocm_per_tensor_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does; one scale each."""
+    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
+
+
+def torch_per_tensor_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does; one scale each."""
+    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
+
+
+def torch_per_token_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does; a scale per token and per channel."""
+    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
+
+
+def torch_channelwise_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does; any pairing."""
+    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
+
+
+def flashinfer_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:
+    """Multiply as ``cutlass_w8a8_scaled_mm`` does; one scale each."""
+    return cutlass_w8a8_scaled_mm(output_shape=output_shape, **operands)
+
+
+def dispatch_w8a8_scaled_mm(
+    preferred_backend: str | bool | None = None,
+    per_tensor_weights: bool = True,
+    per_tensor_activations: bool = True,
+    *,
+    cutlass_fp8_supported: bool | None = None,
+) -> Callable[..., Tensor]:
+    """Return the product that goes with a pairing of scales; see ``cutlass_w8a8_scaled_mm``.
+
+    Args:
+        preferred_backend: ``"cutlass"``, ``"flashinfer"``, ``"rocm"`` or ``"torch"``, or, as in
+            vLLM before 0.11, whether CUTLASS runs.
+        per_tensor_weights: the weight has one scale.
+        per_tensor_activations: the input has one scale.
+        cutlass_fp8_supported: the first argument under its older name.
+
+    Raises:
+        ValueError: for another backend.
+
+    Example:
+        >>> fp8kit.compat.dispatch_w8a8_scaled_mm("torch", False, True).__name__
+        'torch_channelwise_w8a8_scaled_mm'
+    """
+    given = preferred_backend if cutlass_fp8_supported is None else cutlass_fp8_supported
+    if given is True or given == "cutlass":
+        return cutlass_w8a8_scaled_mm
+    if given not in (None, False, "torch", "flashinfer", "rocm"):
+        raise ValueError(
+            teach(
+                f"Got preferred_backend={given!r}.",
+                "It is 'cutlass', 'flashinfer', 'rocm' or 'torch'.",
+                "Pass one of these words; which kernel runs, fp8kit.explain(layer) says.",
+            )
+        )
+    rocm = given == "rocm" or (not given and torch.version.hip is not None)
+    if per_tensor_weights and per_tensor_activations:
+        if given == "flashinfer":
+            return flashinfer_w8a8_scaled_mm
+        return rocm_per_tensor_w8a8_scaled_mm if rocm else torch_per_tensor_w8a8_scaled_mm
+    if given == "flashinfer":
+        return cutlass_w8a8_scaled_mm
+    if not (per_tensor_weights or per_tensor_activations) and supports("torch_rowwise"):
+        return torch_per_token_w8a8_scaled_mm
+    return torch_channelwise_w8a8_scaled_mm
+
+
+def maybe_create_device_identity() -> None:
+    """Make ``TORCH_DEVICE_IDENTITY``, fp32 ``[1]`` of one, which ported code may read."""
+    if not _DEVICE_IDENTITY:
+        _DEVICE_IDENTITY.append(torch.ones(1, dtype=torch.float32))
+
+
+def device_identity() -> Tensor | None:
+    """Return ``TORCH_DEVICE_IDENTITY``: ``None`` until ``maybe_create_device_identity``."""
+    return _DEVICE_IDENTITY[0] if _DEVICE_IDENTITY else None

@@ -1,0 +1,55 @@
+"""A weight is brought into the core's form once, and again when it or its scale changes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch import Tensor
+
+import fp8kit
+from fp8kit.compat.known_weights import KnownWeights
+
+
+def made(weight: Tensor, scale: Tensor) -> fp8kit.QTensor:
+    return fp8kit.QTensor(weight.t().contiguous(), scale.reshape(1, 1), fp8kit.TENSOR)
+
+
+def test_the_form_of_a_weight_is_made_once() -> None:
+    known, scale = KnownWeights(), torch.ones(1)
+    weight = torch.ones(8, 4).to(torch.float8_e4m3fn).t()
+    q = known.of(weight, scale, made)
+    assert known.of(weight, scale, made) is q
+    assert q.data.data_ptr() == weight.data_ptr()
+    for changed in (weight.view(torch.uint8), scale):
+        changed.zero_()
+        again = known.of(weight, scale, made)
+        assert again is not q
+        q = again
+    assert known.of(weight, scale.clone(), made) is not q
+
+
+def test_weights_whose_changes_are_not_counted_are_read_at_every_call() -> None:
+    known, scale = KnownWeights(), torch.ones(1)
+    with torch.inference_mode():
+        weight = torch.ones(8, 4).to(torch.float8_e4m3fn)
+    assert known.of(weight, scale, made) is not known.of(weight, scale, made)
+
+
+def test_a_weight_is_not_kept_alive() -> None:
+    known, weight = KnownWeights(), torch.ones(8, 4).to(torch.float8_e4m3fn)
+    known.of(weight, torch.ones(1), made)
+    alive = weakref.ref(weight)
+    del weight
+    gc.collect()
+    assert alive() is None
+
+
+def test_copies_of_a_copied_weight_follow_it() -> None:
+    known, scale = KnownWeights(), torch.ones(1)
+    weight = torch.ones(8, 4).to(torch.float8_e4m3fn)  # its transposed form is a copy
+    before = known.of(weight, scale, made)
+    weight.view(torch.uint8).zero_()
+    assert not known.of(weight, scale, made).data.view(torch.uint8).any()
+    assert before.data.view(torch.uint8).any()

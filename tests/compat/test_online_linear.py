@@ -1,0 +1,130 @@
+"""Online methods for linear layers: weights that arrive dense are quantized once each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit import compat
+from numerics import assert_bits_equal, assert_scheme_error
+
+WIDTHS, K = [96, 32, 32], 160
+N = sum(WIDTHS)
+METHODS = {
+    "FP8_TENSOR": compat.Fp8PerTensorOnlineLinearMethod,
+    "FP8_BLOCK": compat.Fp8PerBlockOnlineLinearMethod,
+}
+
+
+def new_layer(scheme: str, **words: Any) -> tuple[Any, nn.Module]:
+    method, layer = METHODS[scheme](), nn.Module()
+    method.create_weights(layer, K, WIDTHS, K, N, torch.bfloat16, **words)
+    return method, layer
+
+
+def weight_of(seed: int) -> Tensor:
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def check(scheme: str, layer: nn.Module, w: Tensor) -> None:
+    """Compare what a layer holds with the core's codes, in the shapes of vLLM."""
+    group = fp8kit.TENSOR if scheme == "FP8_TENSOR" else fp8kit.BLOCK
+    q = fp8kit.quantize(w, group, role="weight")
+    if scheme == "FP8_TENSOR":
+        assert_bits_equal(layer.weight.t(), q.data)
+        assert layer.weight.shape == (K, N)
+        assert layer.weight_scale.shape == (1,)
+        assert layer.weight_scale == q.scale
+    else:
+        assert_bits_equal(layer.weight, q.data)
+        assert torch.equal(layer.weight_scale_inv, q.scale)
+        assert layer.weight_scale_inv.shape == (2, 2)
+    assert layer.input_scale is None
+
+
+@pytest.mark.parametrize("scheme", list(METHODS))
+def test_a_weight_is_quantized_as_soon_as_all_shards_are_there(scheme: str) -> None:
+    method, layer = new_layer(scheme)
+    held = layer.weight
+    assert held.is_meta
+    assert held.shape == (N, K)
+    assert (held.input_dim, held.output_dim) == (1, 0)
+    w = weight_of(0)
+    for shard, part in zip("qkv", w.split(WIDTHS), strict=True):
+        assert layer.weight.is_meta
+        held.weight_loader(held, part, shard)  # as loaders hold the Parameters of the start
+    check(scheme, layer, w)
+    before = layer.weight
+    method.process_weights_after_loading(layer)
+    assert layer.weight is before
+    x, bias = torch.randn(2, 3, K).bfloat16(), torch.randn(N).bfloat16()
+    y = method.apply(layer, x, bias)
+    assert (y.shape, y.dtype) == ((2, 3, N), torch.bfloat16)
+    assert_scheme_error(y.double() - bias.double(), x.double() @ w.double().t(), scheme)
+
+
+@pytest.mark.parametrize("scheme", list(METHODS))
+def test_a_reload_writes_the_same_storage(scheme: str) -> None:
+    method, layer = new_layer(scheme)
+    layer.weight.weight_loader(layer.weight, weight_of(0))
+    address, parameter = layer.weight.data_ptr(), layer.weight
+    for shard, part in enumerate(weight_of(1).split(WIDTHS)):
+        check(scheme, layer, weight_of(0))
+        parameter.weight_loader(parameter, part, shard)
+    method.process_weights_after_loading(layer)
+    check(scheme, layer, weight_of(1))
+    assert layer.weight is parameter
+    assert layer.weight.data_ptr() == address
+
+
+@pytest.mark.parametrize("scheme", list(METHODS))
+def test_what_is_missing_is_told(scheme: str) -> None:
+    method, layer = new_layer(scheme)
+    with pytest.raises(RuntimeError, match="The weight becomes FP8 when all of it has arrived"):
+        method.apply(layer, torch.randn(1, K))
+    with pytest.raises(ValueError, match="All elements of weight"):
+        method.process_weights_after_loading(layer)
+    layer.weight.weight_loader(layer.weight, weight_of(0)[:96], 0)
+    with pytest.raises(ValueError, match=f"{64 * K} elements of weight"):
+        method.process_weights_after_loading(layer)
+    with pytest.raises(ValueError, match="Pass the shard's number"):
+        layer.weight.weight_loader(layer.weight, weight_of(0)[:5])
+
+
+def test_a_loader_of_the_model_writes_the_dense_weight() -> None:
+    seen = []
+
+    def half(param: Tensor, loaded_weight: Tensor, shard: int) -> None:
+        seen.append((param.output_dim, param.dtype, param.note))  # type: ignore[attr-defined]
+        param.data[shard * N // 2 : (shard + 1) * N // 2].copy_(loaded_weight[: N // 2])
+
+    _, layer = new_layer("FP8_TENSOR", weight_loader=half, note="kept")
+    w = weight_of(0)
+    layer.weight.weight_loader(layer.weight, w[: N // 2], 0)
+    layer.weight.weight_loader(layer.weight, w[N // 2 :].float(), shard=1)
+    check("FP8_TENSOR", layer, w)
+    assert seen == [(0, torch.bfloat16, "kept")] * 2
+    assert layer.weight.note == "kept"
+
+
+def test_a_weight_put_in_by_hand_is_quantized_when_asked() -> None:
+    method, layer = METHODS["FP8_BLOCK"](), nn.Linear(K, N)
+    method.create_weights(layer, K, [N], K, N, torch.float32, weight_loader=None)
+    assert layer.weight.is_meta
+    layer.weight = nn.Parameter(weight_of(3).float())
+    method.process_weights_after_loading(layer)
+    check("FP8_BLOCK", layer, weight_of(3))
+    assert layer.weight_block_size == [128, 128]
+    assert layer.orig_dtype == torch.float32
+
+
+def test_weights_arrive_on_the_device_of_creation() -> None:
+    with torch.device("cpu"):
+        _, layer = new_layer("FP8_TENSOR")
+    layer.weight.weight_loader(layer.weight, weight_of(0))
+    assert layer.weight.device.type == "cpu"
+    assert set(layer.state_dict()) == {"weight", "weight_scale"}

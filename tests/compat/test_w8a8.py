@@ -1,0 +1,224 @@
+"""The quantizer, the scaled products and ``Fp8LinearOp`` against their formulas in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8kit
+from engine_formulas import FP8, decoded, quantized, with_scale
+from fp8kit import compat
+from numerics import assert_bits_equal, assert_matmul, assert_scheme_error
+
+M, N, K = 5, 24, 32
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "column": lambda s: s,
+    "row": lambda s: s.t(),
+    "flat": lambda s: s.flatten(),
+}
+NUMBERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "()": lambda s: s.reshape(()),
+    "(1,)": lambda s: s.reshape(1),
+    "(1, 1)": lambda s: s,
+}
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(M, K, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@pytest.fixture
+def w() -> Tensor:
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_scaled_fp8_quant_finds_a_scale(x: Tensor, per_token: bool) -> None:
+    codes, scale = compat.scaled_fp8_quant(x, use_per_token_if_dynamic=per_token)
+    wanted, wanted_scale = quantized(x, per_row=per_token)
+    assert scale.shape == ((M, 1) if per_token else (1,))
+    assert torch.equal(scale.flatten(), wanted_scale.flatten())
+    assert_bits_equal(codes, wanted)
+
+
+def test_scaled_fp8_quant_takes_a_scale_bound_padding_and_output(x: Tensor) -> None:
+    given = torch.tensor([0.25])
+    out = torch.empty(17, K, dtype=FP8)
+    codes, scale = compat.scaled_fp8_quant(x, given, num_token_padding=17, output=out)
+    assert scale is given
+    assert codes is out
+    assert_bits_equal(codes[:M], with_scale(x, given))
+    assert not codes[M:].view(torch.uint8).any()
+    codes, scale = compat.scaled_fp8_quant(
+        x, num_token_padding=8, scale_ub=torch.tensor([0.5]), use_per_token_if_dynamic=True
+    )
+    wanted, wanted_scale = quantized(x, bound=0.5)
+    assert_bits_equal(codes[:M], wanted)
+    assert scale.shape == (8, 1)
+    assert torch.equal(scale[:M], wanted_scale)
+
+
+@pytest.mark.parametrize("group", [(-1, -1), (-1, 1), (1, -1), (-1, 8), (1, 16), (2, 16), (4, -1)])
+def test_scaled_fp8_quant_takes_static_scales_of_groups(group: tuple[int, int]) -> None:
+    x = torch.randn(8, K).bfloat16()
+    rows, cols = 8 if group[0] == -1 else group[0], K if group[1] == -1 else group[1]
+    scale = torch.rand(8 // rows, K // cols) + 0.5
+    each = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
+    given = scale.flatten() if 1 in scale.shape else scale
+    codes, same = compat.scaled_fp8_quant(x, scale=given, group_shape=group)
+    assert same is given
+    assert_bits_equal(codes, with_scale(x, each))
+    with pytest.raises(ValueError, match=r"Pass one number for each group|is one number"):
+        compat.scaled_fp8_quant(x, torch.ones(77), group_shape=group)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize("shape", ["column", "row", "flat"])
+def test_cutlass_scaled_mm_takes_scales_of_any_shape(
+    x: Tensor, w: Tensor, rows: bool, columns: bool, shape: str
+) -> None:
+    (a, s), (b, t) = quantized(x, per_row=rows), quantized(w, per_row=columns)
+    bias = torch.randn(N).bfloat16()
+    laid = SHAPES[shape]
+    y = compat.cutlass_scaled_mm(a, b.t(), laid(s), laid(t), torch.bfloat16, bias)
+    assert_matmul(y, decoded(a, s), decoded(b, t), bias)
+
+
+def test_a_scale_that_fits_nothing_is_refused(x: Tensor, w: Tensor) -> None:
+    (a, s), (b, _) = quantized(x), quantized(w)
+    with pytest.raises(ValueError, match="one scale, or one for each of its rows"):
+        compat.cutlass_scaled_mm(a, b.t(), s, torch.ones(3), torch.bfloat16)
+    with pytest.raises(ValueError, match="need \\(24, 1\\)"):  # the core takes one shape only
+        fp8kit.QTensor(b, torch.ones(N), fp8kit.ROW)
+
+
+PRODUCTS = [
+    "cutlass_w8a8_scaled_mm",
+    "flashinfer_w8a8_scaled_mm",
+    "rocm_per_tensor_w8a8_scaled_mm",
+    "torch_per_tensor_w8a8_scaled_mm",
+    "torch_per_token_w8a8_scaled_mm",
+    "torch_channelwise_w8a8_scaled_mm",
+]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_drop_padding_and_restore_the_shape(x: Tensor, w: Tensor, name: str) -> None:
+    one = "per_tensor" in name or name.startswith("flashinfer")
+    batched = x[:4].reshape(2, 2, K)
+    codes, s = compat.scaled_fp8_quant(
+        x[:4], num_token_padding=17, use_per_token_if_dynamic=not one
+    )
+    b, t = quantized(w, per_row=not one)
+    y = getattr(compat, name)(
+        qinput=codes,
+        weight=b.t(),
+        out_dtype=torch.float16,
+        scale_a=s,
+        scale_b=t,
+        bias=None,
+        input_2d=batched.view(4, K),
+        output_shape=[2, 2, N],
+    )
+    assert y.shape == (2, 2, N)
+    assert y.dtype == torch.float16
+    scale = s if one else s[:4]
+    assert_matmul(y.view(4, N), decoded(codes[:4], scale), decoded(b, t))
+
+
+def test_dispatch_w8a8_scaled_mm_names_the_product() -> None:
+    choose = compat.dispatch_w8a8_scaled_mm
+    assert choose("cutlass", False, True) is compat.cutlass_w8a8_scaled_mm
+    assert choose(True, True, True) is compat.cutlass_w8a8_scaled_mm
+    assert choose("flashinfer", True, True) is compat.flashinfer_w8a8_scaled_mm
+    assert choose("flashinfer", False, False) is compat.cutlass_w8a8_scaled_mm
+    assert choose("rocm", True, True) is compat.rocm_per_tensor_w8a8_scaled_mm
+    assert choose("torch", True, True) is compat.torch_per_tensor_w8a8_scaled_mm
+    old = {"per_tensor_weights": False, "per_tensor_activations": True}
+    found = choose(cutlass_fp8_supported=False, **old)
+    assert found is compat.torch_channelwise_w8a8_scaled_mm
+    rowwise = compat.USE_ROWWISE_TORCH_SCALED_MM
+    both = choose("torch", False, False)
+    wanted = "torch_per_token" if rowwise else "torch_channelwise"
+    assert both is getattr(compat, f"{wanted}_w8a8_scaled_mm")
+    with pytest.raises(ValueError, match="It is 'cutlass', 'flashinfer', 'rocm' or 'torch'"):
+        choose("cublas", True, True)
+
+
+def test_the_device_identity_appears_when_it_is_made() -> None:
+    assert compat.maybe_create_device_identity() is None
+    assert torch.equal(compat.TORCH_DEVICE_IDENTITY, torch.ones(1))
+
+
+PAIRINGS = list(itertools.product([False, True], [False, True]))
+
+
+@pytest.mark.parametrize(("per_token", "per_channel"), PAIRINGS)
+def test_fp8_linear_op_computes_every_pairing(
+    x: Tensor, w: Tensor, per_token: bool, per_channel: bool
+) -> None:
+    shape = compat.GroupShape.PER_TOKEN if per_token else compat.GroupShape.PER_TENSOR
+    op = compat.Fp8LinearOp(act_quant_static=False, act_quant_group_shape=shape, pad_output=False)
+    (a, s), (b, t) = quantized(x, per_row=per_token), quantized(w, per_row=per_channel)
+    bias = torch.randn(N).bfloat16()
+    y = op.apply(input=x.view(1, M, K), weight=b.t(), weight_scale=t.t(), bias=bias)
+    assert y.shape == (1, M, N)
+    assert y.dtype == torch.bfloat16
+    assert_matmul(y[0], decoded(a, s), decoded(b, t), bias)
+    codes, scale = op.quant_fp8(x)
+    assert_bits_equal(codes, a)
+    assert torch.equal(scale.reshape(s.shape), s)
+    assert_scheme_error(y[0].double() - bias.double(), x.double() @ w.double().t(), "FP8_DYNAMIC")
+
+
+@pytest.mark.parametrize("number", list(NUMBERS))
+def test_a_static_fp8_linear_op_ignores_the_bound(x: Tensor, w: Tensor, number: str) -> None:
+    b, t = quantized(w, per_row=False)
+    scale = NUMBERS[number](torch.full((1, 1), 0.03125)).bfloat16()
+    bound = torch.tensor([1e-3])
+    op = compat.Fp8LinearOp(act_quant_static=True)
+    y = op.apply(x, b.t(), NUMBERS[number](t), torch.float32, scale, bound)
+    assert y.dtype == torch.float32
+    step = torch.tensor([[0.03125]])
+    assert_matmul(y, decoded(with_scale(x, step), step), decoded(b, t))
+    with pytest.raises(ValueError, match="got no input_scale"):
+        op.apply(x, b.t(), t)
+
+
+def test_fp8_linear_op_honours_the_bound_of_tokens(x: Tensor, w: Tensor) -> None:
+    (a, s), (b, t) = quantized(x, bound=1.0), quantized(w)
+    op = compat.Fp8LinearOp(use_per_token_if_dynamic=True)
+    y = op.apply(x, b.t(), t, input_scale_ub=torch.tensor([1.0]))
+    assert_matmul(y, decoded(a, s), decoded(b, t))
+    by_call = compat.Fp8LinearOp(False, True).apply(
+        x, b.t(), t, input_scale_ub=torch.tensor(1.0), use_per_token_if_dynamic=True
+    )
+    assert torch.equal(y, by_call)
+
+
+def test_fp8_linear_op_takes_codes(x: Tensor, w: Tensor) -> None:
+    (a, s), (b, t) = quantized(x), quantized(w)
+    op = compat.Fp8LinearOp(False, compat.GroupShape.PER_TENSOR)
+    y = op.apply(a, b.t(), t, out_dtype=torch.float16, input_scale=s)
+    assert_matmul(y, decoded(a, s), decoded(b, t))
+    with pytest.raises(ValueError, match="Codes mean nothing without their scale"):
+        op.apply(a, b.t(), t)
+
+
+@pytest.mark.parametrize("m", [0, 1])
+def test_fp8_linear_op_takes_any_number_of_rows(x: Tensor, w: Tensor, m: int) -> None:
+    b, t = quantized(w)
+    y = compat.Fp8LinearOp().apply(x[:m], b.t(), t)
+    assert y.shape == (m, N)
+
+
+def test_group_shapes_that_inputs_do_not_have_are_refused() -> None:
+    assert compat.GroupShape.PER_TOKEN == (1, -1)
+    assert compat.Fp8LinearOp(act_quant_group_shape=fp8kit.ROW).per_token
+    with pytest.raises(ValueError, match="For groups along K"):
+        compat.Fp8LinearOp(act_quant_group_shape=compat.GroupShape(1, 128))
