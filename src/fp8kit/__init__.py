@@ -11,6 +11,7 @@ The data flow, which is also the order of the folders::
     ops          the registered operators that torch.compile sees, and their checks
     functional   quantize, dequantize, scaled_mm, linear: checked entry points
     fused        norms and activations that write FP8
+    moe          mixture of experts: routing, the layer of experts, grouped products
     modules      Fp8Linear: its state_dict is the checkpoint
     conversion   plan and convert: dense layers become FP8 layers
     checkpoint   dialects, what tensors mean, how they lie on disk, streaming
@@ -38,6 +39,7 @@ if "torch" not in sys.modules:
 # Everything else is imported when it is asked for.
 from fp8kit.fused import operators  # noqa: F401
 from fp8kit.io import moved_classes
+from fp8kit.moe import operators as _of_experts  # noqa: F401
 from fp8kit.ops import schemas  # noqa: F401
 
 moved_classes.register()
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from fp8kit.formats import QTensor as QTensor
     from fp8kit.formats import Scheme as Scheme
     from fp8kit.formats import scale_shape as scale_shape
+    from fp8kit.formats import stack_scale_shape as stack_scale_shape
     from fp8kit.functional import dequantize as dequantize
     from fp8kit.functional import linear as linear
     from fp8kit.functional import quantize as quantize
@@ -76,7 +79,9 @@ if TYPE_CHECKING:
     from fp8kit.io.checkpoints import verify_checkpoint as verify_checkpoint
     from fp8kit.io.models import load as load
     from fp8kit.io.models import save as save
+    from fp8kit.modules.experts import Fp8Experts as Fp8Experts
     from fp8kit.modules.linear import Fp8Linear as Fp8Linear
+    from fp8kit.moe.functional import grouped_scaled_mm as grouped_scaled_mm
     from fp8kit.perf.explain import explain as explain
     from fp8kit.perf.warmup import warmup as warmup
 else:
@@ -89,10 +94,13 @@ else:
         "conversion.plan": "Plan convert plan",
         "errors": "CheckpointError ConversionError UnsupportedError",
         "perf.explain": "explain",
-        "formats": "BLOCK GROUP128 MX ROW SCHEMES TENSOR GroupShape QTensor Scheme scale_shape",
+        "formats": "BLOCK GROUP128 MX ROW SCHEMES TENSOR GroupShape QTensor Scheme scale_shape "
+        "stack_scale_shape",
         "functional": "dequantize linear quantize scaled_mm",
         "io.models": "load save",
+        "modules.experts": "Fp8Experts",
         "modules.linear": "Fp8Linear",
+        "moe.functional": "grouped_scaled_mm",
         "conversion.report": "Report",
         "conversion.patterns": "DEFAULT_EXCLUDE",
         "io.arriving_tensors": "load_weights",

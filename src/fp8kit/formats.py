@@ -112,6 +112,25 @@ def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
     return (*shape[:-2], math.ceil(shape[-2] / group.rows), cols)
 
 
+def stack_scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
+    """Return the shape of the scales of a stack of matrices, each with scales of its own.
+
+    It differs from ``scale_shape`` per tensor alone: there each matrix has one number.
+
+    Args:
+        shape: shape of the codes, ``[..., N, K]``.
+        group: elements per scale of one matrix.
+
+    Returns:
+        ``[..., *scale_shape((N, K), group)]``.
+
+    Example:
+        >>> stack_scale_shape((8, 300, 512), TENSOR), stack_scale_shape((8, 300, 512), BLOCK)
+        ((8, 1, 1), (8, 3, 4))
+    """
+    return (*shape[:-2], *scale_shape(shape[-2:], group))
+
+
 def scale_dtype(group: GroupShape) -> torch.dtype:
     """Return the dtype scales of this granularity have: E8M0 bytes for MX, else ``float32``."""
     return torch.uint8 if group == MX else torch.float32
@@ -267,7 +286,8 @@ class QTensor:
     Args:
         data: FP8 codes, any shape, K last.
         scale: ``float32`` multipliers, or E8M0 bytes (``uint8``) for ``MX``; shape
-            ``scale_shape(data.shape, group)``, on the device of ``data``.
+            ``scale_shape(data.shape, group)``, or ``stack_scale_shape`` of a stack of matrices such
+            as experts ``[E, N, K]``; on the device of ``data``.
         group: elements per scale.
 
     Raises:
@@ -359,7 +379,8 @@ def check_scale(
                 "View float8_e8m0fnu as uint8 for MX; convert others with .float().",
             )
         )
-    if tuple(scale.shape) != wanted:
+    stacked = len(shape) > 2 and tuple(scale.shape) == stack_scale_shape(shape, group)
+    if tuple(scale.shape) != wanted and not stacked:
         raise ValueError(
             teach(
                 f"Got a scale of shape {tuple(scale.shape)}.",

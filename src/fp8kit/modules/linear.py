@@ -19,7 +19,7 @@ from fp8kit.modules.entries import quantize_weight as quantize_weight
 from fp8kit.modules.entries import quantized_entries
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
-from fp8kit.modules.parameters import frozen, moved
+from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
 from fp8kit.ops import operators, validation
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
@@ -339,20 +339,8 @@ class Fp8Linear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
-        # fn may cast every float tensor (.half()); shown as integers, codes and scales only move
-        held = {name: self._parameters.get(name) for name in _FROZEN}
-        for name in held:
-            self._parameters[name] = None
-        try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            self._parameters.update(held)
-        for name, parameter in held.items():
-            if parameter is not None:
-                self._parameters[name] = moved(parameter, fn)
-        probe = torch.empty(0, dtype=self.compute_dtype, device=self.codes.device)
-        cast = fn(probe).dtype
-        self.compute_dtype = cast if cast.is_floating_point else self.compute_dtype
+        apply_without_casts(self, _FROZEN, fn, recurse)
+        self.compute_dtype = cast_dtype(fn, self.compute_dtype, self.codes.device)
         if self.original_weight is not None and self.original_weight.device.type != "cpu":
             self._follow_original()
             self.keep(fn(self.original_weight))
@@ -368,11 +356,8 @@ class Fp8Linear(nn.Linear):
     def __getstate__(self) -> dict[str, Any]:
         """Show codes as bytes: plain pickle has no storage type for FP8."""
         state = dict(self.__dict__)
-        state["_parameters"] = dict(self._parameters)
+        state["_parameters"] = as_bytes(self._parameters)
         del state["replays"], state["_options"]
-        for name, p in self._parameters.items():
-            if p is not None and p.dtype in FP8_FORMATS:
-                state["_parameters"][name] = frozen(p.detach().view(torch.uint8))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
-"""Frozen Parameters of codes and scales: made, and moved without a cast."""
+"""Frozen Parameters of codes and scales: made, moved without a cast, and pickled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp8kit.formats import FP8_FORMATS
 from fp8kit.runtime.weight_hazards import invalidate
 
 _BYTES = {1: torch.uint8, 4: torch.int32}
@@ -29,3 +31,46 @@ def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Paramet
         invalidate(parameter)  # it may lie where the last one lay
         return parameter
     return frozen(view)
+
+
+def apply_without_casts(
+    module: nn.Module,
+    names: Iterable[str],
+    fn: Callable[[Tensor], Tensor],
+    recurse: bool,
+) -> None:
+    """Apply a function to a module as ``.to()`` and ``.half()`` do, and only move some Parameters.
+
+    Args:
+        module: holds them.
+        names: of the Parameters that keep their dtype.
+        fn: what ``nn.Module._apply`` got.
+        recurse: whether children get it too, as ``nn.Module._apply`` has it.
+    """
+    # fn may cast every float tensor (.half()); shown as integers, codes and scales only move
+    held = {name: module._parameters.get(name) for name in names}
+    for name in held:
+        module._parameters[name] = None
+    try:
+        nn.Module._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+    finally:
+        module._parameters.update(held)
+    for name, parameter in held.items():
+        if parameter is not None:
+            module._parameters[name] = moved(parameter, fn)
+
+
+def cast_dtype(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) -> torch.dtype:
+    """Return the dtype that a function gives a tensor of a compute dtype, if it is one."""
+    cast = fn(torch.empty(0, dtype=dtype, device=device)).dtype
+    return cast if cast.is_floating_point else dtype
+
+
+def as_bytes(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Show codes as bytes: plain pickle has no storage type for FP8."""
+    return {
+        name: frozen(p.detach().view(torch.uint8))
+        if p is not None and p.dtype in FP8_FORMATS
+        else p
+        for name, p in parameters.items()
+    }

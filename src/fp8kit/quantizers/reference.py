@@ -83,7 +83,8 @@ def expand_scale(scale: Tensor, shape: tuple[int, ...], group: GroupShape) -> Te
     """Return ``float32`` scales that broadcast against a tensor of ``shape``.
 
     Args:
-        scale: ``float32`` or E8M0 bytes, of shape ``scale_shape(shape, group)``.
+        scale: ``float32`` or E8M0 bytes, of shape ``scale_shape(shape, group)``, or per tensor of
+            ``stack_scale_shape``.
         shape: shape of the codes.
         group: elements per scale.
 
@@ -92,7 +93,8 @@ def expand_scale(scale: Tensor, shape: tuple[int, ...], group: GroupShape) -> Te
     """
     scale = multipliers(scale, group)
     if group == TENSOR:
-        return scale.reshape([1] * max(len(shape), 1))
+        stacked = scale.dim() == len(shape) > 2  # one for each matrix
+        return scale if stacked else scale.reshape([1] * max(len(shape), 1))
     if group.rows > 1:
         scale = scale.repeat_interleave(group.rows, -2)[..., : shape[-2], :]
     if group.cols != -1:

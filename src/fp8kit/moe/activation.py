@@ -1,0 +1,173 @@
+"""What stands between the two products of an expert, as data and as a formula in plain torch.
+
+gated      (up + up_offset) * f(gate)      after  gate <= limit, -limit <= up <= limit
+ungated    f(x)                            after  x <= limit
+
+silu  x * sigmoid(alpha * x)     gelu, gelu_tanh  as torch has them     relu2  max(x, 0)^2
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fp8kit.errors import did_you_mean, teach
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What an expert makes of its first product.
+
+    Args:
+        kind: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"relu2"`` (squared ReLU).
+        gated: the first product has ``2 I`` columns, of which gates are activated and multiplied by
+            the others; otherwise ``I``, which are activated.
+        interleaved: gate and up rows of the weight alternate, gates first (GPT-OSS); otherwise all
+            gates come before all ups.
+        limit: bound on gates from above and on ups on both sides; ``None`` for none.
+        alpha: factor inside the sigmoid of ``"silu"``; 1.702 in GPT-OSS.
+        up_offset: added to the ups after they were bounded; 1 in GPT-OSS.
+
+    Raises:
+        ValueError: for an unknown kind, or settings that the kind does not have.
+
+    Example:
+        >>> Activation("silu", interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0).columns(4)
+        8
+    """
+
+    kind: str = "silu"
+    gated: bool = True
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(
+                teach(
+                    f"Got the activation {self.kind!r}.",
+                    f"Known are {', '.join(KINDS)}.",
+                    "Pass one of these words." + did_you_mean(str(self.kind), KINDS),
+                )
+            )
+        if self.alpha != 1.0 and self.kind != "silu":
+            raise ValueError(
+                teach(
+                    f"Got alpha={self.alpha} for {self.kind!r}.",
+                    "It stands inside the sigmoid of 'silu'.",
+                    "Leave it out.",
+                )
+            )
+        if not self.gated and (self.interleaved or self.up_offset):
+            raise ValueError(
+                teach(
+                    "Got interleaved or up_offset without a gate.",
+                    "They say how gate and up are combined.",
+                    "Leave them out, or pass gated=True.",
+                )
+            )
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            raise ValueError(
+                teach(
+                    f"Got limit={self.limit}.",
+                    "It bounds magnitudes: it is positive and finite.",
+                    "Pass None for no bound.",
+                )
+            )
+
+    def columns(self, intermediate: int) -> int:
+        """Return how many columns the first product has, for ``I`` of its result."""
+        return 2 * intermediate if self.gated else intermediate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute ``[..., I]`` from the first product, in its dtype.
+
+        Args:
+            x: float ``[..., 2 I]``, or ``[..., I]`` without a gate.
+        """
+        gate, up = self._parts(x)
+        y = _activated(self.kind, gate, self.alpha)
+        return y if up is None else (up + self.up_offset) * y
+
+    def backward(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of the first product.
+
+        Args:
+            x: fp32, as ``__call__`` took it.
+            grad: fp32, of what ``__call__`` gave.
+        """
+        gate, up = self._parts(x)
+        slope = _derivative(self.kind, gate, self.alpha)
+        found = torch.empty_like(x)
+        at_gate, at_up = self._halves(found)
+        given_gate, given_up = self._halves(x)
+        if up is None or given_up is None or at_up is None:
+            at_gate.copy_(grad * slope)
+        else:
+            at_gate.copy_(grad * (up + self.up_offset) * slope)
+            at_up.copy_(grad * _activated(self.kind, gate, self.alpha))
+            if self.limit is not None:
+                at_up.masked_fill_(given_up.abs() > self.limit, 0.0)
+        if self.limit is not None:
+            at_gate.masked_fill_(given_gate > self.limit, 0.0)
+        return found
+
+    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.gated:
+            return x, None
+        if self.interleaved:
+            return x[..., ::2], x[..., 1::2]
+        middle = x.shape[-1] // 2
+        return x[..., :middle], x[..., middle:]
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        gate, up = self._halves(x)
+        if self.limit is not None:
+            gate = gate.clamp(max=self.limit)
+            up = None if up is None else up.clamp(-self.limit, self.limit)
+        return gate, up
+
+
+def _activated(kind: str, x: Tensor, alpha: float) -> Tensor:
+    if kind == "silu":
+        return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+    if kind == "relu2":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _derivative(kind: str, x: Tensor, alpha: float) -> Tensor:
+    if kind == "silu":
+        s = torch.sigmoid(alpha * x)
+        return s * (1 + alpha * x * (1 - s))
+    if kind == "relu2":
+        return 2 * F.relu(x)
+    how = "tanh" if kind == "gelu_tanh" else "none"
+    slope: Tensor = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=how)
+    return slope
+
+
+class ActivationWords(NamedTuple):
+    """An activation as the operator's schema has it, in order."""
+
+    kind: str
+    gated: bool
+    interleaved: bool
+    limit: float | None
+    alpha: float
+    up_offset: float
+
+    @staticmethod
+    def of(activation: Activation) -> ActivationWords:
+        """Spell an activation out."""
+        a = activation
+        return ActivationWords(a.kind, a.gated, a.interleaved, a.limit, a.alpha, a.up_offset)

@@ -1,0 +1,46 @@
+"""The experts of a CPU: one dense product after the other, for the experts that tokens take.
+
+Weights are decoded one expert at a time, and only those that are used.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fp8kit.formats import GroupShape
+from fp8kit.matmul.problem import MatmulOperands
+from fp8kit.moe.loop import Products, layer, product
+from fp8kit.moe.problem import (
+    ExpertOperands,
+    ExpertsProblem,
+    GroupedOperands,
+    GroupedProblem,
+    MoeBackend,
+)
+from fp8kit.ops import bodies
+
+
+def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
+    """Decline where reading the counts on the host would wait for a device."""
+    return None if problem.device_type == "cpu" else "reads the tokens' counts on the host"
+
+
+def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+    """Compute a layer of experts."""
+    return layer(operands, problem, _multiply)
+
+
+def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
+    """Multiply rows that lie sorted by expert."""
+    return product(operands, problem, _multiply)
+
+
+def _multiply(
+    operands: MatmulOperands, groups: tuple[GroupShape | None, GroupShape], settings: Products
+) -> Tensor:
+    x_group = None if groups[0] is None else (groups[0].rows, groups[0].cols)
+    how = (settings.out_dtype, "precise", settings.batch_invariant, None)
+    return bodies.scaled_mm(*operands, x_group, (groups[1].rows, groups[1].cols), *how)
+
+
+BACKEND = MoeBackend(supports=supports, experts=experts, grouped=grouped)

@@ -1,0 +1,125 @@
+"""The layer of experts as a loop over those that are used, with any dense product inside."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import TENSOR, GroupShape
+from fp8kit.matmul.problem import MatmulOperands
+from fp8kit.moe.pairs import combine, sorted_pairs
+from fp8kit.moe.problem import (
+    ExpertOperands,
+    ExpertsProblem,
+    ExpertWeights,
+    GroupedOperands,
+    GroupedProblem,
+)
+from fp8kit.ops import bodies
+
+
+class Products(NamedTuple):
+    """What a dense product is asked for beside its operands."""
+
+    out_dtype: torch.dtype
+    batch_invariant: bool
+
+
+Multiply = Callable[[MatmulOperands, tuple[GroupShape | None, GroupShape], Products], Tensor]
+
+
+class Input(NamedTuple):
+    """The input as the first product reads it.
+
+    Args:
+        data: codes, or what was given if nothing is quantized; a row per token or per pair.
+        scale: of ``data``, or ``None``.
+        fan: pairs that read one row.
+    """
+
+    data: Tensor
+    scale: Tensor | None
+    fan: int
+
+
+def quantized_input(operands: ExpertOperands, problem: ExpertsProblem) -> Input:
+    """Quantize each token once, or each pair if the router's weight is applied to the input."""
+    x, weights, fan = operands.x, operands.weights, problem.top_k
+    if problem.router_weight_on_input:
+        x = (x.unsqueeze(1) * weights.unsqueeze(2).to(x.dtype)).flatten(0, 1)
+        fan = 1
+    settings = (problem.w_dtype, operands.w13.input_scale, None, problem.scale_rounding)
+    return Input(*bodies.quantize_rows(x, problem.x_group, *settings), fan)
+
+
+def quantized_intermediate(
+    h: Tensor, problem: ExpertsProblem, input_scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Quantize what the second product reads.
+
+    Args:
+        h: fp32 ``[S, I]``.
+        problem: says how.
+        input_scale: the given scale, or ``None``.
+    """
+    group = problem.intermediate_group
+    if group is None:
+        return h.to(problem.x_dtype), None
+    rounding = "up" if problem.scale_rounding == "up" else "exact"
+    return bodies.quantize_rows(h, group, problem.w_dtype, input_scale, None, rounding)
+
+
+def layer(operands: ExpertOperands, problem: ExpertsProblem, multiply: Multiply) -> Tensor:
+    """Compute ``[M, H]`` expert by expert."""
+    pairs = sorted_pairs(operands.ids, problem.experts)
+    source = quantized_input(operands, problem)
+    settings = Products(torch.float32, problem.batch_invariant)
+    first, second = (
+        (problem.x_group, problem.w_group),
+        (problem.intermediate_group, problem.w_group),
+    )
+    rows = operands.x.new_zeros(operands.ids.numel(), problem.hidden, dtype=torch.float32)
+    for expert, start, stop in _used(pairs.offsets):
+        chosen = pairs.order[start:stop]
+        x, scale = _rows(source.data, source.scale, problem.x_group, chosen // source.fan)
+        p = multiply(_operands(x, scale, operands.w13, expert), first, settings)
+        h = quantized_intermediate(problem.activation(p), problem, operands.w2.input_scale)
+        rows[chosen] = multiply(_operands(*h, operands.w2, expert), second, settings)
+    weights = None if problem.router_weight_on_input else operands.weights
+    return combine(rows, operands.ids, weights, problem.x_dtype)
+
+
+def product(operands: GroupedOperands, problem: GroupedProblem, multiply: Multiply) -> Tensor:
+    """Compute ``[S, N]`` expert by expert."""
+    x, settings = operands.x, Products(problem.out_dtype, problem.batch_invariant)
+    y = x.new_zeros(x.shape[0], problem.n, dtype=problem.out_dtype)
+    for expert, start, stop in _used(operands.offsets):
+        chosen = torch.arange(start, stop, device=x.device)
+        rows = _rows(x, operands.x_scale, problem.x_group, chosen)
+        inputs = _operands(*rows, operands.w, expert)
+        y[start:stop] = multiply(inputs, (problem.x_group, problem.w_group), settings)
+    return y
+
+
+def _used(offsets: Tensor) -> list[tuple[int, int, int]]:
+    edges = offsets.tolist()
+    spans = itertools.pairwise(edges)
+    return [(e, start, stop) for e, (start, stop) in enumerate(spans) if start < stop]
+
+
+def _rows(
+    x: Tensor, scale: Tensor | None, group: GroupShape | None, chosen: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    if group is None:
+        return x[chosen], None
+    codes = x.view(torch.uint8)[chosen].view(x.dtype)
+    return codes, scale if scale is None or group == TENSOR else scale[chosen]
+
+
+def _operands(x: Tensor, scale: Tensor | None, w: ExpertWeights, expert: int) -> MatmulOperands:
+    bias = None if w.bias is None else w.bias[expert]
+    return MatmulOperands(x, scale, w.data[expert], w.scale[expert], bias)

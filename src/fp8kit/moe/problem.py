@@ -1,0 +1,198 @@
+"""What is asked of the experts, as frozen data, and the ordered implementations.
+
+Two questions: the whole layer, and one product of rows that lie sorted by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.dispatch.backends import Backend, BackendTable
+from fp8kit.dispatch.device import capability
+from fp8kit.formats import GROUP128, TENSOR, GroupShape
+from fp8kit.matmul.problem import m_bucket
+from fp8kit.moe.activation import Activation
+
+MOE_BACKENDS: BackendTable = (
+    ("by_expert", "fp8kit.moe.by_expert", ("cpu",)),
+    ("reference", "fp8kit.moe.reference", ()),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsProblem:
+    """A layer of experts.
+
+    Args:
+        m: tokens, rounded up to a power of two.
+        experts: E.
+        top_k: experts per token.
+        hidden: H, columns of input and result.
+        intermediate: I, columns of what the second product reads.
+        activation: what stands between the products.
+        x_group: granularity of the input; ``None`` leaves it and the intermediate in 16 bit.
+        w_group: granularity of both weights.
+        x_dtype: dtype of input and result.
+        w_dtype: dtype of all codes.
+        scale_rounding: how scales that are taken from data are rounded.
+        static_intermediate: the second product has a given input scale.
+        router_weight_on_input: weights multiply the input, and results are added as they are.
+        batch_invariant: the bits of a token's result do not depend on the other tokens.
+        device_type: ``"cpu"``, ``"cuda"``, …
+        capability: CUDA compute capability, ``None`` elsewhere.
+    """
+
+    m: int
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    activation: Activation
+    x_group: GroupShape | None
+    w_group: GroupShape
+    x_dtype: torch.dtype
+    w_dtype: torch.dtype
+    scale_rounding: str
+    static_intermediate: bool
+    router_weight_on_input: bool
+    batch_invariant: bool
+    device_type: str
+    capability: tuple[int, int] | None
+
+    @property
+    def intermediate_group(self) -> GroupShape | None:
+        """Granularity of what the second product reads: 1x128, unless a scale is given."""
+        if self.x_group is None:
+            return None
+        return TENSOR if self.static_intermediate else GROUP128
+
+    def __str__(self) -> str:
+        x = "unquantized" if self.x_group is None else f"per {self.x_group}"
+        return (
+            f"{self.experts} experts, {self.top_k} for each of M<={self.m} tokens, "
+            f"H={self.hidden}, I={self.intermediate}, {x} @ per {self.w_group}, "
+            f"{self.activation.kind}, on {self.device_type}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedProblem:
+    """``y[r] = x[r] @ w[e].T + bias[e]`` for the rows ``r`` of each expert ``e``.
+
+    Args:
+        m: rows of ``x``, rounded up to a power of two.
+        experts: E.
+        n: rows of each ``w[e]``.
+        k: columns of both.
+        x_group: granularity of ``x``; ``None`` if it is not quantized.
+        w_group: granularity of each ``w[e]``.
+        x_dtype: dtype of ``x``.
+        w_dtype: dtype of the weight codes.
+        out_dtype: dtype of ``y``.
+        batch_invariant: the bits of a row do not depend on the other rows.
+        device_type: ``"cpu"``, ``"cuda"``, …
+        capability: CUDA compute capability, ``None`` elsewhere.
+    """
+
+    m: int
+    experts: int
+    n: int
+    k: int
+    x_group: GroupShape | None
+    w_group: GroupShape
+    x_dtype: torch.dtype
+    w_dtype: torch.dtype
+    out_dtype: torch.dtype
+    batch_invariant: bool
+    device_type: str
+    capability: tuple[int, int] | None
+
+    @staticmethod
+    def of(
+        x: Tensor,
+        w: Tensor,
+        groups: tuple[GroupShape | None, GroupShape],
+        out_dtype: torch.dtype,
+        batch_invariant: bool = False,
+    ) -> GroupedProblem:
+        """Describe multiplying rows ``x [S, K]`` by ``w [E, N, K]``; ``groups`` are theirs."""
+        numbers = (x.dtype, w.dtype, out_dtype, batch_invariant)
+        place = (x.device.type, capability(x.device))
+        count, n, k = w.shape
+        return GroupedProblem(m_bucket(x.shape[0]), count, n, k, *groups, *numbers, *place)
+
+    def __str__(self) -> str:
+        x = "unquantized" if self.x_group is None else f"per {self.x_group}"
+        return (
+            f"[M<={self.m}, K={self.k}] {x} @ {self.experts} x [N={self.n}, K] per {self.w_group}"
+            f" -> {str(self.out_dtype).removeprefix('torch.')}, on {self.device_type}"
+        )
+
+
+class ExpertWeights(NamedTuple):
+    """One of the two weights of all experts.
+
+    Args:
+        data: codes ``[E, N, K]``.
+        scale: ``stack_scale_shape(data.shape, group)``.
+        bias: ``[E, N]``, any float dtype, or ``None``.
+        input_scale: static ``float32 [1, 1]`` of what it is multiplied by, or ``None``.
+    """
+
+    data: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+
+
+class ExpertOperands(NamedTuple):
+    """What a layer of experts computes with.
+
+    Args:
+        x: bf16, fp16 or fp32 ``[M, H]``.
+        w13: of the first product.
+        w2: of the second product.
+        ids: ``int64 [M, k]``, rows of the weights; -1 for a pair that counts as zero.
+        weights: ``float32 [M, k]``.
+    """
+
+    x: Tensor
+    w13: ExpertWeights
+    w2: ExpertWeights
+    ids: Tensor
+    weights: Tensor
+
+
+class GroupedOperands(NamedTuple):
+    """What a grouped product multiplies.
+
+    Args:
+        x: codes, or 16-bit or fp32 values, ``[S, K]``.
+        x_scale: of ``x``, or ``None``.
+        w: of all experts; its input scale is not read.
+        offsets: integer ``[E + 1]``: expert ``e`` has the rows ``offsets[e] .. offsets[e + 1]``.
+    """
+
+    x: Tensor
+    x_scale: Tensor | None
+    w: ExpertWeights
+    offsets: Tensor
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class MoeBackend(Backend):
+    """An implementation of the experts.
+
+    Args:
+        experts: the layer: gives ``[M, H]`` in the dtype of ``x``.
+        grouped: one product: gives ``[S, N]`` in ``problem.out_dtype``, zero where a row has no
+            expert.
+    """
+
+    experts: Callable[[ExpertOperands, ExpertsProblem], Tensor]
+    grouped: Callable[[GroupedOperands, GroupedProblem], Tensor]

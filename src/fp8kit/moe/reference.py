@@ -1,0 +1,54 @@
+"""The layer of experts in plain torch, on any device: the specification of every other backend.
+
+    x'   x, or rn(x * weight) for each pair where the router's weight is applied to the input
+    p    quantize(x') @ w13[e].T + bias13[e]           fp32
+    h    quantize(activation(p))                       fp32 to codes, 1x128 or by the given scale
+    q    h @ w2[e].T + bias2[e]                        fp32
+    y    rn(sum over the token's pairs, in order, of weight * q)
+
+``rn`` rounds to the dtype of ``x``; between the first product and the codes of ``h``, and between
+the second product and ``y``, nothing is rounded but ``float32``. Where a layer does not quantize
+its input, ``h`` is rounded to the dtype of ``x`` instead. Pairs of no expert add nothing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fp8kit.formats import GroupShape
+from fp8kit.matmul import reference as matmul
+from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
+from fp8kit.moe.loop import Products, layer, product
+from fp8kit.moe.problem import (
+    ExpertOperands,
+    ExpertsProblem,
+    GroupedOperands,
+    GroupedProblem,
+    MoeBackend,
+)
+
+
+def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
+    """Accept everything: this is the definition."""
+    return None
+
+
+def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+    """Compute a layer of experts."""
+    return layer(operands, problem, _multiply)
+
+
+def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
+    """Multiply rows that lie sorted by expert."""
+    return product(operands, problem, _multiply)
+
+
+def _multiply(
+    operands: MatmulOperands, groups: tuple[GroupShape | None, GroupShape], settings: Products
+) -> Tensor:
+    numbers = (settings.out_dtype, operands.bias, "precise", settings.batch_invariant)
+    problem = MatmulProblem.of(operands.x, operands.w, groups, *numbers)
+    return matmul.run(operands, problem)
+
+
+BACKEND = MoeBackend(supports=supports, experts=experts, grouped=grouped)

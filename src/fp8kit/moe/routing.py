@@ -1,0 +1,214 @@
+"""Which experts a token takes and with which weights: the formulas of the models, in plain torch.
+
+Sources: Mixtral and Qwen3-MoE (softmax, largest k, renormalized), GPT-OSS (softmax of the k largest
+logits, which is the same), Llama-4 (sigmoid), DeepSeek-V2 (a group counts as its best expert) and
+DeepSeek-V3 (sigmoid, a group counts as the sum of its two best, with a bias that decides the choice
+and not the weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import teach
+from fp8kit.ops.validation import check_float
+
+_SCORINGS = ("softmax", "sigmoid")
+_TINY = 1e-20  # DeepSeek's, in the denominator of a renormalization
+_BEST_OF_GROUP = 2
+_INTEGERS = (torch.int32, torch.int64)
+
+Custom = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    groups: int | None = None,
+    top_groups: int | None = None,
+    correction_bias: Tensor | None = None,
+    scaling_factor: float = 1.0,
+    custom: Custom | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token from the router's logits.
+
+    Scores are fp32. The largest ``top_k`` are chosen, of equal ones those that ``torch.topk``
+    takes; ids come in the order of falling scores.
+
+    Args:
+        logits: float ``[M, E]``.
+        top_k: experts per token, 1 to E.
+        scoring: ``"softmax"`` over all experts, or ``"sigmoid"`` of each.
+        renormalize: divide the weights of a token by their sum.
+        groups: cut the experts into as many groups of neighbours, of which a token takes few.
+        top_groups: how many groups a token takes; with ``groups`` only. A group counts as much as
+            its best expert, with ``correction_bias`` as the sum of its two best.
+        correction_bias: float ``[E]``, added to the scores for the choice and not to the weights.
+        scaling_factor: multiplies the weights at the end.
+        custom: a function of ``(logits, top_k)`` that gives ids and weights itself; the other
+            options stay at their defaults then, but for ``scaling_factor``.
+
+    Returns:
+        ids ``int64 [M, top_k]`` and weights ``float32 [M, top_k]``.
+
+    Raises:
+        TypeError: if ``logits`` is no float tensor, or what ``custom`` gives is of another kind.
+        ValueError: if shapes or options do not fit.
+
+    Example:
+        >>> ids, weights = fp8kit.moe.route(torch.randn(5, 8), 2)
+        >>> ids.shape, weights.sum(1)[0]
+        (torch.Size([5, 2]), tensor(1.))
+    """
+    check_float("logits", logits)
+    _check_counts(logits, top_k)
+    if custom is not None:
+        if (scoring, renormalize, groups, correction_bias) != ("softmax", True, None, None):
+            raise ValueError(
+                teach(
+                    "Got a custom function beside options that it would replace.",
+                    "A custom function scores and chooses itself.",
+                    "Leave out scoring, renormalize, groups and correction_bias.",
+                )
+            )
+        ids, weights = custom(logits, top_k)
+        check_routing(ids, weights, logits.shape[0])
+        return ids.long(), weights.float() * scaling_factor
+    _check_options(logits, scoring, groups, top_groups, correction_bias)
+    wide = logits.float()
+    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    choice = scores if correction_bias is None else scores + correction_bias.float()
+    if groups is not None and top_groups is not None:
+        choice = _within_groups(choice, groups, top_groups, correction_bias is not None)
+    ids = choice.topk(top_k, -1).indices
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return ids, weights * scaling_factor
+
+
+def tokens_per_expert(ids: Tensor, experts: int) -> Tensor:
+    """Count how often each expert was chosen, without waiting for the device.
+
+    Args:
+        ids: integer, any shape; what is not within ``0 .. experts - 1`` is not counted.
+        experts: E.
+
+    Returns:
+        ``int64 [E]``.
+
+    Example:
+        >>> fp8kit.moe.tokens_per_expert(torch.tensor([[0, 2], [2, -1]]), 3)
+        tensor([1, 0, 2])
+    """
+    flat = ids.reshape(-1).long()
+    found = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, found, torch.ones_like(found))[:experts]
+
+
+def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
+    """Refuse ids and weights that are no integers and floats of one shape ``[M, k]``.
+
+    Args:
+        ids: of experts.
+        weights: of the same pairs.
+        m: rows of the input.
+    """
+    for name, tensor in (("ids", ids), ("weights", weights)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                teach(
+                    f"Got {name} of type {type(tensor).__name__}.",
+                    f"They are a tensor [{m}, k].",
+                    "Pass what fp8kit.moe.route gives.",
+                )
+            )
+    if ids.dtype not in _INTEGERS or not weights.is_floating_point():
+        raise TypeError(
+            teach(
+                f"Got ids of {ids.dtype} and weights of {weights.dtype}.",
+                "Ids are int32 or int64, weights are floating-point numbers.",
+                "Pass ids first, as fp8kit.moe.route gives them.",
+            )
+        )
+    if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != m:
+        raise ValueError(
+            teach(
+                f"Got ids {tuple(ids.shape)} and weights {tuple(weights.shape)} for {m} tokens.",
+                f"Both have the shape [{m}, k].",
+                "Flatten the tokens of x, ids and weights alike.",
+            )
+        )
+
+
+def _within_groups(choice: Tensor, groups: int, top_groups: int, summed: bool) -> Tensor:
+    """Leave the scores of each token's best groups, and minus infinity elsewhere."""
+    parts = choice.view(choice.shape[0], groups, -1)
+    if summed:
+        worth = parts.topk(min(_BEST_OF_GROUP, parts.shape[-1]), -1).values.sum(-1)
+    else:
+        worth = parts.amax(-1)
+    best = worth.topk(top_groups, -1).indices
+    outside = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, best, False)
+    return parts.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def _check_counts(logits: Tensor, top_k: int) -> None:
+    if logits.dim() != 2 or not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(
+            teach(
+                f"Got logits of shape {tuple(logits.shape)} and top_k={top_k}.",
+                "Logits are [M, E], and a token takes 1 to E experts.",
+                "Flatten the tokens with logits.flatten(0, -2), or change top_k.",
+            )
+        )
+
+
+def _check_options(
+    logits: Tensor,
+    scoring: str,
+    groups: int | None,
+    top_groups: int | None,
+    correction_bias: Tensor | None,
+) -> None:
+    experts = logits.shape[1]
+    if scoring not in _SCORINGS:
+        raise ValueError(
+            teach(
+                f"Got scoring={scoring!r}.",
+                "Scores are a 'softmax' over all experts or a 'sigmoid' of each.",
+                "Pass one of these words, or a custom function.",
+            )
+        )
+    if (groups is None) != (top_groups is None):
+        raise ValueError(
+            teach(
+                f"Got groups={groups} and top_groups={top_groups}.",
+                "Groups of experts, and how many of them a token takes, come together.",
+                "Pass both or neither.",
+            )
+        )
+    if groups is not None and top_groups is not None:
+        if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
+            raise ValueError(
+                teach(
+                    f"Got {groups} groups, {top_groups} of them taken, for {experts} experts.",
+                    "Groups divide the experts evenly, and 1 to all of them are taken.",
+                    "Check n_group and topk_group of the model's config.",
+                )
+            )
+    if correction_bias is not None and tuple(correction_bias.shape) != (experts,):
+        raise ValueError(
+            teach(
+                f"Got a correction_bias of shape {tuple(correction_bias.shape)}.",
+                f"It has one number for each of {experts} experts.",
+                "Pass a vector.",
+            )
+        )
