@@ -20,6 +20,7 @@ JOINED: dict[str, tuple[tuple[str, ...], ...]] = {
 # a stack of experts [E, N, K], and the layers of one expert it is made of
 STACKED: dict[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
     "down_proj": (("down_proj",), ("w2",)),
 }
 SCALES = ("weight_scale", "input_scale")
