@@ -17,6 +17,7 @@ from fp8kit.checkpoint.announcing import announce
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.modules.linear import Fp8Linear
@@ -60,7 +61,8 @@ def save(
     if is_hf:
         known = Path(str(getattr(model, "name_or_path", "") or ""))
         source = source or (known if known.name and known.is_dir() else None)
-    announced = announce(model, exported.tensors, target)
+    announced = announce(model, exported, target)
+    _tell_of_stacks(exported.whole)
     tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
     quantization = announced.config(exported.dense)
     return write_checkpoint(
@@ -192,6 +194,17 @@ def integration() -> ModuleType:
             ),
             name=error.name,
         ) from error
+
+
+def _tell_of_stacks(whole: Sequence[str]) -> None:
+    if whole:
+        warnings.warn(
+            f"{some_of(whole)} are written as stacks of codes, which fp8kit.load reads and no "
+            "engine is known to: they have biases, gates that alternate with ups, a gate of their "
+            "own, or blocks that reach from gates into ups. Exclude these experts when converting "
+            "for an engine.",
+            stacklevel=3,
+        )
 
 
 def _warn(checkpoint: Checkpoint, filled: into_module.Filled) -> None:

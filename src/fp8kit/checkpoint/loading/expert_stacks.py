@@ -102,7 +102,7 @@ class Arrivals:
                 del self._waiting[name, route.expert]
                 whole = _joined(module, name, [parts[i] for i in sorted(parts)])
                 self._store(module, name, route.expert, whole)
-        if len(self._arrived[name]) < self._counts[name]:
+        if len(self._arrived.get(name, ())) < self._counts[name]:
             return set()
         del self._arrived[name]
         found = {named(self._homes[name][0], t) for s, t in module.tensors() if s == stack}
