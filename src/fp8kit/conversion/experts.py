@@ -75,6 +75,11 @@ def recognize(module: nn.Module) -> ExpertStacks | str | None:
     """
     if isinstance(module, ExpertTensors):
         return module.stacks
+    with torch.device("cpu"):  # a caller may have made another one, or meta, the default
+        return _tried(module)
+
+
+def _tried(module: nn.Module) -> ExpertStacks | str | None:
     described = next((_REGISTERED[c] for c in type(module).__mro__ if c in _REGISTERED), None)
     if described is not None:
         stacks = described(module)
@@ -247,24 +252,23 @@ def _candidates(numbers: list[float], gated: bool) -> Iterator[Activation]:
 
 def _agrees(module: nn.Module, stacks: ExpertStacks) -> bool | None:
     """Try whether a module computes what its description says; ``None`` if it cannot be tried."""
-    with torch.device("cpu"):  # a caller may have made another one, or meta, the default
-        try:
-            twin = _twin(module, stacks)
-            gate: Any = stacks.activation or _gate(twin, is_gated(module, stacks))
-            random = torch.Generator().manual_seed(1)
-            hidden = twin.get_parameter(stacks.up).shape[1 if stacks.transposed else 2]
-            x = torch.randn(_TOKENS, hidden, generator=random)
-            ids = torch.rand(_TOKENS, _EXPERTS, generator=random).topk(_TOP_K).indices
-            weights = torch.rand(_TOKENS, _TOP_K, generator=random)
-            given: tuple[Tensor, ...] = (x, ids, weights)
-            if stacks.call == "sorted":
-                ids = torch.arange(_EXPERTS).repeat_interleave(_TOKENS // _EXPERTS).unsqueeze(1)
-                weights, given = torch.ones(_TOKENS, 1), (x,)
-            with torch.no_grad():
-                expected = type(module).forward(twin, *(t.clone() for t in given))
-                found = _computed(twin, stacks, gate, x, ids, weights)
-        except Exception:  # whatever it does with what it does not know
-            return None
+    try:
+        twin = _twin(module, stacks)
+        gate: Any = stacks.activation or _gate(twin, is_gated(module, stacks))
+        random = torch.Generator().manual_seed(1)
+        hidden = twin.get_parameter(stacks.up).shape[1 if stacks.transposed else 2]
+        x = torch.randn(_TOKENS, hidden, generator=random)
+        ids = torch.rand(_TOKENS, _EXPERTS, generator=random).topk(_TOP_K).indices
+        weights = torch.rand(_TOKENS, _TOP_K, generator=random)
+        given: tuple[Tensor, ...] = (x, ids, weights)
+        if stacks.call == "sorted":
+            ids = torch.arange(_EXPERTS).repeat_interleave(_TOKENS // _EXPERTS).unsqueeze(1)
+            weights, given = torch.ones(_TOKENS, 1), (x,)
+        with torch.no_grad():
+            expected = type(module).forward(twin, *(t.clone() for t in given))
+            found = _computed(twin, stacks, gate, x, ids, weights)
+    except Exception:  # whatever it does with what it does not know
+        return None
     return _close(expected, found)
 
 

@@ -96,7 +96,7 @@ def stack_of_layer(name: str, layer: Layer, shapes: Shapes) -> str:
         layer: one matrix, or a whole stack.
         shapes: of the model's tensors.
     """
-    if layer.weight == name:
+    if len(layer.shape) == 3:
         return name if len(shapes.get(name, ())) == 3 else ""
     route: Route | None = find(name, "weight", shapes)
     return route.target if route is not None and route.expert is not None else ""
