@@ -61,6 +61,27 @@ class Announced:
         return on_disk(name, tensor, self.dialect, scheme)
 
 
+def check_unknown(names: Sequence[str], target: str) -> None:
+    """Refuse experts for which Transformers would draw random numbers; it only warns of that.
+
+    Args:
+        names: experts and stacks that it has no rule for.
+        target: who shall load them.
+
+    Raises:
+        CheckpointError: if there are such experts for Transformers.
+    """
+    if names and target == "transformers":
+        raise CheckpointError(
+            teach(
+                f"{some_of(names)} are FP8 experts.",
+                "Transformers has no rule to load these: it would draw them at random.",
+                "Save with fp8kit.save(model, directory), which fp8kit.load reads, or exclude "
+                "these experts when converting.",
+            )
+        )
+
+
 def announce(
     model: nn.Module, exported: Exported, target: str, dialect: Dialect | None = None
 ) -> Announced:

@@ -13,7 +13,8 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.formats import TENSOR, Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 
-# (stack, its experts, the words for their layers) -> names of layers, by expert and word
+# (stack, its experts, the words for their layers) -> names of layers, by expert and word; a stack
+# that stays whole on disk is left out
 Renames = Callable[[Mapping[str, tuple[int, tuple[str, ...]]]], Mapping[str, list[str]]]
 
 
@@ -85,10 +86,10 @@ def split_experts(
     wanted = {n: (held[n][0].expert_count, words) for n, words in parts.items() if words}
     names = (renames or in_module)(wanted)
     layers = {}
-    for name in wanted:
+    for name in names:
         found = zip(names[name], _layers(*held[name], len(parts[name])), strict=True)
         layers |= dict(found)
-    return layers, [name for name, words in parts.items() if not words]
+    return layers, [name for name in parts if name not in names]
 
 
 def in_module(wanted: Mapping[str, tuple[int, tuple[str, ...]]]) -> dict[str, list[str]]:

@@ -10,13 +10,20 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
-from fp8kit.checkpoint.announcing import announce
+from fp8kit.checkpoint.announcing import announce, check_unknown
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.expert_names import in_module, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.exporting import Exported, unquantized, untied
+from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
@@ -79,7 +86,8 @@ def export(model: Any) -> Exported:
     texts = {}
     if model.can_generate():
         texts["generation_config.json"] = model.generation_config.to_json_string()
-    return Exported(tensors, unquantized(model, tensors), config, texts, layers, whole)
+    unknown = [*whole, *without_rule(model, layers)]
+    return Exported(tensors, unquantized(model, tensors), config, texts, layers, whole, unknown)
 
 
 def names_on_disk(
@@ -88,7 +96,8 @@ def names_on_disk(
     """Name the layers of single experts as the model's own rules write them.
 
     Numbered stacks go through the rules, which divide and rename them. Where they keep stacks
-    whole, experts get the names of their module and the words that engines know.
+    whole, experts get the names of their module and the words that engines know; but not where
+    the stacks lie outside of a module of experts, as in GraniteMoE, where engines look for them.
 
     Args:
         model: a ``PreTrainedModel``.
@@ -101,28 +110,53 @@ def names_on_disk(
         first[name] = total
         total += count * len(words)
         numbers[name] = torch.arange(first[name], total).float().view(count, len(words), 1)
-    by_rule = _names_of_numbers(model, numbers)
-    others = {n: w for n, w in wanted.items() if first[n] not in by_rule}
+    by_rule, kept = _names_of_numbers(model, numbers)
+    others = {n: w for n, w in wanted.items() if _in_experts(kept.get(first[n], ""))}
     fallback = in_module(others)
     singles = {
         f"{layer}.weight": torch.full((1, 1), float(first[name] + i))
         for name, layers in fallback.items()
         for i, layer in enumerate(layers)
     }
-    by_rule |= _names_of_numbers(model, singles)
+    by_rule |= _names_of_numbers(model, singles)[0]
     return {
         name: [by_rule[first[name] + i] for i in range(count * len(words))]
         for name, (count, words) in wanted.items()
+        if first[name] in by_rule
     }
 
 
-def _names_of_numbers(model: Any, numbers: dict[str, Tensor]) -> dict[int, str]:
-    """Return which tensor each number went to alone, less the ending ``.weight``."""
-    found = {}
+def without_rule(model: Any, layers: Mapping[str, object]) -> list[str]:
+    """Name the layers of single experts that the rules of a model would not stack as they load.
+
+    Args:
+        model: a ``PreTrainedModel``.
+        layers: of single experts, by their names on disk.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+    converters = [r for r in rules if isinstance(r, WeightConverter)]
+    return [
+        name
+        for name in layers
+        if rename_source_key(f"{name}.weight", renamings, converters)[1] is None
+    ]
+
+
+def _in_experts(stack: str) -> bool:
+    return bool(experts_of(stack)) and experts_of(stack) == stack.rpartition(".")[0]
+
+
+def _names_of_numbers(
+    model: Any, numbers: dict[str, Tensor]
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Return which tensor each number went to alone, and which the first of several."""
+    alone, several = {}, {}
     for name, tensor in revert_weight_conversion(model, numbers).items():
-        if tensor.numel() == 1 and name.endswith(".weight"):
-            found[int(tensor.item())] = name.removesuffix(".weight")
-    return found
+        single = tensor.numel() == 1 and name.endswith(".weight")
+        found = alone if single else several
+        found[int(tensor.min().item())] = name.removesuffix(".weight")
+    return alone, several
 
 
 def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -190,6 +224,7 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
             )
         )
     exported = export(model)
+    check_unknown(exported.unknown, "transformers")
     try:
         announced = announce(model, exported, "vllm")
         announce(model, exported, "transformers", announced.dialect)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fp8kit.checkpoint import exporting
-from fp8kit.checkpoint.announcing import announce
+from fp8kit.checkpoint.announcing import announce, check_unknown
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
@@ -61,6 +61,7 @@ def save(
     if is_hf:
         known = Path(str(getattr(model, "name_or_path", "") or ""))
         source = source or (known if known.name and known.is_dir() else None)
+    check_unknown(exported.unknown, target)
     announced = announce(model, exported, target)
     _tell_of_stacks(exported.whole)
     tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
