@@ -19,6 +19,7 @@ from fp8kit.matmul.problem import m_bucket
 from fp8kit.moe.activation import Activation
 
 MOE_BACKENDS: BackendTable = (
+    ("triton_experts", "fp8kit.moe.triton", ("cuda",)),
     ("by_expert", "fp8kit.moe.by_expert", ("cpu",)),
     ("reference", "fp8kit.moe.reference", ()),
 )
