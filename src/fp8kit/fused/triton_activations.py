@@ -73,7 +73,8 @@ def activation_tile(
 
 
 @triton.jit
-def _over_one_plus_exp2(x, t):
+def over_one_plus_exp2(x, t):
+    """Return ``x / (1 + 2^t)``."""
     # an infinite denominator gives zero, and NaN for infinite x
     denominator = 1.0 + tl.exp2(t)
     if INTERPRETED:
@@ -106,14 +107,14 @@ def _erf(x):
 def activate(x, KIND: tl.constexpr):
     """Apply ``"silu"``, ``"gelu"`` or ``"gelu_tanh"`` to ``float32``."""
     if KIND == "silu":
-        return _over_one_plus_exp2(x, x * (-_LOG2_E))
+        return over_one_plus_exp2(x, x * (-_LOG2_E))
     else:
         if KIND == "gelu":
             odd = _erf(x)
         else:
             LINEAR: tl.constexpr = -2.0 * _LOG2_E * _SQRT_2_OVER_PI
             power = x * tl.fma(x * x, LINEAR * _CUBIC, LINEAR)
-            odd = tl.fma(_over_one_plus_exp2(1.0, power), 2.0, -1.0)
+            odd = tl.fma(over_one_plus_exp2(1.0, power), 2.0, -1.0)
         # halving is exact: this rounds 1 + odd, and cancels, as torch does
         return x * tl.fma(odd, 0.5, 0.5)
 

@@ -40,7 +40,8 @@ from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, t
 from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_version
 from fp8kit.modules.dense import computes_linear
 from fp8kit.modules.entries import quantize_weight
-from fp8kit.modules.expert_tensors import ExpertTensors, quantize_stack
+from fp8kit.modules.expert_stacks import quantize_stack
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
 
@@ -123,7 +124,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
                     )
                 )
             if stacked:
-                q = quantize_stack(dense, module.scheme, module.stacks.transposed)
+                q = quantize_stack(dense, module.scheme, module.stacks.transposed, [])
             else:
                 q = quantize_weight(dense, module.scheme)
             if not is_finite(q):

@@ -103,7 +103,7 @@ def power_of_two(exponent, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _operand(
+def operand(
     tile_ptr,  # [ROWS, BLOCK_K]
     scale_ptr,  # [ROWS], E8M0 scales of the first group
     stride_sk,
@@ -144,13 +144,47 @@ def _operand(
 
 
 @triton.jit
+def add_product(
+    total,  # [BLOCK_N, BLOCK_M]
+    w,  # [BLOCK_N, BLOCK_K], as ``operand`` gives it
+    x,  # [BLOCK_M, BLOCK_K]
+    w_scale_row,
+    x_scale_row,
+    stride_wsk,
+    stride_xsk,
+    column,  # of the first element
+    W_KIND: tl.constexpr,
+    X_KIND: tl.constexpr,
+    W_COLS: tl.constexpr,
+    X_COLS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Add the product of two tiles to the sums, with the scales of their groups."""
+    BLOCK_K: tl.constexpr = w.shape[1]
+    if W_KIND == GROUPS or X_KIND == GROUPS:
+        part = tl.dot(w, tl.trans(x), max_num_imprecise_acc=BLOCK_K)
+        if W_KIND == GROUPS:
+            scale = _group_scale(w_scale_row, stride_wsk, column, W_COLS)
+            part *= scale[:, None] if len(scale.shape) == 1 else scale
+        if X_KIND == GROUPS:
+            part *= _group_scale(x_scale_row, stride_xsk, column, X_COLS)[None, :]
+        total += part
+    elif DTYPE is None and not FAST:
+        total += tl.dot(w, tl.trans(x), max_num_imprecise_acc=BLOCK_K)
+    else:
+        total = tl.dot(w, tl.trans(x), total)
+    return total
+
+
+@triton.jit
 def _group_scale(scale_ptr, stride_sk, start, COLS: tl.constexpr):
     """Load the scales of the groups that hold column ``start``; ``scale_ptr`` names their rows."""
     return tl.load(scale_ptr + tl.cast(start // COLS, tl.int64) * stride_sk)
 
 
 @triton.jit
-def _chunk_sum(
+def chunk_sum(
     w_tile,  # [BLOCK_N, BLOCK_K], at K = 0
     x_tile,  # [BLOCK_M, BLOCK_K], at K = 0
     w_scale_row,
@@ -173,32 +207,52 @@ def _chunk_sum(
     FAST: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
+    """Sum the products of two tiles along a part of K."""
     BLOCK_K: tl.constexpr = w_tile.shape[1]
     total = tl.zeros([w_tile.shape[0], x_tile.shape[0]], tl.float32)
     w_step, x_step = tl.cast(stride_wk, tl.int64) * BLOCK_K, tl.cast(stride_xk, tl.int64) * BLOCK_K
     w_tile += start * w_step
     x_tile += start * x_step
     for step in tl.range(start, stop):
-        w = _operand(
+        w = operand(
             w_tile, w_scale_row, stride_wsk, step, K, W_KIND, W_FORMAT, DTYPE, NATIVE, EVEN_K
         )
-        x = _operand(
+        x = operand(
             x_tile, x_scale_row, stride_xsk, step, K, X_KIND, X_FORMAT, DTYPE, NATIVE, EVEN_K
         )
-        if W_KIND == GROUPS or X_KIND == GROUPS:
-            part = tl.dot(w, tl.trans(x), max_num_imprecise_acc=BLOCK_K)
-            if W_KIND == GROUPS:
-                scale = _group_scale(w_scale_row, stride_wsk, step * BLOCK_K, W_COLS)
-                part *= scale[:, None] if len(scale.shape) == 1 else scale
-            if X_KIND == GROUPS:
-                part *= _group_scale(x_scale_row, stride_xsk, step * BLOCK_K, X_COLS)[None, :]
-            total += part
-        elif DTYPE is None and not FAST:
-            total += tl.dot(w, tl.trans(x), max_num_imprecise_acc=BLOCK_K)
-        else:
-            total = tl.dot(w, tl.trans(x), total)
+        total = add_product(
+            total, w, x, w_scale_row, x_scale_row, stride_wsk, stride_xsk, step * BLOCK_K,
+            W_KIND, X_KIND, W_COLS, X_COLS, DTYPE, FAST,
+        )  # fmt: skip
         w_tile += w_step
         x_tile += x_step
+    return total
+
+
+@triton.jit
+def finished(
+    total,  # [BLOCK_M, BLOCK_N]
+    inside_m,
+    inside_n,
+    n,
+    w_scale,  # pointers [BLOCK_N] to scales that factor out of the sum, or None
+    x_scale,  # pointers [BLOCK_M] to such scales, or None
+    bias_ptr,  # [N] or None
+):
+    """Apply the scales that factor out of the sum, and add the bias."""
+    if x_scale is not None:
+        total *= tl.load(x_scale, mask=inside_m, other=0.0)[:, None]
+    scale = tl.full([1, total.shape[1]], 1.0, tl.float32)
+    if w_scale is not None:
+        scale = tl.load(w_scale, mask=inside_n, other=0.0)[None, :]
+    if bias_ptr is not None:
+        bias = widen(tl.load(bias_ptr + n, mask=inside_n, other=0.0))[None, :]
+        # spelled out: whether a compiler contracts a product and a sum would depend on the kernel
+        total = tl.fma(
+            total, tl.broadcast_to(scale, total.shape), tl.broadcast_to(bias, total.shape)
+        )
+    elif w_scale is not None:
+        total *= scale
     return total
 
 
@@ -221,25 +275,18 @@ def _write(
     X_ROWS: tl.constexpr,
 ):
     """Apply the scales that factor out of the sum, add the bias, round once."""
-    if X_KIND == FACTOR:
-        total *= tl.load(x_scale_ptr + m // X_ROWS * stride_xsm, mask=m < M, other=0.0)[:, None]
-    scale = tl.full([1, total.shape[1]], 1.0, tl.float32)
+    w_scale, x_scale = None, None
     if W_KIND == FACTOR:
-        scale = tl.load(w_scale_ptr + n // W_ROWS * stride_wsn, mask=n < N, other=0.0)[None, :]
-    if bias_ptr is not None:
-        bias = widen(tl.load(bias_ptr + n, mask=n < N, other=0.0))[None, :]
-        # spelled out: whether a compiler contracts a product and a sum would depend on the kernel
-        total = tl.fma(
-            total, tl.broadcast_to(scale, total.shape), tl.broadcast_to(bias, total.shape)
-        )
-    elif W_KIND == FACTOR:
-        total *= scale
+        w_scale = w_scale_ptr + n // W_ROWS * stride_wsn
+    if X_KIND == FACTOR:
+        x_scale = x_scale_ptr + m // X_ROWS * stride_xsm
+    total = finished(total, m < M, n < N, n, w_scale, x_scale, bias_ptr)
     inside = (m < M)[:, None] & (n < N)[None, :]
     tl.store(y_ptr + m[:, None] * N + n[None, :], total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def place_of_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Give the program's tile of N, of M, and its part of K: tiles that share operands are near."""
     tiles_n, tiles_m = tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M)
     split = tl.program_id(0) // (tiles_n * tiles_m)
@@ -290,7 +337,7 @@ def product_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Multiply one tile: all of K, or the part of it whose sum goes to the workspace."""
-    tile_n, tile_m, split = _place(M, N, BLOCK_M, BLOCK_N)
+    tile_n, tile_m, split = place_of_tile(M, N, BLOCK_M, BLOCK_N)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -317,7 +364,7 @@ def product_kernel(
     for chunk in tl.range(0, CHUNKS):
         start = (split * CHUNKS + chunk) * size
         stop = tl.minimum(start + size, steps)
-        total += _chunk_sum(
+        total += chunk_sum(
             w_tile, x_tile, w_scale_row, x_scale_row, K,
             stride_wk, stride_xk, stride_wsk, stride_xsk, start, stop,
             W_KIND, X_KIND, W_COLS, X_COLS, W_FORMAT, X_FORMAT, DTYPE, NATIVE, FAST, EVEN_K,

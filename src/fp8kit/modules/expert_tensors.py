@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
 from fp8kit.moe.activation import Activation
@@ -181,35 +182,10 @@ class ExpertTensors(nn.Module):
         if tuple(weight.shape) != (self.expert_count, *held):
             return  # nn.Module says what does not fit
         place = weight.device if assign else self.codes(name).device
-        q = quantize_stack(weight.detach(), self.scheme, self.stacks.transposed, place)
+        q = quantize_stack(weight.detach().to(place), self.scheme, self.stacks.transposed, [])
         state[key], state[scale_key] = q.data, q.scale
         if (fixed := self.beside(name, "input_scale")) is not None:
             state.setdefault(f"{prefix}{name}_input_scale", fixed.detach())
-
-
-@torch.no_grad()
-def quantize_stack(
-    dense: Tensor, scheme: Scheme, transposed: bool, device: torch.device | None = None
-) -> QTensor:
-    """Quantize a stack, matrix by matrix.
-
-    Args:
-        dense: bf16, fp16 or fp32 ``[E, N, K]``.
-        scheme: of its experts.
-        transposed: it is ``[E, K, N]``.
-        device: where the result goes; by default that of ``dense``.
-
-    Returns:
-        Codes ``[E, N, K]`` and scales ``[E, *scale_shape((N, K), scheme.weight)]``.
-    """
-    place = device or dense.device
-    shape = codes_shape(tuple(dense.shape), transposed)
-    found = empty_stack(shape, scheme, place)
-    for expert, matrix in enumerate(dense):
-        q = quantize_weight((matrix.t() if transposed else matrix).to(place), scheme)
-        found.data[expert].copy_(q.data)
-        found.scale[expert].copy_(q.scale)
-    return found
 
 
 def codes_shape(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:

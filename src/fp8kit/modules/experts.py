@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme, scale_dtype, stack_scale_shape
-from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules import refusals
+from fp8kit.modules.expert_stacks import (
+    expert_table,
+    placed_rows,
+    quantize_stack,
+    stack_extents,
+)
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
-from fp8kit.modules.parameters import frozen
+from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.arguments import stacked_scale
 from fp8kit.moe.functional import experts
@@ -60,6 +68,7 @@ class Fp8Experts(ExpertTensors):
     router_weight_on_input = False
     batch_invariant = False
     shared = 0
+    down_proj: nn.Parameter
     expert_map: Tensor | None
     tokens: Tensor | None
 
@@ -127,8 +136,8 @@ class Fp8Experts(ExpertTensors):
         """
         scheme = Scheme.of(scheme)
         dtypes: list[torch.dtype] = []
-        w13 = _quantized(gate_up, scheme, transposed, dtypes)
-        w2 = _quantized(down, scheme, transposed, dtypes)
+        w13 = quantize_stack(gate_up, scheme, transposed, dtypes)
+        w2 = quantize_stack(down, scheme, transposed, dtypes)
         return cls.from_quantized(
             w13, w2, scheme, activation=activation, biases=biases, input_scales=input_scales,
             dtype=dtypes[0],
@@ -164,7 +173,7 @@ class Fp8Experts(ExpertTensors):
             >>> layer = Fp8Experts.from_quantized(w13, w2, "FP8_BLOCK")
         """
         scheme = Scheme.of(scheme)
-        count, hidden, intermediate = _extents(down)
+        count, hidden, intermediate = stack_extents(down)
         layer = cls(count, hidden, intermediate, activation, scheme, False, "meta", dtype)
         scales = input_scales or (None, None)
         for name, q, bias, input_scale in zip(
@@ -187,6 +196,8 @@ class Fp8Experts(ExpertTensors):
         top_k_weights: Tensor | None = None,
         *,
         logits: Tensor | None = None,
+        shared_input: Tensor | None = None,
+        shared_weights: Tensor | None = None,
     ) -> Tensor:
         """Compute ``[..., H]`` from ``[..., H]``, in the dtype of the input (or autocast's).
 
@@ -195,23 +206,46 @@ class Fp8Experts(ExpertTensors):
             top_k_index: int32 or int64 ``[..., k]``.
             top_k_weights: float ``[..., k]``.
             logits: float ``[..., E]`` for ``routing``, instead of ids and weights.
+            shared_input: like ``hidden_states``, what shared experts read instead; their result is
+                rounded and added to that of the others.
+            shared_weights: float ``[..., shared]``, weights of the shared experts; ones if omitted.
         """
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        if logits is not None:
-            ids, weights = self.route(logits)
-        else:
-            ids, weights = _flat(top_k_index, top_k_weights)
-        if self.tokens is not None:
-            self.tokens += tokens_per_expert(ids, self.tokens.shape[0])
-        ids, weights = self._with_shared(ids, weights)
-        w13, w2 = self._operands()
-        y = experts(
-            x, w13[0], w2[0], ids, weights, activation=self.activation, scheme=self.scheme,
-            bias13=w13[1], bias2=w2[1], input_scale13=w13[2], input_scale2=w2[2],
-            expert_map=self.expert_map, router_weight_on_input=self.router_weight_on_input,
-            batch_invariant=self.batch_invariant,
-        )  # fmt: skip
-        return y.view(*hidden_states.shape[:-1], y.shape[-1])
+        if shared_input is not None:
+            routed, shared = self.apart(
+                hidden_states, top_k_index, top_k_weights, logits=logits,
+                shared_input=shared_input, shared_weights=shared_weights,
+            )  # fmt: skip
+            return routed + shared
+        ids, weights = self._routed(top_k_index, top_k_weights, logits)
+        if self.shared or shared_weights is not None:
+            more_ids, more_weights = self._shared_pairs(ids, weights, shared_weights)
+            ids, weights = torch.cat([ids, more_ids], 1), torch.cat([weights, more_weights], 1)
+        return self._compute(hidden_states, ids, weights)
+
+    def apart(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor | None = None,
+        top_k_weights: Tensor | None = None,
+        *,
+        logits: Tensor | None = None,
+        shared_input: Tensor | None = None,
+        shared_weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what ``forward`` adds: the result of routed experts, and that of shared ones.
+
+        Args:
+            hidden_states: as in ``forward``, and so all others.
+            top_k_index: ids.
+            top_k_weights: weights.
+            logits: instead of ids and weights.
+            shared_input: what shared experts read instead.
+            shared_weights: of the shared experts.
+        """
+        ids, weights = self._routed(top_k_index, top_k_weights, logits)
+        also = self._shared_pairs(ids, weights, shared_weights)
+        given = hidden_states if shared_input is None else shared_input
+        return self._compute(hidden_states, ids, weights), self._compute(given, *also)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Give ids and weights by ``routing``; raises ``ValueError`` if there is none."""
@@ -226,13 +260,96 @@ class Fp8Experts(ExpertTensors):
             )
         return self.routing(logits.reshape(-1, logits.shape[-1]))
 
-    def _with_shared(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def num_ids(self) -> int:
+        """How many ids there are, shared ones included: E unless ``place`` changed that."""
+        return self.num_experts if self.expert_map is None else self.expert_map.shape[0]
+
+    def count_tokens(self, on: bool = True) -> None:
+        """Begin to count the tokens of each id in ``tokens`` (int64, from zero), or end it.
+
+        Args:
+            on: whether calls are counted; off, which is the default, costs nothing.
+        """
+        device = self.down_proj.device
+        self.tokens = torch.zeros(self.num_ids, dtype=torch.int64, device=device) if on else None
+
+    @torch.no_grad()
+    def place(self, placement: Tensor) -> None:
+        """Rearrange experts, and replicate or drop some; tokens take turns among replicas.
+
+        Ids stay what they were. With as many slots as before all is written in place, so that
+        captured graphs stay valid from the second call on (the first makes ``expert_map``). One
+        weight of the layer is copied on the way.
+
+        Args:
+            placement: integer ``[E']``: for each row of the new stack, the id that it holds.
+
+        Raises:
+            ValueError: if an id is unknown or no longer held here.
+
+        Example:
+            >>> layer.place(torch.tensor([0, 1, 2, 3, 3]))  # two replicas of the last expert
+        """
+        slots, ids, device = placement.tolist(), self.num_ids, self.down_proj.device
+        homes = list(range(ids)) if self.expert_map is None else self.expert_map[:, 0].tolist()
+        source = torch.tensor(placed_rows(slots, homes), device=device)
+        for name, held in list(self._parameters.items()):
+            if held is not None and not name.endswith("_input_scale"):
+                self._refill(name, held, source)
+        self.num_experts = len(slots)
+        table = torch.tensor(expert_table(slots, ids), device=device)
+        if self.expert_map is not None and self.expert_map.shape == table.shape:
+            self.expert_map.copy_(table)
+        else:
+            self.expert_map = table
+
+    def _refill(self, name: str, held: nn.Parameter, source: Tensor) -> None:
+        raw = held.detach().view(torch.uint8) if held.element_size() == 1 else held.detach()
+        rows = raw.index_select(0, source)
+        if rows.shape == raw.shape:
+            raw.copy_(rows)
+        else:
+            self._hold(name, rows.view(held.dtype))
+
+    def _routed(
+        self, ids: Tensor | None, weights: Tensor | None, logits: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        ids, weights = _flat(ids, weights) if logits is None else self.route(logits)
+        if self.tokens is not None:
+            self.tokens += tokens_per_expert(ids, self.tokens.shape[0])
+        return ids, weights
+
+    def _shared_pairs(
+        self, ids: Tensor, weights: Tensor, given: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ids and weights of the shared experts, the last of all ids, for every token."""
         if not self.shared:
-            return ids, weights
-        first = self.num_experts - self.shared
-        every = torch.arange(first, self.num_experts, device=ids.device, dtype=ids.dtype)
-        ones = weights.new_ones(ids.shape[0], self.shared)
-        return torch.cat([ids, every.expand(ids.shape[0], -1)], 1), torch.cat([weights, ones], 1)
+            raise ValueError(
+                teach(
+                    "Got arguments for shared experts of a layer without any.",
+                    "The last layer.shared experts of the stack are shared.",
+                    "Set layer.shared, or leave the arguments out.",
+                )
+            )
+        first, m = self.num_ids - self.shared, ids.shape[0]
+        every = torch.arange(first, self.num_ids, device=ids.device, dtype=ids.dtype)
+        if given is None:
+            factors = weights.new_ones(m, self.shared)
+        else:
+            factors = given.reshape(-1, self.shared).to(weights.dtype)
+        return every.expand(m, -1), factors
+
+    def _compute(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        (w13, bias13, scale13), (w2, bias2, scale2) = self._operands()
+        y = experts(
+            hidden_states.reshape(-1, hidden_states.shape[-1]), w13, w2, ids, weights,
+            activation=self.activation, scheme=self.scheme, bias13=bias13, bias2=bias2,
+            input_scale13=scale13, input_scale2=scale2, expert_map=self.expert_map,
+            router_weight_on_input=self.router_weight_on_input,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+        return y.view(hidden_states.shape)
 
     def extra_repr(self) -> str:
         """Describe the layer in ``print(model)``."""
@@ -240,9 +357,10 @@ class Fp8Experts(ExpertTensors):
         return f"{sizes}, {self.activation}, scheme={self.scheme}, dtype={self.compute_dtype}"
 
     def _matrices(self) -> dict[str, tuple[int, int]]:
+        first = "gate_up_proj" if self.activation.gated else "up_proj"
         columns = self.activation.columns(self.intermediate_size)
         hidden = self.hidden_size
-        return {self.stacks.up: (columns, hidden), "down_proj": (hidden, self.intermediate_size)}
+        return {first: (columns, hidden), "down_proj": (hidden, self.intermediate_size)}
 
     def _hold(self, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and not isinstance(tensor, nn.Parameter):
@@ -257,42 +375,36 @@ class Fp8Experts(ExpertTensors):
             found.append((q, held[2], held[3]))
         return found
 
+    def _frozen_names(self) -> list[str]:
+        return [name + end for name in self._matrices() for end in ("", "_scale", "_input_scale")]
 
-def _quantized(
-    dense: Tensor | Iterable[Tensor], scheme: Scheme, transposed: bool, dtypes: list[torch.dtype]
-) -> QTensor:
-    """Quantize matrix by matrix into one stack; ``dtypes`` gets what they had."""
-    matrices: Sequence[Tensor] | Tensor = dense if isinstance(dense, Tensor) else list(dense)
-    data: Tensor | None = None
-    scale: Tensor | None = None
-    for i, matrix in enumerate(matrices):
-        matrix = matrix.detach()
-        q = quantize_weight(matrix.t() if transposed else matrix, scheme)
-        if data is None or scale is None:
-            data = q.data.new_empty(len(matrices), *q.data.shape)
-            scale = q.scale.new_empty(len(matrices), *q.scale.shape)
-            dtypes.append(matrix.dtype)
-        data[i].copy_(q.data)
-        scale[i].copy_(q.scale)
-    if data is None or scale is None:
-        raise ValueError(
-            teach("Got no experts.", "A layer has at least one.", "Pass [E, N, K] with E >= 1.")
-        )
-    return QTensor(data, scale, scheme.weight)
+    def __prepare_scriptable__(self) -> None:
+        """Refuse ``torch.jit.script`` in words."""
+        raise refusals.scripting("an Fp8Experts")
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Experts:
+        apply_without_casts(self, self._frozen_names(), fn, recurse)
+        self.compute_dtype = cast_dtype(fn, self.compute_dtype, self.down_proj.device)
+        return self
 
-def _extents(down: QTensor) -> tuple[int, int, int]:
-    validation.check_quantized("down", down)
-    if len(down.shape) != 3:
-        raise ValueError(
-            teach(
-                f"Got down of shape {tuple(down.shape)}.",
-                "The experts' second weights are [E, H, I].",
-                "Stack them.",
-            )
-        )
-    count, hidden, intermediate = down.shape
-    return count, hidden, intermediate
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Experts:
+        """Copy like any module, so that layers with one Parameter keep one."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Show codes as bytes: plain pickle has no storage type for FP8."""
+        return {**self.__dict__, "_parameters": as_bytes(self._parameters)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo ``__getstate__``."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in self._matrices():
+            codes = self._parameters[name]
+            assert codes is not None
+            self._parameters[name] = frozen(codes.detach().view(self.scheme.dtype))
 
 
 def _flat(ids: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:

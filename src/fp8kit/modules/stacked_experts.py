@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from fp8kit import functional
 from fp8kit.formats import QTensor, Scheme
+from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import (
     ExpertStacks,
     ExpertTensors,
     codes_shape,
     empty_stack,
-    quantize_stack,
 )
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import frozen
@@ -170,7 +170,7 @@ def convert_experts(
         dense = module.get_parameter(name).detach()
         if weight_storage != "discard":
             kept[name] = dense.to("cpu") if weight_storage == "cpu_offload" else dense
-        q = quantize_stack(dense, scheme, stacks.transposed)
+        q = quantize_stack(dense, scheme, stacks.transposed, [])
         module._parameters[name] = frozen(q.data)
         module._parameters[f"{name}_scale"] = frozen(q.scale)
     converted = _become(module, stacks, scheme, dtype)

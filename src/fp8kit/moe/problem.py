@@ -19,6 +19,7 @@ from fp8kit.matmul.problem import m_bucket
 from fp8kit.moe.activation import Activation
 
 MOE_BACKENDS: BackendTable = (
+    ("triton_experts", "fp8kit.moe.triton", ("cuda",)),
     ("by_expert", "fp8kit.moe.by_expert", ("cpu",)),
     ("reference", "fp8kit.moe.reference", ()),
 )
@@ -121,10 +122,11 @@ class GroupedProblem:
         batch_invariant: bool = False,
     ) -> GroupedProblem:
         """Describe multiplying rows ``x [S, K]`` by ``w [E, N, K]``; ``groups`` are theirs."""
-        numbers = (x.dtype, w.dtype, out_dtype, batch_invariant)
-        place = (x.device.type, capability(x.device))
         count, n, k = w.shape
-        return GroupedProblem(m_bucket(x.shape[0]), count, n, k, *groups, *numbers, *place)
+        sizes, place = (m_bucket(x.shape[0]), count, n, k), (x.device.type, capability(x.device))
+        return GroupedProblem(
+            *sizes, groups[0], groups[1], x.dtype, w.dtype, out_dtype, batch_invariant, *place
+        )
 
     def __str__(self) -> str:
         x = "unquantized" if self.x_group is None else f"per {self.x_group}"

@@ -19,6 +19,8 @@ BACKEND_NAMES = (
     "triton_gemm",
     "deep_gemm",
     "dequantized",
+    "triton_experts",
+    "by_expert",
     "triton",
     "cpu",
     "reference",

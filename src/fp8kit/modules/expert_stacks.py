@@ -1,0 +1,100 @@
+"""Stacks of experts: quantized one by one, and rearranged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import teach
+from fp8kit.formats import QTensor, Scheme
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.moe.pairs import NOWHERE
+from fp8kit.ops.validation import check_quantized
+
+
+def quantize_stack(
+    dense: Tensor | Iterable[Tensor], scheme: Scheme, transposed: bool, dtypes: list[torch.dtype]
+) -> QTensor:
+    """Quantize dense experts one by one into one stack.
+
+    Args:
+        dense: bf16, fp16 or fp32 ``[E, N, K]``, or one matrix after the other.
+        scheme: gives granularity, dtype and rounding of the scales.
+        transposed: matrices are ``[K, N]``.
+        dtypes: gets the dtype that the first one has.
+
+    Raises:
+        TypeError: if a matrix is no float tensor.
+        ValueError: if there is none.
+    """
+    matrices: Sequence[Tensor] | Tensor = dense if isinstance(dense, Tensor) else list(dense)
+    data: Tensor | None = None
+    scale: Tensor | None = None
+    for i, matrix in enumerate(matrices):
+        matrix = matrix.detach()
+        q = quantize_weight(matrix.t() if transposed else matrix, scheme)
+        if data is None or scale is None:
+            data = q.data.new_empty(len(matrices), *q.data.shape)
+            scale = q.scale.new_empty(len(matrices), *q.scale.shape)
+            dtypes.append(matrix.dtype)
+        data[i].copy_(q.data)
+        scale[i].copy_(q.scale)
+    if data is None or scale is None:
+        raise ValueError(
+            teach("Got no experts.", "A layer has at least one.", "Pass [E, N, K] with E >= 1.")
+        )
+    return QTensor(data, scale, scheme.weight)
+
+
+def stack_extents(down: QTensor) -> tuple[int, int, int]:
+    """Return E, H and I of the second weights ``[E, H, I]``; raises if they are none."""
+    check_quantized("down", down)
+    if len(down.shape) != 3:
+        raise ValueError(
+            teach(
+                f"Got down of shape {tuple(down.shape)}.",
+                "The experts' second weights are [E, H, I].",
+                "Stack them.",
+            )
+        )
+    count, hidden, intermediate = down.shape
+    return count, hidden, intermediate
+
+
+def placed_rows(slots: list[int], homes: list[int]) -> list[int]:
+    """Return the row of the present stack that each row of the next one is copied from.
+
+    Args:
+        slots: the id that each row of the next stack holds.
+        homes: a row of the present stack for each id, -1 if it is not held.
+
+    Raises:
+        ValueError: if an id is unknown or not held.
+    """
+    lost = [i for i in slots if not 0 <= i < len(homes) or homes[i] < 0]
+    if lost or not slots:
+        raise ValueError(
+            teach(
+                f"Got a placement {slots[:16]} with ids {lost[:8]} that are not held here.",
+                f"It names the id in 0 .. {len(homes) - 1} that each row of the stack will hold.",
+                "Place only what this layer holds.",
+            )
+        )
+    return [homes[i] for i in slots]
+
+
+def expert_table(slots: list[int], ids: int) -> list[list[int]]:
+    """Return for each id the rows that hold it, repeated to one length; -1 if none does.
+
+    The length follows from the number of rows and ids alone, so that another placement fits into
+    the same table.
+
+    Args:
+        slots: the id that each row of the stack holds.
+        ids: how many ids there are.
+    """
+    width = len(slots) - ids + 1 if len(slots) >= ids else len(slots)
+    rows = [[row for row, held in enumerate(slots) if held == i] or [NOWHERE] for i in range(ids)]
+    return [[found[turn % len(found)] for turn in range(width)] for found in rows]

@@ -1,0 +1,356 @@
+"""The kernels of ``triton``: products of rows by their experts' weights, and the sum of pairs.
+
+Rows lie sorted by expert, without gaps. A tile has rows of one expert alone; which one, it finds in
+``tile_starts``, the cumulated counts of tiles, because only the device knows how many tokens an
+expert has. The grid has room for any distribution, and tiles past the last one end at once. Rows
+past the end of an expert repeat its last one and are not written, so nothing of another expert, and
+nothing uninitialized, is ever multiplied.
+
+As in ``triton_gemm_kernels``, whose operands, products and scales these are, the weight is the left
+operand.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8kit.fused.triton_activations import activate, over_one_plus_exp2
+from fp8kit.fused.triton_output import narrow
+from fp8kit.matmul.triton_gemm_kernels import (
+    FACTOR,
+    NONE,
+    add_product,
+    chunk_sum,
+    finished,
+    operand,
+    place_of_tile,
+)
+from fp8kit.quantizers.triton_encode import (
+    amax_of,
+    encode_quotient,
+    float_scale,
+    magnitude,
+    widen,
+)
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _expert_of(tile, tile_starts_ptr, E, SEARCH: tl.constexpr):
+    """Find the expert of a tile: the last one whose tiles begin at or before it."""
+    low, high = tile * 0, E
+    for _ in tl.static_range(SEARCH):
+        middle = (low + high) // 2
+        before = tl.load(tile_starts_ptr + middle) <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit
+def _row_scales(scale_ptr, row, stride, ROWS: tl.constexpr, KIND: tl.constexpr):
+    if KIND == NONE:
+        return scale_ptr
+    else:
+        return scale_ptr + row // ROWS * stride
+
+
+@triton.jit(do_not_specialize=["TILES"])
+def grouped_kernel(
+    w_ptr,  # [E, N, K]
+    x_ptr,  # [S, K]
+    w_scale_ptr,  # [E, ...]
+    x_scale_ptr,  # or None
+    bias_ptr,  # [E, N] or None
+    y_ptr,  # [S, N], contiguous
+    out_row_ptr,  # [S], where each row's result goes, or None
+    offsets_ptr,  # [E + 1]
+    tile_starts_ptr,  # [E + 1]
+    E,
+    TILES,  # that the grid has room for
+    N,
+    K,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    stride_xm,
+    stride_xk,
+    stride_wse,
+    stride_wsn,
+    stride_wsk,
+    stride_xsm,
+    stride_xsk,
+    W_KIND: tl.constexpr,
+    X_KIND: tl.constexpr,
+    W_ROWS: tl.constexpr,
+    W_COLS: tl.constexpr,
+    X_ROWS: tl.constexpr,
+    X_COLS: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """Multiply one tile of rows by the weight of their expert."""
+    tile_n, tile, _ = place_of_tile(TILES * BLOCK_M, N, BLOCK_M, BLOCK_N)
+    if tile >= tl.load(tile_starts_ptr + E):
+        return
+    e = _expert_of(tile, tile_starts_ptr, E, SEARCH).to(tl.int64)
+    end = tl.load(offsets_ptr + e + 1).to(tl.int64)
+    first = tl.load(offsets_ptr + e) + (tile - tl.load(tile_starts_ptr + e)).to(tl.int64) * BLOCK_M
+    m = first + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    row, w_row = tl.minimum(m, end - 1), tl.minimum(n, N - 1)
+    w_scale = _row_scales(w_scale_ptr + e * stride_wse, w_row, stride_wsn, W_ROWS, W_KIND)
+    x_scale = _row_scales(x_scale_ptr, row, stride_xsm, X_ROWS, X_KIND)
+    total = chunk_sum(
+        w_ptr + e * stride_we + w_row[:, None] * stride_wn + k[None, :] * stride_wk,
+        x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk,
+        w_scale, x_scale, K, stride_wk, stride_xk, stride_wsk, stride_xsk, 0, tl.cdiv(K, BLOCK_K),
+        W_KIND, X_KIND, W_COLS, X_COLS, W_FORMAT, X_FORMAT, DTYPE, NATIVE, FAST, EVEN_K,
+    )  # fmt: skip
+    total = finished(
+        tl.trans(total), m < end, n < N, n, w_scale if W_KIND == FACTOR else None,
+        x_scale if X_KIND == FACTOR else None, None if bias_ptr is None else bias_ptr + e * N,
+    )  # fmt: skip
+    out = m
+    if out_row_ptr is not None:
+        out = tl.load(out_row_ptr + row)
+    inside = (m < end)[:, None] & (n < N)[None, :]
+    at = y_ptr + out[:, None] * N + n[None, :]
+    tl.store(at, narrow(total, y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["TILES"])
+def activated_kernel(
+    w_ptr,  # [E, 2 I, K], or [E, I, K] without a gate
+    x_ptr,  # a row per token, or per pair
+    w_scale_ptr,  # [E, ...]
+    x_scale_ptr,  # or None
+    bias_ptr,  # [E, 2 I] or None
+    h_ptr,  # [S, I]: bytes of codes, or 16-bit numbers
+    h_scale_ptr,  # [S, groups] to be written, the one that is given, or None
+    pair_ptr,  # [S], the pair of each row
+    offsets_ptr,  # [E + 1]
+    tile_starts_ptr,  # [E + 1]
+    E,
+    TILES,
+    INNER,  # I, features of an expert
+    K,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    stride_xm,
+    stride_xk,
+    stride_wse,
+    stride_wsn,
+    stride_wsk,
+    stride_xsm,
+    stride_xsk,
+    min_scale,
+    limit,
+    alpha,
+    up_offset,
+    W_KIND: tl.constexpr,
+    X_KIND: tl.constexpr,
+    W_ROWS: tl.constexpr,
+    W_COLS: tl.constexpr,
+    X_ROWS: tl.constexpr,
+    X_COLS: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SEARCH: tl.constexpr,
+    FAN: tl.constexpr,  # pairs that read one row of x
+    ACT: tl.constexpr,
+    GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    SCALES: tl.constexpr,  # of the result: "group", "static" or "none"
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):
+    """Multiply the rows of a tile's pairs, activate, and quantize in groups of ``BLOCK_N``."""
+    tile_n, tile, _ = place_of_tile(TILES * BLOCK_M, INNER, BLOCK_M, BLOCK_N)
+    if tile >= tl.load(tile_starts_ptr + E):
+        return
+    e = _expert_of(tile, tile_starts_ptr, E, SEARCH).to(tl.int64)
+    end = tl.load(offsets_ptr + e + 1).to(tl.int64)
+    first = tl.load(offsets_ptr + e) + (tile - tl.load(tile_starts_ptr + e)).to(tl.int64) * BLOCK_M
+    m = first + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    source = tl.load(pair_ptr + tl.minimum(m, end - 1)) // FAN
+    gate_row, up_row = _rows_of(tl.minimum(n, INNER - 1), INNER, GATED, INTERLEAVED)
+    w_ptr += e * stride_we
+    w_scale_ptr += e * stride_wse
+    gate_tile = w_ptr + gate_row[:, None] * stride_wn + k[None, :] * stride_wk
+    up_tile = w_ptr + up_row[:, None] * stride_wn + k[None, :] * stride_wk
+    x_tile = x_ptr + source[:, None] * stride_xm + k[None, :] * stride_xk
+    gate_scale = _row_scales(w_scale_ptr, gate_row, stride_wsn, W_ROWS, W_KIND)
+    up_scale = _row_scales(w_scale_ptr, up_row, stride_wsn, W_ROWS, W_KIND)
+    x_scale = _row_scales(x_scale_ptr, source, stride_xsm, X_ROWS, X_KIND)
+    gate, up = _both_sums(
+        gate_tile, up_tile, x_tile, gate_scale, up_scale, x_scale, K,
+        stride_wk, stride_xk, stride_wsk, stride_xsk,
+        W_KIND, X_KIND, W_COLS, X_COLS, W_FORMAT, X_FORMAT, DTYPE, NATIVE, FAST, EVEN_K, GATED,
+    )  # fmt: skip
+    inside_m, inside_n = m < end, n < INNER
+    x_factor = x_scale if X_KIND == FACTOR else None
+    biases = None if bias_ptr is None else bias_ptr + e * (2 * INNER if GATED else INNER)
+    y = finished(
+        tl.trans(gate), inside_m, inside_n, gate_row, gate_scale if W_KIND == FACTOR else None,
+        x_factor, biases,
+    )  # fmt: skip
+    if LIMITED:
+        y = tl.where(y > limit, limit, y)
+    if ACT == "relu2":
+        y = tl.where(y < 0.0, 0.0, y)
+        y *= y
+    elif ACT == "silu":
+        y = over_one_plus_exp2(y, y * (-_LOG2_E * alpha))
+    else:
+        y = activate(y, ACT)
+    if GATED:
+        factor = finished(
+            tl.trans(up), inside_m, inside_n, up_row, up_scale if W_KIND == FACTOR else None,
+            x_factor, biases,
+        )  # fmt: skip
+        if LIMITED:
+            factor = tl.where(factor > limit, limit, tl.where(factor < -limit, -limit, factor))
+        y *= factor + up_offset
+    y = tl.where(inside_n[None, :], y, 0.0)
+    _store_activated(y, m, n, tile_n, inside_m, inside_n, INNER, h_ptr, h_scale_ptr, min_scale,
+                     SCALES, DIVISION, FP8_MAX)  # fmt: skip
+
+
+@triton.jit
+def _rows_of(feature, INNER, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Give the rows of the weight that make a feature: its gate and its up."""
+    if not GATED:
+        return feature, feature
+    elif INTERLEAVED:
+        return feature * 2, feature * 2 + 1
+    else:
+        return feature, feature + INNER
+
+
+@triton.jit
+def _both_sums(
+    gate_tile,
+    up_tile,
+    x_tile,
+    gate_scale,
+    up_scale,
+    x_scale,
+    K,
+    stride_wk,
+    stride_xk,
+    stride_wsk,
+    stride_xsk,
+    W_KIND: tl.constexpr,
+    X_KIND: tl.constexpr,
+    W_COLS: tl.constexpr,
+    X_COLS: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    X_FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FAST: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Sum gates and ups in one pass over the rows."""
+    BLOCK_K: tl.constexpr = x_tile.shape[1]
+    gate = tl.zeros([gate_tile.shape[0], x_tile.shape[0]], tl.float32)
+    up = gate
+    w_step, x_step = tl.cast(stride_wk, tl.int64) * BLOCK_K, tl.cast(stride_xk, tl.int64) * BLOCK_K
+    for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
+        x = operand(x_tile, x_scale, stride_xsk, step, K, X_KIND, X_FORMAT, DTYPE, NATIVE, EVEN_K)
+        w = operand(
+            gate_tile, gate_scale, stride_wsk, step, K, W_KIND, W_FORMAT, DTYPE, NATIVE, EVEN_K
+        )
+        gate = add_product(
+            gate, w, x, gate_scale, x_scale, stride_wsk, stride_xsk, step * BLOCK_K,
+            W_KIND, X_KIND, W_COLS, X_COLS, DTYPE, FAST,
+        )  # fmt: skip
+        if GATED:
+            w = operand(
+                up_tile, up_scale, stride_wsk, step, K, W_KIND, W_FORMAT, DTYPE, NATIVE, EVEN_K
+            )
+            up = add_product(
+                up, w, x, up_scale, x_scale, stride_wsk, stride_xsk, step * BLOCK_K,
+                W_KIND, X_KIND, W_COLS, X_COLS, DTYPE, FAST,
+            )  # fmt: skip
+        gate_tile += w_step
+        up_tile += w_step
+        x_tile += x_step
+    return gate, up
+
+
+@triton.jit
+def _store_activated(
+    y,  # [BLOCK_M, BLOCK_N] float32, zero past the last column
+    m,
+    n,
+    group,
+    inside_m,
+    inside_n,
+    INNER,
+    h_ptr,
+    h_scale_ptr,
+    min_scale,
+    SCALES: tl.constexpr,
+    DIVISION: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+):
+    at = h_ptr + m[:, None] * INNER + n[None, :]
+    inside = inside_m[:, None] & inside_n[None, :]
+    if SCALES == "group":
+        amax = amax_of(tl.max(magnitude(y), 1), None, tl.float32)
+        scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
+        groups = tl.cdiv(INNER, y.shape[1])
+        tl.store(h_scale_ptr + m * groups + group, scale, mask=inside_m)
+        tl.store(at, encode_quotient(y, scale[:, None], DIVISION, FP8_MAX), mask=inside)
+    elif SCALES == "static":
+        tl.store(at, encode_quotient(y, tl.load(h_scale_ptr), "ieee", FP8_MAX), mask=inside)
+    else:
+        tl.store(at, narrow(y, h_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def combine_kernel(
+    rows_ptr,  # [M * TOP_K, H]
+    ids_ptr,  # [M, TOP_K], negative where a row counts as zero
+    weights_ptr,  # float32 [M, TOP_K], or None
+    y_ptr,  # [M, H]
+    H,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Add the rows of a token in their order."""
+    across = tl.cdiv(H, BLOCK_H)
+    token = (tl.program_id(0) // across).to(tl.int64)
+    h = (tl.program_id(0) % across).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    for place in tl.range(0, TOP_K):
+        pair = token * TOP_K + place
+        taken = tl.load(ids_ptr + pair) >= 0
+        part = widen(tl.load(rows_ptr + pair * H + h, mask=h < tl.where(taken, H, 0), other=0.0))
+        if weights_ptr is not None:
+            part *= tl.where(taken, tl.load(weights_ptr + pair), 0.0)
+        total += part
+    tl.store(y_ptr + token * H + h, narrow(total, y_ptr.dtype.element_ty), mask=h < H)
