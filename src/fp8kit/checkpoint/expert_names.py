@@ -85,7 +85,7 @@ def split_experts(
     parts = {name: parts_of(module, stack) for name, (module, stack) in held.items()}
     wanted = {n: (held[n][0].expert_count, words) for n, words in parts.items() if words}
     names = (renames or in_module)(wanted)
-    layers = {}
+    layers: dict[str, ExpertLayer] = {}
     for name in names:
         found = zip(names[name], _layers(*held[name], len(parts[name])), strict=True)
         layers |= dict(found)

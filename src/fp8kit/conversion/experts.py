@@ -320,7 +320,7 @@ def _computed(
     twin: nn.Module, stacks: ExpertStacks, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
     held = twin._parameters
-    up, down = (twin.get_parameter(n) for n in stacks.names)
+    up, down = (twin.get_parameter(n).detach() for n in stacks.names)
     if stacks.transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     bias_up, bias_down = (held.get(f"{n}_bias") for n in stacks.names)

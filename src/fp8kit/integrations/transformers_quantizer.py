@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -45,6 +46,9 @@ from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
 
+if METHOD not in ALL_EXPERTS_FUNCTIONS:
+    # FP8 experts compute by a forward of their own, whatever the model's setting; others do as ever
+    ALL_EXPERTS_FUNCTIONS.register(METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
 _TIED = "its weight is tied to another parameter"
 
 

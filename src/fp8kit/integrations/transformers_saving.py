@@ -151,7 +151,8 @@ def _names_of_numbers(
     model: Any, numbers: dict[str, Tensor]
 ) -> tuple[dict[int, str], dict[int, str]]:
     """Return which tensor each number went to alone, and which the first of several."""
-    alone, several = {}, {}
+    alone: dict[int, str] = {}
+    several: dict[int, str] = {}
     for name, tensor in revert_weight_conversion(model, numbers).items():
         single = tensor.numel() == 1 and name.endswith(".weight")
         found = alone if single else several

@@ -400,7 +400,7 @@ class Fp8Experts(ExpertTensors):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Undo ``__getstate__``."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)
         for name in self._matrices():
             codes = self._parameters[name]
             assert codes is not None

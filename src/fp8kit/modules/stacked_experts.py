@@ -73,7 +73,7 @@ class StackedExperts(ExpertTensors):
             self.is_transposed = self.stacks.transposed
         for own in ("stacks", "scheme", "compute_dtype", "originals"):
             del self.__dict__[own]
-        self.__class__ = self.dense_class
+        self.__class__ = cast(Any, self.dense_class)
 
     def _options(self) -> dict[str, Any]:
         up, down = self.stacks.names
@@ -205,12 +205,13 @@ def _become(
     order = [n + kind for n in stacks.names for kind in ("", "_scale", "_input_scale", "_bias")]
     held = module._parameters
     module._parameters = {n: held[n] for n in order if n in held} | held
+    module.requires_grad_(False)  # of experts, biases are as frozen as codes
     module.__class__ = fp8_class(type(module))
     found = cast(StackedExperts, module)
     found.stacks, found.scheme, found.compute_dtype = stacks, scheme, dtype
     found.originals = {}
     if hasattr(module, "is_transposed"):  # what adapters of other libraries ask for
-        module.is_transposed = False
+        cast(Any, module).is_transposed = False
     return found
 
 

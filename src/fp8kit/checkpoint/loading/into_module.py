@@ -374,9 +374,9 @@ def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
     """Name the tensors that need not be on disk: scales of weights that are quantized here."""
     fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
     names = set()
-    stacks = {n: (m, m.stacks) for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
-    stacks |= {n: (model.get_submodule(n), e.stacks) for n, e in layers.experts.items()}
-    for name, (_, held) in stacks.items():
+    stacks = {n: m.stacks for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
+    stacks |= {n: experts.stacks for n, experts in layers.experts.items()}
+    for name, held in stacks.items():
         for stack in held.names:
             if named(name, stack) in covered:
                 names |= {named(name, f"{stack}_scale"), named(name, f"{stack}_input_scale")}
