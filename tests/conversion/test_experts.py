@@ -251,8 +251,9 @@ def test_an_unknown_gate_runs_between_two_products() -> None:
     (module,) = experts_in(model)
     x, ids, weights = routed(module)
     expected = reference(module, x, ids, weights, Scheme.of("FP8_DYNAMIC"))
-    # the second input is quantized per token here, and not in groups of 128: the same, of 128
-    numerics.assert_experts(module(x, ids, weights).float(), expected)
+    # the second input is quantized per token here, and not in groups of 128: the same, of 128.
+    # It is rounded to bf16 first, by 2**-9, which takes one in 32 to the next code, 2**-3 away.
+    assert numerics.relative_error(module(x, ids, weights).float(), expected) < 2**-3 / 32**0.5
 
 
 def test_a_registered_class_converts_if_it_computes_what_is_said() -> None:

@@ -38,11 +38,13 @@ class Taken:
         experts: what each module of experts becomes, by name.
         layers: FP8 layers of the checkpoint that go into them, by the names of the model.
         names: of tensors in high precision on disk to their names in the model.
+        rules: of Transformers, which note whether they have renamed something.
     """
 
     experts: dict[str, Experts] = field(default_factory=dict)
     layers: dict[str, Layer] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    rules: list[Any] = field(default_factory=list)
 
     @property
     def tensors(self) -> set[str]:
@@ -73,6 +75,8 @@ class Taken:
         for name in order:
             arrivals.put(self.names.get(name, name), checkpoint.read(name))
         arrivals.finish()
+        if self.experts:
+            _keep_rules(model, self.rules)
 
     def _check(self, model: Any, checkpoint: Checkpoint, shapes: dict[str, Any]) -> None:
         stacks = {
@@ -110,8 +114,9 @@ def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Expert
         chosen: which become FP8 of a checkpoint in high precision; ``None`` for an FP8 one.
     """
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    rules = get_model_conversion_mapping(model)
     if chosen is None:
-        known = names_in_model(model, [layer.weight for layer in checkpoint.layers.values()])
+        known = names_in_model(model, [x.weight for x in checkpoint.layers.values()], rules)
         layers = {
             known[layer.weight]: replace(layer, name=known[layer.weight])
             for layer in checkpoint.layers.values()
@@ -119,9 +124,9 @@ def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Expert
         }
         found = experts_in_checkpoint(model, replace(checkpoint, layers=layers), shapes)
         held = {n: x for n, x in layers.items() if _holder(n, shapes) in found}
-        return Taken(found, held)
-    names = names_in_model(model, checkpoint.tensors)
-    taken = Taken()
+        return Taken(found, held, rules=rules)
+    names = names_in_model(model, checkpoint.tensors, rules)
+    taken = Taken(rules=rules)
     for name, layer in names.items():
         holder = _holder(layer, shapes)
         if holder in chosen:
@@ -161,18 +166,18 @@ def chosen_experts(model: Any, schemes: Mapping[str, Any]) -> dict[str, Experts]
     return found
 
 
-def names_in_model(model: Any, tensors: Iterable[str]) -> dict[str, str]:
+def names_in_model(model: Any, tensors: Iterable[str], rules: list[Any]) -> dict[str, str]:
     """Name weights of experts as modules of the model would hold them, through its rules.
 
     Args:
         model: on any device, meta too.
         tensors: names on disk.
+        rules: of Transformers for the model; those that rename something note it.
 
     Returns:
         Names on disk to names of layers: ``X.experts.0.gate_proj``, or of a whole stack. What is no
         weight of experts, or is turned or mixed as it is loaded, is left out.
     """
-    rules = get_model_conversion_mapping(model)
     renamings = [r for r in rules if isinstance(r, WeightRenaming)]
     converters = [r for r in rules if isinstance(r, WeightConverter)]
     known, prefix = model.state_dict(), model.base_model_prefix
@@ -191,6 +196,18 @@ def names_in_model(model: Any, tensors: Iterable[str]) -> dict[str, str]:
         if layer and _holder(layer, shapes):
             found[key] = layer
     return found
+
+
+def _keep_rules(model: Any, rules: list[Any]) -> None:
+    """Let a model be saved by the rules of its experts too, which its loader had no use for."""
+    held = {_patterns(rule): rule for rule in getattr(model, "_weight_conversions", None) or ()}
+    used = [rule for rule in rules if rule.was_used() or _patterns(rule) in held]
+    merged = {_patterns(rule): held.get(_patterns(rule), rule) for rule in used}
+    model._weight_conversions = [*merged.values(), *(r for p, r in held.items() if p not in merged)]
+
+
+def _patterns(rule: Any) -> tuple[str, ...]:
+    return (type(rule).__name__, *rule.source_patterns, "", *rule.target_patterns)
 
 
 def _of_rule(key: str, target: str, part: int, rule: Any) -> str:

@@ -131,7 +131,7 @@ def held_tensors(module: nn.Module, stacks: ExpertStacks, scheme: Scheme) -> dic
         q = empty_stack(codes_shape(shape, transposed), scheme, torch.device("meta"))
         found[name], found[f"{name}_scale"] = q.data, q.scale
         if scheme.static:
-            found[f"{name}_input_scale"] = torch.empty(1, 1, device="meta")
+            found[f"{name}_input_scale"] = torch.empty(1, 1, dtype=torch.float32, device="meta")
     return found
 
 
