@@ -40,6 +40,12 @@ SCHEME_ERROR = {
     "FP8_WEIGHT_ONLY": (ONE_OPERAND / 1.5, ONE_OPERAND * 1.5),
 }
 
+# The same of a gated layer of experts: gate and up each carry the error of two operands, and so
+# does their product twice over; rounding that and the down weight adds that of two operands more.
+# MX adds half a percent to each pair, as above.
+_GATED = math.sqrt(3) * _TWO
+EXPERTS_ERROR = (_GATED / 1.5, (_GATED + 0.5e-2) * 1.5)
+
 # Mean loss (the logarithm of perplexity) against plain fake quantization of the same layers. The
 # two differ only in the order of sums, but an ulp can move a code by one step, and the steps grow
 # through the layers: the two models are two draws of one rounding noise. Per sequence their losses

@@ -234,7 +234,7 @@ def activated_kernel(
         y *= factor + up_offset
     y = tl.where(inside_n[None, :], y, 0.0)
     _store_activated(y, m, n, tile_n, inside_m, inside_n, INNER, h_ptr, h_scale_ptr, min_scale,
-                     SCALES, DIVISION, FP8_MAX)  # fmt: skip
+                     SCALES, DIVISION, FP8_MAX, NATIVE)  # fmt: skip
 
 
 @triton.jit
@@ -316,6 +316,7 @@ def _store_activated(
     SCALES: tl.constexpr,
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     at = h_ptr + m[:, None] * INNER + n[None, :]
     inside = inside_m[:, None] & inside_n[None, :]
@@ -324,9 +325,10 @@ def _store_activated(
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         groups = tl.cdiv(INNER, y.shape[1])
         tl.store(h_scale_ptr + m * groups + group, scale, mask=inside_m)
-        tl.store(at, encode_quotient(y, scale[:, None], DIVISION, FP8_MAX), mask=inside)
+        tl.store(at, encode_quotient(y, scale[:, None], DIVISION, FP8_MAX, NATIVE), mask=inside)
     elif SCALES == "static":
-        tl.store(at, encode_quotient(y, tl.load(h_scale_ptr), "ieee", FP8_MAX), mask=inside)
+        codes = encode_quotient(y, tl.load(h_scale_ptr), "ieee", FP8_MAX, NATIVE)
+        tl.store(at, codes, mask=inside)
     else:
         tl.store(at, narrow(y, h_ptr.dtype.element_ty), mask=inside)
 
