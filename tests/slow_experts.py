@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import fp8kit
-from fp8kit.formats import GROUP128, TENSOR, GroupShape, QTensor
+from fp8kit.formats import GROUP128, MX, TENSOR, GroupShape, QTensor
 from fp8kit.moe import Activation
+from fp8kit.moe.activation import ActivationWords
 from numerics import MATMUL_FACTOR
 
 _SWIGLU = Activation()
@@ -113,15 +114,33 @@ def dequantized(layer: Layer) -> Layer:
     return layer._replace(gate_up=fp8kit.dequantize(layer.w13), down=fp8kit.dequantize(layer.w2))
 
 
-def assert_experts(y: Tensor, slow: Slow, terms: int) -> None:
+def operator_arguments(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Any, ...]:
+    """Return the arguments of ``fp8kit::experts``."""
+    pair = [None if g is None else (g.rows, g.cols) for g in (layer.x_group, layer.w13.group)]
+    rounding = "floor" if layer.x_group == MX else "exact"
+    return (
+        x, layer.w13.data, layer.w13.scale, layer.bias13, layer.input_scale, layer.w2.data,
+        layer.w2.scale, layer.bias2, layer.input_scale, ids, weights, None, *pair, rounding,
+        *ActivationWords.of(layer.activation), layer.on_input, False, None,
+    )  # fmt: skip
+
+
+def on_device(layer: Layer, device: str) -> Layer:
+    """Move a layer."""
+    return Layer(*(x.to(device) if isinstance(x, Tensor | QTensor) else x for x in layer))
+
+
+def assert_experts(y: Tensor, slow: Slow, terms: int, short_sums: float = 0.0) -> None:
     """Check every token of a layer against the slow one.
 
     Permitted are the codes that flipped; for each pair's row, and for the result, a rounding to the
     dtype of the result, each half an epsilon of what is added up; and sums of so many ``terms`` in
-    ``float32``, whose errors add in quadrature.
+    ``float32``, whose errors add in quadrature; and what a tensor core's ``short_sums`` cost.
     """
     unit = torch.finfo(torch.float32).eps / 2 * math.sqrt(terms)
-    bound = slow.flips + slow.spread * (torch.finfo(y.dtype).eps + MATMUL_FACTOR * unit)
+    bound = slow.flips + slow.spread * (
+        torch.finfo(y.dtype).eps + MATMUL_FACTOR * unit + short_sums
+    )
     error = (y.double() - slow.y).norm(dim=1)
     wrong = (~(error <= bound)).nonzero().flatten().tolist()
     assert not wrong, f"tokens {wrong}: {error[wrong]} over {bound[wrong]}"

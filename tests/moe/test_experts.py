@@ -16,9 +16,16 @@ from ahead import compiled_by
 from fp8kit import moe
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.moe import operators
-from fp8kit.moe.activation import ActivationWords
-from numerics import EXPERTS_ERROR, assert_bits_equal, relative_error
-from slow_experts import Layer, assert_experts, dense_experts, dequantized, random_layer
+from numerics import EXPERTS_ERROR, SHORT_SUMS, assert_bits_equal, relative_error
+from slow_experts import (
+    Layer,
+    assert_experts,
+    dense_experts,
+    dequantized,
+    on_device,
+    operator_arguments,
+    random_layer,
+)
 from slow_experts import slow_experts as slowly
 
 triton = pytest.importorskip("fp8kit.moe.triton")
@@ -68,20 +75,10 @@ def compute(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, **options: An
 
 def in_triton(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Run the kernels under the interpreter, where dispatch would decline a CPU."""
-    operands, problem, _ = operators.described(arguments(layer, x, ids, weights))
+    operands, problem, _ = operators.described(operator_arguments(layer, x, ids, weights))
     assert triton.supports(problem) is None
     result: Tensor = triton.experts(operands, problem)
     return result
-
-
-def arguments(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Any, ...]:
-    pair = [None if g is None else (g.rows, g.cols) for g in (layer.x_group, layer.w13.group)]
-    rounding = "floor" if layer.x_group == MX else "exact"
-    return (
-        x, layer.w13.data, layer.w13.scale, layer.bias13, layer.input_scale, layer.w2.data,
-        layer.w2.scale, layer.bias2, layer.input_scale, ids, weights, None, *pair, rounding,
-        *ActivationWords.of(layer.activation), layer.on_input, False, None,
-    )  # fmt: skip
 
 
 def in_reference(*given: Any) -> Tensor:
@@ -233,7 +230,7 @@ def test_gradients_to_weights_are_refused() -> None:
 def test_operators_are_registered_well() -> None:
     layer, x, ids, weights = make("blocks")
     weights = weights.requires_grad_()
-    given = arguments(layer, x.float().requires_grad_(), ids, weights)
+    given = operator_arguments(layer, x.float().requires_grad_(), ids, weights)
     # not its schema: torch cannot compare FP8 tensors before and after
     checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(torch.ops.fp8kit.experts.default, given, test_utils=checks)
@@ -352,6 +349,32 @@ def test_stacks_of_any_group_have_one_rule() -> None:
         assert w.shape == q.shape
         one = fp8kit.dequantize(fp8kit.QTensor(q.data[1], q.scale[1], group))
         assert_bits_equal(fp8kit.dequantize(q)[1], one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_computes_the_same(case: str) -> None:
+    layer, x, ids, weights = make(case, tokens=40)
+    slow, sums = slowly(layer, x, ids, weights), x.shape[1] + layer.w2.shape[2]
+    there = (on_device(layer, "cuda"), x.cuda(), ids.cuda(), weights.cuda())
+    y = compute(*there, backend="triton_experts")
+    assert_experts(y.cpu(), slow, sums, SHORT_SUMS)
+    assert_bits_equal(compute(*there, backend="triton_experts"), y)
+
+
+@pytest.mark.gpu
+def test_a_captured_layer_follows_its_routing() -> None:
+    layer, x, ids, weights = make("blocks", tokens=40)
+    there, x, ids, weights = on_device(layer, "cuda"), x.cuda(), ids.cuda(), weights.cuda()
+    compute(there, x, ids, weights)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = compute(there, x, ids, weights)
+    for chosen in (ids.flip(0), torch.full_like(ids, 1), torch.full_like(ids, -1)):
+        ids.copy_(chosen)
+        graph.replay()
+        assert_bits_equal(y, compute(there, x, ids, weights))
 
 
 def test_kernels_compile_for_every_gpu(tmp_path: Path) -> None:
