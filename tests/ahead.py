@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 _SYSTEM_SHARED = 1024  # bytes of each block on Hopper that are counted too
 
@@ -29,6 +31,46 @@ def compiled_by(script: Path, cache: Path) -> dict[str, dict[str, int]]:
     assert out.returncode == 0, out.stderr[-2000:]
     found: dict[str, dict[str, int]] = json.loads(out.stdout.splitlines()[-1])
     return found
+
+
+def specialized(
+    kernel: Any, arguments: Sequence[Any], constants: Mapping[str, Any], free: Sequence[str]
+) -> Any:
+    """Specialise a kernel as Triton's launcher does: ones are constants, multiples of 16 are known.
+
+    Args:
+        kernel: under ``triton.jit``.
+        arguments: positional ones; tensors may be on meta.
+        constants: the others, by name.
+        free: arguments that are not specialised.
+    """
+    import torch
+    from triton.compiler import ASTSource
+
+    types = {
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.uint8: "u8",
+        torch.int32: "i32",
+        torch.int64: "i64",
+        torch.float8_e4m3fn: "fp8e4nv",
+    }
+    signature, compiled_in, known = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = arguments[i] if i < len(arguments) else constants[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{types[value.dtype]}"
+        elif isinstance(value, float) and i < len(arguments):
+            signature[name] = "fp32"
+        elif i >= len(arguments) or value is None or (value == 1 and name not in free):
+            signature[name], compiled_in[(i,)] = "constexpr", value
+        else:
+            signature[name] = "i32"
+        if isinstance(value, torch.Tensor) or (
+            signature[name] == "i32" and name not in free and value % 16 == 0
+        ):
+            known[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(fn=kernel, signature=signature, constexprs=compiled_in, attrs=known)
 
 
 def dumped(cubin: bytes, what: str) -> str:

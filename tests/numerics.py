@@ -40,6 +40,18 @@ SCHEME_ERROR = {
     "FP8_WEIGHT_ONLY": (ONE_OPERAND / 1.5, ONE_OPERAND * 1.5),
 }
 
+# The same of a gated layer of experts: gate and up each carry the error of two operands, and so
+# does their product twice over; rounding that and the down weight adds that of two operands more.
+# MX adds half a percent to each pair, as above.
+_GATED = math.sqrt(3) * _TWO
+EXPERTS_ERROR = (_GATED / 1.5, (_GATED + 0.5e-2) * 1.5)
+
+# What the tensor core's short sums may do to a layer of experts. A first product is wrong by up to
+# 2^-10. With a probability of at most 2^-6 it lies that close to a tie between two codes, which are
+# 2^-4 of it apart or more; then it moves by a step of up to 2^-3. The root mean square is 2^-6. The
+# second product adds 2^-10 of its own.
+SHORT_SUMS = 2**-6 + 2**-10
+
 # Mean loss (the logarithm of perplexity) against plain fake quantization of the same layers. The
 # two differ only in the order of sums, but an ulp can move a code by one step, and the steps grow
 # through the layers: the two models are two draws of one rounding noise. Per sequence their losses

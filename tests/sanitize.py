@@ -35,9 +35,13 @@ from fp8kit.fused import triton as fused_triton
 from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.hopper import gemm, heuristics
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
+from fp8kit.moe import Activation
+from fp8kit.moe import operators as expert_operators
+from fp8kit.moe import triton as moe_triton
 from fp8kit.quantizers import triton
 from fp8kit.runtime import cuda_launch
 from fp8kit.runtime.weight_hazards import mark_synchronized
+from slow_experts import operator_arguments, random_layer
 from tile_configs import CONFIGS
 
 Calls = dict[str, Callable[[], object]]
@@ -52,6 +56,9 @@ TRITON_KERNELS = (
     "_activation_kernel",
     "product_kernel",
     "sum_kernel",
+    "grouped_kernel",
+    "activated_kernel",
+    "combine_kernel",
 )
 OWN_KERNELS = ("hopper_gemm", "cluster_rows_kernel")
 KERNELS = (*OWN_KERNELS, *TRITON_KERNELS)
@@ -261,6 +268,21 @@ def triton_calls(device: str) -> Calls:
                     calls[f"triton product {m} {problem}"] = lambda o=operands, g=pair, p=problem: (
                         triton_gemm.run(MatmulOperands(*o), p)
                     )
+    return calls | expert_calls(device)
+
+
+def expert_calls(device: str) -> Calls:
+    """Return calls of layers of experts, with ragged sides, strangers and unused experts."""
+    calls: Calls = {}
+    for number, pair in enumerate(PAIRS):
+        activation = Activation(interleaved=number % 2 == 1)
+        with torch.device(device):
+            layer = random_layer(pair, activation, (3, 72, 136), biases=number % 2 == 0)
+            x, weights = torch.randn(9, 72).bfloat16(), torch.rand(9, 2)
+            ids = torch.randint(-1, 2, (9, 2))
+        given = operator_arguments(layer, x, ids, weights)
+        operands, problem, _ = expert_operators.described(given)
+        calls[f"{problem}"] = lambda o=operands, p=problem: moe_triton.experts(o, p)
     return calls
 
 

@@ -43,8 +43,8 @@ CUT_SHORT = "========= COMPUTE-SANITIZER\n========= Error: process didn't termin
 def launched(tree: ast.Module) -> set[str]:
     """Find the names of kernels that a module launches, with ``launch`` or a grid."""
     names = set()
-    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
-        if isinstance(call.func, ast.Name) and call.func.id == "launch":
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args):
+        if isinstance(call.func, ast.Name) and call.func.id in ("launch", "Launch"):
             names.add(ast.unparse(call.args[0]))
         if isinstance(call.func, ast.Subscript):
             names.add(ast.unparse(call.func.value))

@@ -9,9 +9,8 @@ import sys
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from ahead import resources
+from ahead import resources, specialized
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, GroupShape, scale_dtype, scale_shape
 from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.problem import MatmulProblem
@@ -45,12 +44,6 @@ VARIANTS = (
     ("sm90", "mx-mx", 64, ""),
     ("sm90", "16bit-row", 64, ""),
 )
-TYPES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.uint8: "u8",
-    E4M3: "fp8e4nv",
-}
 COUNTED = {
     "wgmma_fp8": r"wgmma\.mma_async\S*e4m3\.e4m3",
     "mma_fp8": r"mma\.sync\S*e4m3\.e4m3",
@@ -92,31 +85,15 @@ def counts(
     y = torch.empty(0, dtype=torch.float32 if tile.splits > 1 else torch.bfloat16)
     arguments = triton_gemm.product_arguments((w, x, *scales, None, y), problem)
     kernel = triton.compile(
-        source(arguments, triton_gemm.product_constants(problem, tile)),
+        specialized(
+            product_kernel, arguments, triton_gemm.product_constants(problem, tile), free=("M",)
+        ),
         target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
         options=triton_gemm.launch_options(problem, tile),
     )
     text = kernel.asm["ptx"]
     found = {name: len(re.findall(p, text)) for name, p in COUNTED.items()}
     return found | resources(kernel.asm["cubin"])
-
-
-def source(arguments: tuple[object, ...], constants: dict[str, object]) -> ASTSource:
-    """Specialise the kernel as the launcher does: ones are constants, multiples of 16 are known."""
-    signature, compiled_in, known = {}, {}, {}
-    for i, name in enumerate(product_kernel.arg_names):
-        value = arguments[i] if i < len(arguments) else constants[name]
-        if isinstance(value, torch.Tensor):
-            signature[name] = f"*{TYPES[value.dtype]}"
-        elif i >= len(arguments) or value is None or (value == 1 and name != "M"):
-            signature[name], compiled_in[(i,)] = "constexpr", value
-        else:
-            signature[name] = "i32"
-        if isinstance(value, torch.Tensor) or (
-            signature[name] == "i32" and name != "M" and int(str(value)) % 16 == 0
-        ):
-            known[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=product_kernel, signature=signature, constexprs=compiled_in, attrs=known)
 
 
 if __name__ == "__main__":

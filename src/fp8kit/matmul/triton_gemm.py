@@ -225,7 +225,7 @@ def product_arguments(
         x = x if problem.x_group is None else x.view(torch.uint8)
     return (
         w, x, w_scale, x_scale, bias, y, m, n, k, *w.stride(), *x.stride(),
-        *_scale_strides(w_scale, problem.w_group), *_scale_strides(x_scale, problem.x_group),
+        *scale_strides(w_scale, problem.w_group), *scale_strides(x_scale, problem.x_group),
     )  # fmt: skip
 
 
@@ -296,7 +296,8 @@ def _streamable(operand: Tensor) -> Tensor:
     return operand.clone(memory_format=torch.contiguous_format)
 
 
-def _scale_strides(scale: Tensor | None, group: GroupShape | None) -> tuple[int, int]:
+def scale_strides(scale: Tensor | None, group: GroupShape | None) -> tuple[int, int]:
+    """Return the strides of a matrix' scales; zeros where there is one, or none."""
     if scale is None or group == TENSOR:
         return 0, 0
     return scale.stride(0), scale.stride(1)

@@ -63,6 +63,24 @@ def stack_extents(down: QTensor) -> tuple[int, int, int]:
     return count, hidden, intermediate
 
 
+def check_extents(name: str, q: QTensor, wanted: tuple[int, ...]) -> None:
+    """Refuse codes of another shape than the layer's.
+
+    Args:
+        name: of the weight.
+        q: its codes.
+        wanted: the shape that follows from the second weight.
+    """
+    if tuple(q.shape) != wanted:
+        raise ValueError(
+            teach(
+                f"Got {name} of shape {tuple(q.shape)}.",
+                f"The layer, by the shape of its down_proj, needs {name} {wanted}.",
+                "Check gated= of the activation, and that the last dimension is summed over.",
+            )
+        )
+
+
 def placed_rows(slots: list[int], homes: list[int]) -> list[int]:
     """Return the row of the present stack that each row of the next one is copied from.
 

@@ -13,6 +13,7 @@ from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.modules import refusals
 from fp8kit.modules.expert_stacks import (
+    check_extents,
     expert_table,
     placed_rows,
     quantize_stack,
@@ -179,6 +180,8 @@ class Fp8Experts(ExpertTensors):
         for name, q, bias, input_scale in zip(
             layer._matrices(), (gate_up, down), biases or (None, None), scales, strict=True
         ):
+            validation.check_quantized(name, q)
+            check_extents(name, q, (count, *layer._matrices()[name]))
             validation.check_codes(name, q.data.dtype, scheme)
             validation.activation_format(q.group, scheme, input_scale)
             if input_scale is not None:

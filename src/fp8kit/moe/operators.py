@@ -37,7 +37,7 @@ _DIFFERENTIABLE = {0: "x", 10: "weights"}
 
 def experts(*arguments: Any) -> Tensor:
     """Compute a layer of experts; the body of ``fp8kit::experts``, with its arguments."""
-    operands, problem, backend = _described(arguments)
+    operands, problem, backend = described(arguments)
     if not operands.x.numel() or not operands.ids.numel():
         return torch.zeros_like(operands.x, memory_format=torch.contiguous_format)
     chosen: MoeBackend = require(MOE_BACKENDS, problem, backend)
@@ -50,7 +50,7 @@ def _experts_fake(x: Tensor, *_: Any) -> Tensor:
 
 def experts_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``x`` and ``weights``; arguments as of ``experts`` after ``grad``."""
-    operands, problem, _ = _described(arguments)
+    operands, problem, _ = described(arguments)
     return layer_backward(grad, operands, problem)
 
 
@@ -59,8 +59,12 @@ def _experts_backward_fake(_: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Te
     return x.new_empty(x.shape), weights.new_empty(weights.shape)
 
 
-def _described(arguments: Sequence[Any]) -> tuple[ExpertOperands, ExpertsProblem, str | None]:
-    """Sort the operator's arguments into operands, problem and the wanted backend."""
+def described(arguments: Sequence[Any]) -> tuple[ExpertOperands, ExpertsProblem, str | None]:
+    """Sort the operator's arguments into operands, problem and the wanted backend.
+
+    Args:
+        arguments: those of ``fp8kit::experts``.
+    """
     x, w13, scale13, bias13, in13, w2, scale2, bias2, in2, ids, weights, expert_map = arguments[
         :_TENSORS
     ]

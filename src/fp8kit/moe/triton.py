@@ -13,16 +13,24 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from fp8kit.formats import TENSOR, GroupShape, fp8_format, min_scale, scale_shape
+from fp8kit.formats import GROUP128, TENSOR, GroupShape, fp8_format, min_scale, scale_shape
 from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.problem import MatmulProblem, m_bucket
-from fp8kit.matmul.triton_gemm import Device, TritonTile, choose_tile, decoded, device_facts
-from fp8kit.moe.loop import quantized_input
+from fp8kit.matmul.triton_gemm import (
+    Device,
+    TritonTile,
+    choose_tile,
+    decoded,
+    device_facts,
+    scale_strides,
+)
+from fp8kit.moe.loop import Input, quantized_input
 from fp8kit.moe.pairs import SortedPairs, sorted_pairs
 from fp8kit.moe.problem import (
     ExpertOperands,
@@ -36,8 +44,8 @@ from fp8kit.moe.triton_kernels import activated_kernel, combine_kernel, grouped_
 from fp8kit.quantizers.triton_encode import INTERPRETED, division_of
 from fp8kit.runtime.triton_launch import launch
 
-_FEATURES = 128  # of a tile of activations: the group of the second product
-_MOST_ROWS = 64  # of such a tile, which holds two sums
+_FEATURES = GROUP128.cols  # of a tile of activations: the group of the second product
+_MOST_ROWS = 64  # of a tile: gathered rows, and two sums, take the registers of more
 _STAGES = 4
 _RESERVED = 4096  # bytes of shared memory that the ring cannot have
 _SUMMED = 512
@@ -47,54 +55,80 @@ _SHARED = (
 )  # fmt: skip
 
 
+class Launch(NamedTuple):
+    """A kernel with all that it gets.
+
+    Args:
+        kernel: under ``triton.jit``.
+        blocks: grid size.
+        arguments: positional ones.
+        constants: what it compiles in, by name.
+        options: of the compiler.
+    """
+
+    kernel: Any
+    blocks: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+    def start(self) -> None:
+        """Launch it on the current device."""
+        launch(self.kernel, self.blocks, *self.arguments, **self.constants, **self.options)
+
+
+class Rows(NamedTuple):
+    """What a product multiplies by weights.
+
+    Args:
+        data: codes, or 16-bit numbers.
+        scale: of ``data``, or ``None``.
+        group: elements per scale; ``None`` if it is not quantized.
+    """
+
+    data: Tensor
+    scale: Tensor | None
+    group: GroupShape | None
+
+
 def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
     """Return what the kernels lack for a problem, if anything."""
-    products = (
-        [_first(problem), _second(problem)]
-        if isinstance(problem, ExpertsProblem)
-        else [_dense(problem)]
-    )
-    for product in products:
-        # a single row: how many there are does not matter here
-        reason = triton_gemm.supports(product)
-        if reason is not None:
-            return reason
-    return None
+    if isinstance(problem, GroupedProblem):
+        return triton_gemm.supports(_dense(problem))
+    return triton_gemm.supports(_first(problem)) or triton_gemm.supports(_second(problem))
 
 
 def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
     """Compute a layer of experts."""
-    x, ids = operands.x, operands.ids
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
-        pairs = sorted_pairs(ids, problem.experts)
-        h, h_scale = _activated(operands, problem, pairs)
-        group = problem.intermediate_group
-        second = _Product(_second(problem), _rows_each(problem), ids.numel())
-        rows = torch.empty(ids.numel(), problem.hidden, dtype=problem.x_dtype, device=x.device)
-        _multiply(second, (h, h_scale, group), operands.w2, pairs.offsets, rows, pairs.order)
-        weights = None if problem.router_weight_on_input else operands.weights.contiguous()
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        blocks = x.shape[0] * triton.cdiv(problem.hidden, _SUMMED)
-        sizes = {"TOP_K": problem.top_k, "BLOCK_H": _SUMMED}
-        launch(combine_kernel, blocks, rows, ids.contiguous(), weights, y, problem.hidden, **sizes)
-    return y
+    with _on(operands.x):
+        pairs, facts = sorted_pairs(operands.ids, problem.experts), device_facts(operands.x.device)
+        source = quantized_input(operands, problem)
+        h = empty_intermediate(operands, problem)
+        activated_launch(operands, problem, source, pairs, h, facts).start()
+        count = operands.ids.numel()
+        rows = operands.x.new_empty(count, problem.hidden)
+        product = second_product(problem, count)
+        product_launch(product, h, operands.w2, pairs.offsets, pairs.order, rows, facts).start()
+        return _combined(rows, operands, problem)
 
 
 def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
     """Multiply rows that lie sorted by expert."""
-    x, scale = operands.x, operands.x_scale
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    x = operands.x
+    with _on(x):
         y = torch.zeros(x.shape[0], problem.n, dtype=problem.out_dtype, device=x.device)
         # whatever the offsets are, no row outside of x is read or written
         offsets = operands.offsets.long().clamp(0, x.shape[0]).cummax(0).values
         each = m_bucket(-(-problem.m // problem.experts))
-        product = _Product(_dense(problem), each, x.shape[0])
-        _multiply(product, (x, scale, problem.x_group), operands.w, offsets, y, None)
+        product = Product(_dense(problem), each, x.shape[0])
+        rows = Rows(x, operands.x_scale, problem.x_group)
+        facts = device_facts(x.device)
+        product_launch(product, rows, operands.w, offsets, None, y, facts).start()
     return y
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class Product:
     """A product of rows by their experts' weights.
 
     Args:
@@ -106,10 +140,6 @@ class _Product:
     dense: MatmulProblem
     rows_each: int
     rows: int
-
-    def tile(self, device: torch.device, weights: int) -> TritonTile:
-        """Cut it; ``weights`` are those that a program multiplies by at once, 0 for a plain one."""
-        return cut_product(self.dense, self.rows_each, device_facts(device), weights)
 
     def tiles(self, experts: int, rows: int) -> int:
         """Return how many tiles of so many rows there can be, however rows are distributed."""
@@ -130,88 +160,134 @@ def cut_product(dense: MatmulProblem, rows_each: int, device: Device, weights: i
     """
     problem = _with_rows(dense, rows_each)
     tile = choose_tile(problem, device)
-    rows, cols, warps = tile.rows, tile.cols, tile.warps
+    # wgmma takes its operands from shared memory; elsewhere they, or partial sums, need registers
+    most = _MOST_ROWS if (problem.capability or (9, 0))[0] == 9 else _MOST_ROWS // 2
+    rows, cols, warps = min(tile.rows, most), tile.cols, tile.warps
     if weights:
-        rows, cols = min(rows, _MOST_ROWS), _FEATURES
-        warps = 8 if rows * weights > 32 else 4
+        cols, warps = _FEATURES, 4 * weights
     stage = tile.depth * (max(weights, 1) * cols + rows * (2 if problem.x_group is None else 1))
     room = (device.shared - _RESERVED) // stage
     stages = 2 if problem.k % 16 else max(2, min(room, -(-problem.k // tile.depth), _STAGES))
     return TritonTile(rows, cols, tile.depth, 1, 1, warps, stages)
 
 
-def _activated(
-    operands: ExpertOperands, problem: ExpertsProblem, pairs: SortedPairs
-) -> tuple[Tensor, Tensor | None]:
-    """Compute what the second product reads, a row for each pair in the order of ``pairs``."""
-    source, w, act = quantized_input(operands, problem), operands.w13, problem.activation
-    count, inner = operands.ids.numel(), problem.intermediate
-    product = _Product(_first(problem), _rows_each(problem), count)
-    tile = product.tile(operands.x.device, 2 if act.gated else 1)
-    constants = intermediate_constants(problem)
-    kind = problem.x_dtype if constants["SCALES"] == "none" else torch.uint8
-    h = torch.empty(count, inner, dtype=kind, device=operands.x.device)
+def second_product(problem: ExpertsProblem, rows: int) -> Product:
+    """Describe the second product of a layer, of so many pairs."""
+    return Product(_second(problem), _rows_each(problem), rows)
+
+
+def empty_intermediate(operands: ExpertOperands, problem: ExpertsProblem) -> Rows:
+    """Allocate what the second product reads, a row for each pair; a given scale is in place."""
+    group, x = problem.intermediate_group, operands.x
+    shape = (operands.ids.numel(), problem.intermediate)
+    if group is None:
+        return Rows(x.new_empty(shape), None, None)
     scale = operands.w2.input_scale
-    if constants["SCALES"] == "group":
-        groups = scale_shape((count, inner), GroupShape(1, _FEATURES))
-        scale = torch.empty(groups, dtype=torch.float32, device=h.device)
+    if scale is None:
+        scale = x.new_empty(scale_shape(shape, group), dtype=torch.float32)
+    return Rows(x.new_empty(shape, dtype=problem.w_dtype), scale, group)
+
+
+def activated_launch(
+    operands: ExpertOperands,
+    problem: ExpertsProblem,
+    source: Input,
+    pairs: SortedPairs,
+    h: Rows,
+    facts: Device,
+) -> Launch:
+    """Describe the first product with its activation, from ``source`` into ``h``.
+
+    Args:
+        operands: of the layer.
+        problem: describes them.
+        source: the input as the product reads it.
+        pairs: their order.
+        h: what is written, in that order.
+        facts: of the device.
+    """
+    w, act, inner = operands.w13, problem.activation, problem.intermediate
+    product = Product(_first(problem), _rows_each(problem), operands.ids.numel())
+    tile = cut_product(product.dense, product.rows_each, facts, 2 if act.gated else 1)
     tiles = product.tiles(problem.experts, tile.rows)
-    pointers = (*_codes(w, source.data, product.dense), w.scale, source.scale, w.bias, h, scale)
-    launch(
-        activated_kernel, tiles * triton.cdiv(inner, _FEATURES),
-        *pointers, pairs.order, pairs.offsets, _tile_starts(pairs.offsets, tile.rows),
-        problem.experts, tiles, inner, problem.hidden,
-        *_strides(w, source.data, source.scale, problem.x_group, problem.w_group),
-        min_scale(GroupShape(1, _FEATURES), problem.w_dtype, "activation"),
-        act.limit or 0.0, act.alpha, act.up_offset,
-        **product_constants(product.dense, tile, problem.experts), **constants, FAN=source.fan,
-        **launch_options(tile),
+    codes, strides = _loaded(w, Rows(source.data, source.scale, problem.x_group), product.dense)
+    floor = min_scale(GROUP128, problem.w_dtype, "activation")
+    written = h.data if h.group is None else h.data.view(torch.uint8)
+    arguments = (
+        *codes, w.bias, written, h.scale, pairs.order, pairs.offsets,
+        _tile_starts(pairs.offsets, tile.rows), problem.experts, tiles, inner, problem.hidden,
+        *strides, floor, act.limit or 0.0, act.alpha, act.up_offset,
     )  # fmt: skip
-    return (h if kind != torch.uint8 else h.view(problem.w_dtype)), scale
+    constants = product_constants(product.dense, tile, problem.experts)
+    constants |= intermediate_constants(problem) | {"FAN": source.fan}
+    blocks = tiles * triton.cdiv(inner, _FEATURES)
+    return Launch(activated_kernel, blocks, arguments, constants, launch_options(tile))
 
 
-def _multiply(
-    product: _Product,
-    rows: tuple[Tensor, Tensor | None, GroupShape | None],
+def product_launch(
+    product: Product,
+    rows: Rows,
     w: ExpertWeights,
     offsets: Tensor,
-    y: Tensor,
     places: Tensor | None,
-) -> None:
-    """Multiply rows, with their scales and group, into ``y`` at ``places``."""
-    (x, x_scale, x_group), (count, n, k) = rows, w.data.shape
-    tile = product.tile(x.device, 0)
+    y: Tensor,
+    facts: Device,
+) -> Launch:
+    """Describe the product of rows that lie sorted by expert, into ``y``.
+
+    Args:
+        product: describes it.
+        rows: what is multiplied.
+        w: by these weights.
+        offsets: where each expert's rows begin and end.
+        places: the row of ``y`` that each result goes to; ``None`` for its own.
+        y: contiguous.
+        facts: of the device.
+    """
+    count, n, k = w.data.shape
+    tile = cut_product(product.dense, product.rows_each, facts, 0)
     tiles = product.tiles(count, tile.rows)
-    launch(
-        grouped_kernel, tiles * triton.cdiv(n, tile.cols),
-        *_codes(w, x, product.dense), w.scale, x_scale, w.bias, y, places,
-        offsets, _tile_starts(offsets, tile.rows), count, tiles, n, k,
-        *_strides(w, x, x_scale, x_group, product.dense.w_group),
-        **product_constants(product.dense, tile, count), **launch_options(tile),
+    codes, strides = _loaded(w, rows, product.dense)
+    arguments = (
+        *codes, w.bias, y, places, offsets, _tile_starts(offsets, tile.rows), count, tiles, n,
+        k, *strides,
     )  # fmt: skip
+    constants = product_constants(product.dense, tile, count)
+    blocks = tiles * triton.cdiv(n, tile.cols)
+    return Launch(grouped_kernel, blocks, arguments, constants, launch_options(tile))
 
 
-def product_constants(dense: MatmulProblem, tile: TritonTile, experts: int) -> dict[str, object]:
+def _combined(rows: Tensor, operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+    """Add the rows of each token."""
+    y = torch.empty_like(operands.x, memory_format=torch.contiguous_format)
+    weights = None if problem.router_weight_on_input else operands.weights.contiguous()
+    pointers, hidden = (rows, operands.ids.contiguous(), weights, y), problem.hidden
+    blocks = y.shape[0] * triton.cdiv(hidden, _SUMMED)
+    launch(combine_kernel, blocks, *pointers, hidden, TOP_K=problem.top_k, BLOCK_H=_SUMMED)
+    return y
+
+
+def product_constants(dense: MatmulProblem, tile: TritonTile, experts: int) -> dict[str, Any]:
     """Give what both kernels of products compile in."""
     found = triton_gemm.product_constants(dense, tile)
     return {name: found[name] for name in _SHARED} | {"SEARCH": (experts - 1).bit_length()}
 
 
-def intermediate_constants(problem: ExpertsProblem) -> dict[str, object]:
+def intermediate_constants(problem: ExpertsProblem) -> dict[str, Any]:
     """Give what ``activated_kernel`` compiles in about its result."""
     group, act = problem.intermediate_group, problem.activation
     scales = "none" if group is None else "static" if group == TENSOR else "group"
     rounding = "up" if problem.scale_rounding == "up" else "exact"
-    floor = min_scale(GroupShape(1, _FEATURES), problem.w_dtype, "activation")
+    floor = min_scale(GROUP128, problem.w_dtype, "activation")
     return {
         "ACT": act.kind, "GATED": act.gated, "INTERLEAVED": act.interleaved,
         "LIMITED": act.limit is not None, "SCALES": scales,
-        "DIVISION": division_of(GroupShape(1, _FEATURES), floor, None, rounding),
+        "DIVISION": division_of(GROUP128, floor, None, rounding),
         "FP8_MAX": fp8_format(problem.w_dtype).max,
     }  # fmt: skip
 
 
-def launch_options(tile: TritonTile) -> dict[str, object]:
+def launch_options(tile: TritonTile) -> dict[str, Any]:
     """Return the compiler's options for one cut."""
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
 
@@ -222,29 +298,23 @@ def _tile_starts(offsets: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(tiles.cumsum(0), (1, 0)).int()
 
 
-def _codes(w: ExpertWeights, x: Tensor, dense: MatmulProblem) -> tuple[Tensor, Tensor]:
-    """Return weight and rows as the kernels take them."""
+def _loaded(
+    w: ExpertWeights, rows: Rows, dense: MatmulProblem
+) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """Return weight, rows and their scales as the kernels take them, and then their strides."""
     weight = w.data if w.data.stride(2) == 1 else w.data.contiguous()
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = rows.data if rows.data.stride(1) == 1 else rows.data.contiguous()
     if INTERPRETED.value or decoded(dense):
         weight = weight.view(torch.uint8)
         x = x if dense.x_group is None else x.view(torch.uint8)
-    return weight, x
+    w_scales = (0, 0) if dense.w_group == TENSOR else w.scale.stride()[1:]
+    x_scales = scale_strides(rows.scale, rows.group)
+    strides = (*weight.stride(), *x.stride(), w.scale.stride(0), *w_scales, *x_scales)
+    return (weight, x, w.scale, rows.scale), strides
 
 
-def _strides(
-    w: ExpertWeights,
-    x: Tensor,
-    x_scale: Tensor | None,
-    x_group: GroupShape | None,
-    w_group: GroupShape,
-) -> tuple[int, ...]:
-    weight = w.data.stride() if w.data.stride(2) == 1 else w.data.contiguous().stride()
-    rows = x.stride() if x.stride(1) == 1 else (x.shape[1], 1)
-    w_scales = (0, 0) if w_group == TENSOR else w.scale.stride()[1:]
-    unscaled = x_scale is None or x_group == TENSOR
-    x_scales = (0, 0) if unscaled or x_scale is None else x_scale.stride()
-    return (*weight, *rows, w.scale.stride(0), *w_scales, *x_scales)
+def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _rows_each(problem: ExpertsProblem) -> int:

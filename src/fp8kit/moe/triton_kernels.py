@@ -48,6 +48,17 @@ def _expert_of(tile, tile_starts_ptr, E, SEARCH: tl.constexpr):
 
 
 @triton.jit
+def _rows_of_tile(
+    tile, offsets_ptr, tile_starts_ptr, E, SEARCH: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Give a tile's expert, its rows, and where those of the expert end."""
+    e = _expert_of(tile, tile_starts_ptr, E, SEARCH).to(tl.int64)
+    before = (tile - tl.load(tile_starts_ptr + e)).to(tl.int64) * BLOCK_M
+    first = tl.load(offsets_ptr + e).to(tl.int64) + before
+    return e, first + tl.arange(0, BLOCK_M), tl.load(offsets_ptr + e + 1).to(tl.int64)
+
+
+@triton.jit
 def _row_scales(scale_ptr, row, stride, ROWS: tl.constexpr, KIND: tl.constexpr):
     if KIND == NONE:
         return scale_ptr
@@ -101,10 +112,7 @@ def grouped_kernel(
     tile_n, tile, _ = place_of_tile(TILES * BLOCK_M, N, BLOCK_M, BLOCK_N)
     if tile >= tl.load(tile_starts_ptr + E):
         return
-    e = _expert_of(tile, tile_starts_ptr, E, SEARCH).to(tl.int64)
-    end = tl.load(offsets_ptr + e + 1).to(tl.int64)
-    first = tl.load(offsets_ptr + e) + (tile - tl.load(tile_starts_ptr + e)).to(tl.int64) * BLOCK_M
-    m = first + tl.arange(0, BLOCK_M)
+    e, m, end = _rows_of_tile(tile, offsets_ptr, tile_starts_ptr, E, SEARCH, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     row, w_row = tl.minimum(m, end - 1), tl.minimum(n, N - 1)
@@ -144,53 +152,23 @@ def activated_kernel(
     TILES,
     INNER,  # I, features of an expert
     K,
-    stride_we,
-    stride_wn,
-    stride_wk,
-    stride_xm,
-    stride_xk,
-    stride_wse,
-    stride_wsn,
-    stride_wsk,
-    stride_xsm,
-    stride_xsk,
-    min_scale,
-    limit,
-    alpha,
-    up_offset,
-    W_KIND: tl.constexpr,
-    X_KIND: tl.constexpr,
-    W_ROWS: tl.constexpr,
-    W_COLS: tl.constexpr,
-    X_ROWS: tl.constexpr,
-    X_COLS: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    FAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SEARCH: tl.constexpr,
+    stride_we, stride_wn, stride_wk, stride_xm, stride_xk,
+    stride_wse, stride_wsn, stride_wsk, stride_xsm, stride_xsk,
+    min_scale, limit, alpha, up_offset,
+    W_KIND: tl.constexpr, X_KIND: tl.constexpr, W_ROWS: tl.constexpr, W_COLS: tl.constexpr,
+    X_ROWS: tl.constexpr, X_COLS: tl.constexpr, W_FORMAT: tl.constexpr, X_FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr, NATIVE: tl.constexpr, FAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SEARCH: tl.constexpr,
     FAN: tl.constexpr,  # pairs that read one row of x
-    ACT: tl.constexpr,
-    GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    LIMITED: tl.constexpr,
+    ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
     SCALES: tl.constexpr,  # of the result: "group", "static" or "none"
-    DIVISION: tl.constexpr,
-    FP8_MAX: tl.constexpr,
-):
+    DIVISION: tl.constexpr, FP8_MAX: tl.constexpr,
+):  # fmt: skip
     """Multiply the rows of a tile's pairs, activate, and quantize in groups of ``BLOCK_N``."""
     tile_n, tile, _ = place_of_tile(TILES * BLOCK_M, INNER, BLOCK_M, BLOCK_N)
     if tile >= tl.load(tile_starts_ptr + E):
         return
-    e = _expert_of(tile, tile_starts_ptr, E, SEARCH).to(tl.int64)
-    end = tl.load(offsets_ptr + e + 1).to(tl.int64)
-    first = tl.load(offsets_ptr + e) + (tile - tl.load(tile_starts_ptr + e)).to(tl.int64) * BLOCK_M
-    m = first + tl.arange(0, BLOCK_M)
+    e, m, end = _rows_of_tile(tile, offsets_ptr, tile_starts_ptr, E, SEARCH, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     source = tl.load(pair_ptr + tl.minimum(m, end - 1)) // FAN
@@ -215,26 +193,33 @@ def activated_kernel(
         tl.trans(gate), inside_m, inside_n, gate_row, gate_scale if W_KIND == FACTOR else None,
         x_factor, biases,
     )  # fmt: skip
-    if LIMITED:
-        y = tl.where(y > limit, limit, y)
-    if ACT == "relu2":
-        y = tl.where(y < 0.0, 0.0, y)
-        y *= y
-    elif ACT == "silu":
-        y = over_one_plus_exp2(y, y * (-_LOG2_E * alpha))
-    else:
-        y = activate(y, ACT)
     if GATED:
         factor = finished(
             tl.trans(up), inside_m, inside_n, up_row, up_scale if W_KIND == FACTOR else None,
             x_factor, biases,
         )  # fmt: skip
+        y = _activated(y, limit, alpha, ACT, LIMITED)
         if LIMITED:
             factor = tl.where(factor > limit, limit, tl.where(factor < -limit, -limit, factor))
         y *= factor + up_offset
+    else:
+        y = _activated(y, limit, alpha, ACT, LIMITED)
     y = tl.where(inside_n[None, :], y, 0.0)
     _store_activated(y, m, n, tile_n, inside_m, inside_n, INNER, h_ptr, h_scale_ptr, min_scale,
-                     SCALES, DIVISION, FP8_MAX)  # fmt: skip
+                     SCALES, DIVISION, FP8_MAX, NATIVE)  # fmt: skip
+
+
+@triton.jit
+def _activated(y, limit, alpha, ACT: tl.constexpr, LIMITED: tl.constexpr):
+    if LIMITED:
+        y = tl.where(y > limit, limit, y)
+    if ACT == "relu2":
+        y = tl.where(y < 0.0, 0.0, y)
+        return y * y
+    elif ACT == "silu":
+        return over_one_plus_exp2(y, y * (-_LOG2_E * alpha))
+    else:
+        return activate(y, ACT)
 
 
 @triton.jit
@@ -316,6 +301,7 @@ def _store_activated(
     SCALES: tl.constexpr,
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     at = h_ptr + m[:, None] * INNER + n[None, :]
     inside = inside_m[:, None] & inside_n[None, :]
@@ -324,9 +310,10 @@ def _store_activated(
         scale = float_scale(amax, min_scale, DIVISION, FP8_MAX)
         groups = tl.cdiv(INNER, y.shape[1])
         tl.store(h_scale_ptr + m * groups + group, scale, mask=inside_m)
-        tl.store(at, encode_quotient(y, scale[:, None], DIVISION, FP8_MAX), mask=inside)
+        tl.store(at, encode_quotient(y, scale[:, None], DIVISION, FP8_MAX, NATIVE), mask=inside)
     elif SCALES == "static":
-        tl.store(at, encode_quotient(y, tl.load(h_scale_ptr), "ieee", FP8_MAX), mask=inside)
+        codes = encode_quotient(y, tl.load(h_scale_ptr), "ieee", FP8_MAX, NATIVE)
+        tl.store(at, codes, mask=inside)
     else:
         tl.store(at, narrow(y, h_ptr.dtype.element_ty), mask=inside)
 

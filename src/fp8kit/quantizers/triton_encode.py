@@ -244,7 +244,9 @@ def mx_inverse(exponent):
 
 
 @triton.jit
-def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
+def encode_quotient(
+    x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr, NATIVE: tl.constexpr = True
+):
     """Return the FP8 bytes of ``x / scale``.
 
     Args:
@@ -255,6 +257,7 @@ def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
             ``is_safe``, any ``x``; ``"power"``: the scale is a safe power of two; ``"ieee"`` and
             ``"ieee power"``: nothing.
         FP8_MAX: the format's maximum.
+        NATIVE: the device converts to FP8 itself (sm89 and later).
     """
     PAIRED: tl.constexpr = x.dtype != tl.float32 and (DIVISION == "corrected" or DIVISION == "safe")
     x = widen(x)
@@ -272,7 +275,7 @@ def encode_quotient(x, scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
             # the correction of an infinite quotient is NaN, and far above the maximum it is idle
             rough = x * r
             q = tl.where(tl.abs(rough) < 1048576.0, q, rough)
-    return encode(q, FP8_MAX)
+    return encode(q, FP8_MAX, NATIVE)
 
 
 @triton.jit
@@ -282,21 +285,21 @@ def is_safe(scale):
 
 
 @triton.jit
-def encode(q, FP8_MAX: tl.constexpr):
+def encode(q, FP8_MAX: tl.constexpr, NATIVE: tl.constexpr = True):
     """Round ``float32`` to FP8 bytes: nearest even, saturating, NaN as the canonical code."""
     if FP8_MAX == 224.0:
         # fnuz codes are those of e4m3fn for the doubled value, which never exceeds 0x7e; but NaN,
         # 0x7f there, is 0x80, and there is no negative zero
-        codes = _cast(q * 2.0, 448.0).to(tl.int32)
+        codes = _cast(q * 2.0, 448.0, NATIVE).to(tl.int32)
         codes = tl.where(codes == 0x80, 0, codes)
         return tl.where(codes == 0x7F, 0x80, codes).to(tl.uint8)
     else:
-        return _cast(q, FP8_MAX)
+        return _cast(q, FP8_MAX, NATIVE)
 
 
 @triton.jit
-def _cast(q, FP8_MAX: tl.constexpr):
-    if INTERPRETED:
+def _cast(q, FP8_MAX: tl.constexpr, NATIVE: tl.constexpr):
+    if INTERPRETED or not NATIVE:
         return _encode_with_integers(q, FP8_MAX)
     elif FP8_MAX == 57344.0:
         return q.to(tl.float8e5).to(tl.uint8, bitcast=True)

@@ -1,0 +1,214 @@
+"""``Fp8Experts``: making, moving, copying, sharing, placing and counting."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8kit
+from fp8kit import moe
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
+from numerics import assert_bits_equal
+from slow_experts import Layer, assert_experts, random_layer, slow_experts
+
+OSS = moe.Activation("silu", interleaved=True, limit=1.0, alpha=1.702, up_offset=1.0)
+SCHEMES = {
+    "FP8_DYNAMIC": (ROW, ROW),
+    "FP8_TENSOR": (ROW, TENSOR),
+    "FP8_BLOCK": (GROUP128, BLOCK),
+    "MXFP8": (MX, MX),
+    "FP8": (TENSOR, TENSOR),
+    "FP8_WEIGHT_ONLY": (None, ROW),
+}
+
+
+def make(
+    scheme: str = "FP8_BLOCK", activation: moe.Activation | None = None, **options: Any
+) -> tuple[Layer, fp8kit.Fp8Experts]:
+    dense = random_layer(SCHEMES[scheme], activation or moe.Activation(), (5, 64, 136))
+    if scheme == "FP8":
+        scale = torch.full((1, 1), 0.02)
+        dense, options = dense._replace(input_scale=scale), {"input_scales": (scale, scale)}
+    layer = fp8kit.Fp8Experts.from_dense(
+        dense.gate_up, dense.down, scheme, activation=dense.activation, **options
+    )
+    return dense, layer
+
+
+def routed(tokens: int = 6, top_k: int = 2, ids: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(tokens, 64)
+    return x, *moe.route(torch.randn(tokens, ids), top_k)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dense_experts_are_quantized_one_by_one(scheme: str) -> None:
+    dense, layer = make(scheme)
+    assert_bits_equal(layer.gate_up_proj.detach(), dense.w13.data)
+    assert_bits_equal(layer.down_proj_scale.detach(), dense.w2.scale)
+    x, ids, weights = routed()
+    x = x.bfloat16()
+    assert_experts(layer(x, ids, weights), slow_experts(dense, x, ids, weights), 200)
+
+
+def test_other_layouts_of_dense_experts_give_the_same_layer() -> None:
+    biases = (torch.randn(5, 272), torch.randn(5, 64))
+    dense, layer = make(activation=OSS, biases=biases)
+    turned = fp8kit.Fp8Experts.from_dense(
+        dense.gate_up.transpose(1, 2), iter(dense.down.transpose(1, 2)), "FP8_BLOCK",
+        activation=OSS, biases=biases, transposed=True,
+    )  # fmt: skip
+    state = layer.state_dict()
+    assert sorted(state) == [
+        "down_proj", "down_proj_bias", "down_proj_scale",
+        "gate_up_proj", "gate_up_proj_bias", "gate_up_proj_scale",
+    ]  # fmt: skip
+    for name, tensor in turned.state_dict().items():
+        assert_bits_equal(tensor, state[name])
+    assert not any(p.requires_grad for p in layer.parameters())
+
+
+def test_without_a_gate_the_first_weight_is_called_up_proj() -> None:
+    _, layer = make("FP8_DYNAMIC", moe.Activation("relu2", gated=False))
+    assert layer.up_proj.shape == (5, 136, 64)
+    x, ids, weights = routed()
+    assert layer(x, ids, weights).shape == x.shape
+
+
+def test_leading_dimensions_and_logits() -> None:
+    _, layer = make()
+    x, logits = torch.randn(2, 3, 64), torch.randn(2, 3, 5)
+    with pytest.raises(ValueError, match="without a routing"):
+        layer(x, logits=logits)
+    layer.routing = functools.partial(moe.route, top_k=2)
+    ids, weights = moe.route(logits.flatten(0, 1), 2)
+    expected = layer(x, ids.view(2, 3, 2), weights.view(2, 3, 2))
+    assert_bits_equal(layer(x, logits=logits), expected)
+    with pytest.raises(TypeError, match="ids and weights, or logits"):
+        layer(x)
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "MXFP8"])
+def test_casts_and_copies_keep_codes_and_scales(scheme: str) -> None:
+    _, layer = make(scheme)
+    layer.routing = functools.partial(moe.route, top_k=2)
+    x, ids, weights = routed()
+    expected = layer(x, ids, weights)
+    for twin in (
+        copy.deepcopy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        copy.deepcopy(layer).half(),
+        copy.deepcopy(layer).to(torch.bfloat16),
+    ):
+        assert_bits_equal(twin(x, ids, weights), expected)
+        assert twin.down_proj.data_ptr() != layer.down_proj.data_ptr()
+    assert copy.deepcopy(layer).half().compute_dtype == torch.float16
+    empty = fp8kit.Fp8Experts(5, 64, 136, scheme=scheme, device="meta")
+    empty.load_state_dict(layer.state_dict(), assign=True)
+    assert_bits_equal(empty(x, ids, weights), expected)
+
+
+def test_biases_follow_casts() -> None:
+    _, layer = make(biases=(torch.randn(5, 272), torch.randn(5, 64)))
+    layer.half()
+    assert layer.gate_up_proj_bias.dtype == torch.float16
+    assert layer.gate_up_proj.dtype == torch.float8_e4m3fn
+
+
+def test_shared_experts_are_taken_by_every_token() -> None:
+    _, layer = make()
+    x, ids, weights = routed(ids=3)
+    two = torch.tensor([3, 4]).expand(6, 2)
+    expected = layer(x, torch.cat([ids, two], 1), torch.cat([weights, torch.ones(6, 2)], 1))
+    layer.shared = 2
+    assert_bits_equal(layer(x, ids, weights), expected)
+    gates = torch.rand(6, 2)
+    by_gate = layer(x, ids, weights, shared_weights=gates)
+    routed_part, shared_part = layer.apart(x, ids, weights, shared_weights=gates)
+    torch.testing.assert_close(routed_part + shared_part, by_gate)
+    other = torch.randn(6, 64)
+    _, of_other = layer.apart(x, ids, weights, shared_input=other)
+    assert_bits_equal(layer(x, ids, weights, shared_input=other), routed_part + of_other)
+    layer.shared = 0
+    with pytest.raises(ValueError, match="without any"):
+        layer.apart(x, ids, weights)
+
+
+def test_experts_are_rearranged_and_replicated_in_place() -> None:
+    _, layer = make()
+    layer.batch_invariant = True  # replicas share the tokens of an expert among them
+    x, ids, weights = routed()
+    expected = layer(x, ids, weights)
+    layer.place(torch.tensor([4, 3, 0, 0, 1, 2, 0]))
+    assert layer.num_experts == 7
+    assert layer.num_ids == 5
+    assert_bits_equal(layer(x, ids, weights), expected)
+    held = {name: t.data_ptr() for name, t in layer.state_dict().items()}
+    layer.place(torch.tensor([0, 1, 2, 3, 4, 4, 4]))
+    assert {name: t.data_ptr() for name, t in layer.state_dict().items()} == held
+    assert_bits_equal(layer(x, ids, weights), expected)
+    layer.place(torch.tensor([1, 2]))  # the others live elsewhere
+    ids = ids.clamp(1, 2)
+    assert layer(x, ids, weights).abs().sum() > 0
+    assert layer(x, torch.zeros_like(ids), weights).abs().sum() == 0
+    with pytest.raises(ValueError, match=r"with ids \[0\] that are not held"):
+        layer.place(torch.tensor([0, 1]))
+
+
+def test_tokens_are_counted_when_asked() -> None:
+    _, layer = make()
+    x, ids, weights = routed()
+    layer(x, ids, weights)
+    assert layer.tokens is None
+    layer.count_tokens()
+    layer(x, ids, weights)
+    layer(x, ids, weights)
+    assert layer.tokens is not None
+    assert torch.equal(layer.tokens, 2 * moe.tokens_per_expert(ids, 5))
+    assert "tokens" not in layer.state_dict()
+    layer.count_tokens(False)
+    assert layer.tokens is None
+
+
+def test_gradients_flow_to_the_input_and_the_router() -> None:
+    _, layer = make()
+    x, logits = torch.randn(6, 64, requires_grad=True), torch.randn(6, 5, requires_grad=True)
+    layer(x, *moe.route(logits, 2)).square().sum().backward()
+    for tensor in (x, logits):
+        assert tensor.grad is not None
+        assert tensor.grad.abs().sum() > 0
+    layer.down_proj_scale.requires_grad_()
+    with pytest.raises(RuntimeError, match="Experts are frozen"):
+        layer(x, *moe.route(logits, 2)).sum().backward()
+
+
+def test_compiled_and_exported_modules_compute_the_same() -> None:
+    _, layer = make()
+    layer.routing, layer.shared = functools.partial(moe.route, top_k=2), 1
+    x, logits = torch.randn(6, 64), torch.randn(6, 4)
+    expected = layer(x, logits=logits)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_bits_equal(compiled(x, logits=logits), expected)
+    program = torch.export.export(layer, (x,), {"logits": logits})
+    assert_bits_equal(program.module()(x, logits=logits), expected)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    dense, _ = make()
+    with pytest.raises(ValueError, match="got no input_scale"):
+        fp8kit.Fp8Experts.from_dense(dense.gate_up, dense.down, "FP8")
+    with pytest.raises(ValueError, match="at least one"):
+        fp8kit.Fp8Experts.from_dense([], [])
+    with pytest.raises(ValueError, match="weight in 128x128 groups for scheme FP8_DYNAMIC"):
+        fp8kit.Fp8Experts.from_quantized(dense.w13, dense.w2, "FP8_DYNAMIC")
+    with pytest.raises(ValueError, match=r"needs gate_up_proj \(5, 272, 64\)"):
+        fp8kit.Fp8Experts.from_quantized(dense.w2, dense.w2, "FP8_BLOCK")
+    with pytest.raises(ValueError, match="Stack them"):
+        fp8kit.Fp8Experts.from_quantized(dense.w13, fp8kit.quantize(dense.down[0], BLOCK))
+    with pytest.raises(fp8kit.UnsupportedError, match="TorchScript"):
+        torch.jit.script(make()[1])

@@ -1,0 +1,116 @@
+"""Compile the experts' Triton kernels for several GPUs without one, and count, as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from ahead import resources, specialized
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, scale_dtype, scale_shape, stack_scale_shape
+from fp8kit.matmul.triton_gemm import Device
+from fp8kit.moe import triton as moe
+from fp8kit.moe.activation import Activation
+from fp8kit.moe.loop import Input
+from fp8kit.moe.pairs import SortedPairs
+from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights
+
+E4M3 = torch.float8_e4m3fn
+KB = 1024
+DEVICES = {
+    "sm80": ((8, 0), Device(108, 164 * KB)),
+    "sm89": ((8, 9), Device(128, 100 * KB)),
+    "sm90": ((9, 0), Device(132, 228 * KB)),
+    "sm100": ((10, 0), Device(148, 228 * KB)),
+}
+SCALES = {"row": (ROW, ROW), "block": (GROUP128, BLOCK), "mx": (MX, MX), "16bit": (None, ROW)}
+OSS = Activation(interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0)
+# device, scales, tokens, activation
+VARIANTS = (
+    ("sm80", "block", 16, Activation()),
+    ("sm89", "row", 4096, OSS),
+    ("sm90", "block", 4096, Activation()),
+    ("sm90", "16bit", 16, Activation("relu2", gated=False)),
+    ("sm100", "mx", 16, Activation("gelu")),
+    ("sm100", "block", 4096, Activation()),
+)
+COUNTED = {
+    "wgmma_fp8": r"wgmma\.mma_async\S*e4m3\.e4m3",
+    "mma_fp8": r"mma\.sync\S*e4m3\.e4m3",
+    "mma_16bit": r"mma\.sync\S*bf16\.bf16",
+    "wgmma_16bit": r"wgmma\.mma_async\S*bf16\.bf16",
+    "tcgen05_16bit": r"tcgen05\.mma\S*kind::f16",
+    "tcgen05": r"tcgen05\.mma\S*f8f6f4",
+}
+
+
+def main() -> None:
+    """Print one JSON object: variant to counts."""
+    found = {}
+    for device, scales, m, activation in VARIANTS:
+        for launched in launches(device, scales, m, activation):
+            name = launched.kernel.fn.__name__
+            found[f"{device} {scales} {m} {name}"] = counts(device, launched)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def launches(device: str, scales: str, m: int, activation: Activation) -> list[moe.Launch]:
+    """Describe the two products of a layer of the size of Qwen3-30B-A3B."""
+    count, k, hidden, inner = 128, 8, 2048, 768
+    (capability, facts), (x_group, w_group) = DEVICES[device], SCALES[scales]
+
+    def meta(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def weights(n: int, width: int) -> ExpertWeights:
+        shape = stack_scale_shape((count, n, width), w_group)
+        scale = meta(*shape, dtype=scale_dtype(w_group))
+        return ExpertWeights(meta(count, n, width), scale, None, None)
+
+    x = meta(m, hidden, dtype=torch.bfloat16)
+    operands = ExpertOperands(
+        x, weights(activation.columns(inner), hidden), weights(hidden, inner),
+        meta(m, k, dtype=torch.int64), meta(m, k, dtype=torch.float32),
+    )  # fmt: skip
+    rounding = "floor" if x_group == MX else "exact"
+    problem = ExpertsProblem(
+        m, count, k, hidden, inner, activation, x_group, w_group, torch.bfloat16, E4M3, rounding,
+        False, False, False, "cuda", capability,
+    )  # fmt: skip
+    source = Input(x, None, k)
+    if x_group is not None:
+        scale = meta(*scale_shape((m, hidden), x_group), dtype=scale_dtype(x_group))
+        source = Input(meta(m, hidden), scale, k)
+    pairs = SortedPairs(meta(m * k, dtype=torch.int64), meta(count + 1, dtype=torch.int64))
+    h = moe.empty_intermediate(operands, problem)
+    first = moe.activated_launch(operands, problem, source, pairs, h, facts)
+    rows = meta(m * k, hidden, dtype=torch.bfloat16)
+    second = moe.second_product(problem, m * k)
+    return [
+        first,
+        moe.product_launch(second, h, operands.w2, pairs.offsets, pairs.order, rows, facts),
+    ]
+
+
+def counts(device: str, launched: moe.Launch) -> dict[str, int]:
+    """Compile one launch and count its instructions."""
+    (major, minor), facts = DEVICES[device]
+    options: dict[str, Any] = launched.options
+    kernel = triton.compile(
+        specialized(launched.kernel, launched.arguments, launched.constants, free=("TILES",)),
+        target=GPUTarget("cuda", major * 10 + minor, 32),
+        options=options,
+    )
+    text = kernel.asm["ptx"]
+    found = {name: len(re.findall(p, text)) for name, p in COUNTED.items()}
+    room = {"room": facts.shared, "shared": kernel.metadata.shared}
+    return found | resources(kernel.asm["cubin"]) | room
+
+
+if __name__ == "__main__":
+    main()

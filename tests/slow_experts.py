@@ -1,0 +1,154 @@
+"""A layer of experts token by token and pair by pair, in float64 between the roundings to FP8."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fp8kit
+from fp8kit.formats import GROUP128, MX, TENSOR, GroupShape, QTensor
+from fp8kit.moe import Activation
+from fp8kit.moe.activation import ActivationWords
+from numerics import MATMUL_FACTOR
+
+_SWIGLU = Activation()
+
+
+class Layer(NamedTuple):
+    """Dense experts, what they were quantized to, and how they are used."""
+
+    gate_up: Tensor
+    down: Tensor
+    w13: QTensor
+    w2: QTensor
+    x_group: GroupShape | None
+    activation: Activation
+    bias13: Tensor | None = None
+    bias2: Tensor | None = None
+    input_scale: Tensor | None = None
+    on_input: bool = False
+
+
+class Slow(NamedTuple):
+    """A result in float64, and the error of each token that is permitted, without roundings to its
+    dtype: ``flips`` of codes, and the size of what is added up."""
+
+    y: Tensor
+    flips: Tensor
+    spread: Tensor
+
+
+def random_layer(
+    groups: tuple[GroupShape | None, GroupShape],
+    activation: Activation = _SWIGLU,
+    sizes: tuple[int, int, int] = (4, 160, 200),
+    biases: bool = False,
+) -> Layer:
+    """Draw experts of ``sizes`` E, H, I; ``groups`` are those of the input and of the weights."""
+    count, hidden, inner = sizes
+    gate_up = torch.randn(count, activation.columns(inner), hidden) / math.sqrt(hidden)
+    down = torch.randn(count, hidden, inner) / math.sqrt(inner)
+    return Layer(
+        gate_up, down, stack(gate_up, groups[1]), stack(down, groups[1]), groups[0], activation,
+        torch.randn(gate_up.shape[:2]) if biases else None,
+        torch.randn(down.shape[:2]) if biases else None,
+    )  # fmt: skip
+
+
+def stack(weights: Tensor, group: GroupShape) -> QTensor:
+    """Quantize matrix by matrix."""
+    parts = [fp8kit.quantize(w, group, role="weight") for w in weights]
+    data = torch.stack([p.data.view(torch.uint8) for p in parts]).view(parts[0].data.dtype)
+    return QTensor(data, torch.stack([p.scale for p in parts]), group)
+
+
+def slow_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
+    """Compute a layer pair by pair, rounding to FP8 where it does."""
+    m, hidden = x.shape
+    y, flips, spread = torch.zeros(m, hidden).double(), torch.zeros(m).double(), torch.zeros(m)
+    w13, w2 = (fp8kit.dequantize(w).double() for w in (layer.w13, layer.w2))
+    for token in range(m):
+        for place in range(ids.shape[1]):
+            expert, weight = int(ids[token, place]), weights[token, place]
+            if not 0 <= expert < w13.shape[0]:
+                continue
+            given = x[token] * weight.to(x.dtype) if layer.on_input else x[token]
+            p = w13[expert] @ _rounded(given, layer.x_group, layer.input_scale, x.dtype)
+            p = p if layer.bias13 is None else p + layer.bias13[expert]
+            group = None if layer.x_group is None else GROUP128
+            group = TENSOR if layer.input_scale is not None else group
+            h = _rounded(layer.activation(p).float(), group, layer.input_scale, x.dtype)
+            q = w2[expert] @ h
+            q = q if layer.bias2 is None else q + layer.bias2[expert]
+            factor = 1.0 if layer.on_input else float(weight)
+            y[token] += factor * q
+            # an error of 2^-23 or so moves one code in a thousand rows: to its neighbour, 2^-3 away
+            flips[token] += abs(factor) / 8 * (h.abs() * w2[expert].norm(dim=0)).max()
+            spread[token] += abs(factor) * float(q.norm())
+    return Slow(y, flips, spread.double())
+
+
+def dense_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Compute the layer with dense experts, differentiably."""
+    rows = []
+    for token in range(x.shape[0]):
+        total = torch.zeros_like(x[token])
+        for place in range(ids.shape[1]):
+            expert = int(ids[token, place])
+            if 0 <= expert < layer.gate_up.shape[0]:
+                weight = weights[token, place]
+                p = layer.gate_up[expert] @ (x[token] * weight if layer.on_input else x[token])
+                p = p if layer.bias13 is None else p + layer.bias13[expert]
+                q = layer.down[expert] @ layer.activation(p)
+                q = q if layer.bias2 is None else q + layer.bias2[expert]
+                total = total + (q if layer.on_input else weight * q)
+        rows.append(total)
+    return torch.stack(rows)
+
+
+def dequantized(layer: Layer) -> Layer:
+    """Return the layer with the dense experts that its codes stand for."""
+    return layer._replace(gate_up=fp8kit.dequantize(layer.w13), down=fp8kit.dequantize(layer.w2))
+
+
+def operator_arguments(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Any, ...]:
+    """Return the arguments of ``fp8kit::experts``."""
+    pair = [None if g is None else (g.rows, g.cols) for g in (layer.x_group, layer.w13.group)]
+    rounding = "floor" if layer.x_group == MX else "exact"
+    return (
+        x, layer.w13.data, layer.w13.scale, layer.bias13, layer.input_scale, layer.w2.data,
+        layer.w2.scale, layer.bias2, layer.input_scale, ids, weights, None, *pair, rounding,
+        *ActivationWords.of(layer.activation), layer.on_input, False, None,
+    )  # fmt: skip
+
+
+def on_device(layer: Layer, device: str) -> Layer:
+    """Move a layer."""
+    return Layer(*(x.to(device) if isinstance(x, Tensor | QTensor) else x for x in layer))
+
+
+def assert_experts(y: Tensor, slow: Slow, terms: int, short_sums: float = 0.0) -> None:
+    """Check every token of a layer against the slow one.
+
+    Permitted are the codes that flipped; for each pair's row, and for the result, a rounding to the
+    dtype of the result, each half an epsilon of what is added up; and sums of so many ``terms`` in
+    ``float32``, whose errors add in quadrature; and what a tensor core's ``short_sums`` cost.
+    """
+    unit = torch.finfo(torch.float32).eps / 2 * math.sqrt(terms)
+    bound = slow.flips + slow.spread * (
+        torch.finfo(y.dtype).eps + MATMUL_FACTOR * unit + short_sums
+    )
+    error = (y.double() - slow.y).norm(dim=1)
+    wrong = (~(error <= bound)).nonzero().flatten().tolist()
+    assert not wrong, f"tokens {wrong}: {error[wrong]} over {bound[wrong]}"
+
+
+def _rounded(
+    x: Tensor, group: GroupShape | None, scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if group is None:
+        return x.to(dtype).double()
+    return fp8kit.dequantize(fp8kit.quantize(x[None], group, scale=scale))[0].double()
