@@ -222,20 +222,8 @@ def plan(
     obstacles, roles = Eligibility(model), layer_roles(model)
     for module, found in names.items():
         if is_linear(module):
-            record = _record(module, found)
             role = next((roles[n] for n in found if n in roles), "")
-            record.reason = exclusion(found, include, exclude, role)
-            if not record.reason:
-                wanted = not set(include or ()).isdisjoint(found)
-                record.reason = obstacles.of(found, wanted)
-                record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
-            record.action = "skip" if record.reason else "convert"
-            record.bytes_after = (
-                record.bytes_before
-                if record.reason
-                else _converted_bytes(as_linear(module), scheme)
-            )
-            report.records.append(record)
+            report.records.append(_decide(module, found, role, obstacles, scheme, include, exclude))
         elif module in held:
             report.records.append(
                 decide_experts(module, found, held[module], obstacles, scheme, include, exclude)
@@ -361,6 +349,27 @@ def _converted(
         kept = dense.weight.detach()
         layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
     return layer
+
+
+def _decide(
+    module: nn.Module,
+    names: list[str],
+    role: str,
+    obstacles: Eligibility,
+    scheme: Scheme,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+) -> Record:
+    record = _record(module, names)
+    record.reason = exclusion(names, include, exclude, role)
+    if not record.reason:
+        wanted = not set(include or ()).isdisjoint(names)
+        record.reason = obstacles.of(names, wanted)
+        record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
+    if not record.reason:
+        record.action = "convert"
+        record.bytes_after = _converted_bytes(as_linear(module), scheme)
+    return record
 
 
 def _record(module: nn.Module, names: list[str]) -> Record:
