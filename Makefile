@@ -8,7 +8,7 @@ NEWEST ?= .venv-newest
 ZOO ?= .venv-zoo
 TESTS ?= tests
 
-.PHONY: demo test test-newest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
+.PHONY: demo site test test-newest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/.installed  ## quantize, save, reload and compare a real trained model
 	$(BIN)/python examples/demo.py
+
+site: $(VENV)/.installed  ## the documentation as a web site, into ./site
+	$(BIN)/python -m mkdocs build --strict
 
 test: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
@@ -76,4 +79,4 @@ bench-streaming: $(VENV)/.installed  ## needs no GPU, 12 GB of disk and an idle 
 	$(BIN)/python benchmarks/streaming.py benchmarks/results/streaming.json
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(ZOO) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) $(NEWEST) $(ZOO) .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -147,6 +147,12 @@ def assert_scheme_error(y: Tensor, dense: Tensor, scheme: str) -> None:
     assert lower <= error <= upper, f"{scheme}: {error:.3%} outside [{lower:.3%}, {upper:.3%}]"
 
 
+def sqnr_bounds(scheme: str) -> tuple[float, float]:
+    """Return the bounds of ``SCHEME_ERROR`` as signal-to-noise ratios in dB, (lower, upper)."""
+    lower, upper = SCHEME_ERROR[scheme]
+    return -20 * math.log10(upper), -20 * math.log10(lower)
+
+
 def bits(tensor: Tensor) -> Tensor:
     """View a tensor as integers, so that NaN equals NaN and -0 differs from 0."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

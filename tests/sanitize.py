@@ -274,7 +274,7 @@ def triton_calls(device: str) -> Calls:
 def expert_calls(device: str) -> Calls:
     """Return calls of layers of experts, with ragged sides, strangers and unused experts."""
     calls: Calls = {}
-    for number, pair in enumerate(PAIRS):
+    for number, pair in enumerate((PAIRS[0], PAIRS[2], PAIRS[4])):
         activation = Activation(interleaved=number % 2 == 1)
         with torch.device(device):
             layer = random_layer(pair, activation, (3, 72, 136), biases=number % 2 == 0)

@@ -144,6 +144,7 @@ def _loading(names: dict[str, Any]) -> None:
 # what the text around the snippets speaks of
 READERS: dict[str, Callable[[dict[str, Any]], None]] = {
     "README.md": _readme,
+    "docs/serving.md": _streaming,
     "docs/streaming.md": _streaming,
     "docs/checkpoints.md": _checkpoints,
     "docs/loading.md": _loading,

@@ -79,11 +79,11 @@ MANY_PARAMETERS = {
 }
 
 PUBLIC = """
-    BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE ExpertStacks Fp8Experts Fp8Linear GROUP128
-    GroupShape MX Plan QTensor ROW Recipe Report SCHEMES Scheme TENSOR UnsupportedError convert
-    convert_checkpoint dequantize explain grouped_scaled_mm inspect linear load load_weights plan
-    quantize quantize_checkpoint ray_runner register_experts save scale_shape scaled_mm
-    stack_scale_shape verify_checkpoint warmup
+    BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Evaluation ExpertStacks Fp8Experts
+    Fp8Linear GROUP128 GroupShape MX Plan QTensor ROW Recipe Report SCHEMES Scheme TENSOR
+    UnsupportedError convert convert_checkpoint dequantize evaluate explain grouped_scaled_mm
+    inspect linear load load_weights plan quantize quantize_checkpoint ray_runner register_experts
+    save scale_shape scaled_mm stack_scale_shape verify_checkpoint warmup
 """
 
 # a name without a slash is a file of the project only if it ends like this

@@ -17,7 +17,7 @@ The data flow, which is also the order of the folders::
     checkpoint   dialects, what tensors mean, how they lie on disk, streaming
     integrations Transformers, Ray
     io           load, save, quantize_checkpoint, verify_checkpoint, load_weights
-    perf         measure, tune, warm up, explain
+    perf         measure, tune, warm up, explain, evaluate
     cli          the command line
 """
 
@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from fp8kit.modules.experts import Fp8Experts as Fp8Experts
     from fp8kit.modules.linear import Fp8Linear as Fp8Linear
     from fp8kit.moe.functional import grouped_scaled_mm as grouped_scaled_mm
+    from fp8kit.perf.evaluate import Evaluation as Evaluation
+    from fp8kit.perf.evaluate import evaluate as evaluate
     from fp8kit.perf.explain import explain as explain
     from fp8kit.perf.warmup import warmup as warmup
 else:
@@ -96,6 +98,7 @@ else:
         "conversion.plan": "Plan convert plan",
         "conversion.experts": "register_experts",
         "errors": "CheckpointError ConversionError UnsupportedError",
+        "perf.evaluate": "Evaluation evaluate",
         "perf.explain": "explain",
         "formats": "BLOCK GROUP128 MX ROW SCHEMES TENSOR GroupShape QTensor Scheme scale_shape "
         "stack_scale_shape",

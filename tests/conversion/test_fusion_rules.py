@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fp8kit import ConversionError
 from fp8kit.conversion.fusible_modules import can_produce
-from fp8kit.conversion.fusion_rules import FAMILIES, Link, family_links, given_links, verify_links
+from fp8kit.conversion.fusion_rules import Link, family_links, given_links, verify_links
+from fp8kit.conversion.model_families import BLOCKS
 from fp8kit.conversion.patterns import names_block
 
 
@@ -146,7 +147,7 @@ def test_a_decoder_layer_and_a_namesake() -> None:
 
 
 def test_every_rule_of_the_families_can_be_read() -> None:
-    rules = {rule for rules in FAMILIES.values() for rule in rules}
+    rules = {rule for rules in BLOCKS.values() for rule in rules}
     assert all(Link.parse("", rule).producer for rule in rules)
 
 
@@ -195,5 +196,5 @@ def test_the_links_of_a_family_hold_in_a_run(name: str) -> None:
 
 
 def test_every_family_is_tried() -> None:
-    patterns = [p.split(".")[2] for p in FAMILIES if p.startswith("transformers.")]
+    patterns = [p.split(".")[2] for p in BLOCKS if p.startswith("transformers.")]
     assert set(patterns) == {name.removesuffix("_text") for name in LINKS}

@@ -17,6 +17,7 @@ from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES
 from fp8kit.fused.problem import FUSED_BACKENDS
 from fp8kit.matmul import problem as matmul
+from fp8kit.moe.problem import MOE_BACKENDS
 from fp8kit.quantizers import problem as quantizers
 from fp8kit.runtime import settings
 
@@ -545,7 +546,7 @@ def test_a_described_layer_is_the_problem_that_runs(device: torch.device) -> Non
 
 
 def test_every_backend_can_be_disabled_by_name() -> None:
-    tables = (matmul.BACKENDS, quantizers.BACKENDS, FUSED_BACKENDS)
+    tables = (matmul.BACKENDS, quantizers.BACKENDS, FUSED_BACKENDS, MOE_BACKENDS)
     assert {name for table in tables for name, *_ in table} == set(settings.BACKEND_NAMES)
 
 

@@ -35,9 +35,7 @@ VARIANTS = (
     ("sm80", "block", 16, Activation()),
     ("sm89", "row", 4096, OSS),
     ("sm90", "block", 4096, Activation()),
-    ("sm90", "16bit", 16, Activation("relu2", gated=False)),
-    ("sm100", "mx", 16, Activation("gelu")),
-    ("sm100", "block", 4096, Activation()),
+    ("sm100", "mx", 16, Activation("gelu", gated=False)),
 )
 COUNTED = {
     "wgmma_fp8": r"wgmma\.mma_async\S*e4m3\.e4m3",

@@ -8,8 +8,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from fp8kit.checkpoint.schema.merged_names import STACKED
 from fp8kit.checkpoint.schema.naming import named
+from fp8kit.conversion.model_families import STACKED
 from fp8kit.formats import TENSOR, Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 

@@ -29,13 +29,14 @@ from fp8kit.checkpoint.schema.targets import (
 )
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
+from fp8kit.conversion.model_families import JOINED
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
 
 _EQUAL = 1e-5
 UNFIT = ("refuse", "dequantize")
 # the halves of a stack that holds two projections, in the order of their rows
-_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
+_HALVES = {name: JOINED[name][0] for name in ("gate_up_proj", "w13")}
 _ALL_EXPERTS = r"re:.*\bexperts\.\d+\..*"
 _EXPERT = re.compile(r".*experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])")
 

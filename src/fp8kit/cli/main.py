@@ -22,7 +22,7 @@ from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
 from fp8kit.checkpoint.schema.targets import TARGETS
 from fp8kit.checkpoint.storage.headers import printable
 from fp8kit.checkpoint.translation import UNFIT
-from fp8kit.cli.measure import bench, tune
+from fp8kit.cli.measure import bench, evaluate, tune
 from fp8kit.cli.options import byte_count as _byte_count
 from fp8kit.cli.options import json_option as _json
 from fp8kit.cli.options import known_device as _known_device
@@ -120,6 +120,7 @@ def main() -> None:
 
 main.add_command(bench)
 main.add_command(tune)
+main.add_command(evaluate)
 
 
 @main.command()

@@ -1,4 +1,4 @@
-"""The commands that measure: ``bench`` and ``tune``."""
+"""The commands that measure: ``bench``, ``tune`` and ``eval``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.cli.options import json_option, known_device, print_result, row_counts
 from fp8kit.conversion import profitability
 from fp8kit.formats import Scheme
-from fp8kit.io import checkpoints
+from fp8kit.io import checkpoints, models
 from fp8kit.perf import bench as linear
 from fp8kit.perf import operands
 from fp8kit.perf import tune as tuning
+from fp8kit.perf.evaluate import evaluate as compare
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -62,6 +63,33 @@ def bench(
     layers = operands.unique(_layers(source, shapes).values())
     found = linear.bench(layers, rows, kind, torch.device(device), accum=accum)
     print_result(linear.to_dicts(found) if as_json else linear.render(found), as_json)
+
+
+@click.command("eval")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("result", type=click.Path(path_type=Path))
+@click.option(
+    "--text",
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A text file such as the model will read.",
+)
+@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(2), help="At most.")
+@click.option(
+    "--length", default=512, show_default=True, type=click.IntRange(2), help="A sequence."
+)
+@click.option("--device", default="cpu", show_default=True, callback=known_device)
+@json_option
+def evaluate(
+    source: Path, result: Path, text: Path, tokens: int, length: int, device: str, as_json: bool
+) -> None:
+    """Run the FP8 language model RESULT and its dense SOURCE on a text, and compare them."""
+    quantized = models.load(models.require_fp8(result), device=device)
+    language = models.integration("transformers_evaluation")
+    dense = language.load_dense(source, device)
+    batches = language.text_batches(source, text, tokens, length, device)
+    found = compare(quantized, dense, batches)
+    print_result(found.to_dict() if as_json else str(found), as_json)
 
 
 @click.command()

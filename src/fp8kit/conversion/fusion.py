@@ -122,7 +122,7 @@ def idle_links(
 def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
     """Let norms, activations and feed-forwards write FP8 where it is known who reads them.
 
-    Known are the blocks of ``fusion_rules.FAMILIES``, diffusers' ``FeedForward`` wherever it is
+    Known are the blocks of ``model_families.BLOCKS``, diffusers' ``FeedForward`` wherever it is
     used, and what users say of their own models.
 
     Args:

@@ -15,40 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8kit.conversion.model_families import BLOCKS
 from fp8kit.conversion.patterns import check_expression, names_block, some_of
 from fp8kit.errors import ConversionError, teach
 
-_ATTENTION = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
-_PLAIN = (
-    f"input_layernorm -> {_ATTENTION}",
-    "post_attention_layernorm -> mlp.gate_proj mlp.up_proj",
-)
-_SANDWICH = (_PLAIN[0], "pre_feedforward_layernorm -> mlp.gate_proj mlp.up_proj")
-_JOINT = (
-    "norm1 -> attn.to_q attn.to_k attn.to_v",
-    "norm1_context -> attn.add_q_proj attn.add_k_proj attn.add_v_proj",
-)
-# mixtures of experts among them have the first link alone
-_PLAIN_FAMILIES = (
-    *("llama", "mistral", "ministral", "ministral3", "mixtral"),
-    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "granite", "helium", "smollm3"),
-    *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "glm4_moe", "gpt_oss", "starcoder2"),
-)
-# full class names, as patterns, to the links that their code was read to have
-FAMILIES: dict[str, tuple[str, ...]] = {
-    **{f"transformers.models.{family}.*DecoderLayer": _PLAIN for family in _PLAIN_FAMILIES},
-    **{f"transformers.models.{family}.*DecoderLayer": _SANDWICH for family in ("gemma2", "gemma3")},
-    "diffusers.models.transformers.transformer_flux.FluxTransformerBlock": _JOINT,
-    "diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock": (
-        "norm -> proj_mlp attn.to_q attn.to_k attn.to_v",
-    ),
-    "diffusers.models.attention.JointTransformerBlock": _JOINT,
-    "diffusers.models.attention.BasicTransformerBlock": (
-        "norm1 -> attn1.to_q attn1.to_k attn1.to_v",
-        "norm2 -> attn2.to_q",
-        "norm3 -> ff.net.0.proj",
-    ),
-}
 # what the code on the way reads the tensor for unless it is off; checked where it exists
 _OFF: dict[str, tuple[object, ...]] = {
     "fused_projections": (False,),
@@ -71,7 +41,7 @@ class Link:
         block: qualified name of the block; empty for the model itself.
         producer: path of the norm or activation in the block, ``None`` if only sharing is known.
         consumers: paths of the linear layers in the block, in call order.
-        family: found in ``FAMILIES``, not given by a user.
+        family: found in ``BLOCKS``, not given by a user.
     """
 
     block: str
@@ -129,7 +99,7 @@ def family_links(model: nn.Module) -> list[Link]:
     links = []
     for name, module in model.named_modules():
         full = f"{type(module).__module__}.{type(module).__qualname__}"
-        for pattern, rules in FAMILIES.items():
+        for pattern, rules in BLOCKS.items():
             if fnmatch.fnmatchcase(full, pattern):
                 found = [Link.parse(name, rule, family=True) for rule in rules]
                 links += [link for link in found if _is_as_read(model, link)]

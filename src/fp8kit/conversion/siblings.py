@@ -8,25 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.conversion.fusion_rules import Link, family_links
+from fp8kit.conversion.model_families import CROSS_SIBLINGS, SIBLINGS
 from fp8kit.formats import Scheme
 from fp8kit.modules.dense import as_linear
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared_input import SharedInput, can_share
 
-# children of one module, in the order it calls them with one tensor
-_SIBLINGS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("to_q", "to_k", "to_v"),
-    ("add_q_proj", "add_k_proj", "add_v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-)
-# the same in cross attention, where queries read another tensor than keys and values
-_CROSS_SIBLINGS = (
-    ("k_proj", "v_proj"),
-    ("to_k", "to_v"),
-    ("add_k_proj", "add_v_proj"),
-)
 # libraries whose attention and feed-forward code never changes an input between siblings
 _UNCHANGING = ("transformers.models.", "diffusers.models.")
 _CROSS = ("cross", "encoder_attn", "enc_dec", "attn2")
@@ -110,7 +97,7 @@ def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ..
     for parent, module in model.named_modules():
         whose = f"{parent} {type(module).__name__}".lower()
         crossed = any(word in whose for word in _CROSS)
-        for siblings in _CROSS_SIBLINGS if crossed else _SIBLINGS:
+        for siblings in CROSS_SIBLINGS if crossed else SIBLINGS:
             found = [f"{parent}.{s}" if parent else s for s in siblings]
             if set(found) <= allowed and _same_inputs(model, found):
                 groups.append(tuple(found))

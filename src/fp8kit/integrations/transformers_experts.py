@@ -18,10 +18,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from fp8kit.checkpoint.loading.expert_layers import Experts, as_stored, experts_in_checkpoint
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.checkpoint.schema.merged_names import STACKED, find, fit
+from fp8kit.checkpoint.schema.merged_names import find, fit
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import recognize
+from fp8kit.conversion.model_families import STACKED
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.parameters import frozen

@@ -176,14 +176,17 @@ def is_transformers(model: nn.Module) -> bool:
     )
 
 
-def integration() -> ModuleType:
+def integration(name: str = "transformers") -> ModuleType:
     """Import what knows Transformers; the only lazy import beside that of the backends.
+
+    Args:
+        name: a module of ``fp8kit.integrations`` that needs Transformers.
 
     Raises:
         ImportError: if Transformers is not installed, or lacks what is needed.
     """
     try:
-        return importlib.import_module("fp8kit.integrations.transformers")
+        return importlib.import_module(f"fp8kit.integrations.{name}")
     except ImportError as error:
         missing = error.name == "transformers"
         raise ImportError(

@@ -13,7 +13,7 @@ import functools
 import torch
 from torch import Tensor
 
-from fp8kit.formats import ROW, TENSOR
+from fp8kit.formats import ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.quantizers import reference as quantizer
 
@@ -40,12 +40,12 @@ def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
         left = decode(x, compute)
         scales.append(x_scale)
     else:
-        left = quantizer.dequantize(x, x_scale, x_group, compute)
+        left = scaled(x, x_scale, x_group, compute)
     if w_group in _FACTORS_OUT:
         right = decode(w, compute)
         scales.append(w_scale.t())
     else:
-        right = quantizer.dequantize(w, w_scale, w_group, compute)
+        right = scaled(w, w_scale, w_group, compute)
     y = left @ right.t()
     if scales:
         y = y * functools.reduce(torch.mul, scales)
@@ -63,6 +63,25 @@ def decode(codes: Tensor, dtype: torch.dtype) -> Tensor:
         return codes.to(dtype)
     index = codes.contiguous().view(torch.uint8).flatten().int()
     return _table(codes.dtype, dtype).index_select(0, index).view(codes.shape)
+
+
+def scaled(codes: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
+    """Dequantize a matrix with scales along its rows, with the bits of the reference.
+
+    On a CPU the codes are looked up, and scales are not expanded to the whole matrix.
+
+    Args:
+        codes: ``[N, K]``.
+        scale: of ``codes``.
+        group: elements per scale, several along a row.
+        dtype: of the result.
+    """
+    if codes.device.type != "cpu" or codes.shape[0] % group.rows:
+        return quantizer.dequantize(codes, scale, group, dtype)
+    rows = quantizer.multipliers(scale, group).repeat_interleave(group.cols, -1)
+    wide = decode(codes, torch.float32)
+    wide.view(-1, group.rows, codes.shape[1]).mul_(rows[:, None, : codes.shape[1]])
+    return wide.to(dtype)
 
 
 @functools.cache

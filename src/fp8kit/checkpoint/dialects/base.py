@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fp8kit.conversion.model_families import GATE_UP
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
@@ -16,7 +17,7 @@ from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 JsonObject = dict[str, Any]
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 _SINGLE_EXPERT = re.compile(r"\bexperts\.\d+\.")
-_MERGED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("qkv",)}
+_MERGED = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",)}
 _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 
 

@@ -8,21 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fp8kit.checkpoint.schema.naming import named
+from fp8kit.conversion.model_families import JOINED, STACKED
 
-# a joined layer, and the layers it is made of in the order of its rows; of three, the last two
-# have equally many rows (keys and values)
-JOINED: dict[str, tuple[tuple[str, ...], ...]] = {
-    "qkv_proj": (("q_proj", "k_proj", "v_proj"),),
-    "to_qkv": (("to_q", "to_k", "to_v"),),
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "w13": (("w1", "w3"),),
-}
-# a stack of experts [E, N, K], and the layers of one expert it is made of
-STACKED: dict[str, tuple[tuple[str, ...], ...]] = {
-    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
-    "up_proj": (("up_proj",),),
-    "down_proj": (("down_proj",), ("w2",)),
-}
 SCALES = ("weight_scale", "input_scale")
 _EXPERT = re.compile(r"(?P<holder>.+)\.(?P<expert>\d{1,6})\.(?P<layer>\w+)")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fp8kit.checkpoint.dialects import Kinds
+from fp8kit.conversion.model_families import MIXTRAL_PARTS
 from fp8kit.formats import FP8_FORMATS
 
 CODES = (*FP8_FORMATS, torch.float8_e5m2fnuz)
@@ -49,7 +50,6 @@ _MIXTRAL = re.compile(
     r"(?P<rest>(?P<experts>experts\.(?:\d+\.)?)(?P<part>\w+)(?P<kind>.*)"
     r"|(?P<router>gate|router)\..*)"
 )
-_MIXTRAL_PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 # GraniteMoE keeps its stacks of experts beside the router, in modules of these names
 _BARE_STACKS = ("input_linear", "output_linear")
 
@@ -134,7 +134,7 @@ def engine_name(name: str, model_type: str) -> str:
     if found["router"]:
         rest = f"gate.{rest.partition('.')[2]}"
     elif found["experts"] != "experts.":  # a stack keeps the words that say how it is divided
-        part = _MIXTRAL_PARTS.get(found["part"], found["part"])
+        part = MIXTRAL_PARTS.get(found["part"], found["part"])
         rest = f"{found['experts']}{part}{found['kind']}"
     return f"{found['block']}block_sparse_moe.{rest}"
 

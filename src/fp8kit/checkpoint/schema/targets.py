@@ -13,6 +13,7 @@ import torch
 from fp8kit.checkpoint.dialects import AUTOFP8, COMPRESSED_TENSORS, Dialect, Spec
 from fp8kit.checkpoint.dialects import MXFP8_INVERSE as MXFP8
 from fp8kit.checkpoint.dialects import TRANSFORMERS_FP8 as FP8
+from fp8kit.conversion.model_families import MERGED_BY_ENGINES
 from fp8kit.errors import CheckpointError, did_you_mean, teach
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
@@ -44,13 +45,6 @@ _UNREADABLE = {
     ("mxfp8", "vllm"): "it expects weight_scale where this dialect has weight_scale_inv",
     ("mxfp8-weight-scale", "transformers"): "it expects weight_scale_inv",
 }
-# linear layers that the serving engines merge into one, which then has one kind of weight
-_MERGED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 
 
 def dialect_for(target: str, scheme: Scheme) -> Dialect:
@@ -242,7 +236,7 @@ def misfit(target: str, scheme: Scheme, name: str, shape: tuple[int, int]) -> st
         return f"{target} loads 128x128 blocks without ragged edges only; it is {rows}x{cols}"
     if cols % 128:
         return f"{target} needs 128 to divide the columns of 128x128 blocks; it has {cols}"
-    group = next((g for g in _MERGED if last in g), ())
+    group = next((g for g in MERGED_BY_ENGINES if last in g), ())
     if group and not (target == "vllm" and last == group[-1]):
         merged = ", ".join(group)
         return f"{target} merges {merged} and needs 128 to divide their rows; it has {rows}"
@@ -254,7 +248,7 @@ def _check_merged(
 ) -> None:
     for name in quantized:
         parent, _, last = name.rpartition(".")
-        for group in _MERGED:
+        for group in MERGED_BY_ENGINES:
             for sibling in group if last in group else ():
                 other = f"{parent}.{sibling}" if parent else sibling
                 if other in left:

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fp8kit.checkpoint.schema.merged_names import STACKED
 from fp8kit.checkpoint.schema.naming import CODES, named
 from fp8kit.checkpoint.storage.headers import TensorInfo
+from fp8kit.conversion.model_families import STACKED
 
 _SCALE = re.compile(
     r"(?P<holder>.+)\.(?P<stack>gate_up_proj|up_proj|down_proj)_(?P<kind>scale(_inv)?|activation_scale)"

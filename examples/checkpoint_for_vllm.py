@@ -1,0 +1,31 @@
+"""Write an FP8 checkpoint that vLLM serves, and check every tensor of it.
+
+    python examples/checkpoint_for_vllm.py [SOURCE [DESTINATION]]
+
+Without arguments it takes the small model of the repository. The model is never built: tensors
+stream from the source into the destination, so that size does not matter.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import fp8kit
+
+SOURCE = Path(__file__).resolve().parent / "nano"
+
+
+def main(source: str | Path = SOURCE, destination: str | Path | None = None) -> None:
+    """Quantize, verify, and say how to serve the result."""
+    if destination is None:
+        destination = Path(tempfile.mkdtemp()) / "model-fp8"
+    recipe = fp8kit.Recipe("FP8_DYNAMIC", target="vllm")
+    print(fp8kit.quantize_checkpoint(source, destination, recipe))
+    print(fp8kit.verify_checkpoint(source, destination))
+    print(f"\nvllm serve {destination}\npython -m sglang.launch_server --model-path {destination}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,67 @@
+"""What is known of models by their names: one table for conversion, checkpoints and engines.
+
+Everything else finds out by looking at a model or at shapes; what cannot be seen stands here.
+"""
+
+from __future__ import annotations
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_TO_QKV = ("to_q", "to_k", "to_v")
+_ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+_W1_W3 = ("w1", "w3")  # Llama's own names, and Mixtral's of an expert; w2 is the down projection
+
+# children of one module that read one tensor, in the order in which they are called
+SIBLINGS = (_QKV, _TO_QKV, _ADDED_QKV, GATE_UP, _W1_W3)
+# the same in cross attention, where queries read another tensor than keys and values
+CROSS_SIBLINGS = (_QKV[1:], _TO_QKV[1:], _ADDED_QKV[1:])
+
+# a joined layer, and the layers it is made of in the order of its rows; of three, the last two
+# have equally many rows (keys and values)
+JOINED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "qkv_proj": (_QKV,),
+    "to_qkv": (_TO_QKV,),
+    "gate_up_proj": (GATE_UP, _W1_W3),
+    "w13": (_W1_W3,),
+}
+# a stack of experts [E, N, K], and the layers of one expert it is made of
+STACKED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (GATE_UP, _W1_W3),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+# the layers of an expert under the names of Mixtral
+MIXTRAL_PARTS = dict(zip((*GATE_UP, "down_proj"), (*_W1_W3, "w2"), strict=True))
+# layers that serving engines merge into one, which then has one kind of weight
+MERGED_BY_ENGINES = (_QKV, GATE_UP, _W1_W3, ("q_a_proj", "kv_a_proj_with_mqa"))
+
+_ATTENTION = " ".join(f"self_attn.{name}" for name in _QKV)
+_MLP = " ".join(f"mlp.{name}" for name in GATE_UP)
+_PLAIN = (f"input_layernorm -> {_ATTENTION}", f"post_attention_layernorm -> {_MLP}")
+_SANDWICH = (_PLAIN[0], f"pre_feedforward_layernorm -> {_MLP}")
+_JOINT = (
+    "norm1 -> attn.to_q attn.to_k attn.to_v",
+    "norm1_context -> attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+)
+# mixtures of experts among them have the first link alone
+_PLAIN_FAMILIES = (
+    *("llama", "mistral", "ministral", "ministral3", "mixtral"),
+    *("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "granite", "helium", "smollm3"),
+    *("ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "glm4_moe", "gpt_oss", "starcoder2"),
+)
+# full class names of blocks, as patterns, to the links that their code was read to have; a link is
+# written as `fusion_rules` reads it
+BLOCKS: dict[str, tuple[str, ...]] = {
+    **{f"transformers.models.{family}.*DecoderLayer": _PLAIN for family in _PLAIN_FAMILIES},
+    **{f"transformers.models.{family}.*DecoderLayer": _SANDWICH for family in ("gemma2", "gemma3")},
+    "diffusers.models.transformers.transformer_flux.FluxTransformerBlock": _JOINT,
+    "diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock": (
+        "norm -> proj_mlp attn.to_q attn.to_k attn.to_v",
+    ),
+    "diffusers.models.attention.JointTransformerBlock": _JOINT,
+    "diffusers.models.attention.BasicTransformerBlock": (
+        "norm1 -> attn1.to_q attn1.to_k attn1.to_v",
+        "norm2 -> attn2.to_q",
+        "norm3 -> ff.net.0.proj",
+    ),
+}

@@ -1,0 +1,52 @@
+"""What it takes to evaluate a language model of Transformers: its dense original, and batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fp8kit.errors import CheckpointError, teach
+
+
+def load_dense(source: Path, device: str) -> Any:
+    """Load a language model in the dtype of its checkpoint, from disk alone."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", local_files_only=True)
+    return model.to(device)
+
+
+def text_batches(
+    source: Path, text: Path, tokens: int, length: int, device: str
+) -> list[dict[str, Tensor]]:
+    """Cut a text into sequences, by the tokenizer of a checkpoint.
+
+    Args:
+        source: a directory with a tokenizer.
+        text: a UTF-8 file.
+        tokens: how many tokens to take at most.
+        length: tokens of a sequence.
+        device: where the batches go.
+
+    Returns:
+        Batches of one sequence: ``input_ids`` int64 ``[1, length]``. What is left over at the end
+        is one shorter sequence.
+
+    Raises:
+        CheckpointError: if the text holds fewer than two tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    ids = tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"][:tokens]
+    pieces = [torch.tensor(ids[i : i + length]) for i in range(0, len(ids), length)]
+    batches = [{"input_ids": p[None].to(device)} for p in pieces if len(p) > 1]
+    if not batches:
+        raise CheckpointError(
+            teach(
+                f"{text} holds {len(ids)} tokens.",
+                "Next tokens are compared, so two are the least.",
+                "Name a longer text, a few thousand words of what the model is for.",
+            )
+        )
+    return batches
