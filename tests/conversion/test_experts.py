@@ -214,9 +214,8 @@ class Own(nn.Module):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         h = self.act_fn(torch.einsum("enk,mk->men", self.first, x))
         y = torch.einsum("enk,mek->men", self.second, h)
-        chosen = torch.zeros(ids.shape[0], 4, dtype=y.dtype).scatter_add(
-            1, ids, weights.to(y.dtype)
-        )
+        chosen = torch.zeros(ids.shape[0], self.first.shape[0], dtype=y.dtype)
+        chosen = chosen.scatter_add(1, ids, weights.to(y.dtype))
         return (y * chosen[..., None]).sum(1)
 
 
