@@ -8,7 +8,7 @@ NEWEST ?= .venv-newest
 ZOO ?= .venv-zoo
 TESTS ?= tests
 
-.PHONY: demo site test test-newest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
+.PHONY: demo site test quick slow test-newest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,12 @@ site: $(VENV)/.installed  ## the documentation as a web site, into ./site
 
 test: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
+
+quick: $(VENV)/.installed  ## the tests of a fraction of a second each, in less than a minute
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not slow" $(TESTS)
+
+slow: $(VENV)/.installed  ## time every test, and write those that `make quick` leaves out
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --write-slow
 
 test-newest:  ## every test that needs no GPU, or TESTS, on what pip gives a user today
 	$(PYTHON) -m venv $(NEWEST)

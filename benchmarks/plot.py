@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,14 +34,14 @@ STYLES = {
 Curves = dict[str, list[tuple[int, float]]]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Draw the figure, or say that the one there shows other numbers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
     found = curves(by_model(json.loads(RESULTS.read_text())["rows"])[0])
-    if parser.parse_args().check:
+    if parser.parse_args(argv).check:
         if not PLOT.is_file() or fingerprint(found) not in PLOT.read_text():
             raise SystemExit(
                 f"{PLOT.relative_to(ROOT)} does not show {RESULTS.relative_to(ROOT)}. "

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import os
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
 
-from fp8kit.runtime import launch_recording
+from fp8kit.dispatch import backends
+from fp8kit.runtime import launch_recording, settings
 
 HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
@@ -29,7 +34,23 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fp8kit")
 
 
+# tests that `make quick` leaves out, by what they took when they were last timed
+SLOW = Path(__file__).with_name("slow.txt")
+SLOW_SECONDS = 0.3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-slow", action="store_true", help=f"write the tests that took long to {SLOW.name}"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = set(SLOW.read_text().split())
+    for item in items:
+        if item.nodeid.partition("[")[0] in slow:
+            item.add_marker(pytest.mark.slow)
     if HAS_FP8_GPU:
         return
     for item in items:
@@ -47,6 +68,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     run = sum(len(terminalreporter.stats.get(k, ())) for k in ("passed", "failed"))
     skipped = len(terminalreporter.stats.get("skipped", ()))
     terminalreporter.write_line(f"fp8kit: {run} tests run, {skipped} skipped")
+    if terminalreporter.config.getoption("write_slow"):
+        seconds: Counter[str] = Counter()
+        for report in itertools.chain(*terminalreporter.stats.values()):
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("[")[0]] += report.duration
+        slow = sorted(name for name, took in seconds.items() if took > SLOW_SECONDS)
+        SLOW.write_text("".join(f"{name}\n" for name in slow))
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -77,3 +105,36 @@ def _empty_strided(
     device: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+@pytest.fixture
+def fuses_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the fused path on a CPU too, where the reference computes it."""
+    monkeypatch.setattr("fp8kit.modules.fused_producers.FUSED_DEVICES", ("cpu", "cuda"))
+
+
+@pytest.fixture
+def cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Keep tuned times and images in a folder of this test; forget what others read."""
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    backends.renew()
+    yield tmp_path
+    backends.renew()
+
+
+@pytest.fixture
+def faked_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that lets ``torch.cuda`` tell of GPUs that are not here."""
+
+    def fake(count: int = 1, **others: object) -> None:
+        told: Mapping[str, object] = {
+            "is_available": lambda: count > 0,
+            "device_count": lambda: count,
+            "current_device": lambda: 0,
+            "device": lambda _: contextlib.nullcontext(),
+            **others,
+        }
+        for name, value in told.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    return fake

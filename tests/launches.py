@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +11,32 @@ import torch
 
 from fp8kit.dispatch.backends import Choice
 from fp8kit.matmul.hopper import gemm
-from fp8kit.matmul.hopper.device import H200
+from fp8kit.matmul.hopper.device import H200, Device
 
 
-def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Return a list that grows with each launch: whether it may read the weight early."""
+def fake(
+    monkeypatch: pytest.MonkeyPatch,
+    record: Device = H200,
+    kernel: Callable[..., object] | None = None,
+) -> list[bool]:
+    """Return a list that grows with each launch: whether it may read the weight early.
+
+    Args:
+        monkeypatch: what takes the fakes back.
+        record: the device that is faked.
+        kernel: given configuration, variant and device, returns what has a ``launch``.
+    """
     early: list[bool] = []
-    kernel = SimpleNamespace(launch=lambda *_, overlap: early.append(overlap))
-    monkeypatch.setattr(gemm, "_kernel", lambda *_: kernel)
-    monkeypatch.setattr(gemm, "device_record", lambda _: H200)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    for described in ("byte_tile_map", "float_row_map"):
-        monkeypatch.setattr(gemm.cuda_launch, described, lambda *shape: shape)
+    plain = SimpleNamespace(launch=lambda *_, overlap: early.append(overlap))
+    fakes = {
+        (gemm, "_kernel"): kernel or (lambda *_: plain),
+        (gemm, "device_record"): lambda _: record,
+        (torch.cuda, "device"): lambda _: contextlib.nullcontext(),
+        (gemm.cuda_launch, "byte_tile_map"): lambda *shape: shape,
+        (gemm.cuda_launch, "float_row_map"): lambda *shape: shape,
+    }
+    for (home, name), value in fakes.items():
+        monkeypatch.setattr(home, name, value)
     return early
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8kit.dispatch import backends as dispatch
-from fp8kit.dispatch.backends import choose
+import backend_tables
 from fp8kit.formats import BLOCK, GroupShape
 from fp8kit.fused import reference
 from fp8kit.fused.problem import FusedBackend, Target
@@ -226,19 +225,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
             activation=made.activation,
         ),
     }
-    # names of their own, because choices are cached by the table
-    real = dispatch._load
-
-    def loaded(path: str) -> tuple[object, str]:
-        made = backends.get(path.split()[0])
-        return (made, "") if made is not None else real(path)
-
-    tables = {kind: (("reference", f"{kind} {id(made)}", ()),) for kind in backends}
-    monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", tables["matmul"])
-    monkeypatch.setattr("fp8kit.ops.bodies.QUANTIZER_BACKENDS", tables["quantizers"])
-    monkeypatch.setattr("fp8kit.fused.operators.FUSED_BACKENDS", tables["fused"])
-    monkeypatch.setattr("fp8kit.dispatch.backends._load", loaded)
+    tables = {kind: {"reference": backend} for kind, backend in backends.items()}
+    backend_tables.install(monkeypatch, **tables)
     monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
     monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu",))
-    choose.cache_clear()
     return made

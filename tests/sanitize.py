@@ -79,13 +79,13 @@ BROKEN = {
 }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the tools, print what they say, and give the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", default=",".join(TOOLS), help="separated by commas")
     parser.add_argument("--sanitizer", default="", help="path of compute-sanitizer")
     parser.add_argument("--program", default="", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.program == "kernels":
         return run_kernels()
     if arguments.program:
@@ -260,7 +260,7 @@ def triton_calls(device: str) -> Calls:
     calls["rms norm, by column"] = lambda: fused.rms_norm_quantize(x, weight, **by_column)
     calls["silu, by column"] = lambda: fused.silu_mul_quantize(x, x, **by_column)
     for pair in PAIRS:
-        for m in (3, 70):
+        for m in (3, 70) if device == "cuda" else (3,):
             for invariant in (False, True):
                 operands = quantized(m, 200, 1040, pair, device)
                 problem = described(operands, pair, None, torch.bfloat16, invariant)

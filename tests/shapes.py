@@ -16,6 +16,9 @@ class Regime(NamedTuple):
     k: int
     why: str
 
+    def __str__(self) -> str:
+        return self.name
+
 
 REGIMES = (
     Regime("one-row", 1, 256, 512, "decode of one sequence: reductions over M degenerate"),

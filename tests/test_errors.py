@@ -523,11 +523,11 @@ CASES: list[tuple[str, Callable[[], object], type[Exception], str, str, str]] = 
     ),
     (
         "linear-quantized",
-        lambda: fp8kit.linear(Q, W),
-        TypeError,
-        "Got x of type QTensor.",
-        "which is quantized here",
-        "fp8kit.scaled_mm multiplies what is quantized already",
+        lambda: fp8kit.linear(Q, W, input_scale=ONE),
+        ValueError,
+        "Got input_scale for an input that is quantized already.",
+        "Its scales are those of the QTensor.",
+        "pass the tensor itself",
     ),
     (
         "linear-scale-number",

@@ -13,6 +13,7 @@ from numerics import (
     assert_no_drift,
     assert_same_loss,
     assert_scheme_error,
+    assert_trains_alike,
     exact_product,
 )
 
@@ -86,3 +87,12 @@ def test_loss_check_notices_a_difference_and_a_useless_comparison() -> None:
         assert_same_loss(losses + noise + 1e-3, losses)
     with pytest.raises(AssertionError, match="the standard error is"):
         assert_same_loss(losses + noise * 100, losses)
+
+
+def test_trainings_that_differ_or_do_not_train_are_noticed() -> None:
+    losses = [3.0 - 0.1 * step for step in range(9)]
+    assert_trains_alike([loss * 1.005 for loss in losses], losses)
+    with pytest.raises(AssertionError, match=r"\+1\.5"):
+        assert_trains_alike([loss * 1.015 for loss in losses], losses)
+    with pytest.raises(AssertionError):
+        assert_trains_alike([sum(losses) / 9] * 9, losses)

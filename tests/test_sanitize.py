@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import stat
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+import backend_tables
 import fp8kit
-from fp8kit.fused import operators
-from fp8kit.matmul.hopper.device import H200
+from fp8kit.fused import triton as fused_triton
+from grids import diagonal
 
 sanitize = pytest.importorskip("sanitize", reason="triton or cuda-bindings is not installed")
+from launches import fake  # noqa: E402
+
 triton_rows = pytest.importorskip("fp8kit.quantizers.triton_rows")
 SOURCE = Path(fp8kit.__file__).parent
 
@@ -70,8 +72,7 @@ def test_every_triton_kernel_is_launched(monkeypatch: pytest.MonkeyPatch) -> Non
     if not sanitize.triton.INTERPRETED.value:
         pytest.skip("a GPU is present, so the kernels are compiled for it")
     # on a CPU dispatch would leave the fused kernels out
-    table = (("triton", "fp8kit.fused.triton", ()),)
-    monkeypatch.setattr(operators, "FUSED_BACKENDS", table)
+    backend_tables.install(monkeypatch, fused={"triton": fused_triton.BACKEND})
     seen: set[str] = set()
     with sanitize.noted(seen):
         for call in sanitize.triton_calls("cpu").values():
@@ -99,26 +100,30 @@ def scripted(folder: Path, says: dict[tuple[str, str], tuple[str, int]]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+ANSWERS = (
+    ((BROKEN, 7), ("clean", 0), ""),
+    ((BROKEN, 7), (BROKEN, 7), "1 findings"),
+    ((BROKEN, 7), (RACE, 7), "1 findings"),
+    ((BROKEN, 7), (RACE, 0), "1 findings"),
+    ((BROKEN, 7), ("clean", 1), "did not come to its end, status 1"),
+    ((BROKEN, 7), (CUT_SHORT, 255), "did not come to its end"),
+    ((BROKEN, 7), ("", 0), "did not come to its end"),
+    (("clean", 0), ("clean", 0), "proves nothing"),
+    (("clean", 7), ("clean", 0), "proves nothing"),
+    ((BROKEN, 1), ("clean", 0), "proves nothing"),  # it failed before its kernel could
+    ((CUT_SHORT, 255), ("clean", 0), "proves nothing"),
+)
+CLEAN_RUNS = (("memcheck", ANSWERS[0]), ("racecheck", ANSWERS[0]))
+
+
 @pytest.mark.parametrize(
-    ("broken", "kernels", "said"),
-    [
-        ((BROKEN, 7), ("clean", 0), ""),
-        ((BROKEN, 7), (BROKEN, 7), "1 findings"),
-        ((BROKEN, 7), (RACE, 7), "1 findings"),
-        ((BROKEN, 7), (RACE, 0), "1 findings"),
-        ((BROKEN, 7), ("clean", 1), "did not come to its end, status 1"),
-        ((BROKEN, 7), (CUT_SHORT, 255), "did not come to its end"),
-        ((BROKEN, 7), ("", 0), "did not come to its end"),
-        (("clean", 0), ("clean", 0), "proves nothing"),
-        (("clean", 7), ("clean", 0), "proves nothing"),
-        ((BROKEN, 1), ("clean", 0), "proves nothing"),  # it failed before its kernel could
-        ((CUT_SHORT, 255), ("clean", 0), "proves nothing"),
-    ],
+    ("tool", "answers"), [*CLEAN_RUNS, *diagonal(["racecheck", "memcheck"], ANSWERS[1:])]
 )
 def test_only_a_clean_run_of_a_tool_that_finds_faults_passes(
-    tool: str, broken: tuple[str, int], kernels: tuple[str, int], said: str, tmp_path: Path
+    tool: str, answers: tuple[tuple[str, int], tuple[str, int], str], tmp_path: Path
 ) -> None:
+    broken, kernels, said = answers
+
     def filled(answer: tuple[str, int]) -> tuple[str, int]:
         return (CLEAN[tool] if answer[0] == "clean" else answer[0]), answer[1]
 
@@ -143,11 +148,7 @@ def test_own_calls_cover_every_configuration_kind_and_dtype(
     monkeypatch.setattr(sanitize, "quantized", lambda *a: on_cpu(*a[:4], "cpu"))
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, device=None: randn(*shape))
-    monkeypatch.setattr(sanitize.gemm, "_kernel", kernel)
-    monkeypatch.setattr(sanitize.gemm, "device_record", lambda _: H200)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    for name in ("byte_tile_map", "float_row_map"):
-        monkeypatch.setattr(sanitize.cuda_launch, name, lambda *shape: shape)
+    fake(monkeypatch, kernel=kernel)
     for call in sanitize.own_calls().values():
         call()
     assert len(launches) == len(variants)
@@ -194,8 +195,7 @@ def test_the_exit_status_tells(
         return verdict
 
     monkeypatch.setattr(sanitize, "check", check)
-    monkeypatch.setattr(sanitize.sys, "argv", ["sanitize.py", "--sanitizer", "there"])
-    assert sanitize.main() == (1 if verdict else 0)
+    assert sanitize.main(["--sanitizer", "there"]) == (1 if verdict else 0)
     assert checked == ["memcheck", "racecheck"]
     assert (verdict or "nothing found") in capsys.readouterr().out
 
@@ -204,6 +204,5 @@ def test_no_sanitizer_is_no_clean_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "")
-    monkeypatch.setattr(sanitize.sys, "argv", ["sanitize.py"])
-    assert sanitize.main() == 2
+    assert sanitize.main([]) == 2
     assert "pip install nvidia-cuda-sanitizer-api" in capsys.readouterr().out

@@ -15,7 +15,7 @@ The data flow, which is also the order of the folders::
     modules      Fp8Linear: its state_dict is the checkpoint
     conversion   plan and convert: dense layers become FP8 layers
     checkpoint   dialects, what tensors mean, how they lie on disk, streaming
-    integrations Transformers, Ray
+    integrations Transformers, PEFT, Ray
     io           load, save, quantize_checkpoint, verify_checkpoint, load_weights
     perf         measure, tune, warm up, explain, evaluate
     cli          the command line
@@ -24,6 +24,7 @@ The data flow, which is also the order of the folders::
 import importlib
 import sys
 import warnings
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if "torch" not in sys.modules:
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from fp8kit.functional import linear as linear
     from fp8kit.functional import quantize as quantize
     from fp8kit.functional import scaled_mm as scaled_mm
+    from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
     from fp8kit.io.arriving_tensors import load_weights as load_weights
     from fp8kit.io.checkpoints import quantize_checkpoint as quantize_checkpoint
     from fp8kit.io.checkpoints import ray_runner as ray_runner
@@ -83,6 +85,9 @@ if TYPE_CHECKING:
     from fp8kit.modules.expert_tensors import ExpertStacks as ExpertStacks
     from fp8kit.modules.experts import Fp8Experts as Fp8Experts
     from fp8kit.modules.linear import Fp8Linear as Fp8Linear
+    from fp8kit.modules.weight_parts import join_scales as join_scales
+    from fp8kit.modules.weight_parts import recode as recode
+    from fp8kit.modules.weight_parts import requantize as requantize
     from fp8kit.moe.functional import grouped_scaled_mm as grouped_scaled_mm
     from fp8kit.perf.evaluate import Evaluation as Evaluation
     from fp8kit.perf.evaluate import evaluate as evaluate
@@ -107,13 +112,17 @@ else:
         "modules.experts": "Fp8Experts",
         "modules.expert_tensors": "ExpertStacks",
         "modules.linear": "Fp8Linear",
+        "integrations.transformers_quantizer": "Fp8KitConfig",
+        "modules.weight_parts": "join_scales recode requantize",
         "moe.functional": "grouped_scaled_mm",
         "conversion.report": "Report",
         "conversion.patterns": "DEFAULT_EXCLUDE",
         "io.arriving_tensors": "load_weights",
     }
     _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-    __all__ = sorted(_HOME_OF)
+    # `import *` asks for each of them
+    _missing = set() if find_spec("transformers") else {"Fp8KitConfig"}
+    __all__ = sorted(_HOME_OF.keys() - _missing)
 
     def __getattr__(name: str) -> object:
         if name.startswith("_"):

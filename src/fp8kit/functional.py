@@ -28,10 +28,12 @@ from fp8kit.ops.validation import (
     check_operands,
     check_out_dtype,
     check_quantized,
+    check_quantized_input,
     check_rounding,
     check_scale_ub,
     check_static_scale,
 )
+from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import call_on
 
 
@@ -141,8 +143,8 @@ def scaled_mm(
     bias: Tensor | None = None,
     *,
     out_dtype: torch.dtype = torch.bfloat16,
-    accum: str = "precise",
-    batch_invariant: bool = False,
+    accum: str = settings.ACCUM,
+    batch_invariant: bool = settings.BATCH_INVARIANT,
     backend: str | None = None,
 ) -> Tensor:
     """Multiply quantized activations by a quantized weight: ``x @ w.T + bias``.
@@ -196,20 +198,22 @@ def scaled_mm(
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | QTensor,
     w_q: QTensor,
     bias: Tensor | None = None,
     *,
     scheme: Scheme | str | None = None,
     input_scale: Tensor | None = None,
     scale_ub: Tensor | None = None,
-    accum: str = "precise",
-    batch_invariant: bool = False,
+    accum: str = settings.ACCUM,
+    batch_invariant: bool = settings.BATCH_INVARIANT,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Quantize ``x`` and multiply it by a quantized weight; differentiable in ``x`` and ``bias``.
 
     Args:
-        x: bf16, fp16 or fp32 ``[..., K]``, any strides.
+        x: bf16, fp16 or fp32 ``[..., K]``, any strides; or codes, which are multiplied as they are,
+            without a gradient.
         w_q: weight ``[N, K]``.
         bias: ``[N]``, any float dtype.
         scheme: how ``x`` is quantized; by default the standard partner of ``w_q.group``
@@ -219,12 +223,15 @@ def linear(
         scale_ub: fp32 scalar tensor that bounds each token's amax from above.
         accum: as in ``scaled_mm``.
         batch_invariant: as in ``scaled_mm``.
+        out_dtype: bf16, fp16 or fp32, into which fp32 sums are rounded once; by default that of
+            ``x`` (under autocast, autocast's), for codes bf16.
 
     Returns:
-        ``[..., N]`` in the dtype of ``x`` (under autocast, in autocast's dtype).
+        ``[..., N]`` in ``out_dtype``.
 
     Raises:
-        TypeError: if ``x`` is not a float tensor, or a scale is no tensor.
+        TypeError: if ``x`` is not a float tensor, a scale is no tensor, or ``out_dtype`` is another
+            dtype.
         ValueError: if K, devices, scheme or scales do not fit.
         UnsupportedError: if no backend computes it, with every backend's reason.
 
@@ -233,6 +240,18 @@ def linear(
         >>> y = fp8kit.linear(x, w_q)
     """
     check_quantized("w_q", w_q)
+    if out_dtype is not None:
+        check_out_dtype(out_dtype)
+    if isinstance(x, QTensor):
+        check_quantized_input(x, w_q, scheme, input_scale, scale_ub)
+        return scaled_mm(
+            x,
+            w_q,
+            bias,
+            out_dtype=out_dtype or torch.bfloat16,
+            accum=accum,
+            batch_invariant=batch_invariant,
+        )
     check_float("x", x)
     check_operands(x, w_q.data, bias, accum)
     if scheme is not None:
@@ -255,6 +274,6 @@ def linear(
         operators.LINEAR,
         (x,),
         (w_q.data, w_q.scale, bias, input_scale, scale_ub),
-        (x_group, (w_q.group.rows, w_q.group.cols), rounding, accum, batch_invariant),
+        (x_group, (w_q.group.rows, w_q.group.cols), rounding, accum, batch_invariant, out_dtype),
     )
     return y

@@ -146,18 +146,15 @@ def test_the_check_of_tables_can_fail(tmp_path: Path, monkeypatch: pytest.Monkey
     places = {"ROOT": tmp_path, "RESULTS": tmp_path, "README": readme, "DOCUMENT": full}
     for name, path in places.items():
         monkeypatch.setattr(tables, name, path)
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     with pytest.raises(SystemExit, match=r"README.md is not what .* writes. Run it."):
-        tables.main()
-    monkeypatch.setattr(sys, "argv", ["tables.py"])
-    tables.main()
+        tables.main(["--check"])
+    tables.main([])
     assert readme.read_text().startswith(f"before\n{tables.BEGIN}\n\nWhole linear")
     assert readme.read_text().endswith(f"\n\n{tables.END}\nafter\n")
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
-    tables.main()
+    tables.main(["--check"])
     full.write_text(full.read_text().replace("2.12", "2.13"))
     with pytest.raises(SystemExit, match=r"benchmarks.md is not"):
-        tables.main()
+        tables.main(["--check"])
 
 
 def test_the_check_of_the_plot_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,16 +162,13 @@ def test_the_check_of_the_plot_can_fail(tmp_path: Path, monkeypatch: pytest.Monk
     results.write_text(json.dumps(document(ROWS)))
     for name, path in {"ROOT": tmp_path, "RESULTS": results, "PLOT": drawn}.items():
         monkeypatch.setattr(plot, name, path)
-    monkeypatch.setattr(sys, "argv", ["plot.py", "--check"])
     with pytest.raises(SystemExit, match=r"images/roofline.svg does not show linear.json"):
-        plot.main()
-    monkeypatch.setattr(sys, "argv", ["plot.py"])
-    plot.main()
-    monkeypatch.setattr(sys, "argv", ["plot.py", "--check"])
-    plot.main()
+        plot.main(["--check"])
+    plot.main([])
+    plot.main(["--check"])
     results.write_text(json.dumps(document(ROWS[:3])))
     with pytest.raises(SystemExit, match=r"does not show"):
-        plot.main()
+        plot.main(["--check"])
 
 
 def test_the_plot_shows_the_curves_and_nothing_that_changes() -> None:

@@ -118,6 +118,7 @@ SUFFIXES = {
 SERVED = [n for n in GOLDENS if not re.match("mistral|comfyui|torchao|.*block", n)]
 
 
+@pytest.mark.filterwarnings("ignore:activation_scale_ub = 1200.0 is not kept:UserWarning")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", [*SERVED, "blocks"])
 def test_no_tensor_is_written_that_engines_do_not_know(

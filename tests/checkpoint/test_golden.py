@@ -186,6 +186,7 @@ def writable_from(golden: Golden) -> str:
     return {"FP8_BLOCK_UE8M0": "fp8", "MXFP8": "mxfp8"}.get(schemes, "compressed-tensors")
 
 
+@pytest.mark.filterwarnings("ignore:activation_scale_ub = 1200.0 is not kept:UserWarning")
 @names
 def test_translating_keeps_every_value(name: str, tmp_path: Path) -> None:
     golden = GOLDENS[name]

@@ -19,7 +19,8 @@ from checkpoint_samples import edit_json
 if not Path("/proc/self/clear_refs").exists():
     pytest.skip("needs the memory counters of Linux", allow_module_level=True)
 
-WIDTH, BLOCKS, SHARDS = 1024, 32, 4
+WIDTH, BLOCKS, SHARDS = 1024, 16, 4
+LEAST = 90 * 2**20  # bytes of a model, so that five per cent of it are more than noise
 LAYER = 2 * 4 * WIDTH * WIDTH  # bytes of the largest layer in bf16, gate and up joined
 
 
@@ -96,21 +97,22 @@ def test_loading_into_a_model_on_meta(tmp_path: Path, dense: tuple[Path, Path], 
         small = write(tmp_path / "small", 1, 256, True)
         large = write(tmp_path / "large", BLOCKS, WIDTH, True)
     found = measured(way, small, large)
-    assert found["final"] > 180 * 2**20
+    assert found["final"] > LEAST
     assert 0.95 * found["final"] < found["peak"] < bound(found), found
     assert found["reload"] < 0.05 * found["final"] + 2 * LAYER, found
 
 
 def test_the_bound_can_fail(dense: tuple[Path, Path]) -> None:
     found = measured("naive", *dense)
-    assert found["peak"] > 1.5 * found["final"]
-    assert found["peak"] > bound(found)
+    for peak in (found["peak"], found["watched"]):
+        assert peak > 1.5 * found["final"]
+        assert peak > bound(found)
 
 
-@pytest.mark.parametrize("way", ["hf-quantize", "hf-fp8"])
+@pytest.mark.parametrize("way", ["hf-quantize", "hf-fp8", "hf-from-pretrained"])
 def test_loading_a_transformers_model(tmp_path: Path, way: str) -> None:
     transformers = pytest.importorskip("transformers")
-    for name, layers, width in (("small", 1, 256), ("large", 12, WIDTH)):
+    for name, layers, width in (("small", 1, 256), ("large", 6, WIDTH)):
         config = transformers.LlamaConfig(
             vocab_size=256,
             hidden_size=width,
@@ -133,5 +135,5 @@ def test_loading_a_transformers_model(tmp_path: Path, way: str) -> None:
             fp8kit.save(fp8kit.load(path, scheme="FP8_DYNAMIC"), tmp_path / f"{name}-fp8")
     ending = "-fp8" if way == "hf-fp8" else ""
     found = measured(way, tmp_path / f"small{ending}", tmp_path / f"large{ending}")
-    assert found["final"] > 180 * 2**20
+    assert found["final"] > LEAST
     assert 0.95 * found["final"] < found["peak"] < bound(found), found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -16,14 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 import fp8kit
 from checkpoint_samples import edit_tensors
 from fp8kit.checkpoint.streaming import executor
 from fp8kit.cli.main import _in_shell_words, main
-from fp8kit.dispatch.timings import Case, Table
+from fp8kit.dispatch.timings import Case, Table, table_for
 from fp8kit.io import checkpoints, models
 from fp8kit.perf import tune as tuning
 
@@ -264,8 +262,8 @@ def test_plan_for_row_counts_says_what_was_not_measured() -> None:
     assert "Whether FP8 is faster than bf16" in result.output
 
 
-def test_plan_for_row_counts_wants_the_gpu_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_plan_for_row_counts_wants_the_gpu_that_serves(faked_cuda: Callable[..., None]) -> None:
+    faked_cuda(0)
     said = run("plan", NANO, "-m", "1,64").output
     assert "faster than bf16 at m=1, 64 depends on the GPU, and there is none here" in said
     assert "on meta" not in said
@@ -288,28 +286,35 @@ def test_bench_times_shapes() -> None:
         (64, 64, 3),
     ]
     assert all(t["us"] > 0 and t["bf16_us"] > 0 and t["roofline_us"] > 0 for t in found)
+    options = ("--shapes", "64x64", "-m", "1", "--device", "cpu")
     assert "of the roofline" in run("bench", *options).output
 
 
-def test_what_is_measured_are_the_layers_of_a_checkpoint_in_fp8_too(
-    quantized: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
+@pytest.fixture
+def benched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Collect the shapes and rows that would be measured, which takes seconds."""
+    asked: list[tuple[object, ...]] = []
     monkeypatch.setattr(
-        "fp8kit.cli.measure.linear.bench", lambda *a, **_: asked.append(set(a[0])) or []
+        "fp8kit.cli.measure.linear.bench", lambda *a, **_: asked.append(a[:2]) or []
     )
+    return asked
+
+
+def test_what_is_measured_are_the_layers_of_a_checkpoint_in_fp8_too(
+    quantized: Path, benched: list[tuple[object, ...]]
+) -> None:
     for source in (NANO, quantized):
         result = run("bench", source, "-m", "2", "--device", "cpu")
         assert result.exit_code == 0, result.output
-    assert asked[0] == asked[1] != set()
+    dense, fp8 = (set(shapes) for shapes, _ in benched)
+    assert dense == fp8 != set()
 
 
 def test_explain_asks_the_gpu_where_there_is_one(
-    quantized: Path, monkeypatch: pytest.MonkeyPatch
+    quantized: Path, monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    faked_cuda()
     real = models.load
     monkeypatch.setattr(
         "fp8kit.cli.main.models.load", lambda path, device: asked.append(device) or real(path)
@@ -319,14 +324,10 @@ def test_explain_asks_the_gpu_where_there_is_one(
     assert asked == ["cuda", "cpu"]
 
 
-def test_bench_takes_the_layers_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(
-        "fp8kit.cli.measure.linear.bench", lambda *a, **_: asked.append(a[:2]) or []
-    )
+def test_bench_takes_the_layers_of_a_model(benched: list[tuple[object, ...]]) -> None:
     result = run("bench", NANO, "-m", "2", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    ((shapes, rows),) = asked
+    ((shapes, rows),) = benched
     config = json.loads((NANO / "config.json").read_text())
     assert (config["intermediate_size"], config["hidden_size"]) in shapes
     assert len(shapes) == len(set(shapes))
@@ -347,10 +348,10 @@ def test_bench_refuses_bad_options(arguments: tuple[object, ...], said: str) -> 
     assert said in failure(run("bench", *arguments, "--device", "cpu"))
 
 
-def test_tune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]) -> None:
     said = failure(run("tune", "--shapes", "64x64", "--device", "cpu"))
     assert "'cpu' has no backends to choose among. Run this on the machine with the GPU" in said
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    faked_cuda(0)
     monkeypatch.setattr("torch.version.cuda", None)
     said = failure(run("tune", "--shapes", "64x64"))
     assert "there is no CUDA device here, and torch" in said
@@ -361,10 +362,13 @@ def test_tune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_tune_stores_or_writes_its_table(
-    stored: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    stored: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    cache_dir: Path,
+    faked_cuda: Callable[..., None],
 ) -> None:
     """The command alone: what it measures is tested where it is measured."""
-    kept: list[Table] = []
     wishes: list[tuning.Wish] = []
     case = Case("row*row", "precise", 16, 64, 128)
     outcome = tuning.Outcome(Table("Toy", 1e12, 1e15, {case: {"bf16": 4.0, "hopper_gemm": 2.0}}))
@@ -374,9 +378,7 @@ def test_tune_stores_or_writes_its_table(
         store(outcome.table)
         return outcome
 
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(tuning, "keep", kept.append)
+    faked_cuda()
     monkeypatch.setattr(tuning, "tune", tune)
     place = () if stored else ("--output", tmp_path / "t.json")
     schemes = ("--scheme", "FP8_BLOCK", "--scheme", "FP8")
@@ -384,14 +386,18 @@ def test_tune_stores_or_writes_its_table(
     assert result.exit_code == 0, result.output
     assert "64x128 m=16 row*row precise: hopper_gemm 2.0 µs, 2.00 x bf16" in result.output
     assert [w.schemes[0].name for w in wishes] == ["FP8_BLOCK", "FP8"]
-    assert kept == ([outcome.table] if stored else [])
+    found = table_for("Toy")
+    assert found == outcome.table if stored else found is None
     if not stored:
         assert Table.from_json((tmp_path / "t.json").read_text()) == outcome.table
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["dense", "fp8"])
 def test_tune_measures_joined_siblings_of_few_rows(
-    fp8: bool, quantized: Path, monkeypatch: pytest.MonkeyPatch
+    fp8: bool,
+    quantized: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    faked_cuda: Callable[..., None],
 ) -> None:
     wishes: list[tuning.Wish] = []
 
@@ -399,8 +405,7 @@ def test_tune_measures_joined_siblings_of_few_rows(
         wishes.extend(asked)
         return tuning.Outcome(Table("Toy", 1e12, 1e15))
 
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
+    faked_cuda()
     monkeypatch.setattr(tuning, "tune", tune)
     result = run("tune", quantized if fp8 else NANO, "-m", "1,4096")
     assert result.exit_code == 0, result.output
@@ -421,9 +426,9 @@ def test_tune_measures_joined_siblings_of_few_rows(
     ids=["absent", "unknown", "twice", "accum"],
 )
 def test_tune_refuses_what_it_would_ignore(
-    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], said: str, faked_cuda: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    faked_cuda()
     assert said in failure(run("tune", *arguments))
 
 

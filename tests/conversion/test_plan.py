@@ -220,6 +220,52 @@ def test_a_string_for_a_list_is_an_error(argument: str) -> None:
         fp8kit.plan(Model(), **{argument: "o_proj"})
 
 
+def test_functions_choose_layers_beside_the_defaults() -> None:
+    model = Model()
+    model.head = nn.Linear(D, D)
+    wide = fp8kit.plan(model, include=lambda name, layer: layer.out_features == 2 * D)
+    assert {r.name.rpartition(".")[2] for r in wide.report.converted} == {"gate_proj", "up_proj"}
+    everything = fp8kit.plan(model, include=lambda name, layer: True)
+    assert {r.name for r in everything.report.converted} == {
+        r.name for r in fp8kit.plan(model).report.converted
+    }  # as a glob, it does not lift the defaults
+    report = fp8kit.convert(model, exclude=lambda name, layer: name.startswith("layers.0"))
+    assert {r.name.split(".")[1] for r in report.converted} == {"1"}
+    with pytest.raises(ConversionError, match=r"include function chooses no linear layer"):
+        fp8kit.plan(Model(), include=lambda name, layer: False)
+
+
+@pytest.mark.parametrize("storage", conversion.STORAGES)
+def test_a_copy_is_converted_and_the_model_stays(storage: str) -> None:
+    model = Model()
+    model.layers[0].o_proj.register_forward_hook(lambda *_: None)
+    before, x = snapshot(model), torch.randn(3, D)
+    dense = model(x)
+    report = fp8kit.convert(model, copy=True, weight_storage=storage)
+    assert snapshot(model) == before
+    assert_bits_equal(model(x).detach(), dense.detach())
+    assert report.model is not None
+    fp8kit.convert(model)
+    assert_bits_equal(report.model(x).detach(), model(x).detach())
+    assert fp8_names(report.model) == fp8_names(model)
+    shared = {p.data_ptr() for p in model.parameters()}
+    shared &= {p.data_ptr() for p in report.model.parameters()}
+    assert not shared
+    assert fp8kit.convert(Model()).model is None
+
+
+def test_a_copy_does_not_copy_weights_that_it_discards() -> None:
+    class Counted(nn.Parameter):
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("copied")
+
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, 8))
+    model[0].weight = Counted(model[0].weight.detach())
+    assert fp8kit.convert(model, copy=True).model is not None
+    with pytest.raises(AssertionError, match="copied"):
+        fp8kit.convert(model, copy=True, weight_storage="keep")
+
+
 def test_plan_changes_nothing_and_apply_does() -> None:
     model = Model()
     before = snapshot(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch import nn
 import fp8kit
 from fp8kit.conversion import profitability
 from fp8kit.conversion.report import Record, Report
-from fp8kit.dispatch.backends import choose
-from fp8kit.dispatch.timings import Case, Table
+from fp8kit.dispatch.backends import renew
+from fp8kit.dispatch.timings import Case, Table, tuned_path
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul import problem as matmul
 from fp8kit.modules.shared_input import can_join, would_join
@@ -24,28 +25,38 @@ JOINED = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_WEIGHT_ONLY")
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Case, tuple[float, float]]], None]:
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int], str], None]:
+    """Return a function that lets layers lie on a GPU that need not be here."""
+
+    def pretend(capability: tuple[int, int], name: str) -> None:
+        real = profitability.linear_problem
+        gpu = {"device_type": "cuda", "capability": capability, "device": name}
+        monkeypatch.setattr(
+            profitability,
+            "linear_problem",
+            lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu),
+        )
+
+    return pretend
+
+
+@pytest.fixture
+def measured(
+    monkeypatch: pytest.MonkeyPatch, cache_dir: Path, on_gpu: Callable[..., None]
+) -> Callable[[dict[Case, tuple[float, float]]], None]:
     """Pretend that layers run on a GPU with a table of (FP8, bf16) times."""
-    real = profitability.linear_problem
-    gpu = {"device_type": "cuda", "capability": (8, 9), "device": "Toy GPU"}
-    table = Table("Toy GPU", 1e12, 1e15)
-
-    def tables(device: str) -> Table | None:
-        return table if device == "Toy GPU" else None
-
-    def pretend(times: dict[Case, tuple[float, float]]) -> None:
-        table.rows = {c: {FIRST: fp8, "bf16": dense} for c, (fp8, dense) in times.items()}
-        choose.cache_clear()
-
-    monkeypatch.setattr(profitability, "table_for", tables)
-    monkeypatch.setattr(matmul, "table_for", tables)
+    on_gpu((8, 9), "Toy GPU")
     only = tuple(row for row in matmul.BACKENDS if row[0] == FIRST)
     monkeypatch.setattr(profitability, "BACKENDS", only)
-    monkeypatch.setattr(
-        profitability, "linear_problem", lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu)
-    )
-    yield pretend
-    choose.cache_clear()
+
+    def pretend(times: dict[Case, tuple[float, float]]) -> None:
+        rows = {c: {FIRST: fp8, "bf16": dense} for c, (fp8, dense) in times.items()}
+        path = tuned_path("Toy GPU")
+        path.unlink(missing_ok=True)
+        Table("Toy GPU", 1e12, 1e15, rows).write(path)
+        renew()
+
+    return pretend
 
 
 def row(m: int, n: int, k: int) -> Case:
@@ -227,12 +238,8 @@ def test_row_counts_are_positive_integers(m: Any, kind: type[Exception]) -> None
         fp8kit.warmup(model, m=m)
 
 
-def test_the_h200_serves_a_llama_faster_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = profitability.linear_problem
-    gpu = {"device_type": "cuda", "capability": (9, 0), "device": "NVIDIA H200"}
-    monkeypatch.setattr(
-        profitability, "linear_problem", lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu)
-    )
+def test_the_h200_serves_a_llama_faster_in_fp8(on_gpu: Callable[..., None]) -> None:
+    on_gpu((9, 0), "NVIDIA H200")
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 28672, bias=False)).bfloat16()
     assert converted(fp8kit.plan(model, m=[1, 16, 64, 4096])) == ["0"]

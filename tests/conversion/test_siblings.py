@@ -13,7 +13,6 @@ import fp8kit
 from fp8kit import ConversionError
 from fp8kit.conversion.fusion_rules import Link
 from fp8kit.conversion.siblings import find_groups, sibling_groups, traced_groups
-from fp8kit.modules import fused_producers
 from numerics import relative_error
 
 
@@ -185,11 +184,9 @@ def tower(device: torch.device, stray: bool = False) -> tuple[nn.Module, Tensor]
     return model, torch.randn(2, 9, 128, device=device, dtype=torch.bfloat16)
 
 
+@pytest.mark.usefixtures("fuses_on_cpu")
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_users_rules_fuse(
-    traced: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
+def test_a_users_rules_fuse(traced: bool, device: torch.device) -> None:
     together, x = tower(device)
     separate, dense = copy.deepcopy(together), copy.deepcopy(together)
     fp8kit.convert(separate, fuse="none")
@@ -295,11 +292,9 @@ def test_a_norm_of_torch_without_epsilon_is_accepted_and_one_without_weight_is_r
         fp8kit.plan(bare, fuse=rules)
 
 
+@pytest.mark.usefixtures("fuses_on_cpu")
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
-def test_layers_that_are_fp8_already_are_fused_later(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
+def test_layers_that_are_fp8_already_are_fused_later(scheme: str, tmp_path: Path) -> None:
     model, x = tower(torch.device("cpu"))
     fp8kit.convert(model, scheme, fuse="none")
     fp8kit.save(model, tmp_path)

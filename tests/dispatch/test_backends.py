@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -9,12 +11,13 @@ import pytest
 import torch
 
 import fp8kit
+from backend_tables import table_of
 from fp8kit.dispatch import backends as dispatch
 from fp8kit.dispatch import device as dispatch_device
 from fp8kit.dispatch.backends import choose, require
 from fp8kit.dispatch.timings import DENSE, REJECTED, Measured, table_for
 from fp8kit.errors import UnsupportedError
-from fp8kit.formats import SCHEMES
+from fp8kit.formats import BLOCK, ROW, SCHEMES, GroupShape
 from fp8kit.fused.problem import FUSED_BACKENDS
 from fp8kit.matmul import problem as matmul
 from fp8kit.moe.problem import MOE_BACKENDS
@@ -120,6 +123,53 @@ def test_other_codes_run_without_torch_native(scheme: str, dtype: torch.dtype) -
     assert choose(matmul.BACKENDS, problem).backend
 
 
+AMD = {
+    "gfx942": torch.float8_e4m3fnuz,
+    "gfx950": torch.float8_e4m3fn,
+    "gfx1201": torch.float8_e4m3fn,
+}
+
+
+@pytest.mark.parametrize("known", AMD)
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC", "FP8_TENSOR"])
+def test_amd_multiplies_its_own_codes_by_tensor_and_row(scheme: str, known: str) -> None:
+    codes = {"x_dtype": AMD[known], "w_dtype": AMD[known]}
+    problem = faked(scheme, "gpu", architecture=known, **codes)
+    assert dispatch_device.native_codes(known) == AMD[known]
+    assert choose(matmul.BACKENDS, problem).backend == "torch_native"
+    assert known in str(problem)
+    other = next(dtype for dtype in AMD.values() if dtype != AMD[known])
+    problem = dataclasses.replace(problem, x_dtype=other, w_dtype=other)
+    choice = choose(matmul.BACKENDS, problem)
+    assert choice.backend == "dequantized"
+    assert "fp8kit.recode" in dict(choice.declined)["torch_native"]
+
+
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8"])
+def test_amd_has_no_blocks_and_older_ones_have_no_fp8(scheme: str) -> None:
+    choice = choose(matmul.BACKENDS, faked(scheme, "gpu", architecture="gfx950"))
+    assert choice.backend == "dequantized"
+    assert "per tensor and per row" in dict(choice.declined)["torch_native"]
+    older = choose(matmul.BACKENDS, faked("FP8_DYNAMIC", "gpu", architecture="gfx90a"))
+    assert older.backend == "dequantized"
+    assert "not of gfx90a" in dict(older.declined)["torch_native"]
+
+
+@pytest.mark.parametrize("group", [ROW, BLOCK], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+def test_ampere_decodes_weights_of_rows_and_blocks_in_registers(
+    group: GroupShape, capability: tuple[int, int], out_dtype: torch.dtype
+) -> None:
+    kind = {"x_group": None, "w_group": group, "x_dtype": out_dtype, "out_dtype": out_dtype}
+    for m in (1, 16, 64):
+        problem = faked("FP8_WEIGHT_ONLY", "sm80", m=m, **(kind | {"capability": capability}))
+        assert choose(matmul.BACKENDS, problem).backend == "triton_gemm"
+    choice = choose(matmul.BACKENDS, dataclasses.replace(problem, m=128))
+    assert choice.backend == "dequantized"
+    assert "over 64 rows" in dict(choice.declined)["triton_gemm"]
+
+
 @pytest.mark.parametrize("device", [*GPU, "cpu"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_batch_invariance_is_served_everywhere_and_never_by_a_library(
@@ -134,23 +184,22 @@ INVARIANT = ("triton_gemm", "reference")
 
 
 @pytest.mark.parametrize("place", [*GPU, "cpu"])
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("backend", [name for name, *_ in matmul.BACKENDS])
-def test_batch_invariance_is_promised_or_declined(backend: str, scheme: str, place: str) -> None:
-    plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
-    if plain.implementation is None:
-        pytest.skip(plain.declined[0][1])
-    for m in (1, 64, 4096):
-        choice = choose(matmul.BACKENDS, faked(scheme, place, batch_invariant=True, m=m), backend)
-        assert (choice.implementation is not None) == (backend in INVARIANT)
-        assert backend in INVARIANT or len(dict(choice.declined)[backend]) > 10
+def test_batch_invariance_is_promised_or_declined(backend: str, place: str) -> None:
+    for scheme in SCHEMES:
+        if choose(matmul.BACKENDS, faked(scheme, place), backend).implementation is None:
+            continue
+        for m in (1, 64, 4096):
+            problem = faked(scheme, place, batch_invariant=True, m=m)
+            choice = choose(matmul.BACKENDS, problem, backend)
+            assert (choice.implementation is not None) == (backend in INVARIANT)
+            assert backend in INVARIANT or len(dict(choice.declined)[backend]) > 10
 
 
 @pytest.mark.parametrize("place", [*GPU, "cpu"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_invariance_reaches_one_backend_at_every_row_count(scheme: str, place: str) -> None:
+def test_invariance_reaches_one_backend_at_every_row_count(place: str) -> None:
     """Two backends would be two orders of summation."""
-    for device in ("", "NVIDIA H200"):
+    for scheme, device in itertools.product(SCHEMES, ("", "NVIDIA H200")):
         problems = [
             faked(scheme, place, batch_invariant=True, m=2**i, device=device) for i in range(15)
         ]
@@ -158,16 +207,13 @@ def test_invariance_reaches_one_backend_at_every_row_count(scheme: str, place: s
 
 
 @pytest.mark.parametrize("place", [*GPU, "cpu"])
-@pytest.mark.parametrize("accum", ["precise", "fast"])
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("backend", [name for name, *_ in matmul.BACKENDS])
-def test_every_backend_that_runs_takes_both_kinds_of_sums(
-    backend: str, scheme: str, accum: str, place: str
-) -> None:
-    plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
-    asked = choose(matmul.BACKENDS, faked(scheme, place, accum=accum), backend)
-    assert asked.backend == plain.backend
-    assert asked.implementation is None or asked.problem.accum == accum
+def test_every_backend_that_runs_takes_both_kinds_of_sums(backend: str, place: str) -> None:
+    for scheme, accum in itertools.product(SCHEMES, ("precise", "fast")):
+        plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
+        asked = choose(matmul.BACKENDS, faked(scheme, place, accum=accum), backend)
+        assert asked.backend == plain.backend
+        assert asked.implementation is None or asked.problem.accum == accum
 
 
 @pytest.mark.parametrize(
@@ -238,12 +284,18 @@ TIMED = ("first", "second", "third")
 
 
 @pytest.fixture
-def timed_table(monkeypatch: pytest.MonkeyPatch) -> dispatch.BackendTable:
+def timed_backends() -> dict[str, dispatch.Backend]:
     """Return backends that accept everything; the second can be cut in two ways."""
     backends = {name: dispatch.Backend(supports=lambda _: None) for name in TIMED}
     backends["second"].configurations = lambda _: ("narrow", "wide")
-    monkeypatch.setattr(dispatch, "_load", lambda path: (backends[path], ""))
-    return tuple((name, name, ()) for name in TIMED)
+    return backends
+
+
+@pytest.fixture
+def timed_table(
+    timed_backends: dict[str, dispatch.Backend], monkeypatch: pytest.MonkeyPatch
+) -> dispatch.BackendTable:
+    return table_of(monkeypatch, timed_backends)
 
 
 @pytest.mark.parametrize(
@@ -280,9 +332,9 @@ def test_the_fastest_measured_backend_runs(
 
 
 def test_a_table_never_selects_a_backend_that_declines(
-    timed_table: dispatch.BackendTable,
+    timed_table: dispatch.BackendTable, timed_backends: dict[str, dispatch.Backend]
 ) -> None:
-    dispatch._load("second")[0].supports = lambda _: "too odd"
+    timed_backends["second"].supports = lambda _: "too odd"
     choice = choose.__wrapped__(timed_table, Timed((("first", 2.0), ("second", 1.0))))
     assert choice.backend == "first"
     assert dict(choice.declined)["second"] == "too odd"
@@ -328,22 +380,23 @@ def test_what_was_rejected_runs_only_if_it_is_named(timed_table: dispatch.Backen
     ids=str,
 )
 def test_a_backend_that_yields_waits_for_its_times(
-    us: dict[str, float], yields: str, chosen: str, timed_table: dispatch.BackendTable
+    us: dict[str, float],
+    yields: str,
+    chosen: str,
+    timed_table: dispatch.BackendTable,
+    timed_backends: dict[str, dispatch.Backend],
 ) -> None:
-    module, _ = dispatch._load("first")
-    assert module is not None
-    module.yields_to = lambda _: yields
+    timed_backends["first"].yields_to = lambda _: yields
     choice = choose.__wrapped__(timed_table, Timed(tuple(us.items())))
     assert choice.backend == chosen
     assert {name for name, _ in choice.declined} == set(TIMED) - {chosen}
 
 
-def test_nobody_yields_to_what_would_copy_the_weight(timed_table: dispatch.BackendTable) -> None:
-    first, second = (dispatch._load(name)[0] for name in TIMED[:2])
-    assert first is not None
-    assert second is not None
-    first.yields_to = lambda _: "second"
-    second.pads = lambda _: True
+def test_nobody_yields_to_what_would_copy_the_weight(
+    timed_table: dispatch.BackendTable, timed_backends: dict[str, dispatch.Backend]
+) -> None:
+    timed_backends["first"].yields_to = lambda _: "second"
+    timed_backends["second"].pads = lambda _: True
     choice = choose.__wrapped__(timed_table, Timed((("second", 1.0),)))
     assert choice.backend == "first"
 
@@ -439,9 +492,6 @@ def test_a_layer_that_libraries_pad_runs_on_the_own_kernel(n: int, k: int, m: in
 
 
 def test_missing_dependency_is_a_reason() -> None:
-    dispatch._load.cache_clear()
-    import_error = dispatch._load("not_a_package_at_all.kernels")
-    assert import_error == (None, "not_a_package_at_all is not installed")
     table = (("triton", "not_a_package_at_all", ()), ("reference", PATH, ()))
     choice = choose(table, Toy())
     assert choice.backend == "reference"

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from fp8kit.dispatch import timings
-from fp8kit.dispatch.backends import choose
 from fp8kit.dispatch.timings import DENSE, REJECTED, Case, Table, table_for
 from fp8kit.matmul.problem import BACKENDS
-from fp8kit.runtime import settings
 
 H200 = "NVIDIA H200"
 SHIPPED = sorted(p.name for p in resources.files("fp8kit").joinpath("dispatch", "tables").iterdir())
@@ -25,16 +23,6 @@ def shipped(name: str) -> Table:
     return Table.from_json(
         resources.files("fp8kit").joinpath("dispatch", "tables", name).read_text()
     )
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Keep tuned tables in a folder of this test, and forget what other tests read."""
-    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
-    table_for.cache_clear()
-    yield tmp_path
-    table_for.cache_clear()
-    choose.cache_clear()
 
 
 def made(times: dict[Case, dict[str, float]], device: str = "toy") -> Table:
@@ -132,7 +120,7 @@ def test_text_that_is_no_json_is_refused() -> None:
         Table.from_json("{")
 
 
-def test_tuned_times_come_before_shipped_ones(cache: Path) -> None:
+def test_tuned_times_come_before_shipped_ones(cache_dir: Path) -> None:
     before = table_for(H200)
     assert before is not None
     own, other = before.rows[CASE], Case("row*row", "precise", 16, 12345, 4096)
@@ -146,7 +134,7 @@ def test_tuned_times_come_before_shipped_ones(cache: Path) -> None:
     assert after.bandwidth == before.bandwidth
 
 
-def test_a_device_of_its_own_is_known_once_it_is_tuned(cache: Path) -> None:
+def test_a_device_of_its_own_is_known_once_it_is_tuned(cache_dir: Path) -> None:
     assert table_for("NVIDIA L4") is None
     made({CASE: {DENSE: 13.0}}, "NVIDIA L4").write(timings.tuned_path("NVIDIA L4"))
     table_for.cache_clear()
@@ -157,7 +145,7 @@ def test_a_device_of_its_own_is_known_once_it_is_tuned(cache: Path) -> None:
 
 
 def test_tuned_times_hold_for_one_driver_and_version(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = {timings.tuned_path(H200), timings.tuned_path("NVIDIA L4")}
     for key in ("driver", "torch", "triton", "deep_gemm", "kernels"):
@@ -165,7 +153,7 @@ def test_tuned_times_hold_for_one_driver_and_version(
         monkeypatch.setattr(timings, "fingerprint", lambda changed=changed: changed)
         paths.add(timings.tuned_path(H200))
     assert len(paths) == 7
-    assert all(p.parent == cache / "tables" for p in paths)
+    assert all(p.parent == cache_dir / "tables" for p in paths)
 
 
 def test_the_digest_of_kernels_changes_with_every_source_at_any_depth(tmp_path: Path) -> None:
@@ -199,7 +187,7 @@ def test_the_first_package_that_is_installed_has_the_version() -> None:
     assert timings._version("not-a-package") == "none"
 
 
-def test_a_damaged_cache_is_named_and_left_alone(cache: Path) -> None:
+def test_a_damaged_cache_is_named_and_left_alone(cache_dir: Path) -> None:
     path = timings.tuned_path(H200)
     path.parent.mkdir()
     path.write_text("{}")

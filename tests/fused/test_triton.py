@@ -25,6 +25,7 @@ from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_sca
 from fp8kit.fused import reference
 from fp8kit.fused.problem import ACTIVATIONS, FusedProblem, Target
 from fp8kit.quantizers.scale_layout import empty_scale
+from grids import COMPILED, diagonal, pairwise
 from numerics import assert_bits_equal, bits
 
 fused = pytest.importorskip("fp8kit.fused.triton")
@@ -69,11 +70,26 @@ def device(device: torch.device) -> torch.device:
     return device
 
 
-def shapes(device: torch.device) -> list[tuple[int, int]]:
-    """Give M and K: several rows per program, an odd K, several tiles; on a GPU those of models."""
-    small = [(5, 64), (3, 131), (2, 1200)]
-    real = [(300, 4096), (33, 5120), (64, 8192), (17, 14336)]
-    return small + (real if device.type == "cuda" else [])
+# M and K: several rows per program, an odd K, several tiles; on a GPU those of models
+SHAPES = ((5, 64), (3, 131), (2, 1200))
+if COMPILED:
+    SHAPES += ((300, 4096), (33, 5120), (64, 8192), (17, 14336))
+# offset, rounding and whether a residual is added, to a weight in fp32
+RMS_VARIANTS = (
+    (0.0, "stepwise", False),
+    (1.0, "stepwise", False),
+    (1.0, "once", False),
+    (0.0, "once", True),
+)
+# which of weight, bias and modulation are given, and the rounding
+LAYER_VARIANTS = (
+    ("", "once"),
+    ("weight", "once"),
+    ("weight bias", "once"),
+    ("modulation", "stepwise"),
+    ("weight modulation", "stepwise"),
+    ("modulation", "once"),
+)
 
 
 def target(x: Tensor, group: GroupShape, dtype: torch.dtype = E4M3, **changes: object) -> Target:
@@ -208,60 +224,74 @@ def test_the_adaptive_reference_takes_eager_torchs_steps() -> None:
 # kernels against the reference, bit for bit
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize("dtype", INPUTS)
-def test_rms_norm_bits(device: torch.device, dtype: torch.dtype, group: GroupShape) -> None:
-    for m, k in shapes(device):
-        x, residual = (poisoned(integers(m, k, dtype, device)) for _ in range(2))
-        weight, t = torch.randn(k, device=device).to(dtype), target(x, group)
-        for offset, rounding in ((0.0, "stepwise"), (1.0, "stepwise"), (1.0, "once")):
-            arguments = (weight, EPS, offset, rounding, t)
-            assert_same(
-                fused.rms_norm(x[:-1], None, *arguments),
-                reference.rms_norm(x[:-1], None, *arguments),
-            )
-        arguments = (weight.float(), EPS, 0.0, "once", t)
-        x = x[:-1]  # 3e4 has a square that is not exact
-        assert_same(
-            fused.rms_norm(x, residual[:-1], *arguments),
-            reference.rms_norm(x, residual[:-1], *arguments),
-        )
+@pytest.mark.parametrize(
+    ("dtype", "group", "shape", "variant"),
+    pairwise(INPUTS, GROUPS, SHAPES, RMS_VARIANTS),
+    ids=str,
+)
+def test_rms_norm_bits(
+    device: torch.device,
+    dtype: torch.dtype,
+    group: GroupShape,
+    shape: tuple[int, int],
+    variant: tuple[float, str, bool],
+) -> None:
+    offset, rounding, adds = variant
+    x, residual = (poisoned(integers(*shape, dtype, device))[:-1] for _ in range(2))
+    # the last row's 3e4 has a square that is not exact
+    weight, t = torch.randn(shape[1], device=device).to(dtype), target(x, group)
+    arguments = (weight.float() if adds else weight, EPS, offset, rounding, t)
+    added = residual if adds else None
+    assert_same(fused.rms_norm(x, added, *arguments), reference.rms_norm(x, added, *arguments))
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize("dtype", INPUTS)
-def test_layer_norm_bits(device: torch.device, dtype: torch.dtype, group: GroupShape) -> None:
-    for m, k in shapes(device):
-        x = integers(2 * m, k, dtype, device)
-        t = target(x, group)
-        weight, bias = torch.randn(2, k, device=device).to(dtype)
-        modulation = torch.randn(2, 2 * k, device=device).to(dtype).chunk(2, 1)
-        batched = x.reshape(2, m, k)
-        for w, b in ((None, None), (weight, None), (weight, bias)):
-            assert_same(
-                fused.layer_norm(x, w, b, None, EPS, "once", t),
-                reference.layer_norm(x, w, b, None, EPS, "once", t),
-            )
-        for w, rounding in ((None, "stepwise"), (weight, "stepwise"), (None, "once")):
-            arguments = (w, None, modulation, EPS, rounding, t)
-            assert_same(
-                fused.layer_norm(batched, *arguments), reference.layer_norm(batched, *arguments)
-            )
+@pytest.mark.parametrize(
+    ("dtype", "group", "shape", "variant"),
+    pairwise(INPUTS, GROUPS, SHAPES, LAYER_VARIANTS),
+    ids=str,
+)
+def test_layer_norm_bits(
+    device: torch.device,
+    dtype: torch.dtype,
+    group: GroupShape,
+    shape: tuple[int, int],
+    variant: tuple[str, str],
+) -> None:
+    (m, k), (given, rounding) = shape, variant
+    x = integers(2 * m, k, dtype, device)
+    t = target(x, group)
+    weight, bias = torch.randn(2, k, device=device).to(dtype)
+    modulation = torch.randn(2, 2 * k, device=device).to(dtype).chunk(2, 1)
+    arguments = (
+        weight if "weight" in given else None,
+        bias if "bias" in given else None,
+        modulation if "modulation" in given else None,
+        *(EPS, rounding, t),
+    )
+    x = x.reshape(2, m, k) if "modulation" in given else x
+    assert_same(fused.layer_norm(x, *arguments), reference.layer_norm(x, *arguments))
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "group", "shape", "gated"),
+    pairwise(ACTIVATIONS, INPUTS[:2], GROUPS, SHAPES, (False, True)),
+    ids=str,
+)
 def test_activations_quantize_their_rounded_result_exactly(
-    device: torch.device, kind: str, dtype: torch.dtype, group: GroupShape
+    device: torch.device,
+    kind: str,
+    dtype: torch.dtype,
+    group: GroupShape,
+    shape: tuple[int, int],
+    gated: bool,
 ) -> None:
     # the intermediate result, written out by the same device function, leaves only the quantizer
-    for m, k in shapes(device):
-        gate, up = torch.randn(m, 2 * k, device=device).to(dtype).mul(3).chunk(2, 1)
-        gate = gate.contiguous()
-        t, act = target(gate, group), applied(kind, gate)
-        assert_same(fused.activation(kind, gate, None, t), reference.quantized(act, t))
-        assert_same(fused.activation(kind, gate, up, t), reference.quantized(act * up, t))
+    m, k = shape
+    gate, up = torch.randn(m, 2 * k, device=device).to(dtype).mul(3).chunk(2, 1)
+    gate = gate.contiguous()
+    t, act = target(gate, group), applied(kind, gate)
+    act = act * up if gated else act
+    assert_same(fused.activation(kind, gate, up if gated else None, t), reference.quantized(act, t))
 
 
 def infinity(kind: str, device: torch.device) -> list[float]:
@@ -280,28 +310,36 @@ def test_activations_of_special_values(device: torch.device, kind: str) -> None:
         assert_same(fused.activation(kind, x, None, t), reference.activation(kind, x, None, t))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, FNUZ, E5M2])
-@pytest.mark.parametrize("group", [ROW, GROUP128], ids=str)
+BOUNDS_AND_ROUNDINGS = (
+    {"scale_ub": 1.5},
+    {"scale_rounding": "up"},
+    {"min_scale": 0.0},
+    {"min_scale": 0.0, "scale_rounding": "up"},
+    {"min_scale": 0.1},
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group", "changes"),
+    pairwise([E4M3, FNUZ, E5M2], [ROW, GROUP128], BOUNDS_AND_ROUNDINGS),
+    ids=str,
+)
 def test_every_format_bound_and_rounding(
-    device: torch.device, dtype: torch.dtype, group: GroupShape
+    device: torch.device, dtype: torch.dtype, group: GroupShape, changes: dict[str, object]
 ) -> None:
     x = integers(4, 384, torch.bfloat16, device)
     weight = torch.randn(384, device=device).bfloat16()
-    bound = torch.tensor(1.5, device=device)
-    for changes in (
-        {"scale_ub": bound},
-        {"scale_rounding": "up"},
-        {"min_scale": 0.0},
-        {"min_scale": 0.0, "scale_rounding": "up"},
-        {"min_scale": 0.1},
-    ):
-        t = target(x, group, dtype, **changes)
-        arguments = (x, None, weight, EPS, 0.0, "stepwise", t)
-        assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
+    if "scale_ub" in changes:
+        changes = {"scale_ub": torch.tensor(changes["scale_ub"], device=device)}
+    t = target(x, group, dtype, **changes)
+    arguments = (x, None, weight, EPS, 0.0, "stepwise", t)
+    assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
 
 
-@pytest.mark.parametrize("dtype", [E4M3, FNUZ, E5M2])
-@pytest.mark.parametrize("scale", [1e-30, 1e30, 0.02, float("nan"), float("inf"), 0.0])
+@pytest.mark.parametrize(
+    ("scale", "dtype"),
+    diagonal([1e-30, 1e30, 0.02, float("nan"), float("inf"), 0.0], [E4M3, FNUZ, E5M2]),
+)
 def test_static_scales_of_every_size(
     device: torch.device, scale: float, dtype: torch.dtype
 ) -> None:
@@ -312,43 +350,60 @@ def test_static_scales_of_every_size(
     assert_same(fused.rms_norm(*arguments), reference.rms_norm(*arguments))
 
 
-@pytest.mark.parametrize("group", [GROUP128, GroupShape(1, 16), MX], ids=str)
-def test_scales_by_column_bits(device: torch.device, group: GroupShape) -> None:
-    for shape in ((1, 300), (5, 256), (3, 7, 130), (200,), (0, 256), (2, 1200)):
-        count = math.prod(shape[:-1])
-        x = integers(count + 1, shape[-1], torch.bfloat16, device)[:count].view(shape)
-        weight = torch.randn(shape[-1], device=device).bfloat16()
-        by_row = target(x, group)
-        t = by_row._replace(scale_layout="column")
-        for backend in (fused, reference):
-            found = backend.rms_norm(x, None, weight, EPS, 0.0, "stepwise", t)
-            assert_same(found, reference.rms_norm(x, None, weight, EPS, 0.0, "stepwise", by_row))
-            assert found[1].stride() == empty_scale(x, group, "column").stride()
-            found = backend.layer_norm(x, weight, None, None, EPS, "once", t)
-            assert_same(found, backend.layer_norm(x, weight, None, None, EPS, "once", by_row))
-            found = backend.activation("silu", x, x, t)
-            assert_same(found, backend.activation("silu", x, x, by_row))
-            assert found[1].stride() == empty_scale(x, group, "column").stride()
+COLUMN_SHAPES = ((1, 300), (5, 256), (3, 7, 130), (200,), (0, 256), (2, 1200))
+
+
+@pytest.mark.parametrize(
+    ("group", "shape", "producer"),
+    pairwise([GROUP128, GroupShape(1, 16), MX], COLUMN_SHAPES, ["rms", "layer", "silu"]),
+    ids=str,
+)
+def test_scales_by_column_bits(
+    device: torch.device, group: GroupShape, shape: tuple[int, ...], producer: str
+) -> None:
+    count = math.prod(shape[:-1])
+    x = integers(count + 1, shape[-1], torch.bfloat16, device)[:count].view(shape)
+    weight = torch.randn(shape[-1], device=device).bfloat16()
+    by_row = target(x, group)
+    by_column = by_row._replace(scale_layout="column")
+    for backend in (fused, reference):
+        if producer == "rms":  # of exact sums, so that backends agree in every bit
+            found = backend.rms_norm(x, None, weight, EPS, 0.0, "stepwise", by_column)
+            expected = reference.rms_norm(x, None, weight, EPS, 0.0, "stepwise", by_row)
+        elif producer == "layer":
+            found, expected = (
+                backend.layer_norm(x, weight, None, None, EPS, "once", t)
+                for t in (by_column, by_row)
+            )
+        else:
+            found, expected = (backend.activation("silu", x, x, t) for t in (by_column, by_row))
+        assert_same(found, expected)
+        assert found[1].stride() == empty_scale(x, group, "column").stride()
 
 
 # kernels against torch, where sums and transcendental functions are not exact
 
 
-@pytest.mark.parametrize("group", [ROW, GROUP128, TENSOR], ids=str)
-@pytest.mark.parametrize("dtype", INPUTS)
-def test_norms_of_real_values(device: torch.device, dtype: torch.dtype, group: GroupShape) -> None:
-    for m, k in shapes(device):
-        x, residual = torch.randn(2, m, k, device=device).to(dtype) * 2
-        weight, bias = torch.randn(2, k, device=device).to(dtype)
-        t = target(x, group)
-        for rounding in ("stepwise", "once"):
-            arguments = (x, residual, weight, EPS, 0.0, rounding, t)
-            *found, total = fused.rms_norm(*arguments)
-            *expected, total_ = reference.rms_norm(*arguments)
-            assert_nearly_same(tuple(found), tuple(expected))
-            assert_bits_equal(total, total_)
+@pytest.mark.parametrize(
+    ("dtype", "group", "shape", "norm"),
+    pairwise(INPUTS, [ROW, GROUP128, TENSOR], SHAPES, ["rms stepwise", "rms once", "layer"]),
+    ids=str,
+)
+def test_norms_of_real_values(
+    device: torch.device, dtype: torch.dtype, group: GroupShape, shape: tuple[int, int], norm: str
+) -> None:
+    x, residual = torch.randn(2, *shape, device=device).to(dtype) * 2
+    weight, bias = torch.randn(2, shape[1], device=device).to(dtype)
+    t = target(x, group)
+    if norm == "layer":
         arguments = (x + 1, weight, bias, None, EPS, "once", t)
         assert_nearly_same(fused.layer_norm(*arguments), reference.layer_norm(*arguments))
+        return
+    arguments = (x, residual, weight, EPS, 0.0, norm.removeprefix("rms "), t)
+    *found, total = fused.rms_norm(*arguments)
+    *expected, total_ = reference.rms_norm(*arguments)
+    assert_nearly_same(tuple(found), tuple(expected))
+    assert_bits_equal(total, total_)
 
 
 @triton.jit
@@ -429,16 +484,15 @@ def layouts(m: int, k: int, device: torch.device) -> Iterator[Tensor]:
 def test_strides_and_leading_dimensions(device: torch.device) -> None:
     k = 200
     weight = torch.randn(k, device=device).bfloat16()
-    for x in layouts(6, k, device):
-        for group in (ROW, GROUP128, TENSOR):
-            t = target(x, group)
-            arguments = (x, x, weight, EPS, 0.0, "once", t)
-            found, expected = fused.rms_norm(*arguments), reference.rms_norm(*arguments)
-            assert found[1].shape == expected[1].shape
-            assert_nearly_same(found[:2], expected[:2])
-            assert_bits_equal(found[2], expected[2])
-            found, expected = (b.activation("silu", x, x, t) for b in (fused, reference))
-            assert_nearly_same(found, expected)
+    for x, group in diagonal(layouts(6, k, device), (ROW, GROUP128, TENSOR)):
+        t = target(x, group)
+        arguments = (x, x, weight, EPS, 0.0, "once", t)
+        found, expected = fused.rms_norm(*arguments), reference.rms_norm(*arguments)
+        assert found[1].shape == expected[1].shape
+        assert_nearly_same(found[:2], expected[:2])
+        assert_bits_equal(found[2], expected[2])
+        found, expected = (b.activation("silu", x, x, t) for b in (fused, reference))
+        assert_nearly_same(found, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0), (2, 0, 64)])
@@ -455,12 +509,13 @@ def test_empty(device: torch.device, shape: tuple[int, ...]) -> None:
 
 
 def test_a_rows_bits_depend_on_nothing_else(device: torch.device) -> None:
-    for k in (48, 1200) if device.type == "cpu" else (48, 4096, 14336):
-        x = torch.randn(67, k, device=device).bfloat16()
+    interpreted = ((19, 48), (5, 1200))  # 16 rows of 48 share a program
+    for m, k in interpreted if device.type == "cpu" else ((67, 48), (67, 4096), (67, 14336)):
+        x = torch.randn(m, k, device=device).bfloat16()
         weight = torch.randn(k, device=device).bfloat16()
         t = target(x, ROW)
         data, scale, _ = fused.rms_norm(x, None, weight, EPS, 0.0, "stepwise", t)
-        for first, last in ((0, 1), (66, 67), (3, 20)):
+        for first, last in ((0, 1), (m - 1, m), (2, m - 1)):
             part = fused.rms_norm(x[first:last], None, weight, EPS, 0.0, "stepwise", t)
             assert_same(part[:2], (data[first:last], scale[first:last]))
 
@@ -514,17 +569,14 @@ def test_tiles_cover_a_row_and_fit() -> None:
                     assert cut.warps in (1, 2, 4, 8, 16, 32)
 
 
-def test_a_heavy_activation_takes_whole_rows_where_they_fit_and_are_many() -> None:
-    assert activation_tile(4096, 14336, 2, 1, False, False, True) == (1, 2048, 7, 8)
-    assert activation_tile(16, 14336, 2, 1, False, False, True) == (1, 1024, 1, 4)
-    assert activation_tile(4096, 57345, 2, 1, False, False, True) == (1, 1024, 2, 4)
-
-
-def test_rows_are_cut_without_idle_lanes_where_possible() -> None:
-    assert row_cut(4096, 256, 5) == (4, 4)
-    assert row_cut(5120, 256, 5) == (4, 5)
-    assert row_cut(14336, 256, 7) == (8, 7)
-    assert row_cut(14336, 256, 5) == (16, 4)
+@pytest.mark.parametrize("most", [5, 7])
+@pytest.mark.parametrize("k", [4096, 5120, 14336, 4097, 1])
+def test_a_cut_row_leaves_as_few_lanes_idle_as_any_other_cut(k: int, most: int) -> None:
+    warps, held = row_cut(k, 256, most)
+    assert warps * held * 256 >= k
+    assert held <= most
+    others = ((w, math.ceil(k / (w * 256))) for w in (4, 8, 16, 32))
+    assert warps * held == min(w * h for w, h in others if h <= most)
 
 
 @pytest.fixture(scope="module")
@@ -562,14 +614,15 @@ def test_no_maximum_loses_its_magnitude_to_a_fused_relu(
     compiled: dict[str, dict[str, int]],
 ) -> None:
     # masked columns are constant zeros, which tempt the assembler; see `magnitudes`
-    assert "rms 1025 row bf16" in compiled
-    assert {name: c["relus"] for name, c in compiled.items() if c["relus"]} == {}
+    relus = {name: c["relus"] for name, c in compiled.items() if "relus" in c}
+    assert {"rms 1025 row bf16", "gated 1025 row fp16"} <= relus.keys()
+    assert set(relus.values()) == {0}
 
 
 def test_scales_of_groups_need_no_barrier(compiled: dict[str, dict[str, int]]) -> None:
     for layout in ("group", "column"):
         assert compiled[f"gelu 14336 {layout}"]["barriers"] == 0
-        for name in ("rms 4096", "rms 8192", "adaptive 4096", "adaptive 8192"):
+        for name in ("rms 4096", "adaptive 8192"):
             barriers = compiled[f"{name} {layout}"]["barriers"]
             assert barriers == compiled[f"{name} static"]["barriers"] > 0
 

@@ -8,6 +8,7 @@ compare the files byte for byte.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,11 @@ def fbgemm() -> dict[str, Golden]:
         "activation_scale_ub": 1200.0,
         "modules_to_not_convert": IGNORE,
     }
-    return {"fbgemm": Golden("fbgemm", "FP8_DYNAMIC", quantization=config, **layers)}
+    dense = Golden("fbgemm", "FP8_DYNAMIC", quantization=config, **by_row("weight_scale"))
+    return {
+        "fbgemm": Golden("fbgemm", "FP8_DYNAMIC", quantization=config, **layers),
+        "fbgemm-dense": replace(dense, writable=True),
+    }
 
 
 def modelopt() -> dict[str, Golden]:

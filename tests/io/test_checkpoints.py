@@ -331,7 +331,8 @@ def test_memory_does_not_grow_with_the_tensor(scheme: str, tmp_path: Path) -> No
 
     tensor_mib = rows * 2**15 // 2**20
     assert grown(2**22) < 100 < tensor_mib // 4
-    assert grown(2**30) > tensor_mib  # the figure would show a tensor that is read as a whole
+    if scheme == "FP8_DYNAMIC":  # the figure would show a tensor that is read as a whole
+        assert grown(2**30) > tensor_mib
 
 
 def test_kills(tmp_path: Path) -> None:

@@ -214,6 +214,36 @@ def test_how_layers_run_is_not_saved(tmp_path: Path) -> None:
     assert {(m.accum, m.batch_invariant) for m in found} == {("precise", False)}
 
 
+def test_a_bound_on_activations_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = converted("FP8_DYNAMIC")
+    layers = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+    for layer in layers[1:]:
+        layer.scale_ub = 0.5
+    with pytest.raises(CheckpointError, match=r"scale_ub = 0.5, None"):
+        save(model, tmp_path / "c")
+    layers[0].scale_ub = 0.5
+    for target in ("vllm", "sglang", "transformers"):
+        save(model, tmp_path / target, target=target)
+        config = json.loads((tmp_path / target / "config.json").read_text())["quantization_config"]
+        assert config["quant_method"] == "fbgemm_fp8"
+        assert config["activation_scale_ub"] == 0.5
+        found = load(tmp_path / target, ragged())
+        x = torch.randn(3, layers[0].in_features).bfloat16() * 4
+        same = [m for m in found.modules() if isinstance(m, Fp8Linear)]
+        assert torch.equal(same[0](x), layers[0](x))
+        assert {m.scale_ub for m in same} == {0.5}
+    with pytest.warns(UserWarning, match="activation_scale_ub = 0.5 is not kept"):
+        fp8kit.convert_checkpoint(tmp_path / "vllm", tmp_path / "other", target="transformers")
+    fp8kit.convert_checkpoint(tmp_path / "vllm", tmp_path / "same", dialect="fbgemm")
+    assert load(tmp_path / "same", ragged()) is not None
+    other = converted("FP8_TENSOR")
+    for layer in other.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.scale_ub = 0.5
+    with pytest.raises(CheckpointError, match="FP8_DYNAMIC everywhere, with a bound"):
+        save(other, tmp_path / "tensor")
+
+
 def test_unread_config_is_said(tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
     content = json.loads((path / "config.json").read_text())["quantization_config"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 from fp8kit.matmul import torch_native
 from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
 from fp8kit.matmul.torch_native import swizzle_mx_scale
+from grids import COMPILED, pairwise
 from numerics import (
     assert_bits_equal,
     assert_matmul,
@@ -23,7 +25,8 @@ from numerics import (
 )
 from shapes import REGIMES, ROW_COUNTS, Regime, regimes
 
-BACKEND_NAMES = [name for name, *_ in BACKENDS]
+# without a GPU the others decline whatever they are asked, as the tests of dispatch say
+BACKEND_NAMES = [name for name, _, devices in BACKENDS if COMPILED or not devices]
 QUANTIZED = {name: (s.activation, s.weight) for name, s in SCHEMES.items() if s.activation}
 PAIRS = {
     **QUANTIZED,
@@ -69,9 +72,9 @@ def dequantized(q: fp8kit.QTensor) -> Tensor:
     return fp8kit.dequantize(q)
 
 
-@pytest.mark.parametrize("regime", regimes())
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize(
+    ("backend", "pair", "regime"), pairwise(BACKEND_NAMES, PAIRS, REGIMES), ids=str
+)
 def test_scaled_mm_matches_the_exact_product(
     backend: str, pair: str, regime: Regime, device: torch.device
 ) -> None:
@@ -83,9 +86,7 @@ def test_scaled_mm_matches_the_exact_product(
     assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
 
 
-@pytest.mark.parametrize("m", ROW_COUNTS)
-@pytest.mark.parametrize("pair", QUANTIZED)
-@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize(("backend", "pair", "m"), pairwise(BACKEND_NAMES, QUANTIZED, ROW_COUNTS))
 def test_scaled_mm_takes_any_row_count(
     backend: str, pair: str, m: int, device: torch.device
 ) -> None:
@@ -95,10 +96,11 @@ def test_scaled_mm_takes_any_row_count(
     assert_matmul(y, dequantized(x_q), dequantized(w_q), backend=backend)
 
 
-@pytest.mark.parametrize("bias_dtype", [None, *FLOATS], ids=str)
-@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("pair", QUANTIZED)
-@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize(
+    ("backend", "pair", "out_dtype", "bias_dtype"),
+    pairwise(BACKEND_NAMES, QUANTIZED, FLOATS, [None, *FLOATS]),
+    ids=str,
+)
 def test_scaled_mm_writes_any_dtype_with_any_bias(
     backend: str,
     pair: str,
@@ -114,9 +116,9 @@ def test_scaled_mm_writes_any_dtype_with_any_bias(
     assert_matmul(y, dequantized(x_q), dequantized(w_q), bias, backend)
 
 
-@pytest.mark.parametrize("k", [4096, 14336, 28672])
-@pytest.mark.parametrize("pair", QUANTIZED)
-@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize(
+    ("backend", "pair", "k"), pairwise(BACKEND_NAMES, QUANTIZED, [4096, 14336, 28672])
+)
 def test_scaled_mm_does_not_drift_on_same_sign_data(
     backend: str, pair: str, k: int, device: torch.device
 ) -> None:
@@ -163,9 +165,9 @@ def test_other_codes_multiply(pair: str, dtype: torch.dtype, device: torch.devic
     assert_matmul(y, dequantized(x_q), dequantized(w_q))
 
 
-@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("pair", QUANTIZED)
-@pytest.mark.parametrize("backend", BACKEND_NAMES)
+@pytest.mark.parametrize(
+    ("backend", "pair", "out_dtype"), pairwise(BACKEND_NAMES, QUANTIZED, FLOATS), ids=str
+)
 def test_batch_invariant_bits_of_a_row_do_not_depend_on_m(
     backend: str, pair: str, out_dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -264,11 +266,17 @@ def test_torch_native_runs_the_common_schemes_on_this_gpu() -> None:
         assert_matmul(y, dequantized(x_q), dequantized(w_q), backend="torch_native")
 
 
+@pytest.fixture
+def torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets what stands for torch's product, which wants a GPU."""
+    return lambda product: monkeypatch.setattr(torch_native.F, "scaled_mm", product)
+
+
 @pytest.mark.parametrize("accum", ["precise", "fast"])
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "FP8", "row-tensor", "FP8_BLOCK"])
 def test_torch_is_asked_for_the_wanted_sums(
-    pair: str, out_dtype: torch.dtype, accum: str, monkeypatch: pytest.MonkeyPatch
+    pair: str, out_dtype: torch.dtype, accum: str, torch_multiplies: Callable[..., None]
 ) -> None:
     """Whatever the recipe, cuBLAS may use its short accumulator only where it is wanted."""
     asked: list[dict[str, object]] = []
@@ -277,7 +285,7 @@ def test_torch_is_asked_for_the_wanted_sums(
         asked.append(options)
         return torch.zeros(x.shape[0], w.shape[1], dtype=options["output_dtype"])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(torch_native.F, "scaled_mm", scaled_mm)
+    torch_multiplies(scaled_mm)
     x_q, w_q = operands(16, 128, 512, PAIRS[pair], torch.device("cpu"))
     groups = PAIRS[pair]
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, accum, False)
@@ -292,7 +300,7 @@ def test_torch_is_asked_for_the_wanted_sums(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "row-tensor", "tensor-row"])
 def test_torch_may_scale_after_the_product(
-    pair: str, bias: bool, monkeypatch: pytest.MonkeyPatch
+    pair: str, bias: bool, torch_multiplies: Callable[..., None]
 ) -> None:
     """The configuration asks cuBLAS for the bare product, and is as precise as the other."""
     asked: list[tuple[object, ...]] = []
@@ -302,7 +310,7 @@ def test_torch_may_scale_after_the_product(
         assert options["output_dtype"] == torch.float32
         return x.float() @ w.float()
 
-    monkeypatch.setattr(torch_native.F, "scaled_mm", scaled_mm)
+    torch_multiplies(scaled_mm)
     groups = PAIRS[pair]
     x_q, w_q = operands(17, 70, 200, groups, torch.device("cpu"))
     b = torch.randn(70) if bias else None
@@ -380,7 +388,7 @@ def test_codes_are_padded_wherever_they_lie(rows: int, place: tuple[int, int]) -
     ],
 )
 def test_torch_gets_whole_tiles_and_tells_whose_weight_is_padded(
-    n: int, k: int, pair: str, padded: bool, monkeypatch: pytest.MonkeyPatch
+    n: int, k: int, pair: str, padded: bool, torch_multiplies: Callable[..., None]
 ) -> None:
     asked: list[tuple[Tensor, Tensor]] = []
 
@@ -388,7 +396,7 @@ def test_torch_gets_whole_tiles_and_tells_whose_weight_is_padded(
         asked.append((x, w.t()))
         return torch.zeros(x.shape[0], w.shape[1], dtype=options["output_dtype"])  # type: ignore[arg-type]
 
-    monkeypatch.setattr(torch_native.F, "scaled_mm", scaled_mm)
+    torch_multiplies(scaled_mm)
     groups = PAIRS[pair]
     x_q, w_q = operands(17, n, k, groups, torch.device("cpu"))
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, "precise", False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+import backend_tables
 import fp8kit
 from fp8kit.matmul.hopper import gemm
 from fp8kit.matmul.problem import MatmulOperands
@@ -32,11 +33,10 @@ CONFIG = LlamaConfig(
 
 
 @pytest.fixture
-def between(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def between(monkeypatch: pytest.MonkeyPatch, fuses_on_cpu: None) -> list[str]:
     """Return what torch ran inside each product, which is the own kernel, faked."""
     ran: list[str] = []
     launches.fake_layers(monkeypatch)
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
     run = gemm.BACKEND.run
 
     def watched(*operands: object) -> Tensor:
@@ -123,8 +123,7 @@ HOPPER = pytest.mark.skipif(
 def test_a_graph_holds_the_kernels_of_the_package_alone(
     scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = (("hopper_gemm", "fp8kit.matmul.hopper.gemm", ("cuda",)),)
-    monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", own)
+    backend_tables.install(monkeypatch, matmul={"hopper_gemm": gemm.BACKEND})
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     layer = decoder_layer(scheme, "cuda")
     x = torch.randn(1, rows, CONFIG.hidden_size, device="cuda").bfloat16()

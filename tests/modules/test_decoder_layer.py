@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,13 @@ from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import fp8kit
-from fp8kit.modules import fused_producers
 from fp8kit.modules.decoder_layer import FLOWS, ResidualForward, find_flow
 from fp8kit.modules.norm_formula import NormFormula
 from numerics import assert_bits_equal, relative_error
 
 PLAIN, SANDWICH = FLOWS
+pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
+
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -32,13 +32,6 @@ SIZES = {
     "vocab_size": 128,
     "pad_token_id": 0,
 }
-
-
-@pytest.fixture(autouse=True)
-def _fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the fused path on a CPU too, where the reference computes it."""
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
-    return
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,14 +23,9 @@ with warnings.catch_warnings():
     from diffusers.models.normalization import AdaLayerNormContinuous, AdaLayerNormZeroSingle
 
 Inputs = dict[str, Tensor]
+pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
+
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 64}
-
-
-@pytest.fixture(autouse=True)
-def _fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the fused path on a CPU too, where the reference computes it."""
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
-    return
 
 
 def flux() -> tuple[nn.Module, Inputs]:

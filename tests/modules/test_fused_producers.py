@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -28,6 +28,8 @@ from fp8kit.conversion.fusion import fuse_producers
 from fp8kit.modules import fused_producers
 from numerics import assert_bits_equal, relative_error
 
+pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
+
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -46,13 +48,6 @@ MODELS = {
     "gemma": (GemmaConfig, GemmaForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the fused path on a CPU too, where the reference computes it."""
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
-    return
 
 
 def build(name: str, device: torch.device) -> nn.Module:

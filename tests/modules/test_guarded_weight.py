@@ -272,13 +272,17 @@ def test_lora_trains_beside_it() -> None:
     tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=4))
     tuned(torch.randn(3, SIZE)).sum().backward()
     assert any(p.grad is not None for n, p in tuned.named_parameters() if "lora_B" in n)
+    tuned = peft.get_peft_model(
+        nn.Sequential(*model_of().values()),
+        peft.IA3Config(target_modules=["0"], feedforward_modules=[]),
+    )
     with pytest.raises(UnsupportedError, match="Call the layer instead"):
         tuned.merge_and_unload()
 
 
 LIMITS: dict[str, Callable[[Fp8Linear], Tensor]] = {
     "state_dict": lambda layer: layer.state_dict()["weight"],
-    "parameters": lambda layer: next(layer.parameters()),
+    "parameters": lambda layer: dict(layer.named_parameters())["weight"],
     "_parameters": lambda layer: layer._parameters["weight"],  # type: ignore[dict-item, return-value]
 }
 

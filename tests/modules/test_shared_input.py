@@ -516,9 +516,9 @@ def test_weights_that_were_joined_before_a_capture_stay_joined(
     assert not group._joins()
 
 
-def test_a_capture_is_seen_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_is_seen_on_a_gpu_alone(faked_cuda: Callable[..., None]) -> None:
     group = SharedInput(siblings(torch.device("cpu")))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    faked_cuda(is_current_stream_capturing=lambda: True)
     group._watch_capture(torch.empty(1))
     assert not group._captured
     group._watch_capture(SimpleNamespace(is_cuda=True))

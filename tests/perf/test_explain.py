@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -89,13 +90,14 @@ def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"µs, bf16 {times['bf16']:.1f} µs (measured at m=64)" in str(explanation)
 
 
-def test_the_tile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tile_is_named(
+    monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
+) -> None:
     gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
     from fp8kit.matmul.hopper import heuristics
     from fp8kit.matmul.hopper.device import H200
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    faked_cuda()
     monkeypatch.setattr(gemm, "device_record", lambda _: H200)
     monkeypatch.setattr(gemm.nvrtc, "missing", lambda: None)
     layer = fp8kit.Fp8Linear(14336, 4096, bias=False, device="meta", dtype=torch.bfloat16)

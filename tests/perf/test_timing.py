@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +21,9 @@ def test_a_round_has_as_many_calls_as_fit_and_every_copy() -> None:
     assert calls_for(effort, 10.0, 1024) == 1024
 
 
-def test_the_weights_of_a_small_layer_leave_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_of_a_small_layer_leave_the_cache(faked_cuda: Callable[..., None]) -> None:
     h200 = SimpleNamespace(L2_cache_size=60 * 2**20)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h200)
+    faked_cuda(get_device_properties=lambda _: h200)
     for n, k in ((960, 576), (512, 512), (4096, 14336)):
         assert copies_past_cache(n * k, torch.device("cuda")) * n * k > 2 * h200.L2_cache_size
     assert copies_past_cache(1, torch.device("cuda")) == 1024
@@ -31,7 +32,7 @@ def test_the_weights_of_a_small_layer_leave_the_cache(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("late", [0, 2, 99])
 def test_a_graph_that_came_too_late_is_timed_again(
-    late: int, monkeypatch: pytest.MonkeyPatch
+    late: int, monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
 ) -> None:
     sleeps: list[int] = []
     event = SimpleNamespace(
@@ -41,7 +42,7 @@ def test_a_graph_that_came_too_late_is_timed_again(
         elapsed_time=lambda _: float(len(sleeps)),
     )
     monkeypatch.setattr(timing, "_event", lambda: event)
-    monkeypatch.setattr(torch.cuda, "_sleep", sleeps.append)
+    faked_cuda(_sleep=sleeps.append)
     clock, graph = timing._Clock(), SimpleNamespace(replay=lambda: None)
     longest = timing._LONGEST_HAND_OVER
     tries = min(late, (longest // timing._HAND_OVER).bit_length() - 1) + 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import backend_tables
 import fp8kit
 from fp8kit.dispatch import timings
 from fp8kit.dispatch.backends import choose
@@ -22,7 +23,6 @@ from fp8kit.perf import operands as benched
 from fp8kit.perf import tune
 from fp8kit.perf.timing import QUICK, SUSTAINED, Case, Effort, copies_past_cache, time_cases
 from fp8kit.perf.warmup import layer_wishes, warmup
-from fp8kit.runtime import settings
 
 CPU = torch.device("cpu")
 SHAPE = (96, 256)
@@ -47,14 +47,11 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
     """Put a backend that is quick and spoils the right result before the honest one."""
     quick = MatmulBackend(supports=lambda _: None, run=reference.run)
     honest = MatmulBackend(supports=lambda _: None, run=reference.run)
-    table = (("hopper_gemm", "quick", ()), ("torch_native", "honest", ()))
-    backends = {"quick": quick, "honest": honest}
-    monkeypatch.setattr("fp8kit.dispatch.backends._load", lambda path: (backends[path], ""))
-    monkeypatch.setattr(benched, "BACKENDS", table)
-    monkeypatch.setattr("fp8kit.ops.bodies.MATMUL_BACKENDS", table)
-    quantizers = (("reference", "fp8kit.quantizers.reference", ()),)
-    backends["fp8kit.quantizers.reference"] = fp8kit.quantizers.reference.BACKEND
-    monkeypatch.setattr("fp8kit.ops.bodies.QUANTIZER_BACKENDS", quantizers)
+    backend_tables.install(
+        monkeypatch,
+        matmul={"hopper_gemm": quick, "torch_native": honest},
+        quantizers={"reference": fp8kit.quantizers.reference.BACKEND},
+    )
 
     def install(spoil: Spoil) -> None:
         quick.configurations = lambda _: ("wide",)
@@ -195,21 +192,16 @@ def test_empty_layers_cannot_be_tuned(wish: tuple[list[tuple[int, int]], list[in
         tune.tune([tune.Wish(*wish, [Scheme.of("FP8")])], CPU, timer=timer_of({}))
 
 
-def test_what_is_kept_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
-    table_for.cache_clear()
-    try:
-        case = timings.Case("row*row", "precise", 64, 96, 256)
-        for us in (7.0, 5.0):
-            tune.keep(Table("Toy GPU", 1e12, 1e15, {case: {"torch_native": us}}))
-        other = timings.Case("row*row", "precise", 1, 96, 256)
-        tune.keep(Table("Toy GPU", 1e12, 1e15, {other: {"torch_native": 1.0}}))
-        found = table_for("Toy GPU")
-        assert found is not None
-        assert found.rows == {case: {"torch_native": 5.0}, other: {"torch_native": 1.0}}
-        assert len(list((tmp_path / "tables").glob("*.json"))) == 1
-    finally:
-        table_for.cache_clear()
+def test_what_is_kept_is_used(cache_dir: Path) -> None:
+    case = timings.Case("row*row", "precise", 64, 96, 256)
+    for us in (7.0, 5.0):
+        tune.keep(Table("Toy GPU", 1e12, 1e15, {case: {"torch_native": us}}))
+    other = timings.Case("row*row", "precise", 1, 96, 256)
+    tune.keep(Table("Toy GPU", 1e12, 1e15, {other: {"torch_native": 1.0}}))
+    found = table_for("Toy GPU")
+    assert found is not None
+    assert found.rows == {case: {"torch_native": 5.0}, other: {"torch_native": 1.0}}
+    assert len(list((cache_dir / "tables").glob("*.json"))) == 1
 
 
 def test_shipped_wishes_cover_every_scheme_and_family() -> None:
@@ -332,24 +324,19 @@ def test_warmup_refuses_what_cannot_run(
 
 
 @pytest.mark.gpu
-def test_tuning_on_a_gpu_fills_a_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
-    table_for.cache_clear()
-    try:
-        schemes = [Scheme.of(n) for n in ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_WEIGHT_ONLY")]
-        wish = tune.Wish([(1024, 2048)], [1, 300], schemes)
-        outcome = tune.tune([wish], torch.device("cuda", 0))
-        assert outcome.faults == []
-        assert len(outcome.table.rows) == 6
-        tune.keep(outcome.table)
-        layer = fp8kit.Fp8Linear.from_linear(nn.Linear(2048, 1024).bfloat16().cuda())
-        found = fp8kit.explain(layer, m=1).to_dict()[0]
-        assert found["basis"] == "measured"
-        assert json.dumps(found)
-        assert warmup(nn.Sequential(layer), m=[1], tune=True) == 1
-    finally:
-        table_for.cache_clear()
-        choose.cache_clear()
+@pytest.mark.usefixtures("cache_dir")
+def test_tuning_on_a_gpu_fills_a_table() -> None:
+    schemes = [Scheme.of(n) for n in ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_WEIGHT_ONLY")]
+    wish = tune.Wish([(1024, 2048)], [1, 300], schemes)
+    outcome = tune.tune([wish], torch.device("cuda", 0))
+    assert outcome.faults == []
+    assert len(outcome.table.rows) == 6
+    tune.keep(outcome.table)
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(2048, 1024).bfloat16().cuda())
+    found = fp8kit.explain(layer, m=1).to_dict()[0]
+    assert found["basis"] == "measured"
+    assert json.dumps(found)
+    assert warmup(nn.Sequential(layer), m=[1], tune=True) == 1
 
 
 class OutOfResources(Exception):
@@ -390,11 +377,10 @@ def test_times_are_stored_shape_by_shape(backends: Callable[[Spoil], None]) -> N
 
 
 def test_what_was_rejected_is_not_dispatched(
-    backends: Callable[[Spoil], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    backends: Callable[[Spoil], None], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither for want of a time, nor by the time that the wheel's table has."""
     backends(one_row)
-    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
     outcome = tuned()
     (case,) = outcome.table.rows
     shipped = Table("Toy", 1e12, 1e15, {case: {"hopper_gemm": 0.5, DENSE: 4.0}})

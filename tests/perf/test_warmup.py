@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +16,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 import fp8kit
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.modules import fused_producers
 from fp8kit.perf import warmup
+
+pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 
 SIZES = {
     "hidden_size": 128,
@@ -64,13 +65,6 @@ class Feed(nn.Module):
         x = torch.linspace(-2, 2, 128 * ROWS, dtype=torch.bfloat16, device=input_ids.device)
         y: Tensor = self.fc2(self.act(self.fc1(self.norm(x.view(ROWS, 128)))))
         return y
-
-
-@pytest.fixture(autouse=True)
-def _fuse_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the fused path on a CPU too, where the reference computes it."""
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
-    return
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "rules"])

@@ -28,6 +28,11 @@ from fp8kit.quantizers import triton_groups, triton_rows, triton_tensor
 E4M3 = torch.float8_e4m3fn
 GROUPS = {"row": ROW, "group": GROUP128, "column": GROUP128, "static": TENSOR}
 PLAIN = (triton_groups, triton_rows, triton_tensor)
+# where columns are masked, by a constant or by a loop's bound: disassembling takes half a second
+DISASSEMBLED = (
+    *(f"{kind} 1025 row {dtype}" for kind in ("rms", "gated") for dtype in ("bf16", "fp16")),
+    *("gelu 14336 row", "quantize 14336 row", "quantize 14336 block"),
+)
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -58,7 +63,8 @@ def main() -> None:
         (kernel,) = compiled
         text = kernel.asm["ptx"]
         counts = {what: len(re.findall(p, text)) for what, p in COUNTED.items()}
-        counts["relus"] = dumped(kernel.asm["cubin"], "-sass").count(".RELU")
+        if name in DISASSEMBLED:
+            counts["relus"] = dumped(kernel.asm["cubin"], "-sass").count(".RELU")
         found[name] = counts | resources(kernel.asm["cubin"])
     sys.stdout.write(json.dumps(found) + "\n")
 
@@ -71,16 +77,18 @@ def cases() -> dict[str, Callable[[], object]]:
         pair = (w[None], w[None])
         for kind, group in GROUPS.items():
             t = target(group, kind)
-            todo[f"rms {k} {kind}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
-                x, None, w, 1e-6, 0.0, "stepwise", t
-            )
-            if k == 4096:
+            if k == 4096 or kind == "row":
+                todo[f"rms {k} {kind}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
+                    x, None, w, 1e-6, 0.0, "stepwise", t
+                )
+            if k == 4096 and kind in ("row", "static"):
                 todo[f"add_rms {k} {kind}"] = lambda x=x, w=w, t=t: fused_triton.rms_norm(
                     x, x, w, 1e-6, 0.0, "stepwise", t
                 )
-            todo[f"adaptive {k} {kind}"] = lambda x=x, p=pair, t=t: fused_triton.layer_norm(
-                x[None], None, None, p, 1e-6, "stepwise", t
-            )
+            if k == 8192 or kind == "row":
+                todo[f"adaptive {k} {kind}"] = lambda x=x, p=pair, t=t: fused_triton.layer_norm(
+                    x[None], None, None, p, 1e-6, "stepwise", t
+                )
     for dtype in (torch.bfloat16, torch.float16):  # a last tile that one column reaches
         x, w = torch.empty(512, 1025, dtype=dtype), torch.empty(1025, dtype=dtype)
         t, name = target(ROW, "row"), f"1025 row {TYPES[dtype]}"

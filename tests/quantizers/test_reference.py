@@ -21,6 +21,7 @@ import fp8kit
 from fp8kit import formats
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.quantizers import reference
+from grids import diagonal
 from numerics import assert_bits_equal
 
 E4M3, FNUZ, E5M2 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
@@ -225,8 +226,10 @@ def test_any_fp32_value(values: list[float], group: GroupShape) -> None:
     check(torch.tensor([values]), group)
 
 
-@pytest.mark.parametrize("dtype", LAYOUT, ids=str)
-@pytest.mark.parametrize("group", [TENSOR, ROW, GROUP128, BLOCK, MX], ids=str)
+# any group with any format, in smaller tensors: ``test_any_shape_dtype_and_stride``
+@pytest.mark.parametrize(
+    ("group", "dtype"), diagonal([TENSOR, ROW, GROUP128, BLOCK, MX], LAYOUT), ids=str
+)
 def test_standard_groups_with_ragged_edges(
     group: GroupShape, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,6 +47,26 @@ class FakeDriver:
         self.cold = False
         return (self.status,)
 
+    def cuModuleLoadData(self, image: bytes) -> Any:
+        self.loaded.append(image)
+        return self.status, "module"
+
+    def cuModuleGetFunction(self, *_: object) -> Any:
+        return self.status, "function"
+
+    def cuFuncSetAttribute(self, *given: object) -> Any:
+        self.allowed.append(given)
+        return (self.status,)
+
+    def cuDeviceGet(self, index: int) -> Any:
+        return self.status, f"gpu {index}"
+
+    def cuDevicePrimaryCtxRetain(self, gpu: str) -> Any:
+        return self.status, f"context of {gpu}"
+
+    def cuCtxSetCurrent(self, context: str) -> Any:
+        return self.bind(context)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
@@ -77,10 +96,10 @@ class FakeDriver:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+def fake(monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]) -> FakeDriver:
     made = FakeDriver(cuda_launch.driver)
     monkeypatch.setattr(cuda_launch, "driver", made)
-    monkeypatch.setattr(cuda_launch.torch, "cuda", SimpleNamespace(current_device=lambda: 0))
+    faked_cuda(get_device_capability=lambda _: (9, 0))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
     cuda_launch.byte_tile_map.cache_clear()
     cuda_launch.float_row_map.cache_clear()
@@ -91,23 +110,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 @pytest.fixture
 def kernel(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> cuda_launch.Kernel:
-    functions = {
-        "cuModuleLoadData": lambda image: (fake.status, fake.loaded.append(image) or "module"),
-        "cuModuleGetFunction": lambda *_: (fake.status, "function"),
-        "cuFuncSetAttribute": lambda *given: (fake.status, fake.allowed.append(given))[:1],
-        "cuDeviceGet": lambda index: (fake.status, f"gpu {index}"),
-        "cuDevicePrimaryCtxRetain": lambda gpu: (fake.status, f"context of {gpu}"),
-        "cuCtxSetCurrent": lambda context: fake.bind(context),
-    }
-    for name, function in functions.items():
-        monkeypatch.setattr(fake, name, function, raising=False)
     monkeypatch.setattr(cuda_launch.nvrtc, "cubin", lambda _, arch: arch.encode())
-    cuda = SimpleNamespace(
-        device=lambda _: contextlib.nullcontext(),
-        current_device=lambda: 0,
-        get_device_capability=lambda _: (9, 0),
-    )
-    monkeypatch.setattr(cuda_launch.torch, "cuda", cuda)
     return cuda_launch.Kernel("source", "name", 160, 2, 4096, torch.device("cuda", 1))
 
 
@@ -121,10 +124,10 @@ def test_a_kernel_is_made_for_its_device_and_allowed_its_memory(
 
 
 def test_a_failure_to_read_parameters_is_an_error(
-    kernel: cuda_launch.Kernel, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    kernel: cuda_launch.Kernel, fake: FakeDriver
 ) -> None:
     failed = (fake.CUresult.CUDA_ERROR_INVALID_HANDLE, None, None)
-    monkeypatch.setattr(fake, "cuFuncGetParamInfo", lambda *_: failed, raising=False)
+    fake.cuFuncGetParamInfo = lambda *_: failed
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_HANDLE"):
         kernel.parameter_bytes()
 

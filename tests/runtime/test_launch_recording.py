@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -52,12 +53,20 @@ def recorded(x: Tensor, constant: Tensor) -> Recording:
     return made
 
 
-def test_all_but_the_result_share_one_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+def allocating(made: Recording, by: Callable[..., Tensor]) -> None:
+    """Let a recording take memory from a function, which is given what it would have called.
+
+    Where results lie is not for callers to say, but which addresses move is what is tested.
+    """
+    empty = made._empty
+    made._empty = lambda *layout: by(empty, *layout)
+
+
+def test_all_but_the_result_share_one_allocation() -> None:
     x = torch.randn(5, 7)
     made = recorded(x, torch.randn(5, 7))
     allocated: list[Tensor] = []
-    empty = made._empty
-    monkeypatch.setattr(made, "_empty", lambda *a: (allocated.append(empty(*a)), allocated[-1])[1])
+    allocating(made, lambda empty, *a: (allocated.append(empty(*a)), allocated[-1])[1])
     (y,) = made(x)
     assert [t.nbytes for t in allocated] == [x.nbytes, 256]
     assert allocated[0] is y
@@ -82,19 +91,19 @@ def test_results_are_inference_tensors_where_the_caller_is_in_inference_mode() -
         assert made(x)[0].is_inference()
 
 
-def on_blocks(made: Recording, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+def on_blocks(made: Recording) -> dict[str, Tensor]:
     """Let a recording allocate these blocks, until a test puts others in their place."""
     blocks = {"y": torch.empty(5, 7), "scratch": torch.empty(256, dtype=torch.uint8)}
     by_dtype = {torch.float32: "y", torch.uint8: "scratch"}
-    monkeypatch.setattr(made, "_empty", lambda *layout: blocks[by_dtype[layout[-1]]])
+    allocating(made, lambda _, *layout: blocks[by_dtype[layout[-1]]])
     return blocks
 
 
-def test_only_addresses_that_changed_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_addresses_that_changed_are_moved() -> None:
     """The first launch takes the input and scratch; the second scratch, a constant, the result."""
     x, constant = torch.randn(5, 7), torch.randn(5, 7)
     made = recorded(x, constant)
-    blocks = on_blocks(made, monkeypatch)
+    blocks = on_blocks(made)
     made(x)
     first, second = made.steps
     held = [x, *blocks.values()]  # so that no new block is at an old address
@@ -118,7 +127,7 @@ def test_only_addresses_that_changed_are_moved(monkeypatch: pytest.MonkeyPatch) 
 def test_a_move_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     x, other, constant = torch.randn(3, 5, 7)
     made = recorded(x, constant)
-    blocks = on_blocks(made, monkeypatch)
+    blocks = on_blocks(made)
     made(x)
     before = blocks["y"]
     blocks["y"] = torch.empty(5, 7)
@@ -352,7 +361,6 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
     made.index = 1
     where = [current]
     entered: list[int] = []
-    empty = made._empty
 
     @contextlib.contextmanager
     def device(index: int) -> object:
@@ -365,14 +373,14 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
         assert where[0] == index
         return 100 + index
 
-    def allocate(*layout: object) -> Tensor:
+    def allocate(empty: Callable[..., Tensor], *layout: object) -> Tensor:
         assert where[0] == 1
         return empty(*layout)
 
     monkeypatch.setattr(launch_recording.torch, "cuda", SimpleNamespace(device=device))
     monkeypatch.setattr(launch_recording, "_current_device", lambda: where[0])
     monkeypatch.setattr(launch_recording, "_current_stream", raw_stream)
-    monkeypatch.setattr(made, "_empty", allocate)
+    allocating(made, allocate)
     assert torch.equal(made(x)[0], y)
     assert entered == ([1] if current == 0 else [])
     assert where == [current]
@@ -441,6 +449,14 @@ class NotingKernel:
         return lambda *_, **__: self.compiled
 
 
+def noted(monkeypatch: pytest.MonkeyPatch, name: str) -> NotingKernel:
+    """Put a kernel that notes its launches in the place of the one of this name."""
+    home, _, attribute = name.rpartition(".")
+    fake = NotingKernel(getattr(importlib.import_module(home), attribute))
+    monkeypatch.setattr(name, fake)
+    return fake
+
+
 @pytest.mark.parametrize(
     ("group", "shape", "kernels"),
     [
@@ -461,12 +477,7 @@ def test_every_quantizer_can_be_recorded(
     group: GroupShape, shape: tuple[int, int], kernels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch passes every argument of the kernel's signature, in its order."""
-    fakes = []
-    for name in kernels:
-        module, _, attribute = name.partition(".")
-        home = importlib.import_module(f"fp8kit.quantizers.{module}")
-        fakes.append(NotingKernel(getattr(home, attribute)))
-        monkeypatch.setattr(home, attribute, fakes[-1])
+    fakes = [noted(monkeypatch, f"fp8kit.quantizers.{name}") for name in kernels]
     x = torch.randn(shape)
     rounding = "floor" if group == MX else "exact"
     outputs: list[Tensor] = []
@@ -496,9 +507,7 @@ def test_every_fused_kernel_can_be_recorded(
     producer: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "activation" if producer == "silu" else "norm"
-    home = importlib.import_module(f"fp8kit.fused.triton_{name}s")
-    fake = NotingKernel(getattr(home, f"_{name}_kernel"))
-    monkeypatch.setattr(home, f"_{name}_kernel", fake)
+    fake = noted(monkeypatch, f"fp8kit.fused.triton_{name}s._{name}_kernel")
     x, other, weight = torch.randn(2, 4, 256), torch.randn(2, 4, 256), torch.randn(256)
     target = Target(None, GROUP128, torch.float8_e4m3fn, 1e-12, None, "exact", layout)
     pair = (torch.randn(2, 256), torch.randn(2, 256))
@@ -527,9 +536,7 @@ def test_every_fused_kernel_can_be_recorded(
 @pytest.mark.parametrize("splits", [1, 4])
 def test_the_triton_product_can_be_recorded(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("product_kernel", "sum_kernel")
-    fakes = {name: NotingKernel(getattr(triton_gemm, name)) for name in names}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(triton_gemm, name, fake)
+    fakes = {name: noted(monkeypatch, f"fp8kit.matmul.triton_gemm.{name}") for name in names}
     e4m3 = torch.float8_e4m3fn
     x, w = torch.zeros(4, 4096, dtype=e4m3), torch.zeros(64, 4096, dtype=e4m3)
     x_scale, w_scale = torch.ones(4, 1), torch.ones(64, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ahead import without_nvrtc
-from fp8kit.runtime import nvrtc, settings
+from fp8kit.runtime import nvrtc
 
 EMPTY = 'extern "C" __global__ void empty() {}'
 COMPILER = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
@@ -15,9 +15,8 @@ COMPILER = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nv
 
 @COMPILER
 def test_an_image_is_compiled_once_and_anew_if_damaged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
-    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
     compiled: list[str] = []
     compile_ = nvrtc.compiled
 
@@ -29,7 +28,7 @@ def test_an_image_is_compiled_once_and_anew_if_damaged(
     image = nvrtc.cubin(EMPTY, "sm_90a")
     assert nvrtc.cubin(EMPTY, "sm_90a") == image
     assert compiled == ["sm_90a"]
-    (stored,) = (tmp_path / "cubin").iterdir()
+    (stored,) = (cache_dir / "cubin").iterdir()
     whole = stored.read_bytes()
     assert whole.endswith(image)
     zeroed = whole[: len(whole) // 2].ljust(len(whole), b"\0")
@@ -48,24 +47,19 @@ def test_an_empty_log_is_written_into_memory_of_its_own() -> None:
 
 
 @COMPILER
-def test_an_image_needs_no_place_to_be_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path / "file")
+def test_an_image_needs_no_place_to_be_kept(cache_dir: Path) -> None:
+    cache_dir.rmdir()
+    cache_dir.touch()
     assert nvrtc.cubin(EMPTY, "sm_90a").startswith(b"\x7fELF")
 
 
 @COMPILER
-def test_a_source_that_does_not_compile_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+def test_a_source_that_does_not_compile_is_not_kept(cache_dir: Path) -> None:
     with pytest.raises(
         RuntimeError, match=r"could not compile for sm_90a:\n.*\"vod\" is undefined"
     ):
         nvrtc.cubin(EMPTY.replace("void", "vod"), "sm_90a")
-    assert list(tmp_path.iterdir()) == []
+    assert list(cache_dir.iterdir()) == []
 
 
 def test_a_missing_compiler_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:

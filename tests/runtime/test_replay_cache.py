@@ -101,7 +101,7 @@ def test_codes_with_gaps_between_rows_are_recorded(
     x, multiply = x_of(5), cpu_backends.run
     expected = operator(made(scheme, linear := dense()), x)
     monkeypatch.setattr("fp8kit.ops.bodies.empty_codes", gaps)
-    monkeypatch.setattr(cpu_backends, "run", noting)
+    cpu_backends.run = noting
     layer = warmed(made(scheme, linear), x, cpu_backends)
     assert multiplied == [(192, 1)] * 2
     assert_bits_equal(layer(x), expected)
@@ -819,7 +819,7 @@ def test_few_frames_lie_between_a_layer_and_its_launch(
         return real(operands, problem)
 
     layer, x = made(), x_of(3)
-    monkeypatch.setattr(cpu_backends, "run", run)
+    cpu_backends.run = run
     layer(x)
     package = [name for name in seen.deepest if "<locals>" not in name]
     assert package == ["ReplayCache.run", "linear"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import held_cache_scales
-from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, Dialect, JsonObject, Spec
+from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, JsonObject, Spec
 from fp8kit.checkpoint.expert_names import stacks_in
 from fp8kit.checkpoint.exporting import Exported, dense_linears, on_disk, refuse_transposed
 from fp8kit.checkpoint.schema.naming import cache_strategy
@@ -35,6 +35,7 @@ class Announced:
         schemes: the scheme of each layer, under its names in the module and in the checkpoint.
         heads: output heads that are FP8.
         kv_scales: of the KV cache, as in ``Spec``.
+        scale_ub: bound on the amax of activations, as in ``Spec``.
     """
 
     dialect: Dialect
@@ -43,6 +44,7 @@ class Announced:
     schemes: Mapping[str, Scheme]
     heads: Sequence[str]
     kv_scales: str
+    scale_ub: float | None
 
     def config(self, ignore: Sequence[str]) -> JsonObject:
         """Return the ``quantization_config`` of the checkpoint.
@@ -52,7 +54,7 @@ class Announced:
         """
         others = {n: s for n, s in self.schemes.items() if s != self.main}
         others |= {n: self.schemes[n] for n in self.heads}
-        spec = Spec(self.main, tuple(ignore), others=others, kv_scales=self.kv_scales)
+        spec = Spec(self.main, tuple(ignore), (), others, self.kv_scales, self.scale_ub)
         return self.dialect.render(spec)
 
     def on_disk(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -88,7 +90,8 @@ def announce(
     """Tell how the FP8 layers of a module are written for a target.
 
     Layers of one scheme are written in the dialect of that scheme, layers of several in
-    compressed-tensors, which names those that differ from most.
+    compressed-tensors, which names those that differ from most, and layers with a ``scale_ub`` in
+    fbgemm, which alone has such a bound.
 
     Args:
         model: a module with ``Fp8Linear`` layers.
@@ -99,7 +102,7 @@ def announce(
     Raises:
         ValueError: for an unknown target.
         CheckpointError: if there are no FP8 layers, if they compute in several dtypes or have
-            adapters, or if the target cannot load them.
+            adapters, or bounds that differ, or if the target cannot load them.
 
     Example:
         >>> announce(model, export_module(model), "vllm").dialect.name
@@ -134,8 +137,10 @@ def announce(
     counts.update(layer.scheme for layer in exported.experts.values())
     counts.update(m.scheme for m in stacked.values())
     main = counts.most_common(1)[0][0]
+    bound = _bound(layers, dialect)
     if dialect is None:
         dialect = dialect_for(target, main) if len(counts) == 1 else COMPRESSED_TENSORS
+        dialect = dialect if bound is None else FBGEMM
     held = {n: (m.scheme, (m.out_features, m.in_features)) for n, m in layers.items()}
     for name, one in exported.experts.items():
         held[name] = one.scheme, (one.weight.shape[0], one.weight.shape[1])
@@ -154,4 +159,20 @@ def announce(
     dtype = every[0].compute_dtype
     cache = cache_strategy(tuple(t.shape) for t in held_cache_scales(model).values())
     check_cache(dialect, cache)
-    return Announced(dialect, dtype, main, schemes, output_heads(layers), cache)
+    return Announced(dialect, dtype, main, schemes, output_heads(layers), cache, bound)
+
+
+def _bound(layers: Mapping[str, Fp8Linear], dialect: Dialect | None) -> float | None:
+    """Return the bound on activations that all layers have; ``None`` if none has one."""
+    bounds = {layer.scale_ub for layer in layers.values()} or {None}
+    if len(bounds) > 1 or (bounds != {None} and dialect not in (None, FBGEMM)):
+        named = ", ".join(sorted(map(str, bounds)))
+        raise CheckpointError(
+            teach(
+                f"Layers have scale_ub = {named}"
+                f"{f', to write as {dialect.name}' if dialect else ''}.",
+                "A checkpoint has one bound on activations for all of them, in dialect fbgemm.",
+                "Set one scale_ub, or None, on every Fp8Linear before saving.",
+            )
+        )
+    return bounds.pop()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.checkpoint.dialects import Dialect, Spec, dialect_named, scheme_of
+from fp8kit.checkpoint.dialects import FBGEMM, Dialect, Spec, dialect_named, scheme_of
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, joined_scheme, rows_of
 from fp8kit.checkpoint.schema.decoding import check_codes
@@ -283,7 +283,14 @@ def _spec(job: _Translation, dense: list[str]) -> Spec:
     others |= {m.name: m.scheme for m in job.matrices if m.name in heads}
     cache = job.checkpoint.spec.kv_scales
     check_cache(job.dialect, cache)
-    return Spec(main, tuple(sorted(set(dense))), others=others, kv_scales=cache)
+    bound = job.checkpoint.spec.scale_ub
+    if bound is not None and job.dialect is not FBGEMM:
+        warnings.warn(
+            f"activation_scale_ub = {bound} is not kept: {job.dialect.name} has no bound on "
+            "activations.",
+            stacklevel=3,
+        )
+    return Spec(main, tuple(sorted(set(dense))), (), others, cache, bound)
 
 
 def _layout(job: _Translation) -> Layout:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
+from fp8kit.conversion.readers.dtypes import dtype_answers
 from fp8kit.conversion.readers.reads import weight_reads
 from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.modules.dense import computes_linear, extras
@@ -47,6 +48,7 @@ class Eligibility:
         self._kept = _kept_in_float32(model)
         self._read = weight_reads(model)
         self._held = _held_besides(model)
+        self._answers = dtype_answers(model)
 
     def of(self, names: Sequence[str], wanted: bool = False) -> str:
         """Return why a linear layer cannot become FP8; empty if it can.
@@ -64,6 +66,7 @@ class Eligibility:
             or self._of_names(names)
             or self._held.get(module, "")
             or self._read.get(module, "")
+            or self._answers.get(module, "")
             or self._of_weight(module.get_parameter("weight"))
         )
 

@@ -5,9 +5,15 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from fp8kit.errors import ConversionError, did_you_mean, teach
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    Choice = Callable[[str, nn.Module], bool]
 
 SMALLEST_SIDE = 64
 SMALLEST_WEIGHT = 128 * 128
@@ -81,8 +87,47 @@ def names_block(pattern: str, name: str) -> bool:
     )
 
 
+def chosen(
+    argument: str,
+    given: Sequence[str] | Choice | None,
+    layers: Iterable[tuple[str, nn.Module]],
+) -> Sequence[str] | None:
+    """Return patterns for what a function chooses among layers, or the patterns that were given.
+
+    Args:
+        argument: what they are for, for errors.
+        given: patterns, or a function of a name and a module.
+        layers: names and modules of all linear layers.
+
+    Raises:
+        ConversionError: if the function chooses none.
+    """
+    if given is None or not callable(given):
+        return given
+    layers = list(layers)
+    found = [name for name, module in layers if given(name, module)]
+    if not found:
+        raise ConversionError(
+            teach(
+                f"The {argument} function chooses no linear layer.",
+                f"It is asked with each name and layer, such as {some_of([n for n, _ in layers])}.",
+                "Return True for the layers that are meant.",
+            )
+        )
+    # an expression, because a full name alone would lift the defaults
+    return [f"re:{re.escape(name)}$" for name in found]
+
+
 def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> None:
-    """Refuse a string for a list, and a pattern that matches no name."""
+    """Refuse a string or a function for a list, and a pattern that matches no name."""
+    if callable(patterns):
+        raise TypeError(
+            teach(
+                f"Got a function as {argument}.",
+                "Where there is no model, only names of tensors, layers are chosen by patterns.",
+                f"Pass {argument}=[...]; fp8kit.plan and convert take functions.",
+            )
+        )
     if isinstance(patterns, str):
         raise TypeError(
             teach(

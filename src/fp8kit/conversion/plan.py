@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from fp8kit.conversion import calibration, fusion, profitability, siblings
 from fp8kit.conversion.eligibility import Eligibility, bypassed
 from fp8kit.conversion.experts import decide_experts, names_to_match, own_gates, recognize
 from fp8kit.conversion.fusion_rules import Link
-from fp8kit.conversion.patterns import check_patterns, exclusion, some_of
+from fp8kit.conversion.patterns import check_patterns, chosen, exclusion, some_of
 from fp8kit.conversion.report import Record, Report
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.dispatch.backends import choose
@@ -27,7 +29,11 @@ from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared_input import can_share
 from fp8kit.modules.stacked_experts import convert_experts
+from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
+
+if TYPE_CHECKING:
+    from fp8kit.conversion.patterns import Choice
 
 STORAGES = ("discard", "cpu_offload", "keep")
 _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
@@ -148,8 +154,8 @@ def plan(
     model: nn.Module,
     scheme: Scheme | str = "FP8_DYNAMIC",
     *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
+    include: Sequence[str] | Choice | None = None,
+    exclude: Sequence[str] | Choice | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
     fuse: str | Mapping[str, Sequence[str]] = "all",
@@ -169,8 +175,9 @@ def plan(
         scheme: a preset name or a ``Scheme``.
         include: patterns; only layers that match one are considered. A pattern that names a layer
             in full lifts the default exclusions for it, and asks for a subclass of ``nn.Linear``
-            that has methods or attributes of its own.
-        exclude: patterns, added to the safe defaults; an empty list switches the defaults off.
+            that has methods or attributes of its own. Or a function of a name and a module.
+        exclude: patterns, added to the safe defaults; an empty list switches the defaults off. Or
+            a function ``exclude(name, module)`` that returns True for layers to leave alone.
         strict: raise if a considered layer cannot be converted, or no layer would become FP8,
             instead of reporting it.
         calibrate: runs the model on representative data, e.g. ``lambda model: model(batch)``.
@@ -208,16 +215,17 @@ def plan(
     """
     scheme, rows = Scheme.of(scheme), None if m is None else check_row_counts(m)
     _check_arguments(model, calibrate)
+    scheme = native_scheme(scheme, next(model.parameters(), torch.empty(0)).device)
     level = fusion.level(fuse)
     names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
-    every = [n for module, found in names.items() if is_linear(module) for n in found]
+    linears = {n: module for module, found in names.items() if is_linear(module) for n in found}
     stacks = {m: s for m in names if not is_linear(m) and (s := recognize(m)) is not None}
     held = {m: s for m, s in stacks.items() if isinstance(s, ExpertStacks)}
-    every += [n for m, s in held.items() for n in names_to_match(names[m], m, s)]
-    for argument, patterns in (("include", include), ("exclude", exclude)):
-        check_patterns(argument, () if patterns is None else patterns, every)
+    linears |= {n: m for m, s in held.items() for n in names_to_match(names[m], m, s)}
+    include = _patterns("include", include, linears)
+    exclude = _patterns("exclude", exclude, linears)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
     obstacles, roles = Eligibility(model), layer_roles(model)
     for module, found in names.items():
@@ -246,8 +254,7 @@ def plan(
             "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
             "that one forgets meets NaN on a GPU."
         )
-    nothing = report.nothing()
-    report.notes += [nothing] if nothing else []
+    report.notes += filter(None, [report.nothing()])
     if strict:
         report.refuse_blocked()
     return Plan(model, scheme, report, calibrate, fuse, links)
@@ -257,15 +264,16 @@ def convert(
     model: nn.Module,
     scheme: Scheme | str = "FP8_DYNAMIC",
     *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
+    include: Sequence[str] | Choice | None = None,
+    exclude: Sequence[str] | Choice | None = None,
     strict: bool = False,
     calibrate: Callable[[nn.Module], object] | None = None,
     fuse: str | Mapping[str, Sequence[str]] = "all",
     m: int | Sequence[int] | None = None,
     weight_storage: str = "discard",
+    copy: bool = False,
 ) -> Report:
-    """Replace the linear layers of a model by FP8 ones, in place.
+    """Replace the linear layers of a model by FP8 ones, in place or in a copy.
 
     Args:
         model: any module with weights in memory.
@@ -277,9 +285,11 @@ def convert(
         fuse: as in ``plan``.
         m: as in ``plan``.
         weight_storage: as in ``Plan.apply``.
+        copy: leave the model as it is and convert a deep copy, which is ``report.model``; dense
+            weights that the copy would discard are not copied.
 
     Returns:
-        What was converted, what was skipped and why, and the bytes before and after.
+        What was converted, what was skipped and why, the bytes before and after; and the copy.
 
     Raises:
         TypeError: as ``plan`` raises it.
@@ -302,9 +312,29 @@ def convert(
         fuse=fuse,
         m=m,
     )
+    if copy:
+        decided.model = _copied(model, decided.report, weight_storage)
     report = decided._carry_out(weight_storage)
+    report.model = decided.model if copy else None  # it shall not keep alive what others drop
     _warn_of_nothing(report)
     return report
+
+
+def _copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
+    """Copy a model whose dense weights are about to be discarded, without copying these."""
+    memo: dict[int, object] = {}
+    if weight_storage == "discard":
+        weights = [model.get_submodule(r.name).get_parameter("weight") for r in report.converted]
+        memo = {id(w): w for w in weights}
+    return deepcopy(model, memo)
+
+
+def _patterns(
+    argument: str, given: Sequence[str] | Choice | None, linears: Mapping[str, nn.Module]
+) -> Sequence[str] | None:
+    patterns = chosen(argument, given, linears.items())
+    check_patterns(argument, () if patterns is None else patterns, list(linears))
+    return patterns
 
 
 def _warn_of_nothing(report: Report) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8kit.errors import ConversionError, teach
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ALREADY = "already FP8"
 _MIB = 2**20
@@ -58,6 +61,7 @@ class Report:
         notes: sentences about the whole model.
         groups: names of layers that share one quantized input, in call order.
         fused: names of norms, activations and feed-forwards that write FP8, once converted.
+        model: the converted copy of the model, if one was asked for.
 
     Example:
         >>> report = fp8kit.convert(model)
@@ -70,6 +74,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     groups: list[tuple[str, ...]] = field(default_factory=list)
     fused: list[str] = field(default_factory=list)
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     @property
     def converted(self) -> list[Record]:

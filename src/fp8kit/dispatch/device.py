@@ -23,8 +23,30 @@ def device_name(device: torch.device) -> str:
     return _gpu(_index(device))[1] if device.type == "cuda" else ""
 
 
+def architecture(device: torch.device) -> str:
+    """Name of the instruction set of an AMD GPU, such as ``gfx942``; empty for any other device."""
+    if device.type != "cuda" or torch.version.hip is None:
+        return ""
+    return _amd(_index(device))
+
+
+def native_codes(architecture: str) -> torch.dtype:
+    """Return the e4m3 encoding that a GPU multiplies: e4m3fnuz on MI300 (gfx94), else e4m3fn.
+
+    Args:
+        architecture: as ``architecture`` gives it; empty for what is no GPU of AMD.
+    """
+    return torch.float8_e4m3fnuz if architecture.startswith("gfx94") else torch.float8_e4m3fn
+
+
 def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _amd(index: int) -> str:
+    name: str = torch.cuda.get_device_properties(index).gcnArchName
+    return name.partition(":")[0]
 
 
 @functools.cache

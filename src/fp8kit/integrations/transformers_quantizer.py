@@ -167,8 +167,16 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
-        """Refuse what would be wrong: quantizing on the fly into weights that live on disk."""
+        """Refuse what would be wrong: FP8 that nobody described, quantizing into files on disk."""
         check_version()
+        if self.pre_quantized and self.quantization_config.layers is None:
+            raise UnsupportedError(
+                teach(
+                    f"A config has quant_method {METHOD!r}, which no file has.",
+                    "It does not say which layers are FP8; loaded as dense, they would be wrong.",
+                    "Load the checkpoint with fp8kit.load(directory).",
+                )
+            )
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise UnsupportedError(
                 teach(

@@ -15,6 +15,7 @@ from fp8kit.checkpoint.storage import directory
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.refusals import check_source
 from fp8kit.checkpoint.streaming import executor, journal
+from fp8kit.checkpoint.streaming.known_decoders import facts_of_decoder
 from fp8kit.checkpoint.streaming.layer_selection import (
     Facts,
     Selection,
@@ -320,6 +321,8 @@ def _threads(devices: Sequence[torch.device | str]) -> Runner:
 def _facts(checkpoint: Checkpoint, recipe: Recipe) -> Facts:
     if not checkpoint.config.get("architectures"):
         return facts_by_name(checkpoint)
+    if known := facts_of_decoder(checkpoint):
+        return known
     try:
         module = importlib.import_module("fp8kit.integrations.transformers_facts")
         found: Facts = module.facts(checkpoint, recipe.resolved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.weight_parts import recode_for_devices
 
 
 def save(
@@ -88,6 +89,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = False,
+    widths: Mapping[str, Sequence[int]] | None = None,
 ) -> Any:
     """Load an FP8 checkpoint bit for bit, or quantize a high-precision one while loading it.
 
@@ -106,6 +108,9 @@ def load(
         dtype: its high precision; by default the checkpoint's.
         strict: raise instead of warning about tensors the model does not use, and for layers that
             cannot be quantized.
+        widths: rows of the parts of fused FP8 layers that have one scale for each part, by patterns
+            of their names, such as ``{"*.in_proj": (256, 256, 64)}``; ``qkv_proj`` and
+            ``gate_up_proj`` are known without.
 
     Returns:
         The model; one of Transformers is in eval mode and has its generation config.
@@ -129,7 +134,7 @@ def load(
                 "Pass scheme='FP8_DYNAMIC' or the like by name.",
             )
         )
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, widths)
     _check_request(checkpoint, model, scheme, include, exclude)
     where = None if device is None else torch.device(device)
     if model is not None:
@@ -140,6 +145,8 @@ def load(
         filled = into_module.fill(
             model, checkpoint, selection, device=where, dtype=dtype, strict=strict
         )
+        _bound_inputs(checkpoint, model)
+        recode_for_devices(model)
         _warn(checkpoint, filled)
         return model
     hf = integration()
@@ -147,6 +154,8 @@ def load(
     if checkpoint.spec is None:
         config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
     made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict)
+    _bound_inputs(checkpoint, made)
+    recode_for_devices(made)
     _warn(checkpoint, filled)
     return made
 
@@ -209,6 +218,15 @@ def _tell_of_stacks(whole: Sequence[str]) -> None:
             "for an engine.",
             stacklevel=3,
         )
+
+
+def _bound_inputs(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Give layers the bound on activations that a checkpoint has."""
+    if checkpoint.spec is None or checkpoint.spec.scale_ub is None:
+        return
+    for layer in model.modules():
+        if isinstance(layer, Fp8Linear):
+            layer.scale_ub = checkpoint.spec.scale_ub
 
 
 def _warn(checkpoint: Checkpoint, filled: into_module.Filled) -> None:

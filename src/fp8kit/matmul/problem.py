@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.dispatch.backends import Backend, BackendTable
-from fp8kit.dispatch.device import capability, device_name
+from fp8kit.dispatch.device import architecture, capability, device_name
 from fp8kit.dispatch.timings import DENSE, Case, Measured, table_for
 from fp8kit.formats import ROW, TENSOR, GroupShape, Scheme
 
@@ -54,6 +54,7 @@ class MatmulProblem:
         device: name of the GPU, under which its measured times are kept; empty elsewhere.
         configuration: how the backend shall cut the problem; empty leaves that to the backend, and
             ``None`` to dispatch.
+        architecture: of a GPU of AMD, such as ``gfx942``; empty elsewhere.
     """
 
     m: int
@@ -71,6 +72,7 @@ class MatmulProblem:
     capability: tuple[int, int] | None
     device: str = ""
     configuration: str | None = None
+    architecture: str = ""
 
     @staticmethod
     def of(
@@ -102,6 +104,7 @@ class MatmulProblem:
             x.device.type,
             capability(x.device),
             device_name(x.device),
+            architecture=architecture(x.device),
         )
 
     def measured(self) -> Measured | None:
@@ -136,6 +139,7 @@ class MatmulProblem:
         where = self.device_type
         if self.capability is not None:
             where += " sm{}{}".format(*self.capability)
+        where += f" {self.architecture}" if self.architecture else ""
         return (
             f"[M<={self.m}, K={self.k}] {x} @ [N={self.n}, K] per {self.w_group}"
             f" -> {str(self.out_dtype).removeprefix('torch.')}"
@@ -226,4 +230,5 @@ def linear_problem(
         device_type=device.type,
         capability=capability(device),
         device=device_name(device),
+        architecture=architecture(device),
     )

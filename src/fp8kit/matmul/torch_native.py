@@ -1,9 +1,9 @@
 """``torch.nn.functional.scaled_mm`` on CUDA: cuBLASLt and CUTLASS behind torch's scaling recipes.
 
-Tensor-wise and row-wise scales run on sm89 and later, 1x128 by 128x128 blocks on sm90, MX on sm100
-and later. Torch wants N and K in multiples of 16 (128 for blocks); blocks also want M and the
-number of weight scales along K in multiples of 4. Operands are padded with zero codes and the
-result is cropped, so any shape works.
+Tensor-wise and row-wise scales run on sm89 and later and on AMD from MI300 (not run on hardware),
+1x128 by 128x128 blocks on sm90, MX on sm100 and later. Torch wants N and K in multiples of 16 (128
+for blocks); blocks also want M and the number of weight scales along K in multiples of 4. Operands
+are padded with zero codes and the result is cropped, so any shape works.
 Row-wise kernels write ``bfloat16`` only: other output dtypes multiply the bare codes into
 ``float32`` and apply the scales afterwards. For few rows that is a configuration for ``bfloat16``
 as well: cuBLAS has better kernels for it than CUTLASS for rows, and the result is small.
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from fp8kit.dispatch.device import native_codes
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import aligned
@@ -25,6 +26,7 @@ _ALIGN = 16
 _WEIGHT_ALIGN = {BLOCK: (128, 128), MX: (_ALIGN, 32)}  # of N and K, where it is another one
 _BLOCK_M_ALIGN = 4
 _BLOCK_SCALE_ALIGN = 4
+_AMD_WITH_FP8 = ("gfx94", "gfx95", "gfx12")
 SCALED_AFTER = "scaled_after"
 _FEW_ROWS = 512  # up to which a product takes as long as its weight is read
 
@@ -36,6 +38,8 @@ def supports(problem: MatmulProblem) -> str | None:
     if problem.x_group is None:
         return "torch has no FP8-weight by 16-bit recipe"
     pair = (problem.x_group, problem.w_group)
+    if problem.architecture:
+        return _of_amd(problem)
     if problem.w_dtype != torch.float8_e4m3fn or problem.x_dtype != torch.float8_e4m3fn:
         return f"codes are {problem.x_dtype} and {problem.w_dtype}, torch's recipes want e4m3fn"
     if problem.capability is None or problem.capability < (8, 9):
@@ -51,6 +55,21 @@ def supports(problem: MatmulProblem) -> str | None:
     if pair == (MX, MX):
         return None if problem.capability[0] >= 10 else "MX tensor cores start at sm100"
     return f"torch has no recipe for {pair[0]} by {pair[1]} scales"
+
+
+def _of_amd(problem: MatmulProblem) -> str | None:
+    """Return what torch lacks on a GPU of AMD, where hipBLASLt is behind its recipes."""
+    known, wanted = problem.architecture, native_codes(problem.architecture)
+    if not known.startswith(_AMD_WITH_FP8):
+        return f"FP8 matrix cores of AMD are those of gfx94, gfx95 and gfx12, not of {known}"
+    if problem.x_group not in _ROWWISE or problem.w_group not in _ROWWISE:
+        return "on AMD torch's recipes are those per tensor and per row"
+    if problem.w_dtype != wanted or problem.x_dtype != wanted:
+        return (
+            f"codes are {problem.x_dtype} and {problem.w_dtype}, {known} multiplies {wanted}: "
+            "fp8kit.recode(model, dtype) changes them"
+        )
+    return None
 
 
 def pads(problem: MatmulProblem) -> bool:

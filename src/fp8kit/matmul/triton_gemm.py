@@ -154,8 +154,10 @@ def cut(problem: MatmulProblem) -> str:
 
 def supports(problem: MatmulProblem) -> str | None:
     """Return what the kernels lack for a problem, if anything."""
+    if problem.architecture:
+        return "needs an NVIDIA GPU"
     if not INTERPRETED.value:
-        if problem.device_type != "cuda" or torch.version.hip is not None:
+        if problem.device_type != "cuda":
             return "needs an NVIDIA GPU"
         if problem.capability is None or problem.capability < (8, 0):
             return "needs sm80 or later"

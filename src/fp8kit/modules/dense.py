@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn import functional
+
+from fp8kit.errors import teach
+from fp8kit.functional import dequantize
+
+if TYPE_CHECKING:
+    from fp8kit.modules.linear import Fp8Linear
 
 _TRIED = (24, 40)  # K and N of the layer that a class is tried as
 _LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))
@@ -40,7 +48,7 @@ def as_linear(module: nn.Module | None) -> nn.Linear:
     if isinstance(module, nn.Linear):
         return module
     if not is_conv1d(module):
-        raise TypeError(f"{type(module).__name__} is no linear layer")
+        raise no_linear(module)
     assert module is not None
     weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
     k, n = weight.shape
@@ -48,6 +56,34 @@ def as_linear(module: nn.Module | None) -> nn.Linear:
     layer.weight = nn.Parameter(weight.detach().t(), requires_grad=weight.requires_grad)
     layer.register_parameter("bias", bias)
     return layer.train(module.training)
+
+
+def no_linear(module: object) -> TypeError:
+    """Return what to do with something that is no ``nn.Linear``."""
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    whole = isinstance(module, nn.Module) and not is_linear(module)
+    return TypeError(
+        teach(
+            f"Got a {name}.",
+            "One layer that becomes FP8 is an nn.Linear, with a weight [N, K].",
+            "Convert the linear layers inside it: fp8kit.convert(module)."
+            if whole
+            else "Convert the model that holds it: fp8kit.convert(model).",
+        )
+    )
+
+
+def restored(layer: Fp8Linear, dtype: torch.dtype) -> nn.Linear:
+    """Return a dense layer in place of an FP8 one; see ``Fp8Linear.to_linear``."""
+    if layer.original_weight is not None:
+        weight = layer.original_weight.to(layer.codes.device, dtype, copy=True)
+    else:
+        weight = dequantize(layer.quantized_weight(), dtype)
+    dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    dense.weight = nn.Parameter(weight)
+    if layer.bias is not None:
+        dense.bias = nn.Parameter(layer.bias.detach().to(dtype, copy=True))
+    return dense
 
 
 def extras(linear: nn.Linear) -> list[str]:

@@ -66,6 +66,7 @@ class Consumers:
         """Return whether nothing but these layers would see what stands for their input."""
         return (
             takes_codes(self.scheme)
+            and all(m.scale_ub is None for m in self.group.members)
             and all(owned.get(name) is value for owned, name, value in self._children)
             and all(getattr(m, name, None) is value for m, name, value in self._settings)
             and not is_watched(*self.modules)
@@ -275,7 +276,8 @@ class FusedGatedMlp(Fused):
 
 def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:
     """Return whether codes can be handed to a layer past its ``forward``."""
-    return isinstance(layer, Fp8Linear) and takes_codes(layer.scheme) and not is_watched(layer)
+    fp8 = isinstance(layer, Fp8Linear) and takes_codes(layer.scheme) and layer.scale_ub is None
+    return fp8 and not is_watched(layer)
 
 
 def activation_kind(act_fn: object) -> str | None:

@@ -1,7 +1,8 @@
-"""Libraries that save models by means of their own are told how FP8 layers are written.
+"""Libraries that save or change models by means of their own are told of FP8 layers.
 
 Their ``save_pretrained`` writes the ``state_dict`` and a config; of codes without a config they
-would make a dense model of wrong numbers. A library that is not loaded is not touched.
+would make a dense model of wrong numbers. PEFT puts layers of its own around ours, and computes
+with their weights when it merges. A library that is not loaded is not touched.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import warnings
 
 from fp8kit.errors import UnsupportedError, teach
 
-# a module that defines the models of a library, and what tells that library
+# a module that defines what a library makes, and what tells that library
 _TOLD_BY = {
     "transformers.modeling_utils": "fp8kit.integrations.transformers_quantizer",
     "diffusers.models.modeling_utils": "fp8kit.integrations.diffusers",
+    "peft.tuners.lora.model": "fp8kit.integrations.peft",
 }
 _told: set[str] = set()
 
@@ -36,7 +38,7 @@ def tell_libraries() -> None:
                     teach(
                         f"FP8 layers are made while {name} is loaded, which cannot be told: "
                         f"{str(error).rstrip('.')}.",
-                        f"What {name}'s save_pretrained writes of them would load as dense.",
+                        f"{name} takes them for dense, also where it saves or merges them.",
                         "Save such models with fp8kit.save, or upgrade it.",
                     ),
                     stacklevel=2,

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from fp8kit import functional
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
-from fp8kit.modules import refusals
+from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight as quantize_weight
 from fp8kit.modules.entries import quantized_entries
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
 from fp8kit.ops import operators, validation
+from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
 
@@ -37,9 +37,10 @@ class Fp8Linear(nn.Linear):
     ``compute_dtype`` and never the codes or scales. Weight and scales are frozen: gradients flow to
     the input and, if it requires one, to the bias.
 
-    Two attributes may be set at any time and are no part of a checkpoint: ``accum`` (``"fast"``
-    for the tensor core's own sums) and ``batch_invariant`` (``True`` gives a row the same bits
-    whatever other rows there are).
+    Attributes may be set at any time: ``accum`` (``"fast"`` for the tensor core's own sums),
+    ``batch_invariant`` (``True`` gives a row the same bits whatever other rows there are) and
+    ``out_dtype`` (of results; ``None`` for that of the input) belong to the run and are not saved.
+    ``scale_ub``, a number, bounds each amax of the input from above; checkpoints keep it.
 
     A new layer is uninitialized, like ``torch.empty``; make a filled one with ``from_linear`` or
     ``from_quantized``, or load a ``state_dict``.
@@ -63,8 +64,11 @@ class Fp8Linear(nn.Linear):
 
     weight_scale: nn.Parameter
     input_scale: nn.Parameter | None
-    accum = "precise"
-    batch_invariant = False
+    accum: str = settings.ACCUM
+    batch_invariant: bool = settings.BATCH_INVARIANT
+    out_dtype: torch.dtype | None = None
+    scale_ub: float | None = None
+    _bound: Tensor | None = None  # scale_ub on the device of the weight
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
@@ -81,12 +85,14 @@ class Fp8Linear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.scheme = Scheme.of(scheme)
         self.compute_dtype = dtype or torch.get_default_dtype()
-        self._options = _options(self)
+        self._options = layer_options.options_of(self)
         self.qualified_name = ""  # in the model it was converted in, for errors
         self.original_weight: Tensor | None = None
         self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
         self.replays = ReplayCache()
         self.shared: Callable[[Fp8Linear, Tensor], Tensor] | None = None  # a SharedInput
+        # first: code takes the dtype of a module's first Parameter for that of its numbers
+        self.register_parameter("bias", None)
         shape = (out_features, in_features)
         scales, kind = scale_shape(shape, self.scheme.weight), scale_dtype(self.scheme.weight)
         self.weight = frozen(torch.empty(shape, dtype=self.scheme.dtype, device=device))
@@ -97,8 +103,6 @@ class Fp8Linear(nn.Linear):
             self.register_parameter("input_scale", None)
         if bias:
             self.bias = frozen(torch.empty(out_features, dtype=self.compute_dtype, device=device))
-        else:
-            self.register_parameter("bias", None)
 
     @classmethod
     def from_linear(
@@ -115,13 +119,16 @@ class Fp8Linear(nn.Linear):
             input_scale: fp32 ``[1, 1]``, positive and finite, needed by static schemes.
 
         Raises:
-            TypeError: if the weight is not a float tensor, or ``input_scale`` is no tensor.
+            TypeError: for what is no ``nn.Linear``, if the weight is not a float tensor, or
+                ``input_scale`` is no tensor.
             ValueError: if the scheme is unknown, or is static and got no ``input_scale``, or one
                 that scales nothing.
 
         Example:
             >>> layer = Fp8Linear.from_linear(nn.Linear(256, 512), "FP8_BLOCK")
         """
+        if not isinstance(linear, nn.Linear):
+            raise dense.no_linear(linear)
         scheme = Scheme.of(scheme)
         q = quantize_weight(linear.weight.detach(), scheme)
         return cls.from_quantized(
@@ -168,10 +175,18 @@ class Fp8Linear(nn.Linear):
             layer.bias = bias if isinstance(bias, nn.Parameter) else frozen(bias)
         return layer
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Compute ``[..., N]`` from ``[..., K]``, in the dtype of ``input`` (or autocast's)."""
-        if isinstance(input, Proxy):  # of fx.symbolic_trace
-            return self._as_node(input)
+    def forward(self, input: Tensor | QTensor) -> Tensor:
+        """Compute ``[..., N]`` from ``[..., K]``.
+
+        Args:
+            input: bf16, fp16 or fp32; or codes as the scheme has them, from ``fp8kit.quantize``.
+
+        Returns:
+            In ``out_dtype``, else the dtype of ``input`` (or autocast's; ``compute_dtype``).
+        """
+        if isinstance(input, (Proxy, QTensor)):
+            y: Tensor = self._special(input)
+            return y
         if self.original_weight is not None:
             self._follow_original()
         if self.shared is not None:
@@ -180,7 +195,7 @@ class Fp8Linear(nn.Linear):
             self.check_input(input)
             return self.compute(input)
         inputs, constants, options = (input,), self.operands(), self._options
-        y: Tensor | None = self.replays.replay(operators.LINEAR, inputs, constants, options)
+        y = self.replays.replay(operators.LINEAR, inputs, constants, options)
         if y is None:
             self.check_input(input)
             y = self.replays.run(operators.LINEAR, inputs, constants, options)
@@ -194,14 +209,16 @@ class Fp8Linear(nn.Linear):
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute ``[..., N]`` from an input that is known to fit."""
-        constants, options = self.operands(), self.options()
-        if torch.compiler.is_compiling():
-            return operators.linear_registered(x, *constants, *options)
-        y: Tensor = self.replays.call(operators.LINEAR, (x,), constants, options)
+        constants = self.operands()
+        if _is_compiling():
+            return operators.linear_registered(x, *constants, *self._options)
+        y: Tensor = self.replays.call(operators.LINEAR, (x,), constants, self._options)
         return y
 
     def multiply(self, codes: RowCodes) -> Tensor:
         """Compute ``[..., N]`` from the codes of an input that is known to fit."""
+        if self.original_weight is not None:
+            self._follow_original()
         inputs, options = operators.split(codes, self._options)
         constants = self.operands()[:3]
         if _is_compiling():
@@ -210,12 +227,14 @@ class Fp8Linear(nn.Linear):
         return y
 
     def operands(self) -> tuple[Any, ...]:
-        """Return weight, scale, bias, input scale and no bound, as ``operators.LINEAR`` wants."""
-        held = self._parameters
+        """Return weight, scale, bias, input scale and bound, as ``operators.LINEAR`` wants."""
+        held, bound = self._parameters, self._bound
+        if bound is not None and bound.device != self.codes.device:
+            self._bound = bound = layer_options.bound_of(self)
         try:
-            return held["weight"], held["weight_scale"], held["bias"], held["input_scale"], None
+            return held["weight"], held["weight_scale"], held["bias"], held["input_scale"], bound
         except KeyError:  # one is a buffer, or computed by a parametrization
-            return self.codes, self.weight_scale, self.bias, self.input_scale, None
+            return self.codes, self.weight_scale, self.bias, self.input_scale, bound
 
     def options(self) -> Options:
         """Return the other arguments of ``operators.LINEAR``."""
@@ -223,9 +242,10 @@ class Fp8Linear(nn.Linear):
 
     def quantize_input(self, x: Tensor) -> RowCodes:
         """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
-        assert self.scheme.activation is not None
-        rounding = validation.default_rounding(self.scheme.activation, self.scheme.ue8m0)
-        return operators.quantize_rows(x, self.scheme.activation, self.scheme.dtype, rounding)
+        scheme, bound = self.scheme, self.operands()[4]
+        assert scheme.activation is not None
+        rounding = validation.default_rounding(scheme.activation, scheme.ue8m0)
+        return operators.quantize_rows(x, scheme.activation, scheme.dtype, rounding, None, bound)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Return a dense layer: the original weight if it was kept, else the dequantized one.
@@ -239,16 +259,7 @@ class Fp8Linear(nn.Linear):
         Example:
             >>> dense = layer.to_linear()
         """
-        dtype = dtype or self.compute_dtype
-        if self.original_weight is not None:
-            weight = self.original_weight.to(self.codes.device, dtype, copy=True)
-        else:
-            weight = functional.dequantize(self.quantized_weight(), dtype)
-        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        dense.weight = nn.Parameter(weight)
-        if self.bias is not None:
-            dense.bias = nn.Parameter(self.bias.detach().to(dtype, copy=True))
-        return dense
+        return dense.restored(self, dtype or self.compute_dtype)
 
     def problem(self, m: int) -> MatmulProblem:
         """Describe the matmul that this layer runs for ``m`` rows (see ``fp8kit.explain``)."""
@@ -263,9 +274,7 @@ class Fp8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Describe the layer in ``print(model)``."""
-        said = f"{super().extra_repr()}, scheme={self.scheme}, compute_dtype={self.compute_dtype}"
-        said += "" if self.accum == "precise" else f", accum={self.accum}"
-        return said + (", batch_invariant=True" if self.batch_invariant else "")
+        return f"{super().extra_repr()}{layer_options.described(self)}"
 
     def reset_parameters(self) -> None:
         """Do nothing: FP8 weights are loaded or quantized, never drawn at random."""
@@ -298,16 +307,20 @@ class Fp8Linear(nn.Linear):
             self.weight_scale.copy_(q.scale)
         self.keep(self.original_weight)
 
-    def _as_node(self, x: Proxy) -> Any:
-        """Stay one call of this module in a graph of ``torch.fx``."""
+    def _special(self, x: Proxy | QTensor) -> Any:
+        """Multiply codes; stay one call of this module in a graph of ``torch.fx``."""
+        if isinstance(x, QTensor):
+            return self.multiply(layer_options.row_codes(self, x))
         tracer: Any = x.tracer
         return tracer.create_proxy("call_module", tracer.path_of_module(self), (x,), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Put the options together when one is set, and not at every call."""
-        super().__setattr__(name, value)
-        if name in ("accum", "batch_invariant"):
-            self._options = _options(self)
+        if name not in layer_options.NAMES:
+            super().__setattr__(name, value)
+            return
+        super().__setattr__(name, layer_options.checked(self, name, value))
+        self._options, self._bound = layer_options.options_of(self), layer_options.bound_of(self)
 
     def __getattr__(self, name: str) -> Any:
         """Guard ``weight``; refuse what would split the codes and not their scales."""
@@ -321,6 +334,11 @@ class Fp8Linear(nn.Linear):
         elif name == "_distribute_module_applied":  # the first thing distribute_module asks for
             raise refusals.tensor_parallel(self._described())
         return super().__getattr__(name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Walk as any module; a library that replaces layers walks first, and is told here."""
+        tell_libraries()
+        return super().named_modules(*args, **kwargs)
 
     def _described(self) -> str:
         name = self.qualified_name or "an unnamed layer"
@@ -365,7 +383,7 @@ class Fp8Linear(nn.Linear):
         tell_libraries()
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.pop("_tapes", None)  # of a file from before these had another name
-        self.replays, self._options = ReplayCache(), _options(self)
+        self.replays, self._options = ReplayCache(), layer_options.options_of(self)
         weight = self._parameters["weight"]
         assert weight is not None
         self._parameters["weight"] = frozen(weight.detach().view(self.scheme.dtype))
@@ -391,11 +409,3 @@ class Fp8Linear(nn.Linear):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-
-def _options(layer: Fp8Linear) -> Options:
-    """Return the options of ``operators.LINEAR`` that a layer computes with."""
-    x, w = layer.scheme.activation, layer.scheme.weight
-    rounding = validation.default_rounding(x, layer.scheme.ue8m0)
-    groups = (None if x is None else (x.rows, x.cols), (w.rows, w.cols))
-    return (*groups, rounding, layer.accum, layer.batch_invariant)

@@ -204,7 +204,10 @@ class SharedInput:
     def _alike(self) -> bool:
         first = self.members[0]
         return can_share(first.scheme) and all(
-            m.scheme == first.scheme and m.in_features == first.in_features for m in self.members
+            m.scheme == first.scheme
+            and m.in_features == first.in_features
+            and m.scale_ub == first.scale_ub
+            for m in self.members
         )
 
     def _joins(self) -> bool:
@@ -250,9 +253,9 @@ class SharedInput:
         self, operator: Operator, inputs: tuple[Tensor, ...], options: Options
     ) -> Tensor | None:
         """Repeat an earlier joined product; arguments as of ``_multiply``."""
-        alike = self.members[0].options()
+        first = self.members[0]
         for m in self.members:
-            if m.options() != alike:
+            if m.options() != first.options() or m.scale_ub != first.scale_ub:
                 return None
         y: Tensor | None = self.replays.replay(operator, inputs, self._held(), options)
         return y
@@ -279,7 +282,7 @@ class SharedInput:
         bias = None if self.members[0].bias is None else self._joined("bias")
         constants: list[Tensor | None] = [weight, self._joined("weight_scale"), bias]
         if operator is operators.LINEAR:
-            constants += [None, None]
+            constants += [None, self.members[0].operands()[4]]
         y: Tensor = self.replays.run(operator, inputs, constants, options, self._held())
         return y
 
@@ -351,7 +354,8 @@ def can_join(members: Sequence[Fp8Linear]) -> bool:
         m.scheme == scheme
         and m.input_scale is None
         and m.in_features == first.in_features
-        and m.accum == first.accum
+        and m.options() == first.options()
+        and m.scale_ub == first.scale_ub
         and not m.batch_invariant
         and _kind(m.codes) == _kind(first.codes)
         and _kind(m.weight_scale) == _kind(first.weight_scale)
@@ -408,7 +412,7 @@ def _input_state(x: Tensor) -> _State:
 
 def _weight_state(member: Fp8Linear) -> _State:
     grad = _grad_enabled()
-    facts: list[object] = [member.options()]
+    facts: list[object] = [member.options(), member.scale_ub]
     for t in (*member._parameters.values(), *member._buffers.values()):
         if t is not None:
             facts += id(t), version(t), grad and t.requires_grad

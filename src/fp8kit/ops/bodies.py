@@ -105,6 +105,7 @@ def linear(
     scale_rounding: str,
     accum: str,
     batch_invariant: bool,
+    out_dtype: torch.dtype | None = None,
     *,
     backend: str | None = None,
     configuration: str | None = None,
@@ -114,11 +115,11 @@ def linear(
     ``backend`` and ``configuration`` compute as told, or raise: for measurements.
     """
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.new_empty(x.shape[:-1].numel(), 0)
-    shape = (*x.shape[:-1], w.shape[0])
+    shape, out_dtype = (*x.shape[:-1], w.shape[0]), out_dtype or x.dtype
     if not rows.numel() or not w.numel():
-        return reshaped(_without_sums(rows, w, bias, x.dtype), shape)
+        return reshaped(_without_sums(rows, w, bias, out_dtype), shape)
     group = None if x_group is None else GroupShape(*x_group)
-    options = (x.dtype, bias, accum, batch_invariant, None if group is None else w.dtype)
+    options = (out_dtype, bias, accum, batch_invariant, None if group is None else w.dtype)
     problem = MatmulProblem.of(rows, w, (group, GroupShape(*w_group)), *options)
     if configuration is not None:
         problem = dataclasses.replace(problem, configuration=configuration)

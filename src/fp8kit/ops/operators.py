@@ -35,6 +35,7 @@ def linear_registered(
     scale_rounding: str,
     accum: str,
     batch_invariant: bool,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Quantize ``x`` and multiply it by a weight, as one registered operator.
 
@@ -50,9 +51,10 @@ def linear_registered(
         scale_rounding: how scales of ``x`` are rounded.
         accum: as in ``functional.scaled_mm``.
         batch_invariant: as in ``functional.scaled_mm``.
+        out_dtype: of the result; ``None`` for that of ``x``, or autocast's where autocast is on.
 
     Returns:
-        ``[..., N]`` in the dtype of ``x``, or in autocast's where autocast is on.
+        ``[..., N]`` in ``out_dtype``.
     """
     _refuse_tangent(x)
     x = autocast(x)
@@ -60,7 +62,8 @@ def linear_registered(
     if not torch.compiler.is_compiling() and transforms.is_transformed():
         product = transforms.linear
     constants = (w, w_scale, bias, input_scale, scale_ub)
-    y: Tensor = product(x, *constants, x_group, w_group, scale_rounding, accum, batch_invariant)
+    groups = (x_group, w_group)
+    y: Tensor = product(x, *constants, *groups, scale_rounding, accum, batch_invariant, out_dtype)
     return y
 
 
@@ -98,10 +101,10 @@ def split(codes: RowCodes, options: Options) -> tuple[tuple[Tensor, Tensor], Opt
         codes: the quantized input.
         options: of ``LINEAR``, for a layer that multiplies them.
     """
-    _, w_group, _, accum, batch_invariant = options
+    _, w_group, _, accum, batch_invariant, out_dtype = options
     group = (codes.group.rows, codes.group.cols)
     inputs = (codes.data, codes.scale)
-    return inputs, (group, w_group, codes.dtype, accum, batch_invariant, codes.shape)
+    return inputs, (group, w_group, out_dtype or codes.dtype, accum, batch_invariant, codes.shape)
 
 
 def quantize_rows(

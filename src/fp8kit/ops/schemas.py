@@ -101,9 +101,11 @@ def _linear(
     scale_rounding: str,
     accum: str,
     batch_invariant: bool,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     constants = (w, w_scale, bias, input_scale, scale_ub)
-    options = (_hashable(x_group), _hashable(w_group), scale_rounding, accum, batch_invariant)
+    groups = (_hashable(x_group), _hashable(w_group))
+    options = (*groups, scale_rounding, accum, batch_invariant, out_dtype)
     y: Tensor = call_on(w, _LINEAR_BODY, (x,), constants, options)
     return y
 
@@ -120,8 +122,9 @@ def _linear_fake(
     scale_rounding: str,
     accum: str,
     batch_invariant: bool,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return x.new_empty(*x.shape[:-1], w.shape[0])
+    return x.new_empty(*x.shape[:-1], w.shape[0], dtype=out_dtype or x.dtype)
 
 
 def _hashable(group: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -154,7 +157,7 @@ SCALED_MM = register(
 LINEAR = register(
     "linear(Tensor x, Tensor w, Tensor w_scale, Tensor? bias, Tensor? input_scale,"
     " Tensor? scale_ub, int[2]? x_group, int[2] w_group, str scale_rounding,"
-    " str accum, bool batch_invariant) -> Tensor",
+    " str accum, bool batch_invariant, ScalarType? out_dtype=None) -> Tensor",
     _linear,
     _linear_fake,
 )
@@ -185,7 +188,7 @@ def linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = (grad @ dense).to(ctx.x_dtype)
     if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
         grad_bias = grad.sum_to_size(grad.shape[-1]).to(ctx.bias_dtype)
-    return (grad_x, None, None, grad_bias, *[None] * 7)
+    return (grad_x, None, None, grad_bias, *[None] * 8)
 
 
 def _refuse_backward(ctx: Any, *grads: Tensor) -> None:

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import did_you_mean, teach
-from fp8kit.formats import BLOCK, MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, check_scale
+from fp8kit.formats import (
+    BLOCK,
+    FP8_FORMATS,
+    MX,
+    ROW,
+    SCHEMES,
+    TENSOR,
+    GroupShape,
+    QTensor,
+    Scheme,
+    check_scale,
+)
 from fp8kit.quantizers.scale_layout import LAYOUTS, has_columns
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,6 +91,36 @@ def check_quantized(name: str, q: object) -> None:
                 f"Got {name} of type {type(q).__name__}.",
                 "It is a QTensor: codes with the scales they belong to.",
                 "Make one with fp8kit.quantize (role='weight' for a weight).",
+            )
+        )
+
+
+def check_quantized_input(
+    x: QTensor,
+    w_q: QTensor,
+    scheme: Scheme | str | None,
+    input_scale: Tensor | None,
+    scale_ub: Tensor | None,
+) -> None:
+    """Refuse what would quantize an input that is quantized already, or another granularity."""
+    given = {"input_scale": input_scale, "scale_ub": scale_ub}
+    extra = [name for name, value in given.items() if value is not None]
+    if extra:
+        raise ValueError(
+            teach(
+                f"Got {' and '.join(extra)} for an input that is quantized already.",
+                "Its scales are those of the QTensor.",
+                f"Leave {' and '.join(extra)} out, or pass the tensor itself.",
+            )
+        )
+    found = None if scheme is None else Scheme.of(scheme)
+    if found is not None and (found.activation, found.weight) != (x.group, w_q.group):
+        raise ValueError(
+            teach(
+                f"Got an input in {x.group} groups and a weight in {w_q.group} groups for scheme "
+                f"{found}.",
+                f"{found} has {found.activation} activations and {found.weight} weights.",
+                "Quantize both for this scheme, or leave it out.",
             )
         )
 
@@ -229,7 +270,9 @@ def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
             teach(
                 f"Got {name} of {dtype} codes for scheme {scheme}.",
                 f"It holds {scheme.dtype} codes.",
-                "Pass a scheme with that dtype, or dequantize; copying would change the bits.",
+                "Pass a scheme with that dtype, or dequantize; copying would change the bits."
+                if dtype in FP8_FORMATS
+                else "A dense weight becomes FP8 by layer.load_state_dict({'weight': weight}).",
             )
         )
 

@@ -1,6 +1,9 @@
 """Environment variables, read once at import and validated here and nowhere else.
 
 ``FP8KIT_DISABLE``: comma-separated names of backends that dispatch must not choose.
+``FP8KIT_ACCUM``: ``precise`` or ``fast``; how layers and functions add up where nobody says it.
+``FP8KIT_BATCH_INVARIANT``: ``1`` gives a row the same bits whatever other rows there are, where
+    nobody says otherwise; ``0`` is the default.
 ``FP8KIT_CACHE_DIR``: where compiled kernels and tuned times are kept; by default below the
     user's cache directory.
 """
@@ -51,5 +54,21 @@ def _cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / f"fp8kit-{os.getuid()}"
 
 
+def _word(variable: str, known: tuple[str, ...]) -> str:
+    """Return the value of a variable, by default the first of the words that it may be."""
+    found = os.environ.get(variable, "").strip() or known[0]
+    if found not in known:
+        raise ValueError(
+            teach(
+                f"The environment variable {variable} is {found!r}.",
+                f"It is {' or '.join(known)}.",
+                "Correct or unset the variable.",
+            )
+        )
+    return found
+
+
 DISABLED_BACKENDS: frozenset[str] = _backend_names("FP8KIT_DISABLE")
 CACHE_DIR: Path = _cache_dir()
+ACCUM: str = _word("FP8KIT_ACCUM", ("precise", "fast"))
+BATCH_INVARIANT: bool = _word("FP8KIT_BATCH_INVARIANT", ("0", "1")) == "1"

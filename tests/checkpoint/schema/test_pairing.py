@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8kit.checkpoint.dialects import Source
+from fp8kit.checkpoint.schema.decoding import decode_scale
 from fp8kit.checkpoint.schema.pairing import Reading, interpret
 from fp8kit.formats import GROUP128, SCHEMES, TENSOR, GroupShape
 
@@ -302,3 +303,27 @@ def test_the_name_of_a_layer_can_end_like_a_scale() -> None:
     assert list(found.layers) == ["a_scale"]
     assert re.match("FP8_TENSOR", found.layers["a_scale"].scheme.name)
     assert found.layers["a_scale"].group == TENSOR != GROUP128
+
+
+def test_a_row_of_scales_is_a_column() -> None:
+    for quantization in (None, CHANNEL):
+        found = read(quantization, a__weight=W, a__weight_scale=(F32, (1, 256)))
+        assert not found.problems
+        assert found.layers["a"].scheme == SCHEMES["FP8_DYNAMIC"]
+    # where it may be a row of blocks, it is one, as it was before
+    found = read(None, a__weight=(E4, (32, 4096)), a__weight_scale=(F32, (1, 32)))
+    assert found.layers["a"].scheme == SCHEMES["FP8_BLOCK"]
+
+
+def test_widths_of_a_fused_layer_may_be_given() -> None:
+    kinds = {"m.in_proj.weight": W, "m.in_proj.weight_scale": (F32, (3,))}
+    found = interpret(Source({}, kinds, widths={"*.in_proj": [128, 64, 64]}))
+    assert not found.problems
+    layer = found.layers["m.in_proj"]
+    assert layer.widths == (128, 64, 64)
+    scale = decode_scale(layer, torch.tensor([1.0, 2.0, 3.0]), lambda: torch.empty(0), "s")
+    assert scale.flatten().tolist() == [1.0] * 128 + [2.0] * 64 + [3.0] * 64
+    for wrong in ([128, 128], [128, 64, 63], [256, 64, -64]):
+        found = interpret(Source({}, kinds, widths={"in_proj": wrong}))
+        assert "Widths are the rows of each part" in found.problems[0]
+    assert "widths={name: rows}" in problem(interpret(Source({}, kinds)))

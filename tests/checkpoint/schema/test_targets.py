@@ -173,3 +173,16 @@ def test_schemes_have_names() -> None:
     assert scheme_of(BLOCK, None).name == "FP8_128X128_BY_16BIT"
     assert scheme_of(BLOCK, GROUP128, ue8m0=True).name == "FP8_BLOCK_UE8M0"
     assert scheme_of(MX, MX, ue8m0=True) is SCHEMES["MXFP8"]
+
+
+def test_layers_that_engines_cut_are_refused_by_name() -> None:
+    for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
+        name = "backbone.layers.0.mixer.in_proj"
+        assert "Mamba mixer" in misfit("vllm", Scheme.of(scheme), name, (256, 256))
+        assert not misfit("transformers", Scheme.of(scheme), name, (256, 256))
+        assert not misfit("vllm", Scheme.of(scheme), "layers.0.attn.in_proj", (256, 256))
+    fused = "h.0.self_attention.query_key_value"
+    assert "by heads" in misfit("sglang", Scheme.of("FP8_BLOCK"), fused, (384, 128))
+    assert not misfit("vllm", Scheme.of("FP8_DYNAMIC"), fused, (384, 128))
+    with pytest.raises(CheckpointError, match=r"Exclude these layers when converting\.$"):
+        check_layers("vllm", Scheme.of("FP8_DYNAMIC"), {"a.mamba.in_proj": (64, 64)}, [])

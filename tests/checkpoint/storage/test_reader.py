@@ -231,7 +231,7 @@ def test_scale_without_its_weight(sound: Path) -> None:
         torch.ones(129, 1),
         torch.ones(1),
         torch.ones(203, 2),
-        torch.ones(1, 203),
+        torch.ones(203, 1, 1),
         torch.ones(203, 1, dtype=torch.float64),
         torch.ones(203, 1, dtype=torch.uint8),
     ],

@@ -92,8 +92,7 @@ def launched(
     m: int, w: torch.Tensor, monkeypatch: pytest.MonkeyPatch, record: Device = H200
 ) -> bool:
     """Multiply with everything below the launch faked; return whether it may start early."""
-    early = launches.fake(monkeypatch)
-    monkeypatch.setattr(gemm, "device_record", lambda _: record)
+    early = launches.fake(monkeypatch, record)
     x_q = fp8kit.quantize(torch.randn(m, w.shape[1]))
     groups, scale = (ROW, ROW), torch.ones(len(w), 1)
     problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
@@ -191,11 +190,13 @@ def test_what_it_declines(
     assert said is None if reason is None else reason in str(said)
 
 
-def test_a_missing_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
+) -> None:
     def broken() -> None:
         raise RuntimeError("libnvrtc.so not found")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    faked_cuda()
     monkeypatch.setattr(gemm.nvrtc.nvrtc, "nvrtcVersion", broken)
     gemm.nvrtc.missing.cache_clear()
     try:

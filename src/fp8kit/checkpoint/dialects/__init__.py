@@ -20,7 +20,7 @@ from fp8kit.checkpoint.dialects.base import quantization_config as quantization_
 from fp8kit.checkpoint.dialects.base import scheme_of as scheme_of
 from fp8kit.checkpoint.dialects.comfyui import COMFYUI
 from fp8kit.checkpoint.dialects.compressed_tensors import COMPRESSED_TENSORS as COMPRESSED_TENSORS
-from fp8kit.checkpoint.dialects.fbgemm import FBGEMM
+from fp8kit.checkpoint.dialects.fbgemm import FBGEMM as FBGEMM
 from fp8kit.checkpoint.dialects.mistral import MISTRAL
 from fp8kit.checkpoint.dialects.modelopt import MODELOPT
 from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_INVERSE as MXFP8_INVERSE

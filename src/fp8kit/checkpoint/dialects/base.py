@@ -30,12 +30,14 @@ class Source:
         kinds: name of each tensor on disk to its dtype and shape.
         documents: further JSON files by name, such as ``hf_quant_config.json``.
         metadata: text entries of the safetensors headers.
+        widths: rows of the parts of fused layers, by patterns of their names; as a user gave them.
     """
 
     config: JsonObject
     kinds: Kinds = field(default_factory=dict)
     documents: Mapping[str, JsonObject] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
+    widths: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def quantization(self) -> JsonObject:
@@ -98,11 +100,13 @@ class Announcement:
         numbers: name of a layer to how it computes.
         ignore: names or patterns of the layers that are not quantized, as written.
         unread: sentences about parts of the config that this package does not carry out.
+        scale_ub: bounds the amax of activations from above.
     """
 
     numbers: Callable[[str], Numbers]
     ignore: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    scale_ub: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ class Spec:
         others: layers that the common name of linear layers does not cover, by name: those of
             another scheme than ``scheme``, and a quantized output head.
         kv_scales: what scales of the KV cache it holds: ``"tensor"``, ``"attn_head"``, or none.
+        scale_ub: bounds the amax of activations from above.
     """
 
     scheme: Scheme
@@ -123,6 +128,7 @@ class Spec:
     unread: tuple[str, ...] = ()
     others: Mapping[str, Scheme] = field(default_factory=dict)
     kv_scales: str = ""
+    scale_ub: float | None = None
 
 
 def _read_only(spec: Spec) -> JsonObject:

@@ -1,8 +1,25 @@
-"""``fbgemm_fp8``: scales per row and per token, experts as transposed stacks (Llama 4)."""
+"""``fbgemm_fp8``: scales per row and per token, experts as transposed stacks (Llama 4).
+
+``activation_scale_ub`` bounds the amax of every token. It is the one dialect that has such a bound,
+and it is written for layers with one.
+"""
 
 from __future__ import annotations
 
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Source, broken, strings
+import torch
+
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Numbers,
+    Source,
+    Spec,
+    broken,
+    listed,
+    strings,
+)
+from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW
 
 
@@ -15,11 +32,31 @@ def _parse(source: Source) -> Announcement:
     bound = found.get("activation_scale_ub")
     if not isinstance(bound, int | float | None) or (bound is not None and not bound > 0):
         raise broken("activation_scale_ub", bound, "a positive number or null")
-    unread: tuple[str, ...] = ()
-    if bound is not None:
-        unread = (f"activation_scale_ub = {bound} is not applied: activations are not clipped.",)
     ignore = strings(found, "modules_to_not_convert")
-    return Announcement(lambda _: Numbers(ROW, ROW, transposed=True), ignore, unread)
+    numbers = Numbers(ROW, ROW, transposed=True)
+    return Announcement(lambda _: numbers, ignore, scale_ub=bound)
 
 
-FBGEMM = Dialect("fbgemm", _detect, _parse)
+def _render(spec: Spec) -> JsonObject:
+    scheme = spec.scheme
+    fits = (scheme.weight, scheme.activation) == (ROW, ROW) and not scheme.ue8m0
+    fits = fits and scheme.dtype == torch.float8_e4m3fn and spec.scale_ub is not None
+    if spec.others or spec.kv_scales or not fits:
+        bound = "no scale_ub" if spec.scale_ub is None else f"scale_ub = {spec.scale_ub}"
+        raise CheckpointError(
+            teach(
+                f"Got scheme {scheme}{' and others' if spec.others else ''} with {bound} to write "
+                "as fbgemm.",
+                "This dialect holds FP8_DYNAMIC everywhere, with a bound on the amax of tokens; no "
+                "other dialect has one.",
+                "Convert with FP8_DYNAMIC, or set layer.scale_ub = None to write another dialect.",
+            )
+        )
+    return {
+        "quant_method": "fbgemm_fp8",
+        "activation_scale_ub": spec.scale_ub,
+        "modules_to_not_convert": sorted(listed(spec.ignore)),
+    }
+
+
+FBGEMM = Dialect("fbgemm", _detect, _parse, _render)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit import functional
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, stack_scale_shape
+from fp8kit.modules.weight_parts import join_scales, requantize
 
 _E8M0_NAN = 255
 
@@ -142,28 +142,19 @@ def join(weights: Sequence[Fp8Weight], group: GroupShape, name: str) -> Fp8Weigh
                 "Load into a model that keeps these layers apart.",
             )
         )
-    if group == TENSOR:
-        scale = torch.stack([w.q.scale for w in weights]).amax(0)
-        data = [_rescaled(w.q, scale) for w in weights]
-    elif found == TENSOR:
-        scale = torch.cat([w.q.scale.expand(w.shape[0], 1) for w in weights])
-        data = [w.q.data for w in weights]
+    codes, scales = (
+        torch.cat(of) for of in zip(*((w.q.data, w.q.scale) for w in weights), strict=True)
+    )
+    if found == TENSOR:
+        merge = requantize if group == TENSOR else join_scales
+        q = merge(codes, scales, [w.shape[0] for w in weights])
     else:
         for weight in weights[:-1]:
             _check_cut(weight.shape[0], group, name)
-        scale = torch.cat([w.q.scale for w in weights])
-        data = [w.q.data for w in weights]
+        q = QTensor(codes, scales, group)
     inputs = [w.input_scale for w in weights if w.input_scale is not None]
     largest = torch.stack(inputs).amax(0) if inputs else None
-    return Fp8Weight(QTensor(torch.cat(data), scale.contiguous(), group), largest)
-
-
-def _rescaled(q: QTensor, scale: Tensor) -> Tensor:
-    if torch.equal(q.scale, scale):
-        return q.data
-    return functional.quantize(
-        functional.dequantize(q), TENSOR, dtype=q.data.dtype, scale=scale
-    ).data
+    return Fp8Weight(q, largest)
 
 
 def _check_cut(row: int, group: GroupShape, name: str, end: int = -1) -> None:

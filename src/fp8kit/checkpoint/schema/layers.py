@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fp8kit.checkpoint.dialects import JsonObject, Numbers
-from fp8kit.errors import teach
+from fp8kit.conversion.patterns import matches
+from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import BLOCK, MX, ROW, TENSOR, GroupShape, Scheme, scale_shape
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,6 +51,36 @@ class Layer:
         """What the scales obey once read: in a stack, one per matrix becomes one per row."""
         stacked = len(self.shape) == 3 and self.scheme.weight == TENSOR
         return ROW if stacked else self.scheme.weight
+
+
+def given_widths(
+    name: str, shape: Shape, count: int, widths: Mapping[str, Sequence[int]]
+) -> tuple[int, ...]:
+    """Return the rows of each part of a fused matrix, as a user gave them; empty if nobody did.
+
+    Args:
+        name: of the layer.
+        shape: of its weight.
+        count: of scales that it has.
+        widths: rows of the parts, by patterns of names as in ``fp8kit.plan``.
+
+    Raises:
+        CheckpointError: if they are not the rows of the weight, or not one for each scale.
+    """
+    for pattern, rows in widths.items():
+        if matches(pattern, name):
+            if len(rows) == count and sum(rows) == shape[0] and all(n > 0 for n in rows):
+                return tuple(rows)
+            raise CheckpointError(
+                teach(
+                    f"Got widths {list(rows)} for {name}, a weight of {list(shape)} with {count} "
+                    "scales.",
+                    "Widths are the rows of each part; there is one scale for each, and together "
+                    "they are the rows of the weight.",
+                    f"Correct widths={{{pattern!r}: ...}}.",
+                )
+            )
+    return ()
 
 
 def part_widths(name: str, shape: Shape, count: int, config: JsonObject) -> tuple[int, ...]:
@@ -100,8 +132,7 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
         whole = tuple(stack)
         return (*one, whole, (*whole, 1), (*whole, 2), (*whole, 1, 1)) if stack else one
     if group == ROW:
-        column = ((*stack, rows, 1), (*stack, rows))
-        return (*column, (*stack, 1, rows)) if stack else column
+        return (*stack, rows, 1), (*stack, rows), (*stack, 1, rows)
     wanted = scale_shape(shape, group)
     if group.rows == 1 or stack:
         return (wanted,)
@@ -123,6 +154,8 @@ def granularity(numbers: Numbers, shape: Shape, scale: Kind) -> GroupShape:
         return numbers.weight
     candidates = (MX, BLOCK) if scale[0] in _BYTES else (TENSOR, ROW, BLOCK, MX)
     fitting = [g for g in candidates if scale[1] in accepted_shapes(shape, g, numbers)]
+    if fitting == [ROW, BLOCK]:  # [1, N] is a row of blocks before it is a row of scales
+        return BLOCK
     return fitting[0] if fitting else candidates[0]
 
 
@@ -148,6 +181,8 @@ def scale_problem(name: str, scale: Kind, shape: Shape, numbers: Numbers) -> str
     remedy = "Correct the config if it names another scheme, or export again."
     if scale[0] not in dtypes:
         remedy = "Exponent bytes and numbers are not cast into each other: export again."
+    elif len(scale[1]) == 1 and len(shape) == 2 and group.rows < 2:
+        remedy += " If each part of a fused layer has one: fp8kit.load(dir, widths={name: rows})."
     return teach(
         f"{name} is {scale[0]} of shape {list(scale[1])}.",
         f"{group} scales of a weight of {list(shape)} are {kind} of shape {listed}.",

@@ -12,6 +12,7 @@ import torch
 from fp8kit.checkpoint.dialects import Announcement, Dialect, Kinds, Numbers, Source, Spec, detect
 from fp8kit.checkpoint.schema.layers import (
     FLOATS,
+    given_widths,
     granularity,
     input_scale_problem,
     part_widths,
@@ -124,7 +125,8 @@ def _summarize(found: Reading, announced: Announcement, cache: str) -> None:
     schemes = Counter(layer.scheme for layer in found.layers.values())
     main = schemes.most_common(1)[0][0] if schemes else _announced_scheme(announced)
     others = {n: x.scheme for n, x in found.layers.items() if x.scheme != main}
-    found.spec = Spec(main, announced.ignore, announced.unread, others, cache)
+    bound = announced.scale_ub
+    found.spec = Spec(main, announced.ignore, announced.unread, others, cache, bound)
 
 
 def _announced_scheme(announced: Announcement) -> Scheme:
@@ -177,7 +179,11 @@ def _layer(
     if sound:
         scale = kinds[parts.scales[0]]
         if numbers.weight in (None, TENSOR) and len(scale[1]) == 1 and scale[0] in FLOATS:
-            widths = part_widths(name, shape, scale[1][0], source.config)
+            try:
+                widths = given_widths(name, shape, scale[1][0], source.widths)
+            except CheckpointError as error:
+                found.problems.append(str(error))
+            widths = widths or part_widths(name, shape, scale[1][0], source.config)
         numbers = replace(numbers, weight=ROW if widths else granularity(numbers, shape, scale))
         if not widths:
             found.problems += _texts(scale_problem(parts.scales[0], scale, shape, numbers))

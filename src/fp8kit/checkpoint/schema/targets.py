@@ -39,6 +39,7 @@ _LOADED = {
 _EMBEDDING = re.compile(
     r"(.*\.)?(embed(_tokens|_positions)?|((word|token|tok|position|token_type)_)?embeddings?|wte|wpe)"
 )
+_STATE_SPACE = re.compile(r"(^|\.)(mixer|mamba\w*)\.in_proj$")
 # dialects that a target does not read
 _UNREADABLE = {
     ("autofp8", "transformers"): "it expects weight_scale_inv where vLLM has weight_scale",
@@ -89,7 +90,8 @@ def dialect_for(target: str, scheme: Scheme) -> Dialect:
 
 def _refusal(target: str, scheme: Scheme) -> tuple[str, str]:
     if scheme.dtype != torch.float8_e4m3fn:
-        return f"weights are float8_e4m3fn, not {scheme.dtype}", "the default dtype"
+        remedy = "the default dtype; codes of e4m3fnuz go back by fp8kit.recode(model, dtype)"
+        return f"weights are float8_e4m3fn, not {scheme.dtype}", remedy
     if (scheme.weight, scheme.activation) not in _LOADED:
         if scheme.weight == MX and target == "vllm" and scheme.activation is None:
             return "", ""
@@ -141,7 +143,8 @@ def check_layers(
             teach(
                 f"{len(misfits)} layers do not load in {target}, e.g. {name}.",
                 f"{reason}.",
-                "Exclude these layers when converting, or use FP8_DYNAMIC.",
+                "Exclude these layers when converting"
+                + ("." if scheme.name == "FP8_DYNAMIC" else ", or use FP8_DYNAMIC."),
             )
         )
     dialect = dialect or dialect_for(target, scheme)
@@ -228,6 +231,10 @@ def misfit(target: str, scheme: Scheme, name: str, shape: tuple[int, int]) -> st
     last = name.rpartition(".")[2]
     if is_embedding(name):
         return f"{target} reads embeddings in high precision"
+    if target == "vllm" and _STATE_SPACE.search(name):
+        return f"{target} cuts the in_proj of a Mamba mixer in parts that it loads dense only"
+    if target in _ENGINES and scheme.weight == BLOCK and last == "query_key_value":
+        return f"{target} cuts query_key_value by heads, across the edges of 128x128 blocks"
     if scheme.weight == MX and cols % 32:
         return f"MX groups have 32 columns; it has {cols}"
     if scheme.weight != BLOCK or (rows % 128 == 0 and cols % 128 == 0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import lexists
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -28,6 +28,7 @@ from fp8kit.checkpoint.storage.headers import read_header as read_header
 from fp8kit.checkpoint.storage.headers import read_json as read_json
 from fp8kit.checkpoint.storage.refusals import check_source, no_weights
 from fp8kit.checkpoint.storage.stacked_scales import sliced
+from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
@@ -190,26 +191,33 @@ class Checkpoint:
         return decode_scale(layer, tensor, lambda: read_tensor(self.path, codes), where)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(
+    path: str | Path, widths: Mapping[str, Sequence[int]] | None = None
+) -> Checkpoint:
     """Open a checkpoint directory without loading its tensors.
 
     Args:
         path: a directory with ``model.safetensors``, or ``model.safetensors.index.json`` and its
             shards, and usually ``config.json``.
+        widths: rows of the parts of fused layers with one scale for each part, by patterns of
+            their names, where neither names nor config tell.
 
     Returns:
         The checkpoint; every tensor is known by name, place, dtype and shape.
 
     Raises:
         CheckpointError: if it does not exist, holds no safetensors, is of an unknown dialect, or is
-            damaged; every damage is named.
+            damaged; every damage is named. Or if widths do not fit, or no layer has such a name.
 
     Example:
         >>> checkpoint = open_checkpoint("dir")
         >>> checkpoint.spec.scheme.name
         'FP8_DYNAMIC'
     """
-    checkpoint = scan(path)
+    checkpoint = scan(path, widths)
+    for pattern in widths or ():
+        if not any(matches(pattern, name) for name in checkpoint.layers):
+            checkpoint.problems.append(f"widths: {pattern!r} matches no FP8 layer.")
     if checkpoint.problems:
         problems = group_repeated(checkpoint.problems)
         more = len(problems) - _PROBLEMS_SHOWN
@@ -218,7 +226,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def scan(path: str | Path) -> Checkpoint:
+def scan(path: str | Path, widths: Mapping[str, Sequence[int]] | None = None) -> Checkpoint:
     """Open a checkpoint as ``open_checkpoint`` does, but collect damage in ``problems``.
 
     Raises:
@@ -227,11 +235,11 @@ def scan(path: str | Path) -> Checkpoint:
     check_source(path)
     path = Path(path)
     if path.is_file():  # it has no config of its own
-        return _scan(path.parent, {}, {}, None, [path.name])
+        return _scan(path.parent, {}, {}, None, [path.name], widths or {})
     config = read_json(path / "config.json") if lexists(path / "config.json") else {}
     documents = {n: read_json(path / n) for n in DOCUMENTS if lexists(path / n)}
     index, shards = _files(path)
-    return _scan(path, config, documents, index, shards)
+    return _scan(path, config, documents, index, shards, widths or {})
 
 
 def _scan(
@@ -240,6 +248,7 @@ def _scan(
     documents: dict[str, JsonObject],
     index: dict[str, str] | None,
     shards: list[str],
+    widths: Mapping[str, Sequence[int]],
 ) -> Checkpoint:
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
@@ -259,7 +268,7 @@ def _scan(
             problems += _disagreements(shard, found, index)
     tensors = sliced(tensors)
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
-    read = interpret(Source(config, kinds, documents, metadata))
+    read = interpret(Source(config, kinds, documents, metadata, widths))
     return Checkpoint(
         path,
         config,

@@ -1,0 +1,45 @@
+"""Which layers tell code the dtype of a module: those that hold its first floating Parameter.
+
+``model.dtype`` of Transformers and diffusers gives the dtype of the first Parameter, and code casts
+its inputs to it. An ``Fp8Linear`` shows its bias first, which has the right dtype; one without a
+bias would answer with that of its codes. What asks for a Parameter itself, ``weight_reads`` finds.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from torch import nn
+
+
+def dtype_answers(model: nn.Module) -> dict[nn.Module, str]:
+    """Find the linear layers without a bias whose weight gives a module its ``dtype``.
+
+    Args:
+        model: it is neither run nor changed.
+
+    Returns:
+        The layers, each with the reason, as the end of a sentence.
+
+    Example:
+        >>> dtype_answers(model)
+        {Linear(...): 'its weight is the first of Encoder, whose dtype code asks for'}
+    """
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if isinstance(inspect.getattr_static(type(module), "dtype", None), property):
+            layer = _first(module)
+            if isinstance(layer, nn.Linear) and layer.bias is None:
+                said = (
+                    f"its weight is the first of {type(module).__name__}, whose dtype code asks for"
+                )
+                found.setdefault(layer, said)
+    return found
+
+
+def _first(module: nn.Module) -> nn.Module | None:
+    """Return the module that holds the first floating Parameter of a module."""
+    for part in module.modules():
+        if any(p is not None and p.is_floating_point() for p in part._parameters.values()):
+            return part
+    return None

@@ -1,0 +1,259 @@
+"""LoRA on FP8 layers: adapters that merge, and come out again to the byte; DoRA.
+
+An adapter runs beside its layer and needs no help. Where PEFT computes with the weight of the
+layer, it gets the numbers that the codes stand for, or a refusal.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.lora import layer as lora_layer
+from peft.tuners.lora import model as lora_model
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.variants import DoraLinearVariant
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor
+
+from fp8kit import functional
+from fp8kit.errors import UnsupportedError, teach
+from fp8kit.formats import FP8_FORMATS
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.linear import Fp8Linear
+
+OLDEST = (0, 21)
+_DORA = ("use_dora",)
+_INITS = (True, False, "gaussian", "eva")  # those that do not read the weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Unmerged:
+    """What a layer held before adapters were merged into it; codes and scales as bytes."""
+
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    original_weight: Tensor | None
+
+    @classmethod
+    def of(cls, layer: Fp8Linear) -> _Unmerged:
+        bias = None if layer.bias is None else layer.bias.detach().clone()
+        q = layer.quantized_weight()
+        return cls(_bytes(q.data), _bytes(q.scale), bias, layer.original_weight)
+
+    @torch.no_grad()
+    def restore(self, layer: Fp8Linear) -> None:
+        layer.codes.copy_(self.codes.view(layer.codes.dtype))
+        layer.weight_scale.copy_(self.scale.view(layer.weight_scale.dtype))
+        if self.bias is not None:
+            layer.bias.copy_(self.bias)
+        if self.original_weight is not None:
+            layer.keep(self.original_weight)
+
+
+class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
+    """The LoRA layer around an ``Fp8Linear``; ``get_peft_model`` makes it.
+
+    ``merge`` adds what the adapters say to the dequantized weight, in fp32, and quantizes the sum,
+    once for all merged adapters, into the storage of the layer. ``unmerge`` puts the bytes back
+    that the layer held before.
+
+    Example:
+        >>> tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+        >>> tuned.merge_adapter()
+        >>> tuned.unmerge_adapter()
+    """
+
+    _unmerged: _Unmerged | None = None
+    merged_adapters: list[str]
+
+    @property
+    def lora_variants(self) -> dict[tuple[str, ...], Any]:
+        """Return PEFT's variants, with the one of DoRA that reads FP8 weights."""
+        return {**super().lora_variants, _DORA: _DoraVariant}
+
+    def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
+        """Add an adapter.
+
+        Raises:
+            UnsupportedError: if its initialization would take codes for numbers.
+        """
+        if config.init_lora_weights not in _INITS:
+            raise UnsupportedError(
+                teach(
+                    f"Got init_lora_weights={config.init_lora_weights!r} on an Fp8Linear.",
+                    "It computes with the weight of the layer, changes it, or takes its dtype.",
+                    "Use True, 'gaussian' or 'eva'; or initialize on the dense model.",
+                )
+            )
+        super().update_layer(adapter_name, *args, config=config, **kwargs)
+
+    def merge(
+        self,
+        safe_merge: bool = False,  # noqa: ARG002
+        adapter_names: list[str] | None = None,
+    ) -> None:
+        """Merge adapters into the weight.
+
+        Args:
+            safe_merge: changes nothing: what is not finite is never merged.
+            adapter_names: by default the active ones.
+
+        Raises:
+            ValueError: if the merged weight is not finite; nothing is changed then.
+            UnsupportedError: if an adapter is of a kind that cannot be merged into FP8.
+        """
+        chosen = check_adapters_to_merge(self, adapter_names) or []
+        names = [name for name in chosen if name in self.lora_A]
+        if not names:
+            return
+        layer = self.get_base_layer()
+        held = self._unmerged or _Unmerged.of(layer)
+        merged = [*self.merged_adapters, *names]
+        with torch.no_grad():
+            weight, bias = self._summed(held, merged)
+            if held.original_weight is not None:
+                weight = weight.to(held.original_weight.device, held.original_weight.dtype)
+                layer.keep(weight)
+            q = quantize_weight(weight.to(layer.codes.device), layer.scheme)
+            layer.codes.copy_(q.data)
+            layer.weight_scale.copy_(q.scale)
+            if bias is not None:
+                layer.bias.copy_(bias)
+        self._unmerged, self.merged_adapters = held, merged
+
+    def unmerge(self) -> None:
+        """Take all merged adapters out: the layer holds the bytes that it held before."""
+        if self._unmerged is None:
+            warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
+            return
+        self._unmerged.restore(self.get_base_layer())
+        self._unmerged = None
+        self.merged_adapters.clear()
+
+    def _summed(self, held: _Unmerged, adapters: list[str]) -> tuple[Tensor, Tensor | None]:
+        """Compute weight and bias with adapters, in fp32, from what the layer held before."""
+        layer, fp32 = self.get_base_layer(), torch.float32
+        before = _dense(layer, held)
+        weight = before
+        bias = None if held.bias is None else held.bias.to(layer.codes.device, fp32)
+        for name in adapters:
+            variant = self.lora_variant.get(name)
+            if not isinstance(variant, _DoraVariant | None):
+                raise UnsupportedError(
+                    teach(
+                        f"Adapter {name} is a {type(variant).__name__}.",
+                        "Into an FP8 weight, plain LoRA and DoRA can be merged.",
+                        "Leave it unmerged, or merge it into the dense model and convert that.",
+                    )
+                )
+            delta = self.get_delta_weight(name).to(weight.device, fp32)
+            weight = weight + delta
+            if variant is not None:
+                magnitude = self.lora_magnitude_vector[name]
+                norm = magnitude.get_weight_norm(before, delta, scaling=1)
+                weight = weight * (magnitude.weight.to(fp32) / norm).view(-1, 1)
+            if self.lora_bias[name]:
+                if bias is None:
+                    raise UnsupportedError(
+                        teach(
+                            f"Adapter {name} has a bias, and the layer has none.",
+                            "What is merged into a layer has a place in it.",
+                            "Train the adapter with lora_bias=False, or leave it unmerged.",
+                        )
+                    )
+                bias = bias + self.lora_B[name].bias.to(fp32) * self.scaling[name]
+        for part in (weight, bias):
+            if part is not None and not torch.isfinite(part).all():
+                raise ValueError(
+                    teach(
+                        f"With {', '.join(adapters)}, the merged weight has NaN or infinities.",
+                        "Adapters are finite.",
+                        "Train or load the adapter again; the layer is as it was.",
+                    )
+                )
+        return weight, bias
+
+
+class _DoraLayer(DoraLinearLayer):  # type: ignore[misc]
+    """Computes norms and results from the dequantized weight, which is made for each call."""
+
+    def update_layer(self, *, base_layer: Fp8Linear, **kwargs: Any) -> None:
+        super().update_layer(base_layer=base_layer.to_linear(), **kwargs)
+
+    def forward(self, x: Tensor, *, base_layer: Fp8Linear, **kwargs: Any) -> Any:
+        return super().forward(x, base_layer=base_layer.to_linear(), **kwargs)
+
+
+class _DoraVariant(DoraLinearVariant):  # type: ignore[misc]
+    """DoRA on an FP8 layer."""
+
+    @staticmethod
+    def init(module: Fp8LoraLinear, adapter_name: str, **_: Any) -> None:
+        """Add a magnitude to an adapter."""
+        if not module.lora_magnitude_vector:
+            module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+        magnitude = _DoraLayer(fan_in_fan_out=False)
+        magnitude.update_layer(
+            base_layer=module.get_base_layer(),
+            lora_A=module.lora_A[adapter_name].weight,
+            lora_B=module.lora_B[adapter_name].weight,
+            scaling=module.scaling[adapter_name],
+        )
+        module.lora_magnitude_vector[adapter_name] = magnitude
+
+
+def tell() -> None:
+    """Let PEFT put ``Fp8LoraLinear`` around FP8 layers.
+
+    Raises:
+        UnsupportedError: if this version of PEFT is too old.
+    """
+    if tuple(int(p) for p in peft.__version__.split(".")[:2]) < OLDEST:
+        raise UnsupportedError(
+            teach(
+                f"PEFT is {peft.__version__}.",
+                f"The integration is written for {OLDEST[0]}.{OLDEST[1]} and later.",
+                "Upgrade with pip install -U peft.",
+            )
+        )
+    lora_model.dispatch_default = _dispatch
+
+
+def _dispatch(target: Any, adapter_name: str, config: Any, **kwargs: Any) -> Any:
+    """Make the LoRA layer around a module, as PEFT's function of this name does."""
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    parameter = kwargs.get("parameter_name")
+    if parameter is not None:
+        if getattr(getattr(base, parameter, None), "dtype", None) in FP8_FORMATS:
+            raise UnsupportedError(
+                teach(
+                    f"target_parameters names {parameter} of {type(base).__name__}, which is FP8.",
+                    "PEFT adds such an adapter to the weight itself, and codes are no numbers: "
+                    "rounded to them, it would vanish.",
+                    "Exclude the experts from conversion, or adapt other layers by target_modules.",
+                )
+            )
+    elif isinstance(base, Fp8Linear):
+        kwargs.pop("parameter_name", None)
+        return Fp8LoraLinear(target, adapter_name, config=config, **kwargs)
+    return lora_layer.dispatch_default(target, adapter_name, config=config, **kwargs)
+
+
+def _dense(layer: Fp8Linear, held: _Unmerged) -> Tensor:
+    """Return the weight that a layer held, in fp32 on its device."""
+    if held.original_weight is not None:
+        return held.original_weight.detach().to(layer.codes.device, torch.float32)
+    q = layer.quantized_weight()
+    codes = held.codes.to(q.device).view(q.data.dtype)
+    scale = held.scale.to(q.device).view(q.scale.dtype)
+    return functional.dequantize(type(q)(codes, scale, q.group), torch.float32)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Copy a tensor as bytes, which any pickle takes."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8)

@@ -1,0 +1,108 @@
+"""Options of an ``Fp8Linear`` that may be set at any time, put together when one is set."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.errors import teach
+from fp8kit.formats import QTensor, RowCodes
+from fp8kit.ops import validation
+from fp8kit.runtime.replay_cache import Options
+
+if TYPE_CHECKING:
+    from fp8kit.modules.linear import Fp8Linear
+
+NAMES = ("accum", "batch_invariant", "out_dtype", "scale_ub")
+
+
+def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
+    """Return an option as a layer holds it.
+
+    Args:
+        layer: that it is set on.
+        name: one of ``NAMES``.
+        value: what was given.
+
+    Raises:
+        TypeError: for an ``out_dtype`` that no result has.
+        ValueError: for a ``scale_ub`` that is not positive and finite, or that no activation has.
+    """
+    if name == "out_dtype" and value is not None:
+        validation.check_out_dtype(value)
+    if name != "scale_ub" or value is None:
+        return value
+    bound = float(value)
+    if not 0 < bound < math.inf:
+        raise ValueError(
+            teach(
+                f"Got scale_ub={bound:.4g}.",
+                "It bounds the amax of activations: it is positive and finite.",
+                "Pass the largest magnitude that is to be kept, or None for no bound.",
+            )
+        )
+    if layer.scheme.activation is None or layer.scheme.static:
+        raise ValueError(
+            teach(
+                f"Got scale_ub for a layer of scheme {layer.scheme}.",
+                "Its activations have no scale of their own, which it could bound.",
+                "Leave scale_ub out, or use a dynamic scheme.",
+            )
+        )
+    return bound
+
+
+def options_of(layer: Fp8Linear) -> Options:
+    """Return the options of ``operators.LINEAR`` that a layer computes with."""
+    x, w = layer.scheme.activation, layer.scheme.weight
+    rounding = validation.default_rounding(x, layer.scheme.ue8m0)
+    groups = (None if x is None else (x.rows, x.cols), (w.rows, w.cols))
+    return (*groups, rounding, layer.accum, layer.batch_invariant, layer.out_dtype)
+
+
+def bound_of(layer: Fp8Linear) -> Tensor | None:
+    """Return ``scale_ub`` as operators take it, on the device of a layer."""
+    if layer.scale_ub is None:
+        return None
+    return torch.full((), layer.scale_ub, dtype=torch.float32, device=layer.codes.device)
+
+
+def described(layer: Fp8Linear) -> str:
+    """Name scheme, dtype and the options that differ from the defaults, for ``print(model)``."""
+    usual = {name: getattr(type(layer), name) for name in NAMES}
+    found = {name: getattr(layer, name) for name in NAMES}
+    said = f", scheme={layer.scheme}, compute_dtype={layer.compute_dtype}"
+    return said + "".join(f", {name}={v}" for name, v in found.items() if v != usual[name])
+
+
+def row_codes(layer: Fp8Linear, x: QTensor) -> RowCodes:
+    """Return an input that is quantized already as a layer multiplies it.
+
+    Args:
+        layer: that is called with it.
+        x: codes ``[..., K]``.
+
+    Raises:
+        ValueError: if granularity, codes, K or device are not those of the layer.
+    """
+    scheme = layer.scheme
+    if x.group != scheme.activation:
+        wanted = "16-bit" if scheme.activation is None else f"{scheme.activation}-scaled"
+        raise ValueError(
+            teach(
+                f"Got an input with {x.group} scales for a layer of scheme {scheme}.",
+                f"It multiplies {wanted} activations.",
+                "Pass the tensor itself, which the layer quantizes, or quantize it per "
+                f"{scheme.activation}.",
+            )
+        )
+    validation.check_codes("an input", x.data.dtype, scheme)
+    validation.check_operands(x.data, layer.codes, layer.bias, layer.accum)
+    rows = math.prod(x.shape[:-1])
+    data, scale = x.data.reshape(rows, x.shape[-1]), x.scale
+    if not scheme.static and x.data.dim() != 2:
+        scale = scale.reshape(rows, scale.shape[-1])
+    return RowCodes(data, scale, x.group, x.shape, layer.compute_dtype)

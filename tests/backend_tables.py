@@ -1,0 +1,40 @@
+"""Backends that a test wrote, in the place of those that dispatch chooses among."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+import pytest
+
+from fp8kit.dispatch.backends import BackendTable, choose
+
+# who reads which table
+HOMES = {
+    "matmul": ("fp8kit.ops.bodies.MATMUL_BACKENDS", "fp8kit.perf.operands.BACKENDS"),
+    "quantizers": ("fp8kit.ops.bodies.QUANTIZER_BACKENDS",),
+    "fused": ("fp8kit.fused.operators.FUSED_BACKENDS",),
+}
+_NUMBERS = itertools.count()  # choices are kept by table: no two tests may have equal ones
+
+
+def table_of(monkeypatch: pytest.MonkeyPatch, backends: Mapping[str, object]) -> BackendTable:
+    """Return a table of backends, each in a module of its own that can be imported."""
+    rows = []
+    for name, backend in backends.items():
+        module = ModuleType(f"backend_of_a_test_{next(_NUMBERS)}")
+        module.BACKEND = backend  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        rows.append((name, module.__name__, ()))
+    return tuple(rows)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **kinds: Mapping[str, object]) -> None:
+    """Let the package choose among these backends alone, for each kind in ``HOMES``."""
+    for kind, backends in kinds.items():
+        table = table_of(monkeypatch, backends)
+        for home in HOMES[kind]:
+            monkeypatch.setattr(home, table)
+    choose.cache_clear()

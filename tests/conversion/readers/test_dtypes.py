@@ -1,0 +1,95 @@
+"""Code that takes the dtype of a first Parameter for that of a module's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit.modules.linear import Fp8Linear
+from numerics import relative_error
+
+D = 128
+
+
+class Encoder(nn.Module):
+    """Has a ``dtype`` as models of Transformers and diffusers have one."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(D, D, bias=bias)
+        self.second = nn.Linear(D, D, bias=bias)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).relu())
+        return y
+
+
+class Casts(nn.Module):
+    """Casts its input by the property of its part."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.encoder = Encoder(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.encoder(x.to(self.encoder.dtype))
+        return y
+
+
+class Asks(nn.Module):
+    """Asks for the first Parameter of a part, and for the smallest number of its dtype."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(D, D, bias=bias), nn.Linear(D, D, bias=bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = next(self.parts.parameters()).dtype
+        y: Tensor = self.parts(x.clamp_min(torch.finfo(dtype).min).to(dtype))
+        return y
+
+
+def run(model: nn.Module) -> Tensor:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        y: Tensor = model(1e3 * torch.randn(5, D))
+    return y
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [Casts, Asks])
+def test_inputs_are_cast_to_a_dtype_of_numbers(kind: Any, bias: bool) -> None:
+    torch.manual_seed(1)
+    model = kind(bias).bfloat16()
+    dense = run(model)
+    report = fp8kit.convert(model)
+    assert 1e-3 < relative_error(run(model), dense) < 0.1
+    reasons = [r.reason for r in report.skipped]
+    assert len(report.converted) == (2 if bias and kind is Casts else 1)
+    said = "first of Encoder, whose dtype" if kind is Casts else "asks for the dtype"
+    assert all(said in reason for reason in reasons)
+
+
+def test_the_dtype_of_a_converted_model_is_that_of_its_numbers() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": D, "intermediate_size": D, "num_hidden_layers": 1}
+    bert = transformers.BertModel(transformers.BertConfig(num_attention_heads=2, **sizes))
+    for part in (bert, bert.encoder, Encoder(True), Encoder(False)):
+        part.half()
+        fp8kit.convert(part)
+        assert next(part.parameters()).dtype == torch.float16
+        assert getattr(part, "dtype", torch.float16) == torch.float16
+
+
+def test_a_layer_shows_its_bias_first() -> None:
+    layer = Fp8Linear.from_linear(nn.Linear(D, D).bfloat16())
+    assert [n for n, _ in layer.named_parameters()] == ["bias", "weight", "weight_scale"]
+    assert list(Fp8Linear(D, D, False).state_dict()) == ["weight", "weight_scale"]

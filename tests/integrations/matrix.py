@@ -1,0 +1,370 @@
+"""What works with other libraries, and the test that shows it: the tables of docs/integrations.md.
+
+    python tests/integrations/matrix.py
+
+writes them. A line is added here, with the test that shows it, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "integrations.md"
+BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing a user does: whether it works, how, and the test, as a path below ``tests``."""
+
+    feature: str
+    outcome: Literal["works", "refused", "untested"]
+    test: str = ""
+    how: str = ""
+
+
+# a library by the name of its distribution, with a line of constraints.txt
+MATRIX: dict[str, tuple[Row, ...]] = {
+    "transformers": (
+        Row(
+            "`from_pretrained(quantization_config=fp8kit.Fp8KitConfig())`",
+            "works",
+            "integrations/test_transformers_use.py::test_every_linear_layer_of_the_blocks_is_fp8",
+            "each weight is quantized as it is read; the model is built on meta",
+        ),
+        Row(
+            "the same: memory",
+            "works",
+            "checkpoint/test_peak.py::test_loading_a_transformers_model",
+            "never more than the FP8 model, one layer and five per cent",
+        ),
+        Row(
+            "`from_pretrained` of what was saved",
+            "works",
+            "integrations/test_transformers.py::test_stock_transformers_computes_the_same",
+            "by compressed-tensors, which decodes on a CPU; `fp8kit.load` runs FP8",
+        ),
+        Row(
+            "`Fp8KitConfig` for a checkpoint that is FP8 already",
+            "refused",
+            "integrations/test_transformers_use.py::test_another_config_for_what_is_quantized_is_refused",
+            "use `fp8kit.load`",
+        ),
+        Row(
+            "`save_pretrained`",
+            "works",
+            "integrations/test_transformers.py::test_save_pretrained_loads_everywhere",
+            "as compressed-tensors, byte for byte what `fp8kit.save` writes",
+        ),
+        Row(
+            "`generate`, dynamic and static cache",
+            "works",
+            "integrations/test_transformers_use.py::test_generate",
+        ),
+        Row(
+            "compilation by `generate`",
+            "works",
+            "integrations/test_transformers_use.py::test_generate_compiles_the_decoding_by_itself",
+            "one graph, no break",
+        ),
+        Row(
+            "beam search, prompt lookup",
+            "works",
+            "integrations/test_transformers_use.py::test_other_searches_run",
+        ),
+        Row(
+            "`generate_batch`",
+            "works",
+            "integrations/test_transformers_use.py::test_generate_batch",
+        ),
+        Row(
+            "`pipeline`",
+            "works",
+            "integrations/test_transformers_use.py::test_a_pipeline_of_a_model_or_a_directory",
+        ),
+        Row(
+            '`device_map="auto"`',
+            "works",
+            "integrations/test_transformers_use.py::test_device_maps",
+        ),
+        Row(
+            "quantizing while loading, with disk in the `device_map`",
+            "refused",
+            "integrations/test_transformers_use.py::test_quantizing_into_weights_on_disk_is_refused",
+            "the loader would keep the file's weights; save FP8 first",
+        ),
+        Row(
+            "an FP8 checkpoint with disk in the `device_map`",
+            "untested",
+            how="compressed-tensors decodes it in memory; use `fp8kit.load` and `dispatch_model`",
+        ),
+        Row(
+            "no network",
+            "works",
+            "integrations/test_transformers_use.py::test_everything_works_without_a_network",
+        ),
+        Row(
+            "`.half()`, `.float()` of a model that was quantized while loading",
+            "refused",
+            "integrations/test_transformers_use.py::test_casts_of_a_quantized_model_are_refused",
+            "by Transformers; `.to(dtype)` casts everything but codes and scales",
+        ),
+        Row(
+            "`dequantize()`",
+            "works",
+            "integrations/test_transformers.py::test_dense_again",
+        ),
+    ),
+    "peft": (
+        Row(
+            "LoRA and DoRA: training",
+            "works",
+            "integrations/test_peft.py::test_training_moves_the_adapter_alone",
+            "the base is frozen, adapters are fp32",
+        ),
+        Row(
+            "the loss of LoRA on an FP8 base",
+            "works",
+            "integrations/test_peft.py::test_training_follows_that_of_the_bf16_weights",
+            "follows that on the bf16 weights to a percent",
+        ),
+        Row(
+            "`Trainer`, activation checkpointing",
+            "works",
+            "integrations/test_peft.py::test_the_trainer_of_transformers_takes_it_with_an_adapter_alone",
+            "without an adapter Transformers refuses",
+        ),
+        Row(
+            "`prepare_model_for_kbit_training`",
+            "works",
+            "integrations/test_peft.py::test_preparing_for_training_leaves_codes_and_their_dtype_alone",
+        ),
+        Row(
+            "`add_adapter`, `load_adapter`, `set_adapter` of Transformers",
+            "works",
+            "integrations/test_peft.py::test_adapters_by_the_methods_of_transformers",
+        ),
+        Row(
+            "adapters saved and loaded",
+            "works",
+            "io/test_savers.py::test_an_adapter_is_saved_alone_and_loads",
+        ),
+        Row(
+            "several adapters, a batch of mixed ones",
+            "works",
+            "integrations/test_peft.py::test_adapters_of_a_batch",
+        ),
+        Row(
+            "hot swap in a compiled model",
+            "works",
+            "integrations/test_peft.py::test_swapping_an_adapter_compiles_nothing",
+            "compiles nothing anew",
+        ),
+        Row(
+            "`merge_adapter`, `unmerge_adapter`",
+            "works",
+            "integrations/test_peft.py::test_merging_adds_to_the_numbers_and_quantizes_once",
+            "in fp32, quantized once, in place; unmerging restores every byte",
+        ),
+        Row(
+            "merging where accelerate offloads",
+            "works",
+            "integrations/test_peft.py::test_offloaded_layers_are_merged_where_they_are_kept",
+            "to the CPU or disk",
+        ),
+        Row(
+            "`merge_and_unload`, then saving",
+            "works",
+            "integrations/test_peft.py::test_a_merged_model_is_a_model_of_fp8_layers",
+            "the result is an FP8 model",
+        ),
+        Row(
+            "merging adapters that were attached before the conversion",
+            "refused",
+            "integrations/test_peft.py::test_a_model_with_adapters_is_converted_around_them",
+            "they compute; to merge, attach them after it",
+        ),
+        Row(
+            "DoRA: results and merging",
+            "works",
+            "integrations/test_peft.py::test_dora_is_that_of_the_dequantized_weight",
+            "dequantizes the weight at each call",
+        ),
+        Row(
+            "an adapter with NaN or infinities is merged",
+            "refused",
+            "integrations/test_peft.py::test_what_is_not_finite_is_never_merged",
+            "with and without `safe_merge`",
+        ),
+        Row(
+            "`init_lora_weights` True, gaussian, eva",
+            "works",
+            "integrations/test_peft.py::test_other_initializations_are_those_of_peft",
+        ),
+        Row(
+            "PiSSA, OLoRA, MiCA, orthogonal, and others that read the weight",
+            "refused",
+            "integrations/test_peft.py::test_initializations_from_the_weight_are_refused",
+            "initialize on the dense model",
+        ),
+        Row(
+            "`target_parameters` of FP8 experts or layers",
+            "refused",
+            "integrations/test_peft.py::test_adapters_of_fp8_parameters_are_refused",
+            "PEFT adds the adapter to the weight itself; rounded to codes it would vanish",
+        ),
+        Row(
+            "IA3, LoHa, LoKr, AdaLoRA, VeRA, BOFT: training",
+            "works",
+            "integrations/test_peft.py::test_other_adapters_train_and_are_not_merged",
+        ),
+        Row(
+            "the same: merging",
+            "refused",
+            "integrations/test_peft.py::test_other_adapters_train_and_are_not_merged",
+            "call `to_linear()` on these layers first",
+        ),
+    ),
+    "accelerate": (
+        Row(
+            "`cpu_offload`, `disk_offload`, `dispatch_model`",
+            "works",
+            "integrations/test_accelerate.py::test_offloaded_layers_compute_the_same",
+            "no bit changes, and nothing stays in memory",
+        ),
+        Row(
+            "offloading again and again",
+            "works",
+            "integrations/test_accelerate.py::test_a_model_may_be_offloaded_again_and_again",
+        ),
+        Row(
+            "`cpu_offload_with_hook`",
+            "works",
+            "integrations/test_accelerate.py::test_models_take_turns_by_hooks",
+        ),
+        Row(
+            "`load_checkpoint_and_dispatch` to CPU and disk",
+            "works",
+            "integrations/test_accelerate.py::test_checkpoints_are_loaded_and_dispatched",
+            "into a model whose layers are `Fp8Linear`",
+        ),
+        Row(
+            "`infer_auto_device_map` over GPUs",
+            "works",
+            "integrations/test_accelerate.py::test_a_device_map_counts_codes_as_bytes",
+            "planned with faked memory, not run on hardware",
+        ),
+        Row(
+            "`Accelerator.prepare`",
+            "works",
+            "integrations/test_accelerate.py::test_an_accelerator_prepares_a_model",
+        ),
+        Row(
+            "converting a model that is dispatched already",
+            "refused",
+            "conversion/test_plan.py::test_obstacles_are_left_alone_by_name",
+            "its layers stay dense, with the reason in the report",
+        ),
+    ),
+    "torch": (
+        Row(
+            "`compile(fullgraph=True, dynamic=True)`",
+            "works",
+            "ops/test_operators.py::test_compiles_to_one_graph_for_every_row_count",
+            "one graph for every number of rows above one",
+        ),
+        Row(
+            '`compile(mode="max-autotune")`, `"reduce-overhead"`',
+            "works",
+            "integrations/test_torch.py::test_modes_of_the_compiler",
+        ),
+        Row(
+            "`export`",
+            "works",
+            "ops/test_operators.py::test_exported_program_survives_saving",
+        ),
+        Row(
+            "AOTInductor packages",
+            "works",
+            "integrations/test_torch.py::test_a_package_of_ahead_of_time_code",
+            "in a process that imports fp8kit, whose operators it calls",
+        ),
+        Row(
+            "`func.functional_call`",
+            "works",
+            "integrations/test_torch.py::test_functional_call_takes_codes_and_scales_from_elsewhere",
+        ),
+        Row(
+            "`func.vmap`, `grad`, `vjp`, `jacrev`",
+            "works",
+            "ops/test_transforms.py::test_reverse_mode_equals_backward",
+        ),
+        Row(
+            "forward-mode differentiation, a gradient for an FP8 weight",
+            "refused",
+            "ops/test_transforms.py::test_what_has_no_derivative_is_refused",
+        ),
+        Row(
+            "`load(weights_only=True)` of a `state_dict`",
+            "works",
+            "integrations/test_torch.py::test_a_state_dict_is_weights_only",
+        ),
+        Row(
+            "`load(weights_only=True)` of a whole model",
+            "works",
+            "integrations/test_torch.py::test_a_whole_model_is_weights_only_with_its_classes_named",
+            "after `add_safe_globals` of its classes: `Fp8Linear`, `Scheme`, `GroupShape` are ours",
+        ),
+        Row(
+            "`autocast`",
+            "works",
+            "integrations/test_torch.py::test_autocast_decides_the_dtype_of_the_model",
+        ),
+        Row(
+            "`inference_mode`, `no_grad`",
+            "works",
+            "integrations/test_torch.py::test_inference_mode_and_no_grad_agree",
+        ),
+        Row(
+            "`jit.script`",
+            "refused",
+            "integrations/test_torch.py::test_scripting_is_refused",
+        ),
+    ),
+}
+
+
+def version(library: str) -> str:
+    """Return the version that the tests run on."""
+    pinned = (ROOT / "constraints.txt").read_text()
+    found = re.search(rf"^{re.escape(library)}==(\S+)$", pinned, re.MULTILINE)
+    assert found, f"{library} is not in constraints.txt"
+    return found[1]
+
+
+def tables(matrix: dict[str, tuple[Row, ...]]) -> str:
+    """Write one table per library."""
+    lines = []
+    for library, rows in matrix.items():
+        lines += [f"### {library} {version(library)}", "", "| what | | how | shown by |"]
+        lines += ["|---|---|---|---|"]
+        for row in rows:
+            shown = f"`tests/{row.test}`" if row.test else ""
+            lines.append(f"| {row.feature} | {row.outcome} | {row.how} | {shown} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def written(document: str) -> str:
+    """Return the document with its tables replaced."""
+    head, _, rest = document.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return f"{head}{BEGIN}\n\n{tables(MATRIX)}\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(written(DOCUMENT.read_text()))

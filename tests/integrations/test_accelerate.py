@@ -1,0 +1,164 @@
+"""accelerate places FP8 layers: hooks bring weights from the CPU or disk, and lose no bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit.formats import SCHEMES
+from fp8kit.modules.linear import Fp8Linear
+from numerics import assert_bits_equal
+
+accelerate = pytest.importorskip("accelerate")
+from accelerate import hooks  # noqa: E402
+from accelerate.utils import compute_module_sizes, set_module_tensor_to_device  # noqa: E402
+
+CPU = torch.device("cpu")
+SIZE = 128
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.out = nn.Linear(SIZE, SIZE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.q_proj(x) * self.k_proj(x).sigmoid())
+        return y
+
+
+def model(scheme: str = "FP8_DYNAMIC") -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(Block(), Block()).eval()
+    report = fp8kit.convert(made, scheme, calibrate=lambda m: m(inputs()))
+    assert len(report.converted) == 6
+    return made
+
+
+def inputs() -> Tensor:
+    return torch.randn(3, SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def run(made: nn.Module) -> Tensor:
+    with torch.no_grad():
+        y: Tensor = made(inputs())
+    return y
+
+
+def weights(made: nn.Module) -> list[Tensor]:
+    return [m._parameters["weight"] for m in made.modules() if isinstance(m, Fp8Linear)]
+
+
+def to_cpu(made: nn.Module, _: Path) -> None:
+    accelerate.cpu_offload(made, CPU, offload_buffers=True)
+
+
+def to_disk(made: nn.Module, folder: Path) -> None:
+    accelerate.disk_offload(made, folder, CPU)
+
+
+def dispatched(made: nn.Module, folder: Path) -> None:
+    places = {"0": "cpu", "1.q_proj": "disk", "1.k_proj": "cpu", "1.out": "disk"}
+    accelerate.dispatch_model(made, places, main_device="cpu", offload_dir=folder)
+
+
+@pytest.mark.parametrize("offload", [to_cpu, to_disk, dispatched])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_offloaded_layers_compute_the_same(
+    scheme: str, offload: Callable[[nn.Module, Path], None], tmp_path: Path
+) -> None:
+    made = model(scheme)
+    y, before = run(made), copy.deepcopy(made.state_dict())
+    offload(made, tmp_path)
+    for _ in range(2):
+        assert_bits_equal(run(made), y)
+        assert any(w.is_meta for w in weights(made))  # nothing stays behind
+    hooks.remove_hook_from_submodules(made)
+    assert not any(w.is_meta for w in weights(made))
+    assert made.state_dict().keys() == before.keys()
+    for name, tensor in made.state_dict().items():
+        assert_bits_equal(tensor, before[name])
+    assert_bits_equal(run(made), y)
+
+
+def test_a_model_may_be_offloaded_again_and_again(tmp_path: Path) -> None:
+    made = model()
+    y = run(made)
+    for offload in (to_cpu, to_disk, to_cpu):
+        offload(made, tmp_path)
+        assert_bits_equal(run(made), y)
+        hooks.remove_hook_from_submodules(made)
+        assert_bits_equal(run(made), y)
+
+
+def test_models_take_turns_by_hooks() -> None:
+    made = model()
+    y = run(made)
+    made, hook = accelerate.cpu_offload_with_hook(made, CPU)
+    assert_bits_equal(run(made), y)
+    hook.offload()
+    assert_bits_equal(run(made), y)
+
+
+def test_a_weight_moved_by_name_stays_a_plain_parameter() -> None:
+    made = model()
+    codes = made[0].out.weight.view(torch.uint8).clone()
+    set_module_tensor_to_device(made, "0.out.weight", "meta")
+    assert type(made[0].out._parameters["weight"]) is nn.Parameter
+    set_module_tensor_to_device(made, "0.out.weight", "cpu", value=codes.view(torch.float8_e4m3fn))
+    assert_bits_equal(made[0].out.weight.view(torch.uint8), codes)
+
+
+class Empty(nn.Module):
+    """A block of FP8 layers that wait for their tensors."""
+
+    def __init__(self, dense: nn.Module) -> None:
+        super().__init__()
+        for name, layer in dense.named_children():
+            shape = layer.in_features, layer.out_features, layer.bias is not None
+            self.add_module(name, Fp8Linear(*shape))
+
+    forward = Block.forward
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_checkpoints_are_loaded_and_dispatched(place: str, tmp_path: Path) -> None:
+    made = model()
+    save_file(made.state_dict(), tmp_path / "model.safetensors")
+    with accelerate.init_empty_weights():
+        empty = nn.Sequential(*(Empty(block) for block in made))
+    loaded = accelerate.load_checkpoint_and_dispatch(
+        empty,
+        str(tmp_path / "model.safetensors"),
+        device_map={"0": "cpu", "1": place},
+        offload_folder=tmp_path / "offloaded",
+    )
+    assert_bits_equal(run(loaded.eval()), run(made))
+
+
+def test_a_device_map_counts_codes_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model()
+    assert compute_module_sizes(made)["0.out.weight"] == SIZE * SIZE
+    block = compute_module_sizes(made)["0"]
+    room = {0: 2 * block + block // 2, 1: block, "cpu": 10 * block}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # planned, and not run
+    assert accelerate.infer_auto_device_map(
+        nn.Sequential(*(copy.deepcopy(made[0]) for _ in range(4))),
+        max_memory=room,
+        no_split_module_classes=["Block"],
+    ) == {"0": 0, "1": 1, "2": "cpu", "3": "cpu"}
+
+
+def test_an_accelerator_prepares_a_model() -> None:
+    made = model()
+    prepared: Any = accelerate.Accelerator(cpu=True).prepare(made)
+    assert_bits_equal(run(prepared), run(made))

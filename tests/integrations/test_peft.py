@@ -1,0 +1,497 @@
+"""LoRA and its kin on FP8 layers: training, several adapters, merging, hot swap, refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import fp8kit
+import lora as lora_benchmark
+from checkpoint_samples import NANO
+from fp8kit.errors import UnsupportedError
+from fp8kit.formats import SCHEMES
+from fp8kit.modules.linear import Fp8Linear
+from numerics import ONE_OPERAND, assert_bits_equal, assert_trains_alike, relative_error
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap  # noqa: E402
+
+from fp8kit.integrations import peft as plugin  # noqa: E402
+
+# what peft says of its own adapters
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
+SIZE, RANK = 128, 4
+
+
+def pair(scheme: str = "FP8_DYNAMIC", **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(SIZE, 256), nn.Linear(256, SIZE)).bfloat16()
+    model[0].bias.data.normal_()
+    report = fp8kit.convert(model, scheme, calibrate=lambda m: m(inputs()), **options)
+    assert len(report.converted) == 2
+    return model
+
+
+def inputs(rows: int = 16) -> Tensor:
+    return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def adapted(base: nn.Module, *names: str, **options: Any) -> Any:
+    """Attach adapters that do something; the first one is active."""
+    config = peft.LoraConfig(**{"target_modules": ["0"], "r": RANK, **options})
+    first, *others = names or ("default",)
+    model = peft.get_peft_model(base, config, adapter_name=first)
+    for name in others:
+        model.add_adapter(name, config)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    return model.eval()
+
+
+def lora(model: Any) -> Any:
+    return model.base_model.model[0]
+
+
+def state(layer: Fp8Linear) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+
+
+def assert_same_state(layer: Fp8Linear, before: dict[str, Tensor]) -> None:
+    assert layer.state_dict().keys() == before.keys()
+    for name, tensor in layer.state_dict().items():
+        assert_bits_equal(tensor, before[name])
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=160,
+        hidden_size=SIZE,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    fp8kit.convert(model)
+    return model
+
+
+IDS = torch.arange(48).view(3, 16) * 37 % 160
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_adapters_start_off_the_fp8_grid(autocast: bool) -> None:
+    config = peft.LoraConfig(target_modules=["0"], r=8)
+    model = peft.get_peft_model(pair(), config, autocast_adapter_dtype=autocast)
+    weight = lora(model).lora_A["default"].weight
+    assert weight.dtype == (torch.float32 if autocast else torch.bfloat16)
+    # all finite magnitudes of e4m3 are 127, and an even spread over [-a, a] hits few of them
+    assert len(weight.detach().abs().unique()) > 127
+    assert model(inputs()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_training_moves_the_adapter_alone(dora: bool) -> None:
+    base = llama()
+    layers = {n: state(m) for n, m in base.named_modules() if isinstance(m, Fp8Linear)}
+    config = peft.LoraConfig(target_modules="all-linear", r=RANK, lora_dropout=0.1, use_dora=dora)
+    model = peft.get_peft_model(base, config).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {torch.float32}
+    optimizer = torch.optim.AdamW(trained, lr=5e-3)
+    losses = []
+    for _ in range(6):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    wrapped = {n: m.get_base_layer() for n, m in model.named_modules() if hasattr(m, "lora_A")}
+    assert len(wrapped) == len(layers)
+    for name, layer in wrapped.items():
+        assert_same_state(layer, layers[name.removeprefix("base_model.model.")])
+        assert layer.codes.grad is None
+
+
+def test_training_follows_that_of_the_bf16_weights() -> None:
+    tokens = lora_benchmark.training_tokens()[:4]
+    losses = {
+        kind: lora_benchmark.finetune(
+            lora_benchmark.with_adapter(lora_benchmark.base(kind), 0), tokens, 12, 0
+        )
+        for kind in ("bf16", "fp8")
+    }
+    assert losses["fp8"] != losses["bf16"]
+    assert_trains_alike(losses["fp8"], losses["bf16"])
+
+
+def test_the_trainer_of_transformers_takes_it_with_an_adapter_alone(tmp_path: Path) -> None:
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        NANO, dtype=torch.float32, quantization_config=fp8kit.Fp8KitConfig()
+    )
+    arguments = transformers.TrainingArguments(
+        tmp_path,
+        max_steps=2,
+        per_device_train_batch_size=2,
+        activation_checkpointing=True,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    with pytest.raises(ValueError, match="attach trainable adapters"):
+        transformers.Trainer(base, arguments)
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear", r=RANK))
+    before = lora_b(model)
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
+    transformers.Trainer(model, arguments, train_dataset=data).train()
+    assert relative_error(lora_b(model) + 1, before + 1) > 0
+
+
+def lora_b(model: Any) -> Tensor:
+    found = [p.detach().flatten() for n, p in model.named_parameters() if "lora_B" in n]
+    return torch.cat(found).clone()
+
+
+def test_preparing_for_training_leaves_codes_and_their_dtype_alone() -> None:
+    base = llama()
+    layers = {n: state(m) for n, m in base.named_modules() if isinstance(m, Fp8Linear)}
+    base = peft.prepare_model_for_kbit_training(base)
+    for name, before in layers.items():
+        assert_same_state(base.get_submodule(name), before)
+    model = adapted(base, target_modules="all-linear").train()
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "lora_B" in n)
+
+
+def test_adapters_by_the_methods_of_transformers(tmp_path: Path) -> None:
+    model = llama()
+    for name in ("a", "b"):
+        model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=RANK), name)
+    for name, parameter in model.named_parameters():
+        if "lora_B.b" in name:
+            parameter.data.normal_(std=0.1)
+    model.set_adapter("b")
+    with torch.no_grad():
+        wanted = model(IDS).logits
+        model.disable_adapters()
+        assert relative_error(model(IDS).logits, wanted) > 0
+        model.enable_adapters()
+        model.save_pretrained(tmp_path)
+        again = llama()
+        again.load_adapter(tmp_path)
+        assert_bits_equal(again(IDS).logits, wanted)
+
+
+def test_a_model_with_adapters_is_converted_around_them() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(SIZE, 256), nn.Linear(256, SIZE)).bfloat16()
+    model, x = adapted(plain), inputs(64)
+    y = lora(model)(x)
+    report = fp8kit.convert(model)
+    assert len(report.converted) == 2
+    assert 0 < relative_error(lora(model)(x), y) < 2 * ONE_OPERAND
+    with pytest.raises(UnsupportedError, match=r"to_linear\(\)"):
+        model.merge_adapter()
+
+
+def test_the_adapter_adds_its_product_to_what_the_layer_computes() -> None:
+    model, x = adapted(pair()), inputs()
+    layer = lora(model)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = layer.get_base_layer()(x) + x.float() @ a.t() @ b.t() * layer.scaling["default"]
+    assert_bits_equal(layer(x), expected.bfloat16())
+
+
+def test_adapters_of_a_batch() -> None:
+    # without rounding of activations, which turns an ulp into a step
+    model = adapted(pair("FP8_WEIGHT_ONLY"), "a", "b", target_modules=["0", "1"])
+    x, unit = inputs(3), torch.finfo(torch.bfloat16).eps
+    with torch.no_grad():
+        mixed = model(x, adapter_names=["a", "__base__", "b"])
+        for row, name in ((0, "a"), (2, "b")):
+            model.set_adapter(name)
+            assert relative_error(mixed[row], model(x)[row]) < unit
+        with model.disable_adapter():
+            plain = model(x)
+        assert relative_error(mixed[1], plain[1]) < unit
+        assert relative_error(mixed[::2], plain[::2]) > 2 * ONE_OPERAND
+
+
+def test_a_model_without_its_adapters_is_the_one_before() -> None:
+    base = llama()
+    model = adapted(copy.deepcopy(base), target_modules="all-linear")
+    with torch.no_grad(), model.disable_adapter():
+        before = model(input_ids=IDS).logits
+    with torch.no_grad():
+        assert relative_error(model(input_ids=IDS).logits, before) > 2 * ONE_OPERAND
+        assert_bits_equal(model.unload()(input_ids=IDS).logits, before)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_merging_adds_to_the_numbers_and_quantizes_once(scheme: str, safe: bool) -> None:
+    model, x = adapted(pair(scheme), "a", "b"), inputs()
+    layer = lora(model).get_base_layer()
+    before, place, alone = state(layer), layer.codes.data_ptr(), layer(x)
+    numbers = fp8kit.dequantize(layer.quantized_weight(), torch.float32)
+    deltas = [lora(model).get_delta_weight(name).detach() for name in ("a", "b")]
+    model.merge_adapter(["a"], safe_merge=safe)
+    with pytest.warns(UserWarning, match="additionally merging b"):
+        model.merge_adapter(["b"], safe_merge=safe)
+    merged = dense(numbers + deltas[0] + deltas[1], layer.bias)
+    wanted = Fp8Linear.from_linear(merged, scheme, layer.input_scale)
+    assert_bits_equal(layer.codes, wanted.codes)
+    assert_bits_equal(layer.weight_scale, wanted.weight_scale)
+    assert layer.codes.data_ptr() == place  # what captured graphs read
+    assert_bits_equal(lora(model)(x), wanted(x))
+    assert relative_error(lora(model)(x), alone) > 2 * ONE_OPERAND  # more than rounding
+    model.unmerge_adapter()
+    assert_same_state(layer, before)
+    assert layer.codes.data_ptr() == place
+
+
+def dense(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight.data = weight
+    if bias is not None:
+        linear.bias.data = bias.data
+    return linear
+
+
+def test_the_bias_of_an_adapter_is_merged_and_taken_out() -> None:
+    model = adapted(pair(), lora_bias=True)
+    layer = lora(model).get_base_layer()
+    before = state(layer)
+    added = lora(model).lora_B["default"].bias.detach() * lora(model).scaling["default"]
+    model.merge_adapter()
+    assert_bits_equal(layer.bias, (before["bias"].float() + added).bfloat16())
+    model.unmerge_adapter()
+    assert_same_state(layer, before)
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_offloaded_layers_are_merged_where_they_are_kept(to_disk: bool, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    here, away, x = adapted(pair()), adapted(pair()), inputs()
+    cpu, alone = torch.device("cpu"), here(x)
+    if to_disk:
+        accelerate.disk_offload(away, tmp_path, cpu)
+    else:
+        accelerate.cpu_offload(away, cpu)
+    here.merge_adapter()
+    away.merge_adapter()
+    assert_bits_equal(away(x), here(x))
+    away.unmerge_adapter()
+    assert_bits_equal(away(x), alone)
+
+
+def test_a_dense_weight_that_was_kept_is_merged_too() -> None:
+    model = adapted(pair(weight_storage="keep"))
+    layer = lora(model).get_base_layer()
+    before, original = state(layer), layer.original_weight
+    model.merge_adapter()
+    delta = lora(model).get_delta_weight("default")
+    wanted = (original.float() + delta).bfloat16()
+    assert_bits_equal(layer.to_linear().weight, wanted)
+    assert_bits_equal(layer.codes, Fp8Linear.from_linear(dense(wanted)).codes)
+    model.unmerge_adapter()
+    assert layer.original_weight is original
+    assert_same_state(layer, before)
+
+
+def test_switching_adapters_off_takes_merged_ones_out() -> None:
+    base, x = pair(), inputs()
+    y = base(x)
+    model = adapted(base)
+    model.merge_adapter()
+    assert relative_error(model(x), y) > 0.05
+    with model.disable_adapter():
+        assert_bits_equal(model(x), y)
+    model.unmerge_adapter()
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved_whole(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_whole])
+def test_a_copy_of_a_merged_model_can_be_unmerged(copied: Callable[[Any], Any]) -> None:
+    model = adapted(pair())
+    before = state(lora(model).get_base_layer())
+    model.merge_adapter()
+    twin = copied(model)
+    assert_bits_equal(twin(inputs()), model(inputs()))
+    twin.unmerge_adapter()
+    assert_same_state(lora(twin).get_base_layer(), before)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_what_is_not_finite_is_never_merged(safe: bool) -> None:
+    model = adapted(pair())
+    before = state(lora(model).get_base_layer())
+    lora(model).lora_B["default"].weight.data[0, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"NaN or infinities.*the layer is as it was"):
+        model.merge_adapter(safe_merge=safe)
+    assert not lora(model).merged
+    assert_same_state(lora(model).get_base_layer(), before)
+
+
+def test_a_merged_model_is_a_model_of_fp8_layers(tmp_path: Path) -> None:
+    model = adapted(llama(), target_modules="all-linear")
+    model.merge_adapter()
+    with torch.no_grad():
+        wanted = model(input_ids=IDS).logits
+    model.unmerge_adapter()
+    merged = model.merge_and_unload()
+    assert sum(isinstance(m, Fp8Linear) for m in merged.modules()) == 14
+    merged.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert_bits_equal(merged(input_ids=IDS).logits, wanted)
+        assert_bits_equal(fp8kit.load(tmp_path)(input_ids=IDS).logits, wanted)
+
+
+def test_dora_is_that_of_the_dequantized_weight() -> None:
+    base, x = pair("FP8_WEIGHT_ONLY"), inputs(64)
+    plain = nn.Sequential(*(layer.to_linear() for layer in base))
+    ours, theirs = (adapted(m, use_dora=True) for m in (base, plain))
+    adapters = {n: t for n, t in ours.state_dict().items() if "lora_" in n}
+    theirs.load_state_dict(adapters, strict=False)
+    layer = lora(ours).get_base_layer()
+    magnitude = lora(ours).lora_magnitude_vector["default"].weight
+    assert_bits_equal(magnitude, lora(theirs).lora_magnitude_vector["default"].weight)
+    magnitude.data.mul_(1.25)
+    lora(theirs).lora_magnitude_vector["default"].weight.data.mul_(1.25)
+    unit = torch.finfo(torch.bfloat16).eps
+    assert relative_error(ours(x), theirs(x)) < 2 * unit
+    before, y = state(layer), lora(ours)(x)
+    summed = layer.to_linear(torch.float32).weight + lora(ours).get_delta_weight("default")
+    wanted = summed * (magnitude.float() / summed.norm(dim=1)).view(-1, 1)
+    ours.merge_adapter()
+    merged = layer.to_linear(torch.float32).weight
+    requantized = Fp8Linear.from_linear(dense(wanted.detach()), "FP8_WEIGHT_ONLY")
+    assert relative_error(merged, requantized.to_linear(torch.float32).weight) < unit
+    ours.unmerge_adapter()
+    assert_same_state(layer, before)
+    assert_bits_equal(lora(ours)(x), y)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", "mica"])
+def test_initializations_from_the_weight_are_refused(init: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"init_lora_weights='{init}'.*Use True"):
+        adapted(pair(), init_lora_weights=init)
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", "eva"])
+def test_other_initializations_are_those_of_peft(init: Any) -> None:
+    model = peft.get_peft_model(
+        pair(), peft.LoraConfig(target_modules=["0"], init_lora_weights=init)
+    )
+    assert_bits_equal(model(inputs()), pair()(inputs()))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.zeros(2, SIZE, SIZE, dtype=torch.float8_e4m3fn)
+        self.gate_up_proj = nn.Parameter(codes, requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(lambda: nn.ModuleDict({"e": Experts()}), "e.gate_up_proj"), (pair, "0.weight")],
+)
+def test_adapters_of_fp8_parameters_are_refused(model: Callable[[], Any], name: str) -> None:
+    fp8kit.convert(nn.Sequential(nn.Linear(SIZE, SIZE)))
+    config = peft.LoraConfig(target_modules=[], target_parameters=[name], r=RANK)
+    with pytest.raises(UnsupportedError, match=r"which is FP8.*it would vanish.*target_modules"):
+        peft.get_peft_model(model(), config)
+
+
+OTHERS = {
+    "IA3": {"feedforward_modules": []},
+    "LoHa": {},
+    "LoKr": {},
+    "AdaLora": {"total_step": 10},
+    "Vera": {},
+    "BOFT": {},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_adapters_train_and_are_not_merged(kind: str) -> None:
+    config = getattr(peft, f"{kind}Config")(target_modules=["0"], **OTHERS[kind])
+    base = pair()
+    before = state(base[0])
+    model = peft.get_peft_model(base, config)
+    model(inputs()).float().sum().backward()
+    assert any(p.grad is not None for p in model.parameters())
+    with pytest.raises(UnsupportedError, match=r"to_linear\(\)"):
+        model.merge_adapter()
+    assert_same_state(lora(model).get_base_layer(), before)
+
+
+def test_swapping_an_adapter_compiles_nothing(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    x, wanted = inputs(), []
+    for number in range(2):
+        model = adapted(pair(), r=RANK * (1 + number), lora_alpha=3 + number)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.mul_(1 + number)
+        model.save_pretrained(tmp_path / str(number))
+        with torch.no_grad():
+            wanted.append(model(x))
+    model = peft.PeftModel.from_pretrained(pair(), tmp_path / "0").eval()
+    prepare_model_for_compiled_hotswap(model, target_rank=2 * RANK)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        assert relative_error(compiled(x), wanted[0]) < torch.finfo(torch.bfloat16).eps
+        hotswap_adapter(model, tmp_path / "1", adapter_name="default", torch_device="cpu")
+        assert relative_error(compiled(x), wanted[1]) < torch.finfo(torch.bfloat16).eps
+    assert counter.frame_count == 1
+
+
+def test_peft_may_be_imported_after_the_conversion() -> None:
+    code = (
+        "import torch, fp8kit\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(128, 128))\n"
+        "fp8kit.convert(model)\n"
+        "import peft\n"
+        "tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=['0']))\n"
+        "tuned.merge_adapter()\n"
+        "assert type(tuned.merge_and_unload()[0]) is fp8kit.Fp8Linear\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_an_old_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "OLDEST", (99, 0))
+    with pytest.raises(UnsupportedError, match=r"written for 99\.0"):
+        plugin.tell()

@@ -1,0 +1,189 @@
+"""What users do with a Transformers model in FP8: load, generate, serve batches, place it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8kit
+from checkpoint_samples import NANO
+from fp8kit.errors import UnsupportedError
+from fp8kit.modules.linear import Fp8Linear
+from numerics import assert_bits_equal
+
+transformers = pytest.importorskip("transformers")
+
+PROMPT = "import torch\n\ndef "
+NEW = 6
+
+
+def on_the_fly(path: Path = NANO, **options: Any) -> Any:
+    options.setdefault("quantization_config", fp8kit.Fp8KitConfig("FP8_DYNAMIC"))
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """Quantized while loading, with fp32 activations, which any CPU is quick at."""
+    return on_the_fly(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(NANO)
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer: Any) -> Tensor:
+    ids: Tensor = tokenizer(PROMPT, return_tensors="pt").input_ids
+    return ids
+
+
+@pytest.fixture(scope="module")
+def greedy(model: Any, prompt: Tensor) -> Tensor:
+    """The most likely tokens, by one pass over the whole text for each."""
+    ids = prompt
+    with torch.no_grad():
+        for _ in range(NEW):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], -1)
+    return ids
+
+
+def generate(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    result: Tensor = model.generate(
+        ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None, **options
+    )
+    return result
+
+
+def test_every_linear_layer_of_the_blocks_is_fp8(model: Any) -> None:
+    assert sum(isinstance(m, Fp8Linear) for m in model.modules()) == 28
+    assert len(model.hf_quantizer.report.converted) == 28
+    assert model.is_quantized
+    assert type(model.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate(cache: str, model: Any, prompt: Tensor, greedy: Tensor) -> None:
+    assert torch.equal(generate(model, prompt, cache_implementation=cache), greedy)
+
+
+def test_generate_compiles_the_decoding_by_itself(
+    model: Any, prompt: Tensor, greedy: Tensor
+) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiling = transformers.CompileConfig(backend=counting, mode=None, fullgraph=True)
+    compiling._compile_all_devices = True  # on a GPU it is so without being asked
+    options = {"cache_implementation": "static", "compile_config": compiling}
+    for _ in range(2):
+        assert torch.equal(generate(model, prompt, **options), greedy)
+        assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_other_searches_run(options: dict[str, int], model: Any, prompt: Tensor) -> None:
+    assert generate(model, prompt, **options).shape == (1, prompt.shape[1] + NEW)
+
+
+def test_generate_batch(model: Any, prompt: Tensor, greedy: Tensor) -> None:
+    plan = transformers.GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    serving = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    found = model.generate_batch(
+        [prompt[0].tolist(), [5, 6, 7]],
+        generation_config=plan,
+        continuous_batching_config=serving,
+        progress_bar=False,
+    )
+    assert found["req_0"].generated_tokens == greedy[0, prompt.shape[1] :].tolist()
+    assert len(found["req_1"].generated_tokens) == NEW
+
+
+def test_a_pipeline_of_a_model_or_a_directory(model: Any, tokenizer: Any, greedy: Tensor) -> None:
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = tokenizer.decode(greedy[0])
+    given = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert given(PROMPT, **options)[0]["generated_text"] == wanted
+    config = {"quantization_config": fp8kit.Fp8KitConfig("FP8_DYNAMIC")}
+    named = transformers.pipeline(
+        "text-generation", model=str(NANO), dtype=torch.float32, model_kwargs=config
+    )
+    assert named(PROMPT, **options)[0]["generated_text"] == wanted
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}], ids=str)
+def test_device_maps(device_map: Any, model: Any, prompt: Tensor) -> None:
+    placed = on_the_fly(dtype=torch.float32, device_map=device_map)
+    with torch.no_grad():
+        assert_bits_equal(placed(prompt).logits, model(prompt).logits)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_map": "auto", "max_memory": {"cpu": 3 * 2**20}},
+        {"device_map": {"model": "disk", "lm_head": "cpu"}},
+    ],
+    ids=["auto", "named"],
+)
+def test_quantizing_into_weights_on_disk_is_refused(options: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"places layers on disk.*save an FP8 checkpoint"):
+        on_the_fly(offload_folder=tmp_path, **options)
+
+
+def test_everything_works_without_a_network(
+    prompt: Tensor, greedy: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def blocked(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a socket was opened")
+
+    for name in ("connect", "connect_ex", "sendto"):
+        monkeypatch.setattr(socket.socket, name, blocked)
+    monkeypatch.setattr(socket, "getaddrinfo", blocked)
+    loaded = on_the_fly(dtype=torch.float32)
+    assert torch.equal(generate(loaded, prompt), greedy)
+    loaded.save_pretrained(tmp_path)
+    again = fp8kit.load(tmp_path, dtype=torch.float32)
+    assert torch.equal(generate(again, prompt), greedy)
+    with pytest.raises(AssertionError, match="socket"):
+        socket.create_connection(("127.0.0.1", 9))
+
+
+def test_another_config_for_what_is_quantized_is_refused(model: Any, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="quantized with CompressedTensorsConfig"):
+        on_the_fly(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.quantization_config = {"quant_method": "fp8kit"}
+    with pytest.raises(UnsupportedError, match=r"which layers are FP8.*fp8kit\.load"):
+        on_the_fly(tmp_path, config=config, quantization_config=None)
+
+
+@pytest.mark.parametrize("cast", ["half", "float"])
+def test_casts_of_a_quantized_model_are_refused(cast: str, model: Any) -> None:
+    with pytest.raises(ValueError, match="quantized"):
+        getattr(model, cast)()
+
+
+def test_moving_to_a_dtype_leaves_the_codes_alone(prompt: Tensor) -> None:
+    moved = on_the_fly(dtype=torch.bfloat16)
+    before = {n: t for n, t in moved.state_dict().items() if t.dtype == torch.float8_e4m3fn}
+    moved.to(torch.float32)
+    assert len(before) == 28
+    for name, codes in before.items():
+        assert_bits_equal(moved.state_dict()[name], codes)
+        assert moved.get_submodule(name.removesuffix(".weight")).weight_scale.dtype == torch.float32
+    assert moved(prompt).logits.dtype == torch.float32
