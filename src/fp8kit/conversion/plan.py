@@ -16,14 +16,15 @@ from fp8kit.conversion import calibration, fusion, profitability, siblings
 from fp8kit.conversion.eligibility import Eligibility, bypassed
 from fp8kit.conversion.experts import decide_experts, names_to_match, own_gates, recognize
 from fp8kit.conversion.fusion_rules import Link
-from fp8kit.conversion.patterns import check_patterns, chosen, exclusion, some_of
-from fp8kit.conversion.report import Record, Report
+from fp8kit.conversion.linear_records import decide_linear
+from fp8kit.conversion.patterns import check_patterns, chosen, some_of
+from fp8kit.conversion.report import Report
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.dispatch.backends import choose
 from fp8kit.errors import ConversionError, teach
-from fp8kit.formats import Scheme, scale_dtype, scale_shape
+from fp8kit.formats import Scheme
 from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
-from fp8kit.modules.dense import as_linear, is_conv1d, is_linear
+from fp8kit.modules.dense import is_conv1d, is_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
@@ -231,7 +232,9 @@ def plan(
     for module, found in names.items():
         if is_linear(module):
             role = next((roles[n] for n in found if n in roles), "")
-            report.records.append(_decide(module, found, role, obstacles, scheme, include, exclude))
+            report.records.append(
+                decide_linear(module, found, role, obstacles, scheme, include, exclude)
+            )
         elif module in held:
             report.records.append(
                 decide_experts(module, found, held[module], obstacles, scheme, include, exclude)
@@ -379,48 +382,6 @@ def _converted(
         kept = dense.weight.detach()
         layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
     return layer
-
-
-def _decide(
-    module: nn.Module,
-    names: list[str],
-    role: str,
-    obstacles: Eligibility,
-    scheme: Scheme,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-) -> Record:
-    record = _record(module, names)
-    record.reason = exclusion(names, include, exclude, role)
-    if not record.reason:
-        wanted = not set(include or ()).isdisjoint(names)
-        record.reason = obstacles.of(names, wanted)
-        record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
-    if not record.reason:
-        record.action = "convert"
-        record.bytes_after = _converted_bytes(as_linear(module), scheme)
-    return record
-
-
-def _record(module: nn.Module, names: list[str]) -> Record:
-    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-    return Record(
-        names[0],
-        type(module).__name__,
-        tuple(as_linear(module).weight.shape),
-        "skip",
-        bytes_before=size,
-        bytes_after=size,
-        aliases=tuple(names[1:]),
-    )
-
-
-def _converted_bytes(linear: nn.Linear, scheme: Scheme) -> int:
-    shape = tuple(linear.weight.shape)
-    scales = torch.Size(scale_shape(shape, scheme.weight)).numel()
-    bias = 0 if linear.bias is None else linear.bias.numel() * linear.bias.element_size()
-    static = 4 if scheme.static else 0
-    return linear.weight.numel() + scales * scale_dtype(scheme.weight).itemsize + bias + static
 
 
 def _model_bytes(model: nn.Module) -> int:
