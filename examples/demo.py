@@ -3,7 +3,8 @@
     python examples/demo.py
 
 The model is a Llama of 4.2 million parameters, trained on open-source text, that comes with the
-repository. Everything runs on the CPU, in the model's own bfloat16.
+repository; the mixture of experts beside it was made by train_experts.py. Everything runs on the
+CPU, in the models' own bfloat16.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def main() -> None:
     for row in rows:
         print("  ".join(cell.rjust(w) for cell, w in zip(row, width, strict=True)))
     print("(the embedding, a quarter of this small model, stays in bf16)")
+    print(experts_line())
 
     heading("4. The same prompt, 40 tokens from each")
     for name, model in (("bf16", dense), ("FP8", quantized)):
@@ -81,6 +83,20 @@ def evaluation_tokens(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Return the held-out text as ``[SEQUENCES, LENGTH + 1]`` token ids."""
     ids = tokenizer.encode((HERE / "eval.txt").read_text())
     return torch.tensor(ids[: SEQUENCES * (LENGTH + 1)]).view(-1, LENGTH + 1)
+
+
+def experts_line() -> str:
+    """Compare a small mixture of experts, which reads bytes, before and after conversion."""
+    model = AutoModelForCausalLM.from_pretrained(HERE / "experts", dtype=torch.bfloat16).eval()
+    data = torch.tensor(list((HERE / "eval.txt").read_bytes()[: 16 * (LENGTH + 1)]))
+    tokens = data.view(-1, LENGTH + 1)
+    before = perplexity(model, tokens)
+    report = fp8kit.convert(model)
+    after = perplexity(model, tokens)
+    return (
+        f"experts: {len(report.stacks)} layers of {report.stacks[0].experts}, "
+        f"perplexity of a byte {before:.4f} -> {after:.4f} ({after / before - 1:+.2%})"
+    )
 
 
 @torch.no_grad()

@@ -82,12 +82,13 @@ MANY_PARAMETERS = {
 }
 
 PUBLIC = """
-    BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Evaluation Fp8Cache Fp8Experts
-    Fp8KitConfig Fp8Linear Fp8StaticCache GROUP128 GroupShape MX Plan QTensor ROW Recipe Report
-    SCHEMES Scheme TENSOR UnsupportedError convert convert_checkpoint dequantize evaluate
-    explain grouped_scaled_mm inspect join_scales linear load load_weights plan quantize
-    quantize_checkpoint ray_runner rebase recode requantize save scale_shape scaled_mm
-    stack_scale_shape swizzle_scales unswizzle_scales verify_checkpoint warmup
+    BLOCK CheckpointError ConversionError DEFAULT_EXCLUDE Evaluation ExpertStacks Fp8Cache
+    Fp8Experts Fp8KitConfig Fp8Linear Fp8StaticCache GROUP128 GroupShape MX Plan QTensor ROW
+    Recipe Report SCHEMES Scheme TENSOR UnsupportedError convert convert_checkpoint dequantize
+    evaluate explain grouped_scaled_mm inspect join_scales linear load load_weights plan
+    quantize quantize_checkpoint ray_runner rebase recode register_experts requantize save
+    scale_shape scaled_mm stack_scale_shape swizzle_scales unswizzle_scales verify_checkpoint
+    warmup
 """
 
 # a name without a slash is a file of the project only if it ends like this

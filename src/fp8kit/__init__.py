@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from fp8kit.checkpoint.inspection import inspect as inspect
     from fp8kit.checkpoint.streaming.recipe import Recipe as Recipe
     from fp8kit.checkpoint.translation import convert_checkpoint as convert_checkpoint
+    from fp8kit.conversion.experts import register_experts as register_experts
     from fp8kit.conversion.patterns import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
     from fp8kit.conversion.plan import Plan as Plan
     from fp8kit.conversion.plan import convert as convert
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from fp8kit.io.checkpoints import verify_checkpoint as verify_checkpoint
     from fp8kit.io.models import load as load
     from fp8kit.io.models import save as save
+    from fp8kit.modules.expert_tensors import ExpertStacks as ExpertStacks
     from fp8kit.modules.experts import Fp8Experts as Fp8Experts
     from fp8kit.modules.linear import Fp8Linear as Fp8Linear
     from fp8kit.modules.weight_parts import join_scales as join_scales
@@ -105,6 +107,7 @@ else:
         "checkpoint.streaming.recipe": "Recipe",
         "io.checkpoints": "ray_runner quantize_checkpoint verify_checkpoint",
         "conversion.plan": "Plan convert plan",
+        "conversion.experts": "register_experts",
         "errors": "CheckpointError ConversionError UnsupportedError",
         "perf.evaluate": "Evaluation evaluate",
         "perf.explain": "explain",
@@ -113,6 +116,7 @@ else:
         "functional": "dequantize linear quantize scaled_mm",
         "io.models": "load save",
         "modules.experts": "Fp8Experts",
+        "modules.expert_tensors": "ExpertStacks",
         "modules.linear": "Fp8Linear",
         "integrations.transformers_quantizer": "Fp8KitConfig",
         "modules.weight_parts": "join_scales recode requantize",

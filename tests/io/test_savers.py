@@ -28,6 +28,7 @@ from fp8kit.errors import CheckpointError
 from fp8kit.modules import fused_producers
 from fp8kit.modules.linear import Fp8Linear
 from numerics import assert_bits_equal
+from tiny_experts import tiny
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -84,6 +85,12 @@ def llama(scheme: str = "FP8_DYNAMIC") -> Any:
     )
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     assert len(fp8kit.convert(model, scheme).converted) == 14
+    return model
+
+
+def qwen3_moe() -> Any:
+    model = tiny("Qwen3Moe", num_hidden_layers=1)
+    assert len(fp8kit.convert(model).stacks) == 1
     return model
 
 
@@ -303,10 +310,12 @@ OF_HUB = {
     "PyTorchModelHubMixin": Saver(lambda m, p: m.save_pretrained(p), load_whole),
 }
 NAMED_AND_DATED = (".metadata",)  # holds the path and a number of its own
+OF_EXPERTS = ("torch.save of state_dict", "torch.save of the module", "pickle", "fp8kit.save")
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Saver]]] = {
     "plain": (plain, SAVERS | OF_HUB),
     "llama": (llama, SAVERS | OF_TRANSFORMERS),
     "transformer": (transformer, SAVERS | OF_DIFFUSERS),
+    "qwen3_moe": (qwen3_moe, {n: SAVERS[n] for n in OF_EXPERTS} | OF_TRANSFORMERS),
 }
 CASES = [(model, name) for model, (_, savers) in MODELS.items() for name in savers]
 

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, JsonObject, Spec
-from fp8kit.checkpoint.exporting import dense_linears, on_disk, refuse_transposed
+from fp8kit.checkpoint.expert_names import stacks_in
+from fp8kit.checkpoint.exporting import Exported, dense_linears, on_disk, refuse_transposed
 from fp8kit.checkpoint.schema.naming import cache_strategy
 from fp8kit.checkpoint.schema.targets import check_cache, check_layers, dialect_for, output_heads
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 
 _WRAPPED = ".base_layer"  # where PEFT puts a layer that has an adapter
@@ -61,8 +63,29 @@ class Announced:
         return on_disk(name, tensor, self.dialect, scheme)
 
 
+def check_unknown(names: Sequence[str], target: str) -> None:
+    """Refuse experts for which Transformers would draw random numbers; it only warns of that.
+
+    Args:
+        names: experts and stacks that it has no rule for.
+        target: who shall load them.
+
+    Raises:
+        CheckpointError: if there are such experts for Transformers.
+    """
+    if names and target == "transformers":
+        raise CheckpointError(
+            teach(
+                f"{some_of(names)} are FP8 experts.",
+                "Transformers has no rule to load these: it would draw them at random.",
+                "Save with fp8kit.save(model, directory), which fp8kit.load reads, or exclude "
+                "these experts when converting.",
+            )
+        )
+
+
 def announce(
-    model: nn.Module, tensors: Mapping[str, Tensor], target: str, dialect: Dialect | None = None
+    model: nn.Module, exported: Exported, target: str, dialect: Dialect | None = None
 ) -> Announced:
     """Tell how the FP8 layers of a module are written for a target.
 
@@ -72,7 +95,7 @@ def announce(
 
     Args:
         model: a module with ``Fp8Linear`` layers.
-        tensors: its tensors by their names in the checkpoint.
+        exported: the module as it goes to disk.
         target: one of ``targets.TARGETS``.
         dialect: how they are written, if not in that of the target.
 
@@ -82,16 +105,18 @@ def announce(
             adapters, or bounds that differ, or if the target cannot load them.
 
     Example:
-        >>> announce(model, model.state_dict(), "vllm").dialect.name
+        >>> announce(model, export_module(model), "vllm").dialect.name
         'compressed-tensors'
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
-    dtypes = sorted({str(m.compute_dtype) for m in layers.values()})
+    stacked = {n: m for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
+    every: list[Fp8Linear | ExpertTensors] = [*layers.values(), *stacked.values()]
+    dtypes = sorted({str(m.compute_dtype) for m in every})
     if len(dtypes) != 1:
         raise CheckpointError(
             teach(
                 f"The model holds FP8 layers that compute in {' and '.join(dtypes)}."
-                if layers
+                if every
                 else "The model holds no FP8 layers.",
                 "An FP8 checkpoint has FP8 layers, and one high precision.",
                 "Cast the model to one dtype, or use its own way of saving if it has no FP8.",
@@ -110,25 +135,29 @@ def announce(
     refuse_transposed(layers)
     kinds = {n: m.scheme.stored for n, m in layers.items()}
     counts = Counter(kinds.values())
+    counts.update(layer.scheme for layer in exported.experts.values())
+    counts.update(m.scheme for m in stacked.values())
     main = counts.most_common(1)[0][0]
     bound = _bound(layers, dialect)
     if dialect is None:
         dialect = dialect_for(target, main) if len(counts) == 1 else COMPRESSED_TENSORS
         dialect = dialect if bound is None else FBGEMM
+    held = {n: (kinds[n], (m.out_features, m.in_features)) for n, m in layers.items()}
+    for name, one in exported.experts.items():
+        held[name] = one.scheme, (one.weight.shape[0], one.weight.shape[1])
+    dense = dense_linears(model)
     for scheme in counts:
         dialect_for(target, scheme)
-        shapes = {
-            n: (m.out_features, m.in_features) for n, m in layers.items() if kinds[n] == scheme
-        }
-        others = {n: kind for n, kind in kinds.items() if kind != scheme}
-        dense = dense_linears(model)
+        shapes = {n: shape for n, (s, shape) in held.items() if s == scheme}
+        others = {n: s for n, (s, _) in held.items() if s != scheme}
         check_layers(target, scheme, shapes, dense, dialect=dialect, others=others)
-    stored = {t.data_ptr(): n for n, t in tensors.items()}
-    schemes: dict[str, Scheme] = {}
+    stored = {t.data_ptr(): n for n, t in exported.tensors.items()}
+    schemes = {n: one.scheme for n, one in exported.experts.items()}
+    schemes |= {name: m.scheme for name, (m, _) in stacks_in(model).items()}
     for name, layer in layers.items():
         found = stored.get(layer.weight.data_ptr(), f"{name}.weight")
         schemes |= dict.fromkeys((name, found.removesuffix(".weight")), kinds[name])
-    dtype = next(iter(layers.values())).compute_dtype
+    dtype = every[0].compute_dtype
     cache = cache_strategy(tuple(t.shape) for t in held_cache_scales(model).values())
     check_cache(dialect, cache)
     return Announced(dialect, dtype, main, schemes, output_heads(layers), cache, bound)
@@ -136,7 +165,7 @@ def announce(
 
 def _bound(layers: Mapping[str, Fp8Linear], dialect: Dialect | None) -> float | None:
     """Return the bound on activations that all layers have; ``None`` if none has one."""
-    bounds = {layer.scale_ub for layer in layers.values()}
+    bounds = {layer.scale_ub for layer in layers.values()} or {None}
     if len(bounds) > 1 or (bounds != {None} and dialect not in (None, FBGEMM)):
         named = ", ".join(sorted(map(str, bounds)))
         raise CheckpointError(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
+from fp8kit.checkpoint.expert_names import ExpertLayer, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.schema.naming import dense_stacks, named
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
@@ -29,12 +30,18 @@ class Exported:
         dense: names of the linear layers in high precision, as modules and as in the checkpoint.
         config: ``config.json`` without a quantization config.
         texts: further files, by name.
+        experts: the FP8 layers of single experts, by their names in the checkpoint.
+        whole: names of FP8 stacks that are written as they are.
+        unknown: experts and stacks that Transformers has no rule to load.
     """
 
     tensors: dict[str, Tensor]
     dense: list[str]
     config: JsonObject = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
+    experts: dict[str, ExpertLayer] = field(default_factory=dict)
+    whole: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
 
 def export_module(model: nn.Module) -> Exported:
@@ -50,8 +57,11 @@ def export_module(model: nn.Module) -> Exported:
         >>> export_module(model).tensors["0.weight"].dtype
         torch.float8_e4m3fn
     """
-    tensors = untied(model, set()) | held_cache_scales(model)
-    return Exported(tensors, unquantized(model, tensors))
+    layers, whole = split_experts(model)
+    taken_apart = own_names(model, whole)
+    tensors = {n: t for n, t in untied(model, set()).items() if n not in taken_apart}
+    tensors |= tensors_of(layers) | held_cache_scales(model)
+    return Exported(tensors, unquantized(model, tensors), experts=layers, whole=whole)
 
 
 def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:

@@ -13,12 +13,17 @@ from torch.nn.utils import parametrize
 from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
 from fp8kit.conversion.readers.dtypes import dtype_answers
 from fp8kit.conversion.readers.reads import weight_reads
-from fp8kit.conversion.report import Record
+from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.modules.dense import computes_linear, extras
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 
 # modules of Transformers and diffusers name here what a cast to 16 bits must leave alone
 _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+_DISPATCHED = (
+    "accelerate dispatched the model and runs this layer by a hook; convert the model "
+    "first and dispatch it then, or call remove_hook_from_submodules of accelerate.hooks"
+)
 # modules of torch that multiply by the weights of their layers without calling these
 _READERS: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
@@ -65,16 +70,53 @@ class Eligibility:
             or self._of_weight(module.get_parameter("weight"))
         )
 
-    def _of_names(self, names: Sequence[str]) -> str:
-        if any(kept.match(f"{name}.weight") for kept in self._kept for name in names):
+    def of_experts(self, names: Sequence[str], stacks: ExpertStacks) -> str:
+        """Return why a module of experts cannot become FP8; empty if it can.
+
+        Args:
+            names: every qualified name of the module.
+            stacks: how it holds its experts.
+        """
+        module = self._model.get_submodule(names[0])
+        if isinstance(module, ExpertTensors):
+            return ALREADY
+        if "forward" in vars(module):
+            return "its forward was replaced on the instance"
+        if hasattr(module, "_hf_hook"):
+            return _DISPATCHED
+        if parametrize.is_parametrized(module):
+            return "its stacks are parametrized; remove the parametrization first"
+        for stack in stacks.names:
+            if reason := self._of_names(names, stack) or self._of_stack(module, stack, stacks):
+                return reason
+        return ""
+
+    def _of_stack(self, module: nn.Module, stack: str, stacks: ExpertStacks) -> str:
+        weight = module.get_parameter(stack)
+        if reason := self._of_owner(weight):
+            return reason
+        # gate, up and down of one expert are equally large
+        if too_small := size_obstacle(tuple(module.get_parameter(stacks.down).shape[1:])):
+            return too_small
+        if not weight.is_meta and not all(matrix.isfinite().all() for matrix in weight):
+            return "its stacks hold NaN or infinities"
+        return ""
+
+    def _of_names(self, names: Sequence[str], kind: str = "weight") -> str:
+        if any(kept.match(f"{name}.{kind}") for kept in self._kept for name in names):
             return "the model keeps it in float32"
         return ""
 
-    def _of_weight(self, weight: nn.Parameter) -> str:
+    def _of_owner(self, weight: nn.Parameter) -> str:
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
         if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
             return "its weight is tied to another parameter"
+        return ""
+
+    def _of_weight(self, weight: nn.Parameter) -> str:
+        if reason := self._of_owner(weight):
+            return reason
         if too_small := size_obstacle(tuple(weight.shape)):
             return too_small
         if not weight.is_meta and not weight.isfinite().all():
@@ -82,12 +124,13 @@ class Eligibility:
         return ""
 
 
-def bypassed(module: nn.Module, name: str) -> list[Record]:
+def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
     """Report big matrices that are not in a linear layer, so that no skip can hide.
 
     Args:
         module: no linear layer.
         name: its qualified name.
+        reason: why they stay, if more is known than the class.
     """
     if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
         return []
@@ -97,7 +140,7 @@ def bypassed(module: nn.Module, name: str) -> list[Record]:
             type(module).__name__,
             tuple(p.shape),
             "skip",
-            _bypass(module),
+            reason or _bypass(module),
             p.numel() * p.element_size(),
             p.numel() * p.element_size(),
         )
@@ -114,16 +157,13 @@ def _bypass(module: nn.Module) -> str:
 
 def _of_state(module: nn.Module) -> str:
     if isinstance(module, Fp8Linear):
-        return "already FP8"
+        return ALREADY
     if parametrize.is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
     if "weight" not in module._parameters:
         return "its weight is computed by a hook; remove weight_norm or pruning first"
     if hasattr(module, "_hf_hook"):
-        return (
-            "accelerate dispatched the model and runs this layer by a hook; convert the model "
-            "first and dispatch it then, or call remove_hook_from_submodules of accelerate.hooks"
-        )
+        return _DISPATCHED
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     return ""

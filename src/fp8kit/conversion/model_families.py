@@ -27,6 +27,7 @@ JOINED: dict[str, tuple[tuple[str, ...], ...]] = {
 # a stack of experts [E, N, K], and the layers of one expert it is made of
 STACKED: dict[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (GATE_UP, _W1_W3),
+    "up_proj": (("up_proj",),),
     "down_proj": (("down_proj",), ("w2",)),
 }
 # the layers of an expert under the names of Mixtral

@@ -14,20 +14,24 @@ from torch import Tensor, nn
 
 from fp8kit.conversion import calibration, fusion, profitability, siblings
 from fp8kit.conversion.eligibility import Eligibility, bypassed
+from fp8kit.conversion.experts import decide_experts, names_to_match, own_gates, recognize
 from fp8kit.conversion.fusion_rules import Link
-from fp8kit.conversion.patterns import check_patterns, chosen, exclusion, some_of
-from fp8kit.conversion.report import Record, Report
+from fp8kit.conversion.linear_records import decide_linear
+from fp8kit.conversion.patterns import check_patterns, chosen, some_of
+from fp8kit.conversion.report import Report
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.dispatch.backends import choose
 from fp8kit.dispatch.device import capability
 from fp8kit.errors import ConversionError, teach
-from fp8kit.formats import MX, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import Scheme
 from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
 from fp8kit.modules import mx_forms
-from fp8kit.modules.dense import as_linear, is_conv1d, is_linear
+from fp8kit.modules.dense import is_conv1d, is_linear
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared_input import can_share
+from fp8kit.modules.stacked_experts import convert_experts
 from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
 
@@ -96,9 +100,12 @@ class Plan:
                     "Pass one of these; 'discard' frees the dense weights.",
                 )
             )
-        names = [r.name for r in self.report.converted]
+        names = [r.name for r in self.report.linears]
         modules = {n: self.model.get_submodule(n) for n in names}
+        experts = {r.name: self.model.get_submodule(r.name) for r in self.report.stacks}
+        stacks = {n: recognize(m) for n, m in experts.items()}
         changed = [n for n, m in modules.items() if isinstance(m, Fp8Linear) or not is_linear(m)]
+        changed += [n for n, m in experts.items() if isinstance(m, ExpertTensors) or not stacks[n]]
         if changed:
             raise ConversionError(
                 teach(
@@ -108,6 +115,7 @@ class Plan:
                 )
             )
         on_meta = [n for n in names if profitability.linear_at(self.model, n).weight.is_meta]
+        on_meta += [n for n, m in experts.items() if any(p.is_meta for p in m.parameters())]
         if on_meta:
             raise ConversionError(
                 teach(
@@ -126,9 +134,12 @@ class Plan:
                         "Pass calibrate=lambda model: model(batch), or use FP8_DYNAMIC.",
                     )
                 )
-            found = calibration.observe_amax(self.model, names, self.calibrate)
-            scales = {n: calibration.input_scale(a, self.scheme.dtype) for n, a in found.items()}
-        for record in self.report.converted:
+            seen = calibration.observe_amax(self.model, names, self.calibrate)
+            scales = {n: calibration.input_scale(a, self.scheme.dtype) for n, a in seen.items()}
+        for name, found in stacks.items():
+            assert isinstance(found, ExpertStacks)
+            convert_experts(experts[name], found, self.scheme, weight_storage)
+        for record in self.report.linears:
             dense = profitability.linear_at(self.model, record.name)
             layer = _converted(dense, self.scheme, scales.get(record.name), weight_storage)
             layer.transposed = is_conv1d(modules[record.name])
@@ -160,11 +171,12 @@ def plan(
 ) -> Plan:
     """Decide which layers become FP8, without changing anything.
 
-    Every ``nn.Linear``, and every ``Conv1D`` of Transformers, is considered, except what the safe
-    defaults protect: output heads, embeddings, MoE routers, time and modulation projections, vision
-    towers, layers too small to gain, tied weights, layers that the model keeps in float32 or whose
-    weight the code around them casts, and subclasses of ``nn.Linear`` that compute something else,
-    which a run on random numbers shows, or have methods or attributes of their own.
+    Every ``nn.Linear``, every ``Conv1D`` of Transformers, and every module of stacked experts whose
+    ``forward`` computes what its form says, is considered, except what the safe defaults protect:
+    output heads, embeddings, MoE routers, time and modulation projections, vision towers, layers
+    too small to gain, tied weights, layers that the model keeps in float32 or whose weight the code
+    around them casts, and subclasses of ``nn.Linear`` that compute something else, which a run on
+    random numbers shows, or have methods or attributes of their own.
 
     Args:
         model: any module; weights may be on the meta device.
@@ -217,6 +229,9 @@ def plan(
     for name, module in model.named_modules(remove_duplicate=False):
         names[module].append(name)
     linears = {n: module for module, found in names.items() if is_linear(module) for n in found}
+    stacks = {m: s for m in names if not is_linear(m) and (s := recognize(m)) is not None}
+    held = {m: s for m, s in stacks.items() if isinstance(s, ExpertStacks)}
+    linears |= {n: m for m, s in held.items() for n in names_to_match(names[m], m, s)}
     include = _patterns("include", include, linears)
     exclude = _patterns("exclude", exclude, linears)
     report = Report(str(scheme), model_bytes_before=_model_bytes(model))
@@ -224,28 +239,26 @@ def plan(
     obstacles, roles = Eligibility(model), layer_roles(model)
     for module, found in names.items():
         if is_linear(module):
-            record = _record(module, found)
             role = next((roles[n] for n in found if n in roles), "")
-            record.reason = exclusion(found, include, exclude, role)
-            if not record.reason:
-                wanted = not set(include or ()).isdisjoint(found)
-                record.reason = obstacles.of(found, wanted)
-                record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
-            record.action = "skip" if record.reason else "convert"
-            if not record.reason:
-                record.bytes_after = _converted_bytes(as_linear(module), scheme)
-            report.records.append(record)
+            report.records.append(
+                decide_linear(module, found, role, obstacles, scheme, include, exclude)
+            )
+        elif module in held:
+            report.records.append(
+                decide_experts(module, found, held[module], obstacles, scheme, include, exclude)
+            )
         else:
-            report.records.extend(bypassed(module, found[0]))
+            report.records.extend(bypassed(module, found[0], str(stacks.get(module, ""))))
     links = [] if isinstance(fuse, str) else fusion.user_links(model, fuse, calibrate)
     if level and can_share(scheme):
-        names_to_group = [r.name for r in report.converted]
+        names_to_group = [r.name for r in report.linears]
         report.groups = siblings.find_groups(model, names_to_group, calibrate, links)
     profitability.leave_slower(model, scheme, report, rows, include or ())
     for others in siblings.ungrouped(model) if level else ():  # converted or loaded earlier
         report.groups += siblings.find_groups(model, others, calibrate, links)
     _add_notes(report, model, scheme, rows or _FEW_AND_MANY)
-    converted = [r.name for r in report.converted]
+    report.notes += own_gates({r.name: held[model.get_submodule(r.name)] for r in report.stacks})
+    converted = [r.name for r in report.linears]
     report.notes += fusion.idle_links(model, links, scheme, converted)
     if links and calibrate is None:
         report.notes.append(
@@ -391,29 +404,6 @@ def _converted(
     return layer
 
 
-def _record(module: nn.Module, names: list[str]) -> Record:
-    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
-    return Record(
-        names[0],
-        type(module).__name__,
-        tuple(as_linear(module).weight.shape),
-        "skip",
-        bytes_before=size,
-        bytes_after=size,
-        aliases=tuple(names[1:]),
-    )
-
-
-def _converted_bytes(linear: nn.Linear, scheme: Scheme) -> int:
-    shape = tuple(linear.weight.shape)
-    scales = torch.Size(scale_shape(shape, scheme.weight)).numel()
-    bias = 0 if linear.bias is None else linear.bias.numel() * linear.bias.element_size()
-    static = 4 if scheme.static else 0
-    kept = torch.Size(scale_shape(shape, MX)).numel() if scheme.rebased else 0
-    scales = scales * scale_dtype(scheme.weight).itemsize + kept
-    return linear.weight.numel() + scales + bias + static
-
-
 def _model_bytes(model: nn.Module) -> int:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
@@ -421,7 +411,7 @@ def _model_bytes(model: nn.Module) -> int:
 
 def _add_notes(report: Report, model: nn.Module, scheme: Scheme, rows: Sequence[int]) -> None:
     slow: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for record in report.converted:
+    for record in report.linears:
         dense = profitability.linear_at(model, record.name)
         if dense.weight.device.type == "meta":
             continue

@@ -90,7 +90,7 @@ def leave_slower(
         rows: row counts that the layers will serve, ``None`` if that is not known.
         wanted: names of layers that stay FP8 if ``rows`` is ``None``.
     """
-    records = {r.name: r for r in report.converted}
+    records = {r.name: r for r in report.linears}
     grouped = {name for group in report.groups for name in group}
     teams = [[records[n] for n in group] for group in report.groups]
     teams += [[r] for name, r in records.items() if name not in grouped]
@@ -132,7 +132,7 @@ def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) 
         scheme: what the layers would become.
         rows: row counts that they will serve.
     """
-    shapes = {record.name: record.shape for record in report.converted}
+    shapes = {record.name: record.shape for record in report.linears}
     tree = _tree(shapes)
     if can_share(scheme):
         report.groups = sibling_groups(tree, shapes)

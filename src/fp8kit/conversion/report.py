@@ -12,6 +12,7 @@ from fp8kit.errors import ConversionError, teach
 if TYPE_CHECKING:
     from torch import nn
 
+ALREADY = "already FP8"
 _MIB = 2**20
 
 
@@ -29,6 +30,7 @@ class Record:
         bytes_after: size of its parameters after conversion.
         aliases: other names under which the same module is used.
         warning: the reason deserves attention; ``strict`` turns it into an error.
+        experts: how many matrices each stack of a module of experts has; 0 for a linear layer.
     """
 
     name: str
@@ -40,6 +42,12 @@ class Record:
     bytes_after: int = 0
     aliases: tuple[str, ...] = ()
     warning: bool = False
+    experts: int = 0
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the layer was FP8 before."""
+        return self.kind == "Fp8Linear" or (self.experts > 0 and self.reason == ALREADY)
 
 
 @dataclass(slots=True)
@@ -74,6 +82,16 @@ class Report:
         return [r for r in self.records if r.action == "convert"]
 
     @property
+    def linears(self) -> list[Record]:
+        """Records of the linear layers that FP8 takes over."""
+        return [r for r in self.converted if not r.experts]
+
+    @property
+    def stacks(self) -> list[Record]:
+        """Records of the modules of experts that FP8 takes over."""
+        return [r for r in self.converted if r.experts]
+
+    @property
     def skipped(self) -> list[Record]:
         """Records of the layers that stay as they are."""
         return [r for r in self.records if r.action == "skip"]
@@ -85,7 +103,7 @@ class Report:
 
     def nothing(self) -> str:
         """Return that no layer is FP8, and why; empty if one is, or will be."""
-        if self.converted or any(r.kind == "Fp8Linear" for r in self.records):
+        if self.converted or any(r.is_fp8 for r in self.records):
             return ""
         reasons = Counter(r.reason for r in self.skipped).most_common(3)
         said = ", ".join(f"{reason} ({count})" for reason, count in reasons)
@@ -117,11 +135,13 @@ class Report:
 
     def summary(self) -> str:
         """Return in one line how many layers, which scheme, and how many bytes."""
-        fp8 = [r for r in self.records if r.action == "convert" or r.kind == "Fp8Linear"]
+        fp8 = [r for r in self.records if r.action == "convert" or r.is_fp8]
         high = self.model_bytes_before - sum(r.bytes_before for r in fp8)
         share = high / self.model_bytes_before if self.model_bytes_before else 0.0
+        stacks = f" and {len(self.stacks)} modules of experts" if self.stacks else ""
         return (
-            f"{self.scheme}: {len(self.converted)} layers converted, {len(self.skipped)} skipped; "
+            f"{self.scheme}: {len(self.linears)} layers{stacks} converted, "
+            f"{len(self.skipped)} skipped; "
             f"{self.model_bytes_before / _MIB:.1f} MiB -> {self.model_bytes_after / _MIB:.1f} MiB; "
             f"{share:.0%} of the original bytes stay in high precision"
         )

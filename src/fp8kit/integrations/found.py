@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Fused
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.stacked_experts import StackedExperts
 
 
 class QuantizerOfLayers:
@@ -23,14 +25,15 @@ class QuantizerOfLayers:
         make: gives a quantizer for models with a layer.
     """
 
-    def __init__(self, make: Callable[[Fp8Linear], object]) -> None:
+    def __init__(self, make: Callable[[Fp8Linear | ExpertTensors], object]) -> None:
         self.make = make
 
     def __get__(self, model: Any, owner: type) -> Any:
         """Return a quantizer of the model; ``AttributeError`` if it has no FP8 layer."""
         if model is None:
             return self
-        layer = next((m for m in model.modules() if isinstance(m, Fp8Linear)), None)
+        kinds = (Fp8Linear, ExpertTensors)
+        layer = next((m for m in model.modules() if isinstance(m, kinds)), None)
         if layer is None:
             raise AttributeError(f"{type(model).__name__} has no FP8 layers.")
         return self.make(layer)
@@ -47,6 +50,8 @@ def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, Fp8Linear) and module not in dense:
             dense[module] = module.to_linear(dtype)
+        elif isinstance(module, StackedExperts):
+            module.to_dense(dtype)
         elif isinstance(module, Fused):
             dense[module] = module.replaced[0]
         if module in dense:

@@ -19,15 +19,23 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from fp8kit import functional
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.loading.into_module import Filled
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import QTensor, Scheme
+from fp8kit.integrations.transformers_experts import Taken, chosen_experts, take_experts
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
-from fp8kit.integrations.transformers_quantizer import layers_in_model, not_quantized, plain
+from fp8kit.integrations.transformers_quantizer import (
+    decide,
+    layers_in_model,
+    not_quantized,
+    plain,
+)
 from fp8kit.integrations.transformers_saving import check_version
 from fp8kit.integrations.transformers_saving import export as export
 
@@ -47,8 +55,8 @@ def load(
 ) -> tuple[Any, Filled]:
     """Load a Transformers model from a checkpoint that has been opened.
 
-    Each tensor is read when it is placed. FP8 layers that the model merges with others, such as
-    single experts, are decoded to high precision.
+    Each tensor is read when it is placed, experts one by one into the stacks of the model. FP8
+    layers that the model merges with others in any other way are decoded to high precision.
 
     Args:
         checkpoint: of any dialect, or in high precision.
@@ -71,12 +79,15 @@ def load(
     check_version()
     checkpoint = checkpoint.for_engines()
     built = skeleton(checkpoint)
-    _check_shapes(checkpoint, built)
+    taken = _taken(checkpoint, built, config)
+    _check_shapes(checkpoint, built, taken.tensors)
     kept, merged = _layers(checkpoint, built)
-    hf_config = _config(checkpoint, kept, form)
+    merged = [n for n in merged if checkpoint.layers[n].weight not in taken.tensors]
+    hf_config = _config(checkpoint, kept, taken, form)
     high = dtype or checkpoint.dtype
     places = _cache_places(checkpoint, built)
-    state = {n: _OnDisk(checkpoint, n) for n in checkpoint.tensors if n not in places}
+    apart = places.keys() | taken.tensors
+    state = {n: _OnDisk(checkpoint, n) for n in checkpoint.tensors if n not in apart}
     for layer in (checkpoint.layers[name] for name in merged):
         for scale in (layer.scale, layer.input_scale):
             state.pop(scale or "", None)
@@ -84,7 +95,7 @@ def load(
     placed = device is not None and device.type != "cpu" and _has_accelerate()
     options: dict[str, Any] = {"device_map": {"": device}} if placed else {}
     if config is not None:
-        config.deferred = True
+        config.deferred, config.experts = True, _plain_schemes(taken)
         options["quantization_config"] = config
     model, info = type(built).from_pretrained(
         None,
@@ -95,9 +106,10 @@ def load(
         ignore_mismatched_sizes=True,  # they are in the info, and refused by name
         **options,
     )
+    _check_loaded(model, info, strict)
+    taken.fill(model, checkpoint, device, high)
     if device is not None:
         model.to(device)
-    _check_loaded(model, info, strict)
     keep_cache_scales(model, checkpoint, places)
     model.config.name_or_path = model.name_or_path = str(checkpoint.path.resolve())
     if model.can_generate() and (checkpoint.path / "generation_config.json").is_file():
@@ -198,7 +210,21 @@ def _model_class(checkpoint: Checkpoint) -> Any:
     return found
 
 
-def _config(checkpoint: Checkpoint, layers: Sequence[str], form: Scheme | None) -> Any:
+def _taken(checkpoint: Checkpoint, model: Any, config: Fp8KitConfig | None) -> Taken:
+    if config is None:
+        return take_experts(checkpoint, model, None)
+    scheme = scheme_of_plain(config.scheme)
+    stacks = decide(model, config).stacks
+    return take_experts(checkpoint, model, chosen_experts(model, {r.name: scheme for r in stacks}))
+
+
+def _plain_schemes(taken: Taken) -> JsonObject:
+    return {name: plain(experts.scheme) for name, experts in taken.experts.items()}
+
+
+def _config(
+    checkpoint: Checkpoint, layers: Sequence[str], taken: Taken, form: Scheme | None
+) -> Any:
     """Read the model's config, with the quantization that is announced put in our words."""
     config = _model_config(checkpoint)
     if checkpoint.spec is not None:
@@ -207,6 +233,7 @@ def _config(checkpoint: Checkpoint, layers: Sequence[str], form: Scheme | None) 
             "scheme": plain(checkpoint.spec.scheme),
             "layers": {name: plain(checkpoint.layers[name].scheme) for name in layers},
             "mx_form": None if form is None else form.name,
+            "experts": _plain_schemes(taken),
         }
     return config
 
@@ -246,12 +273,12 @@ def _check_counts(checkpoint: Checkpoint, config: Any, place: str = "") -> None:
                 )
 
 
-def _check_shapes(checkpoint: Checkpoint, model: Any) -> None:
+def _check_shapes(checkpoint: Checkpoint, model: Any, apart: set[str]) -> None:
     """Refuse what cannot fit before memory is taken for it; renamed tensors are checked later."""
     wanted = model.state_dict()
     for name, info in checkpoint.tensors.items():
         found = tuple(wanted[name].shape) if name in wanted else info.shape
-        if found != info.shape and not checkpoint.is_scale(name):
+        if found != info.shape and not checkpoint.is_scale(name) and name not in apart:
             raise _misfit(type(model), name, info.shape, found)
 
 

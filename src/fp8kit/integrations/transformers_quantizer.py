@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     rename_source_key,
 )
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -29,6 +30,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import plain as plain
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
+from fp8kit.checkpoint.expert_names import stacks_in
 from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
@@ -36,12 +38,19 @@ from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
+from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
 from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_version
 from fp8kit.modules.dense import computes_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
+from fp8kit.modules.expert_stacks import quantize_stack
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import settle
+from fp8kit.modules.parameters import frozen
 
+if METHOD not in ALL_EXPERTS_FUNCTIONS:
+    # FP8 experts compute by a forward of their own, whatever the model's setting; others do as ever
+    ALL_EXPERTS_FUNCTIONS.register(METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
 _TIED = "its weight is tied to another parameter"
 
 
@@ -58,6 +67,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         layers: the layers that are FP8 in the checkpoint, and their schemes as ``plain`` gives
             them; only ``load`` does.
         mx_form: how MXFP8 layers compute, a name in ``formats.MX_FORMS``; only ``load`` gives it.
+        experts: likewise the modules of experts whose stacks ``load`` fills itself.
 
     Raises:
         ValueError: if the scheme is unknown, or needs calibration.
@@ -74,6 +84,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         exclude: Sequence[str] | None = None,
         strict: bool = False,
         layers: Mapping[str, str | JsonObject] | None = None,
+        experts: Mapping[str, str | JsonObject] | None = None,
         quant_method: str = METHOD,
         mx_form: str | None = None,
     ) -> None:
@@ -87,7 +98,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
         self.quant_method = quant_method
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
-        self.layers, self.mx_form = layers, mx_form
+        self.layers, self.experts, self.mx_form = layers, experts or {}, mx_form
         self.announced: JsonObject | None = None  # what the model was last saved with
         self.deferred = False  # whoever loads asks for missing tensors first
 
@@ -108,7 +119,8 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         for key, value in input_dict.items():
             dense = value[0] if isinstance(value, list) else value
             module, kind = get_module_from_name(model, key)
-            if not isinstance(module, Fp8Linear) or kind != "weight":
+            stacked = is_stack(module, kind)
+            if not stacked and not (isinstance(module, Fp8Linear) and kind == "weight"):
                 out[key] = value
                 continue
             if isinstance(getattr(module, kind), DTensor):
@@ -119,7 +131,10 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
                         "Save an FP8 checkpoint on one device first.",
                     )
                 )
-            q = quantize_weight(dense, module.scheme)
+            if stacked:
+                q = quantize_stack(dense, module.scheme, module.stacks.transposed, [])
+            else:
+                q = quantize_weight(dense, module.scheme)
             if not is_finite(q):
                 self.quantizer.not_finite.append(key)
             for name, tensor in stored_tensors(q, module.scheme).items():
@@ -181,7 +196,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized:
             return False
         module, kind = get_module_from_name(model, param_name)
-        return isinstance(module, Fp8Linear) and kind == "weight"
+        return is_stack(module, kind) or (isinstance(module, Fp8Linear) and kind == "weight")
 
     def get_quantize_ops(self) -> _Quantize:
         """Return the loader the operation that quantizes."""
@@ -195,6 +210,10 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         return super().get_new_dtype(converter, param, dtype)
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
+        plain_schemes = self.quantization_config.experts
+        apart = {name: scheme_of_plain(scheme) for name, scheme in plain_schemes.items()}
+        decided = None if self.pre_quantized else decide(model, self.quantization_config)
+        take_out(model, chosen_experts(model, apart))
         if self.pre_quantized:
             schemes = self.quantization_config.layers or {}
             kept, _merged = layers_in_model(model, [f"{n}.weight" for n in schemes])
@@ -203,8 +222,10 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             }
             names = list(of)
         else:
-            self.report = decide(model, self.quantization_config)
-            names = [n for r in self.report.converted for n in (r.name, *r.aliases)]
+            assert decided is not None
+            self.report = decided
+            names = [n for r in self.report.linears for n in (r.name, *r.aliases)]
+            _make_room(model, [r.name for r in self.report.stacks], self.scheme, apart)
             of = dict.fromkeys(names, self.scheme)
         made: dict[int, Fp8Linear] = {}
         for name in names:
@@ -216,6 +237,11 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
         self.unfilled = [n for n, m in layers.items() if m.weight.dtype not in FP8_FORMATS]
+        for name, (module, stack) in stacks_in(model).items():
+            if module._parameters[stack] is not None:
+                filled = module.codes(stack).dtype in FP8_FORMATS
+                self.unfilled += [] if filled else [name]
+                module.requires_grad_(False)
         if self.unfilled:
             if self.quantization_config.deferred:
                 return model
@@ -242,7 +268,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         """
         if getattr(model, "_hf_peft_config_loaded", False):  # the adapter alone is saved
             return None, {}
-        if not any(isinstance(m, Fp8Linear) for m in model.modules()):  # all were replaced
+        kinds = (Fp8Linear, ExpertTensors)
+        if not any(isinstance(m, kinds) for m in model.modules()):  # all were replaced
             self.remove_quantization_config(model)
             return None, {}
         state, self.quantization_config.announced = as_saved(model)
@@ -284,7 +311,7 @@ def decide(model: Any, config: Fp8KitConfig) -> Report:
     """Plan as ``fp8kit.plan`` does for loaded weights; on meta, ties are known by name alone."""
     scheme = scheme_of_plain(config.scheme)
     report = plan_to_load(model, scheme, config.include, config.exclude, config.strict)
-    for record in report.converted:
+    for record in report.linears:
         links = getattr(model, "all_tied_weights_keys", None) or {}
         tied = {n.removesuffix(".weight") for n in (*links, *links.values())}
         if tied & {record.name, *record.aliases}:
@@ -292,7 +319,7 @@ def decide(model: Any, config: Fp8KitConfig) -> Report:
             record.bytes_after = record.bytes_before
     if config.strict:
         report.refuse_blocked()
-    report.groups = siblings.find_groups(model, [r.name for r in report.converted])
+    report.groups = siblings.find_groups(model, [r.name for r in report.linears])
     return report
 
 
@@ -328,6 +355,20 @@ def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str],
         else:
             merged.append(key)
     return kept, merged
+
+
+def _make_room(model: Any, names: Sequence[str], scheme: Scheme, apart: Iterable[str]) -> None:
+    """Turn modules of experts into FP8 ones whose stacks the loader brings, dense and on meta."""
+    for name, experts in chosen_experts(model, dict.fromkeys(names, scheme)).items():
+        if name not in apart:
+            module = model.get_submodule(name)
+            dtype = module.get_parameter(experts.stacks.down).dtype
+            experts.empty(module, dtype)
+            for stack in experts.stacks.names:
+                # loaders up to 5.22 cast to the dtype they find here before they quantize
+                module._parameters[stack] = frozen(
+                    torch.empty_like(module.codes(stack), dtype=dtype)
+                )
 
 
 def _placeholder(dense: Any, scheme: Scheme, pre_quantized: bool) -> Fp8Linear:

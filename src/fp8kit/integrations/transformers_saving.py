@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
-from fp8kit.checkpoint.announcing import announce
+from fp8kit.checkpoint.announcing import announce, check_unknown
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.expert_names import in_module, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.exporting import Exported, as_stored, unquantized, untied
+from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
@@ -65,14 +76,88 @@ def export(model: Any) -> Exported:
         )
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = untied(model, set(getattr(model, "all_tied_weights_keys", None) or ()))
+    layers, whole = split_experts(model, partial(names_on_disk, model))
+    ignored |= own_names(model, [])
     tensors = {n: t for n, t in kept.items() if n not in ignored} | held_cache_scales(model)
-    tensors = _as_in_checkpoints(model, tensors)
+    tensors = _as_in_checkpoints(model, tensors) | tensors_of(layers)
+    tensors |= {n: kept[n] for n in own_names(model, []) - own_names(model, whole)}
     config = json.loads(model.config.to_json_string())
     config["architectures"] = [type(model).__name__]
     texts = {}
     if model.can_generate():
         texts["generation_config.json"] = model.generation_config.to_json_string()
-    return Exported(tensors, unquantized(model, tensors), config, texts)
+    unknown = [*whole, *without_rule(model, layers)]
+    return Exported(tensors, unquantized(model, tensors), config, texts, layers, whole, unknown)
+
+
+def names_on_disk(
+    model: Any, wanted: Mapping[str, tuple[int, tuple[str, ...]]]
+) -> dict[str, list[str]]:
+    """Name the layers of single experts as the model's own rules write them.
+
+    Numbered stacks go through the rules, which divide and rename them. Where they keep stacks
+    whole, experts get the names of their module and the words that engines know; but not where
+    the stacks lie outside of a module of experts, as in GraniteMoE, where engines look for them.
+
+    Args:
+        model: a ``PreTrainedModel``.
+        wanted: as in ``Renames``.
+    """
+    numbers: dict[str, Tensor] = {}
+    first: dict[str, int] = {}
+    total = 0
+    for name, (count, words) in wanted.items():
+        first[name] = total
+        total += count * len(words)
+        numbers[name] = torch.arange(first[name], total).float().view(count, len(words), 1)
+    by_rule, kept = _names_of_numbers(model, numbers)
+    others = {n: w for n, w in wanted.items() if _in_experts(kept.get(first[n], ""))}
+    fallback = in_module(others)
+    singles = {
+        f"{layer}.weight": torch.full((1, 1), float(first[name] + i))
+        for name, layers in fallback.items()
+        for i, layer in enumerate(layers)
+    }
+    by_rule |= _names_of_numbers(model, singles)[0]
+    return {
+        name: [by_rule[first[name] + i] for i in range(count * len(words))]
+        for name, (count, words) in wanted.items()
+        if first[name] in by_rule
+    }
+
+
+def without_rule(model: Any, layers: Mapping[str, object]) -> list[str]:
+    """Name the layers of single experts that the rules of a model would not stack as they load.
+
+    Args:
+        model: a ``PreTrainedModel``.
+        layers: of single experts, by their names on disk.
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+    converters = [r for r in rules if isinstance(r, WeightConverter)]
+    return [
+        name
+        for name in layers
+        if rename_source_key(f"{name}.weight", renamings, converters)[1] is None
+    ]
+
+
+def _in_experts(stack: str) -> bool:
+    return bool(experts_of(stack)) and experts_of(stack) == stack.rpartition(".")[0]
+
+
+def _names_of_numbers(
+    model: Any, numbers: dict[str, Tensor]
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Return which tensor each number went to alone, and which the first of several."""
+    alone: dict[int, str] = {}
+    several: dict[int, str] = {}
+    for name, tensor in revert_weight_conversion(model, numbers).items():
+        single = tensor.numel() == 1 and name.endswith(".weight")
+        found = alone if single else several
+        found[int(tensor.min().item())] = name.removesuffix(".weight")
+    return alone, several
 
 
 def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -140,12 +225,16 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
             )
         )
     exported = export(model)
+    check_unknown(exported.unknown, "transformers")
     try:
-        announced = announce(model, exported.tensors, "vllm")
-        announce(model, exported.tensors, "transformers", announced.dialect)
+        announced = announce(model, exported, "vllm")
+        announce(model, exported, "transformers", announced.dialect)
     except CheckpointError:  # of what engines do not load, save_pretrained need not keep away
-        announced = announce(model, exported.tensors, "transformers")
-    held = as_stored(model, model.state_dict()) | held_cache_scales(model)
+        announced = announce(model, exported, "transformers")
+    taken_apart = own_names(model, exported.whole)
+    state = as_stored(model, model.state_dict())
+    held = {n: t for n, t in state.items() if n not in taken_apart}
+    held |= tensors_of(exported.experts) | held_cache_scales(model)
     lost = exported.tensors.keys() - revert_weight_conversion(model, held).keys()
     if lost:
         raise CheckpointError(

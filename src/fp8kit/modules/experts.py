@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,8 @@ from fp8kit.modules.expert_stacks import (
     quantize_stack,
     stack_extents,
 )
-from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.parameters import frozen
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.arguments import stacked_scale
 from fp8kit.moe.functional import experts
@@ -30,7 +29,7 @@ Routing = Callable[[Tensor], tuple[Tensor, Tensor]]
 _SWIGLU = Activation()
 
 
-class Fp8Experts(nn.Module):
+class Fp8Experts(ExpertTensors):
     """The experts of a layer: ``sum_j weight_j * (act(x @ gate_up[e_j].T) @ down[e_j].T)``.
 
     It holds ``gate_up_proj`` (FP8 ``[E, 2 I, H]``; ``up_proj`` ``[E, I, H]`` without a gate) and
@@ -86,7 +85,9 @@ class Fp8Experts(nn.Module):
         super().__init__()
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
-        self.scheme = Scheme.of(scheme)
+        first = "gate_up_proj" if activation.gated else "up_proj"
+        self.stacks = ExpertStacks(first, "down_proj", activation)
+        self.scheme, self.originals = Scheme.of(scheme), {}
         self.compute_dtype = dtype or torch.get_default_dtype()
         group, kind = self.scheme.weight, scale_dtype(self.scheme.weight)
         for name, (n, k) in self._matrices().items():
@@ -375,36 +376,9 @@ class Fp8Experts(nn.Module):
             found.append((q, held[2], held[3]))
         return found
 
-    def _frozen_names(self) -> list[str]:
-        return [name + end for name in self._matrices() for end in ("", "_scale", "_input_scale")]
-
     def __prepare_scriptable__(self) -> None:
         """Refuse ``torch.jit.script`` in words."""
         raise refusals.scripting("an Fp8Experts")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Experts:
-        apply_without_casts(self, self._frozen_names(), fn, recurse)
-        self.compute_dtype = cast_dtype(fn, self.compute_dtype, self.down_proj.device)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Experts:
-        """Copy like any module, so that layers with one Parameter keep one."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Show codes as bytes: plain pickle has no storage type for FP8."""
-        return {**self.__dict__, "_parameters": as_bytes(self._parameters)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Undo ``__getstate__``."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name in self._matrices():
-            codes = self._parameters[name]
-            assert codes is not None
-            self._parameters[name] = frozen(codes.detach().view(self.scheme.dtype))
 
 
 def _flat(ids: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:

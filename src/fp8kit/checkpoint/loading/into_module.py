@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import has_home, keep_cache_scales
+from fp8kit.checkpoint.loading.expert_layers import Experts, as_stored, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.loading.planning import plan_to_load
@@ -19,11 +20,13 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
+from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import computes_linear
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 
@@ -83,6 +86,7 @@ class Layers:
     """New FP8 layers by every name they will have, and the layers that share an input."""
 
     made: dict[str, Fp8Linear] = field(default_factory=dict)
+    experts: dict[str, Experts] = field(default_factory=dict)
     groups: list[tuple[str, ...]] = field(default_factory=list)
     ties: list[list[str]] = field(default_factory=list)
     form: Scheme | None = None  # of MXFP8 layers; by default the fastest on their device
@@ -180,6 +184,8 @@ def begin(
     shapes = _shapes(wanted)
     for name, layer in layers.made.items():
         model.set_submodule(name, layer)
+    for name, experts in layers.experts.items():
+        experts.empty(model.get_submodule(name), dtype or high)
     if dtype is not None:
         model.to(dtype)
     return Placement(model, shapes, sources, device=device, dtype=dtype, high=high, owned=owned)
@@ -221,6 +227,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
     names = _names_of_linears(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     shapes = _shapes(_state(model, found))
+    found.experts = experts_in_checkpoint(model, checkpoint, shapes)
     for name, source in checkpoint.layers.items():
         route = find(name, "weight", shapes)
         if route is None or route.expert is not None or source.weight == name:
@@ -278,7 +285,11 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
         )
     report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
     found = Layers(groups=report.groups)
-    for record in report.converted:
+    for record in report.stacks:
+        stacks = recognize(model.get_submodule(record.name))
+        assert isinstance(stacks, ExpertStacks)
+        found.experts[record.name] = Experts(stacks, scheme)
+    for record in report.linears:
         module = model.get_submodule(record.name)
         assert isinstance(module, nn.Linear)
         layer = _empty(module, scheme, dtype)
@@ -319,6 +330,9 @@ def _state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
     for name, layer in layers.made.items():
         for kind, tensor in layer.state_dict(keep_vars=True).items():
             kept[named(name, kind)] = tensor
+    for name, experts in layers.experts.items():
+        held = experts.tensors(model.get_submodule(name))
+        kept |= {named(name, kind): tensor for kind, tensor in held.items()}
     return kept
 
 
@@ -330,6 +344,8 @@ def _check(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: boo
     """Compare names and shapes before anything changes; list tensors the model has no use for."""
     wanted = _state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
+    coded = {layer.weight: layer.shape for layer in checkpoint.layers.values()}
+    tensors = {**as_stored(model, layers.experts, tensors), **coded}
     scales = {
         scale: layer.weight
         for layer in checkpoint.layers.values()
@@ -375,6 +391,12 @@ def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
     """Name the tensors that need not be on disk: scales of weights that are quantized here."""
     fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
     names = set()
+    stacks = {n: m.stacks for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
+    stacks |= {n: experts.stacks for n, experts in layers.experts.items()}
+    for name, held in stacks.items():
+        for stack in held.names:
+            if named(name, stack) in covered:
+                names |= {named(name, f"{stack}_scale"), named(name, f"{stack}_input_scale")}
     for name, layer in fp8.items():
         if named(name, "weight") in covered:
             names |= {named(name, kind) for kind in ("weight_scale", "weight_exponents")}

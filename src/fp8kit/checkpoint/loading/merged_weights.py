@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, scale_shape
+from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, stack_scale_shape
 from fp8kit.modules.weight_parts import join_scales, requantize
 
 _E8M0_NAN = 255
@@ -42,13 +42,13 @@ def fp8_weight(
         name: of the scale, for errors.
         codes: FP8 ``[N, K]``, or a stack ``[E, N, K]``.
         scale: as many numbers as ``group`` wants, in any shape.
-        input_scale: one number; those of a stack are dropped.
+        input_scale: one number; of a stack's, the largest.
         group: granularity of ``scale``.
 
     Raises:
         CheckpointError: if the scale has another dtype or size, or is not finite and positive.
     """
-    wanted = scale_shape(codes.shape, group)
+    wanted = stack_scale_shape(codes.shape, group)
     scale = scale.to(codes.device)
     if scale.numel() == torch.Size(wanted).numel():
         scale = scale.reshape(wanted)
@@ -64,8 +64,7 @@ def fp8_weight(
                 "Look for the fault where they were made.",
             )
         )
-    single = input_scale is not None and input_scale.numel() == 1
-    return Fp8Weight(q, input_scale.reshape(1, 1) if input_scale is not None and single else None)
+    return Fp8Weight(q, None if input_scale is None else input_scale.amax().reshape(1, 1))
 
 
 def is_finite(q: QTensor) -> bool:

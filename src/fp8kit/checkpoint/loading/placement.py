@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
+from fp8kit.checkpoint.loading.expert_stacks import Arrivals
 from fp8kit.checkpoint.loading.merged_weights import (
     Fp8Weight,
     check_shape,
@@ -24,6 +26,7 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import BLOCK, FP8_FORMATS, MX, ROW, GroupShape, QTensor, Scheme, scale_shape
 from fp8kit.modules.entries import stored_tensors
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear, quantize_weight
 from fp8kit.quantizers.rebase import restore
 
@@ -97,6 +100,8 @@ class Placement:
         }
         self._device, self._dtype, self._high = device, dtype, dtype or high
         self._owned = owned
+        self._stacks = Arrivals(model, self._place, self._kept)
+        self._roles = self._stacks.roles() | self._roles
         self._arrived: set[str] = set()
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._partial: dict[str, _Partial] = {}
@@ -128,7 +133,8 @@ class Placement:
             return
         self._arrived.add(name)
         fp8 = tensor.dtype in FP8_FORMATS
-        if not fp8 and name in self.shapes and self._fp8_layer(route) is None:
+        stacked = self._stacks.home(route) is not None
+        if not (fp8 or stacked) and name in self.shapes and self._fp8_layer(route) is None:
             self._write(route, name.rpartition(".")[2], tensor)
         elif fp8 or kind in ("weight", *SCALES, _EXPONENTS):
             source = self._waiting.setdefault(layer, {})
@@ -152,6 +158,7 @@ class Placement:
             for layer, source in self._waiting.items()
         ]
         waiting += [f"{n} waits for {next(p.absent())}" for n, p in self._partial.items()]
+        waiting += [f"{name} waits for {part}" for name, part in self._stacks.absent()]
         if waiting:
             listed = "\n  ".join(waiting[:_SHOWN])
             raise CheckpointError(
@@ -179,6 +186,8 @@ class Placement:
         return known.weight.rpartition(".")[2] if known else "weight"
 
     def _route(self, layer: str, kind: str) -> Route | None:
+        if (whole := self._stacks.route(layer)) is not None:
+            return whole
         known = self._layers.get(layer)
         if known is not None and known.weight == layer:
             holder, _, kind = layer.rpartition(".")
@@ -190,7 +199,11 @@ class Placement:
         known = self._layers.get(layer)
         if known is not None:
             return known.scheme, known.group
-        route = find(layer, "weight", self.shapes)
+        route = self._route(layer, "weight")
+        home = self._stacks.home(route)
+        if home is not None:
+            scheme = cast(ExpertTensors, self._submodule(home[0])).scheme
+            return scheme, scheme.weight
         names = route.split or (route.target,) if route and route.expert is None else ()
         found = [m.scheme for m in map(self._submodule, names) if isinstance(m, Fp8Linear)]
         return (found[0].stored, found[0].stored.weight) if found else None
@@ -244,6 +257,11 @@ class Placement:
         self, route: Route, layer: str, value: Tensor | Fp8Weight, kind: str = "weight"
     ) -> None:
         """Hand what is whole to its one target, or divide it among several."""
+        home = self._stacks.home(route)
+        if home is not None and kind in ("weight", home[1]):
+            module = cast(ExpertTensors, self._submodule(home[0]))
+            self.placed |= self._stacks.put(module, route, value)
+            return
         if route.split:
             last = [0]
             for target in route.split:

@@ -33,7 +33,7 @@ def plan_to_load(
         ConversionError: as ``fp8kit.plan`` raises it.
     """
     report = plan(model, scheme, include=include, exclude=exclude, strict=strict).report
-    for record in report.converted:
+    for record in report.linears:
         if is_conv1d(model.get_submodule(record.name)):
             record.action, record.reason, record.warning = "skip", AS_CONV1D, True
             record.bytes_after = record.bytes_before

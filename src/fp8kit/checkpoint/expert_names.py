@@ -1,0 +1,145 @@
+"""Modules of FP8 experts taken apart into one layer for each matrix, as engines read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor, nn
+
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.conversion.model_families import STACKED
+from fp8kit.formats import TENSOR, Scheme
+from fp8kit.modules.expert_tensors import ExpertTensors
+
+# (stack, its experts, the words for their layers) -> names of layers, by expert and word; a stack
+# that stays whole on disk is left out
+Renames = Callable[[Mapping[str, tuple[int, tuple[str, ...]]]], Mapping[str, list[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """One matrix of one expert, as a layer of its own.
+
+    Args:
+        scheme: of the layer.
+        weight: codes ``[N, K]``, a view.
+        scale: of the codes.
+        input_scale: fp32 ``[1, 1]`` of a static scheme.
+    """
+
+    scheme: Scheme
+    weight: Tensor
+    scale: Tensor
+    input_scale: Tensor | None
+
+
+def stacks_in(model: nn.Module) -> dict[str, tuple[ExpertTensors, str]]:
+    """Return every FP8 stack of a model by its name, with its module and its name there."""
+    return {
+        named(name, stack): (module, stack)
+        for name, module in model.named_modules()
+        if isinstance(module, ExpertTensors)
+        for stack in module.stacks.names
+    }
+
+
+def parts_of(module: ExpertTensors, stack: str) -> tuple[str, ...]:
+    """Name the layers of one expert in a stack; nothing if a layer by itself could not be read.
+
+    Biases, and gates that alternate with ups, are in no layer that engines load; blocks that reach
+    from gates into ups belong to neither.
+
+    Args:
+        module: of FP8 experts.
+        stack: name of the stack.
+    """
+    up, activation = module.stacks.up, module.stacks.activation
+    if any(module.beside(name, "bias") is not None for name in module.stacks.names):
+        return ()
+    if not all(name in STACKED for name in module.stacks.names):
+        return ()
+    n, k = module.codes(up).shape[1], module.codes(module.stacks.down).shape[2]
+    gated, rows = n == 2 * k, module.scheme.weight.rows
+    if gated != (up == "gate_up_proj"):
+        return ()
+    if gated and (activation is None or activation.interleaved or (rows > 1 and k % rows)):
+        return ()
+    return STACKED[stack][0]
+
+
+def split_experts(
+    model: nn.Module, renames: Renames | None = None
+) -> tuple[dict[str, ExpertLayer], list[str]]:
+    """Take the FP8 experts of a model apart.
+
+    Args:
+        model: any module.
+        renames: gives the names that single experts have on disk; by default those of the model.
+
+    Returns:
+        The layers by their names on disk, and the names of stacks that stay whole.
+    """
+    held = stacks_in(model)
+    parts = {name: parts_of(module, stack) for name, (module, stack) in held.items()}
+    wanted = {n: (held[n][0].expert_count, words) for n, words in parts.items() if words}
+    names = (renames or in_module)(wanted)
+    layers: dict[str, ExpertLayer] = {}
+    for name in names:
+        found = zip(names[name], _layers(*held[name], len(parts[name])), strict=True)
+        layers |= dict(found)
+    return layers, [name for name in parts if name not in names]
+
+
+def in_module(wanted: Mapping[str, tuple[int, tuple[str, ...]]]) -> dict[str, list[str]]:
+    """Name single experts after the module that stacks them: ``experts.0.gate_proj``."""
+    return {
+        name: [
+            named(name.rpartition(".")[0], f"{expert}.{word}")
+            for expert in range(count)
+            for word in words
+        ]
+        for name, (count, words) in wanted.items()
+    }
+
+
+def tensors_of(layers: Mapping[str, ExpertLayer]) -> dict[str, Tensor]:
+    """Return the tensors of layers under our names of them."""
+    found = {}
+    for name, layer in layers.items():
+        found[named(name, "weight")] = layer.weight
+        found[named(name, "weight_scale")] = layer.scale
+        if layer.input_scale is not None:
+            found[named(name, "input_scale")] = layer.input_scale
+    return found
+
+
+def own_names(model: nn.Module, kept: list[str]) -> set[str]:
+    """Name the tensors in a ``state_dict`` of the stacks that are taken apart.
+
+    Args:
+        model: the module.
+        kept: names of the stacks that stay whole.
+    """
+    found = set()
+    for name, (module, stack) in stacks_in(model).items():
+        if name not in kept:
+            home = name.removesuffix(stack)
+            found |= {home + tensor for own, tensor in module.tensors() if own == stack}
+    return found
+
+
+def _layers(module: ExpertTensors, stack: str, count: int) -> Iterator[ExpertLayer]:
+    codes, scale = (
+        module.codes(stack).detach(),
+        cast(Tensor, module.beside(stack, "scale")).detach(),
+    )
+    fixed = module.beside(stack, "input_scale")
+    one = module.scheme.weight == TENSOR
+    for matrix, scales in zip(codes, scale, strict=True):
+        pieces = [scales] * count if one else scales.chunk(count)
+        for weight, piece in zip(matrix.chunk(count), pieces, strict=True):
+            own = None if fixed is None else fixed.detach().clone()
+            # a file holds each tensor apart, also where several share one number
+            yield ExpertLayer(module.scheme, weight, piece.clone() if one else piece, own)

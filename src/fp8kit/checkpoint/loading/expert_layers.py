@@ -1,0 +1,148 @@
+"""Which modules of experts become FP8 while a checkpoint loads, and what they then hold."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.checkpoint.loading.merged_weights import joined_scheme
+from fp8kit.checkpoint.schema.layers import Layer
+from fp8kit.checkpoint.schema.merged_names import Route, Shapes, find
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.conversion.experts import recognize
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import TENSOR, Scheme
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.stacked_experts import empty_experts, held_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What a module of experts becomes.
+
+    Args:
+        stacks: how it holds its experts.
+        scheme: of its codes.
+    """
+
+    stacks: ExpertStacks
+    scheme: Scheme
+
+    def tensors(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return what the module will hold, on meta."""
+        return held_tensors(module, self.stacks, self.scheme)
+
+    def empty(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Turn the module into an FP8 one on meta, in place."""
+        empty_experts(module, self.stacks, self.scheme, dtype)
+
+
+def experts_in_checkpoint(
+    model: nn.Module, checkpoint: Checkpoint, shapes: Shapes
+) -> dict[str, Experts]:
+    """Find the modules of experts whose stacks a checkpoint holds in FP8, all of one scheme.
+
+    Args:
+        model: dense, or with FP8 experts already.
+        checkpoint: an FP8 one, its layers under the names of the model.
+        shapes: of the model's tensors.
+
+    Returns:
+        Names of dense modules to what they become; what is in none is decoded.
+
+    Raises:
+        CheckpointError: if a module of FP8 experts is there, and of another scheme.
+    """
+    parts: dict[str, dict[str, list[Layer]]] = defaultdict(lambda: defaultdict(list))
+    modules = dict(model.named_modules())
+    for name, layer in checkpoint.layers.items():
+        target = stack_of_layer(name, layer, shapes)
+        holder, _, stack = target.rpartition(".")
+        if holder in modules:
+            parts[holder][stack].append(layer)
+    found = {}
+    for holder, stacks in parts.items():
+        held = recognize(modules[holder])
+        if not isinstance(held, ExpertStacks) or not stacks.keys() >= set(held.names):
+            continue
+        scheme = scheme_of([layer for name in held.names for layer in stacks[name]], checkpoint)
+        if scheme is None:
+            continue
+        module = modules[holder]
+        if not isinstance(module, ExpertTensors):
+            found[holder] = Experts(held, scheme)
+        elif (module.scheme.weight, module.scheme.activation) != (scheme.weight, scheme.activation):
+            if module.scheme != joined_scheme(scheme):
+                raise CheckpointError(
+                    teach(
+                        f"{holder} is {scheme} in the checkpoint and {module.scheme} in the model.",
+                        "Codes load into dense experts, or into FP8 ones of the same scheme.",
+                        "Pass a dense model, built as before its conversion.",
+                    )
+                )
+    return found
+
+
+def stack_of_layer(name: str, layer: Layer, shapes: Shapes) -> str:
+    """Name the stack of the model that a layer of a checkpoint goes into; empty if none.
+
+    Args:
+        name: of the layer.
+        layer: one matrix, or a whole stack.
+        shapes: of the model's tensors.
+    """
+    if len(layer.shape) == 3:
+        return name if len(shapes.get(name, ())) == 3 else ""
+    route: Route | None = find(name, "weight", shapes)
+    return route.target if route is not None and route.expert is not None else ""
+
+
+def scheme_of(layers: Iterable[Layer], checkpoint: Checkpoint) -> Scheme | None:
+    """Return the one scheme of experts; ``None`` if they have several.
+
+    A stack joins gate and up of an expert. Where each has one scale and these are equal, so has
+    the stack; otherwise every row of it keeps the scale it had.
+
+    Args:
+        layers: of one module of experts.
+        checkpoint: that holds their scales.
+    """
+    layers = list(layers)
+    schemes = {layer.scheme for layer in layers}
+    if len(schemes) != 1:
+        return None
+    scheme = schemes.pop()
+    if scheme.weight != TENSOR:
+        return scheme
+    if any(len(layer.shape) == 3 for layer in layers):
+        return joined_scheme(scheme)
+    scales: dict[str, set[float]] = defaultdict(set)
+    for layer in layers:
+        holder, _, last = layer.name.rpartition(".")
+        if last not in ("down_proj", "w2"):
+            scales[holder].add(checkpoint.read(layer.scale).item())
+    equal = all(len(values) == 1 for values in scales.values())
+    return scheme if equal else joined_scheme(scheme)
+
+
+def as_stored(model: nn.Module, experts: Mapping[str, Experts], shapes: Shapes) -> Shapes:
+    """Return the shapes of a checkpoint's dense stacks as the model will hold their codes.
+
+    Args:
+        model: with dense or FP8 experts.
+        experts: modules that become FP8.
+        shapes: of the tensors of a checkpoint in high precision.
+    """
+    found = dict(shapes)
+    kinds = {n: m.stacks for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
+    for name, stacks in (kinds | {n: e.stacks for n, e in experts.items()}).items():
+        for stack in stacks.names:
+            shape = found.get(named(name, stack), ())
+            if stacks.transposed and len(shape) == 3:
+                found[named(name, stack)] = (shape[0], shape[2], shape[1])
+    return found

@@ -1,0 +1,209 @@
+"""Experts that arrive one by one, in parts or as stacks, and go into modules of FP8 experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, check_shape, is_finite, join
+from fp8kit.checkpoint.schema.merged_names import Route
+from fp8kit.checkpoint.schema.naming import named, standard_names
+from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.formats import QTensor
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.parameters import frozen
+
+Value = Tensor | Fp8Weight
+
+
+class Arrivals:
+    """What has arrived of the stacks of a model, and where it goes.
+
+    A matrix is quantized, or copied, into its place in the stack as soon as its parts are there, so
+    that no stack in high precision is ever put together.
+
+    Args:
+        model: with modules of FP8 experts; their tensors may be on meta.
+        place: gives the device for a tensor that the model holds.
+        kept: copies what waits, if its memory may be used again.
+
+    Example:
+        >>> arrivals = Arrivals(model, lambda held: held.device, lambda tensor: tensor)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        place: Callable[[Tensor], torch.device],
+        kept: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._homes = {
+            named(name, stack): (name, stack)
+            for name, module in model.named_modules()
+            if isinstance(module, ExpertTensors)
+            for stack in module.stacks.names
+        }
+        self._place, self._kept = place, kept
+        self._waiting: dict[tuple[str, int], dict[int, Value]] = {}
+        self._arrived: dict[str, set[int]] = {}
+        self._sources: dict[str, Route] = {}
+        self._counts: dict[str, int] = {}
+        self._fixed: dict[str, Tensor] = {}
+
+    def roles(self) -> dict[str, tuple[str, str]]:
+        """Return the names of whole stacks and their scales, each with its stack and its role."""
+        return {
+            name: (home, role)
+            for home in self._homes
+            for role, name in standard_names(home, True).items()
+        }
+
+    def home(self, route: Route | None) -> tuple[str, str] | None:
+        """Return the module and the stack that a route leads to; ``None`` if it is no FP8 one."""
+        return None if route is None else self._homes.get(route.target)
+
+    def route(self, name: str) -> Route | None:
+        """Return the way of a whole stack of this name, if there is one."""
+        return Route(name, (name,)) if name in self._homes else None
+
+    def put(self, module: ExpertTensors, route: Route, value: Value) -> set[str]:
+        """Take a matrix, a part of one, or a whole stack.
+
+        Args:
+            module: the module of experts.
+            route: where it goes.
+            value: dense, or codes with scales.
+
+        Returns:
+            Names of the tensors that are complete now.
+
+        Raises:
+            CheckpointError: if it does not fit.
+            ConversionError: if it cannot be quantized.
+        """
+        name, stack = route.target, self._homes[route.target][1]
+        self._materialize(module, stack)
+        self._counts[name], self._sources[name] = module.expert_count, route
+        if route.expert is None:
+            for expert, matrix in enumerate(_matrices(module, stack, name, value)):
+                self._store(module, name, expert, matrix)
+        elif len(route.sources) == 1:
+            self._store(module, name, route.expert, value)
+        else:
+            parts = self._waiting.setdefault((name, route.expert), {})
+            parts[route.index] = value
+            if len(parts) < len(route.sources):
+                parts[route.index] = self._copied(value)
+            else:
+                del self._waiting[name, route.expert]
+                whole = _joined(module, name, [parts[i] for i in sorted(parts)])
+                self._store(module, name, route.expert, whole)
+        if len(self._arrived.get(name, ())) < self._counts[name]:
+            return set()
+        del self._arrived[name]
+        found = {named(self._homes[name][0], t) for s, t in module.tensors() if s == stack}
+        return found
+
+    def absent(self) -> Iterator[tuple[str, str]]:
+        """Give each stack that is not whole, and what it waits for."""
+        for (name, expert), parts in self._waiting.items():
+            sources = self._sources[name].names(expert)
+            yield name, next(s for i, s in enumerate(sources) if i not in parts)
+        for name, arrived in self._arrived.items():
+            expert = next(e for e in range(self._counts[name]) if e not in arrived)
+            if (name, expert) not in self._waiting:
+                yield name, next(iter(self._sources[name].names(expert)))
+
+    def _store(self, module: ExpertTensors, name: str, expert: int, value: Value) -> None:
+        stack = self._homes[name][1]
+        shape = tuple(module.codes(stack).shape[1:])
+        check_shape(f"expert {expert} of {name}", value.shape, shape)
+        if isinstance(value, Fp8Weight):
+            group = module.scheme.weight
+            whole = value if value.q.group == group else join([value], group, name)
+            q = whole.q
+            self._fix(module, stack, name, value.input_scale)
+        else:
+            q = quantize_weight(value.to(module.codes(stack).device), module.scheme)
+            if not is_finite(q):
+                raise ConversionError(
+                    teach(
+                        f"Expert {expert} of {name} holds NaN or infinities.",
+                        "Weights are finite.",
+                        "Repair the checkpoint, or exclude these experts.",
+                    )
+                )
+        module.store(stack, expert, q)
+        self._arrived.setdefault(name, set()).add(expert)
+
+    def _fix(self, module: ExpertTensors, stack: str, name: str, scale: Tensor | None) -> None:
+        """Take the largest input scale of all experts, as engines do."""
+        held = module.beside(stack, "input_scale")
+        if held is None or scale is None:
+            return
+        scale = scale.to(held.device)
+        before = self._fixed.get(name)
+        self._fixed[name] = scale if before is None else torch.maximum(before, scale)
+        with torch.no_grad():
+            held.copy_(self._fixed[name])
+
+    def _copied(self, value: Value) -> Value:
+        if isinstance(value, Tensor):
+            return self._kept(value)
+        q = value.q
+        return Fp8Weight(
+            QTensor(self._kept(q.data), self._kept(q.scale), q.group), value.input_scale
+        )
+
+    def _materialize(self, module: ExpertTensors, stack: str) -> None:
+        """Make room for a stack, if it is on meta or elsewhere than it shall be."""
+        for own, name in module.tensors():
+            held = module.get_parameter(name)
+            place = self._place(held)
+            if own == stack and (held.is_meta or held.device != place):
+                new = torch.empty(held.shape, dtype=held.dtype, device=place)
+                if not held.is_meta:
+                    new.copy_(held.detach())
+                setattr(module, name, frozen(new))
+
+
+def _matrices(module: ExpertTensors, stack: str, name: str, value: Value) -> Iterator[Value]:
+    """Cut a stack into matrices ``[N, K]``."""
+    shape = tuple(module.codes(stack).shape)
+    if isinstance(value, Tensor):
+        turned = value.transpose(1, 2) if module.stacks.transposed else value
+        check_shape(name, turned.shape, shape)
+        yield from turned
+        return
+    check_shape(name, value.shape, shape)
+    for data, scale in zip(value.q.data, value.q.scale, strict=True):
+        yield Fp8Weight(QTensor(data, scale, value.q.group), value.input_scale)
+
+
+def _joined(module: ExpertTensors, name: str, parts: list[Value]) -> Value:
+    """Put gate and up of one expert below one another."""
+    activation = module.stacks.activation
+    if activation is None or activation.interleaved:
+        raise CheckpointError(
+            teach(
+                f"Gates and ups of {name} come apart.",
+                "In this model they alternate, or its own code divides them.",
+                "Bring the stack as the model holds it.",
+            )
+        )
+    coded = [isinstance(part, Fp8Weight) for part in parts]
+    if all(coded):
+        return join(cast(list[Fp8Weight], parts), module.scheme.weight, name)
+    if any(coded):
+        raise CheckpointError(
+            teach(
+                f"Of one expert of {name}, gate or up is FP8 and the other is not.",
+                "Both are rows of one matrix of one kind.",
+                "Exclude all experts of a layer when quantizing, or none.",
+            )
+        )
+    return torch.cat(cast(list[Tensor], parts))

@@ -1,0 +1,342 @@
+"""Recognise modules of stacked experts: by their Parameters, and by a run on random numbers.
+
+A class says neither how its stacks lie nor what its gate computes. Its own ``forward``, run on a
+small twin, does: what agrees with it is what the FP8 form computes, anything else stays dense.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.conversion.eligibility import Eligibility
+from fp8kit.conversion.patterns import exclusion, roles_by_name, some_of
+from fp8kit.conversion.report import ALREADY, Record
+from fp8kit.errors import teach
+from fp8kit.formats import Scheme
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.stacked_experts import held_tensors
+from fp8kit.moe.activation import KINDS, Activation
+
+_UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
+_EXPERTS, _HIDDEN, _INNER = 3, 24, 20  # of the twin
+_TOKENS, _TOP_K = 24, 2
+_CLOSE = 1e-4  # of the largest result; two formulas differ by far more
+_STATIC = "static input scales of experts come from a checkpoint, not from calibration"
+_REGISTERED: dict[type[nn.Module], Callable[[Any], ExpertStacks]] = {}
+
+Gate = Callable[[Tensor], Tensor]
+
+
+def register_experts(
+    module_class: type[nn.Module], describe: Callable[[Any], ExpertStacks]
+) -> None:
+    """Let ``convert`` and ``load`` make FP8 experts of a class that they do not know by its form.
+
+    The class is tried all the same: if its ``forward`` computes something else than what is
+    described, it stays dense, and the report says so.
+
+    Args:
+        module_class: a class of your own that holds all experts of a layer in two Parameters.
+        describe: gets a module of it, dense or on meta, and says how it holds its experts.
+
+    Raises:
+        TypeError: if the class is no class of modules.
+
+    Example:
+        >>> def describe(module):
+        ...     return fp8kit.ExpertStacks("w13", "w2", fp8kit.moe.Activation("gelu"))
+        >>> fp8kit.register_experts(MyExperts, describe)
+        >>> fp8kit.convert(model)
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise TypeError(
+            teach(
+                f"Got {module_class!r:.80} as a class of experts.",
+                "It is a subclass of nn.Module.",
+                "Pass the class, not a module of it.",
+            )
+        )
+    _REGISTERED[module_class] = describe
+
+
+def recognize(module: nn.Module) -> ExpertStacks | str | None:
+    """Return how a module holds its experts, why that is not known, or ``None`` if it has none.
+
+    Args:
+        module: any; its Parameters may be on the meta device.
+    """
+    if isinstance(module, ExpertTensors):
+        return module.stacks
+    with torch.device("cpu"):  # a caller may have made another one, or meta, the default
+        return _tried(module)
+
+
+def _tried(module: nn.Module) -> ExpertStacks | str | None:
+    described = next((_REGISTERED[c] for c in type(module).__mro__ if c in _REGISTERED), None)
+    if described is not None:
+        stacks = described(module)
+        return stacks if _agrees(module, stacks) is not False else _other(module)
+    up = next((n for n in _UP if _is_stack(module, n)), None)
+    if up is None or not _is_stack(module, _DOWN):
+        return None
+    known = {name + kind for name in (up, _DOWN) for kind in ("", "_bias")}
+    if more := set(module._parameters) - known:
+        return f"stacks of {type(module).__name__}, which has {', '.join(sorted(more))} as well"
+    if any(True for _ in module.buffers()) or _with_weights(module):
+        return f"stacks of {type(module).__name__}, which computes with more than its experts"
+    for stacks in _layouts(module, up):
+        if _agrees(module, stacks):
+            return stacks
+    return _other(module)
+
+
+def names_to_match(names: Sequence[str], module: nn.Module, stacks: ExpertStacks) -> list[str]:
+    """Name a module of experts as patterns may: by itself, its stacks, and its single experts.
+
+    Checkpoints hold experts one by one, so that ``"*.experts.*"`` means them there.
+
+    Args:
+        names: every qualified name of the module.
+        module: the module.
+        stacks: how it holds its experts.
+    """
+    parts = ("gate_proj", "up_proj") if is_gated(module, stacks) else ("up_proj",)
+    endings = [*stacks.names, *(f"0.{part}" for part in (*parts, "down_proj"))]
+    return [*names, *(f"{name}.{ending}" for name in names for ending in endings)]
+
+
+def decide_experts(
+    module: nn.Module,
+    names: Sequence[str],
+    stacks: ExpertStacks,
+    obstacles: Eligibility,
+    scheme: Scheme,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+) -> Record:
+    """Decide about a module of experts as ``plan`` does about a linear layer.
+
+    Args:
+        module: dense or FP8.
+        names: its qualified names.
+        stacks: how it holds its experts.
+        obstacles: of the model.
+        scheme: what it would become.
+        include: as in ``plan``.
+        exclude: as in ``plan``.
+    """
+    size = sum(p.nbytes for p in module.parameters(recurse=False))
+    shape = tuple(module.get_parameter(stacks.up).shape)
+    record = Record(names[0], type(module).__name__, shape, "skip", "", size, size)
+    record.aliases, record.experts = tuple(names[1:]), shape[0]
+    matched = names_to_match(names, module, stacks)
+    roles = roles_by_name(names)
+    role = next((roles[n] for n in names if n in roles), "")
+    if not isinstance(module, ExpertTensors):
+        record.reason = exclusion(matched, include, exclude, role)
+    if not record.reason:
+        record.reason = obstacles.of_experts(names, stacks)
+        if not record.reason and scheme.static:
+            record.reason = _STATIC
+        record.warning = bool(record.reason) and record.reason != ALREADY
+    if not record.reason:
+        record.action = "convert"
+        held = held_tensors(module, stacks, scheme)
+        record.bytes_after = sum(t.nbytes for t in held.values())
+    return record
+
+
+def own_gates(stacks: Mapping[str, ExpertStacks]) -> list[str]:
+    """Say which modules of experts compute with their own gate, between two products.
+
+    Args:
+        stacks: of the modules that become FP8, by name.
+    """
+    names = [name for name, held in stacks.items() if held.activation is None]
+    if not names:
+        return []
+    return [
+        f"The gate of {some_of(names)} is none that is known: its own code runs between two "
+        "products, expert by expert, and nothing is fused with them."
+    ]
+
+
+def is_gated(module: nn.Module, stacks: ExpertStacks) -> bool:
+    """Return whether the first product of a module's experts has gates beside ups."""
+    up, down = (module.get_parameter(name).shape for name in stacks.names)
+    k = 1 if stacks.transposed and not isinstance(module, ExpertTensors) else 2
+    return up[3 - k] == 2 * down[k]
+
+
+def _other(module: nn.Module) -> str:
+    return f"stacks of {type(module).__name__}, whose forward computes something else"
+
+
+def _is_stack(module: nn.Module, name: str) -> bool:
+    parameter = module._parameters.get(name)
+    return parameter is not None and parameter.dim() == 3
+
+
+def _with_weights(module: nn.Module) -> list[nn.Module]:
+    return [m for m in module.children() if next(m.parameters(), None) is not None]
+
+
+def _layouts(module: nn.Module, up: str) -> Iterator[ExpertStacks]:
+    """List what the shapes of the stacks allow, with the gate's formula if it is known."""
+    (e, a, b), (e_, c, d) = (module.get_parameter(n).shape for n in (up, _DOWN))
+    call = "sorted" if len(_arguments(module)) == 1 else "routed"
+    told = getattr(module, "is_transposed", None)
+    for transposed in (False, True):
+        hidden, wide, inner = (a, b, c) if transposed else (b, a, d)
+        fits = e == e_ and hidden == (d if transposed else c) and wide in (inner, 2 * inner)
+        if fits and told in (None, transposed):
+            layout = ExpertStacks(up, _DOWN, None, transposed, call)
+            gated = wide == 2 * inner
+            yield replace(layout, activation=_formula(module, _gate(module, gated), gated))
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _gate(module: nn.Module, gated: bool) -> Gate | None:
+    """Return what a module does between its products, as a function."""
+    own, act = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
+    if not gated or own is None:
+        if not callable(act):
+            return None
+        return (lambda z: act(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1]) if gated else act
+    return own  # type: ignore[no-any-return]
+
+
+def _formula(module: nn.Module, gate: Gate | None, gated: bool) -> Activation | None:
+    """Find the activation that computes what a gate computes; ``None`` if none does."""
+    if gate is None:
+        return None
+    numbers = sorted({v for v in vars(module).values() if _is_positive(v)})
+    random = torch.Generator().manual_seed(0)
+    z = torch.randn(_TOKENS, 2 * _INNER if gated else _INNER, generator=random)
+    z[::2] *= 2 * max([4.0, *numbers])  # past every limit
+    try:
+        with torch.no_grad():
+            expected = gate(z.clone())
+    except Exception:  # whatever it wants, it is none of these
+        return None
+    for candidate in _candidates(numbers, gated):
+        if _close(expected, candidate(z)):
+            return candidate
+    return None
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, float) and 0 < value < math.inf
+
+
+def _candidates(numbers: list[float], gated: bool) -> Iterator[Activation]:
+    for limit in (None, *numbers):
+        for kind in KINDS:
+            yield Activation(kind, gated, limit=limit)
+        for interleaved in (False, True) if gated else ():
+            for alpha in (1.0, *numbers):
+                for offset in (0.0, 1.0):
+                    yield Activation("silu", True, interleaved, limit, alpha, offset)
+
+
+def _agrees(module: nn.Module, stacks: ExpertStacks) -> bool | None:
+    """Try whether a module computes what its description says; ``None`` if it cannot be tried."""
+    try:
+        twin = _twin(module, stacks)
+        gate: Any = stacks.activation or _gate(twin, is_gated(module, stacks))
+        random = torch.Generator().manual_seed(1)
+        hidden = twin.get_parameter(stacks.up).shape[1 if stacks.transposed else 2]
+        x = torch.randn(_TOKENS, hidden, generator=random)
+        ids = torch.rand(_TOKENS, _EXPERTS, generator=random).topk(_TOP_K).indices
+        weights = torch.rand(_TOKENS, _TOP_K, generator=random)
+        given: tuple[Tensor, ...] = (x, ids, weights)
+        if stacks.call == "sorted":
+            ids = torch.arange(_EXPERTS).repeat_interleave(_TOKENS // _EXPERTS).unsqueeze(1)
+            weights, given = torch.ones(_TOKENS, 1), (x,)
+        with torch.no_grad():
+            expected = type(module).forward(twin, *(t.clone() for t in given))
+            found = _computed(twin, stacks, gate, x, ids, weights)
+    except Exception:  # whatever it does with what it does not know
+        return None
+    return _close(expected, found)
+
+
+def _twin(module: nn.Module, stacks: ExpertStacks) -> nn.Module:
+    """Copy a module with few and small experts of random weights, and sizes to match."""
+    axes = (0, 2, 1) if stacks.transposed else (0, 1, 2)
+    up, down = (tuple(module.get_parameter(n).shape[i] for i in axes) for n in stacks.names)
+    e, h, i = down
+    small_i = _INNER
+    small_h = _HIDDEN if h not in (i, 2 * i) else _INNER * (h // i)
+    sizes = {e: _EXPERTS, 2 * i: 2 * small_i, i: small_i, h: small_h}
+    random = torch.Generator().manual_seed(2)
+
+    def drawn(shape: tuple[int, ...], spread: float) -> nn.Parameter:
+        return nn.Parameter(spread * torch.randn(shape, generator=random), requires_grad=False)
+
+    twin = copy.copy(module)
+    twin.__dict__ |= {
+        name: _EXPERTS if "num" in name and value == e else sizes.get(value, value)
+        for name, value in vars(module).items()
+        if type(value) is int
+    }
+    if "config" in vars(module):
+        twin.__dict__["config"] = _Eager(module.config)
+    wide = up[1] // i * small_i
+    matrices = {stacks.up: (_EXPERTS, wide, small_h), stacks.down: (_EXPERTS, small_h, small_i)}
+    twin._parameters = {}
+    for name, shape in matrices.items():
+        held = tuple(shape[axis] for axis in axes)
+        twin._parameters[name] = drawn(held, shape[2] ** -0.5)
+        if module._parameters.get(f"{name}_bias") is not None:
+            twin._parameters[f"{name}_bias"] = drawn(shape[:2], 1.0)
+    return twin
+
+
+class _Eager:
+    """The config of a module that computes with its class's own code."""
+
+    _experts_implementation = "eager"
+
+    def __init__(self, config: object) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _computed(
+    twin: nn.Module, stacks: ExpertStacks, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    held = twin._parameters
+    up, down = (twin.get_parameter(n).detach() for n in stacks.names)
+    if stacks.transposed:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    bias_up, bias_down = (held.get(f"{n}_bias") for n in stacks.names)
+    total = torch.zeros_like(x)
+    for slot in range(ids.shape[1]):
+        chosen = ids[:, slot]
+        h = torch.einsum("mnk,mk->mn", up[chosen], x)
+        h = h if bias_up is None else h + bias_up[chosen]
+        y = torch.einsum("mnk,mk->mn", down[chosen], gate(h))
+        y = y if bias_down is None else y + bias_down[chosen]
+        total += y * weights[:, slot, None]
+    return total
+
+
+def _close(expected: object, found: Tensor) -> bool:
+    if not isinstance(expected, Tensor) or expected.shape != found.shape:
+        return False
+    largest = found.abs().amax(-1, keepdim=True)
+    return bool(((expected - found).abs() <= _CLOSE * largest).all())

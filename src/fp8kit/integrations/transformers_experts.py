@@ -1,0 +1,240 @@
+"""Experts of a Transformers model that are read from a checkpoint straight into FP8 stacks.
+
+Transformers puts all experts of a layer together before it hands them on; here each is read,
+quantized and placed alone, and its loader sees a model without these stacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from fp8kit.checkpoint.loading.expert_layers import Experts, as_stored, experts_in_checkpoint
+from fp8kit.checkpoint.loading.placement import Placement
+from fp8kit.checkpoint.schema.layers import Layer
+from fp8kit.checkpoint.schema.merged_names import find, fit
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.conversion.experts import recognize
+from fp8kit.conversion.model_families import STACKED
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.parameters import frozen
+
+_STACKING = ("MergeModulelist", "Concatenate")  # what this package does itself
+_EXPERT = re.compile(r".*\.(?P<expert>\d+)\.\w+\.weight")
+
+
+@dataclass(slots=True)
+class Taken:
+    """The experts that do not go through the loader of Transformers.
+
+    Args:
+        experts: what each module of experts becomes, by name.
+        layers: FP8 layers of the checkpoint that go into them, by the names of the model.
+        names: of tensors in high precision on disk to their names in the model.
+        rules: of Transformers, which note whether they have renamed something.
+    """
+
+    experts: dict[str, Experts] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    rules: list[Any] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> set[str]:
+        """Names on disk of all their tensors."""
+        found = set(self.names)
+        for layer in self.layers.values():
+            found |= {layer.weight, layer.scale, layer.input_scale or layer.scale}
+        return found
+
+    def fill(
+        self, model: Any, checkpoint: Checkpoint, device: torch.device | None, high: torch.dtype
+    ) -> None:
+        """Read the experts into a model whose stacks have been taken out by ``take_out``.
+
+        Raises:
+            CheckpointError: if some are missing or do not fit.
+            ConversionError: if one cannot be quantized.
+        """
+        for name in self.experts:
+            module = model.get_submodule(name)
+            module.__dict__.pop("_is_hf_initialized", None)
+            for key, tensor in _AWAITED.pop(module).items():
+                module._parameters[key] = frozen(tensor)
+        shapes = {n: tuple(t.shape) for n, t in model.state_dict(keep_vars=True).items()}
+        self._check(model, checkpoint, shapes)
+        arrivals = Placement(model, shapes, self.layers, device=device, high=high, owned=True)
+        order = sorted(self.tensors, key=lambda n: (checkpoint.tensors[n].shard, _natural(n)))
+        for name in order:
+            arrivals.put(self.names.get(name, name), checkpoint.read(name))
+        arrivals.finish()
+        if self.experts:
+            _keep_rules(model, self.rules)
+
+    def _check(self, model: Any, checkpoint: Checkpoint, shapes: dict[str, Any]) -> None:
+        stacks = {
+            named(holder, stack): shapes[named(holder, stack)]
+            for holder, experts in self.experts.items()
+            for stack in experts.stacks.names
+        }
+        dense = {ours: checkpoint.tensors[n].shape for n, ours in self.names.items()}
+        coded = {
+            n if len(layer.shape) == 3 else named(n, "weight"): layer.shape
+            for n, layer in self.layers.items()
+        }
+        found = fit({**as_stored(model, self.experts, dense), **coded}, stacks)
+        problems = found.problems + [f"{n}: not on disk" for n in stacks if n not in found.covered]
+        if problems:
+            listed = "\n  ".join(problems[:20])
+            raise CheckpointError(
+                teach(
+                    f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
+                    f"All experts must be there; {len(problems)} stacks are not whole.",
+                    "Complete it, or load with the model class that it was made from.",
+                )
+            )
+
+
+_AWAITED: dict[Any, dict[str, torch.Tensor]] = {}
+
+
+def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Experts] | None) -> Taken:
+    """Find the experts that can be read straight into FP8 stacks.
+
+    Args:
+        checkpoint: of any dialect, or in high precision.
+        model: built for it, dense, on meta.
+        chosen: which become FP8 of a checkpoint in high precision; ``None`` for an FP8 one.
+    """
+    shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+    rules = get_model_conversion_mapping(model)
+    if chosen is None:
+        known = names_in_model(model, [x.weight for x in checkpoint.layers.values()], rules)
+        layers = {
+            known[layer.weight]: replace(layer, name=known[layer.weight])
+            for layer in checkpoint.layers.values()
+            if layer.weight in known
+        }
+        found = experts_in_checkpoint(model, replace(checkpoint, layers=layers), shapes)
+        held = {n: x for n, x in layers.items() if _holder(n, shapes) in found}
+        return Taken(found, held, rules=rules)
+    names = names_in_model(model, checkpoint.tensors, rules)
+    taken = Taken(rules=rules)
+    for name, layer in names.items():
+        holder = _holder(layer, shapes)
+        if holder in chosen:
+            taken.experts[holder] = chosen[holder]
+            taken.names[name] = layer if layer in shapes else named(layer, "weight")
+    return taken
+
+
+def take_out(model: Any, names: Mapping[str, Experts]) -> None:
+    """Make modules FP8 experts, and hide their stacks from the loader.
+
+    Args:
+        model: on meta, about to be loaded.
+        names: of the modules, and what they become.
+    """
+    for name, experts in names.items():
+        module = model.get_submodule(name)
+        experts.empty(module, module.get_parameter(experts.stacks.down).dtype)
+        _AWAITED[module] = {key: module._parameters[key] for _, key in module.tensors()}
+        for key in _AWAITED[module]:
+            module._parameters[key] = None
+        module._is_hf_initialized = True  # there is nothing in it to draw at random
+
+
+def chosen_experts(model: Any, schemes: Mapping[str, Any]) -> dict[str, Experts]:
+    """Return what modules of experts become.
+
+    Args:
+        model: with these modules, dense.
+        schemes: of the modules by name.
+    """
+    found = {}
+    for name, scheme in schemes.items():
+        stacks = recognize(model.get_submodule(name))
+        assert isinstance(stacks, ExpertStacks)
+        found[name] = Experts(stacks, scheme)
+    return found
+
+
+def names_in_model(model: Any, tensors: Iterable[str], rules: list[Any]) -> dict[str, str]:
+    """Name weights of experts as modules of the model would hold them, through its rules.
+
+    Args:
+        model: on any device, meta too.
+        tensors: names on disk.
+        rules: of Transformers for the model; those that rename something note it.
+
+    Returns:
+        Names on disk to names of layers: ``X.experts.0.gate_proj``, or of a whole stack. What is no
+        weight of experts, or is turned or mixed as it is loaded, is left out.
+    """
+    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+    converters = [r for r in rules if isinstance(r, WeightConverter)]
+    known, prefix = model.state_dict(), model.base_model_prefix
+    shapes = {n: tuple(t.shape) for n, t in known.items()}
+    found = {}
+    for key in tensors:
+        name, converted = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, converted = key, None
+        layer = name.removesuffix(".weight")
+        if converted is not None:
+            rule = next(c for c in converters if converted in c.source_patterns)
+            layer = _of_rule(key, name, rule.source_patterns.index(converted), rule)
+        elif len(shapes.get(name, ())) == 3:
+            layer = name
+        if layer and _holder(layer, shapes):
+            found[key] = layer
+    return found
+
+
+def _keep_rules(model: Any, rules: list[Any]) -> None:
+    """Let a model be saved by the rules of its experts too, which its loader had no use for."""
+    held = {_patterns(rule): rule for rule in getattr(model, "_weight_conversions", None) or ()}
+    used = [rule for rule in rules if rule.was_used() or _patterns(rule) in held]
+    merged = {_patterns(rule): held.get(_patterns(rule), rule) for rule in used}
+    model._weight_conversions = [*merged.values(), *(r for p, r in held.items() if p not in merged)]
+
+
+def _patterns(rule: Any) -> tuple[str, ...]:
+    return (type(rule).__name__, *rule.source_patterns, "", *rule.target_patterns)
+
+
+def _of_rule(key: str, target: str, part: int, rule: Any) -> str:
+    """Name one expert's layer that a rule of Transformers would stack with others."""
+    holder, _, stack = target.rpartition(".")
+    match, words = _EXPERT.fullmatch(key), STACKED.get(stack, ((),))[0]
+    plain = all(type(operation).__name__ in _STACKING for operation in rule.operations)
+    if match is None or not plain or len(words) != len(rule.source_patterns):
+        return ""
+    return f"{holder}.{match['expert']}.{words[part]}"
+
+
+def _holder(layer: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Name the module of experts that a layer, or a whole stack, belongs to; empty if none."""
+    if len(shapes.get(layer, ())) == 3:
+        return layer.rpartition(".")[0]
+    route = find(layer, "weight", shapes)
+    stacked = route is not None and route.expert is not None
+    return route.target.rpartition(".")[0] if route is not None and stacked else ""
+
+
+def _natural(name: str) -> list[Any]:
+    """Order experts by number, and what belongs to one next to each other."""
+    return [int(part) if part.isdigit() else -1 for part in name.split(".")] + [name]
+
+
+def is_stack(module: object, name: str) -> bool:
+    """Return whether a tensor of a module is an FP8 stack of experts."""
+    return isinstance(module, ExpertTensors) and name in module.stacks.names

@@ -1,0 +1,201 @@
+"""Experts as FP8 codes and scales under the names of their stacks: what every such module has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import FP8_FORMATS, QTensor, Scheme, scale_dtype, stack_scale_shape
+from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.expert_stacks import quantize_stack
+from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
+from fp8kit.moe.activation import Activation
+
+CALLS = ("routed", "sorted")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStacks:
+    """How a class holds its experts, and what it computes with them.
+
+    Args:
+        up: name of the Parameter of gates and ups, ``[E, 2 I, H]``, or of ups alone ``[E, I, H]``.
+        down: name of the Parameter ``[E, H, I]``. Biases are the Parameters ``<up>_bias [E, 2 I]``
+            and ``<down>_bias [E, H]``, if there are any.
+        activation: what is computed between the two products; ``None`` calls the module's own
+            ``_apply_gate`` between two products that nothing is fused with.
+        transposed: the dense stacks are ``[E, H, 2 I]`` and ``[E, I, H]``.
+        call: ``"routed"`` if ``forward`` takes tokens ``[M, H]``, ids and weights ``[M, k]``;
+            ``"sorted"`` if it takes ``[E * M, H]``, with equally many rows for each expert.
+
+    Example:
+        >>> ExpertStacks("w13", "w2", Activation("gelu"))
+    """
+
+    up: str = "gate_up_proj"
+    down: str = "down_proj"
+    activation: Activation | None = Activation()  # noqa: RUF009
+    transposed: bool = False
+    call: str = "routed"
+
+    def __post_init__(self) -> None:
+        if self.call not in CALLS:
+            raise ValueError(
+                teach(
+                    f"Got call={self.call!r}.",
+                    f"It is one of {', '.join(CALLS)}.",
+                    "Pass 'routed' for forward(tokens, ids, weights).",
+                )
+            )
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the two stacks."""
+        return self.up, self.down
+
+
+class ExpertTensors(nn.Module):
+    """A module of FP8 experts, of this package or in the class of another library.
+
+    ``<name>`` holds codes ``[E, N, K]``, ``<name>_scale`` their scales (``stack_scale_shape``), and
+    for static schemes ``<name>_input_scale`` fp32 ``[1, 1]``. All are frozen; casts leave them as
+    they are and change ``compute_dtype`` and biases.
+    """
+
+    stacks: ExpertStacks
+    scheme: Scheme
+    compute_dtype: torch.dtype
+    originals: dict[str, Tensor]
+
+    @property
+    def expert_count(self) -> int:
+        """E."""
+        return self.codes(self.stacks.down).shape[0]
+
+    def codes(self, name: str) -> Tensor:
+        """Return the codes of a stack, ``[E, N, K]``."""
+        return self.get_parameter(name)
+
+    def beside(self, name: str, kind: str) -> Tensor | None:
+        """Return ``bias``, ``scale`` or ``input_scale`` of a stack; ``None`` if it has none."""
+        return self._parameters.get(f"{name}_{kind}")
+
+    def quantized(self, name: str) -> QTensor:
+        """View codes and scales of a stack as a ``QTensor``, without copying."""
+        scale = cast(Tensor, self.beside(name, "scale"))
+        return QTensor(self.codes(name).detach(), scale.detach(), self.scheme.weight)
+
+    def tensors(self) -> Iterator[tuple[str, str]]:
+        """Name each stack with each of its tensors that are frozen."""
+        for name in self.stacks.names:
+            for kind in ("", "_scale", "_input_scale"):
+                if self._parameters.get(name + kind) is not None:
+                    yield name, name + kind
+
+    @torch.no_grad()
+    def store(self, name: str, expert: int, weight: QTensor | Tensor) -> None:
+        """Overwrite one matrix, in place; a dense one is quantized.
+
+        Args:
+            name: of the stack.
+            expert: which matrix.
+            weight: ``[N, K]``, K last.
+        """
+        codes, scale = self.codes(name), cast(Tensor, self.beside(name, "scale"))
+        if isinstance(weight, Tensor):
+            weight = quantize_weight(weight.to(codes.device), self.scheme)
+        codes[expert].copy_(weight.data)
+        scale[expert].copy_(weight.scale)
+        self.originals.pop(name, None)  # it is not what these codes were made from
+
+    def extra_repr(self) -> str:
+        """Describe the experts in ``print(model)``."""
+        shapes = ", ".join(f"{n}={list(self.codes(n).shape)}" for n in self.stacks.names)
+        return f"{shapes}, scheme={self.scheme}, compute_dtype={self.compute_dtype}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertTensors:
+        apply_without_casts(self, [name for _, name in self.tensors()], fn, recurse)
+        device = self.codes(self.stacks.down).device
+        self.compute_dtype = cast_dtype(fn, self.compute_dtype, device)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertTensors:
+        """Copy like any module, so that modules with one Parameter keep one."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Show codes as bytes: plain pickle has no storage type for FP8."""
+        return {**self.__dict__, "_parameters": as_bytes(self._parameters)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Undo ``__getstate__``."""
+        tell_libraries()
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in self.stacks.names:
+            self._parameters[name] = frozen(self.codes(name).detach().view(self.scheme.dtype))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """Accept codes with scales, or dense stacks as the class held them, which are quantized."""
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        try:
+            state_dict = dict(state_dict)
+            for name in self.stacks.names:
+                self._check_entries(name, state_dict, prefix, assign)
+        except (CheckpointError, TypeError, ValueError) as error:
+            rest[-1].append(str(error))
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def _check_entries(self, name: str, state: dict[str, Any], prefix: str, assign: bool) -> None:
+        """Quantize a dense stack of a ``state_dict``; refuse codes or scales without the other."""
+        key, scale_key = prefix + name, f"{prefix}{name}_scale"
+        weight, scale = state.get(key), state.get(scale_key)
+        if weight is None and scale is None:
+            return
+        coded = weight is not None and weight.dtype in FP8_FORMATS
+        if weight is None or coded != (scale is not None):
+            raise CheckpointError(
+                teach(
+                    f"{key} is {'absent' if weight is None else weight.dtype}, "
+                    f"and {scale_key} is {'absent' if scale is None else 'there'}.",
+                    "FP8 codes come with their scales, and a dense stack comes without.",
+                    "Load both in one call, or the dense stack alone.",
+                )
+            )
+        if coded:
+            self.originals.pop(name, None)
+            return
+        n, k = self.codes(name).shape[1:]
+        held = (k, n) if self.stacks.transposed else (n, k)
+        if tuple(weight.shape) != (self.expert_count, *held):
+            return  # nn.Module says what does not fit
+        place = weight.device if assign else self.codes(name).device
+        q = quantize_stack(weight.detach().to(place), self.scheme, self.stacks.transposed, [])
+        state[key], state[scale_key] = q.data, q.scale
+        if (fixed := self.beside(name, "input_scale")) is not None:
+            state.setdefault(f"{prefix}{name}_input_scale", fixed.detach())
+
+
+def codes_shape(shape: tuple[int, ...], transposed: bool) -> tuple[int, ...]:
+    """Return ``[E, N, K]`` of a stack that may be ``[E, K, N]``."""
+    e, n, k = shape
+    return (e, k, n) if transposed else shape
+
+
+def empty_stack(shape: tuple[int, ...], scheme: Scheme, device: torch.device) -> QTensor:
+    """Make uninitialized codes and scales of a stack ``[E, N, K]``."""
+    codes = torch.empty(shape, dtype=scheme.dtype, device=device)
+    scales, kind = stack_scale_shape(shape, scheme.weight), scale_dtype(scheme.weight)
+    return QTensor(codes, torch.empty(scales, dtype=kind, device=device), scheme.weight)

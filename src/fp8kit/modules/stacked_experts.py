@@ -1,0 +1,225 @@
+"""Experts of other libraries in FP8: a class of its own for each class, with the same names.
+
+A module of experts becomes FP8 in place. It keeps its class, as a base, its Parameters' names, its
+activation and everything else it has; codes ``[E, N, K]`` stand where the dense stacks stood, with
+scales beside them, and ``forward`` computes with these.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit import functional
+from fp8kit.formats import QTensor, Scheme
+from fp8kit.modules.expert_stacks import quantize_stack
+from fp8kit.modules.expert_tensors import (
+    ExpertStacks,
+    ExpertTensors,
+    codes_shape,
+    empty_stack,
+)
+from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.parameters import frozen
+from fp8kit.moe.functional import experts as run_experts
+
+
+class StackedExperts(ExpertTensors):
+    """What FP8 experts of other libraries do whatever their class; see ``ExpertStacks``."""
+
+    dense_class: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute what the dense class computes from the arguments that it takes."""
+        if self.stacks.call == "sorted":
+            x = _argument(self, 0, args, kwargs)
+            rows = x.reshape(-1, x.shape[-1])
+            count = self.expert_count
+            ids = torch.arange(count, device=x.device).repeat_interleave(rows.shape[0] // count)
+            ids, weights = ids.unsqueeze(1), rows.new_ones(rows.shape[0], 1)
+        else:
+            x, ids, weights = (_argument(self, i, args, kwargs) for i in range(3))
+            rows = x.reshape(-1, x.shape[-1])
+        if self.stacks.activation is None:
+            y = self._in_two_products(rows, ids, weights)
+        else:
+            y = run_experts(
+                rows,
+                self.quantized(self.stacks.up),
+                self.quantized(self.stacks.down),
+                ids,
+                weights,
+                activation=self.stacks.activation,
+                **self._options(),
+            )
+        return y.reshape(x.shape)
+
+    def to_dense(self, dtype: torch.dtype | None = None) -> None:
+        """Become the dense class again, in place: with kept weights, else with decoded ones."""
+        for name in self.stacks.names:
+            q, kept = self.quantized(name), self.originals.get(name)
+            if kept is None:
+                dense = functional.dequantize(q, dtype or self.compute_dtype)
+                dense = dense.transpose(1, 2).contiguous() if self.stacks.transposed else dense
+            else:
+                dense = kept.to(q.device, dtype or kept.dtype)
+            self._parameters[name] = nn.Parameter(dense)
+            for kind in ("scale", "input_scale"):
+                self._parameters.pop(f"{name}_{kind}", None)
+        if hasattr(self, "is_transposed"):
+            self.is_transposed = self.stacks.transposed
+        for own in ("stacks", "scheme", "compute_dtype", "originals"):
+            del self.__dict__[own]
+        self.__class__ = cast(Any, self.dense_class)
+
+    def _options(self) -> dict[str, Any]:
+        up, down = self.stacks.names
+        return {
+            "scheme": self.scheme,
+            "bias13": self.beside(up, "bias"),
+            "bias2": self.beside(down, "bias"),
+            "input_scale13": self.beside(up, "input_scale"),
+            "input_scale2": self.beside(down, "input_scale"),
+        }
+
+    def _in_two_products(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Compute expert by expert, with the module's own gate between two linear layers."""
+        up, down = (self.quantized(name) for name in self.stacks.names)
+        own = cast(Any, self)
+        gate = own._apply_gate if up.shape[1] == 2 * down.shape[2] else own.act_fn
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in range(self.expert_count):
+            token, slot = torch.where(ids == expert)
+            if not token.numel():
+                continue
+            h = self._product(x[token], up, self.stacks.up, expert)
+            y = self._product(gate(h), down, self.stacks.down, expert)
+            total = total.index_add(0, token, y.float() * weights[token, slot, None].float())
+        return total.to(x.dtype)
+
+    def _product(self, x: Tensor, q: QTensor, name: str, expert: int) -> Tensor:
+        matrix = QTensor(q.data[expert], q.scale[expert], q.group)
+        bias, fixed = self.beside(name, "bias"), self.beside(name, "input_scale")
+        return functional.linear(
+            x,
+            matrix,
+            None if bias is None else bias[expert],
+            scheme=self.scheme,
+            input_scale=fixed,
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Name the dense class to pickle, which can import no class that is made here."""
+        return _blank, (self.dense_class,), self.__getstate__()
+
+
+def held_tensors(module: nn.Module, stacks: ExpertStacks, scheme: Scheme) -> dict[str, Tensor]:
+    """Return the tensors that a module of experts would hold, on meta, and its biases.
+
+    Args:
+        module: dense, or FP8 already.
+        stacks: how it holds its experts.
+        scheme: what they would become.
+    """
+    found = dict(module.state_dict(keep_vars=True))
+    for name in stacks.names:
+        shape = tuple(module.get_parameter(name).shape)
+        transposed = stacks.transposed and not isinstance(module, StackedExperts)
+        q = empty_stack(codes_shape(shape, transposed), scheme, torch.device("meta"))
+        found[name], found[f"{name}_scale"] = q.data, q.scale
+        if scheme.static:
+            found[f"{name}_input_scale"] = torch.empty(1, 1, dtype=torch.float32, device="meta")
+    return found
+
+
+def empty_experts(
+    module: nn.Module, stacks: ExpertStacks, scheme: Scheme, dtype: torch.dtype
+) -> None:
+    """Turn a module of experts into an FP8 one that holds nothing yet: on meta, in place.
+
+    Args:
+        module: dense.
+        stacks: how it holds its experts.
+        scheme: what they become.
+        dtype: the high precision that they stand for.
+    """
+    found = held_tensors(module, stacks, scheme)
+    for name in stacks.names:
+        for kind in ("", "_scale", "_input_scale"):
+            if name + kind in found:
+                module._parameters[name + kind] = frozen(found[name + kind])
+    _become(module, stacks, scheme, dtype)
+
+
+def convert_experts(
+    module: nn.Module, stacks: ExpertStacks, scheme: Scheme, weight_storage: str = "discard"
+) -> StackedExperts:
+    """Turn a module of experts into an FP8 one, in place; each dense stack goes once it is codes.
+
+    Args:
+        module: dense, with its weights in memory.
+        stacks: how it holds its experts.
+        scheme: what they become.
+        weight_storage: as in ``Plan.apply``.
+    """
+    dtype, kept = module.get_parameter(stacks.down).dtype, {}
+    for name in stacks.names:
+        dense = module.get_parameter(name).detach()
+        if weight_storage != "discard":
+            kept[name] = dense.to("cpu") if weight_storage == "cpu_offload" else dense
+        q = quantize_stack(dense, scheme, stacks.transposed, [])
+        module._parameters[name] = frozen(q.data)
+        module._parameters[f"{name}_scale"] = frozen(q.scale)
+    converted = _become(module, stacks, scheme, dtype)
+    converted.originals = kept
+    return converted
+
+
+def fp8_class(base: type[nn.Module]) -> type[StackedExperts]:
+    """Return the FP8 form of a class of experts, always the same one.
+
+    Args:
+        base: the dense class.
+    """
+    if base not in _CLASSES:
+        own = {"dense_class": base, "__module__": __name__, "__doc__": base.__doc__}
+        _CLASSES[base] = type(f"Fp8{base.__name__}", (StackedExperts, base), own)
+    return _CLASSES[base]
+
+
+_CLASSES: dict[type[nn.Module], type[StackedExperts]] = {}
+
+
+def _blank(base: type[nn.Module]) -> StackedExperts:
+    made = fp8_class(base)
+    return made.__new__(made)
+
+
+def _become(
+    module: nn.Module, stacks: ExpertStacks, scheme: Scheme, dtype: torch.dtype
+) -> StackedExperts:
+    tell_libraries()
+    order = [n + kind for n in stacks.names for kind in ("", "_scale", "_input_scale", "_bias")]
+    held = module._parameters
+    module._parameters = {n: held[n] for n in order if n in held} | held
+    module.requires_grad_(False)  # of experts, biases are as frozen as codes
+    module.__class__ = fp8_class(type(module))
+    found = cast(StackedExperts, module)
+    found.stacks, found.scheme, found.compute_dtype = stacks, scheme, dtype
+    found.originals = {}
+    if hasattr(module, "is_transposed"):  # what adapters of other libraries ask for
+        cast(Any, module).is_transposed = False
+    return found
+
+
+def _argument(module: StackedExperts, index: int, args: Any, kwargs: Any) -> Any:
+    if index < len(args):
+        return args[index]
+    return kwargs[_parameter_names(module.dense_class)[index]]
+
+
+def _parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]

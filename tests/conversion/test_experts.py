@@ -1,0 +1,335 @@
+"""Stacks of experts become FP8: recognised by what they compute, compared with plain torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fp8kit
+import numerics
+from fp8kit.conversion.experts import recognize
+from fp8kit.errors import ConversionError
+from fp8kit.formats import GROUP128, Scheme
+from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.moe.activation import Activation
+from tiny_experts import KINDS, tiny
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.step3p7 import modeling_step3p7 as step3p7  # noqa: E402
+
+IDS = torch.arange(24).view(1, -1) * 7 % 160
+TOKENS = 40
+
+
+def experts_in(model: nn.Module) -> list[ExpertTensors]:
+    return [m for m in model.modules() if isinstance(m, ExpertTensors)]
+
+
+def rounded(x: Tensor, group: fp8kit.GroupShape) -> Tensor:
+    """Quantize and decode; gradients pass as if nothing had happened."""
+    return x + (fp8kit.dequantize(fp8kit.quantize(x.detach(), group)) - x.detach())
+
+
+def reference(module: Any, x: Tensor, ids: Tensor, weights: Tensor, scheme: Scheme) -> Tensor:
+    """Compute experts in fp32 from decoded weights, with the module's own gate."""
+    up, down = (fp8kit.dequantize(module.quantized(name)) for name in module.stacks.names)
+    assert scheme.activation is not None
+    rows, total = rounded(x.float(), scheme.activation), torch.zeros(x.shape)
+    gated = up.shape[1] == 2 * down.shape[2]
+    for expert in range(up.shape[0]):
+        token, slot = torch.where(ids == expert)
+        h = F.linear(rows[token], up[expert])
+        if (bias := module.beside(module.stacks.up, "bias")) is not None:
+            h = h + bias[expert].float()
+        if gated and hasattr(module, "_apply_gate"):
+            h = module._apply_gate(h)
+        elif gated:
+            gate, wide = h.chunk(2, -1)
+            h = module.act_fn(gate) * wide
+        else:
+            h = module.act_fn(h)
+        y = F.linear(rounded(h, GROUP128), down[expert])
+        if (bias := module.beside(module.stacks.down, "bias")) is not None:
+            y = y + bias[expert].float()
+        total = total.index_add(0, token, y * weights[token, slot, None])
+    return total
+
+
+def routed(module: ExpertTensors) -> tuple[Tensor, ...]:
+    """Draw tokens, ids and weights for a module."""
+    random = torch.Generator().manual_seed(3)
+    hidden = module.codes(module.stacks.up).shape[2]
+    x = torch.randn(TOKENS, hidden, generator=random).bfloat16()
+    if module.stacks.call == "sorted":
+        ids = torch.arange(module.expert_count).repeat_interleave(TOKENS // module.expert_count)
+        return x, ids.unsqueeze(1), torch.ones(TOKENS, 1)
+    ids = torch.rand(TOKENS, module.expert_count, generator=random).topk(2).indices
+    return x, ids, torch.rand(TOKENS, 2, generator=random)
+
+
+def run(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    given = (x,) if ids.shape[1] == 1 else (x, ids, weights)
+    return module(*given)  # type: ignore[no-any-return]
+
+
+def generated(model: Any) -> Tensor:
+    return model.generate(IDS, max_new_tokens=6, do_sample=False, pad_token_id=0)  # type: ignore
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_keep_what_they_compute(kind: str, tmp_path: Path) -> None:
+    scheme = "FP8_BLOCK" if kind in ("DeepseekV3", "GptOss") else "FP8_DYNAMIC"
+    model = tiny(kind)
+    dense = copy.deepcopy(model)
+    report = fp8kit.convert(model, scheme)
+    assert [r.experts for r in report.stacks] == [4] * len(report.stacks)
+    assert len(report.stacks) == sum(isinstance(m, ExpertTensors) for m in model.modules()) > 0
+    for record in report.stacks:
+        module, before = model.get_submodule(record.name), dense.get_submodule(record.name)
+        assert isinstance(module, type(before))
+        x, ids, weights = routed(module)
+        leaf = x.clone().requires_grad_()
+        y = run(module, leaf, ids, weights)
+        theirs = x.float().requires_grad_()
+        expected = reference(module, theirs, ids, weights, Scheme.of(scheme))
+        numerics.assert_experts(y.float(), expected)
+        assert numerics.relative_error(y.float(), run(before, x, ids, weights).float()) > 5e-3
+        wanted = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4))
+        y.backward(wanted.bfloat16())
+        expected.backward(wanted)
+        assert leaf.grad is not None
+        assert theirs.grad is not None
+        assert numerics.relative_error(leaf.grad.float(), theirs.grad) < 0.05
+    with torch.no_grad():
+        logits = model(IDS).logits
+        tokens = generated(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # stacks that no engine reads
+        fp8kit.save(model, tmp_path / "c")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = fp8kit.load(tmp_path / "c")
+    for name, tensor in model.state_dict().items():
+        if "experts" in name:
+            numerics.assert_bits_equal(tensor, again.state_dict()[name])
+    with torch.no_grad():
+        numerics.assert_bits_equal(again(IDS).logits, logits)
+        assert torch.equal(generated(again), tokens)
+
+
+def test_routers_stay_dense_and_see_what_they_saw() -> None:
+    model = tiny("Mixtral")
+    seen: list[Tensor] = []
+    gates = [m for n, m in model.named_modules() if n.endswith("mlp.gate")]
+    for gate in gates:
+        gate.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    report = fp8kit.convert(model)
+    with torch.no_grad():
+        model(IDS)
+    assert len(seen) == len(gates) == 2
+    assert all(x.dtype == torch.bfloat16 for x in seen)
+    assert all(p.dtype == torch.bfloat16 for gate in gates for p in gate.parameters())
+    assert not any("gate" in r.name.rpartition(".")[2] for r in report.converted)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8"])
+def test_copies_casts_and_pickles_compute_the_same(scheme: str) -> None:
+    model = tiny("Qwen3Moe", num_hidden_layers=1)
+    fp8kit.convert(model, scheme)
+    (module,) = experts_in(model)
+    given = routed(module)
+    with torch.no_grad():
+        y = module(*given)
+        for twin in (
+            copy.deepcopy(module),
+            pickle.loads(pickle.dumps(module)),
+            copy.deepcopy(module).float().bfloat16(),
+        ):
+            assert type(twin) is type(module)
+            numerics.assert_bits_equal(twin(*given), y)
+            for name, tensor in module.state_dict().items():
+                numerics.assert_bits_equal(twin.state_dict()[name], tensor)
+    assert isinstance(module, transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts)
+    assert module.half().compute_dtype == torch.float16
+
+
+def test_dense_and_coded_state_dicts_load_into_the_same_storage() -> None:
+    model = tiny("GptOss", num_hidden_layers=1)
+    dense = {n: t.clone() for n, t in model.state_dict().items()}
+    fp8kit.convert(model)
+    coded = {n: t.clone() for n, t in model.state_dict().items()}
+    (module,) = experts_in(model)
+    places = {n: t.data_ptr() for n, t in module.state_dict().items()}
+    for state in (dense, coded):
+        for name in module.stacks.names:
+            module.codes(name).data.zero_()
+        model.load_state_dict({n: t for n, t in state.items() if "experts" in n}, strict=False)
+        assert {n: t.data_ptr() for n, t in module.state_dict().items()} == places
+        for name, tensor in model.state_dict().items():
+            numerics.assert_bits_equal(tensor, coded[name])
+    half = {n: t for n, t in coded.items() if not n.endswith("gate_up_proj_scale")}
+    with pytest.raises(RuntimeError, match="codes come with their scales"):
+        model.load_state_dict(half, strict=False)
+
+
+def test_a_setting_of_transformers_changes_nothing() -> None:
+    model = tiny("Mixtral")
+    fp8kit.convert(model)
+    with torch.no_grad():
+        y = model(IDS).logits
+        for setting in ("eager", "batched_mm", "fp8kit"):
+            model.set_experts_implementation(setting)
+            numerics.assert_bits_equal(model(IDS).logits, y)
+
+
+def test_models_become_dense_again() -> None:
+    model = tiny("GptOss")
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    fp8kit.convert(model, weight_storage="keep")
+    model.dequantize()
+    assert not experts_in(model)
+    for name, tensor in model.state_dict().items():
+        numerics.assert_bits_equal(tensor, before[name])
+
+
+class Own(nn.Module):
+    """Experts under names of their own, without a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 128, 128) / 11)
+        self.second = nn.Parameter(torch.randn(4, 128, 128) / 11)
+        self.act_fn = nn.GELU()
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        h = self.act_fn(torch.einsum("enk,mk->men", self.first, x))
+        y = torch.einsum("enk,mek->men", self.second, h)
+        chosen = torch.zeros(ids.shape[0], self.first.shape[0], dtype=y.dtype)
+        chosen = chosen.scatter_add(1, ids, weights.to(y.dtype))
+        return (y * chosen[..., None]).sum(1)
+
+
+class Holder(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+
+def odd(kind: type[nn.Module]) -> nn.Module:
+    config = transformers.MixtralConfig(
+        hidden_size=128, intermediate_size=128, num_local_experts=4, experts_implementation="eager"
+    )
+    torch.manual_seed(0)
+    module = kind(config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return module.bfloat16()
+
+
+def test_an_unknown_gate_runs_between_two_products() -> None:
+    config = SimpleNamespace(
+        num_local_experts=4, hidden_size=128, moe_intermediate_size=128, hidden_act="silu"
+    )
+    torch.manual_seed(0)
+    experts = step3p7.Step3p7Experts(config, swiglu_limit=0.5)  # it bounds what SiLU gives
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    model = Holder(experts.bfloat16())
+    report = fp8kit.convert(model)
+    assert any("gate of experts is none that is known" in note for note in report.notes)
+    (module,) = experts_in(model)
+    x, ids, weights = routed(module)
+    expected = reference(module, x, ids, weights, Scheme.of("FP8_DYNAMIC"))
+    # the second input is quantized per token here, and not in groups of 128: the same, of 128.
+    # It is rounded to bf16 first, by 2**-9, which takes one in 32 to the next code, 2**-3 away.
+    assert numerics.relative_error(module(x, ids, weights).float(), expected) < 2**-3 / 32**0.5
+
+
+def test_a_registered_class_converts_if_it_computes_what_is_said() -> None:
+    def right(_: nn.Module) -> fp8kit.ExpertStacks:
+        return fp8kit.ExpertStacks("first", "second", Activation("gelu", gated=False))
+
+    def wrong(_: nn.Module) -> fp8kit.ExpertStacks:
+        return fp8kit.ExpertStacks("first", "second", Activation("relu2", gated=False))
+
+    class Other(Own):
+        pass
+
+    assert recognize(Own()) is None
+    fp8kit.register_experts(Own, right)
+    fp8kit.register_experts(Other, wrong)
+    model = Holder(Own().bfloat16())
+    assert [r.name for r in fp8kit.convert(model).stacks] == ["experts"]
+    (module,) = experts_in(model)
+    x, ids, weights = routed(module)
+    expected = reference(module, x, ids, weights, Scheme.of("FP8_DYNAMIC"))
+    numerics.assert_experts(module(x, ids, weights).float(), expected)
+    assert "computes something else" in str(recognize(Other()))
+    with pytest.raises(TypeError, match=r"subclass of nn\.Module"):
+        fp8kit.register_experts(Own(), right)  # type: ignore[arg-type]
+
+
+def test_what_stays_dense_is_named() -> None:
+    class Lossy(transformers.models.mixtral.modeling_mixtral.MixtralExperts):  # type: ignore
+        def forward(self, *args: Any) -> Tensor:
+            return super().forward(*args) / 2
+
+    assert "computes something else" in str(recognize(odd(Lossy)))
+    report = fp8kit.plan(Holder(odd(Lossy))).report
+    assert {r.reason for r in report.skipped} == {
+        "stacks of Lossy, whose forward computes something else"
+    }
+    model = tiny("Mixtral")
+    for pattern in ("*.experts", "*.experts.*", "*.gate_up_proj"):
+        report = fp8kit.plan(model, exclude=[pattern]).report
+        assert not report.stacks
+        assert sum(f"excluded by {pattern!r}" in r.reason for r in report.skipped) == 2
+    small = fp8kit.plan(tiny("Mixtral", intermediate_size=32)).report
+    assert sum("too small to gain" in r.reason for r in small.skipped) == 2
+    model.model.layers[0].mlp.experts.down_proj.data[1, 2, 3] = torch.inf
+    with pytest.raises(ConversionError, match="NaN or infinities"):
+        fp8kit.plan(model, strict=True)
+    with pytest.raises(ConversionError, match="come from a checkpoint"):
+        fp8kit.plan(tiny("Mixtral"), "FP8", strict=True)
+    assert all(not r.experts for r in fp8kit.plan(model, include=["*.q_proj"]).report.converted)
+
+
+def test_experts_that_are_fp8_already_are_left_alone() -> None:
+    model = tiny("Mixtral")
+    fp8kit.convert(model)
+    report = fp8kit.plan(model).report
+    assert not report.converted
+    assert sum(r.experts > 0 and r.reason == "already FP8" for r in report.skipped) == 2
+    assert report.nothing() == ""
+
+
+def test_converting_needs_no_second_copy_of_the_stacks() -> None:
+    """Codes are half of a stack; what is made on the way is of one expert."""
+    model = tiny("Mixtral", num_hidden_layers=1, num_local_experts=16)
+    module = model.model.layers[0].mlp.experts
+    largest = max(p.nbytes for p in module.parameters())
+    seen: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                seen.append(out.untyped_storage().nbytes())
+            return out
+
+    with Watch():
+        fp8kit.convert(model, include=["*.experts"])
+    # the stack itself is looked at; nothing new is larger than its codes
+    assert max(size for size in seen if size != largest) <= largest // 2

@@ -1,0 +1,176 @@
+"""FP8 experts on disk and in memory: saved one by one, loaded from every form they come in."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit.errors import CheckpointError, ConversionError
+from numerics import assert_bits_equal
+
+transformers = pytest.importorskip("transformers")
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
+
+SHARD = "model.safetensors"
+IDS = torch.arange(10).view(5, 2) % 4
+SCHEMES = ["FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8", "FP8_WEIGHT_ONLY"]
+# no engine has experts of these
+ELSEWHERE = ("FP8_TENSOR", "FP8_WEIGHT_ONLY")
+
+
+class Model(nn.Module):
+    """Experts in a module of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.MixtralConfig(
+            hidden_size=128,
+            intermediate_size=256,
+            num_local_experts=4,
+            experts_implementation="eager",
+        )
+        self.experts, self.proj = MixtralExperts(config), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.proj(x), IDS, torch.full(IDS.shape, 0.5))  # type: ignore
+
+
+def dense() -> Model:
+    torch.manual_seed(0)
+    model = Model()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model.bfloat16()
+
+
+def one_by_one(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give each expert tensors of its own, as trainers send them."""
+    found = {n: t for n, t in state.items() if "experts" not in n}
+    for expert in reversed(range(4)):
+        gate, up = state["experts.gate_up_proj"][expert].chunk(2)
+        found[f"experts.{expert}.w3.weight"] = up
+        found[f"experts.{expert}.w1.weight"] = gate
+        found[f"experts.{expert}.w2.weight"] = state["experts.down_proj"][expert]
+    return found
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    state = other.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert_bits_equal(tensor, state[name])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_experts_come_back_bit_for_bit(scheme: str, tmp_path: Path) -> None:
+    source, model = dense(), dense()
+    fp8kit.convert(model, scheme)
+    x = torch.randn(5, 128).bfloat16()
+    y = model(x)
+    if scheme in ELSEWHERE:
+        with pytest.raises(CheckpointError, match="has no experts of"):
+            fp8kit.save(model, tmp_path / "c")
+    target = "transformers" if scheme in ELSEWHERE else "vllm"
+    fp8kit.save(model, tmp_path / "c", target=target)
+    names = load_file(tmp_path / "c" / SHARD).keys()
+    parts = {f"experts.{e}.{p}_proj.weight" for e in range(4) for p in ("gate", "up", "down")}
+    assert parts <= names
+    assert not any(n.startswith("experts.gate_up") for n in names)
+    again = dense()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fp8kit.load(tmp_path / "c", again)
+    assert_same(model, again)
+    assert_bits_equal(again(x), y)
+    save_file(source.state_dict(), tmp_path / SHARD)
+    with torch.device("meta"):
+        online = Model().bfloat16()
+    fp8kit.load(tmp_path, online, scheme=scheme)
+    assert_same(model, online)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR"])
+def test_weights_arrive_in_any_form_any_number_of_times(scheme: str) -> None:
+    source, model = dense(), dense()
+    fp8kit.convert(model, scheme)
+    wanted = copy.deepcopy(model)
+    places = {n: t.data_ptr() for n, t in model.state_dict().items()}
+    stacks, single = source.state_dict(), one_by_one(source.state_dict())
+    for arriving in (single, stacks, model.state_dict(), single):
+        weights = {n: t.clone() for n, t in arriving.items()}
+        for name in ("gate_up_proj", "down_proj"):
+            model.experts.codes(name).data.zero_()
+            model.experts.beside(name, "scale").data.fill_(3)
+        filled = fp8kit.load_weights(model, weights)
+        assert {"experts.gate_up_proj", "experts.gate_up_proj_scale"} <= filled
+        assert_same(wanted, model)
+    assert {n: t.data_ptr() for n, t in model.state_dict().items()} == places
+
+
+def test_experts_are_quantized_as_they_come_onto_meta() -> None:
+    model, source = dense(), dense()
+    fp8kit.convert(model)
+    with torch.device("meta"):
+        empty = Model().bfloat16()
+    half = dict(list(one_by_one(source.state_dict()).items())[:7])
+    fp8kit.load_weights(empty, half, scheme="FP8_DYNAMIC", partial=True)
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj waits for experts\.\d"):
+        fp8kit.load_weights(empty, {}, scheme="FP8_DYNAMIC")
+    with torch.device("meta"):
+        empty = Model().bfloat16()
+    fp8kit.load_weights(empty, one_by_one(source.state_dict()), scheme="FP8_DYNAMIC")
+    assert_same(model, empty)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = dense()
+    fp8kit.convert(model)
+    codes = {n: t.clone() for n, t in model.state_dict().items()}
+    single = one_by_one(dense().state_dict())
+    bad = {**single, "experts.1.w2.weight": torch.full((128, 256), torch.nan).bfloat16()}
+    with pytest.raises(ConversionError, match=r"Expert 1 of experts\.down_proj holds NaN"):
+        fp8kit.load_weights(model, bad)
+    wrong = {**single, "experts.1.w2.weight": torch.zeros(64, 256).bfloat16()}
+    with pytest.raises(CheckpointError, match=r"expert 1 of experts\.down_proj has shape"):
+        fp8kit.load_weights(model, wrong)
+    mixed = {n: t for n, t in single.items() if not n.startswith("experts.0.w1")}
+    mixed["experts.0.w1.weight"] = codes["experts.gate_up_proj"][0, :256]
+    mixed["experts.0.w1.weight_scale"] = codes["experts.gate_up_proj_scale"][0, :256]
+    with pytest.raises(CheckpointError, match="gate or up is FP8 and the other is not"):
+        fp8kit.load_weights(model, mixed)
+
+
+def test_a_module_of_this_package_is_saved_and_filled_alike(tmp_path: Path) -> None:
+    source = dense().experts
+    stacks: tuple[Any, ...] = (source.gate_up_proj.detach(), source.down_proj.detach())
+    model, again = (
+        nn.ModuleDict({"experts": fp8kit.Fp8Experts.from_dense(*(scale * s for s in stacks))})
+        for scale in (1, 2)
+    )
+    fp8kit.save(model, tmp_path / "c")
+    assert "experts.3.up_proj.weight_scale" in load_file(tmp_path / "c" / SHARD)
+    fp8kit.load(tmp_path / "c", again)
+    assert_same(model, again)
+
+
+def test_stacks_of_8_bits_in_a_file_run_in_8_bits(tmp_path: Path) -> None:
+    """One scale for each matrix of a stack becomes one for each of its rows."""
+    model = dense()
+    fp8kit.convert(model, "FP8_TENSOR", include=["experts"])
+    state = model.state_dict()
+    for name in ("gate_up_proj", "down_proj"):
+        state[f"experts.{name}_scale"] = state[f"experts.{name}_scale"].reshape(4)
+    save_file(state, tmp_path / SHARD)
+    again = dense()
+    fp8kit.load(tmp_path, again)
+    x = torch.randn(5, 128).bfloat16()
+    assert again.experts.scheme.name == "FP8_DYNAMIC"
+    assert_bits_equal(again(x), model(x))
