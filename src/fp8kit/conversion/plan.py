@@ -150,7 +150,7 @@ class Plan:
         made = {n: self.model.get_submodule(n) for n in names}
         layers = {n: m for n, m in made.items() if isinstance(m, Fp8Linear)}
         mx_forms.settle(layers)
-        for record in self.report.converted:
+        for record in self.report.linears:
             record.reason = layers[record.name].form_note
         siblings.share_inputs(self.model, self.report.groups)
         if fusion.level(self.fuse) > 1:
