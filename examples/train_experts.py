@@ -1,6 +1,6 @@
 """Train the small mixture of experts that comes with the repository.
 
-    python examples/train_experts.py examples/experts
+    python examples/train_experts.py examples/experts [STEPS]
 
 A Qwen3-MoE of 0.7 million parameters learns the bytes of Python's standard library, on the CPU, in
 some minutes. It exists so that tests and the demo can measure what FP8 experts cost
@@ -54,14 +54,14 @@ def text() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"\0".join(p.read_bytes() for p in kept)), dtype=torch.uint8)
 
 
-def main(destination: Path) -> None:
+def main(destination: Path, steps: int = STEPS) -> None:
     """Train, and save in bfloat16 with a note of how it was done."""
     torch.manual_seed(SEED)
     model, data = Qwen3MoeForCausalLM(config()), text()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1)
     start, seen = time.perf_counter(), 0.0
-    for step in range(STEPS):
-        rate = min((step + 1) / WARM_UP, (STEPS - step) / (STEPS - WARM_UP))
+    for step in range(steps):
+        rate = min((step + 1) / WARM_UP, (steps - step) / max(steps - WARM_UP, 1))
         for group in optimizer.param_groups:
             group["lr"] = PEAK * rate
         at = torch.randint(len(data) - LENGTH - 1, (BATCH,)).tolist()
@@ -78,7 +78,7 @@ def main(destination: Path) -> None:
             print(f"{step} {seen:.3f} {time.perf_counter() - start:.0f} s", flush=True)
     model.config.output_router_logits = False
     model.bfloat16().save_pretrained(destination)
-    note = {"steps": STEPS, "batch": BATCH, "length": LENGTH, "loss": round(seen, 3)}
+    note = {"steps": steps, "batch": BATCH, "length": LENGTH, "loss": round(seen, 3)}
     (destination / "training.json").write_text(json.dumps(note, indent=2) + "\n")
 
 
@@ -90,4 +90,4 @@ def _balance(logits: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -52,6 +52,14 @@ def test_checkpoint_for_vllm(
     assert (tmp_path / "fp8" / "model.safetensors").is_file()
 
 
+def test_train_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = output("train_experts.py", str(tmp_path), "2", patch=monkeypatch, captured=capsys)
+    assert said.startswith("0 5.")  # of bytes nothing is known: log 256 is 5.5
+    assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "training.json"}
+
+
 def test_every_example_is_run_by_a_test() -> None:
     tests = FOLDER.parent / "tests"
     said = " ".join(path.read_text() for path in tests.rglob("*.py"))

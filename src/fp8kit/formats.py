@@ -229,11 +229,11 @@ class Scheme:
     rebased: bool = False
 
     def __post_init__(self) -> None:
-        if self.rebased and (self.weight == MX or self.dtype != E4M3FN.dtype):
+        if self.rebased and (self.weight == MX or self.dtype == E5M2.dtype):
             raise ValueError(
                 teach(
                     f"Got rebased=True for {self.weight} weights of {self.dtype}.",
-                    "E4m3fn codes of MX groups are rebased to rows or blocks.",
+                    "E4m3 codes of MX groups are rebased to rows or blocks.",
                     "Pass weight=ROW or BLOCK, or leave rebased out.",
                 )
             )

@@ -129,14 +129,17 @@ def test_every_scheme_is_saved_and_loaded(scheme: str, tmp_path: Path) -> None:
         load = type(model).from_pretrained
         config = Fp8KitConfig(scheme)
         model = load(tmp_path / "dense", quantization_config=config, torch_dtype=BF16)
-    assert {m.scheme.name for m in fp8_layers(model).values()} == {scheme}
+    assert {m.scheme.stored.name for m in fp8_layers(model).values()} == {scheme}
     model.save_pretrained(tmp_path / "saved", max_shard_size="200KB")
     assert (tmp_path / "saved" / f"{WEIGHTS}.index.json").exists()
     again = type(model).from_pretrained(tmp_path / "saved", torch_dtype=BF16)
     assert_same(again, model)
     assert_bits_equal(run(again, given), run(model, given))
     other = type(model).from_config(type(model).load_config(tmp_path / "saved")).to(BF16)
-    assert_same(fp8kit.load(tmp_path / "saved", other), model)
+    fp8kit.load(tmp_path / "saved", other)
+    assert_bits_equal(run(other, given), run(model, given))
+    if scheme != "MXFP8":  # whose exponents diffusers saves, but no other loader has a place for
+        assert_same(other, model)
 
 
 def pipeline() -> Any:

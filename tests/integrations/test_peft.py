@@ -258,7 +258,7 @@ def test_merging_adds_to_the_numbers_and_quantizes_once(scheme: str, safe: bool)
     with pytest.warns(UserWarning, match="additionally merging b"):
         model.merge_adapter(["b"], safe_merge=safe)
     merged = dense(numbers + deltas[0] + deltas[1], layer.bias)
-    wanted = Fp8Linear.from_linear(merged, scheme, layer.input_scale)
+    wanted = Fp8Linear.from_linear(merged, layer.scheme, layer.input_scale)
     assert_bits_equal(layer.codes, wanted.codes)
     assert_bits_equal(layer.weight_scale, wanted.weight_scale)
     assert layer.codes.data_ptr() == place  # what captured graphs read

@@ -29,11 +29,12 @@ from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, te
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.integrations.diffusers_bfl import bundled, is_bundle, parts_of
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
-from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules import mx_forms
+from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
 
-_HELD = ("weight", "weight_scale", "input_scale")
+_HELD = ("weight", "weight_scale", "weight_exponents", "input_scale")
 
 
 class _Method(StrEnum):  # diffusers reads its value
@@ -50,6 +51,8 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         strict: as in ``fp8kit.plan``.
         layers: the layers that are FP8 in a saved model, and their schemes; only config.json has
             them.
+        experts: there because pipelines take the signature of Transformers' config: ``None``.
+        mx_form: likewise.
 
     Raises:
         ValueError: if the scheme is unknown, or needs calibration.
@@ -69,7 +72,9 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         exclude: Sequence[str] | None = None,
         strict: bool = False,
         layers: Mapping[str, str | JsonObject] | None = None,
+        experts: Mapping[str, str | JsonObject] | None = None,  # noqa: ARG002
         quant_method: str = METHOD,
+        mx_form: str | None = None,  # noqa: ARG002
     ) -> None:
         if layers is None and scheme_of_plain(scheme).static:
             raise ValueError(
@@ -142,7 +147,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def update_missing_keys(self, _: Any, missing_keys: list[str], **__: Any) -> list[str]:
         """Miss no scales that quantizing makes."""
-        made = () if self.pre_quantized else ("weight_scale",)
+        made = () if self.pre_quantized else ("weight_scale", "weight_exponents")
         return [k for k in missing_keys if k.rpartition(".")[2] not in made]
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +233,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             q = quantize_weight(given.to(target_device), layer.scheme)
             if not is_finite(q):
                 self.not_finite.append(param_name)
-            parts = {"weight": q.data, "weight_scale": q.scale}
+            parts = stored_tensors(q, layer.scheme)
         for part, tensor in parts.items():
             wanted = getattr(layer, part)
             if tensor.dtype != wanted.dtype:
@@ -251,7 +256,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                     "Repair the checkpoint, or exclude these layers.",
                 )
             )
-        held = {n: [getattr(m, k) for k in _HELD] for n, m in layers.items()}
+        held = {n: [getattr(m, k, None) for k in _HELD] for n, m in layers.items()}
         absent = [n for n, ts in held.items() if any(t is not None and t.is_meta for t in ts)]
         if absent:
             raise CheckpointError(
@@ -264,6 +269,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         for layer in layers.values():
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
+        mx_forms.settle(layers)
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
         siblings.share_inputs(model, groups)
         fusion.fuse_producers(model)

@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8kit import functional
 from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
-from fp8kit.modules.entries import quantize_weight
+from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.linear import Fp8Linear
 
 OLDEST = (0, 21)
@@ -34,21 +34,20 @@ _INITS = (True, False, "gaussian", "eva")  # those that do not read the weight
 class _Unmerged:
     """What a layer held before adapters were merged into it; codes and scales as bytes."""
 
-    codes: Tensor
-    scale: Tensor
+    weight: dict[str, Tensor]  # bytes of codes, scales and, of a rebased weight, exponents
     bias: Tensor | None
     original_weight: Tensor | None
 
     @classmethod
     def of(cls, layer: Fp8Linear) -> _Unmerged:
         bias = None if layer.bias is None else layer.bias.detach().clone()
-        q = layer.quantized_weight()
-        return cls(_bytes(q.data), _bytes(q.scale), bias, layer.original_weight)
+        weight = {name: _bytes(tensor) for name, tensor in _held(layer).items()}
+        return cls(weight, bias, layer.original_weight)
 
     @torch.no_grad()
     def restore(self, layer: Fp8Linear) -> None:
-        layer.codes.copy_(self.codes.view(layer.codes.dtype))
-        layer.weight_scale.copy_(self.scale.view(layer.weight_scale.dtype))
+        for name, tensor in _held(layer).items():
+            tensor.copy_(self.weight[name].view(tensor.dtype))
         if self.bias is not None:
             layer.bias.copy_(self.bias)
         if self.original_weight is not None:
@@ -120,8 +119,9 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
                 weight = weight.to(held.original_weight.device, held.original_weight.dtype)
                 layer.keep(weight)
             q = quantize_weight(weight.to(layer.codes.device), layer.scheme)
-            layer.codes.copy_(q.data)
-            layer.weight_scale.copy_(q.scale)
+            stored = stored_tensors(q, layer.scheme)
+            for name, tensor in _held(layer).items():
+                tensor.copy_(stored[name])
             if bias is not None:
                 layer.bias.copy_(bias)
         self._unmerged, self.merged_adapters = held, merged
@@ -249,9 +249,18 @@ def _dense(layer: Fp8Linear, held: _Unmerged) -> Tensor:
     if held.original_weight is not None:
         return held.original_weight.detach().to(layer.codes.device, torch.float32)
     q = layer.quantized_weight()
-    codes = held.codes.to(q.device).view(q.data.dtype)
-    scale = held.scale.to(q.device).view(q.scale.dtype)
+    codes = held.weight["weight"].to(q.device).view(q.data.dtype)
+    scale = held.weight["weight_scale"].to(q.device).view(q.scale.dtype)
     return functional.dequantize(type(q)(codes, scale, q.group), torch.float32)
+
+
+def _held(layer: Fp8Linear) -> dict[str, Tensor]:
+    """Return the tensors that hold the weight of a layer, by name."""
+    layer.quantized_weight()  # follows a kept weight that was changed
+    found = {"weight": layer.codes, "weight_scale": layer.weight_scale}
+    if layer.scheme.rebased:
+        found["weight_exponents"] = layer.weight_exponents
+    return found
 
 
 def _bytes(tensor: Tensor) -> Tensor:

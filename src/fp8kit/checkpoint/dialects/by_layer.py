@@ -20,14 +20,14 @@ from fp8kit.checkpoint.dialects.base import (
     broken,
     objects,
 )
-from fp8kit.formats import SCHEMES, GroupShape, Scheme
+from fp8kit.formats import MX_FORMS, SCHEMES, GroupShape, Scheme
 
 METHOD = "fp8kit"
 
 
 def plain(scheme: Scheme) -> str | JsonObject:
     """Write a scheme as JSON can hold it: a preset by its name, another by its fields."""
-    if SCHEMES.get(scheme.name) == scheme:
+    if (SCHEMES | MX_FORMS).get(scheme.name) == scheme:
         return scheme.name
     return {**asdict(scheme), "dtype": str(scheme.dtype).removeprefix("torch.")}
 
