@@ -30,6 +30,7 @@ from fp8kit.matmul.triton_gemm import (
     device_facts,
     scale_strides,
 )
+from fp8kit.moe import self_check
 from fp8kit.moe.loop import Input, quantized_input
 from fp8kit.moe.pairs import SortedPairs, sorted_pairs
 from fp8kit.moe.problem import (
@@ -92,10 +93,14 @@ class Rows(NamedTuple):
 
 
 def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
-    """Return what the kernels lack for a problem, if anything."""
+    """Return what the kernels lack for a problem, or how they failed on this GPU, if anything."""
     if isinstance(problem, GroupedProblem):
-        return triton_gemm.supports(_dense(problem))
-    return triton_gemm.supports(_first(problem)) or triton_gemm.supports(_second(problem))
+        lacking = triton_gemm.supports(_dense(problem))
+    else:
+        lacking = triton_gemm.supports(_first(problem)) or triton_gemm.supports(_second(problem))
+    if lacking or not torch.cuda.is_available():
+        return lacking
+    return self_check.failure(problem, grouped if isinstance(problem, GroupedProblem) else experts)
 
 
 def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
