@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,11 @@ def timer(cases: Mapping[str, Case], copies: int, **_: object) -> dict[str, floa
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "copies_past_cache", lambda *_: 2)
-    monkeypatch.setattr(linear, "time_cases", timer)
-    monkeypatch.setattr(peers.F, "scaled_mm", fake_block_recipe)
+def quick(monkeypatch: pytest.MonkeyPatch, set_torch_product: Callable[..., None]) -> None:
+    fakes = {"copies_past_cache": lambda *_: 2, "time_cases": timer}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(linear, name, fake)
+    set_torch_product(fake_block_recipe)
     for name in ("VLLM_SO", "DG_ROOT", "TORCHAO"):
         monkeypatch.delenv(name, raising=False)
 
@@ -250,8 +251,8 @@ def run_main(out: Path, *more: str) -> dict[str, Any]:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"8b.o": (32, 64), "odd.smollm_qkv": (48, 64)}
-    monkeypatch.setattr(layers, "SHAPES", small)
-    monkeypatch.setattr(linear, "SHAPES", small)
+    for module in (layers, linear):
+        monkeypatch.setattr(module, "SHAPES", small)
 
 
 @pytest.mark.usefixtures("tiny")

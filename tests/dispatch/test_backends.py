@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -416,10 +417,9 @@ def test_nobody_yields_to_what_would_copy_the_weight(
     ids=str,
 )
 def test_torch_comes_first_where_its_sums_take_less_time(
-    changes: dict[str, object], backend: str, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, object], backend: str
 ) -> None:
     changes = dict(changes)
-    monkeypatch.setattr("fp8kit.runtime.nvrtc.missing", lambda: None)
     scheme = str(changes.pop("scheme", "FP8_DYNAMIC"))
     problem = faked(scheme, "sm90", **{"m": 4096, **changes})
     choice = choose.__wrapped__(matmul.BACKENDS, problem)
@@ -600,9 +600,13 @@ def test_every_backend_can_be_disabled_by_name() -> None:
     assert {name for table in tables for name, *_ in table} == set(settings.BACKEND_NAMES)
 
 
-def test_a_gpu_of_amd_is_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(dispatch_device, "_gpu", lambda _: ((9, 4), "AMD Instinct MI300X"))
+def test_a_gpu_of_amd_is_no_hopper(
+    monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
+) -> None:
+    gpu = torch.device("cuda", 99)  # what is known of a GPU is kept
+    faked_cuda(
+        get_device_capability=lambda _: (9, 4), get_device_name=lambda _: "AMD Instinct MI300X"
+    )
     assert dispatch_device.capability(gpu) == (9, 4)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert dispatch_device.capability(gpu) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
 from collections.abc import Callable
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import backend_tables
 import fp8kit
-from fp8kit.dispatch.backends import Choice, decide
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.dispatch.backends import choose
+from fp8kit.matmul.problem import BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.modules.shared_input import SharedInput, can_join
+from fp8kit.quantizers.problem import BACKENDS as QUANTIZERS
+from fp8kit.quantizers.problem import QuantizeProblem
 from numerics import assert_bits_equal
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
@@ -58,12 +62,14 @@ def test_shared_multiplies_once(device: torch.device, monkeypatch: pytest.Monkey
     layers = siblings(device)
     x = tokens(device)
     calls: list[int] = []
+    chosen = choose(BACKENDS, layers[0].problem(10)).implementation
 
-    def counted(table: Any, problem: MatmulProblem, *only: str | None) -> Choice:
+    def counted(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
         calls.append(problem.n)
-        return decide(table, problem, *only)
+        return chosen.run(operands, problem)
 
-    monkeypatch.setattr("fp8kit.ops.bodies.decide", counted)
+    backend = MatmulBackend(supports=lambda _: None, run=counted)
+    backend_tables.install(monkeypatch, matmul={"reference": backend})
     for layer in layers:
         layer(x)
     assert calls == [256, 128, 384]
@@ -375,20 +381,21 @@ def test_shared_many_rows_quantize_once_and_multiply_apart(
     x = torch.randn(600, 256, dtype=torch.bfloat16, device=device)
     separate = [layer(x) for layer in layers]
     quantized: list[Tensor] = []
-    quantize_input = fp8kit.Fp8Linear.quantize_input
+    problem = QuantizeProblem.of(x, fp8kit.ROW, torch.float8_e4m3fn)
+    chosen = choose(QUANTIZERS, problem).implementation
 
-    def counted(self: fp8kit.Fp8Linear, x: Tensor) -> object:
+    def counted(x: Tensor, *others: Any) -> Any:
         quantized.append(x)
-        return quantize_input(self, x)
+        return chosen.quantize(x, *others)
 
-    monkeypatch.setattr(fp8kit.Fp8Linear, "quantize_input", counted)
-    group = SharedInput(layers)
+    backend = dataclasses.replace(chosen, supports=lambda _: None, quantize=counted)
+    backend_tables.install(monkeypatch, quantizers={"reference": backend})
+    SharedInput(layers)
     for layer, expected in zip(layers, separate, strict=True):
         y = layer(x)
         assert y.is_contiguous()
         assert_bits_equal(y, expected)
     assert len(quantized) == 1
-    assert group._pending is None
 
 
 def test_shared_many_rows_keep_the_gradient(device: torch.device) -> None:

@@ -94,12 +94,12 @@ def test_the_tile_is_named(
     monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
 ) -> None:
     gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
+    launches = pytest.importorskip("launches")
     from fp8kit.matmul.hopper import heuristics
     from fp8kit.matmul.hopper.device import H200
 
     faked_cuda()
-    monkeypatch.setattr(gemm, "device_record", lambda _: H200)
-    monkeypatch.setattr(gemm.nvrtc, "missing", lambda: None)
+    launches.fake(monkeypatch)
     layer = fp8kit.Fp8Linear(14336, 4096, bias=False, device="meta", dtype=torch.bfloat16)
     on_hopper = dataclasses.replace(layer.problem(128), device_type="cuda", capability=(9, 0))
     monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: on_hopper)

@@ -32,7 +32,7 @@ def test_the_weights_of_a_small_layer_leave_the_cache(faked_cuda: Callable[..., 
 
 @pytest.mark.parametrize("late", [0, 2, 99])
 def test_a_graph_that_came_too_late_is_timed_again(
-    late: int, monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
+    late: int, faked_cuda: Callable[..., None]
 ) -> None:
     sleeps: list[int] = []
     event = SimpleNamespace(
@@ -41,8 +41,7 @@ def test_a_graph_that_came_too_late_is_timed_again(
         query=lambda: len(sleeps) <= late,  # the GPU has passed the start: it waited for the host
         elapsed_time=lambda _: float(len(sleeps)),
     )
-    monkeypatch.setattr(timing, "_event", lambda: event)
-    faked_cuda(_sleep=sleeps.append)
+    faked_cuda(_sleep=sleeps.append, Event=lambda **_: event)
     clock, graph = timing._Clock(), SimpleNamespace(replay=lambda: None)
     longest = timing._LONGEST_HAND_OVER
     tries = min(late, (longest // timing._HAND_OVER).bit_length() - 1) + 1

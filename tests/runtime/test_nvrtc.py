@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,9 @@ def test_a_source_that_does_not_compile_is_not_kept(cache_dir: Path) -> None:
     assert list(cache_dir.iterdir()) == []
 
 
-def test_a_missing_compiler_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
+) -> None:
     def broken() -> None:
         raise RuntimeError("libnvrtc.so not found")
 
@@ -70,3 +73,9 @@ def test_a_missing_compiler_is_a_reason_to_skip(monkeypatch: pytest.MonkeyPatch)
     assert without_nvrtc() == (
         "NVRTC is not installed (`pip install nvidia-cuda-nvrtc`): libnvrtc.so not found"
     )
+    faked_cuda()
+    nvrtc.missing.cache_clear()
+    try:
+        assert nvrtc.missing() == "NVRTC is not usable: libnvrtc.so not found"
+    finally:
+        nvrtc.missing.cache_clear()

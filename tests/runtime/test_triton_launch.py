@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 cuda_launch = pytest.importorskip(
     "fp8kit.runtime.cuda_launch", reason="cuda-bindings is not installed"
 )
+import launches  # noqa: E402
 from fp8kit.runtime import triton_launch  # noqa: E402
 from fp8kit.runtime.launch_recording import record  # noqa: E402
 
@@ -64,12 +65,13 @@ def compiled(**metadata: object) -> Compiled:
 
 
 def direct(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int] = SIZES, **metadata: object
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int] = SIZES,
+    driver: type[FakeDriver] = FakeDriver,
+    **metadata: object,
 ) -> tuple[Any, FakeDriver, torch.Tensor]:
-    fake = FakeDriver(cuda_launch.driver, sizes)
-    monkeypatch.setattr(cuda_launch, "driver", fake)
-    cuda = SimpleNamespace(current_device=lambda: 1)
-    monkeypatch.setattr(triton_launch, "torch", SimpleNamespace(cuda=cuda))
+    fake = driver(cuda_launch.driver, sizes)
+    launches.on_driver(monkeypatch, fake)
     x = torch.zeros(4, dtype=torch.bfloat16)
     made = triton_launch._direct(compiled(**metadata), 9, [x, None, 3, 2**40, 0.5])
     return made, fake, x
@@ -132,11 +134,11 @@ def test_other_launches_are_left_to_triton(
 
 
 def test_a_driver_that_does_not_tell_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_: object) -> None:
-        raise RuntimeError('Function "cuFuncGetParamInfo" not found')
+    class OldDriver(FakeDriver):
+        def cuFuncGetParamInfo(self, *_: object) -> tuple[Any, int, int]:
+            raise RuntimeError('Function "cuFuncGetParamInfo" not found')
 
-    monkeypatch.setattr(FakeDriver, "cuFuncGetParamInfo", absent)
-    assert direct(monkeypatch)[0] is None
+    assert direct(monkeypatch, driver=OldDriver)[0] is None
 
 
 @pytest.mark.parametrize("triton_repeats", [False, True])

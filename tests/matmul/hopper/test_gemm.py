@@ -178,31 +178,13 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=str,
 )
-def test_what_it_declines(
-    changes: dict[str, object], reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gemm.nvrtc, "missing", lambda: None)
+def test_what_it_declines(changes: dict[str, object], reason: str | None) -> None:
     e4m3, hopper = torch.float8_e4m3fn, ("cuda", (9, 0), "NVIDIA H200")
     problem = MatmulProblem(
         *(1024, 4096, 4096, ROW, ROW, e4m3, e4m3, torch.bfloat16, False, "precise", False), *hopper
     )
     said = gemm.supports(dataclasses.replace(problem, **changes))
     assert said is None if reason is None else reason in str(said)
-
-
-def test_a_missing_compiler_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
-) -> None:
-    def broken() -> None:
-        raise RuntimeError("libnvrtc.so not found")
-
-    faked_cuda()
-    monkeypatch.setattr(gemm.nvrtc.nvrtc, "nvrtcVersion", broken)
-    gemm.nvrtc.missing.cache_clear()
-    try:
-        assert gemm.nvrtc.missing() == "NVRTC is not usable: libnvrtc.so not found"
-    finally:
-        gemm.nvrtc.missing.cache_clear()
 
 
 @pytest.mark.gpu
