@@ -209,8 +209,9 @@ def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
 
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls on a CPU be recorded, and norms and activations be fused there."""
-    monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu",))
+    lists = {"RECORDED_DEVICES": replay_cache, "FUSED_DEVICES": fused_producers}
+    for name, home in lists.items():
+        monkeypatch.setattr(home, name, ("cpu",))
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:

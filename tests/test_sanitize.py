@@ -175,13 +175,18 @@ def test_own_calls_cover_every_configuration_kind_and_dtype(
         assert {getattr(variant, dtype) for _, variant in variants} == set(sanitize.FLOATS)
 
 
-def test_the_sanitizer_is_found_on_the_path_and_in_packages(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+@pytest.fixture
+def without_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let programs, and the packages of NVIDIA, be those in the test's folder alone."""
     (tmp_path / "nvidia").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+
+
+def test_the_sanitizer_is_found_on_the_path_and_in_packages(
+    without_tools: None, tmp_path: Path
+) -> None:
     assert sanitize.find_sanitizer() == ""
     packaged = tmp_path / "nvidia" / "cu13" / "compute-sanitizer"
     packaged.mkdir(parents=True)
@@ -205,10 +210,7 @@ def test_the_exit_status_tells(
 
 
 def test_no_sanitizer_is_no_clean_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    without_tools: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
     assert sanitize.main([]) == 2
     assert "pip install nvidia-cuda-sanitizer-api" in capsys.readouterr().out

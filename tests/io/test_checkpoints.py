@@ -148,7 +148,7 @@ def test_names_and_shapes_decide_alike(
         stream(source, tmp_path / f"{source.name}-named")
         pair = [all_bytes(tmp_path / f"{source.name}-{how}") for how in ("known", "named")]
         assert pair[0] == pair[1]
-    report = checkpoints.decide(open_checkpoint(nano), Recipe()).report
+    report = checkpoints.decide(open_checkpoint(moe), Recipe()).report
     assert "names and shapes, because of this: import of fp8kit" in report.notes[0]
 
 

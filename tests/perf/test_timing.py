@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ def test_a_round_has_as_many_calls_as_fit_and_every_copy() -> None:
     effort = Effort(round_ms=4.0)
     assert calls_for(effort, 0.05, 2) == 80
     assert calls_for(effort, 10.0, 3) == 3
-    assert calls_for(effort, 0.0, 2) == calls_for(effort, 1e-9, 2) == timing._MOST_CALLS
+    assert calls_for(effort, 0.0, 2) == calls_for(effort, 1e-9, 2) < 1e6
     assert calls_for(effort, 10.0, 1024) == 1024
 
 
@@ -43,11 +44,9 @@ def test_a_graph_that_came_too_late_is_timed_again(
     )
     faked_cuda(_sleep=sleeps.append, Event=lambda **_: event)
     clock, graph = timing._Clock(), SimpleNamespace(replay=lambda: None)
-    longest = timing._LONGEST_HAND_OVER
-    tries = min(late, (longest // timing._HAND_OVER).bit_length() - 1) + 1
-    assert clock.milliseconds(graph) == tries
-    assert sleeps == [timing._HAND_OVER * 2**i for i in range(tries)]
-    assert sleeps[-1] <= longest
+    tries = clock.milliseconds(graph)
+    assert tries == len(sleeps) == late + 1 if late < 99 else len(sleeps) < 20
+    assert all(later == 2 * earlier for earlier, later in itertools.pairwise(sleeps))
 
     assert clock.milliseconds(graph) == tries + 1  # the next one is given as long at once
     assert sleeps[-1] == sleeps[-2]

@@ -175,17 +175,9 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
     assert all_bytes(tmp_path / "a") == all_bytes(tmp_path / "b")
 
 
-def test_everything_is_durable_before_it_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_durable_before_it_appears(tmp_path: Path, disk: Disk) -> None:
     synced: set[tuple[str, bool]] = set()
-    sync = directory.sync
-
-    def watching(path: Path) -> None:
-        sync(path)
-        synced.add((path.name, (tmp_path / "c").exists()))
-
-    monkeypatch.setattr(directory, "sync", watching)
+    disk.notes("fsync", lambda path: synced.add((path.name, (tmp_path / "c").exists())))
     names = write(tmp_path / "c", state(), max_shard_bytes=700, source=NANO)
     assert len(names) > 6
     assert {(n, False) for n in names} < synced

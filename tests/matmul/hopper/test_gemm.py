@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import backend_tables
 import fp8kit
-from fp8kit.dispatch import backends
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.hopper import heuristics
 from fp8kit.matmul.hopper.device import H200, Device
@@ -374,16 +374,14 @@ def test_tokens_quantized_in_the_gemm_give_the_bits_of_two_kernels(
         inside.append(y is not None)
         return y
 
-    monkeypatch.setattr(gemm.BACKEND, "quantize_in_gemm", watched)
-    monkeypatch.setattr(MatmulProblem, "measured", lambda _: None)
-    backends.choose.cache_clear()
+    backend = dataclasses.replace(gemm.BACKEND, quantize_in_gemm=watched)
+    backend_tables.install(monkeypatch, matmul={"hopper_gemm": backend})
     for row in (None, 0.0, float("nan"), float("inf"), 60000.0, 1e-30):
         if row is not None:
             x[0] = row
         x_q = fp8kit.quantize(x, groups[0])
         expected = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=dtype, backend="hopper_gemm")
         assert_bits_equal(fp8kit.linear(x, w_q, bias), expected)
-    backends.choose.cache_clear()
     device = gemm.device_record(0)
     fits = heuristics.choose_quantizing(m, n, k, device, groups[1] == BLOCK) is not None
     assert set(inside) == {fits}
