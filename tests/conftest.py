@@ -95,9 +95,9 @@ def _seeded() -> None:
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill every uninitialized tensor with NaN or the largest integer: forgotten writes show."""
     assert torch.utils.deterministic.fill_uninitialized_memory
-    for device in list(launch_recording._EMPTY):  # what recordings allocate with is never filled
-        poisoned = functools.partial(_empty_strided, device)
-        monkeypatch.setitem(launch_recording._EMPTY, device, poisoned)
+    allocators = launch_recording._EMPTY  # what recordings allocate with is never filled
+    for device in list(allocators):
+        monkeypatch.setitem(allocators, device, functools.partial(_empty_strided, device))
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -27,7 +27,7 @@ from checkpoint_samples import NANO, all_bytes, edit_json, edit_tensors
 from disks import Disk
 from fp8kit.checkpoint.storage import directory
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.checkpoint.streaming import executor, journal
+from fp8kit.checkpoint.streaming import journal
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.io import checkpoints
 from fp8kit.io.checkpoints import Recipe, quantize_checkpoint, workers_on
@@ -351,15 +351,13 @@ class Stop(Exception):
 
 def interrupted(source: Path, destination: Path, whole: int, **options: Any) -> journal.Partial:
     """Let a run fail once some files are whole."""
-    finish = executor._Part.finish
 
-    def failing(self: Any) -> None:
-        if len(list(self.target.parent.glob("model*.safetensors"))) == whole:
+    def failing(path: Path) -> None:
+        if len(list(path.parent.glob("model*.safetensors"))) == whole:
             raise Stop
-        finish(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor._Part, "finish", failing)
+        Disk(patch).notes("fsync", failing)
         with pytest.raises(Stop):
             stream(source, destination, devices=["cpu"], **options)
     return journal.Partial(destination.resolve())

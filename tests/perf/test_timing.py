@@ -6,12 +6,18 @@ import itertools
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fp8kit.perf import timing
 from fp8kit.perf.timing import Effort, calls_for, copies_past_cache
+
+
+def new_clock() -> Any:
+    """Give the clock of one measurement, which remembers how long a start takes."""
+    return timing._Clock()
 
 
 def test_a_round_has_as_many_calls_as_fit_and_every_copy() -> None:
@@ -43,7 +49,7 @@ def test_a_graph_that_came_too_late_is_timed_again(
         elapsed_time=lambda _: float(len(sleeps)),
     )
     faked_cuda(_sleep=sleeps.append, Event=lambda **_: event)
-    clock, graph = timing._Clock(), SimpleNamespace(replay=lambda: None)
+    clock, graph = new_clock(), SimpleNamespace(replay=lambda: None)
     tries = clock.milliseconds(graph)
     assert tries == len(sleeps) == late + 1 if late < 99 else len(sleeps) < 20
     assert all(later == 2 * earlier for earlier, later in itertools.pairwise(sleeps))
@@ -60,5 +66,5 @@ def test_what_the_host_needs_does_not_decide_how_many_calls_a_graph_has() -> Non
         time.sleep(1e-3)
         x.add_(1)
 
-    _, calls = timing._capture(slow_to_launch, 2, Effort(round_ms=1.0), timing._Clock())
+    _, calls = timing._capture(slow_to_launch, 2, Effort(round_ms=1.0), new_clock())
     assert calls > 100  # of a microsecond or two on the GPU

@@ -119,7 +119,9 @@ def test_a_kernel_is_made_for_its_device_and_allowed_its_memory(
 ) -> None:
     assert fake.bound == ["context of gpu 1"]
     assert fake.loaded == [b"sm_90a"]
-    assert fake.allowed == [("function", cuda_launch._DYNAMIC_SHARED, 4096)]
+    ((of, what, size),) = fake.allowed
+    assert (of, size) == ("function", 4096)
+    assert what.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
     assert kernel.device == 1
 
 

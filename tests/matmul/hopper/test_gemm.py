@@ -152,7 +152,7 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
 
     with monkeypatch.context() as patch:
         x_q = fp8kit.quantize(torch.randn(4, 128))
-        patch.setattr(gemm, "_kernel", lambda *_: SimpleNamespace(launch=broken))
+        launches.fake(patch, kernel=lambda *_: SimpleNamespace(launch=broken))
         groups = (ROW, ROW)
         problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
         with pytest.raises(RuntimeError, match="no kernel image"):
