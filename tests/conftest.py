@@ -10,11 +10,13 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import hypothesis
 import pytest
 import torch
 
+from disks import Disk
 from fp8kit.dispatch import backends
 from fp8kit.runtime import launch_recording, settings
 
@@ -93,9 +95,9 @@ def _seeded() -> None:
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill every uninitialized tensor with NaN or the largest integer: forgotten writes show."""
     assert torch.utils.deterministic.fill_uninitialized_memory
-    for device in list(launch_recording._EMPTY):  # what recordings allocate with is never filled
-        poisoned = functools.partial(_empty_strided, device)
-        monkeypatch.setitem(launch_recording._EMPTY, device, poisoned)
+    allocators = launch_recording._EMPTY  # what recordings allocate with is never filled
+    for device in list(allocators):
+        monkeypatch.setitem(allocators, device, functools.partial(_empty_strided, device))
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -138,3 +140,35 @@ def faked_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.setattr(torch.cuda, name, value)
 
     return fake
+
+
+@pytest.fixture
+def outdate(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
+    """Return a function that lets a library be of a release that is too old."""
+    return lambda library: monkeypatch.setattr(library, "__version__", "0.1.0")
+
+
+@pytest.fixture
+def unpoisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch launch nothing that fills new memory."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
+@pytest.fixture
+def set_torch_product(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that sets what stands for torch's FP8 product, which wants a GPU."""
+    return lambda product: monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
+
+
+@pytest.fixture
+def triton_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels of Triton pass for compiled, which are not run."""
+    compiled = SimpleNamespace(value=False)
+    for module in ("quantizers.triton", "matmul.triton_gemm"):
+        monkeypatch.setattr(f"fp8kit.{module}.INTERPRETED", compiled)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """A disk on which calls of the system fail as the test wants."""
+    return Disk(monkeypatch)

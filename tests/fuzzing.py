@@ -396,7 +396,7 @@ class Watch:
         return [p for p in self.opened if not os.path.abspath(p).startswith(own)]
 
 
-def judge(case: Case, path: Path, watch: Watch) -> tuple[str, list[str]]:
+def judge(case: Case, path: Path, watch: Watch, limit: float = SECONDS) -> tuple[str, list[str]]:
     """Read a case in every way, and say how it ended and what is wrong with that."""
     wrong: list[str] = []
     ended = "read"
@@ -416,7 +416,7 @@ def judge(case: Case, path: Path, watch: Watch) -> tuple[str, list[str]]:
             watch.on = False
     seconds = time.process_time() - start
     wrong += [f"opened {p}" for p in watch.outside(path)]
-    wrong += [f"took {seconds:.1f} s"] if seconds > SECONDS else []
+    wrong += [f"took {seconds:.1f} s"] if seconds > limit else []
     wrong += [] if snapshot(path) == before else ["changed what it read"]
     return ended, wrong
 

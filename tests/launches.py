@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from fp8kit.dispatch.backends import Choice
 from fp8kit.matmul.hopper import gemm
 from fp8kit.matmul.hopper.device import H200, Device
+from fp8kit.ops import bodies
 
 
 def fake(
@@ -35,16 +38,41 @@ def fake(
         (gemm.cuda_launch, "byte_tile_map"): lambda *shape: shape,
         (gemm.cuda_launch, "float_row_map"): lambda *shape: shape,
     }
-    for (home, name), value in fakes.items():
-        monkeypatch.setattr(home, name, value)
+    _put(monkeypatch, fakes)
     return early
 
 
-def fake_layers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Let every matmul of the package be the Hopper GEMM; otherwise as ``fake``."""
+def on_driver(monkeypatch: pytest.MonkeyPatch, driver: object, stream: int = 0) -> None:
+    """Let launches reach a driver that a test wrote, on GPU 1.
 
-    monkeypatch.setattr(
-        "fp8kit.ops.bodies.decide",
-        lambda _, problem, *__: Choice(problem, "hopper_gemm", gemm.BACKEND, ()),
-    )
+    Args:
+        monkeypatch: what takes the fakes back.
+        driver: has the functions of ``cuda.bindings.driver``.
+        stream: handle of torch's current stream.
+    """
+    fakes = {
+        (gemm.cuda_launch, "driver"): driver,
+        (torch.cuda, "current_device"): lambda: 1,
+        (torch._C, "_cuda_getCurrentRawStream"): lambda _: stream,
+    }
+    _put(monkeypatch, fakes)
+
+
+def _put(monkeypatch: pytest.MonkeyPatch, fakes: Mapping[tuple[Any, str], object]) -> None:
+    for (home, name), value in fakes.items():
+        monkeypatch.setattr(home, name, value, raising=False)  # torch for CPUs lacks some
+
+
+def fake_layers(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[..., torch.Tensor] = gemm.run
+) -> list[bool]:
+    """Let every matmul of the package be the Hopper GEMM; otherwise as ``fake``.
+
+    Args:
+        monkeypatch: what takes the fakes back.
+        run: what runs instead of the backend's own function.
+    """
+    backend = dataclasses.replace(gemm.BACKEND, run=run)
+    chosen = {(bodies, "decide"): lambda _, p, *__: Choice(p, "hopper_gemm", backend, ())}
+    _put(monkeypatch, chosen)
     return fake(monkeypatch)

@@ -207,6 +207,13 @@ def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
             memory.copy_(value)
 
 
+def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls on a CPU be recorded, and norms and activations be fused there."""
+    lists = {"RECORDED_DEVICES": replay_cache, "FUSED_DEVICES": fused_producers}
+    for name, home in lists.items():
+        monkeypatch.setattr(home, name, ("cpu",))
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
     """Let layers and fused producers on a CPU run such kernels, and be recorded."""
     made = CpuBackends()
@@ -227,6 +234,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
     }
     tables = {kind: {"reference": backend} for kind, backend in backends.items()}
     backend_tables.install(monkeypatch, **tables)
-    monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
-    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu",))
+    record_on_cpu(monkeypatch)
     return made

@@ -286,11 +286,17 @@ def expert_calls(device: str) -> Calls:
     return calls
 
 
-def own_calls() -> Calls:
-    """Return calls of the CUDA kernels: the GEMM in every configuration, scale kind and dtype."""
+def own_calls(device: str = "cuda", drawn: Callable[..., tuple[Any, ...]] | None = None) -> Calls:
+    """Return calls of the CUDA kernels: the GEMM in every configuration, scale kind and dtype.
+
+    Args:
+        device: where operands lie.
+        drawn: what gives operands, as ``quantized``, which is the default.
+    """
+    drawn = drawn or quantized
     calls: Calls = {}
     for k, dtype in itertools.product((24, 7168, 40000), FLOATS):
-        x = torch.randn(3, k, device="cuda").to(dtype)
+        x = torch.randn(3, k, device=device).to(dtype)
         calls[f"rows of {k} {dtype}"] = lambda x=x: fp8kit.quantize(x)
     for number, config in enumerate(CONFIGS):
         for pair in (PAIRS[0], PAIRS[2]):
@@ -299,8 +305,8 @@ def own_calls() -> Calls:
                 several = (140 * config.tokens + 3, 200, 528)  # which synchronize in two full waves
             for m, n, k in ((config.tokens + 1, 200, 1040), (1, 7, 16), several):
                 out = FLOATS[number % (2 if m == several[0] else 3)]
-                bias = torch.randn(n, device="cuda").to(FLOATS[(number + m) % 3])
-                operands = quantized(m, n, k, pair, "cuda")
+                bias = torch.randn(n, device=device).to(FLOATS[(number + m) % 3])
+                operands = drawn(m, n, k, pair, device)
                 problem = described(operands, pair, bias, out, False)
                 calls[f"{config!r} {problem}"] = (
                     lambda c=config, o=operands, b=bias, g=pair, p=problem: gemm_of_codes(
@@ -310,11 +316,11 @@ def own_calls() -> Calls:
     # one block, clusters of two and three, two warpgroups, more tiles than blocks, whole or split
     shapes = ((200, 1040), (1024, 2048), (2048, 4096), (12000, 144), (26000, 1040), (34816, 2560))
     for pair, m, (n, k) in itertools.product((PAIRS[0], PAIRS[2]), (1, 3), shapes):
-        device = gemm.device_record(0)
-        if heuristics.choose_quantizing(m, n, k, device, pair == PAIRS[2]) is None:
+        record = gemm.device_record(0)
+        if heuristics.choose_quantizing(m, n, k, record, pair == PAIRS[2]) is None:
             continue
-        x = torch.randn(m, k, device="cuda").to(FLOATS[m // 2])
-        operands = quantized(m, n, k, pair, "cuda")
+        x = torch.randn(m, k, device=device).to(FLOATS[m // 2])
+        operands = drawn(m, n, k, pair, device)
         problem = described(operands, pair, None, torch.bfloat16, False)
         calls[f"{m} quantized in {problem}"] = lambda x=x, o=operands, g=pair, p=problem: (
             gemm_of_dense(x, o[2:], g, p)

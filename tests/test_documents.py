@@ -203,8 +203,8 @@ def test_a_python_snippet_can_fail(text: str, error: type[Exception]) -> None:
 @pytest.mark.parametrize(
     "line", ["fp8kit inspect nowhere", "fp8kit env --gone", f"{GPU}\nfp8kit tune --shape 1x1"]
 )
-def test_a_bash_snippet_can_fail(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_a_bash_snippet_can_fail(line: str, faked_cuda: Callable[..., None]) -> None:
+    faked_cuda(0)
     with pytest.raises(AssertionError):
         run_bash(f"```bash\n{line}\n```\n")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import stat
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import backend_tables
 import fp8kit
+from fp8kit.formats import scale_shape
 from fp8kit.fused import triton as fused_triton
 from grids import diagonal
 
@@ -133,6 +135,13 @@ def test_only_a_clean_run_of_a_tool_that_finds_faults_passes(
     assert said in verdict
 
 
+def undrawn(m: int, n: int, k: int, pair: Any, _: str) -> tuple[Any, ...]:
+    """Give operands of these shapes whose values nobody reads."""
+    x, w = (torch.empty(rows, k, dtype=sanitize.E4M3) for rows in (m, n))
+    scales = [torch.empty(scale_shape(t.shape, g)) for t, g in zip((x, w), pair, strict=True)]
+    return x, scales[0], w, scales[1]
+
+
 def test_own_calls_cover_every_configuration_kind_and_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,12 +153,8 @@ def test_own_calls_cover_every_configuration_kind_and_dtype(
         variants.append((config, variant))
         return SimpleNamespace(launch=lambda *a, **options: launches.append((*a, options)))
 
-    on_cpu = sanitize.quantized
-    monkeypatch.setattr(sanitize, "quantized", lambda *a: on_cpu(*a[:4], "cpu"))
-    randn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *shape, device=None: randn(*shape))
     fake(monkeypatch, kernel=kernel)
-    for call in sanitize.own_calls().values():
+    for call in sanitize.own_calls("cpu", undrawn).values():
         call()
     assert len(launches) == len(variants)
     assert all(options == {"overlap": True} for *_, options in launches)
@@ -170,12 +175,18 @@ def test_own_calls_cover_every_configuration_kind_and_dtype(
         assert {getattr(variant, dtype) for _, variant in variants} == set(sanitize.FLOATS)
 
 
-def test_the_sanitizer_is_found_on_the_path_and_in_packages(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def without_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let programs, and the packages of NVIDIA, be those in the test's folder alone."""
+    (tmp_path / "nvidia").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
-    packages = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
-    monkeypatch.setattr(sanitize.importlib.util, "find_spec", lambda _: packages)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+
+
+def test_the_sanitizer_is_found_on_the_path_and_in_packages(
+    without_tools: None, tmp_path: Path
+) -> None:
     assert sanitize.find_sanitizer() == ""
     packaged = tmp_path / "nvidia" / "cu13" / "compute-sanitizer"
     packaged.mkdir(parents=True)
@@ -184,25 +195,22 @@ def test_the_sanitizer_is_found_on_the_path_and_in_packages(
     assert sanitize.find_sanitizer() != scripted(tmp_path, {}) == sanitize.find_sanitizer()
 
 
-@pytest.mark.parametrize("verdict", ["", "racecheck: 3 findings"])
+@pytest.mark.parametrize(
+    ("found", "said"), [("", "nothing found"), (RACE, "racecheck: 1 findings")]
+)
 def test_the_exit_status_tells(
-    verdict: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    found: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checked: list[str] = []
-
-    def check(_: str, tool: str) -> str:
-        checked.append(tool)
-        return verdict
-
-    monkeypatch.setattr(sanitize, "check", check)
-    assert sanitize.main(["--sanitizer", "there"]) == (1 if verdict else 0)
-    assert checked == ["memcheck", "racecheck"]
-    assert (verdict or "nothing found") in capsys.readouterr().out
+    says = {(tool, "broken"): (BROKEN, 7) for tool in CLEAN}
+    says |= {(tool, "kernels"): (text, 0) for tool, text in CLEAN.items()}
+    if found:
+        says["racecheck", "kernels"] = (found, 7)
+    assert sanitize.main(["--sanitizer", scripted(tmp_path, says)]) == (1 if found else 0)
+    assert said in capsys.readouterr().out
 
 
 def test_no_sanitizer_is_no_clean_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    without_tools: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sanitize, "find_sanitizer", lambda: "")
     assert sanitize.main([]) == 2
     assert "pip install nvidia-cuda-sanitizer-api" in capsys.readouterr().out

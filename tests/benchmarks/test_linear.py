@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import backend_tables
 import checking
 import fp8kit
 import layers
 import linear
 import peers
 import tables
+from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
+from fp8kit.matmul.reference import run as multiply
 from summary import COMPARISONS
 from timing import Case
 
@@ -119,10 +122,11 @@ def timer(cases: Mapping[str, Case], copies: int, **_: object) -> dict[str, floa
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "copies_past_cache", lambda *_: 2)
-    monkeypatch.setattr(linear, "time_cases", timer)
-    monkeypatch.setattr(peers.F, "scaled_mm", fake_block_recipe)
+def quick(monkeypatch: pytest.MonkeyPatch, set_torch_product: Callable[..., None]) -> None:
+    fakes = {"copies_past_cache": lambda *_: 2, "time_cases": timer}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(linear, name, fake)
+    set_torch_product(fake_block_recipe)
     for name in ("VLLM_SO", "DG_ROOT", "TORCHAO"):
         monkeypatch.delenv(name, raising=False)
 
@@ -166,19 +170,20 @@ def test_cases_of_fp8kit_by_row_count() -> None:
 
 
 def test_fast_accumulation_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str | None] = []
+    asked: list[str] = []
 
-    def spy(x: Tensor, w: fp8kit.QTensor, accum: str | None = None) -> Tensor:
-        asked.append(accum)
-        return torch.zeros(x.shape[0], w.shape[0])
+    def spy(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
+        asked.append(problem.accum)
+        return multiply(operands, problem)
 
-    monkeypatch.setattr(fp8kit, "linear", spy)
+    backend = MatmulBackend(supports=lambda _: None, run=spy)
+    backend_tables.install(monkeypatch, matmul={"reference": backend})
     x, w = torch.randn(2, 32, dtype=torch.bfloat16), torch.randn(16, 32, dtype=torch.bfloat16)
     weights = {"row": [fp8kit.quantize(w, role="weight")]}
     layer = peers.Layer(x, [w], weights, torch.ones(1, 1), fp8kit.quantize(x))
     linear.OURS["row_fast"].build(layer)(0)
     linear.OURS["row"].build(layer)(0)
-    assert asked == ["fast", None]
+    assert asked == ["fast", "precise"]
 
 
 def test_what_a_peer_declines_is_recorded_and_the_rest_measured() -> None:
@@ -250,8 +255,8 @@ def run_main(out: Path, *more: str) -> dict[str, Any]:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"8b.o": (32, 64), "odd.smollm_qkv": (48, 64)}
-    monkeypatch.setattr(layers, "SHAPES", small)
-    monkeypatch.setattr(linear, "SHAPES", small)
+    for module in (layers, linear):
+        monkeypatch.setattr(module, "SHAPES", small)
 
 
 @pytest.mark.usefixtures("tiny")

@@ -6,6 +6,7 @@ import json
 import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -141,13 +142,18 @@ def test_results_of_the_repository_are_all_shown() -> None:
     assert files - set(tables.SECTIONS) <= quoted
 
 
+def moved(monkeypatch: pytest.MonkeyPatch, script: ModuleType, places: dict[str, Path]) -> None:
+    """Let a script read and write elsewhere."""
+    for name, path in places.items():
+        monkeypatch.setattr(script, name, path)
+
+
 def test_the_check_of_tables_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "linear.json").write_text(json.dumps(document(ROWS)))
     readme, full = tmp_path / "README.md", tmp_path / "benchmarks.md"
     readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
     places = {"ROOT": tmp_path, "RESULTS": tmp_path, "README": readme, "DOCUMENT": full}
-    for name, path in places.items():
-        monkeypatch.setattr(tables, name, path)
+    moved(monkeypatch, tables, places)
     with pytest.raises(SystemExit, match=r"README.md is not what .* writes. Run it."):
         tables.main(["--check"])
     tables.main([])
@@ -162,8 +168,7 @@ def test_the_check_of_tables_can_fail(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_check_of_the_plot_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, drawn = tmp_path / "linear.json", tmp_path / "images" / "roofline.svg"
     results.write_text(json.dumps(document(ROWS)))
-    for name, path in {"ROOT": tmp_path, "RESULTS": results, "PLOT": drawn}.items():
-        monkeypatch.setattr(plot, name, path)
+    moved(monkeypatch, plot, {"ROOT": tmp_path, "RESULTS": results, "PLOT": drawn})
     with pytest.raises(SystemExit, match=r"images/roofline.svg does not show linear.json"):
         plot.main(["--check"])
     plot.main([])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -145,16 +146,19 @@ def test_codes_are_not_taken_for_numbers() -> None:
         layer_of("keep").weight  # noqa: B018
 
 
+def published(layer: FP8Linear) -> tuple[Any, Any]:
+    """Give codes and scales under the names that the library's users read them by."""
+    return layer._fp8_weight, layer._fp8_weight_scale
+
+
 def test_invalidating_drops_the_fp8_weight() -> None:
     layer = layer_of("keep")
     layer.materialize_fp8_weight("cpu")
-    assert layer._fp8_weight is not None
-    assert layer._fp8_weight.shape == (K, N)
+    assert published(layer)[0].shape == (K, N)
     layer.invalidate_weight_cache()
-    assert layer._fp8_weight is None
-    assert layer._fp8_weight_scale is None
+    assert published(layer) == (None, None)
     layer(on_gpu(inputs()))
-    assert layer._fp8_weight_scale is not None
+    assert published(layer)[1] is not None
     gone = layer_of("discard")
     gone.materialize_fp8_weight("cpu")
     gone.invalidate_weight_cache()
@@ -281,10 +285,10 @@ def test_weights_on_a_cpu_wait_for_the_first_gpu_input() -> None:
     model = enable_fp8_gemm(nn.Sequential(nn.Linear(K, N)))
     layer = model[0]
     assert isinstance(layer, FP8Linear)
-    assert layer._fp8_weight is None
+    assert published(layer) == (None, None)
     assert "not made yet" in repr(layer)
     model(on_gpu(inputs()))
-    assert layer._fp8_weight is not None
+    assert published(layer)[0] is not None
     assert layer.state_dict()["weight"].dtype == torch.float8_e4m3fn
 
 
@@ -316,8 +320,7 @@ def test_on_a_gpu_weights_are_materialized_while_wrapping(mode: str) -> None:
     model = enable_fp8_gemm(nn.Sequential(nn.Linear(64, 64)).cuda().bfloat16(), options=options)
     layer = model[0]
     assert isinstance(layer, FP8Linear)
-    assert layer._fp8_weight is not None
-    assert layer._fp8_weight.is_cuda
+    assert published(layer)[0].is_cuda
     x = torch.randn(4, 64, device="cuda", dtype=torch.bfloat16)
     y = model(x)
     if mode != "discard":

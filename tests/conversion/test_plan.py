@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
+import backend_tables
 import fp8kit
 from fp8kit.conversion import plan as conversion
 from fp8kit.conversion.patterns import DEFAULT_EXCLUDE, matches
 from fp8kit.errors import ConversionError
 from fp8kit.formats import SCHEMES
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.matmul.problem import MatmulBackend
+from fp8kit.matmul.reference import run as multiply
 from fp8kit.modules.linear import Fp8Linear
 from numerics import assert_bits_equal, assert_scheme_error, relative_error
 
@@ -605,10 +606,13 @@ def test_the_report_says_that_a_cpu_gains_no_time() -> None:
 def test_the_report_says_where_many_rows_gain_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As MX on Hopper: products of few rows, decoded weights for many."""
 
-    def chosen(_: object, problem: MatmulProblem) -> SimpleNamespace:
-        return SimpleNamespace(backend="dequantized" if problem.m > 64 else "triton_gemm")
+    def backend(rows: range) -> MatmulBackend:
+        return MatmulBackend(
+            supports=lambda problem: None if problem.m in rows else "not so many rows", run=multiply
+        )
 
-    monkeypatch.setattr(conversion, "choose", chosen)
+    backends = {"triton_gemm": backend(range(65)), "dequantized": backend(range(65, 2**20))}
+    backend_tables.install(monkeypatch, plan=backends)
     (note,) = fp8kit.plan(Model(), "MXFP8_EMULATED").report.notes
     assert note.startswith("On cpu at m=4096 FP8 saves memory, not time, for ")
     several = fp8kit.plan(Model(), "MXFP8_EMULATED", m=[1, 65, 512]).report.notes

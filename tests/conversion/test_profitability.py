@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+import backend_tables
 import fp8kit
 from fp8kit.conversion import profitability
 from fp8kit.conversion.report import Record, Report
 from fp8kit.dispatch.backends import renew
 from fp8kit.dispatch.timings import Case, Table, tuned_path
 from fp8kit.formats import SCHEMES
-from fp8kit.matmul import problem as matmul
+from fp8kit.matmul import torch_native
 from fp8kit.modules.shared_input import can_join, would_join
 
 FIRST = "torch_native"
@@ -46,8 +47,7 @@ def measured(
 ) -> Callable[[dict[Case, tuple[float, float]]], None]:
     """Pretend that layers run on a GPU with a table of (FP8, bf16) times."""
     on_gpu((8, 9), "Toy GPU")
-    only = tuple(row for row in matmul.BACKENDS if row[0] == FIRST)
-    monkeypatch.setattr(profitability, "BACKENDS", only)
+    backend_tables.install(monkeypatch, profitability={FIRST: torch_native.BACKEND})
 
     def pretend(times: dict[Case, tuple[float, float]]) -> None:
         rows = {c: {FIRST: fp8, "bf16": dense} for c, (fp8, dense) in times.items()}

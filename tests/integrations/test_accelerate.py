@@ -145,12 +145,12 @@ def test_checkpoints_are_loaded_and_dispatched(place: str, tmp_path: Path) -> No
     assert_bits_equal(run(loaded.eval()), run(made))
 
 
-def test_a_device_map_counts_codes_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_map_counts_codes_as_bytes(faked_cuda: Callable[..., None]) -> None:
     made = model()
     assert compute_module_sizes(made)["0.out.weight"] == SIZE * SIZE
     block = compute_module_sizes(made)["0"]
     room = {0: 2 * block + block // 2, 1: block, "cpu": 10 * block}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # planned, and not run
+    faked_cuda()  # planned, and not run
     assert accelerate.infer_auto_device_map(
         nn.Sequential(*(copy.deepcopy(made[0]) for _ in range(4))),
         max_memory=room,

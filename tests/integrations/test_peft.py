@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -491,7 +492,7 @@ def test_peft_may_be_imported_after_the_conversion() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_an_old_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "OLDEST", (99, 0))
-    with pytest.raises(UnsupportedError, match=r"written for 99\.0"):
+def test_an_old_peft_is_refused(outdate: Callable[[ModuleType], None]) -> None:
+    outdate(peft)
+    with pytest.raises(UnsupportedError, match=r"PEFT is 0\.1\.0.*written for 0\.21"):
         plugin.tell()

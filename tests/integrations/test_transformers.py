@@ -9,6 +9,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -462,9 +463,9 @@ def test_offload_to_disk_is_refused() -> None:
     quantizer.validate_environment(device_map={"": "cpu"})
 
 
-def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.3.1")
-    with pytest.raises(UnsupportedError, match=r"Transformers is 5.3.1. .* 5.17 and later"):
+def test_old_transformers_is_refused(outdate: Callable[[ModuleType], None]) -> None:
+    outdate(transformers)
+    with pytest.raises(UnsupportedError, match=r"Transformers is 0.1.0. .* 5.17 and later"):
         load(NANO, scheme="FP8_DYNAMIC")
 
 

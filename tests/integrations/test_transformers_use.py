@@ -150,9 +150,8 @@ def test_everything_works_without_a_network(
     def blocked(*_: Any, **__: Any) -> Any:
         raise AssertionError("a socket was opened")
 
-    for name in ("connect", "connect_ex", "sendto"):
-        monkeypatch.setattr(socket.socket, name, blocked)
-    monkeypatch.setattr(socket, "getaddrinfo", blocked)
+    for way in ("socket.connect", "socket.connect_ex", "socket.sendto", "getaddrinfo"):
+        monkeypatch.setattr(f"socket.{way}", blocked)
     loaded = on_the_fly(dtype=torch.float32)
     assert torch.equal(generate(loaded, prompt), greedy)
     loaded.save_pretrained(tmp_path)

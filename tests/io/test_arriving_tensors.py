@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import random
@@ -13,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import backend_tables
 import fp8kit
 from fp8kit import load_weights
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.quantizers import reference
 from numerics import assert_bits_equal
 
 Q, KV, K, FF, EXPERTS = 256, 128, 192, 320, 3
@@ -259,15 +262,13 @@ def test_parameters_of_a_trainer(joined: bool) -> None:
 
 def test_each_weight_is_quantized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
-    from fp8kit.checkpoint.loading import placement
 
-    original = placement.quantize_weight
+    def counting(x: Tensor, *others: Any) -> Any:
+        seen.append(x.shape)
+        return reference.BACKEND.quantize(x, *others)
 
-    def counting(weight: Tensor, scheme: Any) -> Any:
-        seen.append(weight.shape)
-        return original(weight, scheme)
-
-    monkeypatch.setattr(placement, "quantize_weight", counting)
+    counted = dataclasses.replace(reference.BACKEND, quantize=counting)
+    backend_tables.install(monkeypatch, quantizers={"reference": counted})
     model = on_meta(True)
     load_weights(model, shuffled(weights(), 2), scheme="FP8_DYNAMIC")
     assert len(seen) == sum(isinstance(m, Fp8Linear) for m in model.modules()) == 4

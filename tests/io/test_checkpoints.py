@@ -24,9 +24,10 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 import fp8kit
 from checkpoint_samples import NANO, all_bytes, edit_json, edit_tensors
+from disks import Disk
 from fp8kit.checkpoint.storage import directory
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.checkpoint.streaming import executor, journal
+from fp8kit.checkpoint.streaming import journal
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.io import checkpoints
 from fp8kit.io.checkpoints import Recipe, quantize_checkpoint, workers_on
@@ -142,17 +143,13 @@ def test_names_and_shapes_decide_alike(
 ) -> None:
     for source in (nano, moe):
         stream(source, tmp_path / f"{source.name}-known")
-    monkeypatch.setattr(checkpoints.importlib, "import_module", _absent)
+    monkeypatch.setitem(sys.modules, "fp8kit.integrations.transformers_facts", None)
     for source in (nano, moe):
         stream(source, tmp_path / f"{source.name}-named")
         pair = [all_bytes(tmp_path / f"{source.name}-{how}") for how in ("known", "named")]
         assert pair[0] == pair[1]
     report = checkpoints.decide(open_checkpoint(moe), Recipe()).report
-    assert "names and shapes, because of this: No module" in report.notes[0]
-
-
-def _absent(name: str) -> Any:
-    raise ImportError(f"No module named {name}")
+    assert "names and shapes, because of this: import of fp8kit" in report.notes[0]
 
 
 def test_experts_become_fp8_and_load(moe: Path, tmp_path: Path) -> None:
@@ -354,15 +351,13 @@ class Stop(Exception):
 
 def interrupted(source: Path, destination: Path, whole: int, **options: Any) -> journal.Partial:
     """Let a run fail once some files are whole."""
-    finish = executor._Part.finish
 
-    def failing(self: Any) -> None:
-        if len(list(self.target.parent.glob("model*.safetensors"))) == whole:
+    def failing(path: Path) -> None:
+        if len(list(path.parent.glob("model*.safetensors"))) == whole:
             raise Stop
-        finish(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor._Part, "finish", failing)
+        Disk(patch).notes("fsync", failing)
         with pytest.raises(Stop):
             stream(source, destination, devices=["cpu"], **options)
     return journal.Partial(destination.resolve())
@@ -496,17 +491,12 @@ def test_links_that_somebody_put_in_the_way_lead_nowhere(
     assert all_bytes(elsewhere) == before
 
 
-def test_a_destination_that_appears_meanwhile_stays(
-    nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = checkpoints.plan_work
-
-    def slowly(*args: Any) -> Any:
-        monkeypatch.setattr(checkpoints, "plan_work", plan)
+def test_a_destination_that_appears_meanwhile_stays(nano: Path, tmp_path: Path, disk: Disk) -> None:
+    def another() -> None:
+        disk.mend()
         stream(nano, tmp_path / "out", "FP8_BLOCK")
-        return plan(*args)
 
-    monkeypatch.setattr(checkpoints, "plan_work", slowly)
+    disk.has_free(10**9, another)
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         stream(nano, tmp_path / "out")
     assert open_checkpoint(tmp_path / "out").spec.scheme.name == "FP8_BLOCK"
@@ -561,34 +551,28 @@ def test_a_full_disk_says_what_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_at_any_write(
-    code: int, nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = {"sync": directory.sync, "copy": shutil.copyfile}
+def test_a_full_disk_at_any_write(code: int, nano: Path, tmp_path: Path, disk: Disk) -> None:
+    def of_weights(path: Path) -> bool:
+        return path.suffix == ".safetensors"
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(code, os.strerror(code), "somewhere")
-
-    for owner, name, call in (
-        (executor, "sync", calls["sync"]),
-        (shutil, "copyfile", calls["copy"]),
-        (directory, "sync", calls["sync"]),
-    ):
-        monkeypatch.setattr(owner, name, full)
+    faults: dict[str, tuple[str, Callable[..., bool]]] = {
+        "weights": ("fsync", of_weights),
+        "copies": ("copyfile", lambda *_: True),
+        "the rest": ("fsync", lambda path: not of_weights(path)),
+    }
+    for call, when in faults.values():
+        disk.refuses(call, code, when)
         with pytest.raises(CheckpointError, match="no room to write"):
             stream(nano, tmp_path / "out")
-        monkeypatch.setattr(owner, name, call)
+        disk.mend()
     stream(nano, tmp_path / "out")
 
 
 def test_other_errors_of_the_disk_are_not_called_full(
-    nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nano: Path, tmp_path: Path, disk: Disk
 ) -> None:
-    def failing(*_: Any) -> None:
-        raise OSError(errno.EIO, "no")
-
-    monkeypatch.setattr(executor, "sync", failing)
-    with pytest.raises(OSError, match="no"):
+    disk.refuses("fsync", errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
         stream(nano, tmp_path / "out")
 
 
@@ -629,15 +613,9 @@ def test_bad_sources(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_source_that_shrinks_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_shrinks_meanwhile(tmp_path: Path, disk: Disk) -> None:
     source = plain(tmp_path / "source", weights())
-    check = directory.check_space
-
-    def cut(folder: Path, wanted: int) -> None:
-        check(folder, wanted)
-        os.truncate(source / "model.safetensors", 1000)
-
-    monkeypatch.setattr(directory, "check_space", cut)
+    disk.has_free(10**9, lambda: os.truncate(source / "model.safetensors", 1000))
     with pytest.raises(CheckpointError, match="ends at byte"):
         stream(source, tmp_path / "out")
 

@@ -252,17 +252,11 @@ def test_torch_native_runs_the_common_schemes_on_this_gpu() -> None:
         assert_matmul(y, dequantized(x_q), dequantized(w_q), backend="torch_native")
 
 
-@pytest.fixture
-def torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that sets what stands for torch's product, which wants a GPU."""
-    return lambda product: monkeypatch.setattr(torch_native.F, "scaled_mm", product)
-
-
 @pytest.mark.parametrize("accum", ["precise", "fast"])
 @pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "FP8", "row-tensor", "FP8_BLOCK"])
 def test_torch_is_asked_for_the_wanted_sums(
-    pair: str, out_dtype: torch.dtype, accum: str, torch_multiplies: Callable[..., None]
+    pair: str, out_dtype: torch.dtype, accum: str, set_torch_product: Callable[..., None]
 ) -> None:
     """Whatever the recipe, cuBLAS may use its short accumulator only where it is wanted."""
     asked: list[dict[str, object]] = []
@@ -271,7 +265,7 @@ def test_torch_is_asked_for_the_wanted_sums(
         asked.append(options)
         return torch.zeros(x.shape[0], w.shape[1], dtype=options["output_dtype"])  # type: ignore[arg-type]
 
-    torch_multiplies(scaled_mm)
+    set_torch_product(scaled_mm)
     x_q, w_q = operands(16, 128, 512, PAIRS[pair], torch.device("cpu"))
     groups = PAIRS[pair]
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, accum, False)
@@ -286,7 +280,7 @@ def test_torch_is_asked_for_the_wanted_sums(
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("pair", ["FP8_DYNAMIC", "row-tensor", "tensor-row"])
 def test_torch_may_scale_after_the_product(
-    pair: str, bias: bool, torch_multiplies: Callable[..., None]
+    pair: str, bias: bool, set_torch_product: Callable[..., None]
 ) -> None:
     """The configuration asks cuBLAS for the bare product, and is as precise as the other."""
     asked: list[tuple[object, ...]] = []
@@ -296,7 +290,7 @@ def test_torch_may_scale_after_the_product(
         assert options["output_dtype"] == torch.float32
         return x.float() @ w.float()
 
-    torch_multiplies(scaled_mm)
+    set_torch_product(scaled_mm)
     groups = PAIRS[pair]
     x_q, w_q = operands(17, 70, 200, groups, torch.device("cpu"))
     b = torch.randn(70) if bias else None
@@ -374,7 +368,7 @@ def test_codes_are_padded_wherever_they_lie(rows: int, place: tuple[int, int]) -
     ],
 )
 def test_torch_gets_whole_tiles_and_tells_whose_weight_is_padded(
-    n: int, k: int, pair: str, padded: bool, torch_multiplies: Callable[..., None]
+    n: int, k: int, pair: str, padded: bool, set_torch_product: Callable[..., None]
 ) -> None:
     asked: list[tuple[Tensor, Tensor]] = []
 
@@ -382,7 +376,7 @@ def test_torch_gets_whole_tiles_and_tells_whose_weight_is_padded(
         asked.append((x, w.t()))
         return torch.zeros(x.shape[0], w.shape[1], dtype=options["output_dtype"])  # type: ignore[arg-type]
 
-    torch_multiplies(scaled_mm)
+    set_torch_product(scaled_mm)
     groups = PAIRS[pair]
     x_q, w_q = operands(17, n, k, groups, torch.device("cpu"))
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, "precise", False)

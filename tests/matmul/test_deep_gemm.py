@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import backend_tables
 import fp8kit
 from fp8kit.dispatch.backends import choose
 from fp8kit.formats import BLOCK, GROUP128, SCHEMES
@@ -174,6 +175,18 @@ def test_a_bias_of_any_dtype_is_added(dtype: torch.dtype, library: Library) -> N
     bare = deep_gemm.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), problem)
     assert_bits_equal(y, (bare.float() + bias.float()).bfloat16())
     assert_matmul(y, fp8kit.dequantize(x_q), fp8kit.dequantize(w_q), bias, "deep_gemm")
+
+
+def test_a_layer_with_a_bias_runs_on_it(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = dataclasses.replace(deep_gemm.BACKEND, supports=lambda _: None)
+    backend_tables.install(monkeypatch, matmul={"deep_gemm": taken})
+    layer = fp8kit.Fp8Linear.from_linear(torch.nn.Linear(256, 192).bfloat16(), "FP8_BLOCK")
+    layer.bias.data.mul_(100)
+    x = torch.randn(2, 3, 256).bfloat16()
+    y = layer(x)
+    assert len(library.given) == 1
+    x_q, w = fp8kit.quantize(x.flatten(0, 1), GROUP128), fp8kit.dequantize(layer.quantized_weight())
+    assert_matmul(y.flatten(0, 1), fp8kit.dequantize(x_q), w, layer.bias, "deep_gemm")
 
 
 def test_a_call_to_it_is_not_recorded(library: Library) -> None:

@@ -398,9 +398,7 @@ def test_declines_with_a_reason(changes: dict[str, object], word: str) -> None:
     assert triton_gemm.supports(MatmulProblem(**fields)) is None  # type: ignore[arg-type]
 
 
-def test_a_cpu_is_declined_where_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = type("Flag", (), {"value": False})
-    monkeypatch.setattr(triton_gemm, "INTERPRETED", compiled)
+def test_a_cpu_is_declined_where_kernels_are_compiled(triton_compiles: None) -> None:
     described = next(problems((7, 5)))
     assert triton_gemm.supports(described) == "needs sm80 or later"
 

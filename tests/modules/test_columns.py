@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 import backend_tables
 import fp8kit
 from fp8kit.matmul.hopper import gemm
-from fp8kit.matmul.problem import MatmulOperands
 from fp8kit.modules import fused_producers
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.launch_recording import AllocationWatch
@@ -36,16 +36,14 @@ CONFIG = LlamaConfig(
 def between(monkeypatch: pytest.MonkeyPatch, fuses_on_cpu: None) -> list[str]:
     """Return what torch ran inside each product, which is the own kernel, faked."""
     ran: list[str] = []
-    launches.fake_layers(monkeypatch)
-    run = gemm.BACKEND.run
 
-    def watched(*operands: object) -> Tensor:
+    def watched(*operands: Any) -> Tensor:
         with AllocationWatch() as watch:
-            y = run(*operands)
+            y = gemm.run(*operands)
         ran.append(watch.foreign)
         return y
 
-    monkeypatch.setattr(gemm.BACKEND, "run", watched)
+    launches.fake_layers(monkeypatch, watched)
     return ran
 
 
@@ -91,8 +89,8 @@ def test_the_watch_sees_a_copy_of_scales(between: list[str]) -> None:
     layer = fp8kit.Fp8Linear(256, 128, False, "FP8_BLOCK")
     codes = layer.quantize_input(torch.randn(5, 256))
     scale = codes.scale.contiguous()
-    problem = layer.problem(5)
-    gemm.BACKEND.run(MatmulOperands(codes.data, scale, layer.codes, layer.weight_scale), problem)
+    by_row = fp8kit.QTensor(codes.data, scale, codes.group)
+    fp8kit.scaled_mm(by_row, layer.quantized_weight())
     assert between == ["aten.copy_.default"]
 
 
@@ -118,13 +116,13 @@ HOPPER = pytest.mark.skipif(
 
 @pytest.mark.gpu
 @HOPPER
+@pytest.mark.usefixtures("unpoisoned")
 @pytest.mark.parametrize("rows", [1, 3, 16, 130])
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
 def test_a_graph_holds_the_kernels_of_the_package_alone(
     scheme: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend_tables.install(monkeypatch, matmul={"hopper_gemm": gemm.BACKEND})
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     layer = decoder_layer(scheme, "cuda")
     x = torch.randn(1, rows, CONFIG.hidden_size, device="cuda").bfloat16()
     attention, mlp = layer.self_attn, layer.mlp

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import backend_tables
 import fp8kit
-from fp8kit.dispatch.backends import Choice, decide
-from fp8kit.matmul.problem import MatmulProblem
+from fp8kit.dispatch.backends import choose
+from fp8kit.matmul.problem import BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.modules.shared_input import SharedInput, can_join
+from fp8kit.quantizers.problem import BACKENDS as QUANTIZERS
+from fp8kit.quantizers.problem import QuantizeProblem
 from numerics import assert_bits_equal
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
@@ -58,12 +62,14 @@ def test_shared_multiplies_once(device: torch.device, monkeypatch: pytest.Monkey
     layers = siblings(device)
     x = tokens(device)
     calls: list[int] = []
+    chosen = choose(BACKENDS, layers[0].problem(10)).implementation
 
-    def counted(table: Any, problem: MatmulProblem, *only: str | None) -> Choice:
+    def counted(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
         calls.append(problem.n)
-        return decide(table, problem, *only)
+        return chosen.run(operands, problem)
 
-    monkeypatch.setattr("fp8kit.ops.bodies.decide", counted)
+    backend = MatmulBackend(supports=lambda _: None, run=counted)
+    backend_tables.install(monkeypatch, matmul={"reference": backend})
     for layer in layers:
         layer(x)
     assert calls == [256, 128, 384]
@@ -110,11 +116,13 @@ def test_shared_in_another_order(device: torch.device) -> None:
 
 def test_shared_keeps_no_result_after_the_last_sibling(device: torch.device) -> None:
     layers = siblings(device)
-    group = SharedInput(layers)
+    SharedInput(layers)
     x = tokens(device)
     for layer in layers:
         layer(x)
-    assert group._pending is None
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
 
 
 @pytest.mark.parametrize("unchanging", [True, False])
@@ -122,12 +130,11 @@ def test_shared_in_inference_mode(unchanging: bool, device: torch.device) -> Non
     layers = siblings(device)
     x = tokens(device)
     separate = [layer(x) for layer in layers]
-    group = SharedInput(layers, unchanging)
+    SharedInput(layers, unchanging)
     with torch.inference_mode():
         inside = tokens(device).copy_(x)
-        for i, (layer, expected) in enumerate(zip(layers, separate, strict=True)):
+        for layer, expected in zip(layers, separate, strict=True):
             assert_bits_equal(layer(inside), expected)
-            assert (group._pending is not None) == (unchanging and i < 2)
 
 
 def test_inference_tensors_that_change_are_not_shared(device: torch.device) -> None:
@@ -375,20 +382,21 @@ def test_shared_many_rows_quantize_once_and_multiply_apart(
     x = torch.randn(600, 256, dtype=torch.bfloat16, device=device)
     separate = [layer(x) for layer in layers]
     quantized: list[Tensor] = []
-    quantize_input = fp8kit.Fp8Linear.quantize_input
+    problem = QuantizeProblem.of(x, fp8kit.ROW, torch.float8_e4m3fn)
+    chosen = choose(QUANTIZERS, problem).implementation
 
-    def counted(self: fp8kit.Fp8Linear, x: Tensor) -> object:
+    def counted(x: Tensor, *others: Any) -> Any:
         quantized.append(x)
-        return quantize_input(self, x)
+        return chosen.quantize(x, *others)
 
-    monkeypatch.setattr(fp8kit.Fp8Linear, "quantize_input", counted)
-    group = SharedInput(layers)
+    backend = dataclasses.replace(chosen, supports=lambda _: None, quantize=counted)
+    backend_tables.install(monkeypatch, quantizers={"reference": backend})
+    SharedInput(layers)
     for layer, expected in zip(layers, separate, strict=True):
         y = layer(x)
         assert y.is_contiguous()
         assert_bits_equal(y, expected)
     assert len(quantized) == 1
-    assert group._pending is None
 
 
 def test_shared_many_rows_keep_the_gradient(device: torch.device) -> None:
@@ -534,29 +542,25 @@ def test_weights_that_a_graph_has_captured_do_not_move(
         for layer, expected in zip(layers, separate, strict=True):
             assert_bits_equal(layer(x[:5]), expected[:5])
     assert [layer.weight.data_ptr() for layer in layers] == before
-    assert not copy.deepcopy(group)._captured
 
 
 def test_weights_that_were_joined_before_a_capture_stay_joined(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = siblings(device)
-    group = SharedInput(layers)
+    SharedInput(layers)
     layers[0](tokens(device))
+    before = [layer.weight.data_ptr() for layer in layers]
     capturing(monkeypatch)
-    group._watch_capture(tokens(device))
-    assert group._joins()
-    layers[1].weight = siblings(device)[1].weight
-    assert not group._joins()
-
-
-def test_a_capture_is_seen_on_a_gpu_alone(faked_cuda: Callable[..., None]) -> None:
-    group = SharedInput(siblings(torch.device("cpu")))
-    faked_cuda(is_current_stream_capturing=lambda: True)
-    group._watch_capture(torch.empty(1))
-    assert not group._captured
-    group._watch_capture(SimpleNamespace(is_cuda=True))
-    assert group._captured
+    for layer in layers:
+        layer(tokens(device))
+    assert [layer.weight.data_ptr() for layer in layers] == before
+    replaced = siblings(device)[1].weight
+    layers[1].weight = replaced
+    address = replaced.data_ptr()
+    for layer in layers:
+        layer(tokens(device))
+    assert layers[1].weight.data_ptr() == address
 
 
 def test_shared_runs_on_fake_tensors_of_a_gpu_that_is_not_there() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit.matmul.hopper import gemm
 from fp8kit.modules import shared_input
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.weight_hazards import safe_to_prefetch
@@ -175,7 +174,7 @@ def test_a_product_that_fails_has_not_waited(
         raise RuntimeError("CUDA: no kernel image")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gemm.BACKEND, "run", broken)
+        launches.fake_layers(patch, broken)
         with pytest.raises(RuntimeError, match="no kernel image"):
             step(joined, early)
     assert not any(safe_to_prefetch(m.weight) for m in joined.members)

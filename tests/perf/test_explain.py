@@ -10,7 +10,7 @@ from torch import nn
 
 import fp8kit
 from fp8kit.dispatch.timings import table_for
-from fp8kit.matmul.problem import BACKENDS
+from fp8kit.matmul.problem import BACKENDS, MatmulProblem
 
 
 def model() -> nn.Sequential:
@@ -75,11 +75,19 @@ def test_the_explained_backend_is_the_one_that_runs(
     assert ran == [choice.backend]
 
 
-def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def describe_layers_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[MatmulProblem], None]:
+    """Return a function that sets the problem of all layers, on a GPU that need not be here."""
+    return lambda problem: monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: problem)
+
+
+def test_a_measured_device_gets_times(
+    describe_layers_as: Callable[[MatmulProblem], None],
+) -> None:
     layer = fp8kit.Fp8Linear(4096, 4096, bias=False, device="meta", dtype=torch.bfloat16)
     h200 = {"device_type": "cuda", "capability": (9, 0), "device": "NVIDIA H200"}
     on_h200 = dataclasses.replace(layer.problem(64), **h200)
-    monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: on_h200)
+    describe_layers_as(on_h200)
     explanation = fp8kit.explain(layer, m=64)
     found = explanation.to_dict()[0]
     table = table_for("NVIDIA H200")
@@ -91,18 +99,20 @@ def test_a_measured_device_gets_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tile_is_named(
-    monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
+    monkeypatch: pytest.MonkeyPatch,
+    faked_cuda: Callable[..., None],
+    describe_layers_as: Callable[[MatmulProblem], None],
 ) -> None:
     gemm = pytest.importorskip("fp8kit.matmul.hopper.gemm", reason="cuda-bindings is not installed")
+    launches = pytest.importorskip("launches")
     from fp8kit.matmul.hopper import heuristics
     from fp8kit.matmul.hopper.device import H200
 
     faked_cuda()
-    monkeypatch.setattr(gemm, "device_record", lambda _: H200)
-    monkeypatch.setattr(gemm.nvrtc, "missing", lambda: None)
+    launches.fake(monkeypatch)
     layer = fp8kit.Fp8Linear(14336, 4096, bias=False, device="meta", dtype=torch.bfloat16)
     on_hopper = dataclasses.replace(layer.problem(128), device_type="cuda", capability=(9, 0))
-    monkeypatch.setattr(fp8kit.Fp8Linear, "problem", lambda *_: on_hopper)
+    describe_layers_as(on_hopper)
     config = heuristics.choose(128, 4096, 14336, H200, False)
     text = str(fp8kit.explain(layer))
     assert f"hopper_gemm   chosen: {config}" in text

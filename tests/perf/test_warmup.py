@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import backend_tables
 import fp8kit
-from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.perf import warmup
+from fp8kit.matmul.problem import MatmulBackend, MatmulProblem
+from fp8kit.matmul.reference import run as multiply
 
 pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 
@@ -99,8 +99,8 @@ def test_row_counts_that_are_cut_otherwise_are_warmed_up(
         asked.append((problem.m, problem.n))
         return [5, 8]
 
-    chosen = SimpleNamespace(implementation=SimpleNamespace(row_counts=row_counts))
-    monkeypatch.setattr(warmup, "choose", lambda *_: chosen)
+    backend = MatmulBackend(supports=lambda _: None, run=multiply, row_counts=row_counts)
+    backend_tables.install(monkeypatch, warmup={"reference": backend})
     model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)).to(device, torch.bfloat16)
     fp8kit.convert(model)
     with Operators() as warmed:

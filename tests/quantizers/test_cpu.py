@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -36,19 +39,20 @@ def agree(
     dtype: torch.dtype = torch.float8_e4m3fn,
     bound: float | None = None,
     rounding: str | None = None,
+    quantize: Callable[..., tuple[Tensor, Tensor]] = cpu.quantize,
 ) -> None:
     rounding = rounding or ("floor" if group == MX else "exact")
     ub = None if bound is None else torch.tensor(bound)
     arguments = (x, group, dtype, 1e-10 / 448, ub, rounding)
-    for found, wanted in zip(cpu.quantize(*arguments), reference.quantize(*arguments), strict=True):
+    for found, wanted in zip(quantize(*arguments), reference.quantize(*arguments), strict=True):
         assert found.shape == wanted.shape
         assert_bits_equal(found, wanted)
 
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_PIECE", 1000)
-    monkeypatch.setattr(cpu, "_PIECE_PER_THREAD", 1000)
+    for size in ("_PIECE", "_PIECE_PER_THREAD"):
+        monkeypatch.setattr(cpu, size, 1000)
 
 
 @pytest.mark.parametrize("inputs", DTYPES, ids=str)
@@ -110,7 +114,14 @@ def test_the_input_is_left_alone() -> None:
     assert torch.equal(x, before)
 
 
-def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_amax", lambda x, group: x.float().amax(-1, keepdim=True))
+@pytest.mark.parametrize("part", [0, 1], ids=["codes", "scales"])
+def test_the_comparison_can_fail(part: int) -> None:
+    def wrong_in_one(*arguments: Any) -> tuple[Tensor, Tensor]:
+        found = cpu.quantize(*arguments)
+        found[part].view(torch.uint8)[0, 0] ^= 1
+        return found
+
+    x = -torch.rand(4, 64)
+    agree(x, ROW)
     with pytest.raises(AssertionError):
-        agree(-torch.rand(4, 64), ROW)
+        agree(x, ROW, quantize=wrong_in_one)

@@ -430,15 +430,14 @@ def problem(
     return QuantizeProblem(group, in_dtype, E4M3, "cuda", capability)
 
 
-def test_what_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_supported(request: pytest.FixtureRequest) -> None:
     for group in (*GROUPS, GroupShape(1, 1)):
         assert triton.supports(problem(group)) is None
     assert "several whole rows" in triton.supports(problem(GroupShape(2, -1)))
     assert "not powers of two" in triton.supports(problem(GroupShape(1, 100)))
     assert "more than" in triton.supports(problem(GroupShape(256, 256)))
     assert "float64 input" in triton.supports(problem(in_dtype=torch.float64))
-    compiled = type("Flag", (), {"value": False})
-    monkeypatch.setattr(triton, "INTERPRETED", compiled)
+    request.getfixturevalue("triton_compiles")
     assert "no FP8 conversion" in triton.supports(problem(capability=(8, 6)))
     assert triton.supports(problem(capability=(8, 9))) is None
     elsewhere = QuantizeProblem(ROW, torch.bfloat16, E4M3, "cpu", None)

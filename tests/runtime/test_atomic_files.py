@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from disks import Disk
 from fp8kit.runtime.atomic_files import held, locked, write_whole
 
 COUNT = """
@@ -34,17 +35,11 @@ def test_a_file_is_written_with_its_folder_and_the_mode_that_the_user_wants(tmp_
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
 
 
-def test_what_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, disk: Disk) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"before")
-
-    def broken(*_: object) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(OSError, match="the disk is gone"):
+    disk.refuses("replace")
+    with pytest.raises(OSError, match="Input/output error"):
         write_whole(path, b"after")
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import launches
 from fp8kit.runtime import cuda_launch
 from fp8kit.runtime.launch_recording import record
 
@@ -98,9 +99,8 @@ class FakeDriver:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]) -> FakeDriver:
     made = FakeDriver(cuda_launch.driver)
-    monkeypatch.setattr(cuda_launch, "driver", made)
     faked_cuda(get_device_capability=lambda _: (9, 0))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: STREAM, raising=False)
+    launches.on_driver(monkeypatch, made, STREAM)
     cuda_launch.byte_tile_map.cache_clear()
     cuda_launch.float_row_map.cache_clear()
     yield made
@@ -119,7 +119,9 @@ def test_a_kernel_is_made_for_its_device_and_allowed_its_memory(
 ) -> None:
     assert fake.bound == ["context of gpu 1"]
     assert fake.loaded == [b"sm_90a"]
-    assert fake.allowed == [("function", cuda_launch._DYNAMIC_SHARED, 4096)]
+    ((of, what, size),) = fake.allowed
+    assert (of, size) == ("function", 4096)
+    assert what.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
     assert kernel.device == 1
 
 

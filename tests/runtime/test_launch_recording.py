@@ -352,7 +352,7 @@ def test_recording_ends_with_an_error() -> None:
 
 @pytest.mark.parametrize("current", [0, 1])
 def test_launches_go_to_the_stream_of_the_inputs_device(
-    current: int, monkeypatch: pytest.MonkeyPatch
+    current: int, monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
 ) -> None:
     """Two GPUs in one process, in fakes: the recording is of device 1, whichever is current."""
     x = torch.randn(2, 2)
@@ -377,9 +377,10 @@ def test_launches_go_to_the_stream_of_the_inputs_device(
         assert where[0] == 1
         return empty(*layout)
 
-    monkeypatch.setattr(launch_recording.torch, "cuda", SimpleNamespace(device=device))
-    monkeypatch.setattr(launch_recording, "_current_device", lambda: where[0])
-    monkeypatch.setattr(launch_recording, "_current_stream", raw_stream)
+    faked_cuda(device=device)
+    gpus = {"_current_device": lambda: where[0], "_current_stream": raw_stream}
+    for name, told in gpus.items():
+        monkeypatch.setattr(launch_recording, name, told)
     allocating(made, allocate)
     assert torch.equal(made(x)[0], y)
     assert entered == ([1] if current == 0 else [])

@@ -25,11 +25,10 @@ import fp8kit
 from fp8kit.dispatch import backends as dispatch
 from fp8kit.formats import ROW, GroupShape
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
-from fp8kit.runtime import replay_cache
 from fp8kit.runtime.launch_recording import is_recording, record
 from fp8kit.runtime.replay_cache import MOST_KEYS
 from numerics import assert_bits_equal
-from recorded_calls import CpuBackends, CpuLaunch, install
+from recorded_calls import CpuBackends, CpuLaunch, install, record_on_cpu
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8", "FP8_TENSOR")
 
@@ -135,12 +134,9 @@ def test_few_shapes_are_kept(cpu_backends: CpuBackends) -> None:
     assert 0 < len(layer.replays) <= MOST_KEYS
 
 
-def test_new_times_are_heeded_at_once(
-    cpu_backends: CpuBackends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_times_are_heeded_at_once(cpu_backends: CpuBackends) -> None:
     x = x_of(3)
     layer = warmed(made(), x, cpu_backends)
-    monkeypatch.setattr(replay_cache, "generation", replay_cache.generation)
     dispatch.renew()
     for made_in_full in (True, True, False):
         layer(x)
@@ -538,26 +534,24 @@ def test_joined_siblings_are_replayed_too(cpu_backends: CpuBackends) -> None:
         assert_bits_equal(y, operator(first, x) - operator(second, x))
 
 
-def test_a_failing_call_leaves_no_recording(
-    cpu_backends: CpuBackends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_call_leaves_no_recording(cpu_backends: CpuBackends) -> None:
     x, layer = x_of(3), made()
     layer(x)
 
     def broken(*_: object) -> Tensor:
         raise RuntimeError("out of memory")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(cpu_backends, "run", broken)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            layer(x)
+    whole, cpu_backends.run = cpu_backends.run, broken
+    with pytest.raises(RuntimeError, match="out of memory"):
+        layer(x)
+    cpu_backends.run = whole
     assert not is_recording()
     for _ in range(3):
         assert_bits_equal(layer(x), operator(layer, x))
 
 
 def test_real_backends_of_a_cpu_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
+    record_on_cpu(monkeypatch)
     x, layer = x_of(3), made()
     for _ in range(3):
         assert_bits_equal(layer(x), operator(layer, x))

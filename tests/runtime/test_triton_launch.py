@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 cuda_launch = pytest.importorskip(
     "fp8kit.runtime.cuda_launch", reason="cuda-bindings is not installed"
 )
+import launches  # noqa: E402
 from fp8kit.runtime import triton_launch  # noqa: E402
 from fp8kit.runtime.launch_recording import record  # noqa: E402
 
@@ -64,15 +65,20 @@ def compiled(**metadata: object) -> Compiled:
 
 
 def direct(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int] = SIZES, **metadata: object
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int] = SIZES,
+    driver: type[FakeDriver] = FakeDriver,
+    **metadata: object,
 ) -> tuple[Any, FakeDriver, torch.Tensor]:
-    fake = FakeDriver(cuda_launch.driver, sizes)
-    monkeypatch.setattr(cuda_launch, "driver", fake)
-    cuda = SimpleNamespace(current_device=lambda: 1)
-    monkeypatch.setattr(triton_launch, "torch", SimpleNamespace(cuda=cuda))
+    fake = driver(cuda_launch.driver, sizes)
+    launches.on_driver(monkeypatch, fake)
     x = torch.zeros(4, dtype=torch.bfloat16)
-    made = triton_launch._direct(compiled(**metadata), 9, [x, None, 3, 2**40, 0.5])
-    return made, fake, x
+    return repeated(compiled(**metadata), x), fake, x
+
+
+def repeated(owner: Compiled, x: torch.Tensor) -> Any:
+    """Give the launch by the bindings of what was compiled, ``None`` where Triton repeats it."""
+    return triton_launch._direct(owner, 9, [x, None, 3, 2**40, 0.5])
 
 
 def test_the_bindings_pass_what_is_not_compiled_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,11 +138,11 @@ def test_other_launches_are_left_to_triton(
 
 
 def test_a_driver_that_does_not_tell_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_: object) -> None:
-        raise RuntimeError('Function "cuFuncGetParamInfo" not found')
+    class OldDriver(FakeDriver):
+        def cuFuncGetParamInfo(self, *_: object) -> tuple[Any, int, int]:
+            raise RuntimeError('Function "cuFuncGetParamInfo" not found')
 
-    monkeypatch.setattr(FakeDriver, "cuFuncGetParamInfo", absent)
-    assert direct(monkeypatch)[0] is None
+    assert direct(monkeypatch, driver=OldDriver)[0] is None
 
 
 @pytest.mark.parametrize("triton_repeats", [False, True])
@@ -149,7 +155,7 @@ def test_a_launch_keeps_the_function_loaded(
     if triton_repeats:
         launch = triton_launch.TritonLaunch(owner, 9, [x])
     else:
-        launch = triton_launch._direct(owner, 9, [x, None, 3, 2**40, 0.5])
+        launch = repeated(owner, x)
     assert launch is not None
     gone = weakref.ref(owner)
     del owner
@@ -186,7 +192,6 @@ def test_a_recorded_launch_is_repeated_by_the_bindings(monkeypatch: pytest.Monke
     _, made = record(call, [x], [])
     assert made is not None
     assert [type(step) for step in made.steps] == [cuda_launch.KernelLaunch]
-    assert made.steps[0]._kernel.device == 1
 
 
 class Jitted:

@@ -37,11 +37,15 @@ def architectures() -> dict[str, Architecture]:
 
 
 def run(
-    found: dict[str, Architecture], names: list[str], processes: int, quick: bool = False
+    found: dict[str, Architecture],
+    names: list[str],
+    processes: int,
+    quick: bool = False,
+    seconds: float = SECONDS,
 ) -> Iterator[dict[str, Any]]:
-    """Return the record of each architecture, as they come."""
+    """Return the record of each architecture, as they come, or of the ``seconds`` it was given."""
     torch.set_num_threads(1)  # processes are forked, and threads do not survive that
-    queue, workers = names[::-1], [_Worker(found, quick) for _ in range(processes)]
+    queue, workers = names[::-1], [_Worker(found, quick, seconds) for _ in range(processes)]
     for worker in workers:
         worker.take(queue)
     while any(worker.name for worker in workers):
@@ -57,8 +61,9 @@ def run(
 
 
 class _Worker:
-    def __init__(self, found: dict[str, Architecture], quick: bool) -> None:
+    def __init__(self, found: dict[str, Architecture], quick: bool, seconds: float) -> None:
         self.name, self.found, self.cases = "", found, QUICK if quick else CASES
+        self.seconds = seconds
         self._start()
 
     def _start(self) -> None:
@@ -84,15 +89,15 @@ class _Worker:
         except (EOFError, ConnectionError):
             self.process.join()
             return self._lost(f"its process ended with code {self.process.exitcode}")
-        if time.monotonic() - self.since > SECONDS:
+        if time.monotonic() - self.since > self.seconds:
             self.process.kill()
-            return self._lost(f"it took longer than {SECONDS} s")
+            return self._lost(f"it took longer than {self.seconds} s")
         return None
 
     def _lost(self, why: str) -> dict[str, Any]:
-        lost = {"name": self.name, "status": "fails", "why": why, "cases": {}, "seconds": SECONDS}
+        lost = {"name": self.name, "status": "fails", "why": why, "cases": {}}
         self._start()
-        return lost
+        return {**lost, "seconds": self.seconds}
 
 
 def _serve(pipe: Connection, found: dict[str, Architecture], cases: Cases) -> None:

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from checkpoint_samples import SHARD, Ragged, edit_json, saved
+from disks import Disk
 from fp8kit.checkpoint.inspection import inspect
 from fp8kit.checkpoint.storage.headers import TensorInfo, read_header, read_json, read_tensor
 from fp8kit.checkpoint.storage.reader import open_checkpoint
@@ -193,17 +194,9 @@ def test_only_regular_files_are_opened(tmp_path: Path, name: str, kind: str) -> 
     refused(path, f"{name} is damaged. What is wrong: .*{what}")
 
 
-def test_files_that_may_not_be_opened_are_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, opened = saved(tmp_path / "c"), os.open
-
-    def denied(place: Any, *rest: Any, **options: Any) -> int:
-        if str(place).endswith(SHARD):
-            raise PermissionError(errno.EACCES, "Permission denied", str(place))
-        return opened(place, *rest, **options)
-
-    monkeypatch.setattr(os, "open", denied)
+def test_files_that_may_not_be_opened_are_not_called_damaged(tmp_path: Path, disk: Disk) -> None:
+    path = saved(tmp_path / "c")
+    disk.refuses("open", errno.EACCES, lambda place, *_: str(place).endswith(SHARD))
     refused(path, "^model.safetensors cannot be opened: Permission denied. .*permissions")
 
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint_samples import NANO, all_bytes
+from disks import Disk
 from fp8kit.checkpoint.dialects import DIALECTS, Spec
 from fp8kit.checkpoint.storage import directory
 from fp8kit.checkpoint.storage.reader import DTYPES
@@ -175,17 +175,9 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
     assert all_bytes(tmp_path / "a") == all_bytes(tmp_path / "b")
 
 
-def test_everything_is_durable_before_it_appears(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_durable_before_it_appears(tmp_path: Path, disk: Disk) -> None:
     synced: set[tuple[str, bool]] = set()
-    sync = directory.sync
-
-    def watching(path: Path) -> None:
-        sync(path)
-        synced.add((path.name, (tmp_path / "c").exists()))
-
-    monkeypatch.setattr(directory, "sync", watching)
+    disk.notes("fsync", lambda path: synced.add((path.name, (tmp_path / "c").exists())))
     names = write(tmp_path / "c", state(), max_shard_bytes=700, source=NANO)
     assert len(names) > 6
     assert {(n, False) for n in names} < synced
@@ -217,12 +209,18 @@ def test_an_existing_destination_is_refused(tmp_path: Path) -> None:
     assert all_bytes(tmp_path / "c") == before
 
 
+@pytest.fixture
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the system have no call that swaps two folders."""
+    monkeypatch.setattr(directory, "exchange", lambda *_: False)
+
+
 @pytest.mark.parametrize("exchange", [True, False], ids=["swap", "two renames"])
 def test_overwrite_replaces_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+    tmp_path: Path, request: pytest.FixtureRequest, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(directory, "exchange", lambda *_: False)
+        request.getfixturevalue("without_exchange")
     write(tmp_path / "c", state(), max_shard_bytes=700)
     tensors = state(1)
     write(tmp_path / "c", tensors, overwrite=True)
@@ -241,20 +239,13 @@ def test_directories_swap_in_one_step_here(tmp_path: Path) -> None:
 
 
 def test_failed_rename_puts_the_old_files_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_exchange: None, disk: Disk
 ) -> None:
     write(tmp_path / "c", state())
     before = all_bytes(tmp_path / "c")
-    rename = Path.rename
-
-    def failing(self: Path, target: Path) -> Path:
-        if Path(target) == (tmp_path / "c").resolve() and not self.name.endswith(".old"):
-            raise OSError("no")
-        return rename(self, target)
-
-    monkeypatch.setattr(directory, "exchange", lambda *_: False)
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="no"):
+    place = (tmp_path / "c").resolve()
+    disk.refuses("rename", when=lambda a, b: Path(b) == place and not a.name.endswith(".old"))
+    with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path / "c", state(1), overwrite=True)
     assert all_bytes(tmp_path / "c") == before
     assert only(tmp_path / "c") == ["c"]
@@ -377,8 +368,8 @@ def test_what_does_not_read_back_is_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+def test_no_room(tmp_path: Path, disk: Disk) -> None:
+    disk.has_free(10)
     with pytest.raises(
         CheckpointError, match=r"has 10 bytes free. The checkpoint needs \d\.\d+ kB"
     ):

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import backend_tables
 import fp8kit
-from fp8kit.dispatch import backends
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
 from fp8kit.matmul.hopper import heuristics
 from fp8kit.matmul.hopper.device import H200, Device
@@ -152,7 +152,7 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
 
     with monkeypatch.context() as patch:
         x_q = fp8kit.quantize(torch.randn(4, 128))
-        patch.setattr(gemm, "_kernel", lambda *_: SimpleNamespace(launch=broken))
+        launches.fake(patch, kernel=lambda *_: SimpleNamespace(launch=broken))
         groups = (ROW, ROW)
         problem = MatmulProblem.of(x_q.data, w, groups, torch.bfloat16, None, "precise", False)
         with pytest.raises(RuntimeError, match="no kernel image"):
@@ -178,31 +178,13 @@ def test_a_launch_that_fails_has_not_waited(monkeypatch: pytest.MonkeyPatch) -> 
     ],
     ids=str,
 )
-def test_what_it_declines(
-    changes: dict[str, object], reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gemm.nvrtc, "missing", lambda: None)
+def test_what_it_declines(changes: dict[str, object], reason: str | None) -> None:
     e4m3, hopper = torch.float8_e4m3fn, ("cuda", (9, 0), "NVIDIA H200")
     problem = MatmulProblem(
         *(1024, 4096, 4096, ROW, ROW, e4m3, e4m3, torch.bfloat16, False, "precise", False), *hopper
     )
     said = gemm.supports(dataclasses.replace(problem, **changes))
     assert said is None if reason is None else reason in str(said)
-
-
-def test_a_missing_compiler_is_a_reason(
-    monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]
-) -> None:
-    def broken() -> None:
-        raise RuntimeError("libnvrtc.so not found")
-
-    faked_cuda()
-    monkeypatch.setattr(gemm.nvrtc.nvrtc, "nvrtcVersion", broken)
-    gemm.nvrtc.missing.cache_clear()
-    try:
-        assert gemm.nvrtc.missing() == "NVRTC is not usable: libnvrtc.so not found"
-    finally:
-        gemm.nvrtc.missing.cache_clear()
 
 
 @pytest.mark.gpu
@@ -392,16 +374,14 @@ def test_tokens_quantized_in_the_gemm_give_the_bits_of_two_kernels(
         inside.append(y is not None)
         return y
 
-    monkeypatch.setattr(gemm.BACKEND, "quantize_in_gemm", watched)
-    monkeypatch.setattr(MatmulProblem, "measured", lambda _: None)
-    backends.choose.cache_clear()
+    backend = dataclasses.replace(gemm.BACKEND, quantize_in_gemm=watched)
+    backend_tables.install(monkeypatch, matmul={"hopper_gemm": backend})
     for row in (None, 0.0, float("nan"), float("inf"), 60000.0, 1e-30):
         if row is not None:
             x[0] = row
         x_q = fp8kit.quantize(x, groups[0])
         expected = fp8kit.scaled_mm(x_q, w_q, bias, out_dtype=dtype, backend="hopper_gemm")
         assert_bits_equal(fp8kit.linear(x, w_q, bias), expected)
-    backends.choose.cache_clear()
     device = gemm.device_record(0)
     fits = heuristics.choose_quantizing(m, n, k, device, groups[1] == BLOCK) is not None
     assert set(inside) == {fits}

@@ -314,11 +314,10 @@ def test_one_wrong_launch_of_ten_thousand_is_counted(fault: str) -> None:
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Given:
+def given(monkeypatch: pytest.MonkeyPatch, unpoisoned: None) -> Given:
     """Let the test decide where results are written, and torch launch nothing by itself."""
     made = Given()
     monkeypatch.setattr(gemm, "torch", made)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     return made
 
 
