@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8kit
 from fp8kit.dispatch.backends import Choice, decide
 from fp8kit.matmul.problem import MatmulProblem
-from fp8kit.modules.shared_input import SharedInput, can_join
+from fp8kit.modules.joining import can_join
+from fp8kit.modules.shared_input import SharedInput
 from numerics import assert_bits_equal
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")

@@ -20,12 +20,15 @@ from fp8kit.dispatch.device import capability
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
-from fp8kit.modules.shared_input import can_share
+from fp8kit.modules.joining import can_share
 from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
 
 if TYPE_CHECKING:
     from fp8kit.conversion.patterns import Choice
+
+
+STORAGES = ("discard", "cpu_offload", "keep")
 
 
 @dataclass(slots=True)
@@ -78,6 +81,7 @@ class Plan:
         return report
 
     def _carry_out(self, weight_storage: str) -> Report:
+        _check_storage(weight_storage)
         replacement.replace_layers(
             self.model, self.scheme, self.report, self.calibrate, weight_storage
         )
@@ -277,6 +281,17 @@ def _check_arguments(model: object, calibrate: object) -> None:
                 f"Got calibrate of type {type(calibrate).__name__}.",
                 "It is a function that runs the model, which it gets, on representative data.",
                 "Pass calibrate=lambda model: model(batch).",
+            )
+        )
+
+
+def _check_storage(weight_storage: str) -> None:
+    if weight_storage not in STORAGES:
+        raise ValueError(
+            teach(
+                f"Got weight_storage={weight_storage!r}.",
+                f"It is one of {', '.join(STORAGES)}.",
+                "Pass one of these; 'discard' frees the dense weights.",
             )
         )
 

@@ -21,8 +21,6 @@ from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.stacked_experts import convert_experts
 
-STORAGES = ("discard", "cpu_offload", "keep")
-
 
 def replace_layers(
     model: nn.Module,
@@ -42,9 +40,7 @@ def replace_layers(
 
     Raises:
         ConversionError: as ``Plan.apply`` raises it.
-        ValueError: for an unknown ``weight_storage``.
     """
-    _check_storage(weight_storage)
     experts = _unchanged_experts(model, report)
     _check_values(model, report)
     scales = _input_scales(model, scheme, report, calibrate)
@@ -83,17 +79,6 @@ def copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
         weights = [model.get_submodule(r.name).get_parameter("weight") for r in report.converted]
         memo = {id(w): w for w in weights}
     return deepcopy(model, memo)
-
-
-def _check_storage(weight_storage: str) -> None:
-    if weight_storage not in STORAGES:
-        raise ValueError(
-            teach(
-                f"Got weight_storage={weight_storage!r}.",
-                f"It is one of {', '.join(STORAGES)}.",
-                "Pass one of these; 'discard' frees the dense weights.",
-            )
-        )
 
 
 def _unchanged_experts(model: nn.Module, report: Report) -> list[tuple[nn.Module, ExpertStacks]]:

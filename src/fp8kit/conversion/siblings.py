@@ -11,8 +11,9 @@ from fp8kit.conversion.fusion_rules import Link, family_links
 from fp8kit.conversion.model_families import CROSS_SIBLINGS, SIBLINGS
 from fp8kit.formats import Scheme
 from fp8kit.modules.dense import as_linear
+from fp8kit.modules.joining import can_share
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.shared_input import SharedInput, can_share
+from fp8kit.modules.shared_input import SharedInput
 
 # libraries whose attention and feed-forward code never changes an input between siblings
 _UNCHANGING = ("transformers.models.", "diffusers.models.")
