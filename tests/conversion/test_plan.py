@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import fp8kit
+from fp8kit.conversion import notes
 from fp8kit.conversion import plan as conversion
 from fp8kit.conversion.patterns import DEFAULT_EXCLUDE, matches
 from fp8kit.errors import ConversionError
@@ -608,7 +609,7 @@ def test_the_report_says_where_many_rows_gain_no_time(monkeypatch: pytest.Monkey
     def chosen(_: object, problem: MatmulProblem) -> SimpleNamespace:
         return SimpleNamespace(backend="dequantized" if problem.m > 64 else "triton_gemm")
 
-    monkeypatch.setattr(conversion, "choose", chosen)
+    monkeypatch.setattr(notes, "choose", chosen)
     (note,) = fp8kit.plan(Model(), "MXFP8_EMULATED").report.notes
     assert note.startswith("On cpu at m=4096 FP8 saves memory, not time, for ")
     several = fp8kit.plan(Model(), "MXFP8_EMULATED", m=[1, 65, 512]).report.notes

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils import dlpack
 
-from fp8kit.formats import RowCodes
 from fp8kit.modules.hooks import arrives_with_its_call
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_move
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.ops import operators
+from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced
 from fp8kit.runtime.weight_hazards import invalidate, join, version
 
