@@ -16,7 +16,7 @@ HOMES = {
     "matmul": ("fp8kit.ops.bodies.MATMUL_BACKENDS", "fp8kit.perf.operands.BACKENDS"),
     "quantizers": ("fp8kit.ops.bodies.QUANTIZER_BACKENDS",),
     "fused": ("fp8kit.fused.operators.FUSED_BACKENDS",),
-    "plan": ("fp8kit.conversion.plan.BACKENDS",),
+    "plan": ("fp8kit.conversion.notes.BACKENDS",),
     "profitability": ("fp8kit.conversion.profitability.BACKENDS",),
     "warmup": ("fp8kit.perf.warmup.BACKENDS",),
 }

@@ -359,25 +359,6 @@ class QTensor:
         return QTensor(self.data.to(device), self.scale.to(device), self.group)
 
 
-@dataclass(frozen=True, slots=True)
-class RowCodes:
-    """An input quantized for several products.
-
-    Args:
-        data: codes ``[M, K]``.
-        scale: scales of ``data``, laid out as products load them.
-        group: elements per scale.
-        shape: shape of the input, ``[..., K]``.
-        dtype: dtype of the input (or autocast's), which results get.
-    """
-
-    data: Tensor
-    scale: Tensor
-    group: GroupShape
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def check_scale(
     scale: Tensor, shape: Sequence[int], group: GroupShape, device: torch.device
 ) -> None:

@@ -19,7 +19,7 @@ from fp8kit.dispatch.backends import renew
 from fp8kit.dispatch.timings import Case, Table, tuned_path
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul import torch_native
-from fp8kit.modules.shared_input import can_join, would_join
+from fp8kit.modules.joining import can_join, would_join
 
 FIRST = "torch_native"
 JOINED = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_WEIGHT_ONLY")

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
 from fp8kit import fused
-from fp8kit.formats import RowCodes, Scheme
+from fp8kit.formats import Scheme
 from fp8kit.modules.fused_producers import FusedGatedMlp
 from fp8kit.modules.norm_formula import NormFormula, activation_codes, target
+from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import MOST_KEYS, ReplayCache
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install

@@ -20,7 +20,8 @@ import backend_tables
 import fp8kit
 from fp8kit.dispatch.backends import choose
 from fp8kit.matmul.problem import BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
-from fp8kit.modules.shared_input import SharedInput, can_join
+from fp8kit.modules.joining import can_join
+from fp8kit.modules.shared_input import SharedInput
 from fp8kit.quantizers.problem import BACKENDS as QUANTIZERS
 from fp8kit.quantizers.problem import QuantizeProblem
 from numerics import assert_bits_equal

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit.formats import RowCodes
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops import operators
+from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import MOST_KEYS
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install

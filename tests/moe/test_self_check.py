@@ -35,8 +35,8 @@ def product(name: str = "FP8_DYNAMIC") -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_passes_for_every_scheme(kind: str) -> None:
-    assert self_check.difference(layer(kind), reference.experts, CPU) is None
-    assert self_check.difference(product(kind), reference.grouped, CPU) is None
+    assert self_check.difference(layer(kind), reference.BACKEND.experts, CPU) is None
+    assert self_check.difference(product(kind), reference.BACKEND.grouped, CPU) is None
 
 
 def test_the_kernels_pass() -> None:
@@ -45,12 +45,12 @@ def test_the_kernels_pass() -> None:
 
 def test_a_wrong_or_failing_kernel_is_found() -> None:
     def scaled(operands: Any, problem: Any) -> torch.Tensor:
-        y = reference.experts(operands, problem)
+        y = reference.BACKEND.experts(operands, problem)
         y[3] *= 1.1  # one token
         return y
 
     def poisoned(operands: Any, problem: Any) -> torch.Tensor:
-        return torch.full_like(reference.experts(operands, problem), torch.nan)
+        return torch.full_like(reference.BACKEND.experts(operands, problem), torch.nan)
 
     def failing(operands: Any, problem: Any) -> torch.Tensor:
         raise RuntimeError("out of resource: shared memory\nand more")

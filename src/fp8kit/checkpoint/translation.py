@@ -2,70 +2,37 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.checkpoint.dialects import FBGEMM, Dialect, Spec, dialect_named, scheme_of
+from fp8kit.checkpoint.dialects import FBGEMM, Spec, dialect_named
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
-from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, joined_scheme, rows_of
+from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, rows_of
 from fp8kit.checkpoint.schema.decoding import check_codes
-from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.checkpoint.schema.naming import dense_stacks, engine_name, experts_of, named
+from fp8kit.checkpoint.schema.naming import dense_stacks, named
 from fp8kit.checkpoint.schema.targets import (
     check_cache,
-    check_layers,
     dialect_for,
     is_embedding,
-    misfit,
     output_heads,
 )
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
-from fp8kit.conversion.model_families import JOINED
+from fp8kit.checkpoint.translated import Matrix, Translation, check_target, matrices_of
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
 from fp8kit.modules.mx_forms import LARGEST_CHANGE
 from fp8kit.quantizers.rebase import rebase
 
-_EQUAL = 1e-5
 UNFIT = ("refuse", "dequantize")
-# the halves of a stack that holds two projections, in the order of their rows
-_HALVES = {name: JOINED[name][0] for name in ("gate_up_proj", "w13")}
 _ALL_EXPERTS = r"re:.*\bexperts\.\d+\..*"
-_EXPERT = re.compile(r".*experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])")
-
-
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """One matrix of the result: a layer of the source, or a slice of a stack of experts."""
-
-    name: str
-    scheme: Scheme
-    layer: Layer
-    first: int
-    last: int
-    expert: int = -1
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.last - self.first, self.layer.shape[-1]
-
-
-@dataclass(slots=True)
-class _Translation:
-    checkpoint: Checkpoint
-    dialect: Dialect
-    matrices: list[_Matrix]
-    unfit: list[_Matrix] = field(default_factory=list)
-    apart: set[_Matrix] = field(default_factory=set)  # experts with a scheme of their own
 
 
 def convert_checkpoint(
@@ -127,11 +94,11 @@ def convert_checkpoint(
     if target is not None:
         checkpoint = checkpoint.for_engines()
     written = dialect_named(dialect) if dialect else dialect_for(target or "vllm", wanted)
-    every = (replace(m, scheme=wanted) if m.scheme == held else m for m in _matrices(checkpoint))
-    job = _Translation(checkpoint, written, list(every))
+    every = (replace(m, scheme=wanted) if m.scheme == held else m for m in matrices_of(checkpoint))
+    job = Translation(checkpoint, written, list(every))
     dense = _dense(checkpoint)
     if target is not None:
-        _check_target(job, target, dense, unfit)
+        check_target(job, target, dense, unfit)
     spec = _spec(job, dense)
     quantization = written.render(spec)
     layout = _layout(job)
@@ -173,106 +140,6 @@ def _rebased_scheme(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
     return scheme
 
 
-def _matrices(checkpoint: Checkpoint) -> Iterator[_Matrix]:
-    """List what is written, experts one by one."""
-    for layer in checkpoint.layers.values():
-        if len(layer.shape) == 2:
-            yield _Matrix(layer.name, layer.scheme, layer, 0, layer.shape[0])
-            continue
-        if str(checkpoint.config.get("model_type")) == "gpt_oss":
-            raise CheckpointError(
-                teach(
-                    f"{layer.name} interleaves the rows of two projections (GPT-OSS).",
-                    "No engine loads such experts in FP8 by a dialect that is written here.",
-                    "Keep this checkpoint as it is, or start from the original one.",
-                )
-            )
-        parent, _, last = layer.name.rpartition(".")
-        parts = _HALVES.get(last, (last,))
-        rows = layer.shape[1] // len(parts)
-        for expert in range(layer.shape[0]):
-            for i, part in enumerate(parts):
-                name = engine_name(
-                    named(parent, f"{expert}.{part}"), str(checkpoint.config.get("model_type"))
-                )
-                yield _Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
-
-
-def _check_target(job: _Translation, target: str, dense: list[str], unfit: str) -> None:
-    assert job.checkpoint.dialect is not None
-    if job.checkpoint.dialect.name == "mistral":
-        raise CheckpointError(
-            teach(
-                f"{job.checkpoint.path} has Mistral's own names of layers.",
-                f"{target} expects those of Transformers in a checkpoint with config.json.",
-                "Use the repository's model.safetensors files, or name a dialect instead.",
-            )
-        )
-    experts = any(m.expert >= 0 or ".experts." in m.name for m in job.matrices)
-    if experts and target != "transformers" and not job.dialect.name.startswith("autofp8"):
-        # engines have no experts of one scale with dynamic activations, but the same by rows
-        for i, m in enumerate(job.matrices):
-            if m.scheme == SCHEMES["FP8_TENSOR"]:
-                job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
-    if unfit == "dequantize":
-        every, job.matrices = job.matrices, []
-        for m in every:
-            fits = not misfit(target, m.scheme, m.name, m.shape)
-            (job.matrices if fits else job.unfit).append(m)
-        dense += [m.name for m in job.unfit]
-    for scheme in {m.scheme for m in job.matrices}:
-        shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme}
-        check_layers(target, scheme, shapes, dense, dialect=job.dialect)
-    if job.dialect.name == "compressed-tensors":
-        if target == "vllm":
-            _check_input_scales(job)
-        if target == "transformers":
-            _drop_input_scales(job)
-    odd = [m.name for m in job.matrices if experts_of(m.name) and not _EXPERT.fullmatch(m.name)]
-    if odd:
-        warnings.warn(
-            f"{odd[0]} and {len(odd) - 1} more layers of experts have names that no engine is "
-            f"known to load; they are written as they are.",
-            stacklevel=3,
-        )
-
-
-def _drop_input_scales(job: _Translation) -> None:
-    """Leave out the input scales of experts, which Transformers runs in high precision."""
-    experts = [m for m in job.matrices if experts_of(m.name) and m.scheme.static]
-    if not experts:
-        return
-    left = [m for m in job.matrices if m not in set(experts)]
-    job.apart = {replace(m, scheme=scheme_of(m.scheme.weight, None)) for m in experts}
-    job.matrices = sorted((*left, *job.apart), key=lambda m: m.name)
-    warnings.warn(
-        f"The input scales of {len(experts)} experts, e.g. {experts[0].name}, are left out: "
-        "Transformers merges experts, and does not quantize what goes into them.",
-        stacklevel=4,
-    )
-
-
-def _check_input_scales(job: _Translation) -> None:
-    """Refuse experts whose gate and up projection differ in their input scale, as vLLM does."""
-    halves = {name: first for first, second in _HALVES.values() for name in (first, second)}
-    scales: dict[str, tuple[str, float]] = {}
-    for m in job.matrices:
-        parent, _, last = m.name.rpartition(".")
-        if m.layer.input_scale is None or last not in halves or ".experts." not in m.name:
-            continue
-        held = job.checkpoint.read(m.layer.input_scale).flatten()
-        scale = held[m.expert if len(held) > 1 else 0].item()
-        other, theirs = scales.setdefault(f"{parent}.{halves[last]}", (m.name, scale))
-        if abs(scale - theirs) > _EQUAL:
-            raise CheckpointError(
-                teach(
-                    f"{other} has the input scale {theirs:.6g}, and {m.name} {scale:.6g}.",
-                    "vllm merges them and needs one scale in compressed-tensors.",
-                    "Write dialect autofp8, which takes the larger one.",
-                )
-            )
-
-
 def _dense(checkpoint: Checkpoint) -> list[str]:
     """Name the matrices in high precision that engines would take for quantized linear layers."""
     found, dense = [], {}
@@ -286,7 +153,7 @@ def _dense(checkpoint: Checkpoint) -> list[str]:
     return found + sorted(dense_stacks(dense, checkpoint.layers))
 
 
-def _spec(job: _Translation, dense: list[str]) -> Spec:
+def _spec(job: Translation, dense: list[str]) -> Spec:
     assert job.checkpoint.spec is not None
     if not job.matrices:
         raise CheckpointError(
@@ -316,7 +183,7 @@ def _spec(job: _Translation, dense: list[str]) -> Spec:
     return Spec(main, tuple(sorted(set(dense))), (), others, cache, bound)
 
 
-def _layout(job: _Translation) -> Layout:
+def _layout(job: Translation) -> Layout:
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, tensor in _announced(job):
         if name in layout:
@@ -331,7 +198,7 @@ def _layout(job: _Translation) -> Layout:
     return layout
 
 
-def _announced(job: _Translation) -> Iterator[tuple[str, Tensor]]:
+def _announced(job: Translation) -> Iterator[tuple[str, Tensor]]:
     """Return all tensors of the result without data."""
     checkpoint = job.checkpoint
     with torch.device("meta"):
@@ -352,7 +219,7 @@ def _announced(job: _Translation) -> Iterator[tuple[str, Tensor]]:
             yield named(m.name, "weight"), torch.empty(m.shape, dtype=checkpoint.dtype)
 
 
-def _stream(job: _Translation) -> Iterator[tuple[str, Tensor]]:
+def _stream(job: Translation) -> Iterator[tuple[str, Tensor]]:
     """Return all tensors of the result, layer by layer; a stack is read once."""
     checkpoint = job.checkpoint
     for name in _plain(checkpoint):
@@ -360,7 +227,7 @@ def _stream(job: _Translation) -> Iterator[tuple[str, Tensor]]:
     for name in checkpoint.kv_scales:
         yield _cache_scale(job, name, checkpoint.read(name))
     unfit = {m.name for m in job.unfit}
-    by_layer: dict[str, list[_Matrix]] = {}
+    by_layer: dict[str, list[Matrix]] = {}
     for m in (*job.matrices, *job.unfit):
         by_layer.setdefault(m.layer.name, []).append(m)
     for matrices in by_layer.values():
@@ -380,7 +247,7 @@ def _stream(job: _Translation) -> Iterator[tuple[str, Tensor]]:
                 yield _renamed(job, m, "input_scale", one)
 
 
-def _part(m: _Matrix, codes: Tensor, scale: Tensor) -> QTensor:
+def _part(m: Matrix, codes: Tensor, scale: Tensor) -> QTensor:
     """Cut one matrix out of a layer, with scales as fine as its scheme has them."""
     stacked = m.expert >= 0
     whole = QTensor(
@@ -403,7 +270,7 @@ def _part(m: _Matrix, codes: Tensor, scale: Tensor) -> QTensor:
     return q
 
 
-def _renamed(job: _Translation, m: _Matrix, kind: str, tensor: Tensor) -> tuple[str, Tensor]:
+def _renamed(job: Translation, m: Matrix, kind: str, tensor: Tensor) -> tuple[str, Tensor]:
     return on_disk(named(m.name, kind), tensor, job.dialect, m.scheme)
 
 
@@ -417,5 +284,5 @@ def _cache_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
     return shape if len(shape) == 3 else (1,)
 
 
-def _cache_scale(job: _Translation, name: str, scale: Tensor) -> tuple[str, Tensor]:
+def _cache_scale(job: Translation, name: str, scale: Tensor) -> tuple[str, Tensor]:
     return name, scale.reshape(job.dialect.tensor_scale) if scale.dim() == 1 else scale

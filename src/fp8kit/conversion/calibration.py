@@ -34,16 +34,38 @@ def observe_amax(
     """
     amax: dict[str, Tensor] = {}
 
+    def see(name: str, x: Tensor) -> None:
+        if x.numel():
+            seen = x.detach().abs().amax().float()
+            amax[name] = torch.maximum(amax.get(name, seen), seen)
+
+    names = list(names)
+    watch_inputs(model, names, run, see)
+    _check_seen(names, {n: a.item() for n, a in amax.items()})
+    return amax
+
+
+def watch_inputs(
+    model: nn.Module,
+    names: Iterable[str],
+    run: Callable[[nn.Module], object],
+    see: Callable[[str, Tensor], None],
+) -> None:
+    """Run a model without gradients, and look at what its layers get.
+
+    Args:
+        model: the model.
+        names: of the layers.
+        run: runs the model on representative data.
+        see: gets the name of a layer and its input at each call.
+    """
+
     def watch(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            x = args[0] if args else kwargs["input"]
-            if x.numel():
-                seen = x.detach().abs().amax().float()
-                amax[name] = torch.maximum(amax.get(name, seen), seen)
+            see(name, args[0] if args else kwargs["input"])
 
         return hook
 
-    names = list(names)
     handles = [
         model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names
     ]
@@ -53,8 +75,6 @@ def observe_amax(
     finally:
         for handle in handles:
             handle.remove()
-    _check_seen(names, {n: a.item() for n, a in amax.items()})
-    return amax
 
 
 def _check_seen(names: list[str], amax: dict[str, float]) -> None:

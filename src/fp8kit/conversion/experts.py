@@ -9,27 +9,21 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8kit.conversion.eligibility import Eligibility
-from fp8kit.conversion.patterns import exclusion, roles_by_name, some_of
-from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.errors import teach
-from fp8kit.formats import Scheme
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
-from fp8kit.modules.stacked_experts import held_tensors
 from fp8kit.moe.activation import KINDS, Activation
 
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 _EXPERTS, _HIDDEN, _INNER = 3, 24, 20  # of the twin
 _TOKENS, _TOP_K = 24, 2
 _CLOSE = 1e-4  # of the largest result; two formulas differ by far more
-_STATIC = "static input scales of experts come from a checkpoint, not from calibration"
 _REGISTERED: dict[type[nn.Module], Callable[[Any], ExpertStacks]] = {}
 
 Gate = Callable[[Tensor], Tensor]
@@ -111,62 +105,6 @@ def names_to_match(names: Sequence[str], module: nn.Module, stacks: ExpertStacks
     parts = ("gate_proj", "up_proj") if is_gated(module, stacks) else ("up_proj",)
     endings = [*stacks.names, *(f"0.{part}" for part in (*parts, "down_proj"))]
     return [*names, *(f"{name}.{ending}" for name in names for ending in endings)]
-
-
-def decide_experts(
-    module: nn.Module,
-    names: Sequence[str],
-    stacks: ExpertStacks,
-    obstacles: Eligibility,
-    scheme: Scheme,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-) -> Record:
-    """Decide about a module of experts as ``plan`` does about a linear layer.
-
-    Args:
-        module: dense or FP8.
-        names: its qualified names.
-        stacks: how it holds its experts.
-        obstacles: of the model.
-        scheme: what it would become.
-        include: as in ``plan``.
-        exclude: as in ``plan``.
-    """
-    size = sum(p.nbytes for p in module.parameters(recurse=False))
-    shape = tuple(module.get_parameter(stacks.up).shape)
-    record = Record(names[0], type(module).__name__, shape, "skip", "", size, size)
-    record.aliases, record.experts = tuple(names[1:]), shape[0]
-    matched = names_to_match(names, module, stacks)
-    roles = roles_by_name(names)
-    role = next((roles[n] for n in names if n in roles), "")
-    if not isinstance(module, ExpertTensors):
-        record.reason = exclusion(matched, include, exclude, role)
-    if not record.reason:
-        record.reason = obstacles.of_experts(names, stacks)
-        if not record.reason and scheme.static:
-            record.reason = _STATIC
-        record.warning = bool(record.reason) and record.reason != ALREADY
-    if not record.reason:
-        record.action = "convert"
-        held = held_tensors(module, stacks, scheme)
-        record.bytes_after = sum(t.nbytes for t in held.values())
-    return record
-
-
-def own_gates(stacks: Mapping[str, ExpertStacks]) -> list[str]:
-    """Say which modules of experts compute with their own gate, between two products.
-
-    Args:
-        stacks: of the modules that become FP8, by name.
-    """
-    names = [name for name, held in stacks.items() if held.activation is None]
-    if not names:
-        return []
-    return [
-        f"The gate of {some_of(names)} is none that is known: its own code runs between two "
-        "products, expert by expert, and nothing is fused with them."
-    ]
 
 
 def is_gated(module: nn.Module, stacks: ExpertStacks) -> bool:

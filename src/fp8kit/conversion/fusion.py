@@ -19,9 +19,10 @@ from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules.decoder_layer import install_residual_forwards
 from fp8kit.modules.fused_producers import Consumers, Fused, Producer
+from fp8kit.modules.joining import can_share
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import takes_codes
-from fp8kit.modules.shared_input import SharedInput, can_share
+from fp8kit.modules.shared_input import SharedInput
 
 _LEVELS = ("none", "inputs", "all")
 

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fp8kit.conversion import calibration, fusion, profitability, siblings
-from fp8kit.conversion.eligibility import Eligibility, bypassed
-from fp8kit.conversion.experts import decide_experts, names_to_match, own_gates, recognize
+from fp8kit.conversion import fusion, notes, profitability, replacement, siblings
+from fp8kit.conversion.decisions import Candidates, Rules
+from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.fusion_rules import Link
-from fp8kit.conversion.linear_records import decide_linear
-from fp8kit.conversion.patterns import check_patterns, chosen, some_of
+from fp8kit.conversion.patterns import check_patterns, chosen
 from fp8kit.conversion.report import Report
-from fp8kit.conversion.roles import layer_roles
-from fp8kit.dispatch.backends import choose
 from fp8kit.dispatch.device import capability
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme
-from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
 from fp8kit.modules import mx_forms
-from fp8kit.modules.dense import is_conv1d, is_linear
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
-from fp8kit.modules.hooks import carry_hooks
-from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.shared_input import can_share
-from fp8kit.modules.stacked_experts import convert_experts
+from fp8kit.modules.joining import can_share
 from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
 
 if TYPE_CHECKING:
     from fp8kit.conversion.patterns import Choice
 
+
 STORAGES = ("discard", "cpu_offload", "keep")
-_FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 
 
 @dataclass(slots=True)
@@ -92,66 +81,10 @@ class Plan:
         return report
 
     def _carry_out(self, weight_storage: str) -> Report:
-        if weight_storage not in STORAGES:
-            raise ValueError(
-                teach(
-                    f"Got weight_storage={weight_storage!r}.",
-                    f"It is one of {', '.join(STORAGES)}.",
-                    "Pass one of these; 'discard' frees the dense weights.",
-                )
-            )
-        names = [r.name for r in self.report.linears]
-        modules = {n: self.model.get_submodule(n) for n in names}
-        experts = {r.name: self.model.get_submodule(r.name) for r in self.report.stacks}
-        stacks = {n: recognize(m) for n, m in experts.items()}
-        changed = [n for n, m in modules.items() if isinstance(m, Fp8Linear) or not is_linear(m)]
-        changed += [n for n, m in experts.items() if isinstance(m, ExpertTensors) or not stacks[n]]
-        if changed:
-            raise ConversionError(
-                teach(
-                    f"Layers that changed since the plan was made: {some_of(changed)}.",
-                    "A plan is applied once, to the model it was made for.",
-                    "Make a new plan: fp8kit.plan(model).",
-                )
-            )
-        on_meta = [n for n in names if profitability.linear_at(self.model, n).weight.is_meta]
-        on_meta += [n for n, m in experts.items() if any(p.is_meta for p in m.parameters())]
-        if on_meta:
-            raise ConversionError(
-                teach(
-                    f"The weights of {some_of(on_meta)} are on the meta device.",
-                    "Quantization needs their values.",
-                    "Load the weights first, or use fp8kit.load(dir, scheme=...).",
-                )
-            )
-        scales: dict[str, Tensor] = {}
-        if self.scheme.static:
-            if self.calibrate is None:
-                raise ConversionError(
-                    teach(
-                        f"Scheme {self.scheme} got no calibration data.",
-                        "Its activations use one static scale per layer.",
-                        "Pass calibrate=lambda model: model(batch), or use FP8_DYNAMIC.",
-                    )
-                )
-            seen = calibration.observe_amax(self.model, names, self.calibrate)
-            scales = {n: calibration.input_scale(a, self.scheme.dtype) for n, a in seen.items()}
-        for name, found in stacks.items():
-            assert isinstance(found, ExpertStacks)
-            convert_experts(experts[name], found, self.scheme, weight_storage)
-        for record in self.report.linears:
-            dense = profitability.linear_at(self.model, record.name)
-            layer = _converted(dense, self.scheme, scales.get(record.name), weight_storage)
-            layer.transposed = is_conv1d(modules[record.name])
-            carry_hooks(modules[record.name], layer)
-            layer.qualified_name = record.name
-            for name in (record.name, *record.aliases):
-                self.model.set_submodule(name, layer)
-        made = {n: self.model.get_submodule(n) for n in names}
-        layers = {n: m for n, m in made.items() if isinstance(m, Fp8Linear)}
-        mx_forms.settle(layers)
-        for record in self.report.linears:
-            record.reason = layers[record.name].form_note
+        _check_storage(weight_storage)
+        replacement.replace_layers(
+            self.model, self.scheme, self.report, self.calibrate, weight_storage
+        )
         siblings.share_inputs(self.model, self.report.groups)
         if fusion.level(self.fuse) > 1:
             self.report.fused = fusion.fuse_producers(self.model, self.links)
@@ -223,32 +156,15 @@ def plan(
     """
     scheme, rows = Scheme.of(scheme), None if m is None else check_row_counts(m)
     _check_arguments(model, calibrate)
-    scheme = native_scheme(scheme, next(model.parameters(), torch.empty(0)).device)
-    level = fusion.level(fuse)
-    names: dict[nn.Module, list[str]] = defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        names[module].append(name)
-    linears = {n: module for module, found in names.items() if is_linear(module) for n in found}
-    stacks = {m: s for m in names if not is_linear(m) and (s := recognize(m)) is not None}
-    held = {m: s for m, s in stacks.items() if isinstance(s, ExpertStacks)}
-    linears |= {n: m for m, s in held.items() for n in names_to_match(names[m], m, s)}
-    include = _patterns("include", include, linears)
-    exclude = _patterns("exclude", exclude, linears)
-    report = Report(str(scheme), model_bytes_before=_model_bytes(model))
-    asked, scheme = scheme, _form(model, scheme, report)
-    obstacles, roles = Eligibility(model), layer_roles(model)
-    for module, found in names.items():
-        if is_linear(module):
-            role = next((roles[n] for n in found if n in roles), "")
-            report.records.append(
-                decide_linear(module, found, role, obstacles, scheme, include, exclude)
-            )
-        elif module in held:
-            report.records.append(
-                decide_experts(module, found, held[module], obstacles, scheme, include, exclude)
-            )
-        else:
-            report.records.extend(bypassed(module, found[0], str(stacks.get(module, ""))))
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    asked = native_scheme(scheme, device)
+    scheme = mx_forms.form_on(asked, capability(device))
+    level, candidates = fusion.level(fuse), Candidates.of(model)
+    named = candidates.named()
+    include, exclude = _patterns("include", include, named), _patterns("exclude", exclude, named)
+    report = Report(str(asked), model_bytes_before=_model_bytes(model))
+    report.notes += [notes.rebased(device, asked)] if scheme != asked else []
+    report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
     links = [] if isinstance(fuse, str) else fusion.user_links(model, fuse, calibrate)
     if level and can_share(scheme):
         names_to_group = [r.name for r in report.linears]
@@ -256,15 +172,12 @@ def plan(
     profitability.leave_slower(model, scheme, report, rows, include or ())
     for others in siblings.ungrouped(model) if level else ():  # converted or loaded earlier
         report.groups += siblings.find_groups(model, others, calibrate, links)
-    _add_notes(report, model, scheme, rows or _FEW_AND_MANY)
-    report.notes += own_gates({r.name: held[model.get_submodule(r.name)] for r in report.stacks})
-    converted = [r.name for r in report.linears]
-    report.notes += fusion.idle_links(model, links, scheme, converted)
-    if links and calibrate is None:
-        report.notes.append(
-            "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
-            "that one forgets meets NaN on a GPU."
-        )
+    report.notes += notes.decoded_weights(report, model, scheme, rows)
+    report.notes += notes.own_gates(
+        {r.name: candidates.stacks[model.get_submodule(r.name)] for r in report.stacks}
+    )
+    report.notes += fusion.idle_links(model, links, scheme, [r.name for r in report.linears])
+    report.notes += [notes.UNTRIED_RULES] if links and calibrate is None else []
     report.notes += filter(None, [report.nothing()])
     if strict:
         report.refuse_blocked()
@@ -324,20 +237,11 @@ def convert(
         m=m,
     )
     if copy:
-        decided.model = _copied(model, decided.report, weight_storage)
+        decided.model = replacement.copied(model, decided.report, weight_storage)
     report = decided._carry_out(weight_storage)
     report.model = decided.model if copy else None  # it shall not keep alive what others drop
     _warn_of_nothing(report)
     return report
-
-
-def _copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
-    """Copy a model whose dense weights are about to be discarded, without copying these."""
-    memo: dict[int, object] = {}
-    if weight_storage == "discard":
-        weights = [model.get_submodule(r.name).get_parameter("weight") for r in report.converted]
-        memo = {id(w): w for w in weights}
-    return deepcopy(model, memo)
 
 
 def _patterns(
@@ -346,18 +250,6 @@ def _patterns(
     patterns = chosen(argument, given, linears.items())
     check_patterns(argument, () if patterns is None else patterns, list(linears))
     return patterns
-
-
-def _form(model: nn.Module, scheme: Scheme, report: Report) -> Scheme:
-    """Return the scheme that layers will compute with where the model is, and tell it."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    form = mx_forms.form_on(scheme, capability(device))
-    if form != scheme:
-        report.notes.append(
-            f"On {device.type} {scheme} weights are rebased, which keeps nearly all values: one "
-            "power of two for each row, and activations quantized per token."
-        )
-    return form
 
 
 def _warn_of_nothing(report: Report) -> None:
@@ -393,38 +285,17 @@ def _check_arguments(model: object, calibrate: object) -> None:
         )
 
 
-def _converted(
-    dense: nn.Linear, scheme: Scheme, input_scale: Tensor | None, weight_storage: str
-) -> Fp8Linear:
-    layer = Fp8Linear.from_linear(dense, scheme, input_scale)
-    layer.train(dense.training)
-    if weight_storage != "discard":
-        kept = dense.weight.detach()
-        layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
-    return layer
+def _check_storage(weight_storage: str) -> None:
+    if weight_storage not in STORAGES:
+        raise ValueError(
+            teach(
+                f"Got weight_storage={weight_storage!r}.",
+                f"It is one of {', '.join(STORAGES)}.",
+                "Pass one of these; 'discard' frees the dense weights.",
+            )
+        )
 
 
 def _model_bytes(model: nn.Module) -> int:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def _add_notes(report: Report, model: nn.Module, scheme: Scheme, rows: Sequence[int]) -> None:
-    slow: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for record in report.linears:
-        dense = profitability.linear_at(model, record.name)
-        if dense.weight.device.type == "meta":
-            continue
-        shape = (dense.out_features, dense.in_features)
-        kind = (scheme, dense.weight.dtype, dense.weight.device, dense.bias is not None)
-        decoded = tuple(
-            m for m in rows if choose(BACKENDS, linear_problem(shape, *kind, m)).backend in DECODING
-        )
-        if decoded:
-            slow[dense.weight.device.type, decoded].append(record.name)
-    for (device_type, decoded), names in slow.items():
-        at = "" if len(decoded) == len(rows) else f" at m={', '.join(map(str, decoded))}"
-        report.notes.append(
-            f"On {device_type}{at} FP8 saves memory, not time, for {some_of(names)}: "
-            "their weights are decoded for every matmul (fp8kit.explain says why)."
-        )

@@ -25,7 +25,7 @@ from fp8kit.dispatch.timings import table_for
 from fp8kit.formats import Scheme
 from fp8kit.matmul.problem import BACKENDS, TIMED_DTYPES, linear_problem
 from fp8kit.modules.dense import as_linear
-from fp8kit.modules.shared_input import MOST_JOINED_ROWS, can_share, would_join
+from fp8kit.modules.joining import MOST_JOINED_ROWS, can_share, would_join
 
 _NO_DEVICE = "a device yet to be chosen"  # of layers on meta
 # rows from which decoding a weight takes longer than reading it in 16 bits saves: all but one of

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
+from fp8kit.conversion.calibration import watch_inputs
 from fp8kit.conversion.fusion_rules import Link, family_links
 from fp8kit.conversion.model_families import CROSS_SIBLINGS, SIBLINGS
 from fp8kit.formats import Scheme
 from fp8kit.modules.dense import as_linear
+from fp8kit.modules.joining import can_share
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.shared_input import SharedInput, can_share
+from fp8kit.modules.shared_input import SharedInput
 
 # libraries whose attention and feed-forward code never changes an input between siblings
 _UNCHANGING = ("transformers.models.", "diffusers.models.")
@@ -125,26 +126,14 @@ def traced_groups(
     calls: list[list[str]] = []
     latest: list[Tensor] = []
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            x = args[0] if args else kwargs["input"]
-            if latest and x is latest[0]:
-                calls[-1].append(name)
-            else:
-                latest[:] = [x]
-                calls.append([name])
+    def see(name: str, x: Tensor) -> None:
+        if latest and x is latest[0]:
+            calls[-1].append(name)
+        else:
+            latest[:] = [x]
+            calls.append([name])
 
-        return hook
-
-    handles = [
-        model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names
-    ]
-    try:
-        with torch.no_grad():
-            run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
+    watch_inputs(model, names, run, see)
     seen: dict[str, set[tuple[str, ...]]] = {}
     for group in {tuple(c) for c in calls}:
         for name in group:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.checkpoint.loading import into_module
+from fp8kit.checkpoint.loading.expected import Layers
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 
-_Load = tuple[into_module.Layers, Placement]
+_Load = tuple[Layers, Placement]
 # loads of which more parts follow; a model that goes takes its own along
 _UNFINISHED: WeakKeyDictionary[nn.Module, _Load] = WeakKeyDictionary()
 
@@ -116,7 +117,7 @@ def _begun(
 ) -> _Load:
     floats = Counter(p.dtype for p in model.parameters() if p.dtype in FLOATS)
     high = floats.most_common(1)[0][0] if floats else torch.bfloat16
-    layers = into_module.Layers()
+    layers = Layers()
     if selection is not None:
         layers = into_module.layers_by_plan(model, selection, high)
     return layers, into_module.begin(model, layers, device=device, high=high, owned=False)

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from fp8kit.formats import RowCodes, Scheme
+from fp8kit.formats import Scheme
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula, activation_codes, takes_codes
 from fp8kit.modules.shared_input import SharedInput
+from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import ReplayCache
 
 FUSED_DEVICES = ("cuda",)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import teach
-from fp8kit.formats import QTensor, RowCodes
+from fp8kit.formats import QTensor
 from fp8kit.ops import validation
+from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import Options
 
 if TYPE_CHECKING:

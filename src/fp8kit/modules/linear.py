@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import FP8_FORMATS, QTensor, RowCodes, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import FP8_FORMATS, QTensor, Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight as quantize_weight
 from fp8kit.modules.entries import quantized_entries, stored_tensors
 from fp8kit.modules.guarded_weight import guarded, plain
+from fp8kit.modules.kept_weight import follow_original
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import (
     apply_without_casts,
@@ -26,6 +27,7 @@ from fp8kit.modules.parameters import (
     frozen,
 )
 from fp8kit.ops import operators, validation
+from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import Options, ReplayCache
 from fp8kit.runtime.weight_hazards import version
@@ -195,7 +197,7 @@ class Fp8Linear(nn.Linear):
             y: Tensor = self._special(input)
             return y
         if self.original_weight is not None:
-            self._follow_original()
+            follow_original(self)
         if self.shared is not None:
             return self.shared(self, input)
         if _is_compiling():  # and would guard on the number of recordings
@@ -225,7 +227,7 @@ class Fp8Linear(nn.Linear):
     def multiply(self, codes: RowCodes) -> Tensor:
         """Compute ``[..., N]`` from the codes of an input that is known to fit."""
         if self.original_weight is not None:
-            self._follow_original()
+            follow_original(self)
         inputs, options = operators.split(codes, self._options)
         constants = self.operands()[:3]
         if _is_compiling():
@@ -276,7 +278,7 @@ class Fp8Linear(nn.Linear):
 
     def quantized_weight(self) -> QTensor:
         """View weight and scales as a ``QTensor``, without copying."""
-        self._follow_original()
+        follow_original(self)
         return QTensor(self.codes.detach(), self.weight_scale.detach(), self.scheme.weight)
 
     def extra_repr(self) -> str:
@@ -296,23 +298,6 @@ class Fp8Linear(nn.Linear):
         """Keep the dense weight that the codes were made from; its changes are followed."""
         self.original_weight = original_weight
         self._quantized_from = (original_weight, version(original_weight))
-
-    def _follows(self) -> bool:
-        original, seen = self.original_weight, self._quantized_from
-        if original is None:
-            return True
-        return seen is not None and seen[0] is original and seen[1] == version(original)
-
-    def _follow_original(self) -> None:
-        """Quantize a dense weight that was kept, if it was changed or replaced since."""
-        if torch.compiler.is_compiling() or self._follows():
-            return
-        assert self.original_weight is not None
-        with torch.no_grad():
-            q = quantize_weight(self.original_weight.to(self.codes.device), self.scheme)
-            for name, tensor in stored_tensors(q, self.scheme).items():
-                getattr(self, "codes" if name == "weight" else name).copy_(tensor)
-        self.keep(self.original_weight)
 
     def _special(self, x: Proxy | QTensor) -> Any:
         """Multiply codes; stay one call of this module in a graph of ``torch.fx``."""
@@ -336,7 +321,7 @@ class Fp8Linear(nn.Linear):
             if type(weight) in (Tensor, nn.Parameter) and weight.dtype in FP8_FORMATS:
                 if torch.compiler.is_compiling():
                     return weight
-                self._follow_original()
+                follow_original(self)
                 return guarded(weight, self._described())
         elif name == "_distribute_module_applied":  # the first thing distribute_module asks for
             raise refusals.tensor_parallel(self._described())
@@ -360,14 +345,14 @@ class Fp8Linear(nn.Linear):
         raise refusals.scripting(self._described())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self._follow_original()
+        follow_original(self)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
         apply_without_casts(self, _FROZEN, fn, recurse)
         self.compute_dtype = cast_dtype(fn, self.compute_dtype, self.codes.device)
         if self.original_weight is not None and self.original_weight.device.type != "cpu":
-            self._follow_original()
+            follow_original(self)
             self.keep(fn(self.original_weight))
         return self
 

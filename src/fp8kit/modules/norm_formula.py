@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from fp8kit import fused
-from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, RowCodes, Scheme, min_scale
+from fp8kit.formats import GROUP128, ROW, GroupShape, QTensor, Scheme, min_scale
 from fp8kit.fused import arguments, operators
+from fp8kit.ops.operators import RowCodes
 from fp8kit.ops.validation import default_rounding
 from fp8kit.quantizers.scale_layout import product_layout
 from fp8kit.runtime.replay_cache import Options, ReplayCache

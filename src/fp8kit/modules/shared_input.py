@@ -19,21 +19,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils import dlpack
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fp8kit.formats import BLOCK, MX, ROW, RowCodes, Scheme
 from fp8kit.modules.hooks import arrives_with_its_call
+from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_move
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.ops import operators
+from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced
 from fp8kit.runtime.weight_hazards import invalidate, join, version
 
-_JOINABLE = (ROW, BLOCK, MX)
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
-MOST_JOINED_ROWS = 512
 # what torch does not declare for type checkers
 _autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
 _UntypedStorage: Any = torch.UntypedStorage
@@ -221,7 +219,7 @@ class SharedInput:
         weight = self.members[0].codes
         if is_traced() or weight.device.type not in _JOINED_DEVICES:
             return False
-        if not can_join(self.members) or not _may_move(self.members):
+        if not can_join(self.members) or not may_move(self.members):
             return False
         return not self._captured or all(
             self._found(name) is not None
@@ -336,67 +334,6 @@ def _is_compiled() -> bool:
     # what is_exporting() returns; torch 2.11 folds that call to True in every trace
     exporting = getattr(torch.compiler, "_is_exporting_flag", False)
     return torch.compiler.is_dynamo_compiling() and not exporting
-
-
-def can_share(scheme: Scheme) -> bool:
-    """Say whether layers of a scheme quantize an input alike: dynamically, each from the data."""
-    return scheme.activation is not None and not scheme.static
-
-
-def can_join(members: Sequence[Fp8Linear]) -> bool:
-    """Return whether the weights of FP8 layers can be multiplied as one matrix.
-
-    What ``would_join`` asks for, and operands of one kind and device. How a sum is cut depends on
-    the rows of the weight, and whether weights are joined on those of the input: where the bits of
-    a row may not, they are not joined.
-    """
-    first = members[0]
-    scheme = first.scheme
-    alike = all(
-        m.scheme == scheme
-        and m.input_scale is None
-        and m.in_features == first.in_features
-        and m.options() == first.options()
-        and m.scale_ub == first.scale_ub
-        and not m.batch_invariant
-        and _kind(m.codes) == _kind(first.codes)
-        and _kind(m.weight_scale) == _kind(first.weight_scale)
-        and _kind(m.bias) == _kind(first.bias)
-        for m in members
-    )
-    return alike and would_join(scheme, members)
-
-
-def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
-    """Return whether layers, once they are FP8, can be multiplied as one matrix.
-
-    Their scales must concatenate along the rows: per-row, MX, or 128x128 blocks where every weight
-    but the last ends on a block edge. All have a bias or none has one, and no input scale.
-
-    Args:
-        scheme: what they are, or will be.
-        layers: in the order of the matrix.
-    """
-    edges = all(layer.out_features % scheme.weight.rows == 0 for layer in layers[:-1])
-    biases = {layer.bias is None for layer in layers}
-    return scheme.weight in _JOINABLE and not scheme.static and edges and len(biases) == 1
-
-
-def _may_move(members: Sequence[Fp8Linear]) -> bool:
-    """Return whether what layers hold can be put elsewhere.
-
-    A distributed tensor lives in others, and other processes may look at shared memory.
-    """
-    held = [p for m in members for p in m._parameters.values() if p is not None]
-    return not any(
-        is_traceable_wrapper_subclass(p)
-        or (p.device.type == "cpu" and p.untyped_storage().is_shared())
-        for p in held
-    )
-
-
-def _kind(part: Tensor | None) -> tuple[torch.dtype, torch.device, bool] | None:
-    return None if part is None else (part.dtype, part.device, part.is_inference())
 
 
 def _with_own_storage(part: Tensor) -> Tensor:

@@ -9,30 +9,14 @@ from torch import Tensor
 
 from fp8kit.formats import GroupShape
 from fp8kit.matmul.problem import MatmulOperands
-from fp8kit.moe.loop import Products, layer, product
-from fp8kit.moe.problem import (
-    ExpertOperands,
-    ExpertsProblem,
-    GroupedOperands,
-    GroupedProblem,
-    MoeBackend,
-)
+from fp8kit.moe.loop import Products, looping
+from fp8kit.moe.problem import ExpertsProblem, GroupedProblem
 from fp8kit.ops import bodies
 
 
 def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
     """Decline where reading the counts on the host would wait for a device."""
     return None if problem.device_type == "cpu" else "reads the tokens' counts on the host"
-
-
-def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
-    """Compute a layer of experts."""
-    return layer(operands, problem, _multiply)
-
-
-def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
-    """Multiply rows that lie sorted by expert."""
-    return product(operands, problem, _multiply)
 
 
 def _multiply(
@@ -43,4 +27,4 @@ def _multiply(
     return bodies.scaled_mm(*operands, x_group, (groups[1].rows, groups[1].cols), *how)
 
 
-BACKEND = MoeBackend(supports=supports, experts=experts, grouped=grouped)
+BACKEND = looping(supports, _multiply)

@@ -18,6 +18,7 @@ from fp8kit.moe.problem import (
     ExpertWeights,
     GroupedOperands,
     GroupedProblem,
+    MoeBackend,
 )
 from fp8kit.ops import bodies
 
@@ -71,6 +72,25 @@ def quantized_intermediate(
         return h.to(problem.x_dtype), None
     rounding = "up" if problem.scale_rounding == "up" else "exact"
     return bodies.quantize_rows(h, group, problem.w_dtype, input_scale, None, rounding)
+
+
+def looping(
+    supports: Callable[[ExpertsProblem | GroupedProblem], str | None], multiply: Multiply
+) -> MoeBackend:
+    """Make a backend of a dense product.
+
+    Args:
+        supports: of the backend.
+        multiply: a product of one expert.
+    """
+
+    def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+        return layer(operands, problem, multiply)
+
+    def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
+        return product(operands, problem, multiply)
+
+    return MoeBackend(supports=supports, experts=experts, grouped=grouped)
 
 
 def layer(operands: ExpertOperands, problem: ExpertsProblem, multiply: Multiply) -> Tensor:

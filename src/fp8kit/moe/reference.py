@@ -18,29 +18,13 @@ from torch import Tensor
 from fp8kit.formats import GroupShape
 from fp8kit.matmul import reference as matmul
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
-from fp8kit.moe.loop import Products, layer, product
-from fp8kit.moe.problem import (
-    ExpertOperands,
-    ExpertsProblem,
-    GroupedOperands,
-    GroupedProblem,
-    MoeBackend,
-)
+from fp8kit.moe.loop import Products, looping
+from fp8kit.moe.problem import ExpertsProblem, GroupedProblem
 
 
 def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
     """Accept everything: this is the definition."""
     return None
-
-
-def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
-    """Compute a layer of experts."""
-    return layer(operands, problem, _multiply)
-
-
-def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
-    """Multiply rows that lie sorted by expert."""
-    return product(operands, problem, _multiply)
 
 
 def _multiply(
@@ -51,4 +35,4 @@ def _multiply(
     return matmul.run(operands, problem)
 
 
-BACKEND = MoeBackend(supports=supports, experts=experts, grouped=grouped)
+BACKEND = looping(supports, _multiply)

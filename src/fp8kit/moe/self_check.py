@@ -84,8 +84,11 @@ def difference(problem: Problem, run: Callable[..., Tensor], device: torch.devic
         What is wrong, or ``None``.
     """
     operands = _operands(problem, torch.Generator("cpu").manual_seed(0), device)
-    define = reference.grouped if isinstance(problem, GroupedProblem) else reference.experts
-    expected = define(operands, problem).double()  # type: ignore[arg-type]
+    define = reference.BACKEND
+    compute: Callable[..., Tensor] = define.experts
+    if isinstance(problem, GroupedProblem):
+        compute = define.grouped
+    expected = compute(operands, problem).double()
     try:
         found = run(operands, problem).double()
     except Exception as error:  # of a compiler, a driver, a kernel: all make it unfit

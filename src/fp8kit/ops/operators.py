@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fp8kit.errors import teach
-from fp8kit.formats import GroupShape, RowCodes, min_scale
+from fp8kit.formats import GroupShape, min_scale
 from fp8kit.ops import bodies, schemas, transforms  # noqa: F401  (schemas registers)
 from fp8kit.quantizers.scale_layout import product_layout
 from fp8kit.runtime.replay_cache import Operator, Options
@@ -92,6 +93,25 @@ DEQUANTIZE = Operator(bodies.dequantize, torch.ops.fp8kit.dequantize)
 SCALED_MM = Operator(bodies.scaled_mm, torch.ops.fp8kit.scaled_mm)
 LINEAR = Operator(bodies.linear, linear_registered)
 CODES = Operator(bodies.multiply_codes, codes_registered)
+
+
+@dataclass(frozen=True, slots=True)
+class RowCodes:
+    """An input quantized for several products.
+
+    Args:
+        data: codes ``[M, K]``.
+        scale: scales of ``data``, laid out as products load them.
+        group: elements per scale.
+        shape: shape of the input, ``[..., K]``.
+        dtype: dtype of the input (or autocast's), which results get.
+    """
+
+    data: Tensor
+    scale: Tensor
+    group: GroupShape
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def split(codes: RowCodes, options: Options) -> tuple[tuple[Tensor, Tensor], Options]:

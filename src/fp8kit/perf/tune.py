@@ -23,7 +23,7 @@ from fp8kit.dispatch.timings import DENSE, REJECTED, Table, fingerprint, table_f
 from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.matmul.problem import m_bucket
-from fp8kit.modules.shared_input import MOST_JOINED_ROWS
+from fp8kit.modules.joining import MOST_JOINED_ROWS
 from fp8kit.perf.operands import (
     MODEL_SHAPES,
     Operands,

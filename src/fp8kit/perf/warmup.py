@@ -15,8 +15,9 @@ from fp8kit.errors import teach
 from fp8kit.matmul.problem import BACKENDS, MatmulBackend
 from fp8kit.modules.diffusers_producers import FusedAdaptiveNorm, FusedFeedForward
 from fp8kit.modules.fused_producers import FusedActivation, FusedGatedMlp, FusedNorm, Producer
+from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.shared_input import MOST_JOINED_ROWS, SharedInput, can_join
+from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.validation import check_row_counts
 from fp8kit.perf import tune as tuning
 from fp8kit.perf.timing import Timer, time_cases

@@ -7,15 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fp8kit.checkpoint.cache_scales import has_home, keep_cache_scales
-from fp8kit.checkpoint.loading.expert_layers import Experts, as_stored, experts_in_checkpoint
+from fp8kit.checkpoint.cache_scales import keep_cache_scales
+from fp8kit.checkpoint.loading.expected import (
+    Layers,
+    check_fit,
+    expected_state,
+    shapes_of,
+    ties,
+)
+from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.checkpoint.schema.merged_names import Shapes, find, fit
+from fp8kit.checkpoint.schema.merged_names import Shapes, find
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion import fusion
@@ -26,7 +33,7 @@ from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import computes_linear
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.expert_tensors import ExpertStacks
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 
@@ -81,17 +88,6 @@ class Filled:
         return found + self.told
 
 
-@dataclass(slots=True)
-class Layers:
-    """New FP8 layers by every name they will have, and the layers that share an input."""
-
-    made: dict[str, Fp8Linear] = field(default_factory=dict)
-    experts: dict[str, Experts] = field(default_factory=dict)
-    groups: list[tuple[str, ...]] = field(default_factory=list)
-    ties: list[list[str]] = field(default_factory=list)
-    form: Scheme | None = None  # of MXFP8 layers; by default the fastest on their device
-
-
 def fill(
     model: nn.Module,
     checkpoint: Checkpoint,
@@ -130,7 +126,7 @@ def fill(
     else:
         layers = layers_by_plan(model, selection, high)
     layers.form = form
-    unused = _check(model, checkpoint, layers, strict)
+    unused = check_fit(model, checkpoint, layers, strict)
     arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
     for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
         arrivals.put(name, checkpoint.read(name))
@@ -179,9 +175,9 @@ def begin(
         high: as in ``Placement``.
         owned: as in ``Placement``.
     """
-    wanted = _state(model, layers)
-    layers.ties = _ties(wanted)
-    shapes = _shapes(wanted)
+    wanted = expected_state(model, layers)
+    layers.ties = ties(wanted)
+    shapes = shapes_of(wanted)
     for name, layer in layers.made.items():
         model.set_submodule(name, layer)
     for name, experts in layers.experts.items():
@@ -226,7 +222,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
     found = Layers()
     names = _names_of_linears(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    shapes = _shapes(_state(model, found))
+    shapes = shapes_of(expected_state(model, found))
     found.experts = experts_in_checkpoint(model, checkpoint, shapes)
     for name, source in checkpoint.layers.items():
         route = find(name, "weight", shapes)
@@ -321,96 +317,6 @@ def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
     layer.train(dense.training)
     carry_hooks(dense, layer)
     return layer
-
-
-def _state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
-    """Return the tensors that the model will hold once its layers are swapped."""
-    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    kept = {n: t for n, t in state.items() if n.rpartition(".")[0] not in layers.made}
-    for name, layer in layers.made.items():
-        for kind, tensor in layer.state_dict(keep_vars=True).items():
-            kept[named(name, kind)] = tensor
-    for name, experts in layers.experts.items():
-        held = experts.tensors(model.get_submodule(name))
-        kept |= {named(name, kind): tensor for kind, tensor in held.items()}
-    return kept
-
-
-def _shapes(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-def _check(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: bool) -> list[str]:
-    """Compare names and shapes before anything changes; list tensors the model has no use for."""
-    wanted = _state(model, layers)
-    tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
-    coded = {layer.weight: layer.shape for layer in checkpoint.layers.values()}
-    tensors = {**as_stored(model, layers.experts, tensors), **coded}
-    scales = {
-        scale: layer.weight
-        for layer in checkpoint.layers.values()
-        for scale in (layer.scale, layer.input_scale)
-        if scale is not None
-    }
-    found = fit(tensors, _shapes(wanted), scales)
-    problems = list(found.problems)
-    tied = {name: group for group in _ties(wanted) for name in group}
-    here = found.covered | _made_here(model, layers, found.covered)
-    problems += [f"{n}: not on disk" for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
-    if strict:
-        unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
-        problems += [f"{name}: not in the model" for name in unknown]
-    lost = [n for n, b in model.named_buffers() if b.is_meta and n not in wanted]
-    problems += [f"{n}: a buffer on meta that checkpoints do not hold" for n in lost]
-    if problems:
-        listed = "\n  ".join(problems[:20])
-        raise CheckpointError(
-            teach(
-                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
-                f"All tensors must match; {len(problems)} do not.",
-                _remedy(bool(lost), len(problems) > len(lost)),
-            )
-        )
-    return sorted(found.unused)
-
-
-def _remedy(lost: bool, others: bool) -> str:
-    """Give what to do about buffers that only building a model gives values, and about the rest."""
-    said = ["Pass the model that the checkpoint was made from."] if others else []
-    if lost:
-        said.append(
-            "Buffers that are not saved get their values when a model is built: build it within "
-            "accelerate.init_empty_weights(include_buffers=False) instead of torch.device('meta') "
-            "(then model.tie_weights(), if it ties any), or set these buffers before loading. For a"
-            " Transformers directory leave the model out: fp8kit.load builds it."
-        )
-    return " ".join(said)
-
-
-def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
-    """Name the tensors that need not be on disk: scales of weights that are quantized here."""
-    fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
-    names = set()
-    stacks = {n: m.stacks for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
-    stacks |= {n: experts.stacks for n, experts in layers.experts.items()}
-    for name, held in stacks.items():
-        for stack in held.names:
-            if named(name, stack) in covered:
-                names |= {named(name, f"{stack}_scale"), named(name, f"{stack}_input_scale")}
-    for name, layer in fp8.items():
-        if named(name, "weight") in covered:
-            names |= {named(name, kind) for kind in ("weight_scale", "weight_exponents")}
-            if layer.input_scale is not None and not layer.input_scale.is_meta:
-                names.add(named(name, "input_scale"))
-    return names
-
-
-def _ties(state: dict[str, Tensor]) -> list[list[str]]:
-    """Group the names that share one tensor, which a checkpoint may hold under any one of them."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in state.items():
-        names[id(tensor)].append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 def _tie(model: nn.Module, names: Sequence[str], loaded: set[str]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -20,6 +19,7 @@ from fp8kit.checkpoint.loading.merged_weights import (
     join,
     rows_of,
 )
+from fp8kit.checkpoint.loading.partial_tensors import Partials
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import SCALES, Route, Shapes, find
 from fp8kit.checkpoint.schema.naming import named
@@ -32,25 +32,6 @@ from fp8kit.quantizers.rebase import restore
 
 _SHOWN = 20
 _EXPONENTS = "weight_exponents"
-
-
-@dataclass(slots=True)
-class _Partial:
-    """A tensor of the model of which some parts have arrived."""
-
-    route: Route
-    experts: int
-    total: int  # rows, of one expert
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # by (expert, index)
-    dense: Tensor | None = None
-    codes: dict[int, Fp8Weight] = field(default_factory=dict)
-
-    def absent(self) -> Iterator[str]:
-        """Name the parts that have not arrived."""
-        for expert in range(self.experts):
-            for index, source in enumerate(self.route.names(expert)):
-                if (expert, index) not in self.rows:
-                    yield source
 
 
 class Placement:
@@ -72,7 +53,7 @@ class Placement:
             copied, because the caller may use its memory again, and the model's dtypes stay.
 
     Example:
-        >>> arrivals = Arrivals(model, shapes)
+        >>> arrivals = Placement(model, shapes)
         >>> arrivals.put("up.weight", weight)
         >>> arrivals.finish()
     """
@@ -104,7 +85,7 @@ class Placement:
         self._roles = self._stacks.roles() | self._roles
         self._arrived: set[str] = set()
         self._waiting: dict[str, dict[str, Tensor]] = {}
-        self._partial: dict[str, _Partial] = {}
+        self._partial = Partials(shapes)
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Take one tensor.
@@ -157,8 +138,8 @@ class Placement:
             f"{named(layer, next(iter(source)))} waits for {self._missing(layer, source)}"
             for layer, source in self._waiting.items()
         ]
-        waiting += [f"{n} waits for {next(p.absent())}" for n, p in self._partial.items()]
-        waiting += [f"{name} waits for {part}" for name, part in self._stacks.absent()]
+        absent = (*self._partial.absent(), *self._stacks.absent())
+        waiting += [f"{name} waits for {part}" for name, part in absent]
         if waiting:
             listed = "\n  ".join(waiting[:_SHOWN])
             raise CheckpointError(
@@ -289,7 +270,7 @@ class Placement:
             check_shape(name, value.shape, shape)
             self._store(owner, route.target, value)
             return
-        partial = self._begin(route, name, value.shape, shape)
+        partial = self._partial.begin(route, name, value.shape, shape)
         if isinstance(value, Fp8Weight):
             q = QTensor(self._kept(value.q.data), self._kept(value.q.scale), value.q.group)
             partial.codes[route.index] = Fp8Weight(q, value.input_scale)
@@ -300,7 +281,7 @@ class Placement:
                 )
             first = route.first_row(value.shape[0], shape[0])
             partial.dense[first : first + value.shape[0]].copy_(value)
-        if self._end(partial, name):
+        if self._partial.end(name):
             parts = [partial.codes[index] for index in sorted(partial.codes)]
             if parts and partial.dense is not None:
                 raise CheckpointError(
@@ -370,7 +351,7 @@ class Placement:
                 )
             )
         matrix = shape if route.expert is None else shape[1:]
-        partial = self._begin(route, name, value.shape, matrix)
+        self._partial.begin(route, name, value.shape, matrix)
         if held.is_meta or (self._device is not None and held.device != self._device):
             place = self._place(held)
             dtype = value.dtype if held.is_meta else held.dtype
@@ -379,28 +360,8 @@ class Placement:
         view = view if route.expert is None else view[route.expert]
         first = route.first_row(value.shape[0], matrix[0])
         view[first : first + value.shape[0]].copy_(value)
-        if self._end(partial, name):
+        if self._partial.end(name):
             self.placed.add(name)
-
-    def _begin(
-        self, route: Route, name: str, part: torch.Size, matrix: tuple[int, ...]
-    ) -> _Partial:
-        if part[0] > matrix[0] or part[1:] != matrix[1:]:
-            check_shape(route.sources[route.index], part, matrix)
-        experts = 1 if route.expert is None else self.shapes[name][0]
-        partial = self._partial.setdefault(name, _Partial(route, experts, matrix[0]))
-        partial.rows[route.expert or 0, route.index] = part[0]
-        return partial
-
-    def _end(self, partial: _Partial, name: str) -> bool:
-        """Return whether all parts are there; forget the target then, and check its rows."""
-        if len(partial.rows) < partial.experts * len(partial.route.sources):
-            return False
-        del self._partial[name]
-        for expert in range(partial.experts):
-            rows = sum(count for (e, _), count in partial.rows.items() if e == expert)
-            check_shape(", ".join(partial.route.sources), (rows,), (partial.total,))
-        return True
 
     def _place(self, held: Tensor) -> torch.device:
         return self._device or (torch.device("cpu") if held.is_meta else held.device)

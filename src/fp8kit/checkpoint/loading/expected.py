@@ -1,0 +1,120 @@
+"""The tensors that a model will hold once its layers are swapped, and whether they are there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from fp8kit.checkpoint.cache_scales import has_home
+from fp8kit.checkpoint.loading.expert_layers import Experts, as_stored
+from fp8kit.checkpoint.schema.merged_names import fit
+from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import Scheme
+from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.linear import Fp8Linear
+
+
+@dataclass(slots=True)
+class Layers:
+    """New FP8 layers by every name they will have, and the layers that share an input."""
+
+    made: dict[str, Fp8Linear] = field(default_factory=dict)
+    experts: dict[str, Experts] = field(default_factory=dict)
+    groups: list[tuple[str, ...]] = field(default_factory=list)
+    ties: list[list[str]] = field(default_factory=list)
+    form: Scheme | None = None  # of MXFP8 layers; by default the fastest on their device
+
+
+def expected_state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
+    """Return the tensors that the model will hold once its layers are swapped."""
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    kept = {n: t for n, t in state.items() if n.rpartition(".")[0] not in layers.made}
+    for name, layer in layers.made.items():
+        for kind, tensor in layer.state_dict(keep_vars=True).items():
+            kept[named(name, kind)] = tensor
+    for name, experts in layers.experts.items():
+        held = experts.tensors(model.get_submodule(name))
+        kept |= {named(name, kind): tensor for kind, tensor in held.items()}
+    return kept
+
+
+def shapes_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors by their names."""
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: bool) -> list[str]:
+    """Compare names and shapes before anything changes; list tensors the model has no use for."""
+    wanted = expected_state(model, layers)
+    tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
+    coded = {layer.weight: layer.shape for layer in checkpoint.layers.values()}
+    tensors = {**as_stored(model, layers.experts, tensors), **coded}
+    scales = {
+        scale: layer.weight
+        for layer in checkpoint.layers.values()
+        for scale in (layer.scale, layer.input_scale)
+        if scale is not None
+    }
+    found = fit(tensors, shapes_of(wanted), scales)
+    problems = list(found.problems)
+    tied = {name: group for group in ties(wanted) for name in group}
+    here = found.covered | _made_here(model, layers, found.covered)
+    problems += [f"{n}: not on disk" for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
+    if strict:
+        unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
+        problems += [f"{name}: not in the model" for name in unknown]
+    lost = [n for n, b in model.named_buffers() if b.is_meta and n not in wanted]
+    problems += [f"{n}: a buffer on meta that checkpoints do not hold" for n in lost]
+    if problems:
+        listed = "\n  ".join(problems[:20])
+        raise CheckpointError(
+            teach(
+                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
+                f"All tensors must match; {len(problems)} do not.",
+                _remedy(bool(lost), len(problems) > len(lost)),
+            )
+        )
+    return sorted(found.unused)
+
+
+def _remedy(lost: bool, others: bool) -> str:
+    """Give what to do about buffers that only building a model gives values, and about the rest."""
+    said = ["Pass the model that the checkpoint was made from."] if others else []
+    if lost:
+        said.append(
+            "Buffers that are not saved get their values when a model is built: build it within "
+            "accelerate.init_empty_weights(include_buffers=False) instead of torch.device('meta') "
+            "(then model.tie_weights(), if it ties any), or set these buffers before loading. For a"
+            " Transformers directory leave the model out: fp8kit.load builds it."
+        )
+    return " ".join(said)
+
+
+def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
+    """Name the tensors that need not be on disk: scales of weights that are quantized here."""
+    fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
+    names = set()
+    stacks = {n: m.stacks for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
+    stacks |= {n: experts.stacks for n, experts in layers.experts.items()}
+    for name, held in stacks.items():
+        for stack in held.names:
+            if named(name, stack) in covered:
+                names |= {named(name, f"{stack}_scale"), named(name, f"{stack}_input_scale")}
+    for name, layer in fp8.items():
+        if named(name, "weight") in covered:
+            names |= {named(name, kind) for kind in ("weight_scale", "weight_exponents")}
+            if layer.input_scale is not None and not layer.input_scale.is_meta:
+                names.add(named(name, "input_scale"))
+    return names
+
+
+def ties(state: dict[str, Tensor]) -> list[list[str]]:
+    """Group the names that share one tensor, which a checkpoint may hold under any one of them."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in state.items():
+        names[id(tensor)].append(name)
+    return [group for group in names.values() if len(group) > 1]

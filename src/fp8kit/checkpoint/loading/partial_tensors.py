@@ -1,0 +1,88 @@
+"""Tensors of a model of which some parts have arrived: rows, or single experts of a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, check_shape
+from fp8kit.checkpoint.schema.merged_names import Route, Shapes
+
+
+@dataclass(slots=True)
+class Partial:
+    """A tensor that is not whole.
+
+    Args:
+        route: of one of its parts.
+        experts: how many matrices it has.
+        total: rows of one matrix.
+        rows: of each part that has arrived, by expert and index.
+        dense: what the rows of a weight to be quantized are gathered in.
+        codes: FP8 parts by index.
+    """
+
+    route: Route
+    experts: int
+    total: int
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    dense: Tensor | None = None
+    codes: dict[int, Fp8Weight] = field(default_factory=dict)
+
+
+class Partials:
+    """All tensors that are not whole, by name.
+
+    Args:
+        shapes: of the tensors that a model wants, by name.
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._shapes = shapes
+        self._held: dict[str, Partial] = {}
+
+    def begin(self, route: Route, name: str, part: torch.Size, matrix: tuple[int, ...]) -> Partial:
+        """Note a part that has arrived.
+
+        Args:
+            route: of the part.
+            name: of the tensor it belongs to.
+            part: its shape.
+            matrix: shape of the tensor, or of one of its experts.
+
+        Raises:
+            CheckpointError: if the part does not fit.
+        """
+        if part[0] > matrix[0] or part[1:] != matrix[1:]:
+            check_shape(route.sources[route.index], part, matrix)
+        experts = 1 if route.expert is None else self._shapes[name][0]
+        partial = self._held.setdefault(name, Partial(route, experts, matrix[0]))
+        partial.rows[route.expert or 0, route.index] = part[0]
+        return partial
+
+    def end(self, name: str) -> bool:
+        """Return whether all parts are there; forget the tensor then, and check its rows."""
+        partial = self._held[name]
+        if len(partial.rows) < partial.experts * len(partial.route.sources):
+            return False
+        del self._held[name]
+        for expert in range(partial.experts):
+            rows = sum(count for (e, _), count in partial.rows.items() if e == expert)
+            check_shape(", ".join(partial.route.sources), (rows,), (partial.total,))
+        return True
+
+    def absent(self) -> Iterator[tuple[str, str]]:
+        """Give each tensor that is not whole, and the first part it waits for."""
+        for name, partial in self._held.items():
+            yield (
+                name,
+                next(
+                    source
+                    for expert in range(partial.experts)
+                    for index, source in enumerate(partial.route.names(expert))
+                    if (expert, index) not in partial.rows
+                ),
+            )

@@ -1,0 +1,179 @@
+"""The matrices of a checkpoint that is written in another dialect, and which targets take them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from fp8kit.checkpoint.dialects import Dialect, scheme_of
+from fp8kit.checkpoint.loading.merged_weights import joined_scheme
+from fp8kit.checkpoint.schema.layers import Layer
+from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
+from fp8kit.checkpoint.schema.targets import check_layers, misfit
+from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.conversion.model_families import JOINED
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import SCHEMES, Scheme
+
+_EQUAL = 1e-5
+# the halves of a stack that holds two projections, in the order of their rows
+_HALVES = {name: JOINED[name][0] for name in ("gate_up_proj", "w13")}
+_EXPERT = re.compile(r".*experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One matrix of the result: a layer of the source, or a slice of a stack of experts.
+
+    Args:
+        name: of the layer that is written.
+        scheme: what it is written as.
+        layer: of the source.
+        first: its first row there.
+        last: the row after its last one.
+        expert: its place in a stack; -1 for a layer of its own.
+    """
+
+    name: str
+    scheme: Scheme
+    layer: Layer
+    first: int
+    last: int
+    expert: int = -1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, K)``."""
+        return self.last - self.first, self.layer.shape[-1]
+
+
+@dataclass(slots=True)
+class Translation:
+    """What is written.
+
+    Args:
+        checkpoint: the source.
+        dialect: of the result.
+        matrices: that stay FP8.
+        unfit: those that are decoded, because the target cannot load them.
+        apart: experts with a scheme of their own.
+    """
+
+    checkpoint: Checkpoint
+    dialect: Dialect
+    matrices: list[Matrix]
+    unfit: list[Matrix] = field(default_factory=list)
+    apart: set[Matrix] = field(default_factory=set)
+
+
+def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
+    """List what is written, experts one by one."""
+    for layer in checkpoint.layers.values():
+        if len(layer.shape) == 2:
+            yield Matrix(layer.name, layer.scheme, layer, 0, layer.shape[0])
+            continue
+        if str(checkpoint.config.get("model_type")) == "gpt_oss":
+            raise CheckpointError(
+                teach(
+                    f"{layer.name} interleaves the rows of two projections (GPT-OSS).",
+                    "No engine loads such experts in FP8 by a dialect that is written here.",
+                    "Keep this checkpoint as it is, or start from the original one.",
+                )
+            )
+        parent, _, last = layer.name.rpartition(".")
+        parts = _HALVES.get(last, (last,))
+        rows = layer.shape[1] // len(parts)
+        for expert in range(layer.shape[0]):
+            for i, part in enumerate(parts):
+                name = engine_name(
+                    named(parent, f"{expert}.{part}"), str(checkpoint.config.get("model_type"))
+                )
+                yield Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
+
+
+def check_target(job: Translation, target: str, dense: list[str], unfit: str) -> None:
+    """Refuse, decode or change what a target does not load as it is.
+
+    Args:
+        job: its matrices are changed.
+        target: who shall load the result.
+        dense: names of layers in high precision; those that are decoded are added.
+        unfit: as in ``convert_checkpoint``.
+
+    Raises:
+        CheckpointError: for what the target cannot load.
+    """
+    assert job.checkpoint.dialect is not None
+    if job.checkpoint.dialect.name == "mistral":
+        raise CheckpointError(
+            teach(
+                f"{job.checkpoint.path} has Mistral's own names of layers.",
+                f"{target} expects those of Transformers in a checkpoint with config.json.",
+                "Use the repository's model.safetensors files, or name a dialect instead.",
+            )
+        )
+    experts = any(m.expert >= 0 or ".experts." in m.name for m in job.matrices)
+    if experts and target != "transformers" and not job.dialect.name.startswith("autofp8"):
+        # engines have no experts of one scale with dynamic activations, but the same by rows
+        for i, m in enumerate(job.matrices):
+            if m.scheme == SCHEMES["FP8_TENSOR"]:
+                job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
+    if unfit == "dequantize":
+        every, job.matrices = job.matrices, []
+        for m in every:
+            fits = not misfit(target, m.scheme, m.name, m.shape)
+            (job.matrices if fits else job.unfit).append(m)
+        dense += [m.name for m in job.unfit]
+    for scheme in {m.scheme for m in job.matrices}:
+        shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme}
+        check_layers(target, scheme, shapes, dense, dialect=job.dialect)
+    if job.dialect.name == "compressed-tensors":
+        if target == "vllm":
+            _check_input_scales(job)
+        if target == "transformers":
+            _drop_input_scales(job)
+    odd = [m.name for m in job.matrices if experts_of(m.name) and not _EXPERT.fullmatch(m.name)]
+    if odd:
+        warnings.warn(
+            f"{odd[0]} and {len(odd) - 1} more layers of experts have names that no engine is "
+            f"known to load; they are written as they are.",
+            stacklevel=3,
+        )
+
+
+def _drop_input_scales(job: Translation) -> None:
+    """Leave out the input scales of experts, which Transformers runs in high precision."""
+    experts = [m for m in job.matrices if experts_of(m.name) and m.scheme.static]
+    if not experts:
+        return
+    left = [m for m in job.matrices if m not in set(experts)]
+    job.apart = {replace(m, scheme=scheme_of(m.scheme.weight, None)) for m in experts}
+    job.matrices = sorted((*left, *job.apart), key=lambda m: m.name)
+    warnings.warn(
+        f"The input scales of {len(experts)} experts, e.g. {experts[0].name}, are left out: "
+        "Transformers merges experts, and does not quantize what goes into them.",
+        stacklevel=4,
+    )
+
+
+def _check_input_scales(job: Translation) -> None:
+    """Refuse experts whose gate and up projection differ in their input scale, as vLLM does."""
+    halves = {name: first for first, second in _HALVES.values() for name in (first, second)}
+    scales: dict[str, tuple[str, float]] = {}
+    for m in job.matrices:
+        parent, _, last = m.name.rpartition(".")
+        if m.layer.input_scale is None or last not in halves or ".experts." not in m.name:
+            continue
+        held = job.checkpoint.read(m.layer.input_scale).flatten()
+        scale = held[m.expert if len(held) > 1 else 0].item()
+        other, theirs = scales.setdefault(f"{parent}.{halves[last]}", (m.name, scale))
+        if abs(scale - theirs) > _EQUAL:
+            raise CheckpointError(
+                teach(
+                    f"{other} has the input scale {theirs:.6g}, and {m.name} {scale:.6g}.",
+                    "vllm merges them and needs one scale in compressed-tensors.",
+                    "Write dialect autofp8, which takes the larger one.",
+                )
+            )

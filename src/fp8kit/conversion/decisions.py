@@ -1,0 +1,152 @@
+"""What is decided about each layer, linear or of experts, and what it would weigh."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8kit.conversion.eligibility import Eligibility, bypassed
+from fp8kit.conversion.experts import names_to_match, recognize
+from fp8kit.conversion.patterns import exclusion, roles_by_name
+from fp8kit.conversion.report import ALREADY, Record
+from fp8kit.conversion.roles import layer_roles
+from fp8kit.formats import MX, Scheme, scale_dtype, scale_shape
+from fp8kit.modules.dense import as_linear, is_linear
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.stacked_experts import held_tensors
+
+_STATIC = "static input scales of experts come from a checkpoint, not from calibration"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What decides about every layer of one model.
+
+    Args:
+        obstacles: of the model.
+        scheme: what a layer would become.
+        include: as in ``plan``.
+        exclude: as in ``plan``.
+    """
+
+    obstacles: Eligibility
+    scheme: Scheme
+    include: Sequence[str] | None
+    exclude: Sequence[str] | None
+
+    def linear(self, module: nn.Module, names: Sequence[str], role: str) -> Record:
+        """Decide about a linear layer.
+
+        Args:
+            module: dense or FP8.
+            names: its qualified names.
+            role: what it does, if the defaults keep such layers; else empty.
+        """
+        record = _record(module, names, tuple(as_linear(module).weight.shape))
+        record.reason = exclusion(names, self.include, self.exclude, role)
+        if not record.reason:
+            wanted = not set(self.include or ()).isdisjoint(names)
+            record.reason = self.obstacles.of(names, wanted)
+            record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
+        if not record.reason:
+            record.action = "convert"
+            record.bytes_after = _converted_bytes(as_linear(module), self.scheme)
+        return record
+
+    def experts(self, module: nn.Module, names: Sequence[str], stacks: ExpertStacks) -> Record:
+        """Decide about a module of experts.
+
+        Args:
+            module: dense or FP8.
+            names: its qualified names.
+            stacks: how it holds its experts.
+        """
+        record = _record(module, names, tuple(module.get_parameter(stacks.up).shape))
+        record.experts = record.shape[0]
+        if not isinstance(module, ExpertTensors):
+            matched, roles = names_to_match(names, module, stacks), roles_by_name(names)
+            role = next((roles[n] for n in names if n in roles), "")
+            record.reason = exclusion(matched, self.include, self.exclude, role)
+        if not record.reason:
+            record.reason = self.obstacles.of_experts(names, stacks)
+            if not record.reason and self.scheme.static:
+                record.reason = _STATIC
+            record.warning = bool(record.reason) and record.reason != ALREADY
+        if not record.reason:
+            record.action = "convert"
+            held = held_tensors(module, stacks, self.scheme)
+            record.bytes_after = sum(t.nbytes for t in held.values())
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The modules of a model that may become FP8.
+
+    Args:
+        names: all qualified names of every module, in model order.
+        stacks: how the modules of experts hold them.
+        unknown: why other modules of experts stay as they are.
+    """
+
+    names: Mapping[nn.Module, list[str]]
+    stacks: Mapping[nn.Module, ExpertStacks]
+    unknown: Mapping[nn.Module, str]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Candidates:
+        """Look through a model."""
+        names: dict[nn.Module, list[str]] = defaultdict(list)
+        for name, module in model.named_modules(remove_duplicate=False):
+            names[module].append(name)
+        found = {m: recognize(m) for m in names if not is_linear(m)}
+        stacks = {m: s for m, s in found.items() if isinstance(s, ExpertStacks)}
+        return cls(names, stacks, {m: s for m, s in found.items() if isinstance(s, str)})
+
+    def named(self) -> dict[str, nn.Module]:
+        """Return what patterns may name: linear layers, and modules of experts with their parts."""
+        linears = {n: m for m, names in self.names.items() if is_linear(m) for n in names}
+        return linears | {
+            n: m for m, s in self.stacks.items() for n in names_to_match(self.names[m], m, s)
+        }
+
+    def decide(self, model: nn.Module, rules: Rules) -> list[Record]:
+        """Decide about each, and name big matrices that are none of them.
+
+        Args:
+            model: the one that was looked through.
+            rules: what decides.
+        """
+        records, roles = list[Record](), layer_roles(model)
+        for module, names in self.names.items():
+            if is_linear(module):
+                role = next((roles[n] for n in names if n in roles), "")
+                records.append(rules.linear(module, names, role))
+            elif module in self.stacks:
+                records.append(rules.experts(module, names, self.stacks[module]))
+            else:
+                records += bypassed(module, names[0], self.unknown.get(module, ""))
+        return records
+
+
+def _record(module: nn.Module, names: Sequence[str], shape: tuple[int, ...]) -> Record:
+    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    kind, aliases = type(module).__name__, tuple(names[1:])
+    return Record(
+        names[0], kind, shape, "skip", bytes_before=size, bytes_after=size, aliases=aliases
+    )
+
+
+def _converted_bytes(linear: nn.Linear, scheme: Scheme) -> int:
+    shape = tuple(linear.weight.shape)
+    scales = torch.Size(scale_shape(shape, scheme.weight)).numel()
+    bias = 0 if linear.bias is None else linear.bias.numel() * linear.bias.element_size()
+    static = 4 if scheme.static else 0
+    kept = torch.Size(scale_shape(shape, MX)).numel() if scheme.rebased else 0
+    scales = scales * scale_dtype(scheme.weight).itemsize + kept
+    return linear.weight.numel() + scales + bias + static

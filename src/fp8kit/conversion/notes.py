@@ -1,0 +1,78 @@
+"""Sentences of a report about a whole model: what to know about the layers that become FP8."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.profitability import linear_at
+from fp8kit.conversion.report import Report
+from fp8kit.dispatch.backends import choose
+from fp8kit.formats import Scheme
+from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
+from fp8kit.modules.expert_tensors import ExpertStacks
+
+UNTRIED_RULES = (
+    "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
+    "that one forgets meets NaN on a GPU."
+)
+_FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
+
+
+def rebased(device: torch.device, scheme: Scheme) -> str:
+    """Say how MX weights compute on a device that does not multiply them as they are."""
+    return (
+        f"On {device.type} {scheme} weights are rebased, which keeps nearly all values: one "
+        "power of two for each row, and activations quantized per token."
+    )
+
+
+def decoded_weights(
+    report: Report, model: nn.Module, scheme: Scheme, rows: Sequence[int] | None
+) -> Iterator[str]:
+    """Say which layers decode their weights for every matmul.
+
+    Args:
+        report: what was decided.
+        model: the one that it is about.
+        scheme: what its layers become.
+        rows: row counts that they will serve, if that is known.
+    """
+    rows = rows or _FEW_AND_MANY
+    slow: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for record in report.linears:
+        dense = linear_at(model, record.name)
+        if dense.weight.device.type == "meta":
+            continue
+        shape = (dense.out_features, dense.in_features)
+        kind = (scheme, dense.weight.dtype, dense.weight.device, dense.bias is not None)
+        decoded = tuple(
+            m for m in rows if choose(BACKENDS, linear_problem(shape, *kind, m)).backend in DECODING
+        )
+        if decoded:
+            slow[dense.weight.device.type, decoded].append(record.name)
+    for (device_type, decoded), names in slow.items():
+        at = "" if len(decoded) == len(rows) else f" at m={', '.join(map(str, decoded))}"
+        yield (
+            f"On {device_type}{at} FP8 saves memory, not time, for {some_of(names)}: "
+            "their weights are decoded for every matmul (fp8kit.explain says why)."
+        )
+
+
+def own_gates(stacks: Mapping[str, ExpertStacks]) -> list[str]:
+    """Say which modules of experts compute with their own gate, between two products.
+
+    Args:
+        stacks: of the modules that become FP8, by name.
+    """
+    names = [name for name, held in stacks.items() if held.activation is None]
+    if not names:
+        return []
+    return [
+        f"The gate of {some_of(names)} is none that is known: its own code runs between two "
+        "products, expert by expert, and nothing is fused with them."
+    ]

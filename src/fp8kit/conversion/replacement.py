@@ -1,0 +1,138 @@
+"""Carry out what was decided: each planned layer of a model is replaced by its FP8 form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+from torch import Tensor, nn
+
+from fp8kit.conversion import calibration
+from fp8kit.conversion.experts import recognize
+from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.profitability import linear_at
+from fp8kit.conversion.report import Report
+from fp8kit.errors import ConversionError, teach
+from fp8kit.formats import Scheme
+from fp8kit.modules import mx_forms
+from fp8kit.modules.dense import is_conv1d, is_linear
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.hooks import carry_hooks
+from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.stacked_experts import convert_experts
+
+
+def replace_layers(
+    model: nn.Module,
+    scheme: Scheme,
+    report: Report,
+    calibrate: Callable[[nn.Module], object] | None,
+    weight_storage: str,
+) -> None:
+    """Replace the planned layers of a model, in place; it is unchanged if that cannot be.
+
+    Args:
+        model: the one that the report is about, or a copy of it.
+        scheme: what its layers become.
+        report: what was planned; it learns which form MX weights got.
+        calibrate: as in ``plan``.
+        weight_storage: as in ``Plan.apply``.
+
+    Raises:
+        ConversionError: as ``Plan.apply`` raises it.
+    """
+    experts = _unchanged_experts(model, report)
+    _check_values(model, report)
+    scales = _input_scales(model, scheme, report, calibrate)
+    for module, stacks in experts:
+        convert_experts(module, stacks, scheme, weight_storage)
+    layers: dict[str, Fp8Linear] = {}
+    for record in report.linears:
+        module = model.get_submodule(record.name)
+        dense = linear_at(model, record.name)
+        layer = Fp8Linear.from_linear(dense, scheme, scales.get(record.name))
+        layer.train(dense.training)
+        if weight_storage != "discard":
+            kept = dense.weight.detach()
+            layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
+        layer.transposed = is_conv1d(module)
+        carry_hooks(module, layer)
+        layer.qualified_name = record.name
+        for name in (record.name, *record.aliases):
+            model.set_submodule(name, layer)
+        layers[record.name] = layer
+    mx_forms.settle(layers)
+    for record in report.linears:
+        record.reason = layers[record.name].form_note
+
+
+def copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
+    """Copy a model whose dense weights are about to be discarded, without copying these.
+
+    Args:
+        model: the one that was planned.
+        report: what was planned.
+        weight_storage: as in ``Plan.apply``.
+    """
+    memo: dict[int, object] = {}
+    if weight_storage == "discard":
+        weights = [model.get_submodule(r.name).get_parameter("weight") for r in report.converted]
+        memo = {id(w): w for w in weights}
+    return deepcopy(model, memo)
+
+
+def _unchanged_experts(model: nn.Module, report: Report) -> list[tuple[nn.Module, ExpertStacks]]:
+    """Check that layers are what they were when planned; return the experts and their stacks."""
+    linears = {r.name: model.get_submodule(r.name) for r in report.linears}
+    changed = [n for n, m in linears.items() if isinstance(m, Fp8Linear) or not is_linear(m)]
+    experts = []
+    for record in report.stacks:
+        module = model.get_submodule(record.name)
+        stacks = recognize(module)
+        if isinstance(module, ExpertTensors) or not isinstance(stacks, ExpertStacks):
+            changed.append(record.name)
+        else:
+            experts.append((module, stacks))
+    if changed:
+        raise ConversionError(
+            teach(
+                f"Layers that changed since the plan was made: {some_of(changed)}.",
+                "A plan is applied once, to the model it was made for.",
+                "Make a new plan: fp8kit.plan(model).",
+            )
+        )
+    return experts
+
+
+def _check_values(model: nn.Module, report: Report) -> None:
+    weights = {r.name: [linear_at(model, r.name).weight] for r in report.linears}
+    weights |= {r.name: [*model.get_submodule(r.name).parameters()] for r in report.stacks}
+    on_meta = [name for name, held in weights.items() if any(w.is_meta for w in held)]
+    if on_meta:
+        raise ConversionError(
+            teach(
+                f"The weights of {some_of(on_meta)} are on the meta device.",
+                "Quantization needs their values.",
+                "Load the weights first, or use fp8kit.load(dir, scheme=...).",
+            )
+        )
+
+
+def _input_scales(
+    model: nn.Module,
+    scheme: Scheme,
+    report: Report,
+    calibrate: Callable[[nn.Module], object] | None,
+) -> dict[str, Tensor]:
+    if not scheme.static:
+        return {}
+    if calibrate is None:
+        raise ConversionError(
+            teach(
+                f"Scheme {scheme} got no calibration data.",
+                "Its activations use one static scale per layer.",
+                "Pass calibrate=lambda model: model(batch), or use FP8_DYNAMIC.",
+            )
+        )
+    seen = calibration.observe_amax(model, [r.name for r in report.linears], calibrate)
+    return {n: calibration.input_scale(a, scheme.dtype) for n, a in seen.items()}

@@ -1,0 +1,76 @@
+"""Which layers may quantize one input together, and which weights be multiplied as one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fp8kit.formats import BLOCK, MX, ROW, Scheme
+from fp8kit.modules.linear import Fp8Linear
+
+MOST_JOINED_ROWS = 512  # of an input; one wide product saves nothing from there on
+_JOINABLE = (ROW, BLOCK, MX)
+
+
+def can_share(scheme: Scheme) -> bool:
+    """Say whether layers of a scheme quantize an input alike: dynamically, each from the data."""
+    return scheme.activation is not None and not scheme.static
+
+
+def can_join(members: Sequence[Fp8Linear]) -> bool:
+    """Return whether the weights of FP8 layers can be multiplied as one matrix.
+
+    What ``would_join`` asks for, and operands of one kind and device. How a sum is cut depends on
+    the rows of the weight, and whether weights are joined on those of the input: where the bits of
+    a row may not, they are not joined.
+    """
+    first = members[0]
+    scheme = first.scheme
+    alike = all(
+        m.scheme == scheme
+        and m.input_scale is None
+        and m.in_features == first.in_features
+        and m.options() == first.options()
+        and m.scale_ub == first.scale_ub
+        and not m.batch_invariant
+        and _kind(m.codes) == _kind(first.codes)
+        and _kind(m.weight_scale) == _kind(first.weight_scale)
+        and _kind(m.bias) == _kind(first.bias)
+        for m in members
+    )
+    return alike and would_join(scheme, members)
+
+
+def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
+    """Return whether layers, once they are FP8, can be multiplied as one matrix.
+
+    Their scales must concatenate along the rows: per-row, MX, or 128x128 blocks where every weight
+    but the last ends on a block edge. All have a bias or none has one, and no input scale.
+
+    Args:
+        scheme: what they are, or will be.
+        layers: in the order of the matrix.
+    """
+    edges = all(layer.out_features % scheme.weight.rows == 0 for layer in layers[:-1])
+    biases = {layer.bias is None for layer in layers}
+    return scheme.weight in _JOINABLE and not scheme.static and edges and len(biases) == 1
+
+
+def may_move(members: Sequence[Fp8Linear]) -> bool:
+    """Return whether what layers hold can be put elsewhere.
+
+    A distributed tensor lives in others, and other processes may look at shared memory.
+    """
+    held = [p for m in members for p in m._parameters.values() if p is not None]
+    return not any(
+        is_traceable_wrapper_subclass(p)
+        or (p.device.type == "cpu" and p.untyped_storage().is_shared())
+        for p in held
+    )
+
+
+def _kind(part: Tensor | None) -> tuple[torch.dtype, torch.device, bool] | None:
+    return None if part is None else (part.dtype, part.device, part.is_inference())

@@ -1,0 +1,29 @@
+"""A dense weight that a layer keeps beside its codes: what changes it changes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fp8kit.modules.entries import quantize_weight, stored_tensors
+from fp8kit.runtime.weight_hazards import version
+
+if TYPE_CHECKING:
+    from fp8kit.modules.linear import Fp8Linear
+
+
+def follow_original(layer: Fp8Linear) -> None:
+    """Quantize a dense weight that was kept, if it was changed or replaced since."""
+    if torch.compiler.is_compiling():
+        return
+    original, seen = layer.original_weight, layer._quantized_from
+    if original is None:
+        return
+    if seen is not None and seen[0] is original and seen[1] == version(original):
+        return
+    with torch.no_grad():
+        q = quantize_weight(original.to(layer.codes.device), layer.scheme)
+        for name, tensor in stored_tensors(q, layer.scheme).items():
+            getattr(layer, "codes" if name == "weight" else name).copy_(tensor)
+    layer.keep(original)
