@@ -37,9 +37,12 @@ W8A8 = "vLLM, w8a8_utils.py"
 OPS = "vLLM, _custom_ops.py"
 ONLINE = "vLLM, online/fp8.py"
 MXFP8 = "vLLM, mxfp8_utils.py"
+BLOCKS = "vLLM, fp8_utils.py"
+CASTS = "DeepGEMM, utils/math.py"
 GEMM = "the copied fp8_gemm.py"
 LORAX = "LoRAX, layers/fp8.py"
 _KERNEL = "which kernel runs, `fp8kit.scaled_mm` decides"
+_DIVIDES = "divides by the scale, not multiplies by its inverse"
 _PROBED = "probed by a product on the device, not looked up by capability"
 _LAZY = "computed when it is read, not when the module is imported"
 
@@ -84,8 +87,38 @@ NAMES = (
     Name(
         "cutlass_scaled_mm", OPS,
         "`scale_a * scale_b * (a @ b) + bias`",
-        "per tensor and per row or channel; any N and K; runs on a CPU",
+        "FP8 only; per tensor, per row or channel, or 1x128 by 128x128; any N and K; runs on a CPU",
         "test_w8a8.py::test_cutlass_scaled_mm_takes_scales_of_any_shape",
+    ),
+    Name(
+        "per_token_group_quant_fp8", BLOCKS,
+        "codes and fp32 scales per `group_size` elements of a row, row- or column-major",
+        "column-major scales always lie as `tma_aligned_scales` asks, rows of all leading "
+        "dimensions counted; the last group may be shorter; `use_ue8m0` has no floor but `eps`",
+        "test_blocks.py::test_per_token_group_quant_divides_by_the_scale_of_each_group",
+    ),
+    *(
+        Name(
+            name, origin, "codes by 1x128, weight by 128x128 (or other sides)",
+            f"on a CPU, scaled operands are rounded to bf16 for bf16 results; {_KERNEL}",
+            "test_blocks.py::test_products_by_blocks_take_scales_of_either_name",
+        )
+        for name, origin in (
+            ("w8a8_block_fp8_matmul", "SGLang, fp8_kernel.py; vLLM up to 0.10"),
+            ("w8a8_triton_block_scaled_mm", BLOCKS),
+        )
+    ),
+    Name(
+        "per_token_cast_to_fp8", CASTS,
+        "e4m3fn codes and fp32 scales by 1x128, with amax at least 1e-4",
+        _DIVIDES + "; no packed scales",
+        "test_blocks.py::test_casts_have_the_floor_of_deep_gemm",
+    ),
+    Name(
+        "per_block_cast_to_fp8", CASTS + "; vLLM, deep_gemm.py",
+        "the same by 128x128",
+        _DIVIDES + "; takes `use_ue8m0` where either has it",
+        "test_blocks.py::test_both_orders_of_arguments_are_taken",
     ),
     Name(
         "maybe_create_device_identity", W8A8,
@@ -226,7 +259,9 @@ NAMES = (
         "mxfp8_e4m3_quantize", MXFP8,
         "codes and E8M0 scales `[..., K / 32]`, or swizzled and flat",
         "exponents are rounded up, as by FlashInfer, on every device; vLLM's own fallback scales "
-        "to [1, 2), which leaves most of the range of e4m3 unused; ragged K is taken",
+        "to [1, 2), which leaves most of the range of e4m3 unused; ragged K is taken; `alignment` "
+        "adds zeros on every device; a group with NaN or an infinity is NaN, where FlashInfer "
+        "saturates",
         "test_mxfp8.py::test_quantize_gives_codes_and_scales_in_both_layouts",
     ),
     Name(

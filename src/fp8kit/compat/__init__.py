@@ -4,6 +4,11 @@ Each behaves as published, in terms of this package's own functions; ``docs/comp
 for each, with what differs. Scales may come in the shapes and dtypes that engines use.
 """
 
+from fp8kit.compat.blocks import per_block_cast_to_fp8 as per_block_cast_to_fp8
+from fp8kit.compat.blocks import per_token_cast_to_fp8 as per_token_cast_to_fp8
+from fp8kit.compat.blocks import per_token_group_quant_fp8 as per_token_group_quant_fp8
+from fp8kit.compat.blocks import w8a8_block_fp8_matmul as w8a8_block_fp8_matmul
+from fp8kit.compat.blocks import w8a8_triton_block_scaled_mm as w8a8_triton_block_scaled_mm
 from fp8kit.compat.capabilities import FLAGS as _FLAGS
 from fp8kit.compat.capabilities import cutlass_block_fp8_supported as cutlass_block_fp8_supported
 from fp8kit.compat.capabilities import cutlass_fp8_supported as cutlass_fp8_supported

@@ -62,17 +62,21 @@ def select_mxfp8_linear_backend() -> Mxfp8LinearBackend:
     return Mxfp8LinearBackend.FLASHINFER_CUTLASS if native else Mxfp8LinearBackend.MARLIN
 
 
-def mxfp8_e4m3_quantize(x: Tensor, is_sf_swizzled_layout: bool = False) -> tuple[Tensor, Tensor]:
+def mxfp8_e4m3_quantize(
+    x: Tensor, is_sf_swizzled_layout: bool = False, alignment: int = 0
+) -> tuple[Tensor, Tensor]:
     """Quantize to e4m3fn codes with one E8M0 scale per 32 elements along the last dimension.
 
-    Exponents are rounded up, so that no element saturates, as FlashInfer's quantizer does it.
+    Exponents are rounded up, so that no element saturates, as by FlashInfer
+    (``cvt_warp_fp16_to_mxfp8``: amax / 448 is converted with ``cudaRoundPosInf``).
 
     Args:
         x: bf16, fp16 or fp32 ``[..., K]``.
         is_sf_swizzled_layout: scales in tiles of 128x4, flat and padded, matrix after matrix.
+        alignment: zeros are added until it divides K; 0 adds none.
 
     Returns:
-        codes of the shape of ``x``, and ``uint8`` scales ``[..., ceil(K / 32)]``, or flat.
+        codes ``[..., K]``, and ``uint8`` scales ``[..., ceil(K / 32)]``, or flat.
 
     Raises:
         TypeError: if ``x`` is no float tensor.
@@ -82,12 +86,13 @@ def mxfp8_e4m3_quantize(x: Tensor, is_sf_swizzled_layout: bool = False) -> tuple
         >>> scales.shape
         torch.Size([4, 2])
     """
-    q = functional.quantize(x, MX, scale_rounding="up")
+    padded = F.pad(x, (0, -x.shape[-1] % alignment)) if alignment else x
+    q = functional.quantize(padded, MX, scale_rounding="up")
     return q.data, swizzle_scales(q.scale).flatten() if is_sf_swizzled_layout else q.scale
 
 
 def mxfp8_e4m3_quantize_fake(
-    x: Tensor, is_sf_swizzled_layout: bool = False
+    x: Tensor, is_sf_swizzled_layout: bool = False, alignment: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return empty tensors of the shapes and dtypes that ``mxfp8_e4m3_quantize`` gives.
 
@@ -95,8 +100,9 @@ def mxfp8_e4m3_quantize_fake(
         >>> fp8kit.compat.mxfp8_e4m3_quantize_fake(torch.empty(4, 64, device="meta"))[1].shape
         torch.Size([4, 2])
     """
-    codes = torch.empty_like(x, dtype=MXFP8_VALUE_DTYPE, memory_format=torch.contiguous_format)
-    shape = (*x.shape[:-1], -(-x.shape[-1] // MXFP8_BLOCK_SIZE))
+    k = x.shape[-1] + (-x.shape[-1] % alignment if alignment else 0)
+    codes = torch.empty((*x.shape[:-1], k), dtype=MXFP8_VALUE_DTYPE, device=x.device)
+    shape = (*x.shape[:-1], -(-k // MXFP8_BLOCK_SIZE))
     if is_sf_swizzled_layout:
         rows = -(-shape[-2] // _TILE_ROWS) * _TILE_ROWS
         shape = (math.prod(shape[:-2]) * rows * (-(-shape[-1] // _TILE_COLS) * _TILE_COLS),)

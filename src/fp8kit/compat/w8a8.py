@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fp8kit import formats as fp8_formats
 from fp8kit import functional
+from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
 from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale
 from fp8kit.errors import teach
-from fp8kit.formats import ROW, TENSOR, QTensor
+from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, QTensor
 
 _DEVICE_IDENTITY: list[Tensor] = []
 
@@ -119,8 +120,10 @@ def cutlass_scaled_mm(
     Args:
         a: FP8 ``[M, K]``.
         b: FP8 ``[K, N]``, as a rule the view ``weight.t()``.
-        scale_a: one number or one per row of ``a``, in any shape and float dtype.
-        scale_b: one number or one per column of ``b``, likewise.
+        scale_a: one number or one per row of ``a``, in any shape and float dtype; or one per 1x128,
+            ``[M, ceil(K / 128)]``.
+        scale_b: one number or one per column of ``b``, likewise; or one per 128x128,
+            ``[ceil(K / 128), ceil(N / 128)]``.
         out_dtype: bf16, fp16 or fp32.
         bias: ``[N]``, any float dtype.
 
@@ -134,8 +137,19 @@ def cutlass_scaled_mm(
     Example:
         >>> y = fp8kit.compat.cutlass_scaled_mm(a, w.t(), one, one, torch.bfloat16)
     """
+    bias = as_vector(bias, b.shape[1])
+    if _by_blocks(a, b, scale_a, scale_b):
+        weight = (stored(b), stored(scale_b))
+        return block_product((a, scale_a), weight, (BLOCK.rows, BLOCK.cols), out_dtype, bias)
     x_q, w_q = with_scale(a, scale_a), with_scale(stored(b), scale_b)
-    return functional.scaled_mm(x_q, w_q, as_vector(bias, b.shape[1]), out_dtype=out_dtype)
+    return functional.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype)
+
+
+def _by_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+    if scale_a.numel() in (1, a.shape[0]) and scale_b.numel() in (1, b.shape[1]):
+        return False
+    wanted = fp8_formats.scale_shape(a.shape, GROUP128), fp8_formats.scale_shape(b.shape, BLOCK)
+    return (tuple(scale_a.shape), tuple(scale_b.shape)) == wanted
 
 
 def _product(
