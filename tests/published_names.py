@@ -79,7 +79,8 @@ NAMES = (
     ),
     Name(
         "scaled_fp8_quant", OPS,
-        "codes and scale: static, per tensor `(1,)` or per token `[M, 1]`; padding, bound, output",
+        "codes and scale: static (one number or one per group), per tensor `(1,)` or per token "
+        "`[M, 1]`; padding, bound, output, `output_dtype`",
         "divides by the scale where kernels multiply by its inverse; a zero input has a scale "
         "above 0; padded rows are zero",
         "test_w8a8.py::test_scaled_fp8_quant_finds_a_scale",

@@ -64,6 +64,17 @@ def test_quantize_gives_codes_and_scales_in_both_layouts(shape: tuple[int, ...])
         assert [(f.shape, f.dtype) for f in fake] == [(t.shape, t.dtype) for t in (codes, real)]
 
 
+@pytest.mark.parametrize("swizzled", [False, True])
+def test_quantize_adds_zeros_until_an_alignment_divides_k(swizzled: bool) -> None:
+    x = torch.randn(3, 96).bfloat16()
+    found = compat.mxfp8_e4m3_quantize(x, swizzled, 128)
+    padded = torch.nn.functional.pad(x, (0, 32))
+    for tensor, wanted in zip(found, compat.mxfp8_e4m3_quantize(padded, swizzled), strict=True):
+        assert_bits_equal(tensor, wanted)
+    fake = compat.mxfp8_e4m3_quantize_fake(x.to("meta"), swizzled, 128)
+    assert [f.shape for f in fake] == [t.shape for t in found]
+
+
 def test_dequantize_multiplies_and_rounds_once() -> None:
     x = torch.randn(6, K)
     codes, scales = compat.mxfp8_e4m3_quantize(x)

@@ -46,6 +46,19 @@ def test_scaled_fp8_quant_finds_a_scale(x: Tensor, per_token: bool) -> None:
     assert_bits_equal(codes, wanted)
 
 
+@pytest.mark.parametrize("shape", [(M, 1), (1, K), (M, 2), (1, 2)])
+def test_scaled_fp8_quant_reads_groups_from_the_shape_of_scales(
+    x: Tensor, shape: tuple[int, int]
+) -> None:
+    given = torch.rand(shape, generator=torch.Generator().manual_seed(2)) + 0.1
+    codes, scale = compat.scaled_fp8_quant(x, given)
+    assert scale is given
+    wide = given.repeat_interleave(M // shape[0], 0).repeat_interleave(K // shape[1], 1)
+    assert_bits_equal(codes, with_scale(x, wide))
+    wider = compat.scaled_fp8_quant(x, given, output_dtype=torch.float8_e5m2)[0]
+    assert_bits_equal(wider, (x.float() / wide).to(torch.float8_e5m2))
+
+
 def test_scaled_fp8_quant_takes_a_scale_bound_padding_and_output(x: Tensor) -> None:
     given = torch.tensor([0.25])
     out = torch.empty(17, K, dtype=FP8)

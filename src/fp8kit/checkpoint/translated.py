@@ -122,8 +122,9 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
                 job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
     if unfit == "dequantize":
         every, job.matrices = job.matrices, []
+        names = {*dense, *(m.name for m in every)}
         for m in every:
-            fits = not misfit(target, m.scheme, m.name, m.shape)
+            fits = not misfit(target, m.scheme, m.name, m.shape, names)
             (job.matrices if fits else job.unfit).append(m)
         dense += [m.name for m in job.unfit]
     for scheme in {m.scheme for m in job.matrices}:

@@ -48,18 +48,21 @@ def scaled_fp8_quant(
     use_per_token_if_dynamic: bool = False,
     output: Tensor | None = None,
     group_shape: Sequence[int] | None = None,
+    output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix to e4m3fn codes and a scale.
+    """Quantize a matrix to FP8 codes and a scale.
 
     Args:
         input: bf16, fp16 or fp32 ``[M, K]``, any strides.
-        scale: one number in any shape: static quantization; else the scale is found.
+        scale: one number in any shape, or one for each group: static quantization; else the scale
+            is found.
         num_token_padding: the codes have at least so many rows; those beyond M are zero.
         scale_ub: bounds amax from above; ignored with ``scale``, as there.
         use_per_token_if_dynamic: one scale per row instead of one for the tensor.
         output: FP8, of the result's shape: the codes are written there.
         group_shape: elements per static scale, ``(rows, columns)`` with -1 for the whole extent;
-            then ``scale`` has one number for each group.
+            needed only if ``scale`` is a vector.
+        output_dtype: of the codes, by default e4m3fn.
 
     Returns:
         codes ``[max(M, num_token_padding), K]`` and the scale: the one given, or fp32 ``(1,)`` for
@@ -74,12 +77,13 @@ def scaled_fp8_quant(
         >>> scale.shape
         torch.Size([1])
     """
+    dtype = output_dtype or torch.float8_e4m3fn
     if scale is not None:
-        found, given = _static(input, scale, group_shape), scale
+        found, given = _static(input, scale, group_shape, dtype), scale
     else:
         bound = None if scale_ub is None else as_number(scale_ub, input.device)
         group = ROW if use_per_token_if_dynamic else TENSOR
-        found = functional.quantize(input, group, scale_ub=bound)
+        found = functional.quantize(input, group, dtype=dtype, scale_ub=bound)
         given = found.scale if use_per_token_if_dynamic else found.scale.reshape(1)
     codes, missing = found.data, max(num_token_padding or 0, input.shape[0]) - input.shape[0]
     if missing:
@@ -90,10 +94,15 @@ def scaled_fp8_quant(
     return (codes if output is None else output.copy_(codes)), given
 
 
-def _static(x: Tensor, scale: Tensor, group_shape: Sequence[int] | None) -> QTensor:
+def _static(
+    x: Tensor, scale: Tensor, group_shape: Sequence[int] | None, dtype: torch.dtype
+) -> QTensor:
+    if group_shape is None and scale.dim() == 2 and scale.numel() > 1:
+        extents = zip(x.shape, scale.shape, strict=True)
+        group_shape = [max(-(-extent // parts), 1) for extent, parts in extents]
     rows, cols = (-1, -1) if group_shape is None else group_shape
     if rows == cols == -1:
-        return functional.quantize(x, TENSOR, scale=as_number(scale, x.device))
+        return functional.quantize(x, TENSOR, dtype=dtype, scale=as_number(scale, x.device))
     group = fp8_formats.GroupShape(max(x.shape[0], 1) if rows == -1 else rows, cols)
     wanted = fp8_formats.scale_shape(x.shape, group)
     if scale.numel() != math.prod(wanted):
@@ -104,7 +113,7 @@ def _static(x: Tensor, scale: Tensor, group_shape: Sequence[int] | None) -> QTen
                 "Pass one number for each group.",
             )
         )
-    return functional.quantize(x, group, scale=scale.float().reshape(wanted))
+    return functional.quantize(x, group, dtype=dtype, scale=scale.float().reshape(wanted))
 
 
 def cutlass_scaled_mm(

@@ -175,14 +175,32 @@ def test_schemes_have_names() -> None:
     assert scheme_of(MX, MX, ue8m0=True) is SCHEMES["MXFP8"]
 
 
-def test_layers_that_engines_cut_are_refused_by_name() -> None:
-    for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
-        name = "backbone.layers.0.mixer.in_proj"
-        assert "Mamba mixer" in misfit("vllm", Scheme.of(scheme), name, (256, 256))
-        assert not misfit("transformers", Scheme.of(scheme), name, (256, 256))
-        assert not misfit("vllm", Scheme.of(scheme), "layers.0.attn.in_proj", (256, 256))
-    fused = "h.0.self_attention.query_key_value"
-    assert "by heads" in misfit("sglang", Scheme.of("FP8_BLOCK"), fused, (384, 128))
-    assert not misfit("vllm", Scheme.of("FP8_DYNAMIC"), fused, (384, 128))
+def test_vllm_has_mixers_of_mamba_1_dense_and_of_mamba_2_in_fp8() -> None:
+    mixer = "backbone.layers.0.mixer"
+    first = {f"{mixer}.{n}" for n in ("in_proj", "x_proj", "dt_proj", "out_proj")}
+    second = {f"{mixer}.in_proj", f"{mixer}.out_proj"}
+    for scheme in map(Scheme.of, ("FP8_DYNAMIC", "FP8_BLOCK")):
+        for name in first:
+            assert "Mamba mixer" in misfit("vllm", scheme, name, (256, 256), first)
+            assert not misfit("transformers", scheme, name, (256, 256), first)
+        for name in second:
+            assert not misfit("vllm", scheme, name, (256, 256), second)
+        assert not misfit("vllm", scheme, "0.attn.in_proj", (256, 256), {"0.attn.x_proj"})
+    plamo = {"0.mixer.in_proj", "0.mixer.bcdt_proj"}
+    found = {n: misfit("vllm", Scheme.of("FP8_BLOCK"), n, (256, 256), plamo) for n in plamo}
+    assert found["0.mixer.in_proj"]
+    assert not found["0.mixer.bcdt_proj"]
     with pytest.raises(CheckpointError, match=r"Exclude these layers when converting\.$"):
-        check_layers("vllm", Scheme.of("FP8_DYNAMIC"), {"a.mamba.in_proj": (64, 64)}, [])
+        check_layers("vllm", DYNAMIC, {"a.mamba.in_proj": (64, 64)}, ["a.mamba.x_proj"])
+    check_layers("vllm", DYNAMIC, {"a.mamba.in_proj": (64, 64)}, ["a.mamba.out_proj"])
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang"])
+def test_blocks_of_query_key_value_load_where_it_is_cut_in_order(target: str) -> None:
+    block = Scheme.of("FP8_BLOCK")
+    for by_heads in ("h.0.self_attention", "gpt_neox.layers.0.attention"):
+        assert "by heads" in misfit(target, block, f"{by_heads}.query_key_value", (384, 128))
+        assert not misfit(target, DYNAMIC, f"{by_heads}.query_key_value", (384, 128))
+    for in_order in ("model.layers.0.attention", "transformer.encoder.layers.0.self_attention"):
+        assert not misfit(target, block, f"{in_order}.query_key_value", (384, 128))
+        assert misfit(target, block, f"{in_order}.query_key_value", (192, 128))

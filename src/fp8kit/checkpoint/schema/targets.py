@@ -6,7 +6,7 @@ The rules were read in vLLM 0.33, SGLang 0.5.23 and Transformers 5.23.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -39,7 +39,18 @@ _LOADED = {
 _EMBEDDING = re.compile(
     r"(.*\.)?(embed(_tokens|_positions)?|((word|token|tok|position|token_type)_)?embeddings?|wte|wpe)"
 )
-_STATE_SPACE = re.compile(r"(^|\.)(mixer|mamba\w*)\.in_proj$")
+_STATE_SPACE = re.compile(r"(^|\.)(mixer|mamba\w*)$")
+# a layer that a state-space mixer has beside others -> which of them vLLM has no FP8 for: in
+# MambaMixer (Mamba, FalconMamba, Jamba) they get no quant_config, Plamo2 reorders in_proj by heads;
+# MambaMixer2 (Mamba2, Bamba, NemotronH, Falcon-H1, Granite) loads FP8
+_DENSE_MIXERS = {
+    "x_proj": ("in_proj", "x_proj", "dt_proj", "out_proj"),
+    "bcdt_proj": ("in_proj",),
+}
+# query, key and value one after the other (Bailing, ChatGLM, GLM-4V); elsewhere head by head
+_QKV_IN_ORDER = re.compile(
+    r"(^|\.)(model\.layers\.\d+\.attention|encoder\.layers\.\d+\.self_attention)$"
+)
 # dialects that a target does not read
 _UNREADABLE = {
     ("autofp8", "transformers"): "it expects weight_scale_inv where vLLM has weight_scale",
@@ -136,7 +147,11 @@ def check_layers(
         Traceback (most recent call last):
         fp8kit.errors.CheckpointError: ...
     """
-    misfits = {n: r for n, shape in quantized.items() if (r := misfit(target, scheme, n, shape))}
+    dense = list(dense)
+    names = {*quantized, *dense, *(others or ())}
+    misfits = {
+        n: r for n, shape in quantized.items() if (r := misfit(target, scheme, n, shape, names))
+    }
     if misfits:
         name, reason = next(iter(misfits.items()))
         raise CheckpointError(
@@ -214,7 +229,13 @@ def output_heads(names: Iterable[str]) -> list[str]:
     return [n for n in names if n.rpartition(".")[2] == "lm_head"]
 
 
-def misfit(target: str, scheme: Scheme, name: str, shape: tuple[int, int]) -> str:
+def misfit(
+    target: str,
+    scheme: Scheme,
+    name: str,
+    shape: tuple[int, int],
+    names: Collection[str] = (),
+) -> str:
     """Return why the target cannot load a layer of this name and shape; empty if it can.
 
     Args:
@@ -222,19 +243,21 @@ def misfit(target: str, scheme: Scheme, name: str, shape: tuple[int, int]) -> st
         scheme: of the layer.
         name: of the layer.
         shape: of its weight, ``(N, K)``.
+        names: of all linear layers, which tell one kind of mixer from another.
 
     Example:
         >>> misfit("transformers", Scheme.of("FP8_BLOCK"), "a.o_proj", (576, 256))
         'transformers loads 128x128 blocks without ragged edges only; it is 576x256'
     """
     rows, cols = shape
-    last = name.rpartition(".")[2]
+    parent, _, last = name.rpartition(".")
     if is_embedding(name):
         return f"{target} reads embeddings in high precision"
-    if target == "vllm" and _STATE_SPACE.search(name):
-        return f"{target} cuts the in_proj of a Mamba mixer in parts that it loads dense only"
+    if target == "vllm" and _is_dense_mixer(parent, last, names):
+        return f"{target} loads {last} of this kind of Mamba mixer dense only"
     if target in _ENGINES and scheme.weight == BLOCK and last == "query_key_value":
-        return f"{target} cuts query_key_value by heads, across the edges of 128x128 blocks"
+        if rows % 128 or not _QKV_IN_ORDER.search(parent):
+            return f"{target} cuts query_key_value by heads, across the edges of 128x128 blocks"
     if scheme.weight == MX and cols % 32:
         return f"MX groups have 32 columns; it has {cols}"
     if scheme.weight != BLOCK or (rows % 128 == 0 and cols % 128 == 0):
@@ -248,6 +271,12 @@ def misfit(target: str, scheme: Scheme, name: str, shape: tuple[int, int]) -> st
         merged = ", ".join(group)
         return f"{target} merges {merged} and needs 128 to divide their rows; it has {rows}"
     return ""
+
+
+def _is_dense_mixer(parent: str, last: str, names: Collection[str]) -> bool:
+    if not _STATE_SPACE.search(parent):
+        return False
+    return any(f"{parent}.{mark}" in names and last in d for mark, d in _DENSE_MIXERS.items())
 
 
 def _check_merged(
