@@ -55,6 +55,8 @@ def test_scaled_fp8_quant_reads_groups_from_the_shape_of_scales(
     assert scale is given
     wide = given.repeat_interleave(M // shape[0], 0).repeat_interleave(K // shape[1], 1)
     assert_bits_equal(codes, with_scale(x, wide))
+    twice = compat.scaled_fp8_quant(x.repeat(1, 2), given.repeat(1, 2))[0]
+    assert_bits_equal(twice, codes.view(torch.uint8).repeat(1, 2).view(FP8))
     wider = compat.scaled_fp8_quant(x, given, output_dtype=torch.float8_e5m2)[0]
     assert_bits_equal(wider, (x.float() / wide).to(torch.float8_e5m2))
 

@@ -19,7 +19,7 @@ from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
 from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale
 from fp8kit.errors import teach
-from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, QTensor
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 
 _DEVICE_IDENTITY: list[Tensor] = []
 
@@ -79,16 +79,17 @@ def scaled_fp8_quant(
     """
     dtype = output_dtype or torch.float8_e4m3fn
     if scale is not None:
-        found, given = _static(input, scale, group_shape, dtype), scale
+        codes, given = _static(input, scale, group_shape, dtype), scale
     else:
         bound = None if scale_ub is None else as_number(scale_ub, input.device)
         group = ROW if use_per_token_if_dynamic else TENSOR
         found = functional.quantize(input, group, dtype=dtype, scale_ub=bound)
+        codes = found.data
         given = found.scale if use_per_token_if_dynamic else found.scale.reshape(1)
-    codes, missing = found.data, max(num_token_padding or 0, input.shape[0]) - input.shape[0]
+    missing = max(num_token_padding or 0, input.shape[0]) - input.shape[0]
     if missing:
         codes = torch.nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, missing))
-        codes = codes.view(found.data.dtype)
+        codes = codes.view(dtype)
         if given.shape == (input.shape[0], 1) and scale is None and use_per_token_if_dynamic:
             given = torch.nn.functional.pad(given, (0, 0, 0, missing), value=1.0)
     return (codes if output is None else output.copy_(codes)), given
@@ -96,13 +97,18 @@ def scaled_fp8_quant(
 
 def _static(
     x: Tensor, scale: Tensor, group_shape: Sequence[int] | None, dtype: torch.dtype
-) -> QTensor:
+) -> Tensor:
+    """Return codes of a matrix with given scales."""
     if group_shape is None and scale.dim() == 2 and scale.numel() > 1:
         extents = zip(x.shape, scale.shape, strict=True)
         group_shape = [max(-(-extent // parts), 1) for extent, parts in extents]
     rows, cols = (-1, -1) if group_shape is None else group_shape
     if rows == cols == -1:
-        return functional.quantize(x, TENSOR, dtype=dtype, scale=as_number(scale, x.device))
+        return functional.quantize(x, TENSOR, dtype=dtype, scale=as_number(scale, x.device)).data
+    if rows == 1 and cols == MX.cols:
+        # groups of 32 elsewhere have bytes as scales: here each is a row of its own
+        parts = _static(x.reshape(-1, cols), scale.reshape(-1, 1), (1, -1), dtype)
+        return parts.view(x.shape)
     group = fp8_formats.GroupShape(max(x.shape[0], 1) if rows == -1 else rows, cols)
     wanted = fp8_formats.scale_shape(x.shape, group)
     if scale.numel() != math.prod(wanted):
@@ -113,7 +119,7 @@ def _static(
                 "Pass one number for each group.",
             )
         )
-    return functional.quantize(x, group, dtype=dtype, scale=scale.float().reshape(wanted))
+    return functional.quantize(x, group, dtype=dtype, scale=scale.float().reshape(wanted)).data
 
 
 def cutlass_scaled_mm(
