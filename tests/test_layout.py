@@ -632,10 +632,12 @@ def test_every_public_name_is_found_when_it_is_asked_for() -> None:
 
 def test_importing_the_package_registers_every_operator() -> None:
     """A program that was exported is loaded by its operators' names alone."""
-    schemas = "import torch; print(*(s.name for s in torch._C._jit_get_all_schemas()))"
-    alone = {s for s in _fresh(f"import fp8kit; {schemas}").split() if s.startswith("fp8kit::")}
-    everything = f"from fp8kit import *; {schemas}"
-    assert alone == {s for s in _fresh(everything).split() if s.startswith("fp8kit::")}
+    schemas = "print(*(s.name for s in torch._C._jit_get_all_schemas()))"
+    code = f"import torch, fp8kit\n{schemas}\nfrom fp8kit import *\n{schemas}"
+    alone, everything = (
+        {s for s in line.split() if s.startswith("fp8kit::")} for line in _fresh(code).splitlines()
+    )
+    assert alone == everything
     assert "fp8kit::linear" in alone
 
 

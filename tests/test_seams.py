@@ -106,8 +106,8 @@ def test_tests_read_few_private_names_and_each_for_a_reason() -> None:
     [
         ("group._joins()", ["_joins"]),
         ("from fp8kit.cli.main import _in_shell_words, main", ["_in_shell_words"]),
-        ("monkeypatch.setattr(timing, '_capture', f)", ["_capture"]),
-        ("monkeypatch.setattr('fp8kit.perf.timing._capture', f)", ["_capture"]),
+        ("patch.setattr(timing, '_capture', f)", ["_capture"]),
+        ("patch.setattr('fp8kit.perf.timing._capture', f)", ["_capture"]),
         ("torch._dynamo.reset()\nlayer._parameters\nself._joins()\n'_joins'", []),
     ],
 )
@@ -117,4 +117,4 @@ def test_the_search_for_private_names_can_fail(code: str, names: list[str]) -> N
 
 
 def test_the_count_of_patches_can_fail() -> None:
-    assert patches("monkeypatch.setattr(a, 'b', c)\npatched.setattr(a, 'b', c)\nsetattr(a, b)") == 2
+    assert patches("patch.setattr(a, 'b', c)\npatched.setattr(a, 'b', c)\nsetattr(a, b)") == 2

@@ -22,7 +22,7 @@ from fp8kit.errors import UnsupportedError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.quantizers import reference
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
-from grids import diagonal, pairwise
+from grids import COMPILED, diagonal, pairwise
 from numerics import assert_bits_equal
 
 triton = pytest.importorskip("fp8kit.quantizers.triton")
@@ -248,7 +248,11 @@ def swizzled(scale: Tensor) -> Tensor:
 # fewer than a tile of 128 rows by 4 blocks, more of either, and leading dimensions
 @pytest.mark.parametrize(
     ("shape", "rounding"),
-    diagonal([(1, 32), (5, 132), (130, 36), (2, 9, 100)], ["floor", "up"]),
+    [
+        *diagonal([(5, 132), (130, 36), (2, 9, 100)], ["floor", "up"]),
+        # an interpreter takes ten seconds to find that one row has one block
+        pytest.param((1, 32), "floor", marks=pytest.mark.skipif(not COMPILED, reason="slow")),
+    ],
     ids=str,
 )
 def test_swizzled_mx_scales(shape: tuple[int, ...], rounding: str, device: torch.device) -> None:
