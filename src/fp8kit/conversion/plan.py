@@ -149,9 +149,11 @@ class Plan:
                 self.model.set_submodule(name, layer)
         made = {n: self.model.get_submodule(n) for n in names}
         layers = {n: m for n, m in made.items() if isinstance(m, Fp8Linear)}
-        mx_forms.settle(layers)
-        for record in self.report.linears:
-            record.reason = layers[record.name].form_note
+        made_fp8: dict[str, Fp8Linear | ExpertTensors] = {**layers}
+        made_fp8 |= {n: m for n, m in experts.items() if isinstance(m, ExpertTensors)}
+        mx_forms.settle(made_fp8)
+        for record in (*self.report.linears, *self.report.stacks):
+            record.reason = made_fp8[record.name].form_note
         siblings.share_inputs(self.model, self.report.groups)
         if fusion.level(self.fuse) > 1:
             self.report.fused = fusion.fuse_producers(self.model, self.links)
