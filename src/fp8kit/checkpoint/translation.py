@@ -27,6 +27,7 @@ from fp8kit.checkpoint.schema.targets import (
     misfit,
     output_heads,
 )
+from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.conversion.model_families import JOINED
@@ -92,7 +93,8 @@ def convert_checkpoint(
             ``"vllm"``, unless a dialect is named.
         dialect: name of the dialect to write, if not the target's own.
         scheme: what MX weights become, e.g. ``"FP8_DYNAMIC"``: they are rebased, which keeps nearly
-            all values; by default they stay MX.
+            all values; by default they stay MX. NVFP4 weights are quantized to it, by default to
+            FP8_DYNAMIC, and a warning tells the error.
         unfit: what happens to layers that the target cannot load: ``"refuse"``, or
             ``"dequantize"`` to write them in the model's high precision.
         overwrite: replace a destination that is a checkpoint.
@@ -119,7 +121,7 @@ def convert_checkpoint(
                 "Pass what shall happen to layers that the target cannot load.",
             )
         )
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, scheme=None if scheme is None else Scheme.of(scheme))
     held = _scheme(checkpoint)
     wanted = held if scheme is None else _rebased_scheme(checkpoint, Scheme.of(scheme))
     if target is None and dialect is None:
@@ -135,7 +137,7 @@ def convert_checkpoint(
     spec = _spec(job, dense)
     quantization = written.render(spec)
     layout = _layout(job)
-    return write_checkpoint(
+    written_files = write_checkpoint(
         destination,
         layout,
         _stream(job),
@@ -144,6 +146,9 @@ def convert_checkpoint(
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
     )
+    for sentence in told(checkpoint.errors, wanted):
+        warnings.warn(sentence, stacklevel=2)
+    return written_files
 
 
 def _scheme(checkpoint: Checkpoint) -> Scheme:

@@ -89,7 +89,7 @@ class ExpertTensors(nn.Module):
         return self.get_parameter(name)
 
     def beside(self, name: str, kind: str) -> Tensor | None:
-        """Return ``bias``, ``scale``, ``exponents`` or ``input_scale``; ``None`` if there is none."""
+        """Return ``bias``, ``scale``, ``exponents`` or ``input_scale`` of a stack, if any."""
         return self._parameters.get(f"{name}_{kind}")
 
     def quantized(self, name: str) -> QTensor:
@@ -185,7 +185,7 @@ class ExpertTensors(nn.Module):
             )
         if coded:
             self.originals.pop(name, None)
-            if self.scheme.rebased and scale.dtype == torch.uint8:
+            if self.scheme.rebased and scale is not None and scale.dtype == torch.uint8:
                 q = QTensor(weight.detach(), scale.detach(), MX)
                 found = stored_tensors(q, self.scheme, name)
                 state |= {prefix + own: tensor for own, tensor in found.items()}
