@@ -18,7 +18,13 @@ from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, joined_scheme, rows_of
 from fp8kit.checkpoint.schema.decoding import check_codes
 from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.checkpoint.schema.naming import dense_stacks, engine_name, experts_of, named
+from fp8kit.checkpoint.schema.naming import (
+    dense_stacks,
+    engine_name,
+    experts_of,
+    named,
+    standard_names,
+)
 from fp8kit.checkpoint.schema.targets import (
     check_cache,
     check_layers,
@@ -32,8 +38,18 @@ from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.conversion.model_families import JOINED
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import (
+    MX,
+    ROW,
+    SCHEMES,
+    TENSOR,
+    QTensor,
+    Scheme,
+    scale_dtype,
+    stack_scale_shape,
+)
 from fp8kit.modules.mx_forms import LARGEST_CHANGE
+from fp8kit.moe.arguments import stacked_scale
 from fp8kit.quantizers.rebase import rebase
 
 _EQUAL = 1e-5
@@ -46,7 +62,7 @@ _EXPERT = re.compile(r".*experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])")
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """One matrix of the result: a layer of the source, or a slice of a stack of experts."""
+    """One weight of the result: a layer of the source, a slice of a stack of experts, or all."""
 
     name: str
     scheme: Scheme
@@ -56,7 +72,14 @@ class _Matrix:
     expert: int = -1
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def whole(self) -> bool:
+        """Whether it is a stack that is not cut."""
+        return self.expert < 0 and len(self.layer.shape) == 3
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.whole:
+            return self.layer.shape
         return self.last - self.first, self.layer.shape[-1]
 
 
@@ -185,13 +208,10 @@ def _matrices(checkpoint: Checkpoint) -> Iterator[_Matrix]:
             yield _Matrix(layer.name, layer.scheme, layer, 0, layer.shape[0])
             continue
         if str(checkpoint.config.get("model_type")) == "gpt_oss":
-            raise CheckpointError(
-                teach(
-                    f"{layer.name} interleaves the rows of two projections (GPT-OSS).",
-                    "No engine loads such experts in FP8 by a dialect that is written here.",
-                    "Keep this checkpoint as it is, or start from the original one.",
-                )
-            )
+            if layer.group != MX:
+                raise _interleaved(layer.name, "Keep this checkpoint as it is.")
+            yield _Matrix(layer.name, layer.scheme, layer, 0, layer.shape[1])
+            continue
         parent, _, last = layer.name.rpartition(".")
         parts = _HALVES.get(last, (last,))
         rows = layer.shape[1] // len(parts)
@@ -201,6 +221,16 @@ def _matrices(checkpoint: Checkpoint) -> Iterator[_Matrix]:
                     named(parent, f"{expert}.{part}"), str(checkpoint.config.get("model_type"))
                 )
                 yield _Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
+
+
+def _interleaved(name: str, remedy: str) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            f"{name} interleaves the rows of two projections (GPT-OSS).",
+            "No engine loads such experts in FP8 by a dialect that is written here.",
+            remedy,
+        )
+    )
 
 
 def _check_target(job: _Translation, target: str, dense: list[str], unfit: str) -> None:
@@ -219,10 +249,17 @@ def _check_target(job: _Translation, target: str, dense: list[str], unfit: str) 
         for i, m in enumerate(job.matrices):
             if m.scheme == SCHEMES["FP8_TENSOR"]:
                 job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
+    stacks = [m for m in job.matrices if m.whole]
+    if stacks and unfit == "refuse":
+        raise _interleaved(
+            stacks[0].name,
+            "Pass unfit='dequantize' to write them in high precision, or a dialect instead of a "
+            "target for stacks of codes, which fp8kit.load reads.",
+        )
     if unfit == "dequantize":
         every, job.matrices = job.matrices, []
         for m in every:
-            fits = not misfit(target, m.scheme, m.name, m.shape)
+            fits = not m.whole and not misfit(target, m.scheme, m.name, m.shape)
             (job.matrices if fits else job.unfit).append(m)
         dense += [m.name for m in job.unfit]
     for scheme in {m.scheme for m in job.matrices}:
@@ -348,13 +385,13 @@ def _announced(job: _Translation) -> Iterator[tuple[str, Tensor]]:
         for m in job.matrices:
             group = m.scheme.weight
             codes = torch.empty(m.shape, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(scale_shape(m.shape, group), dtype=scale_dtype(group))
+            scale = torch.empty(stack_scale_shape(m.shape, group), dtype=scale_dtype(group))
             yield _renamed(job, m, "weight", codes)
             yield _renamed(job, m, "weight_scale", scale)
             if m.scheme.static:
                 yield _renamed(job, m, "input_scale", torch.empty(1, 1))
         for m in job.unfit:
-            yield named(m.name, "weight"), torch.empty(m.shape, dtype=checkpoint.dtype)
+            yield _dense_weight(m, torch.empty(m.shape, dtype=checkpoint.dtype))
 
 
 def _stream(job: _Translation) -> Iterator[tuple[str, Tensor]]:
@@ -376,7 +413,7 @@ def _stream(job: _Translation) -> Iterator[tuple[str, Tensor]]:
         for m in matrices:
             part = _part(m, codes, scale)
             if m.name in unfit:
-                yield named(m.name, "weight"), functional.dequantize(part, checkpoint.dtype)
+                yield _dense_weight(m, functional.dequantize(part, checkpoint.dtype))
                 continue
             yield _renamed(job, m, "weight", part.data)
             yield _renamed(job, m, "weight_scale", part.scale)
@@ -391,7 +428,7 @@ def _part(m: _Matrix, codes: Tensor, scale: Tensor) -> QTensor:
     whole = QTensor(
         codes[m.expert] if stacked else codes, scale[m.expert] if stacked else scale, m.layer.group
     )
-    q = rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
+    q = whole if m.whole else rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
     if q.group == MX and m.scheme.weight != MX:
         found = rebase(q, m.scheme.weight)
         if found.largest_change > LARGEST_CHANGE:
@@ -400,7 +437,8 @@ def _part(m: _Matrix, codes: Tensor, scale: Tensor) -> QTensor:
                 f"{q.data.numel()} values, by {found.largest_change:.1e} at most.",
                 stacklevel=2,
             )
-        return found.q
+        scale = stacked_scale(found.q).contiguous() if m.whole else found.q.scale
+        return QTensor(found.q.data, scale, m.scheme.weight)
     if (q.group, m.scheme.weight) == (ROW, TENSOR):  # spread over the rows of a stack when read
         return QTensor(q.data, q.scale[:1], TENSOR)
     if (q.group, m.scheme.weight) == (TENSOR, ROW):
@@ -409,7 +447,15 @@ def _part(m: _Matrix, codes: Tensor, scale: Tensor) -> QTensor:
 
 
 def _renamed(job: _Translation, m: _Matrix, kind: str, tensor: Tensor) -> tuple[str, Tensor]:
-    return on_disk(named(m.name, kind), tensor, job.dialect, m.scheme)
+    name = standard_names(m.name, m.whole)[kind]
+    return on_disk(name, tensor.contiguous(), job.dialect, m.scheme)
+
+
+def _dense_weight(m: _Matrix, tensor: Tensor) -> tuple[str, Tensor]:
+    """Name a weight in high precision; a stack is turned as its model holds it."""
+    if not m.whole:
+        return named(m.name, "weight"), tensor
+    return m.name, tensor.transpose(1, 2).contiguous() if m.layer.transposed else tensor
 
 
 def _plain(checkpoint: Checkpoint) -> list[str]:

@@ -86,7 +86,8 @@ def test_only_mx_weights_get_another_scheme(tmp_path: Path) -> None:
         fp8kit.convert_checkpoint(path, tmp_path / "c", scheme="FP8")
 
 
-def test_experts_of_gpt_oss_give_the_logits_of_their_values(tmp_path: Path) -> None:
+def gpt_oss(path: Path) -> tuple[nn.Module, set[str]]:
+    """Write a tiny GPT-OSS with packed experts; return its dequantized model, names on disk."""
     transformers = pytest.importorskip("transformers")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     torch.manual_seed(0)
@@ -109,7 +110,6 @@ def test_experts_of_gpt_oss_give_the_logits_of_their_values(tmp_path: Path) -> N
         )
         assert torch.equal(theirs, values.transpose(1, 2))
     tensors |= {n: t.contiguous().clone() for n, t in state.items()}
-    path = tmp_path / "gpt-oss"
     config.save_pretrained(path)
     written = json.loads((path / "config.json").read_text())
     written["architectures"] = ["GptOssForCausalLM"]
@@ -120,6 +120,12 @@ def test_experts_of_gpt_oss_give_the_logits_of_their_values(tmp_path: Path) -> N
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(written))
     save_file(tensors, path / "model.safetensors")
+    return dense, set(tensors)
+
+
+def test_experts_of_gpt_oss_give_the_logits_of_their_values(tmp_path: Path) -> None:
+    path = tmp_path / "gpt-oss"
+    dense, tensors = gpt_oss(path)
     model = fp8kit.load(path)
     for name, module in model.named_modules():
         if isinstance(module, ExpertTensors):
@@ -127,11 +133,30 @@ def test_experts_of_gpt_oss_give_the_logits_of_their_values(tmp_path: Path) -> N
             for stack in module.stacks.names:
                 values = dense.get_parameter(f"{name}.{stack}").transpose(1, 2)
                 assert torch.equal(fp8kit.dequantize(module.quantized(stack)), values)
-    others = set(dict(dense.named_parameters())) - {n for n in tensors if "experts" in n}
-    for name in (n for n in others if not n.endswith(("gate_up_proj", "down_proj"))):
+    others = set(dict(dense.named_parameters())) & tensors
+    for name in others:
         assert torch.equal(model.get_parameter(name), dense.get_parameter(name)), name
     tokens = torch.randint(0, 64, (4, 16))
     with torch.no_grad():
         error = relative_error(model(tokens).logits, dense(tokens).logits)
     least, most = activation_noise(layers=2)
     assert least < error < most
+
+
+def test_experts_of_gpt_oss_are_written_whole_or_in_high_precision(tmp_path: Path) -> None:
+    path = tmp_path / "gpt-oss"
+    dense, _ = gpt_oss(path)
+    with pytest.raises(fp8kit.CheckpointError, match="No engine loads such experts"):
+        fp8kit.convert_checkpoint(path, tmp_path / "b", scheme="FP8_DYNAMIC")
+    with pytest.raises(fp8kit.CheckpointError, match="Something has to stay FP8"):
+        fp8kit.convert_checkpoint(path, tmp_path / "b", unfit="dequantize")
+    for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
+        place = tmp_path / scheme
+        fp8kit.convert_checkpoint(path, place, dialect="compressed-tensors", scheme=scheme)
+        model = fp8kit.load(place)
+        found = {n: m for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
+        assert {m.scheme.name for m in found.values()} == {scheme}
+        for name, module in found.items():
+            for stack in module.stacks.names:
+                values = dense.get_parameter(f"{name}.{stack}").transpose(1, 2)
+                assert torch.equal(fp8kit.dequantize(module.quantized(stack)), values)
