@@ -77,10 +77,13 @@ class _Matrix:
         return self.expert < 0 and len(self.layer.shape) == 3
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        if self.whole:
-            return self.layer.shape
+    def shape(self) -> tuple[int, int]:
         return self.last - self.first, self.layer.shape[-1]
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Shape of the codes on disk."""
+        return self.layer.shape if self.whole else self.shape
 
 
 @dataclass(slots=True)
@@ -384,14 +387,14 @@ def _announced(job: _Translation) -> Iterator[tuple[str, Tensor]]:
             yield _cache_scale(job, name, torch.empty(_cache_shape(checkpoint, name)))
         for m in job.matrices:
             group = m.scheme.weight
-            codes = torch.empty(m.shape, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(stack_scale_shape(m.shape, group), dtype=scale_dtype(group))
+            codes = torch.empty(m.held, dtype=torch.float8_e4m3fn)
+            scale = torch.empty(stack_scale_shape(m.held, group), dtype=scale_dtype(group))
             yield _renamed(job, m, "weight", codes)
             yield _renamed(job, m, "weight_scale", scale)
             if m.scheme.static:
                 yield _renamed(job, m, "input_scale", torch.empty(1, 1))
         for m in job.unfit:
-            yield _dense_weight(m, torch.empty(m.shape, dtype=checkpoint.dtype))
+            yield _dense_weight(m, torch.empty(m.held, dtype=checkpoint.dtype))
 
 
 def _stream(job: _Translation) -> Iterator[tuple[str, Tensor]]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.formats import MX
 from fp8kit.modules.expert_tensors import ExpertTensors
-from numerics import activation_noise, assert_bits_equal, relative_error
+from numerics import ONE_OPERAND, activation_noise, assert_bits_equal, relative_error
+from tiny_experts import tiny
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CT = {
@@ -160,3 +162,48 @@ def test_experts_of_gpt_oss_are_written_whole_or_in_high_precision(tmp_path: Pat
             for stack in module.stacks.names:
                 values = dense.get_parameter(f"{name}.{stack}").transpose(1, 2)
                 assert torch.equal(fp8kit.dequantize(module.quantized(stack)), values)
+
+
+@pytest.mark.parametrize("four", ["mxfp4", "nvfp4"])
+def test_packed_single_experts_become_fp8_experts(four: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = tiny("Qwen3Moe")
+    path = tmp_path / "a"
+    model.save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    values = {}
+    for name in [n for n in tensors if ".mlp.experts." in n]:
+        pairs, exponents, values[name] = packed(*tensors.pop(name).shape)
+        layer = name.removesuffix(".weight")
+        tensors[f"{layer}.weight_packed"] = pairs
+        if four == "mxfp4":
+            tensors[f"{layer}.weight_scale"] = exponents
+            continue
+        groups = 2.0 ** (exponents.float() - 117).repeat_interleave(2, -1)  # of 16 columns each
+        tensors[f"{layer}.weight_scale"] = groups.to(torch.float8_e4m3fn)
+        tensors[f"{layer}.weight_global_scale"] = torch.tensor([2.0**10])
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    group = dict(CT["config_groups"]["group_0"]["weights"])
+    if four == "nvfp4":
+        group |= {"strategy": "tensor_group", "group_size": 16}
+    quantization = CT | {
+        "format": f"{four}-pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*gate$"],
+    }
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loaded = fp8kit.load(path)
+    assert any("NVFP4 weights were quantized" in str(w.message) for w in told) == (four == "nvfp4")
+    experts = {n: m for n, m in loaded.named_modules() if isinstance(m, ExpertTensors)}
+    assert len(experts) == 2
+    for name, module in experts.items():
+        assert module.scheme.name == ("MXFP8_ROW" if four == "mxfp4" else "FP8_DYNAMIC")
+        found = fp8kit.dequantize(module.quantized("down_proj"))
+        wanted = torch.stack([values[f"{name}.{e}.down_proj.weight"] for e in range(len(found))])
+        if four == "mxfp4":
+            assert_bits_equal(found, wanted)
+        else:
+            assert 0 < relative_error(found, wanted) < 1.5 * ONE_OPERAND
