@@ -280,6 +280,54 @@ def mxfp4() -> dict[str, Golden]:
     return {"mxfp4": Golden("mxfp4", "MXFP8", quantization=config, tensors=tensors, truth=truth)}
 
 
+def nvfp4_weight(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return packed codes, scales and values of a matrix whose rows are FP8 rows, exactly.
+
+    The largest value of a row is 4 * 28 = 448 / 4, the other scales are powers of two.
+    """
+    halves = codes(n, k // 16, 16, seed=n) & 15
+    powers = torch.tensor((0, 1, 2, 4, 6, 6, 4, 2), dtype=torch.uint8)  # 0, 0.5, 1, 2, 4
+    halves[:, 0] = powers[(halves[:, 0] & 7).long()] | halves[:, 0] & 8
+    halves[:, 0, 0] = 6
+    groups = (5 + torch.arange(n * (k // 16)).view(n, -1) % 7).to(torch.uint8) * 8
+    groups[:, 0] = 11 * 8 + 6
+    known = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    signs = 1.0 - 2.0 * (halves >> 3).float()
+    scale = values(groups, torch.tensor(1.0)).unsqueeze(-1)
+    numbers = (known[(halves & 7).long()] * signs * scale).view(n, k)
+    halves = halves.view(n, k)
+    return halves[:, 0::2] | halves[:, 1::2] << 4, groups, numbers
+
+
+def nvfp4() -> dict[str, Golden]:
+    theirs, nvidia, truth = rest(), rest(), {}
+    for layer, shape in ((OUT, (24, 32)), (DOWN, (20, 64))):
+        packed, groups, numbers = nvfp4_weight(*shape)
+        theirs |= {
+            f"{layer}.weight_packed": packed,
+            f"{layer}.weight_scale": fp8(groups),
+            f"{layer}.weight_global_scale": torch.tensor([1024.0]),
+            f"{layer}.input_global_scale": torch.tensor([300.0]),
+        }
+        nvidia |= {
+            f"{layer}.weight": packed,
+            f"{layer}.weight_scale": fp8(groups),
+            f"{layer}.weight_scale_2": torch.tensor(2.0**-10),
+            f"{layer}.input_scale": torch.tensor(0.01),
+        }
+        truth[layer] = numbers * 2.0**-10
+    four = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    config = compressed(four, {**four, "dynamic": "local"}, format="nvfp4-pack-quantized")
+    flat = {"quant_method": "modelopt", "ignore": IGNORE, "quant_algo": "NVFP4", "group_size": 16}
+    made = {"compressed-tensors": (config, theirs), "modelopt": (flat, nvidia)}
+    return {
+        f"{dialect}-nvfp4": Golden(
+            dialect, "FP8_DYNAMIC", quantization=settings, tensors=tensors, truth=truth
+        )
+        for dialect, (settings, tensors) in made.items()
+    }
+
+
 def modelopt() -> dict[str, Golden]:
     nested = by_tensor("weight_scale", "input_scale", ())
     cache(nested["tensors"], f"{ATTENTION}.k_proj.k_scale", f"{ATTENTION}.v_proj.v_scale", ())
@@ -523,7 +571,7 @@ def without_a_config() -> dict[str, Golden]:
 
 def goldens() -> dict[str, Golden]:
     """Return all golden checkpoints by the name of their folder."""
-    quantized = (compressed_tensors, fp8_method, fbgemm, mxfp4, modelopt, torchao, quark)
+    quantized = (compressed_tensors, fp8_method, fbgemm, mxfp4, nvfp4, modelopt, torchao, quark)
     every = (*quantized, of_diffusers, without_a_config)
     return {name: golden for family in every for name, golden in family().items()}
 

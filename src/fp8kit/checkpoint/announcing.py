@@ -136,7 +136,7 @@ def announce(
     kinds = {n: m.scheme.stored for n, m in layers.items()}
     counts = Counter(kinds.values())
     counts.update(layer.scheme for layer in exported.experts.values())
-    counts.update(m.scheme for m in stacked.values())
+    counts.update(m.scheme.stored for m in stacked.values())
     main = counts.most_common(1)[0][0]
     bound = _bound(layers, dialect)
     if dialect is None:
@@ -153,7 +153,7 @@ def announce(
         check_layers(target, scheme, shapes, dense, dialect=dialect, others=others)
     stored = {t.data_ptr(): n for n, t in exported.tensors.items()}
     schemes = {n: one.scheme for n, one in exported.experts.items()}
-    schemes |= {name: m.scheme for name, (m, _) in stacks_in(model).items()}
+    schemes |= {name: m.scheme.stored for name, (m, _) in stacks_in(model).items()}
     for name, layer in layers.items():
         found = stored.get(layer.weight.data_ptr(), f"{name}.weight")
         schemes |= dict.fromkeys((name, found.removesuffix(".weight")), kinds[name])

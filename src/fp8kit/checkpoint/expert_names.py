@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor, nn
 
@@ -61,7 +60,7 @@ def parts_of(module: ExpertTensors, stack: str) -> tuple[str, ...]:
     if not all(name in STACKED for name in module.stacks.names):
         return ()
     n, k = module.codes(up).shape[1], module.codes(module.stacks.down).shape[2]
-    gated, rows = n == 2 * k, module.scheme.weight.rows
+    gated, rows = n == 2 * k, module.scheme.stored.weight.rows
     if gated != (up == "gate_up_proj"):
         return ()
     if gated and (activation is None or activation.interleaved or (rows > 1 and k % rows)):
@@ -131,15 +130,12 @@ def own_names(model: nn.Module, kept: list[str]) -> set[str]:
 
 
 def _layers(module: ExpertTensors, stack: str, count: int) -> Iterator[ExpertLayer]:
-    codes, scale = (
-        module.codes(stack).detach(),
-        cast(Tensor, module.beside(stack, "scale")).detach(),
-    )
+    q, scheme = module.stored(stack), module.scheme.stored
     fixed = module.beside(stack, "input_scale")
-    one = module.scheme.weight == TENSOR
-    for matrix, scales in zip(codes, scale, strict=True):
+    one = scheme.weight == TENSOR
+    for matrix, scales in zip(q.data, q.scale, strict=True):
         pieces = [scales] * count if one else scales.chunk(count)
         for weight, piece in zip(matrix.chunk(count), pieces, strict=True):
             own = None if fixed is None else fixed.detach().clone()
             # a file holds each tensor apart, also where several share one number
-            yield ExpertLayer(module.scheme, weight, piece.clone() if one else piece, own)
+            yield ExpertLayer(scheme, weight, piece.clone() if one else piece, own)

@@ -15,6 +15,7 @@ from fp8kit.checkpoint.schema.naming import dense_stacks, named
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import stored_weight
 
@@ -113,6 +114,11 @@ def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
             if found.pop(named(name, "weight_exponents"), None) is not None:
                 q = stored_weight(layer).to("cpu")
                 found[named(name, "weight")], found[named(name, "weight_scale")] = q.data, q.scale
+        if isinstance(layer, ExpertTensors) and layer.scheme.rebased:
+            for stack in layer.stacks.names:
+                if found.pop(named(name, f"{stack}_exponents"), None) is not None:
+                    q = layer.stored(stack).to("cpu")
+                    found |= {named(name, stack): q.data, named(name, f"{stack}_scale"): q.scale}
     return found
 
 

@@ -15,7 +15,7 @@ from fp8kit.checkpoint.schema.targets import check_layers, misfit
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.model_families import JOINED
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import SCHEMES, Scheme
+from fp8kit.formats import MX, SCHEMES, Scheme
 
 _EQUAL = 1e-5
 # the halves of a stack that holds two projections, in the order of their rows
@@ -25,7 +25,7 @@ _EXPERT = re.compile(r".*experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])")
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """One matrix of the result: a layer of the source, or a slice of a stack of experts.
+    """One weight of the result: a layer of the source, a slice of a stack of experts, or all.
 
     Args:
         name: of the layer that is written.
@@ -44,9 +44,19 @@ class Matrix:
     expert: int = -1
 
     @property
+    def whole(self) -> bool:
+        """Whether it is a stack that is not cut."""
+        return self.expert < 0 and len(self.layer.shape) == 3
+
+    @property
     def shape(self) -> tuple[int, int]:
         """``(N, K)``."""
         return self.last - self.first, self.layer.shape[-1]
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Shape of the codes on disk."""
+        return self.layer.shape if self.whole else self.shape
 
 
 @dataclass(slots=True)
@@ -75,13 +85,10 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
             yield Matrix(layer.name, layer.scheme, layer, 0, layer.shape[0])
             continue
         if str(checkpoint.config.get("model_type")) == "gpt_oss":
-            raise CheckpointError(
-                teach(
-                    f"{layer.name} interleaves the rows of two projections (GPT-OSS).",
-                    "No engine loads such experts in FP8 by a dialect that is written here.",
-                    "Keep this checkpoint as it is, or start from the original one.",
-                )
-            )
+            if layer.group != MX:
+                raise _interleaved(layer.name, "Keep this checkpoint as it is.")
+            yield Matrix(layer.name, layer.scheme, layer, 0, layer.shape[1])
+            continue
         parent, _, last = layer.name.rpartition(".")
         parts = _HALVES.get(last, (last,))
         rows = layer.shape[1] // len(parts)
@@ -91,6 +98,16 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
                     named(parent, f"{expert}.{part}"), str(checkpoint.config.get("model_type"))
                 )
                 yield Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
+
+
+def _interleaved(name: str, remedy: str) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            f"{name} interleaves the rows of two projections (GPT-OSS).",
+            "No engine loads such experts in FP8 by a dialect that is written here.",
+            remedy,
+        )
+    )
 
 
 def check_target(job: Translation, target: str, dense: list[str], unfit: str) -> None:
@@ -120,11 +137,18 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
         for i, m in enumerate(job.matrices):
             if m.scheme == SCHEMES["FP8_TENSOR"]:
                 job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
+    stacks = [m for m in job.matrices if m.whole]
+    if stacks and unfit == "refuse":
+        raise _interleaved(
+            stacks[0].name,
+            "Pass unfit='dequantize' to write them in high precision, or a dialect instead of a "
+            "target for stacks of codes, which fp8kit.load reads.",
+        )
     if unfit == "dequantize":
         every, job.matrices = job.matrices, []
         names = {*dense, *(m.name for m in every)}
         for m in every:
-            fits = not misfit(target, m.scheme, m.name, m.shape, names)
+            fits = not m.whole and not misfit(target, m.scheme, m.name, m.shape, names)
             (job.matrices if fits else job.unfit).append(m)
         dense += [m.name for m in job.unfit]
     for scheme in {m.scheme for m in job.matrices}:

@@ -16,19 +16,21 @@ from fp8kit.checkpoint.dialects import FBGEMM, Spec, dialect_named
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, rows_of
 from fp8kit.checkpoint.schema.decoding import check_codes
-from fp8kit.checkpoint.schema.naming import dense_stacks, named
+from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
 from fp8kit.checkpoint.schema.targets import (
     check_cache,
     dialect_for,
     is_embedding,
     output_heads,
 )
+from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.checkpoint.translated import Matrix, Translation, check_target, matrices_of
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.modules.mx_forms import LARGEST_CHANGE
+from fp8kit.moe.arguments import stacked_scale
 from fp8kit.quantizers.rebase import rebase
 
 UNFIT = ("refuse", "dequantize")
@@ -59,7 +61,8 @@ def convert_checkpoint(
             ``"vllm"``, unless a dialect is named.
         dialect: name of the dialect to write, if not the target's own.
         scheme: what MX weights become, e.g. ``"FP8_DYNAMIC"``: they are rebased, which keeps nearly
-            all values; by default they stay MX.
+            all values; by default they stay MX. NVFP4 weights are quantized to it, by default to
+            FP8_DYNAMIC, and a warning tells the error.
         unfit: what happens to layers that the target cannot load: ``"refuse"``, or
             ``"dequantize"`` to write them in the model's high precision.
         overwrite: replace a destination that is a checkpoint.
@@ -86,7 +89,7 @@ def convert_checkpoint(
                 "Pass what shall happen to layers that the target cannot load.",
             )
         )
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, scheme=None if scheme is None else Scheme.of(scheme))
     held = _scheme(checkpoint)
     wanted = held if scheme is None else _rebased_scheme(checkpoint, Scheme.of(scheme))
     if target is None and dialect is None:
@@ -102,7 +105,7 @@ def convert_checkpoint(
     spec = _spec(job, dense)
     quantization = written.render(spec)
     layout = _layout(job)
-    return write_checkpoint(
+    written_files = write_checkpoint(
         destination,
         layout,
         _stream(job),
@@ -111,6 +114,9 @@ def convert_checkpoint(
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
     )
+    for sentence in told(checkpoint.errors, wanted):
+        warnings.warn(sentence, stacklevel=2)
+    return written_files
 
 
 def _scheme(checkpoint: Checkpoint) -> Scheme:
@@ -209,14 +215,14 @@ def _announced(job: Translation) -> Iterator[tuple[str, Tensor]]:
             yield _cache_scale(job, name, torch.empty(_cache_shape(checkpoint, name)))
         for m in job.matrices:
             group = m.scheme.weight
-            codes = torch.empty(m.shape, dtype=torch.float8_e4m3fn)
-            scale = torch.empty(scale_shape(m.shape, group), dtype=scale_dtype(group))
+            codes = torch.empty(m.held, dtype=torch.float8_e4m3fn)
+            scale = torch.empty(stack_scale_shape(m.held, group), dtype=scale_dtype(group))
             yield _renamed(job, m, "weight", codes)
             yield _renamed(job, m, "weight_scale", scale)
             if m.scheme.static:
                 yield _renamed(job, m, "input_scale", torch.empty(1, 1))
         for m in job.unfit:
-            yield named(m.name, "weight"), torch.empty(m.shape, dtype=checkpoint.dtype)
+            yield _dense_weight(m, torch.empty(m.held, dtype=checkpoint.dtype))
 
 
 def _stream(job: Translation) -> Iterator[tuple[str, Tensor]]:
@@ -238,7 +244,7 @@ def _stream(job: Translation) -> Iterator[tuple[str, Tensor]]:
         for m in matrices:
             part = _part(m, codes, scale)
             if m.name in unfit:
-                yield named(m.name, "weight"), functional.dequantize(part, checkpoint.dtype)
+                yield _dense_weight(m, functional.dequantize(part, checkpoint.dtype))
                 continue
             yield _renamed(job, m, "weight", part.data)
             yield _renamed(job, m, "weight_scale", part.scale)
@@ -253,7 +259,7 @@ def _part(m: Matrix, codes: Tensor, scale: Tensor) -> QTensor:
     whole = QTensor(
         codes[m.expert] if stacked else codes, scale[m.expert] if stacked else scale, m.layer.group
     )
-    q = rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
+    q = whole if m.whole else rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
     if q.group == MX and m.scheme.weight != MX:
         found = rebase(q, m.scheme.weight)
         if found.largest_change > LARGEST_CHANGE:
@@ -262,7 +268,8 @@ def _part(m: Matrix, codes: Tensor, scale: Tensor) -> QTensor:
                 f"{q.data.numel()} values, by {found.largest_change:.1e} at most.",
                 stacklevel=2,
             )
-        return found.q
+        scale = stacked_scale(found.q).contiguous() if m.whole else found.q.scale
+        return QTensor(found.q.data, scale, m.scheme.weight)
     if (q.group, m.scheme.weight) == (ROW, TENSOR):  # spread over the rows of a stack when read
         return QTensor(q.data, q.scale[:1], TENSOR)
     if (q.group, m.scheme.weight) == (TENSOR, ROW):
@@ -271,7 +278,15 @@ def _part(m: Matrix, codes: Tensor, scale: Tensor) -> QTensor:
 
 
 def _renamed(job: Translation, m: Matrix, kind: str, tensor: Tensor) -> tuple[str, Tensor]:
-    return on_disk(named(m.name, kind), tensor, job.dialect, m.scheme)
+    name = standard_names(m.name, m.whole)[kind]
+    return on_disk(name, tensor.contiguous(), job.dialect, m.scheme)
+
+
+def _dense_weight(m: Matrix, tensor: Tensor) -> tuple[str, Tensor]:
+    """Name a weight in high precision; a stack is turned as its model holds it."""
+    if not m.whole:
+        return named(m.name, "weight"), tensor
+    return m.name, tensor.transpose(1, 2).contiguous() if m.layer.transposed else tensor
 
 
 def _plain(checkpoint: Checkpoint) -> list[str]:

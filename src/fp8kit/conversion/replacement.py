@@ -61,9 +61,14 @@ def replace_layers(
         for name in (record.name, *record.aliases):
             model.set_submodule(name, layer)
         layers[record.name] = layer
-    mx_forms.settle(layers)
-    for record in report.linears:
-        record.reason = layers[record.name].form_note
+    made: dict[str, Fp8Linear | ExpertTensors] = {**layers}
+    for record in report.stacks:
+        held = model.get_submodule(record.name)
+        assert isinstance(held, ExpertTensors)
+        made[record.name] = held
+    mx_forms.settle(made)
+    for record in (*report.linears, *report.stacks):
+        record.reason = made[record.name].form_note
 
 
 def copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:

@@ -38,6 +38,7 @@ from fp8kit.integrations.transformers_quantizer import (
 )
 from fp8kit.integrations.transformers_saving import check_version
 from fp8kit.integrations.transformers_saving import export as export
+from fp8kit.modules.mx_forms import settle
 
 # what a model is built of one by one
 _COUNT = re.compile(r"(layer|expert|block|stage|depth)s?$|^n_layer")
@@ -108,13 +109,15 @@ def load(
     )
     _check_loaded(model, info, strict)
     taken.fill(model, checkpoint, device, high)
+    experts = {name: model.get_submodule(name) for name in taken.experts}
+    told = model.hf_quantizer.told + settle(experts, form)
     if device is not None:
         model.to(device)
     keep_cache_scales(model, checkpoint, places)
     model.config.name_or_path = model.name_or_path = str(checkpoint.path.resolve())
     if model.can_generate() and (checkpoint.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-    return model.eval(), Filled(sorted(info["unexpected_keys"]), merged, model.hf_quantizer.told)
+    return model.eval(), Filled(sorted(info["unexpected_keys"]), merged, told)
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:

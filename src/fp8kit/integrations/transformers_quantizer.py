@@ -137,9 +137,9 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
                 q = quantize_weight(dense, module.scheme)
             if not is_finite(q):
                 self.quantizer.not_finite.append(key)
-            for name, tensor in stored_tensors(q, module.scheme).items():
+            for name, tensor in stored_tensors(q, module.scheme, kind).items():
                 held = nn.Parameter(tensor, requires_grad=False)
-                out[f"{key.removesuffix('weight')}{name}"] = held
+                out[f"{key.removesuffix(kind)}{name}"] = held
         return out
 
 
@@ -236,12 +236,14 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+        experts: dict[str, ExpertTensors] = {}
         self.unfilled = [n for n, m in layers.items() if m.weight.dtype not in FP8_FORMATS]
         for name, (module, stack) in stacks_in(model).items():
             if module._parameters[stack] is not None:
                 filled = module.codes(stack).dtype in FP8_FORMATS
                 self.unfilled += [] if filled else [name]
                 module.requires_grad_(False)
+                experts[name.removesuffix(f".{stack}")] = module
         if self.unfilled:
             if self.quantization_config.deferred:
                 return model
@@ -250,7 +252,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
         form = self.quantization_config.mx_form
-        self.told = settle(layers, Scheme.of(form) if form else None)
+        self.told = settle({**layers, **experts}, Scheme.of(form) if form else None)
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
         siblings.share_inputs(model, groups)
         fusion.fuse_producers(model)

@@ -80,7 +80,8 @@ def export(model: Any) -> Exported:
     ignored |= own_names(model, [])
     tensors = {n: t for n, t in kept.items() if n not in ignored} | held_cache_scales(model)
     tensors = _as_in_checkpoints(model, tensors) | tensors_of(layers)
-    tensors |= {n: kept[n] for n in own_names(model, []) - own_names(model, whole)}
+    stacked = own_names(model, []) - own_names(model, whole)
+    tensors |= {n: kept[n] for n in stacked & kept.keys()}
     config = json.loads(model.config.to_json_string())
     config["architectures"] = [type(model).__name__]
     texts = {}

@@ -15,6 +15,7 @@ from torch import nn
 from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.announcing import announce, check_unknown
 from fp8kit.checkpoint.loading import into_module
+from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.conversion.patterns import some_of
@@ -93,6 +94,7 @@ def load(
 ) -> Any:
     """Load an FP8 checkpoint bit for bit, or quantize a high-precision one while loading it.
 
+    NVFP4 weights become ``scheme``, by default FP8_DYNAMIC; a warning tells the error of that.
     Each tensor is read, quantized and placed before the next one. q/k/v, gate/up and experts may be
     joined in the checkpoint, in the model, or in both. FP8 weights for which the model has no
     linear layer, such as stacks of experts, are decoded, and a warning names them.
@@ -136,7 +138,8 @@ def load(
                 "Pass scheme='FP8_DYNAMIC' or the like by name.",
             )
         )
-    checkpoint = open_checkpoint(source, widths)
+    wanted = None if scheme is None else Scheme.of(scheme).stored
+    checkpoint = open_checkpoint(source, widths, wanted)
     _check_request(checkpoint, model, scheme, include, exclude)
     where = None if device is None else torch.device(device)
     form = MX_FORMS.get(str(scheme)) if checkpoint.spec else None
@@ -150,6 +153,7 @@ def load(
         )
         _bound_inputs(checkpoint, model)
         recode_for_devices(model)
+        _tell_errors(checkpoint, model)
         _warn(checkpoint, filled)
         return model
     hf = integration()
@@ -159,6 +163,7 @@ def load(
     made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict, form=form)
     _bound_inputs(checkpoint, made)
     recode_for_devices(made)
+    _tell_errors(checkpoint, made)
     _warn(checkpoint, filled)
     return made
 
@@ -232,9 +237,18 @@ def _bound_inputs(checkpoint: Checkpoint, model: nn.Module) -> None:
             layer.scale_ub = checkpoint.spec.scale_ub
 
 
+def _tell_errors(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Note at layers what quantizing their NVFP4 weights has added."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Fp8Linear) and name in checkpoint.errors:
+            error = f"NVFP4 quantized to FP8: relative error {checkpoint.errors[name]:.1e}"
+            layer.form_note = "; ".join(filter(None, (error, layer.form_note)))
+
+
 def _warn(checkpoint: Checkpoint, filled: into_module.Filled) -> None:
     notes = list(checkpoint.spec.unread) if checkpoint.spec else []
     notes += filled.notes(str(checkpoint.path))
+    notes += told(checkpoint.errors, checkpoint.spec.scheme) if checkpoint.spec else []
     for note in notes:
         warnings.warn(note, stacklevel=3)
 

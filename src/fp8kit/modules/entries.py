@@ -11,7 +11,7 @@ from fp8kit import functional
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, check_scale
 from fp8kit.ops import validation
-from fp8kit.quantizers.rebase import rebase
+from fp8kit.quantizers.rebase import Rebased, rebase
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
@@ -82,18 +82,28 @@ def quantized_entries(
     return entries
 
 
-def stored_tensors(weight: QTensor, scheme: Scheme) -> dict[str, Tensor]:
+def stored_tensors(weight: QTensor, scheme: Scheme, name: str = "weight") -> dict[str, Tensor]:
     """Return the tensors by which a layer holds a weight, by name.
 
     Args:
         weight: as ``quantize_weight`` gives it: for a rebased scheme in MX groups.
         scheme: of the layer.
+        name: of the weight in the layer; a stack of experts has its own.
     """
     if not scheme.rebased:
-        return {"weight": weight.data, "weight_scale": weight.scale}
-    found = rebase(weight, scheme.weight)
-    names = ("weight", "weight_scale", "weight_exponents")
-    return dict(zip(names, (found.q.data, found.q.scale, found.exponents), strict=True))
+        return {name: weight.data, f"{name}_scale": weight.scale}
+    return rebased_tensors(rebase(weight, scheme.weight), name)
+
+
+def rebased_tensors(weight: Rebased, name: str = "weight") -> dict[str, Tensor]:
+    """Return the tensors by which a layer holds a weight that was rebased, by name.
+
+    Args:
+        weight: with the exponents that it had.
+        name: of the weight in the layer.
+    """
+    found = {name: weight.q.data, f"{name}_scale": weight.q.scale}
+    return found | {f"{name}_exponents": weight.exponents}
 
 
 def _entered(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import teach
-from fp8kit.formats import QTensor, Scheme
+from fp8kit.formats import MX, QTensor, Scheme
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.moe.pairs import NOWHERE
 from fp8kit.ops.validation import check_quantized
@@ -21,7 +21,7 @@ def quantize_stack(
 
     Args:
         dense: bf16, fp16 or fp32 ``[E, N, K]``, or one matrix after the other.
-        scheme: gives granularity, dtype and rounding of the scales.
+        scheme: gives granularity, dtype and rounding of the scales; of a rebased one MX groups.
         transposed: matrices are ``[K, N]``.
         dtypes: gets the dtype that the first one has.
 
@@ -45,7 +45,7 @@ def quantize_stack(
         raise ValueError(
             teach("Got no experts.", "A layer has at least one.", "Pass [E, N, K] with E >= 1.")
         )
-    return QTensor(data, scale, scheme.weight)
+    return QTensor(data, scale, MX if scheme.rebased else scheme.weight)
 
 
 def stack_extents(down: QTensor) -> tuple[int, int, int]:

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import FP8_FORMATS, QTensor, Scheme, scale_dtype, stack_scale_shape
-from fp8kit.modules.entries import quantize_weight
+from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, scale_dtype, stack_scale_shape
+from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
 from fp8kit.moe.activation import Activation
+from fp8kit.quantizers.rebase import restore
 
 CALLS = ("routed", "sorted")
+# what a stack has beside its bias, in the order in which modules hold it
+FROZEN_KINDS = ("", "_scale", "_exponents", "_input_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +68,16 @@ class ExpertTensors(nn.Module):
     """A module of FP8 experts, of this package or in the class of another library.
 
     ``<name>`` holds codes ``[E, N, K]``, ``<name>_scale`` their scales (``stack_scale_shape``), and
-    for static schemes ``<name>_input_scale`` fp32 ``[1, 1]``. All are frozen; casts leave them as
-    they are and change ``compute_dtype`` and biases.
+    for static schemes ``<name>_input_scale`` fp32 ``[1, 1]``, for rebased ones ``<name>_exponents``
+    (uint8 ``[E, N, K / 32]``). All are frozen; casts leave them as they are and change
+    ``compute_dtype`` and biases.
     """
 
     stacks: ExpertStacks
     scheme: Scheme
     compute_dtype: torch.dtype
     originals: dict[str, Tensor]
+    form_note = ""  # why MX weights have the form they have
 
     @property
     def expert_count(self) -> int:
@@ -84,7 +89,7 @@ class ExpertTensors(nn.Module):
         return self.get_parameter(name)
 
     def beside(self, name: str, kind: str) -> Tensor | None:
-        """Return ``bias``, ``scale`` or ``input_scale`` of a stack; ``None`` if it has none."""
+        """Return ``bias``, ``scale``, ``exponents`` or ``input_scale`` of a stack, if any."""
         return self._parameters.get(f"{name}_{kind}")
 
     def quantized(self, name: str) -> QTensor:
@@ -92,10 +97,15 @@ class ExpertTensors(nn.Module):
         scale = cast(Tensor, self.beside(name, "scale"))
         return QTensor(self.codes(name).detach(), scale.detach(), self.scheme.weight)
 
+    def stored(self, name: str) -> QTensor:
+        """Return a stack as checkpoints hold it: a view, or the MX weights it was made of."""
+        q, exponents = self.quantized(name), self.beside(name, "exponents")
+        return q if exponents is None else restore(q, exponents.detach())
+
     def tensors(self) -> Iterator[tuple[str, str]]:
         """Name each stack with each of its tensors that are frozen."""
         for name in self.stacks.names:
-            for kind in ("", "_scale", "_input_scale"):
+            for kind in FROZEN_KINDS:
                 if self._parameters.get(name + kind) is not None:
                     yield name, name + kind
 
@@ -106,13 +116,12 @@ class ExpertTensors(nn.Module):
         Args:
             name: of the stack.
             expert: which matrix.
-            weight: ``[N, K]``, K last.
+            weight: ``[N, K]``, K last; codes of a rebased scheme come in MX groups.
         """
-        codes, scale = self.codes(name), cast(Tensor, self.beside(name, "scale"))
         if isinstance(weight, Tensor):
-            weight = quantize_weight(weight.to(codes.device), self.scheme)
-        codes[expert].copy_(weight.data)
-        scale[expert].copy_(weight.scale)
+            weight = quantize_weight(weight.to(self.codes(name).device), self.scheme)
+        for key, tensor in stored_tensors(weight, self.scheme, name).items():
+            self.get_parameter(key)[expert].copy_(tensor)
         self.originals.pop(name, None)  # it is not what these codes were made from
 
     def extra_repr(self) -> str:
@@ -176,6 +185,10 @@ class ExpertTensors(nn.Module):
             )
         if coded:
             self.originals.pop(name, None)
+            if self.scheme.rebased and scale is not None and scale.dtype == torch.uint8:
+                q = QTensor(weight.detach(), scale.detach(), MX)
+                found = stored_tensors(q, self.scheme, name)
+                state |= {prefix + own: tensor for own, tensor in found.items()}
             return
         n, k = self.codes(name).shape[1:]
         held = (k, n) if self.stacks.transposed else (n, k)
@@ -183,7 +196,8 @@ class ExpertTensors(nn.Module):
             return  # nn.Module says what does not fit
         place = weight.device if assign else self.codes(name).device
         q = quantize_stack(weight.detach().to(place), self.scheme, self.stacks.transposed, [])
-        state[key], state[scale_key] = q.data, q.scale
+        found = stored_tensors(q, self.scheme, name)
+        state |= {prefix + own: tensor for own, tensor in found.items()}
         if (fixed := self.beside(name, "input_scale")) is not None:
             state.setdefault(f"{prefix}{name}_input_scale", fixed.detach())
 

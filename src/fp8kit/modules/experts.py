@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.modules import refusals
+from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import (
     check_extents,
     expert_table,
@@ -18,7 +19,7 @@ from fp8kit.modules.expert_stacks import (
     stack_extents,
 )
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
-from fp8kit.modules.parameters import frozen
+from fp8kit.modules.parameters import empty_exponents, frozen
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.arguments import stacked_scale
 from fp8kit.moe.functional import experts
@@ -95,6 +96,8 @@ class Fp8Experts(ExpertTensors):
             scales = stack_scale_shape(shape, group)
             self._hold(name, torch.empty(shape, dtype=self.scheme.dtype, device=device))
             self._hold(f"{name}_scale", torch.empty(scales, dtype=kind, device=device))
+            if self.scheme.rebased:
+                self._hold(f"{name}_exponents", empty_exponents(shape, device))
             biases = torch.empty(num_experts, n, dtype=self.compute_dtype, device=device)
             self._hold(f"{name}_bias", biases if bias else None)
             static = torch.empty(1, 1, dtype=torch.float32, device=device)
@@ -157,7 +160,8 @@ class Fp8Experts(ExpertTensors):
         """Wrap codes and scales, without copying them.
 
         Args:
-            gate_up: codes ``[E, 2 I, H]`` (``[E, I, H]`` without a gate).
+            gate_up: codes ``[E, 2 I, H]`` (``[E, I, H]`` without a gate), in groups of the scheme;
+                of a rebased one in MX groups, which are copied.
             down: codes ``[E, H, I]``.
             scheme: a preset name or a ``Scheme``.
             activation: what stands between the products, and how gate and up rows lie.
@@ -181,11 +185,14 @@ class Fp8Experts(ExpertTensors):
             validation.check_quantized(name, q)
             check_extents(name, q, (count, *layer._matrices()[name]))
             validation.check_codes(name, q.data.dtype, scheme)
-            validation.activation_format(q.group, scheme, input_scale)
+            validation.activation_format(
+                q.group, scheme.stored if scheme.rebased else scheme, input_scale
+            )
             if input_scale is not None:
                 validation.check_input_scale(input_scale, q.shape, q.device, wait=True)
-            layer._hold(name, q.data)
-            layer._hold(f"{name}_scale", stacked_scale(q).contiguous())
+            whole = QTensor(q.data, stacked_scale(q).contiguous(), q.group)
+            for key, tensor in stored_tensors(whole, scheme, name).items():
+                layer._hold(key, tensor)
             layer._hold(f"{name}_bias", bias)
             layer._hold(f"{name}_input_scale", input_scale)
         return layer

@@ -20,9 +20,9 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def empty_exponents(
-    shape: tuple[int, int], device: torch.device | str | None = None
+    shape: tuple[int, ...], device: torch.device | str | None = None
 ) -> nn.Parameter:
-    """Make the Parameter of the exponents that a rebased weight ``[N, K]`` keeps, uninitialized."""
+    """Make the Parameter of the exponents that a rebased weight ``[..., K]`` keeps, empty."""
     return frozen(torch.empty(scale_shape(shape, MX), dtype=torch.uint8, device=device))
 
 

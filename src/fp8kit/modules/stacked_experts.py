@@ -15,15 +15,17 @@ from torch import Tensor, nn
 
 from fp8kit import functional
 from fp8kit.formats import QTensor, Scheme
+from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import (
+    FROZEN_KINDS,
     ExpertStacks,
     ExpertTensors,
     codes_shape,
     empty_stack,
 )
 from fp8kit.modules.libraries import tell_libraries
-from fp8kit.modules.parameters import frozen
+from fp8kit.modules.parameters import empty_exponents, frozen
 from fp8kit.moe.functional import experts as run_experts
 
 
@@ -67,12 +69,13 @@ class StackedExperts(ExpertTensors):
             else:
                 dense = kept.to(q.device, dtype or kept.dtype)
             self._parameters[name] = nn.Parameter(dense)
-            for kind in ("scale", "input_scale"):
-                self._parameters.pop(f"{name}_{kind}", None)
+            for kind in FROZEN_KINDS[1:]:
+                self._parameters.pop(name + kind, None)
         if hasattr(self, "is_transposed"):
             self.is_transposed = self.stacks.transposed
         for own in ("stacks", "scheme", "compute_dtype", "originals"):
             del self.__dict__[own]
+        self.__dict__.pop("form_note", None)
         self.__class__ = cast(Any, self.dense_class)
 
     def _options(self) -> dict[str, Any]:
@@ -130,6 +133,8 @@ def held_tensors(module: nn.Module, stacks: ExpertStacks, scheme: Scheme) -> dic
         transposed = stacks.transposed and not isinstance(module, StackedExperts)
         q = empty_stack(codes_shape(shape, transposed), scheme, torch.device("meta"))
         found[name], found[f"{name}_scale"] = q.data, q.scale
+        if scheme.rebased:
+            found[f"{name}_exponents"] = empty_exponents(tuple(q.shape), "meta")
         if scheme.static:
             found[f"{name}_input_scale"] = torch.empty(1, 1, dtype=torch.float32, device="meta")
     return found
@@ -148,7 +153,7 @@ def empty_experts(
     """
     found = held_tensors(module, stacks, scheme)
     for name in stacks.names:
-        for kind in ("", "_scale", "_input_scale"):
+        for kind in FROZEN_KINDS:
             if name + kind in found:
                 module._parameters[name + kind] = frozen(found[name + kind])
     _become(module, stacks, scheme, dtype)
@@ -171,8 +176,8 @@ def convert_experts(
         if weight_storage != "discard":
             kept[name] = dense.to("cpu") if weight_storage == "cpu_offload" else dense
         q = quantize_stack(dense, scheme, stacks.transposed, [])
-        module._parameters[name] = frozen(q.data)
-        module._parameters[f"{name}_scale"] = frozen(q.scale)
+        for key, tensor in stored_tensors(q, scheme, name).items():
+            module._parameters[key] = frozen(tensor)
     converted = _become(module, stacks, scheme, dtype)
     converted.originals = kept
     return converted
@@ -202,7 +207,7 @@ def _become(
     module: nn.Module, stacks: ExpertStacks, scheme: Scheme, dtype: torch.dtype
 ) -> StackedExperts:
     tell_libraries()
-    order = [n + kind for n in stacks.names for kind in ("", "_scale", "_input_scale", "_bias")]
+    order = [n + kind for n in stacks.names for kind in (*FROZEN_KINDS, "_bias")]
     held = module._parameters
     module._parameters = {n: held[n] for n in order if n in held} | held
     module.requires_grad_(False)  # of experts, biases are as frozen as codes

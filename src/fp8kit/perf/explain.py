@@ -11,6 +11,7 @@ from torch import nn
 from fp8kit.dispatch.backends import Choice, choose
 from fp8kit.errors import teach
 from fp8kit.matmul.problem import BACKENDS
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 
 _SHOWN = 3  # notes of layers that share an entry
@@ -103,7 +104,12 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
     names: dict[Choice, list[str]] = {}
     for name, layer in layers:
         names.setdefault(choose(BACKENDS, layer.problem(m)), []).append(name or "this layer")
-    notes = {name or "this layer": layer.form_note for name, layer in layers if layer.form_note}
+    every = [
+        (n, mod)
+        for n, mod in layer_or_model.named_modules()
+        if isinstance(mod, (Fp8Linear, ExpertTensors))
+    ]
+    notes = {name or "this layer": layer.form_note for name, layer in every if layer.form_note}
     return Explanation(tuple((tuple(found), choice) for choice, found in names.items()), notes)
 
 

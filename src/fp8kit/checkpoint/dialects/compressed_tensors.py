@@ -44,8 +44,9 @@ _ACTIVATIONS: dict[tuple[GroupShape, bool], JsonObject] = {
 }
 # readers select MX by these, and read scales into bytes
 _MX_BYTES: JsonObject = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-_FLOAT, _MX, _MXFP4 = "float-quantized", "mxfp8-quantized", "mxfp4-pack-quantized"
-_FORMATS = (_FLOAT, "naive-quantized", _MX, _MXFP4)
+_FLOAT, _MX = "float-quantized", "mxfp8-quantized"
+_FORMATS = (_FLOAT, "naive-quantized", _MX, "mxfp4-pack-quantized", "nvfp4-pack-quantized")
+_NVFP4: JsonObject = {"strategy": "tensor_group", "group_size": 16, "num_bits": 4}
 # these describe how the values were found; reading the values does not need them
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
 
@@ -135,6 +136,8 @@ def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
     weight = next(same, None)
     if weights == {**_ARGS, **_WEIGHTS[MX], "num_bits": 4, "dynamic": False}:
         return Numbers(MX, MX)  # FP4 values are FP8 values
+    if weights == {**_ARGS, **_NVFP4, "dynamic": False}:
+        return Numbers()  # what it became as it was read
     if weight is not None and not inputs:
         return Numbers(weight, weight_only=True)
     for (activation, static), x in _ACTIVATIONS.items():

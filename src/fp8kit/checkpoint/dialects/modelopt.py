@@ -25,6 +25,7 @@ _ALGORITHMS = {
     "FP8_PB_WO": Numbers(BLOCK, GROUP128),
     "FP8_BLOCK_SCALES": Numbers(BLOCK, GROUP128),
     "MXFP8": Numbers(MX, MX),
+    "NVFP4": Numbers(),  # what it became as it was read
 }
 
 

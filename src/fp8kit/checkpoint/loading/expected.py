@@ -14,7 +14,7 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
-from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 
 
@@ -103,7 +103,7 @@ def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
     for name, held in stacks.items():
         for stack in held.names:
             if named(name, stack) in covered:
-                names |= {named(name, f"{stack}_scale"), named(name, f"{stack}_input_scale")}
+                names |= {named(name, stack + kind) for kind in FROZEN_KINDS[1:]}
     for name, layer in fp8.items():
         if named(name, "weight") in covered:
             names |= {named(name, kind) for kind in ("weight_scale", "weight_exponents")}

@@ -76,8 +76,10 @@ def experts_in_checkpoint(
         module = modules[holder]
         if not isinstance(module, ExpertTensors):
             found[holder] = Experts(held, scheme)
-        elif (module.scheme.weight, module.scheme.activation) != (scheme.weight, scheme.activation):
-            if module.scheme != joined_scheme(scheme):
+        else:
+            held_scheme = module.scheme.stored
+            same = held_scheme.weight, held_scheme.activation
+            if same != (scheme.weight, scheme.activation) and held_scheme != joined_scheme(scheme):
                 raise CheckpointError(
                     teach(
                         f"{holder} is {scheme} in the checkpoint and {module.scheme} in the model.",

@@ -56,11 +56,13 @@ class Arrivals:
 
     def roles(self) -> dict[str, tuple[str, str]]:
         """Return the names of whole stacks and their scales, each with its stack and its role."""
-        return {
+        found = {
             name: (home, role)
             for home in self._homes
             for role, name in standard_names(home, True).items()
         }
+        exponents = {f"{home}_exponents": (home, "weight_exponents") for home in self._homes}
+        return found | exponents
 
     def home(self, route: Route | None) -> tuple[str, str] | None:
         """Return the module and the stack that a route leads to; ``None`` if it is no FP8 one."""
@@ -123,7 +125,7 @@ class Arrivals:
         shape = tuple(module.codes(stack).shape[1:])
         check_shape(f"expert {expert} of {name}", value.shape, shape)
         if isinstance(value, Fp8Weight):
-            group = module.scheme.weight
+            group = module.scheme.stored.weight
             whole = value if value.q.group == group else join([value], group, name)
             q = whole.q
             self._fix(module, stack, name, value.input_scale)
@@ -197,7 +199,7 @@ def _joined(module: ExpertTensors, name: str, parts: list[Value]) -> Value:
         )
     coded = [isinstance(part, Fp8Weight) for part in parts]
     if all(coded):
-        return join(cast(list[Fp8Weight], parts), module.scheme.weight, name)
+        return join(cast(list[Fp8Weight], parts), module.scheme.stored.weight, name)
     if any(coded):
         raise CheckpointError(
             teach(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import computes_linear
-from fp8kit.modules.expert_tensors import ExpertStacks
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 
@@ -209,9 +210,12 @@ def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
                 "Bring them too, or make them before loading.",
             )
         )
-    told = mx_forms.settle(layers.made, layers.form)
+    experts = {n: cast(ExpertTensors, model.get_submodule(n)) for n in layers.experts}
+    told = mx_forms.settle({**layers.made, **experts}, layers.form)
     rebased = (n for n, layer in layers.made.items() if layer.scheme.rebased)
     arrivals.placed.update(named(name, "weight_exponents") for name in rebased)
+    for name, module in experts.items():
+        arrivals.placed.update(named(name, tensor) for _, tensor in module.tensors())
     if layers.made:  # what was converted before was shared and fused before, as was asked then
         conversion_siblings.share_inputs(model, layers.groups)
         fusion.fuse_producers(model)

@@ -183,7 +183,7 @@ class Placement:
         route = self._route(layer, "weight")
         home = self._stacks.home(route)
         if home is not None:
-            scheme = cast(ExpertTensors, self._submodule(home[0])).scheme
+            scheme = cast(ExpertTensors, self._submodule(home[0])).scheme.stored
             return scheme, scheme.weight
         names = route.split or (route.target,) if route and route.expert is None else ()
         found = [m.scheme for m in map(self._submodule, names) if isinstance(m, Fp8Linear)]

@@ -21,7 +21,7 @@ from fp8kit.checkpoint.schema.decoding import (
 from fp8kit.checkpoint.schema.layers import FLOATS, Layer
 from fp8kit.checkpoint.schema.naming import engine_name
 from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
-from fp8kit.checkpoint.storage import fp4
+from fp8kit.checkpoint.storage import fp4, nvfp4
 from fp8kit.checkpoint.storage.headers import DTYPES as DTYPES
 from fp8kit.checkpoint.storage.headers import TensorInfo as TensorInfo
 from fp8kit.checkpoint.storage.headers import damaged, printable, read_tensor, shown
@@ -31,6 +31,7 @@ from fp8kit.checkpoint.storage.refusals import check_source, no_weights
 from fp8kit.checkpoint.storage.stacked_scales import sliced
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import QTensor, Scheme
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
 # what says how a checkpoint is quantized, beside config.json
@@ -53,6 +54,7 @@ class Checkpoint:
         layers: name of each layer with an FP8 weight to what is known of it, in name order.
         kv_scales: our names of the scales of the KV cache.
         problems: damage that was found, one text each; ``open_checkpoint`` raises instead.
+        errors: of NVFP4 layers that were read, the relative error that FP8 adds, by name.
     """
 
     path: Path
@@ -64,7 +66,9 @@ class Checkpoint:
     layers: dict[str, Layer] = field(default_factory=dict)
     kv_scales: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
     _owners: dict[str, Layer] = field(init=False, repr=False)
+    _converted: dict[str, QTensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._owners = {
@@ -150,10 +154,21 @@ class Checkpoint:
 
     def _raw(self, name: str) -> Tensor:
         info = self.tensors[name]
+        if isinstance(info, nvfp4.Part):
+            return self._from_nvfp4(info)
         if not info.packed:
             return read_tensor(self.path, info)
         flat = replace(info, dtype=torch.uint8, shape=(info.nbytes,), packed=False)
         return fp4.unpack(read_tensor(self.path, flat), info.shape)
+
+    def _from_nvfp4(self, part: nvfp4.Part) -> Tensor:
+        """Convert a weight when its codes or its scales are read, and keep the last one."""
+        if part.layer not in self._converted:
+            self._converted.clear()
+            q, error = nvfp4.convert(part, lambda info: read_tensor(self.path, info))
+            self._converted[part.layer], self.errors[part.layer] = q, error
+        q = self._converted[part.layer]
+        return q.data if part.dtype == q.data.dtype else q.scale
 
     def scale_problems(self) -> list[str]:
         """Read all scales and describe those that are not finite and positive."""
@@ -199,7 +214,9 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: str | Path, widths: Mapping[str, Sequence[int]] | None = None
+    path: str | Path,
+    widths: Mapping[str, Sequence[int]] | None = None,
+    scheme: Scheme | None = None,
 ) -> Checkpoint:
     """Open a checkpoint directory without loading its tensors.
 
@@ -208,6 +225,7 @@ def open_checkpoint(
             shards, and usually ``config.json``.
         widths: rows of the parts of fused layers with one scale for each part, by patterns of
             their names, where neither names nor config tell.
+        scheme: what NVFP4 weights become as they are read; by default ``FP8_DYNAMIC``.
 
     Returns:
         The checkpoint; every tensor is known by name, place, dtype and shape.
@@ -221,7 +239,7 @@ def open_checkpoint(
         >>> checkpoint.spec.scheme.name
         'FP8_DYNAMIC'
     """
-    checkpoint = scan(path, widths)
+    checkpoint = scan(path, widths, scheme)
     for pattern in widths or ():
         if not any(matches(pattern, name) for name in checkpoint.layers):
             checkpoint.problems.append(f"widths: {pattern!r} matches no FP8 layer.")
@@ -233,7 +251,11 @@ def open_checkpoint(
     return checkpoint
 
 
-def scan(path: str | Path, widths: Mapping[str, Sequence[int]] | None = None) -> Checkpoint:
+def scan(
+    path: str | Path,
+    widths: Mapping[str, Sequence[int]] | None = None,
+    scheme: Scheme | None = None,
+) -> Checkpoint:
     """Open a checkpoint as ``open_checkpoint`` does, but collect damage in ``problems``.
 
     Raises:
@@ -242,11 +264,11 @@ def scan(path: str | Path, widths: Mapping[str, Sequence[int]] | None = None) ->
     check_source(path)
     path = Path(path)
     if path.is_file():  # it has no config of its own
-        return _scan(path.parent, {}, {}, None, [path.name], widths or {})
+        return _scan(path.parent, {}, {}, None, [path.name], widths or {}, scheme)
     config = read_json(path / "config.json") if lexists(path / "config.json") else {}
     documents = {n: read_json(path / n) for n in DOCUMENTS if lexists(path / n)}
     index, shards = _files(path)
-    return _scan(path, config, documents, index, shards, widths or {})
+    return _scan(path, config, documents, index, shards, widths or {}, scheme)
 
 
 def _scan(
@@ -256,6 +278,7 @@ def _scan(
     index: dict[str, str] | None,
     shards: list[str],
     widths: Mapping[str, Sequence[int]],
+    scheme: Scheme | None,
 ) -> Checkpoint:
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
@@ -273,7 +296,7 @@ def _scan(
         metadata.update(texts)
         if index is not None:
             problems += _disagreements(shard, found, index)
-    tensors = sliced(fp4.unpacked(tensors))
+    tensors = sliced(fp4.unpacked(nvfp4.as_fp8(tensors, scheme)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
     read = interpret(Source(config, kinds, documents, metadata, widths))
     return Checkpoint(

@@ -1,0 +1,155 @@
+"""NVFP4 weights, read as a source: decoded, and quantized to FP8 as they are read.
+
+    value = e2m1 code * e4m3 scale of its 16 columns * fp32 factor of the tensor
+
+The product of code and scale has up to six significant bits and FP8 has four, so that rounding adds
+an error, which is measured for each layer. ModelOpt stores the factor, compressed-tensors its
+reciprocal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fp8kit import functional
+from fp8kit.checkpoint.storage import fp4
+from fp8kit.checkpoint.storage.headers import TensorInfo
+from fp8kit.errors import CheckpointError, teach
+from fp8kit.formats import SCHEMES, QTensor, Scheme, scale_dtype, scale_shape
+from fp8kit.modules.entries import quantize_weight
+
+DEFAULT = SCHEMES["FP8_DYNAMIC"]
+_TARGETS = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8")
+_COLUMNS = 16
+# of each exporter: codes, factor, whether it divides, and what belongs to activations
+_LAYOUTS = (
+    ("weight_packed", "weight_global_scale", True, "input_global_scale"),
+    ("weight", "weight_scale_2", False, "input_scale"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(TensorInfo):
+    """Codes or scales that an NVFP4 weight has once it is FP8.
+
+    Args:
+        layer: whose weight it is.
+        codes: bytes of two FP4 codes each, ``[N, K / 2]``.
+        groups: e4m3 scales ``[N, K / 16]``.
+        factor: one fp32 number.
+        divides: scales are divided by the factor.
+        scheme: what the weight becomes.
+    """
+
+    layer: str
+    codes: TensorInfo
+    groups: TensorInfo
+    factor: TensorInfo
+    divides: bool
+    scheme: Scheme
+
+
+def as_fp8(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> dict[str, TensorInfo]:
+    """Return NVFP4 weights as the FP8 tensors that reading makes of them.
+
+    Args:
+        tensors: name on disk of each tensor to where it is.
+        scheme: what NVFP4 weights become; ``FP8_DYNAMIC`` by default.
+
+    Raises:
+        CheckpointError: if there are NVFP4 weights and they cannot become that.
+
+    Example:
+        >>> sorted(as_fp8(tensors, None))
+        ['fc.weight', 'fc.weight_scale']
+    """
+    found, wanted = dict(tensors), scheme or DEFAULT
+    for name, info in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        for codes, factor, divides, inputs in _LAYOUTS:
+            groups = tensors.get(f"{layer}.weight_scale")
+            whole = tensors.get(f"{layer}.{factor}")
+            if kind != codes or groups is None or whole is None or not _fit(info, groups, whole):
+                continue
+            _check_target(name, wanted)
+            shape = (info.shape[0], 2 * info.shape[1])
+            for own in (codes, "weight_scale", factor, inputs):
+                found.pop(f"{layer}.{own}", None)
+            part = Part(
+                info.name, info.shard, wanted.dtype, shape, info.offset, layer=layer, codes=info,
+                groups=groups, factor=whole, divides=divides, scheme=wanted,
+            )  # fmt: skip
+            group = wanted.weight
+            scales = scale_shape(shape, group)
+            found[f"{layer}.weight"] = part
+            found[f"{layer}.weight_scale"] = replace(part, dtype=scale_dtype(group), shape=scales)
+    return found
+
+
+@torch.no_grad()
+def convert(part: Part, read: Callable[[TensorInfo], Tensor]) -> tuple[QTensor, float]:
+    """Return an NVFP4 weight in FP8, and the relative error (of norms) that this adds.
+
+    Args:
+        part: of the weight.
+        read: gives a tensor as it is on disk.
+
+    Raises:
+        CheckpointError: if scales are no finite, or no positive numbers.
+    """
+    shape = (part.codes.shape[0], 2 * part.codes.shape[1])
+    codes = fp4.unpack(read(part.codes).flatten(), shape).float()
+    groups, factor = read(part.groups).float(), read(part.factor).float().reshape(())
+    if not (groups.isfinite().all() and (groups >= 0).all() and 0 < factor < torch.inf):
+        raise CheckpointError(
+            teach(
+                f"{part.shard}: the scales of {part.codes.name} hold NaN or negative values.",
+                "Scales are finite and positive.",
+                "The file is damaged: get or make it again.",
+            )
+        )
+    scale = groups / factor if part.divides else groups * factor
+    dense = codes * scale.repeat_interleave(_COLUMNS, -1)
+    q = quantize_weight(dense, part.scheme)
+    change, norm = functional.dequantize(q, torch.float32).sub_(dense).norm(), dense.norm()
+    return q, (change / norm).item() if norm > 0 else 0.0
+
+
+def told(errors: Mapping[str, float], scheme: Scheme) -> list[str]:
+    """Say what converting NVFP4 layers has cost.
+
+    Args:
+        errors: of each layer, by name.
+        scheme: what they became.
+    """
+    if not any(errors.values()):
+        return []
+    worst, mean = max(errors, key=lambda n: errors[n]), sum(errors.values()) / len(errors)
+    return [
+        f"{len(errors)} NVFP4 weights were quantized to {scheme}, which most products of an FP4 "
+        f"code and its scale are no values of: relative error {mean:.1e} on average, "
+        f"{errors[worst]:.1e} at most ({worst})."
+    ]
+
+
+def _fit(codes: TensorInfo, groups: TensorInfo, factor: TensorInfo) -> bool:
+    if codes.dtype != torch.uint8 or len(codes.shape) != 2 or codes.shape[1] % (_COLUMNS // 2):
+        return False
+    wanted = (codes.shape[0], 2 * codes.shape[1] // _COLUMNS)
+    alike = groups.dtype == torch.float8_e4m3fn and groups.shape == wanted
+    return alike and factor.dtype == torch.float32 and factor.shape in ((), (1,))
+
+
+def _check_target(name: str, scheme: Scheme) -> None:
+    if scheme.name not in _TARGETS:
+        raise CheckpointError(
+            teach(
+                f"Got scheme={scheme} for {name}, which is NVFP4.",
+                f"NVFP4 weights become {', '.join(_TARGETS)}.",
+                "Pass one of these, or leave scheme out for FP8_DYNAMIC.",
+            )
+        )

@@ -1,0 +1,124 @@
+"""NVFP4 checkpoints: read by both layouts, quantized to FP8, and the error of that told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import fp8kit
+from fp8kit.checkpoint.storage.reader import open_checkpoint
+from fp8kit.formats import QTensor
+from numerics import ONE_OPERAND, assert_bits_equal, relative_error
+
+E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+N, K = 128, 256
+FACTOR = 2.0**-12
+GROUP = {
+    "targets": ["Linear"],
+    "weights": {
+        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group",
+        "group_size": 16, "dynamic": False,
+    },
+}  # fmt: skip
+CONFIGS = {
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": GROUP},
+    },
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+}
+
+
+def packed() -> tuple[Tensor, Tensor, Tensor]:
+    """Return bytes, e4m3 scales and values of a trained-like weight, packed by its definition."""
+    weight = torch.randn(N, K // 16, 16) * 0.02
+    scale = (weight.abs().amax(-1) / 6 / FACTOR).to(torch.float8_e4m3fn)
+    wide = scale.float().unsqueeze(-1) * FACTOR
+    codes = ((weight.abs() / wide).unsqueeze(-1) - E2M1).abs().argmin(-1)
+    values = (E2M1[codes] * weight.sign() * wide).view(N, K)
+    halves = (codes + 8 * (weight < 0)).view(N, K)
+    pairs = halves[:, 0::2] + 16 * halves[:, 1::2]  # the first value is the low half
+    return pairs.to(torch.uint8), scale, values
+
+
+def directory(path: Path, layout: str) -> tuple[Path, Tensor]:
+    torch.manual_seed(0)
+    pairs, scale, values = packed()
+    tensors = {"fc.weight_scale": scale}
+    if layout == "modelopt":
+        tensors |= {"fc.weight": pairs, "fc.weight_scale_2": torch.tensor(FACTOR)}
+        tensors |= {"fc.input_scale": torch.tensor(0.1)}
+    else:
+        tensors |= {"fc.weight_packed": pairs, "fc.weight_global_scale": torch.tensor([1 / FACTOR])}
+        tensors |= {"fc.input_global_scale": torch.tensor([0.1])}
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"quantization_config": CONFIGS[layout]}))
+    return path, values
+
+
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_a_source_is_quantized_as_it_loads_and_the_error_is_told(
+    layout: str, tmp_path: Path
+) -> None:
+    path, values = directory(tmp_path / "a", layout)
+    assert open_checkpoint(path).spec.scheme.name == "FP8_DYNAMIC"
+    model = nn.ModuleDict({"fc": nn.Linear(K, N, False)})
+    with pytest.warns(UserWarning, match="1 NVFP4 weights were quantized to FP8_DYNAMIC") as told:
+        fp8kit.load(path, model)
+    found = re.search(r"(\S+) at most \(fc\)", str(told[0].message))
+    assert found is not None
+    weight = model.fc.to_linear(torch.float32).weight.detach()
+    error = relative_error(weight, values)
+    assert float(found[1]) == pytest.approx(error, rel=0.05)
+    assert ONE_OPERAND / 3 < error < ONE_OPERAND * 1.5
+    wanted = fp8kit.quantize(values, role="weight")
+    assert_bits_equal(model.fc.codes, wanted.data)
+    assert_bits_equal(model.fc.weight_scale.detach(), wanted.scale)
+    assert "NVFP4 quantized to FP8: relative error" in str(fp8kit.explain(model))
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme"),
+    [("modelopt", None), ("compressed-tensors", "FP8_DYNAMIC"), ("modelopt", "FP8_BLOCK"),
+     ("compressed-tensors", "MXFP8")],
+)  # fmt: skip
+def test_a_source_is_converted_to_a_scheme(layout: str, scheme: str | None, tmp_path: Path) -> None:
+    path, values = directory(tmp_path / "a", layout)
+    with pytest.warns(UserWarning, match=f"quantized to {scheme or 'FP8_DYNAMIC'}"):
+        fp8kit.convert_checkpoint(path, tmp_path / "b", scheme=scheme)
+    written = open_checkpoint(tmp_path / "b")
+    layer = written.layers["fc"]
+    assert layer.scheme.name == (scheme or "FP8_DYNAMIC")
+    q = QTensor(written.read("fc.weight"), written.read(layer.scale), layer.group)
+    wanted = fp8kit.quantize(values, layer.group, role="weight")
+    assert_bits_equal(q.data, wanted.data)
+    assert_bits_equal(q.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_WEIGHT_ONLY"])
+def test_other_schemes_are_refused(scheme: str, tmp_path: Path) -> None:
+    path, _ = directory(tmp_path / "a", "modelopt")
+    for use in (
+        lambda: fp8kit.convert_checkpoint(path, tmp_path / "b", scheme=scheme),
+        lambda: fp8kit.load(path, nn.ModuleDict({"fc": nn.Linear(K, N, False)}), scheme=scheme),
+    ):
+        with pytest.raises(fp8kit.CheckpointError, match="NVFP4 weights become"):
+            use()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 0.0, -1.0])
+def test_scales_that_are_no_scales_are_refused(bad: float, tmp_path: Path) -> None:
+    path, _ = directory(tmp_path / "a", "modelopt")
+    pairs, scale, _ = packed()
+    tensors = {"fc.weight": pairs, "fc.weight_scale": scale}
+    save_file(tensors | {"fc.weight_scale_2": torch.tensor(bad)}, path / "model.safetensors")
+    with pytest.raises(fp8kit.CheckpointError, match="NaN or negative"):
+        fp8kit.convert_checkpoint(path, tmp_path / "b")
