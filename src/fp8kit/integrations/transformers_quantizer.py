@@ -133,13 +133,14 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
                 )
             if stacked:
                 q = quantize_stack(dense, module.scheme, module.stacks.transposed, [])
+                made = {key: q.data, f"{key}_scale": q.scale}
             else:
                 q = quantize_weight(dense, module.scheme)
+                stored, prefix = stored_tensors(q, module.scheme), key.removesuffix("weight")
+                made = {prefix + name: tensor for name, tensor in stored.items()}
             if not is_finite(q):
                 self.quantizer.not_finite.append(key)
-            for name, tensor in stored_tensors(q, module.scheme).items():
-                held = nn.Parameter(tensor, requires_grad=False)
-                out[f"{key.removesuffix('weight')}{name}"] = held
+            out |= {name: nn.Parameter(t, requires_grad=False) for name, t in made.items()}
         return out
 
 
