@@ -41,6 +41,7 @@ if "torch" not in sys.modules:
 # Everything else is imported when it is asked for.
 from fp8kit.fused import operators  # noqa: F401
 from fp8kit.io import moved_classes
+from fp8kit.modules.libraries import register_when_loaded
 from fp8kit.moe import operators as _of_experts  # noqa: F401
 from fp8kit.ops import schemas  # noqa: F401
 
@@ -150,3 +151,6 @@ else:
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
+
+
+register_when_loaded()

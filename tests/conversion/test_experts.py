@@ -142,6 +142,37 @@ def test_routers_stay_dense_and_see_what_they_saw() -> None:
     assert not any("gate" in r.name.rpartition(".")[2] for r in report.converted)
 
 
+def test_excluding_a_router_changes_nothing() -> None:
+    model = tiny("Qwen3Moe", num_hidden_layers=1)
+    names = [r.name for r in fp8kit.plan(model).report.converted]
+    assert [r.name for r in fp8kit.plan(model, exclude=["*.gate"]).report.converted] == names
+    for wrong in ({"exclude": ["*.gates"]}, {"include": ["*.gate"]}):
+        with pytest.raises(ConversionError, match="matches no linear layer"):
+            fp8kit.plan(model, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_converted_copy_leaves_the_model_dense() -> None:
+    model = tiny("Qwen3Moe", num_hidden_layers=1)
+    found = fp8kit.convert(model, copy=True).model
+    assert found is not None
+    assert not experts_in(model)
+    fp8kit.convert(model)
+    with torch.no_grad():
+        numerics.assert_bits_equal(found(IDS).logits, model(IDS).logits)
+
+
+def test_functional_call_takes_codes_and_scales_from_elsewhere() -> None:
+    model = tiny("Qwen3Moe", num_hidden_layers=1)
+    fp8kit.convert(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(IDS).logits
+        for tensor in model.parameters():
+            tensor.zero_()
+        found = torch.func.functional_call(model, state, (IDS,)).logits
+    numerics.assert_bits_equal(found, expected)
+
+
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8"])
 def test_copies_casts_and_pickles_compute_the_same(scheme: str) -> None:
     model = tiny("Qwen3Moe", num_hidden_layers=1)

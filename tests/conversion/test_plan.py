@@ -427,7 +427,7 @@ def test_no_converted_layer_is_a_warning_and_with_strict_an_error() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3))
     plan = fp8kit.plan(model)
     assert plan.report.notes == [plan.report.nothing()]
-    with pytest.warns(UserWarning, match="No layer becomes FP8: there is no linear layer") as seen:
+    with pytest.warns(UserWarning, match="the model holds no linear layer") as seen:
         plan.apply()
     assert seen[0].filename == __file__
     unconverted(nn.Sequential(nn.Linear(D, 8)))
@@ -685,3 +685,13 @@ def test_static_schemes_share_nothing() -> None:
 
     report = fp8kit.convert(Mlp(), "FP8", calibrate=lambda m: m(torch.randn(4, 128)))
     assert report.groups == []
+
+
+def test_layers_of_a_compiled_model_convert() -> None:
+    model = torch.compile(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)))
+    assert len(fp8kit.plan(model).report.converted) == 2
+
+
+def test_a_pattern_is_a_string() -> None:
+    with pytest.raises(TypeError, match="pattern of type int in exclude"):
+        fp8kit.plan(nn.Sequential(nn.Linear(256, 256)), exclude=[0])  # type: ignore[list-item]

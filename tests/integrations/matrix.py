@@ -267,7 +267,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "loading what was saved without this package",
             "refused",
             "integrations/test_diffusers.py::test_without_this_package_a_saved_model_does_not_load",
-            "by diffusers: import `fp8kit.integrations.diffusers`",
+            "by diffusers: `import fp8kit` first",
         ),
         Row(
             "`PipelineQuantizationConfig`, pipelines saved and loaded",

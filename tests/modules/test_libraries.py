@@ -37,3 +37,32 @@ def test_a_library_that_cannot_be_told_is_named_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fp8kit.convert(nn.Sequential(nn.Linear(128, 128, dtype=torch.bfloat16)))
+
+
+@pytest.mark.parametrize("first", ["fp8kit, diffusers", "diffusers, fp8kit"])
+def test_diffusers_knows_the_method_once_both_are_imported(first: str) -> None:
+    pytest.importorskip("diffusers")
+    code = (
+        f"import sys, {first}\n"
+        "assert 'diffusers.models.modeling_utils' not in sys.modules\n"
+        "assert 'fp8kit.integrations' not in sys.modules\n"
+        "diffusers.FluxTransformer2DModel\n"
+        "from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
+        "assert 'fp8kit' in AUTO_QUANTIZER_MAPPING\n"
+        "spec = sys.modules['diffusers.models.modeling_utils'].__spec__\n"
+        "assert type(spec.loader).__name__ == 'SourceFileLoader'\n"
+        "assert not any('fp8kit' in type(f).__module__ for f in sys.meta_path)\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_diffusers_loaded_first_is_told_at_the_import() -> None:
+    pytest.importorskip("diffusers")
+    code = (
+        "from diffusers.models.modeling_utils import ModelMixin\n"
+        "from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
+        "assert 'fp8kit' not in AUTO_QUANTIZER_MAPPING\n"
+        "import fp8kit\n"
+        "assert 'fp8kit' in AUTO_QUANTIZER_MAPPING\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

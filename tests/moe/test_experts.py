@@ -339,6 +339,11 @@ def test_grouped_products_refuse_what_does_not_fit() -> None:
         fp8kit.grouped_scaled_mm(blocks, layer.w13, torch.tensor([0, 3, 4, 8]))
     with pytest.raises(ValueError, match="Sort the rows by expert"):
         fp8kit.grouped_scaled_mm(x_q, layer.w2, torch.tensor([0, 3, 4, 8]))
+    for offsets in ([0, 4, 3, 8], [0, 3, 4, 9], [-1, 3, 4, 8]):
+        with pytest.raises(ValueError, match="do not fall, and lie between 0 and 8"):
+            fp8kit.grouped_scaled_mm(x_q, layer.w13, torch.tensor(offsets))
+    with pytest.raises(TypeError, match="offsets of type list"):
+        fp8kit.grouped_scaled_mm(x_q, layer.w13, [0, 3, 4, 8])  # type: ignore[arg-type]
 
 
 def test_stacks_of_any_group_have_one_rule() -> None:

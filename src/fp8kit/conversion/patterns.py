@@ -38,7 +38,7 @@ _PROTECTED = (
         "time embedding",
     ),
     (
-        r"(?i:(\w+_)?(adaln\w*|ada_?norm\w*|modulation|scale_shift\w*))|\w+_mod|"
+        r"(?i:(\w+_)?(adaln\w*|ada_?norm\w*|modulation|scale_shift\w*))|(?!_orig_mod)\w+_mod|"
         r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer",
         "modulation",
     ),
@@ -118,8 +118,17 @@ def chosen(
     return [f"re:{re.escape(name)}$" for name in found]
 
 
-def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> None:
-    """Refuse a string or a function for a list, and a pattern that matches no name."""
+def check_patterns(
+    argument: str, patterns: Sequence[str], names: list[str], dense: Sequence[str] = ()
+) -> None:
+    """Refuse a string or a function for a list, and a pattern that matches no name.
+
+    Args:
+        argument: what the patterns are for, for errors.
+        patterns: as a user gave them.
+        names: of all linear layers.
+        dense: of modules that stay dense anyway, which may be named all the same.
+    """
     if callable(patterns):
         raise TypeError(
             teach(
@@ -137,8 +146,16 @@ def check_patterns(argument: str, patterns: Sequence[str], names: list[str]) -> 
             )
         )
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                teach(
+                    f"Got a pattern of type {type(pattern).__name__} in {argument}.",
+                    "Patterns are strings over the names of layers.",
+                    "Pass names, such as those that print(fp8kit.plan(model)) lists.",
+                )
+            )
         check_expression(argument, pattern)
-        if not any(matches(pattern, name) for name in names):
+        if not any(matches(pattern, name) for name in (*names, *dense)):
             raise ConversionError(
                 teach(
                     f"The {argument} pattern {pattern!r} matches no linear layer.",

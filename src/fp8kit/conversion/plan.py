@@ -20,6 +20,7 @@ from fp8kit.dispatch.device import capability
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
+from fp8kit.modules.dense import holds_matrix
 from fp8kit.modules.joining import can_share
 from fp8kit.modules.weight_parts import native_scheme
 from fp8kit.ops.validation import check_row_counts
@@ -161,7 +162,10 @@ def plan(
     scheme = mx_forms.form_on(asked, capability(device))
     level, candidates = fusion.level(fuse), Candidates.of(model)
     named = candidates.named()
-    include, exclude = _patterns("include", include, named), _patterns("exclude", exclude, named)
+    include = _patterns("include", include, named)
+    modules = model.named_modules(remove_duplicate=False)
+    dense = [name for name, module in modules if holds_matrix(module)]
+    exclude = _patterns("exclude", exclude, named, dense)
     report = Report(str(asked), model_bytes_before=_model_bytes(model))
     report.notes += [notes.rebased(device, asked)] if scheme != asked else []
     report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
@@ -245,10 +249,13 @@ def convert(
 
 
 def _patterns(
-    argument: str, given: Sequence[str] | Choice | None, linears: Mapping[str, nn.Module]
+    argument: str,
+    given: Sequence[str] | Choice | None,
+    linears: Mapping[str, nn.Module],
+    dense: Sequence[str] = (),
 ) -> Sequence[str] | None:
     patterns = chosen(argument, given, linears.items())
-    check_patterns(argument, () if patterns is None else patterns, list(linears))
+    check_patterns(argument, () if patterns is None else patterns, list(linears), dense)
     return patterns
 
 

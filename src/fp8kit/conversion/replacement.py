@@ -81,8 +81,12 @@ def copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
     """
     memo: dict[int, object] = {}
     if weight_storage == "discard":
-        weights = [model.get_submodule(r.name).get_parameter("weight") for r in report.converted]
-        memo = {id(w): w for w in weights}
+        names = [f"{r.name}.weight" for r in report.linears]
+        for record in report.stacks:
+            stacks = recognize(model.get_submodule(record.name))
+            assert isinstance(stacks, ExpertStacks)
+            names += [f"{record.name}.{stack}" for stack in stacks.names]
+        memo = {id(w): w for w in map(model.get_parameter, names)}
     return deepcopy(model, memo)
 
 

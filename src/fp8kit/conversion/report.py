@@ -107,8 +107,14 @@ class Report:
             return ""
         reasons = Counter(r.reason for r in self.skipped).most_common(3)
         said = ", ".join(f"{reason} ({count})" for reason, count in reasons)
+        if not said:
+            return teach(
+                "No layer becomes FP8: the model holds no linear layer.",
+                "FP8 takes over nn.Linear layers and stacks of experts.",
+                "Pass the model that holds them.",
+            )
         return teach(
-            f"No layer becomes FP8: {said or 'there is no linear layer'}.",
+            f"No layer becomes FP8: {said}.",
             "The model has linear layers that nothing keeps in high precision.",
             "print(fp8kit.plan(model)) lists every layer with its reason.",
         )

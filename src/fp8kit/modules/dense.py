@@ -36,6 +36,11 @@ def is_linear(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
+def holds_matrix(module: nn.Module) -> bool:
+    """Return whether a module has a matrix of its own: a router, an embedding, a linear layer."""
+    return any(p is not None and p.dim() > 1 for p in module._parameters.values())
+
+
 def as_linear(module: nn.Module | None) -> nn.Linear:
     """Return a linear layer as an ``nn.Linear``: itself, or one around a view of a ``Conv1D``.
 

@@ -86,7 +86,8 @@ class ExpertTensors(nn.Module):
 
     def codes(self, name: str) -> Tensor:
         """Return the codes of a stack, ``[E, N, K]``."""
-        return self.get_parameter(name)
+        # no get_parameter, which refuses the plain tensors that functional_call puts here
+        return cast(Tensor, getattr(self, name))
 
     def beside(self, name: str, kind: str) -> Tensor | None:
         """Return ``bias``, ``scale``, ``exponents`` or ``input_scale`` of a stack, if any."""

@@ -10,6 +10,10 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 from fp8kit.errors import UnsupportedError, teach
 
@@ -20,6 +24,51 @@ _TOLD_BY = {
     "peft.tuners.lora.model": "fp8kit.integrations.peft",
 }
 _told: set[str] = set()
+# finds a quantization method in dictionaries of its own, and looks for no plugins
+_LOADING = "diffusers.models.modeling_utils"
+
+
+def register_when_loaded() -> None:
+    """Register the quantization method of diffusers: now if it is loaded, else when it is.
+
+    Nothing is imported before diffusers itself imports its models.
+    """
+    if _LOADING in sys.modules:
+        _tell(_LOADING)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module as Python does, once, and has it followed by ours."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the module's own spec with a loader that registers; ``None`` for all others."""
+        if name != _LOADING:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, own: Loader) -> None:
+        self._own = own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create what the module's own loader creates."""
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, then register."""
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._own
+        self._own.exec_module(module)
+        _tell(_LOADING)
 
 
 def tell_libraries() -> None:
@@ -27,19 +76,25 @@ def tell_libraries() -> None:
 
     A version that cannot be told is named in a warning, once.
     """
-    for library, telling in _TOLD_BY.items():
-        if library in sys.modules and library not in _told:
-            _told.add(library)
-            try:
-                importlib.import_module(telling).tell()
-            except (ImportError, UnsupportedError) as error:
-                name = library.partition(".")[0]
-                warnings.warn(
-                    teach(
-                        f"FP8 layers are made while {name} is loaded, which cannot be told: "
-                        f"{str(error).rstrip('.')}.",
-                        f"{name} takes them for dense, also where it saves or merges them.",
-                        "Save such models with fp8kit.save, or upgrade it.",
-                    ),
-                    stacklevel=2,
-                )
+    for library in _TOLD_BY:
+        if library in sys.modules:
+            _tell(library)
+
+
+def _tell(library: str) -> None:
+    if library in _told:
+        return
+    _told.add(library)
+    try:
+        importlib.import_module(_TOLD_BY[library]).tell()
+    except (ImportError, UnsupportedError) as error:
+        name = library.partition(".")[0]
+        warnings.warn(
+            teach(
+                f"FP8 layers are made while {name} is loaded, which cannot be told: "
+                f"{str(error).rstrip('.')}.",
+                f"{name} takes them for dense, also where it saves or merges them.",
+                "Save such models with fp8kit.save, or upgrade it.",
+            ),
+            stacklevel=3,
+        )

@@ -143,6 +143,14 @@ def check_grouped(
                 "Quantize x with fp8kit.ROW, GROUP128, MX or TENSOR.",
             )
         )
+    if not isinstance(offsets, Tensor):
+        raise TypeError(
+            teach(
+                f"Got offsets of type {type(offsets).__name__}.",
+                "They are a tensor beside x.",
+                "Pass torch.tensor(offsets, device=x.device).",
+            )
+        )
     if offsets.dtype not in _INTEGERS or tuple(offsets.shape) != (w.shape[0] + 1,):
         raise ValueError(
             teach(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8kit.errors import teach
 from fp8kit.formats import TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulOperands
 from fp8kit.moe.pairs import combine, sorted_pairs
@@ -117,12 +118,25 @@ def product(operands: GroupedOperands, problem: GroupedProblem, multiply: Multip
     """Compute ``[S, N]`` expert by expert."""
     x, settings = operands.x, Products(problem.out_dtype, problem.batch_invariant)
     y = x.new_zeros(x.shape[0], problem.n, dtype=problem.out_dtype)
+    _check_edges(operands.offsets, x.shape[0])
     for expert, start, stop in _used(operands.offsets):
         chosen = torch.arange(start, stop, device=x.device)
         rows = _rows(x, operands.x_scale, problem.x_group, chosen)
         inputs = _operands(*rows, operands.w, expert)
         y[start:stop] = multiply(inputs, (problem.x_group, problem.w_group), settings)
     return y
+
+
+def _check_edges(offsets: Tensor, rows: int) -> None:
+    edges = [0, *offsets.tolist(), rows]
+    if edges != sorted(edges):
+        raise ValueError(
+            teach(
+                f"Got offsets {edges[1:-1]} for {rows} rows.",
+                f"They do not fall, and lie between 0 and {rows}.",
+                "Sort the rows by expert, and put a zero before the cumulated counts.",
+            )
+        )
 
 
 def _used(offsets: Tensor) -> list[tuple[int, int, int]]:
