@@ -364,3 +364,23 @@ def test_converting_needs_no_second_copy_of_the_stacks() -> None:
         fp8kit.convert(model, include=["*.experts"])
     # the stack itself is looked at; nothing new is larger than its codes
     assert max(size for size in seen if size != largest) <= largest // 2
+
+
+def test_the_default_dtype_decides_nothing() -> None:
+    """Loaders make 16 bit the default while they ask, and some classes compute in fp32."""
+    kind = transformers.OpenAIPrivacyFilterConfig
+    from transformers.models.openai_privacy_filter import modeling_openai_privacy_filter as theirs
+
+    module = theirs.OpenAIPrivacyFilterExperts(
+        kind(hidden_size=128, intermediate_size=128, num_local_experts=4)
+    )
+    expected = recognize(module)
+    assert isinstance(expected, fp8kit.ExpertStacks)
+    held = torch.get_default_dtype()
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert recognize(module) == expected
+            assert torch.get_default_dtype() == dtype
+        finally:
+            torch.set_default_dtype(held)

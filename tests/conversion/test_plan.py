@@ -125,6 +125,8 @@ def test_every_scheme_converts_and_computes(scheme: str, device: torch.device) -
         "block_sparse_moe.gate",
         "mlp.router",
         "mlp.router.linear",
+        "mlp.gate.router_mlp.fc1",
+        "mlp.gate.down_proj",
         "mlp.shared_expert_gate",
         "time_embed.0",
         "time_text_embed.timestep_embedder.linear_1",
@@ -150,6 +152,7 @@ def test_default_exclusions_cover(name: str) -> None:
     [
         "layers.0.mlp.gate_proj",
         "layers.0.mlp.gate_up_proj",
+        "layers.0.mlp_channels.gate.proj",
         "layers.0.self_attn.q_proj",
         "layers.0.mlp.experts.3.w1",
         "layers.0.mlp.shared_expert.down_proj",

@@ -391,3 +391,33 @@ def test_scales_per_head_have_one_dialect(folder: Path, tmp_path: Path) -> None:
     edit_json(source / "config.json", quantization_config=config)
     with pytest.raises(CheckpointError, match="scales per head, to write as autofp8"):
         convert_checkpoint(source, tmp_path / "d", dialect="autofp8")
+
+
+def test_a_block_may_draw_the_weights_of_its_experts(tmp_path: Path) -> None:
+    """Its class fills the stacks of a part that reads them itself, straight from the file."""
+    from transformers.models.qwen3_omni_moe import configuration_qwen3_omni_moe as configs
+
+    torch.manual_seed(0)
+    text = configs.Qwen3OmniMoeTextConfig(
+        vocab_size=160,
+        hidden_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=4,
+        moe_intermediate_size=128,
+    )
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+    audio = {"d_model": 64, "encoder_layers": 1, "encoder_attention_heads": 2}
+    config = configs.Qwen3OmniMoeThinkerConfig(
+        text_config=text.to_dict(),
+        vision_config={**vision, "out_hidden_size": 128, "deepstack_visual_indexes": [0]},
+        audio_config={**audio, "encoder_ffn_dim": 64, "output_dim": 128},
+    )
+    model = transformers.Qwen3OmniMoeThinkerForConditionalGeneration(config).bfloat16().eval()
+    fp8kit.convert(model)
+    fp8kit.save(model, tmp_path / "c")
+    again = fp8kit.load(tmp_path / "c").state_dict()
+    for name, tensor in model.state_dict().items():
+        assert_bits_equal(again[name], tensor)

@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 import sys
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="run only names that contain one of these")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="two cases instead of six")
+    parser.add_argument("--quick", action="store_true", help="three cases instead of eight")
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "zoo.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "zoo.md")
     given = parser.parse_args()
@@ -29,7 +30,7 @@ def main() -> None:
     old = json.loads(given.json.read_text()) if given.words and given.json.exists() else []
     records = {r["name"]: r for r in old}
     for done, record in enumerate(pool.run(found, names, given.processes, given.quick), 1):
-        records[record["name"]] = record
+        records[record["name"]] = record | {"run": date.today().isoformat()}
         print(f"{done}/{len(names)} {record['name']}: {record['status']} "
               f"{record.get('why', '')} ({record['seconds']} s)", flush=True)  # fmt: skip
         if done % 20 == 0 or done == len(names):  # a long run that is cut off leaves what it has

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import tempfile
 import time
@@ -16,18 +17,21 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.io.models import is_transformers
-from numerics import matmul_bound
+from fp8kit.modules.expert_tensors import ExpertTensors
+from numerics import EXPERTS_DIFFERENCE, matmul_bound, relative_error
 from zoo.architecture import Architecture
 from zoo.fake import operands
+from zoo.fake_experts import Fake, rounding
 
-SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR")
+SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CASES = tuple((scheme, dtype) for dtype in DTYPES for scheme in SCHEMES)
-QUICK = (("FP8_DYNAMIC", "bf16"), ("FP8_BLOCK", "fp32"))
+QUICK = (("FP8_DYNAMIC", "bf16"), ("FP8_BLOCK", "fp32"), ("MXFP8", "bf16"))
 TARGETS = ("vllm", "transformers")
 
 Cases = tuple[tuple[str, str], ...]
-Dense = dict[str, tuple[Tensor, Tensor | None]]
+Dense = dict[str, tuple[Tensor, Tensor | None] | nn.Module]
+Hook = Callable[[Any, Any, Any, Tensor], None]
 
 
 def check(arch: Architecture, cases: Cases = CASES) -> dict[str, Any]:
@@ -71,7 +75,7 @@ def _check(arch: Architecture, cases: Cases, record: dict[str, Any]) -> None:
         raise _NotBuilt(why)
     record["class"] = type(model).__name__
     report = fp8kit.plan(model).report
-    record |= {"converted": _gathered(r.name for r in report.converted), "kept": _kept(report)}
+    record |= {"converted": _gathered(map(_named, report.converted)), "kept": _kept(report)}
     record["layers"] = [len(report.converted), len(report.records)]
     if not report.converted:
         record["status"] = "dense"
@@ -94,12 +98,10 @@ def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -
         dense = _dense_weights(model)
         fp8kit.convert(model, scheme)
         stage = "forward"
-        wrong, ran = _compare_layers(
-            model, dense, scheme, lambda: arch.run(model, dtype, candidate)
-        )
+        wrong, ran = _compare_layers(model, dense, lambda: arch.run(model, dtype, candidate))
         if wrong:
             return f"wrong: {'; '.join(wrong[:3])}"
-        never = sum(isinstance(m, fp8kit.Fp8Linear) for m in model.modules()) - len(ran)
+        never = len(_fp8(model)) - len(ran)
         stage = "save"
         with tempfile.TemporaryDirectory() as folder:
             target, said = _save(model, Path(folder) / "fp8")
@@ -116,7 +118,7 @@ def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -
                 if decoded and not any("were decoded" in str(w.message) for w in warned):
                     return "wrong: layers that were FP8 are not, and no warning says so"
                 for name in decoded:
-                    model.set_submodule(name, model.get_submodule(name).to_linear())
+                    _decode(model, name)
                 said += f", {len(decoded)} layers decoded when loaded" if decoded else ""
                 expected = arch.run(model, dtype, candidate)
                 stage = "second forward"
@@ -137,40 +139,74 @@ def _dense_weights(model: nn.Module) -> Dense:
             dense = weight.detach().clone()
             dense = dense.t() if type(module).__name__ == "Conv1D" else dense
             found[name] = dense, None if bias is None else bias.detach().clone()
+        elif any(p is not None and p.dim() == 3 for p in module._parameters.values()):
+            found[name] = copy.deepcopy(module)
     return found
 
 
 def _compare_layers(
-    model: nn.Module, dense: Dense, scheme: str, run: Callable[[], object]
+    model: nn.Module, dense: Dense, run: Callable[[], object]
 ) -> tuple[list[str], set[str]]:
     """Compare each FP8 layer with fake quantization on what it gets; name those that are off."""
     wrong: list[str] = []
     ran: set[str] = set()
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], y: Tensor) -> None:
+    def watch(name: str, module: nn.Module) -> Hook:
+        kept = dense[name]
+        if isinstance(kept, nn.Module):
+            compare = _of_experts(module, kept)
+        else:
+            compare = _of_linear(module, *kept)
+
+        def hook(_: Any, args: Any, kwargs: Any, y: Tensor) -> None:
             ran.add(name)
-            x, (weight, bias) = args[0] if args else kwargs["input"], dense[name]
-            if not x.isfinite().all() or not x.numel():
-                return
-            x_q, w_q = operands(x, weight, scheme)
-            exact = x_q @ w_q.T + (0 if bias is None else bias.double())
-            error = (y.reshape(exact.shape).double() - exact).norm(dim=1)
-            bound = matmul_bound(x_q, w_q, bias, y.dtype, y.dtype)
-            if y.shape[:-1] != x.shape[:-1] or not (error <= bound).all():
-                worst = (error / exact.norm(dim=1)).max().item()
-                wrong.append(f"{name} is off by {worst:.1e}")
+            if said := compare(args, kwargs, y):
+                wrong.append(f"{name} is off by {said}")
 
         return hook
 
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, fp8kit.Fp8Linear)}
-    handles = [m.register_forward_hook(watch(n), with_kwargs=True) for n, m in layers.items()]
+    layers = _fp8(model)
+    handles = [m.register_forward_hook(watch(n, m), with_kwargs=True) for n, m in layers.items()]
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
     return wrong, ran
+
+
+Compare = Callable[[Any, Any, Tensor], str]
+
+
+def _of_linear(layer: Any, weight: Tensor, bias: Tensor | None) -> Compare:
+    def compare(args: Any, kwargs: Any, y: Tensor) -> str:
+        x = args[0] if args else kwargs["input"]
+        if not x.isfinite().all() or not x.numel():
+            return ""
+        x_q, w_q = operands(x, weight, layer.scheme.name)
+        exact = x_q @ w_q.T + (0 if bias is None else bias.double())
+        error = (y.reshape(exact.shape).double() - exact).norm(dim=1)
+        bound = matmul_bound(x_q, w_q, bias, y.dtype, y.dtype)
+        if y.shape[:-1] == x.shape[:-1] and (error <= bound).all():
+            return ""
+        return f"{(error / exact.norm(dim=1)).max().item():.1e}"
+
+    return compare
+
+
+def _of_experts(layer: Any, dense: nn.Module) -> Compare:
+    fake = Fake(dense, layer.stacks.names)
+
+    def compare(args: Any, kwargs: Any, y: Tensor) -> str:
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not x.isfinite().all() or not x.numel():
+            return ""
+        apart = x.dtype if layer.stacks.activation is None else None
+        exact = fake(args, kwargs, rounding(layer.scheme.name, apart))
+        off = relative_error(y.reshape(exact.shape), exact)
+        return "" if y.shape == x.shape and off < EXPERTS_DIFFERENCE else f"{off:.1e}"
+
+    return compare
 
 
 def _save(model: nn.Module, folder: Path) -> tuple[str, str]:
@@ -198,12 +234,23 @@ def _load(arch: Architecture, model: nn.Module, folder: Path, dtype: torch.dtype
     return fp8kit.load(folder, arch.model(dtype)).eval()
 
 
+def _fp8(model: nn.Module) -> dict[str, Any]:
+    kinds = (fp8kit.Fp8Linear, ExpertTensors)
+    return {name: m for name, m in model.named_modules() if isinstance(m, kinds)}
+
+
 def _decoded(model: nn.Module, again: nn.Module) -> list[str]:
     """Name the FP8 layers of a model that are dense in the one that was loaded."""
-    held = {n for n, m in again.named_modules() if isinstance(m, fp8kit.Fp8Linear)}
-    return [
-        n for n, m in model.named_modules() if isinstance(m, fp8kit.Fp8Linear) and n not in held
-    ]
+    held = _fp8(again)
+    return [name for name in _fp8(model) if name not in held]
+
+
+def _decode(model: nn.Module, name: str) -> None:
+    layer: Any = model.get_submodule(name)
+    if isinstance(layer, ExpertTensors):
+        layer.to_dense()
+    else:
+        model.set_submodule(name, layer.to_linear())
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
@@ -215,6 +262,10 @@ def _kept(report: fp8kit.Report) -> dict[str, list[str]]:
     for record in report.skipped:
         kept[record.reason].append(record.name)
     return {reason: _gathered(names) for reason, names in kept.items()}
+
+
+def _named(record: Any) -> str:
+    return f"{record.name} ({record.experts} experts)" if record.experts else str(record.name)
 
 
 def _gathered(names: Any) -> list[str]:

@@ -13,7 +13,9 @@ What `make zoo` found: tiny models of random weights, one of every model type th
 diffusers, timm and torchvision build without a download, and plain `nn`. Each is planned,
 converted, run, saved, loaded and run again. Every FP8 layer is compared with fake quantization in
 plain torch on the input that it really got, row by row, within the bounds of `tests/numerics.py`;
-what was saved and loaded gives the same bits as before.
+what was saved and loaded gives the same bits as before. A module of experts is compared as a whole:
+its result with that of fake-quantized experts around the dense class's own gate, after these sums
+have been shown to be what the dense module computes.
 
 | result | meaning |
 |---|---|
@@ -26,8 +28,12 @@ what was saved and loaded gives the same bits as before.
 
 *Decoded when loaded*: Transformers joins these layers in a checkpoint, which keeps their codes and
 scales; `load` makes them dense, warns, and computes what the codes say. *Never ran*: the input did
-not reach a layer. A `*` in a name stands for numbers.
+not reach a layer. A `*` in a name stands for numbers; *(4 experts)* is a module of so many experts,
+which are converted together.
+
+Not every run is of all: each row says when the architecture was last run, by the cases of that day.
 """
+EARLIER = "earlier"  # of records from before runs had dates
 
 
 def dumped(records: list[dict[str, Any]]) -> str:
@@ -49,13 +55,17 @@ def rendered(records: list[dict[str, Any]], listed: Iterable[str] = ()) -> str:
     lines = [HEAD, "| result | architectures |", "|---|---|"]
     lines += [f"| {status} | {count} |" for status, count in sorted(counts.items())]
     lines += [f"| listed | {counts.total()} |", ""]
-    tried = dict.fromkeys(case for r in records for case in r["cases"])
-    lines += [f"Cases: {', '.join(tried)}. Of them all: {_listed(cases)}.", ""]
-    lines += ["| architecture | result | converted | kept, and why |", "|---|---|---|---|"]
-    lines += [_row(r) for r in records if r["status"] != "not built"]
-    lines += ["", "## Not built", "", "| architecture | why |", "|---|---|"]
+    lines += ["| run | architectures | with | cases |", "|---|---|---|---|"]
+    lines += _runs(records)
+    lines += ["", f"Of all cases: {_listed(cases)}.", ""]
     lines += [
-        f"| {r['name']} | {_safe(r.get('why', ''))} |"
+        "| architecture | run | result | converted | kept, and why |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [_row(r) for r in records if r["status"] != "not built"]
+    lines += ["", "## Not built", "", "| architecture | run | why |", "|---|---|---|"]
+    lines += [
+        f"| {r['name']} | {r.get('run', EARLIER)} | {_safe(r.get('why', ''))} |"
         for r in records
         if r["status"] == "not built"
     ]
@@ -64,13 +74,31 @@ def rendered(records: list[dict[str, Any]], listed: Iterable[str] = ()) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _runs(records: list[dict[str, Any]]) -> list[str]:
+    days: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        days.setdefault(record.get("run", EARLIER), []).append(record)
+    lines = []
+    for day, found in sorted(days.items(), reverse=True):
+        tried = ", ".join(dict.fromkeys(case for r in found for case in r["cases"]))
+        experts = sum("experts)" in name for r in found for name in r.get("converted", ()))
+        lines.append(f"| {day} | {len(found)} | {experts} modules of experts | {tried} |")
+    return lines
+
+
 def _row(record: dict[str, Any]) -> str:
     bad = [f"{case}: {said}" for case, said in record["cases"].items() if _word(said) != "passes"]
     result = record["status"] + (f" ({record['why']})" if "why" in record else "")
     if bad:
         result += f"; {'; '.join(dict.fromkeys(bad))}"
     kept = [f"{', '.join(names)}: {why}" for why, names in record.get("kept", {}).items()]
-    cells = (record["name"], result, ", ".join(record.get("converted", [])), "; ".join(kept))
+    cells = (
+        record["name"],
+        record.get("run", EARLIER),
+        result,
+        ", ".join(record.get("converted", [])),
+        "; ".join(kept),
+    )
     return f"| {' | '.join(map(_safe, cells))} |"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.models.mixtral import modeling_mixtral as mixtral
 
 import fp8kit
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from zoo import check, of_diffusers, of_torch, of_transformers, of_vision, page
 from zoo.architecture import Architecture
+from zoo.fake_experts import EXACT, Fake
 from zoo.pool import run
 
 ONE = (("FP8_DYNAMIC", "bf16"),)
@@ -29,7 +33,10 @@ SLICE = {
     "transformers/BertForMaskedLM": "bert.encoder.layer.*.output.dense",
     "transformers/ModernBertForMaskedLM": "model.layers.*.attn.Wqkv",
     "transformers/DeiTForImageClassificationWithTeacher": "",
-    "transformers/Qwen2MoeForCausalLM": "model.layers.*.self_attn.o_proj",
+    "transformers/Qwen2MoeForCausalLM": "model.layers.*.mlp.experts (4 experts)",
+    "transformers/GptOssForCausalLM": "model.layers.*.mlp.experts (4 experts)",
+    "transformers/Llama4ForCausalLM": "model.layers.*.feed_forward.experts (4 experts)",
+    "transformers/NemotronHForCausalLM": "model.layers.*.mixer.experts (4 experts)",
     "transformers/LlavaForConditionalGeneration": "",
     **dict.fromkeys(
         (
@@ -41,7 +48,6 @@ SLICE = {
             "transformers/JambaForCausalLM",
             "transformers/JinaEmbeddingsV3ForMaskedLM",
             "transformers/MambaForCausalLM",
-            "transformers/MixtralForCausalLM",
             "transformers/MobileBertForMaskedLM",
             "transformers/MobileBertForPreTraining",
             "transformers/OPTForCausalLM",
@@ -176,6 +182,41 @@ def test_a_wrong_layer_is_found() -> None:
     assert "inner.2 is off by" in record["cases"]["FP8_DYNAMIC fp32"]
 
 
+def test_wrong_experts_are_found(known: dict[str, Architecture]) -> None:
+    """One expert in four computes with the codes of another."""
+    arch, meddles = known["transformers/MixtralForCausalLM"], [False]
+
+    class Meddling(Architecture):
+        def run(self, model: nn.Module, dtype: torch.dtype, candidate: int) -> list[Tensor]:
+            layer = next((m for m in model.modules() if isinstance(m, ExpertTensors)), None)
+            if layer is not None and meddles[0]:
+                layer.codes("down_proj")[1] = layer.codes("down_proj")[2]
+            return super().run(model, dtype, candidate)
+
+    case = (("MXFP8", "bf16"),)
+    meddling = Meddling(arch.name, arch.build, arch.inputs)
+    assert check.check(meddling, case)["status"] == "passes"
+    meddles[0] = True
+    record = check.check(meddling, case)
+    assert "mlp.experts is off by" in record["cases"]["MXFP8 bf16"]
+
+
+def test_experts_that_compute_something_else_have_no_fake() -> None:
+    class Halved(mixtral.MixtralExperts):  # type: ignore[misc]
+        def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            return super().forward(x, ids, weights) / 2  # type: ignore[no-any-return]
+
+    config = of_transformers.tiny_config("mixtral", _experts_implementation="eager")
+    x, ids = torch.randn(4, 128), torch.tensor([[0, 1]] * 4)
+    for kind, known in ((mixtral.MixtralExperts, True), (Halved, False)):
+        module = kind(config)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        fake = Fake(module, ("gate_up_proj", "down_proj"))
+        with nullcontext() if known else pytest.raises(ValueError, match="nobody knows"):
+            fake((x, ids, torch.rand(4, 2)), {}, EXACT)
+
+
 def test_what_changes_between_save_and_load_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     load = fp8kit.load
 
@@ -222,4 +263,5 @@ def test_what_does_not_run_dense_is_listed() -> None:
     assert "| not run | 1 |" in text
     assert "| listed | 3 |" in text
     assert "The run ended before them: b." in text
-    assert "| torch/one layer | passes | * |  |" in text
+    assert "| torch/one layer | earlier | passes | * |  |" in text
+    assert "| earlier | 2 | 0 modules of experts | FP8_DYNAMIC bf16 |" in text

@@ -10,6 +10,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -69,8 +70,18 @@ def recognize(module: nn.Module) -> ExpertStacks | str | None:
     """
     if isinstance(module, ExpertTensors):
         return module.stacks
-    with torch.device("cpu"):  # a caller may have made another one, or meta, the default
+    with torch.device("cpu"), _single_precision():  # whatever a caller has made the defaults
         return _tried(module)
+
+
+@contextmanager
+def _single_precision() -> Iterator[None]:
+    held = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(held)
 
 
 def _tried(module: nn.Module) -> ExpertStacks | str | None:

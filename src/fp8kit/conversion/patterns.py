@@ -31,7 +31,7 @@ _PROTECTED = (
         r"x_embedder|img_in|txt_in|(context|caption|cap|label|class)_embedder|caption_projection",
         "embedding",
     ),
-    (r"router|(gate|wg|shared_expert_gate)$", "MoE router"),
+    (r"router(_mlp)?|mlp\.gate|(gate|wg|shared_expert_gate)$", "MoE router"),
     (
         r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_mlp\w*)|"
         r"time_text_embed|t_embedder|t_block|time_in|vector_in|guidance_in|add_embedding",

@@ -68,6 +68,7 @@ class Taken:
             module = model.get_submodule(name)
             module.__dict__.pop("_is_hf_initialized", None)
             for key, tensor in _AWAITED.pop(module).items():
+                module.__dict__.pop(key)
                 module._parameters[key] = frozen(tensor)
         shapes = {n: tuple(t.shape) for n, t in model.state_dict(keep_vars=True).items()}
         self._check(model, checkpoint, shapes)
@@ -147,9 +148,15 @@ def take_out(model: Any, names: Mapping[str, Experts]) -> None:
         module = model.get_submodule(name)
         experts.empty(module, module.get_parameter(experts.stacks.down).dtype)
         _AWAITED[module] = {key: module._parameters[key] for _, key in module.tensors()}
-        for key in _AWAITED[module]:
+        for key, tensor in _AWAITED[module].items():
             module._parameters[key] = None
+            module.__dict__[key] = _nothing(tensor)
         module._is_hf_initialized = True  # there is nothing in it to draw at random
+
+
+def _nothing(tensor: torch.Tensor) -> torch.Tensor:
+    """Give code of the model that draws the weights of its parts something to fill."""
+    return torch.empty(tensor.shape, dtype=torch.float32, device="meta")
 
 
 def chosen_experts(model: Any, schemes: Mapping[str, Any]) -> dict[str, Experts]:
