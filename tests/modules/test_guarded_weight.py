@@ -310,3 +310,21 @@ def test_layers_run_under_a_compiler_without_a_guard_in_the_graph() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), model(x))
     assert torch.equal(torch.export.export(model, (x,)).module()(x), model(x))
+
+
+def test_stacks_of_experts_are_guarded_too() -> None:
+    stacks = torch.randn(3, 64, 32), torch.randn(3, 32, 32)
+    experts = fp8kit.Fp8Experts.from_dense(*stacks)
+    for read in (
+        lambda w: w.float(),
+        lambda w: w[0].to(torch.bfloat16),
+        lambda w: w.detach().transpose(1, 2) * 2,
+    ):
+        with pytest.raises(fp8kit.UnsupportedError, match="gate_up_proj of Fp8Experts"):
+            read(experts.gate_up_proj)
+    assert isinstance(experts.gate_up_proj, nn.Parameter)
+    assert experts.gate_up_proj.shape == (3, 64, 32)
+    assert type(experts._parameters["gate_up_proj"]) is nn.Parameter
+    assert fp8kit.dequantize(experts.quantized("gate_up_proj")).shape == (3, 64, 32)
+    experts.gate_up_proj = experts.gate_up_proj  # as movers do
+    assert type(experts._parameters["gate_up_proj"]) is nn.Parameter

@@ -14,6 +14,7 @@ from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
+from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
 from fp8kit.moe.activation import Activation
@@ -87,7 +88,8 @@ class ExpertTensors(nn.Module):
     def codes(self, name: str) -> Tensor:
         """Return the codes of a stack, ``[E, N, K]``."""
         # no get_parameter, which refuses the plain tensors that functional_call puts here
-        return cast(Tensor, getattr(self, name))
+        held = self._parameters.get(name)
+        return cast(Tensor, getattr(self, name) if held is None else held)
 
     def beside(self, name: str, kind: str) -> Tensor | None:
         """Return ``bias``, ``scale``, ``exponents`` or ``input_scale`` of a stack, if any."""
@@ -124,6 +126,19 @@ class ExpertTensors(nn.Module):
         for key, tensor in stored_tensors(weight, self.scheme, name).items():
             self.get_parameter(key)[expert].copy_(tensor)
         self.originals.pop(name, None)  # it is not what these codes were made from
+
+    def __getattr__(self, name: str) -> Any:
+        """Guard the stacks of codes, as ``Fp8Linear`` guards its weight."""
+        stacks = self.__dict__.get("stacks")
+        if stacks is not None and name in stacks.names and not torch.compiler.is_compiling():
+            held = self.__dict__["_parameters"].get(name)
+            if type(held) in (Tensor, nn.Parameter) and held.dtype in FP8_FORMATS:
+                return guarded(held, f"{name} of {type(self).__name__}")
+        return super().__getattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Hold a plain Parameter, also where what an attribute gave is assigned."""
+        super().register_parameter(name, plain(param))
 
     def extra_repr(self) -> str:
         """Describe the experts in ``print(model)``."""

@@ -241,7 +241,8 @@ def _refused(name: str, owner: str) -> UnsupportedError:
             f"Code applies {name} to the weight of {owner or 'an Fp8Linear'}.",
             "That weight is FP8 codes, which are no numbers without their scales.",
             "Call the layer instead; or compute with layer.to_linear().weight, or with "
-            "fp8kit.dequantize(layer.quantized_weight()); or convert the model with this layer "
+            "fp8kit.dequantize(layer.quantized_weight()), of experts with "
+            "fp8kit.dequantize(experts.quantized(name)); or convert the model with this layer "
             "in exclude=. Other weights are written by layer.load_state_dict.",
         )
     )
