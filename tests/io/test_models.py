@@ -621,3 +621,11 @@ def test_fp8_where_no_linear_layer_is(tmp_path: Path, stacked: bool, device: str
     assert_bits_equal(model.experts.gate_up_proj, fp8kit.dequantize(q, torch.bfloat16))
     assert_bits_equal(model.embed.weight, fp8kit.dequantize(e, torch.bfloat16))
     assert isinstance(model.fc, Fp8Linear)
+
+
+def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(128, 128))
+    fp8kit.convert(model, exclude=[])
+    with pytest.raises(CheckpointError, match=r"There is no directory .*nowhere"):
+        fp8kit.save(model, tmp_path / "out", source=tmp_path / "nowhere")
+    assert not (tmp_path / "out").exists()

@@ -151,6 +151,13 @@ def test_refusals(call: Callable[[nn.Module, nn.Module], object], words: str) ->
         call(dense, converted(dense))
 
 
+@pytest.mark.parametrize("data", [torch.ones(1, 128), {"x": torch.ones(1, 128)}, "text"])
+def test_one_batch_is_no_list(data: object) -> None:
+    dense = Stack()
+    with pytest.raises(TypeError, match=r"Pass \[batch\]"):
+        fp8kit.evaluate(converted(dense), dense, data)  # type: ignore[arg-type]
+
+
 def test_the_command_prints_what_the_function_measures(tmp_path: Path) -> None:
     fp8kit.quantize_checkpoint(NANO, tmp_path / "fp8")
     text = tmp_path / "text"

@@ -52,12 +52,21 @@ def save(
     Raises:
         ValueError: for an unknown target.
         CheckpointError: if the model has no FP8 layers, or layers that the target cannot load, or
-            adapters, or if the destination is in the way or is the source.
+            adapters, if there is no such source, or if the destination is in the way or is the
+            source.
 
     Example:
         >>> fp8kit.convert(model)
         >>> fp8kit.save(model, "dir", target="vllm", source="bf16-dir")
     """
+    if source is not None and not Path(source).is_dir():
+        raise CheckpointError(
+            teach(
+                f"There is no directory {source}.",
+                "source= is the one whose tokenizer and the like are copied.",
+                "Check the path, or leave source out and copy these files yourself.",
+            )
+        )
     is_hf = is_transformers(model)
     exported = integration().export(model) if is_hf else exporting.export_module(model)
     if is_hf:

@@ -114,6 +114,7 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
         An ``Evaluation``: ``print`` it.
 
     Raises:
+        TypeError: if ``data`` is one batch and not a list of batches.
         ValueError: if there is no FP8 layer or no data, if no FP8 layer ran, or if ``reference``
             lacks one of the layers, or has it in FP8 too.
 
@@ -122,6 +123,14 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
         >>> fp8kit.convert(model)
         >>> print(fp8kit.evaluate(model, dense, [{"input_ids": ids}]))
     """
+    if isinstance(data, Tensor | Mapping | str):
+        raise TypeError(
+            teach(
+                f"Got data of type {type(data).__name__}.",
+                "It is a list, or another iterable, of batches.",
+                "Pass [batch].",
+            )
+        )
     pairs = _pairs(model, reference)
     own, drift = {n: _Noise() for n in pairs}, {n: _Noise() for n in pairs}
     output, tokens = _Noise(), _Tokens()
