@@ -31,8 +31,9 @@ scales; `load` makes them dense, warns, and computes what the codes say. *Never 
 not reach a layer. A `*` in a name stands for numbers; *(4 experts)* is a module of so many experts,
 which are converted together.
 
-Not every run is of all: each row says when the architecture was last run, and the table of runs with
-which cases. Of an *earlier* run are records from before experts were converted and MXFP8 was tried.
+Not every run is of all: each row says when the architecture was last run, and the table of runs
+with which cases. Of an *earlier* run are records from before experts were converted and MXFP8 was
+tried.
 """
 EARLIER = "earlier"  # of records from before runs had dates
 
