@@ -118,6 +118,7 @@ OPERATORS = {
     "fused",
     "io",
     "matmul",
+    "modules",  # libraries alone, which waits for diffusers
     "moe",
     "ops",
     "quantizers",

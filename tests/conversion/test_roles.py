@@ -138,7 +138,6 @@ def test_a_model_of_ones_own_is_judged_by_name_alone() -> None:
         "layers.0.visual_feedforward.fc1",
         "remodulation",
         "blocks.0.remodulation.linear",
-        "mlp.gate.proj",
         "modulations",
         "supervisual.q",
         "premodulation.lin",

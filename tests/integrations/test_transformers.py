@@ -283,7 +283,7 @@ def test_save_pretrained_loads_everywhere(tmp_path: Path, scheme: str) -> None:
     assert "model.layers.0.mlp.gate" in content["ignore"]
     assert "model.layers.0.self_attn.o_proj" in content["ignore"]
     assert "model.layers.1.self_attn.o_proj" not in content["ignore"]
-    assert r"re:model\.layers\.0\.mlp\.experts\..*" in content["ignore"]
+    assert not any("experts" in name for name in content["ignore"])
     _, info = stock_with_info(tmp_path / "c")
     assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same(model, load(tmp_path / "c"), IDS % 160)
@@ -342,30 +342,6 @@ def test_unused_tensor(tmp_path: Path, nano: Path) -> None:
         load(tmp_path / "c")
     with pytest.raises(CheckpointError, match="odd are not used by the model"):
         load(tmp_path / "c", strict=True)
-
-
-def test_fp8_experts_are_decoded_and_named(tmp_path: Path) -> None:
-    path = tiny("Qwen3Moe", tmp_path, **MOE)
-    plain = load(path, scheme="FP8_DYNAMIC")
-    save(plain, tmp_path / "c")
-    state, decoded = load_file(tmp_path / "c" / SHARD), {}
-    changes: dict[str, Tensor | None] = {}
-    for name in (n for n in state if ".experts." in n):
-        q = fp8kit.quantize(state[name], ROW, role="weight")
-        key = name.replace(".", "__")
-        changes |= {key: q.data, f"{key}_scale": q.scale}
-        decoded[name] = fp8kit.dequantize(q, torch.bfloat16)
-    edit_tensors(tmp_path / "c", **changes)
-    with pytest.warns(UserWarning, match=r"24 FP8 layers for which .* no FP8 layer; they were dec"):
-        model = load(tmp_path / "c")
-    assert isinstance(model.model.layers[0].self_attn.q_proj, Fp8Linear)
-    prefix = "model.layers.1.mlp.experts"
-    experts = model.get_submodule(prefix)
-    for i in range(4):
-        gate_up = [decoded[f"{prefix}.{i}.{kind}_proj.weight"] for kind in ("gate", "up")]
-        assert_bits_equal(experts.gate_up_proj[i], torch.cat(gate_up))
-        assert_bits_equal(experts.down_proj[i], decoded[f"{prefix}.{i}.down_proj.weight"])
-    assert experts.down_proj.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,11 @@ def _tell(library: str) -> None:
         return
     _told.add(library)
     try:
-        importlib.import_module(_TOLD_BY[library]).tell()
+        module = importlib.import_module(_TOLD_BY[library])
+        if not hasattr(module, "tell"):  # it is being imported, and imports the library itself
+            _told.discard(library)
+            return
+        module.tell()
     except (ImportError, UnsupportedError) as error:
         name = library.partition(".")[0]
         warnings.warn(

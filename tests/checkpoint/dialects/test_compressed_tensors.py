@@ -210,7 +210,6 @@ WEIGHTS = DYNAMIC["config_groups"]["group_0"]["weights"]  # type: ignore[index]
         ({"quantization_config": {**DYNAMIC, "config_groups": {}}}, "at least one group"),
         ({"quantization_config": {**DYNAMIC, "config_groups": {"a": 3}}}, "config_groups.a = 3"),
         ({"quantization_config": {**DYNAMIC, "ignore": "lm_head"}}, "a list of names"),
-        ({"quantization_config": {**DYNAMIC, "format": "nvfp4-pack-quantized"}}, "nvfp4-pack"),
         (changed(targets=["re:("]), "names or regular expressions"),
         (changed(targets="Linear"), "a list of names"),
         ({"quantization_config": {**DYNAMIC, "transform_config": {"a": 1}}}, "transform_config"),

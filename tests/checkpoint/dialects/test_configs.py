@@ -163,7 +163,6 @@ def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool 
         ({"quant_method": "mxfp8", "weight_block_size": [1, 16]}, r"\[1, 32\]"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "a positive number"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "x"}, "a positive number"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo = 'NVFP4'"),
         ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, r"quant_algo = \['FP8'\]"),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "at least one layer"),
         ({"quant_method": "quark"}, "global_quant_config = None"),
