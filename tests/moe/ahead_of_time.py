@@ -78,7 +78,7 @@ def launches(device: str, scales: str, m: int, activation: Activation) -> list[m
     rounding = "floor" if x_group == MX else "exact"
     problem = ExpertsProblem(
         m, count, k, hidden, inner, activation, x_group, w_group, torch.bfloat16, E4M3, rounding,
-        False, False, False, "cuda", capability,
+        False, False, False, False, "cuda", capability,
     )  # fmt: skip
     source = Input(x, None, k)
     if x_group is not None:

@@ -20,7 +20,7 @@ def layer(name: str = "FP8_DYNAMIC") -> Any:
     scheme: Scheme = SCHEMES[name]
     groups = (scheme.activation, scheme.weight)
     kind = (torch.bfloat16, scheme.dtype, "up" if name == "MXFP8" else "exact")
-    rest = (scheme.static, False, False, "cuda", (9, 0))
+    rest = (scheme.static, scheme.static, False, False, "cuda", (9, 0))
     problem = ExpertsProblem(4096, 128, 8, 2048, 768, Activation(), *groups, *kind, *rest)
     return self_check.small(problem)
 

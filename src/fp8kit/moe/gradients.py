@@ -25,6 +25,7 @@ def layer_backward(
     Returns:
         ``[M, H]`` in the dtype of the input, and ``float32 [M, k]``.
     """
+    operands = operands.placed(problem.experts)
     x, ids, weights = operands.x, operands.ids, operands.weights
     pairs, k = sorted_pairs(ids, problem.experts), ids.shape[1]
     rows = torch.zeros(ids.numel(), problem.hidden, dtype=torch.float32, device=x.device)

@@ -96,6 +96,7 @@ def looping(
 
 def layer(operands: ExpertOperands, problem: ExpertsProblem, multiply: Multiply) -> Tensor:
     """Compute ``[M, H]`` expert by expert."""
+    operands = operands.placed(problem.experts)
     pairs = sorted_pairs(operands.ids, problem.experts)
     source = quantized_input(operands, problem)
     settings = Products(torch.float32, problem.batch_invariant)

@@ -73,13 +73,13 @@ def described(arguments: Sequence[Any]) -> tuple[ExpertOperands, ExpertsProblem,
         x,
         ExpertWeights(w13, scale13, bias13, in13),
         ExpertWeights(w2, scale2, bias2, in2),
-        physical_ids(ids, expert_map, w13.shape[0]),
+        ids if expert_map is None else physical_ids(ids, expert_map, w13.shape[0]),
         weights,
     )
     problem = ExpertsProblem(
         m_bucket(x.shape[0]), w13.shape[0], ids.shape[1], x.shape[1], w2.shape[2],
         Activation(*words), None if x_group is None else GroupShape(*x_group), GroupShape(*w_group),
-        x.dtype, w13.dtype, rounding, in2 is not None, on_input, invariant,
+        x.dtype, w13.dtype, rounding, in13 is not None, in2 is not None, on_input, invariant,
         x.device.type, capability(x.device),
     )  # fmt: skip
     return operands, problem, backend

@@ -17,8 +17,10 @@ from fp8kit.dispatch.device import capability
 from fp8kit.formats import GROUP128, TENSOR, GroupShape
 from fp8kit.matmul.problem import m_bucket
 from fp8kit.moe.activation import Activation
+from fp8kit.moe.pairs import physical_ids
 
 MOE_BACKENDS: BackendTable = (
+    ("hopper_experts", "fp8kit.moe.hopper.experts", ("cuda",)),
     ("triton_experts", "fp8kit.moe.triton", ("cuda",)),
     ("by_expert", "fp8kit.moe.by_expert", ("cpu",)),
     ("reference", "fp8kit.moe.reference", ()),
@@ -41,7 +43,8 @@ class ExpertsProblem:
         x_dtype: dtype of input and result.
         w_dtype: dtype of all codes.
         scale_rounding: how scales that are taken from data are rounded.
-        static_intermediate: the second product has a given input scale.
+        static_input: the first product has a given input scale.
+        static_intermediate: the second product has one.
         router_weight_on_input: weights multiply the input, and results are added as they are.
         batch_invariant: the bits of a token's result do not depend on the other tokens.
         device_type: ``"cpu"``, ``"cuda"``, …
@@ -59,6 +62,7 @@ class ExpertsProblem:
     x_dtype: torch.dtype
     w_dtype: torch.dtype
     scale_rounding: str
+    static_input: bool
     static_intermediate: bool
     router_weight_on_input: bool
     batch_invariant: bool
@@ -159,7 +163,7 @@ class ExpertOperands(NamedTuple):
         x: bf16, fp16 or fp32 ``[M, H]``.
         w13: of the first product.
         w2: of the second product.
-        ids: ``int64 [M, k]``, rows of the weights; -1 for a pair that counts as zero.
+        ids: int32 or int64 ``[M, k]``, rows of the weights; a pair with any other counts as zero.
         weights: ``float32 [M, k]``.
     """
 
@@ -168,6 +172,10 @@ class ExpertOperands(NamedTuple):
     w2: ExpertWeights
     ids: Tensor
     weights: Tensor
+
+    def placed(self, experts: int) -> ExpertOperands:
+        """Return them with ids as ``int64``, -1 for a pair that counts as zero."""
+        return self._replace(ids=physical_ids(self.ids, None, experts))
 
 
 class GroupedOperands(NamedTuple):

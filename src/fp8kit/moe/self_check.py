@@ -126,7 +126,7 @@ def _operands(problem: Problem, generator: torch.Generator, device: torch.device
     )
     return ExpertOperands(
         x.to(problem.x_dtype),
-        weights(rows, problem.hidden, problem.x_group == TENSOR),
+        weights(rows, problem.hidden, problem.static_input),
         weights(problem.hidden, problem.intermediate, problem.static_intermediate),
         ids.to(device),
         torch.rand(_TOKENS, _TOP_K, generator=generator).to(device),

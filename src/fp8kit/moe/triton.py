@@ -105,6 +105,7 @@ def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
 
 def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
     """Compute a layer of experts."""
+    operands = operands.placed(problem.experts)
     with _on(operands.x):
         pairs, facts = sorted_pairs(operands.ids, problem.experts), device_facts(operands.x.device)
         source = quantized_input(operands, problem)

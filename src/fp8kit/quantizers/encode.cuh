@@ -57,19 +57,24 @@ __device__ __forceinline__ float divide(float x, float scale, float reciprocal) 
   return __fmaf_rn(__fmaf_rn(q, scale, -x), -reciprocal, q);
 }
 
-// Four values, of one vector or of half of it.
-__device__ __forceinline__ u32 encode(const uint4& vector, int half, float scale,
-                                      float reciprocal) {
+// Four values, of one vector or of half of it, by their quotients.
+template <typename Quotient>
+__device__ __forceinline__ u32 encode_by(const uint4& vector, int half, Quotient quotient) {
   const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
   float v[4];
 #pragma unroll
   for (int e = 0; e < 4; e++) {
     const u32 word = words[KIND == F32 ? e : 2 * half + e / 2];
     v[e] = KIND == F32 ? __uint_as_float(word) : widen(e % 2 ? word >> 16 : word & 0xffff);
-    v[e] = divide(v[e], scale, reciprocal);
+    v[e] = quotient(v[e]);
   }
   u16 low, high;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(v[1]), "f"(v[0]));
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(v[3]), "f"(v[2]));
   return low | (u32)high << 16;
+}
+
+__device__ __forceinline__ u32 encode(const uint4& vector, int half, float scale,
+                                      float reciprocal) {
+  return encode_by(vector, half, [&](float x) { return divide(x, scale, reciprocal); });
 }

@@ -3,8 +3,6 @@
 // The MMA computes D[M, N] = A[M, K] @ B[N, K].T with M = MMA_M and N = MMA_N. With SWAP_AB, A holds
 // weights and B tokens; without, A holds tokens and B weights.
 
-struct alignas(64) TensorMap { u64 opaque[16]; };
-
 constexpr int MMA_M = 64 * WARPGROUPS, TILE_K = 128, CONSUMERS = 128 * WARPGROUPS;
 constexpr int A_BYTES = MMA_M * TILE_K, B_BYTES = MMA_N * TILE_K;  // of one stage
 constexpr int W_BYTES = SWAP_AB ? A_BYTES : B_BYTES, X_BYTES = SWAP_AB ? B_BYTES : A_BYTES;

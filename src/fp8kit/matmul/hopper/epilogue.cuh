@@ -233,10 +233,7 @@ __device__ __forceinline__ void reduce_split_k(float (&acc)[ACC], u32 partials, 
           "r"(barrier) : "memory");
   }
   if (rank * OWNED_FRAGMENTS >= FRAGMENTS) return;
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
-      "@!done bra again;\n}" ::"r"(received) : "memory");
+  barrier_wait_cluster(received, 0);
 #pragma unroll
   for (int f = 0; f < FRAGMENTS; f++) {
     if (f / OWNED_FRAGMENTS != rank) continue;

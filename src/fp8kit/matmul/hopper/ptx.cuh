@@ -1,5 +1,7 @@
 // PTX instructions by name: mbarriers, TMA, WGMMA, named barriers.
 
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
 // Return whether the phase with this parity has completed, without waiting.
 __device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
   u32 done;
@@ -14,6 +16,14 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// The same, for a phase that other blocks of the cluster complete.
+__device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 

@@ -13,6 +13,7 @@ SOURCES = (
     "quantizers/encode.cuh",
     "matmul/hopper/config.cuh",
     "matmul/hopper/ptx.cuh",
+    "matmul/hopper/pipeline.cuh",
     "matmul/hopper/scheduler.cuh",
     "matmul/hopper/epilogue.cuh",
     "matmul/hopper/quantize.cuh",

@@ -1,0 +1,52 @@
+// y[m] = sum_j weights[m, j] * rows[m * k + j], added in the order of j in fp32 and rounded once.
+//
+//   macro      unit        meaning
+//   THREADS    threads     of a block
+//   AT_ONCE    pairs       whose rows are loaded together
+//   KIND       dtype tag   of rows and result, read by encode.cuh
+
+extern "C" __global__ void __launch_bounds__(THREADS) combine_rows(
+    const uint4* rows, const int* row_of_pair, const float* weights, uint4* y, int top_k, int vectors) {
+  const int blocks = (vectors + THREADS - 1) / THREADS;
+  const long long token = blockIdx.x / blocks;
+  const int at = blockIdx.x % blocks * THREADS + threadIdx.x;
+  // the pairs' places and weights are older than the product that is waited for
+  float weight[AT_ONCE];
+  bool exists[AT_ONCE];
+  auto load_pairs = [&](int from) {
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      exists[j] = from + j < top_k && row_of_pair[token * top_k + from + j] >= 0;
+      weight[j] = exists[j] ? weights[token * top_k + from + j] : 0.0f;
+    }
+  };
+  load_pairs(0);
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+  if (at >= vectors) return;
+  float sum[EACH] = {};
+  for (int from = 0; from < top_k; from += AT_ONCE) {
+    if (from > 0) load_pairs(from);
+    uint4 held[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++)
+      if (exists[j]) held[j] = rows[(token * top_k + from + j) * vectors + at];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      const u32 words[4] = {held[j].x, held[j].y, held[j].z, held[j].w};
+#pragma unroll
+      for (int i = 0; i < EACH && exists[j]; i++) {
+        const float value = widen(i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xffff);
+        sum[i] = __fadd_rn(sum[i], __fmul_rn(value, weight[j]));
+      }
+    }
+  }
+  u32 out[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (KIND == BF16)
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out[i]) : "f"(sum[2 * i + 1]), "f"(sum[2 * i]));
+    else
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out[i]) : "f"(sum[2 * i + 1]), "f"(sum[2 * i]));
+  }
+  y[token * vectors + at] = make_uint4(out[0], out[1], out[2], out[3]);
+}

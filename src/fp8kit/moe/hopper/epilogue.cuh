@@ -1,0 +1,118 @@
+// What both epilogues share: factors and biases, the activation, and the way to global memory.
+
+// Where features of the result lie among the rows of an expert's weight.
+struct Features {
+  int count;   // I, or H
+  int step;    // rows from feature to feature
+  int second;  // with ACTIVATED, rows from a gate to its up
+  int rows;    // of an expert
+
+  // The row of a half for a feature of the first half.
+  __device__ int row(int feature, int half) const {
+    return min(feature + (ACTIVATED ? 0 : half * HALF_ROWS), count - 1) * step + (ACTIVATED ? half * second : 0);
+  }
+};
+
+struct Factors {
+  const float* token;  // per row or per tensor; not read with TOKEN_GROUPS
+  int token_stride;
+  const float* weight;  // per row or per tensor of each expert; not read here with WEIGHT_BLOCKS
+  int expert_stride, row_stride;
+  const void* bias;  // [E, rows] or null
+
+  __device__ const float* weight_of(int expert, long long row) const {
+    return weight + (long long)expert * expert_stride + row * row_stride;
+  }
+  __device__ float bias_of(int expert, int rows, int row) const {
+    const long long at = (long long)expert * rows + row;
+    return !bias ? 0.0f : BIAS_KIND == F32 ? ((const float*)bias)[at] : widen(((const u16*)bias)[at]);
+  }
+  // The fp32 result of a sum, rounded as in the dense GEMM.
+  __device__ float apply(float sum, float token_factor, float weight_factor, float added) const {
+    if (!TOKEN_GROUPS) sum = __fmul_rn(sum, token_factor);
+    if (WEIGHT_BLOCKS) return bias ? sum + added : sum;
+    return bias ? __fmaf_rn(sum, weight_factor, added) : __fmul_rn(sum, weight_factor);
+  }
+};
+
+struct Gate {
+  float limit, alpha, up_offset;
+};
+
+// Where results go.
+struct Destination {
+  void* y;  // codes [rows, I], or 16-bit numbers [pairs, H]
+  float* scale;  // of codes: [groups, pitch], or one that is given
+  int pitch;
+  const int* pair_of_row;
+  float min_scale;
+};
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 bits;
+  if (KIND == BF16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared(to)), "l"(from) : "memory");
+}
+
+// Return act(gate) * (up + up_offset), both bounded: SiLU with alpha in its sigmoid, or GELU by tanh.
+__device__ __forceinline__ float activated(float gate, float up, const Gate& by) {
+  if (LIMITED) {
+    gate = gate > by.limit ? by.limit : gate;  // NaN stays
+    up = up > by.limit ? by.limit : up < -by.limit ? -by.limit : up;
+  }
+  float exponent = gate * by.alpha, power, sigmoid;
+  if (GELU) exponent = 1.5957691216057308f * fmaf(0.044715f * gate * gate, gate, gate);
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * exponent));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
+  return gate * sigmoid * (up + by.up_offset);
+}
+
+__device__ __forceinline__ float group_scale(u32 magnitude, float min_scale) {
+  const float amax = __uint_as_float(magnitude);
+  const float scale = fmaxf(__fdiv_rn(amax, 448.0f), min_scale);
+  return amax < __uint_as_float(0x7f800000) ? scale : __uint_as_float(0x7fc00000);
+}
+
+// Two codes of one scale each. A given scale may be any number: by IEEE division, as the reference.
+__device__ __forceinline__ u16 encode_pair(float low, float high, float low_scale, float high_scale,
+                                           float low_reciprocal, float high_reciprocal) {
+  u16 codes;
+  low = GIVEN_SCALE ? __fdiv_rn(low, low_scale) : divide(low, low_scale, low_reciprocal);
+  high = GIVEN_SCALE ? __fdiv_rn(high, high_scale) : divide(high, high_scale, high_reciprocal);
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+
+// The tokens of a warpgroup, copied while the MMAs run.
+struct TokenFacts {
+  float scale[TOKENS];
+  int pair[TOKENS];
+
+  __device__ void load(int row, int end, const Factors& factors, const int* pair_of_row) {
+    for (int i = threadIdx.x % 128; i < TOKENS; i += 128) {
+      const int at = min(row + i, end - 1);
+      if (!TOKEN_GROUPS) copy_async(&scale[i], factors.token + (long long)at * factors.token_stride);
+      if (!ACTIVATED) copy_async(&pair[i], pair_of_row + at);
+    }
+  }
+};
+
+// Copies lines of a warpgroup's buffer to global memory: codes to their rows, numbers to their pairs.
+__device__ __forceinline__ void copy_lines(const u8* buffer, const TokenFacts& tokens, int row, int end,
+                                           int from, int feature, int features, const Destination& to) {
+  constexpr int EACH_VECTOR = ACTIVATED ? 16 : 8;
+  for (int i = threadIdx.x % 128; i < EPILOGUE_TOKENS * LINE_VECTORS; i += 128) {
+    const int token = from + i / LINE_VECTORS, at = feature + i % LINE_VECTORS * EACH_VECTOR;
+    if (row + token >= end || at >= features) continue;
+    const long long line = ACTIVATED ? row + token : tokens.pair[token];
+    *(uint4*)((u8*)to.y + (line * features + at) * (16 / EACH_VECTOR)) =
+        *(const uint4*)(buffer + i / LINE_VECTORS * LINE_BYTES + i % LINE_VECTORS * 16);
+  }
+}

@@ -1,0 +1,203 @@
+// Sorts pairs of a token and an expert into tiles, and quantizes tokens into the rows of their pairs.
+//
+// Few pairs are sorted by each block for itself, which then quantizes one token. Many are sorted by a
+// cluster that counts: each warp counts the experts of a stretch of pairs, prefix sums over all warps of
+// all blocks give it a first row for each expert, then it walks its stretch again. The kernel behind it
+// quantizes. Both sorts are stable.
+//
+//   macro           unit         meaning
+//   THREADS         threads      of a block
+//   SORTS           0, 1, 2      pairs are sorted already, are few, or are many
+//   CLUSTER         blocks       that sort many pairs together
+//   QUANTIZES       0 or 1       quantize a token per block
+//   VECTORS         vectors      of 16 bytes of a token that a thread holds
+//   SCALES          0, 1, 2      per row, per 1x128 group, or given
+//   TILE_TOKENS     tokens       of a tile of the products
+//   FEW_PAIRS       pairs        that are few
+//   KIND            dtype tag    of tokens, read by encode.cuh
+
+__device__ __forceinline__ int inclusive_sum(int value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, value, d);
+    if (lane >= d) value += other;
+  }
+  return value;
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+  if (CLUSTER > 1)
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  else
+    __syncthreads();
+}
+
+// Sorts all pairs. store(pair, row) is called for each, with row -1 if it has no expert.
+template <typename Store>
+__device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, TokenTile* tiles,
+                                          int* tile_count, Store store) {
+  constexpr int WARPS = THREADS / 32, LOADS = 8;
+  __shared__ int sums[WARPS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = routes.experts;
+  const int all_warps = WARPS * CLUSTER, rank = CLUSTER > 1 ? blockIdx.x : 0;
+  const int stretch = (routes.pairs + all_warps * 32 - 1) / (all_warps * 32) * 32;
+  const int begin = (rank * WARPS + warp) * stretch, end = min(begin + stretch, routes.pairs);
+  u32* const own = counts + warp * experts;
+  u32* const of_block = counts + WARPS * experts;  // rows of each expert
+  for (int i = threadIdx.x; i < WARPS * experts; i += THREADS) counts[i] = 0;
+  __syncthreads();
+  // several loads in flight: a warp has little else to wait with
+  for (int from = begin + lane; from < end; from += 32 * LOADS) {
+    int loaded[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+      loaded[i] = from + i * 32 < end ? routes.expert(from + i * 32) : -1;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+      if (loaded[i] >= 0) atomicAdd(own + loaded[i], 1u);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < experts; e += THREADS) {
+    int rows = 0;
+#pragma unroll 8
+    for (int w = 0; w < WARPS; w++) rows += counts[w * experts + e];
+    of_block[e] = rows;
+  }
+  cluster_barrier();
+  // the rows of an expert in all blocks, and in those before this one
+  auto rows_of = [&](int e, int& before) {
+    int rows = 0;
+    before = 0;
+#pragma unroll
+    for (int block = 0; block < CLUSTER; block++) {
+      u32 taken;
+      asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(taken) : "r"(in_block(shared(of_block + e), block)));
+      if (block < rank) before += taken;
+      rows += taken;
+    }
+    return rows;
+  };
+  // tiles of the experts of this thread, then of all before them
+  const int each = (experts + THREADS - 1) / THREADS, first = min((int)threadIdx.x * each, experts);
+  const int last = min(first + each, experts);
+  int tiled = 0, before;
+  for (int e = first; e < last; e++) tiled += (rows_of(e, before) + TILE_TOKENS - 1) / TILE_TOKENS;
+  const int through = inclusive_sum(tiled);
+  if (lane == 31) sums[warp] = through;
+  __syncthreads();
+  int tile = through - tiled;
+  for (int w = 0; w < warp; w++) tile += sums[w];
+  for (int e = first; e < last; e++) {
+    const int rows = rows_of(e, before), count = (rows + TILE_TOKENS - 1) / TILE_TOKENS;
+    int row = tile * TILE_TOKENS + before;
+#pragma unroll 8
+    for (int w = 0; w < WARPS; w++) {
+      const int taken = counts[w * experts + e];
+      counts[w * experts + e] = row;
+      row += taken;
+    }
+    for (int i = rank; i < count; i += CLUSTER) tiles[tile + i] = {e, rows, i << 16 | count, 0};
+    tile += count;
+  }
+  if (rank == 0 && threadIdx.x == THREADS - 1) *tile_count = tile;
+  cluster_barrier();  // no block leaves while another reads its counts
+  for (int from = begin + lane; from - lane < end; from += 32 * LOADS) {
+    int loaded[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+      loaded[i] = from + i * 32 < end ? routes.expert(from + i * 32) : -1;
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const u32 same = __match_any_sync(~0u, loaded[i]), before = same & ((1u << lane) - 1);
+      int row = -1;
+      if (loaded[i] >= 0) row = own[loaded[i]] + __popc(before);
+      __syncwarp();
+      if (loaded[i] >= 0 && before == 0) own[loaded[i]] += __popc(same);
+      __syncwarp();
+      if (from + i * 32 < end) store(from + i * 32, row);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
+    const void* ids, int id_bytes, int pairs, int top_k, int experts, int* row_of_pair, int* pair_of_row,
+    TokenTile* tiles, int* tile_count, const u8* x, long long x_row_bytes, int vectors, u8* codes,
+    float* scales, int scale_pitch, const float* given_scale, float min_scale) {
+  extern __shared__ __align__(16) int own_rows[];  // of the block's token; or counts of experts
+  __shared__ u32 maxima[THREADS / 32];
+  const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Routes routes = {ids, id_bytes, pairs, experts};
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+  uint4 held[VECTORS];
+  if (QUANTIZES) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      const int at = threadIdx.x + i * THREADS;
+      held[i] = at < vectors ? ((const uint4*)(x + token * x_row_bytes))[at] : make_uint4(0, 0, 0, 0);
+    }
+  }
+#if SORTS == 2
+  sort_many(routes, (u32*)own_rows, tiles, tile_count, [&](int pair, int row) {
+    row_of_pair[pair] = row;
+    if (row >= 0) pair_of_row[row] = pair;
+  });
+#elif SORTS == 1
+  __shared__ FewPairs few;
+  few.sort(routes, THREADS, [&](int pair, int row) {
+    if (pair / top_k != token) return;
+    own_rows[pair % top_k] = row;
+    row_of_pair[pair] = row;
+    if (row >= 0) pair_of_row[row] = pair;
+  });
+  if (token == 0) {
+    for (int i = threadIdx.x; i < few.count; i += THREADS) *(int4*)(tiles + i) = *(int4*)(few.tiles + i);
+    if (threadIdx.x == 0) *tile_count = few.count;
+  }
+#else
+  for (int i = threadIdx.x; i < top_k; i += THREADS) own_rows[i] = row_of_pair[token * top_k + i];
+#endif
+  if (!QUANTIZES) return;
+  const long long row_bytes = (long long)vectors * EACH;
+  float scale = 0, reciprocal = 0;
+  if (SCALES == 0) {
+    const u32 magnitude = __reduce_max_sync(~0u, largest(held));
+    if (lane == 0) maxima[warp] = magnitude;
+  }
+  __syncthreads();  // own_rows, maxima
+  if (SCALES == 0) {
+    u32 magnitude = 0;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) magnitude = max(magnitude, maxima[w]);
+    scale = scale_of(magnitude, min_scale);
+    for (int i = threadIdx.x; i < top_k; i += THREADS)
+      if (own_rows[i] >= 0) scales[own_rows[i]] = scale;
+  }
+  if (SCALES == 2) scale = *given_scale;
+  if (SCALES != 1) reciprocal = __frcp_rn(scale);
+#pragma unroll
+  for (int i = 0; i < VECTORS; i++) {
+    const int at = threadIdx.x + i * THREADS;
+    if (SCALES == 1) {  // 16 lanes hold a group
+      u32 magnitude = largest((const uint4(&)[1])held[i]);
+#pragma unroll
+      for (int other = 1; other < 16; other *= 2)
+        magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, other));
+      scale = scale_of(magnitude, min_scale);
+      reciprocal = __frcp_rn(scale);
+    }
+    if (at >= vectors) continue;
+    // a given scale may be any number: by IEEE division, as the reference
+    auto codes_of = [&](int half) {
+      return SCALES == 2 ? encode_by(held[i], half, [&](float v) { return __fdiv_rn(v, scale); })
+                         : encode(held[i], half, scale, reciprocal);
+    };
+    const uint2 bytes = make_uint2(codes_of(0), codes_of(1));
+    for (int j = 0; j < top_k; j++) {
+      const int row = own_rows[j];
+      if (row < 0) continue;
+      *(uint2*)(codes + row * row_bytes + at * EACH) = bytes;
+      if (SCALES == 1 && at % 16 == 0) scales[(long long)(at / 16) * scale_pitch + row] = scale;
+    }
+  }
+}

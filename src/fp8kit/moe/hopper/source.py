@@ -1,0 +1,127 @@
+"""The sources of the kernels of the experts on Hopper: their macros, then their parts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fp8kit.moe.hopper.tile_config import FEW_PAIRS, GroupedConfig
+from fp8kit.runtime import nvrtc
+
+_BEFORE = (
+    "quantizers/encode.cuh",
+    "moe/hopper/config.cuh",
+    "matmul/hopper/ptx.cuh",
+    "matmul/hopper/pipeline.cuh",
+    "moe/hopper/tiles.cuh",
+    "moe/hopper/epilogue.cuh",
+)
+KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags of the kernels
+
+
+class Variant(NamedTuple):
+    """What a grouped GEMM is compiled for beside its tile configuration.
+
+    Args:
+        activated: the first product, or the second.
+        lists: it sorts few pairs itself.
+        token_groups: tokens have a scale per 128 of K.
+        weight_blocks: weights have a scale per 128x128 block.
+        given_scale: the result of the first product has a static scale.
+        gelu: the activation is GELU by tanh instead of SiLU.
+        limited: it has a limit.
+        dtype: of the second product's result.
+        bias_dtype: of the bias; float32 without one.
+    """
+
+    activated: bool
+    lists: bool
+    token_groups: bool
+    weight_blocks: bool
+    given_scale: bool
+    gelu: bool
+    limited: bool
+    dtype: torch.dtype
+    bias_dtype: torch.dtype
+
+
+class PairsVariant(NamedTuple):
+    """What the kernel that sorts pairs and quantizes tokens is compiled for.
+
+    Args:
+        threads: of a block.
+        cluster: blocks that sort many pairs together.
+        sorts: 1 to sort few pairs, 2 to sort many; 0 if they are sorted.
+        quantizes: quantize a token per block.
+        vectors: of 16 bytes of a token that a thread holds.
+        scales: 0 for one per row, 1 for one per 1x128 group, 2 for a given one.
+        tile_tokens: of a tile of the products.
+        dtype: of tokens.
+    """
+
+    threads: int
+    cluster: int
+    sorts: int
+    quantizes: bool
+    vectors: int
+    scales: int
+    tile_tokens: int
+    dtype: torch.dtype
+
+
+def grouped_source(config: GroupedConfig, variant: Variant) -> str:
+    """Return the CUDA source of a grouped GEMM."""
+    registers = range(config.mma_n // 2)
+    operands = ", ".join(f"%{i}" for i in registers)
+    a, b, add = (f"%{len(registers) + i}" for i in range(3))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{config.mma_n}k32.f32.e4m3.e4m3"
+    macros: dict[str, int | str] = {
+        "SWAP_AB": int(config.swap_ab),
+        "MMA_N": config.mma_n,
+        "WARPGROUPS": config.warpgroups,
+        "STAGES": config.stages(variant.activated),
+        "BLOCKS_PER_SM": config.blocks_per_sm,
+        "CLUSTER": config.cluster if variant.activated else 1,
+        "BAND": config.band,
+        "PIPELINED_STEPS": config.pipelined_steps,
+        "ACTIVATED": int(variant.activated),
+        "LISTS": int(variant.lists),
+        "FEW_PAIRS": FEW_PAIRS,
+        "GIVEN_SCALE": int(variant.given_scale),
+        "GELU": int(variant.gelu),
+        "LIMITED": int(variant.limited),
+        "TOKEN_GROUPS": int(variant.token_groups),
+        "WEIGHT_BLOCKS": int(variant.weight_blocks),
+        "BIAS_KIND": KINDS[variant.bias_dtype],
+        "KIND": KINDS[variant.dtype],
+        "WGMMA": f'"{instruction} {{{operands}}}, {a}, {b}, add, 1, 1;"',
+        "WGMMA_ADD": f'"{add}"',
+        "WGMMA_REGISTERS": ", ".join(f'"+f"(d[{i}])' for i in registers),
+    }
+    epilogue = f"moe/hopper/{'columns' if config.swap_ab else 'rows'}_epilogue.cuh"
+    return nvrtc.joined(macros, *_BEFORE, epilogue, "moe/hopper/grouped_gemm.cu")
+
+
+def pairs_source(variant: PairsVariant) -> str:
+    """Return the CUDA source that sorts pairs, quantizes tokens, or does both."""
+    macros: dict[str, int | str] = {
+        "THREADS": variant.threads,
+        "CLUSTER": variant.cluster,
+        "SORTS": variant.sorts,
+        "QUANTIZES": int(variant.quantizes),
+        "VECTORS": variant.vectors,
+        "SCALES": variant.scales,
+        "TILE_TOKENS": variant.tile_tokens,
+        "FEW_PAIRS": FEW_PAIRS,
+        "KIND": KINDS[variant.dtype],
+    }
+    return nvrtc.joined(
+        macros, "quantizers/encode.cuh", "moe/hopper/tiles.cuh", "moe/hopper/pairs.cu"
+    )
+
+
+def combine_source(threads: int, dtype: torch.dtype) -> str:
+    """Return the CUDA source that adds the rows of each token."""
+    macros: dict[str, int | str] = {"THREADS": threads, "AT_ONCE": 4, "KIND": KINDS[dtype]}
+    return nvrtc.joined(macros, "quantizers/encode.cuh", "moe/hopper/combine.cu")

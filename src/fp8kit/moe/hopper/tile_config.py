@@ -1,0 +1,126 @@
+"""A tile configuration of the grouped GEMMs, and its choice; no GPU is needed to ask."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from fp8kit.matmul.hopper.tile_config import TILE_K, round_up
+
+HALF = 64  # weight rows of a consumer warpgroup, in each half of a tile
+FEW_PAIRS = 128  # that each block sorts for itself
+GROUP = 128  # features that one scale of the intermediate covers
+_SMEM = 227 * 1024  # of an SM, in bytes, without what the system takes of one block
+_SYSTEM_SMEM = 1024  # of each block more
+_MOST_STAGES = 16
+_BAND_TOKENS = 1024  # whose codes stay in L2 while all weights of an expert pass
+_MANY = 128  # tokens of a tile that are the MMA's rows
+# tokens of a tile, by how many an expert has on average: most experts fill one tile at most
+_TOKENS = ((3.0, 8), (10.0, 16), (20.0, 32), (80.0, 64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedConfig:
+    """A configuration of both grouped GEMMs.
+
+    Args:
+        tokens: of a tile: 8, 16, 32, 64 or 128.
+        warpgroups: consumers of a block, each with 64 rows of both halves of a tile: 1 or 2.
+        blocks_per_sm: occupancy.
+
+    Example:
+        >>> GroupedConfig(tokens=16, warpgroups=1, blocks_per_sm=2).stages(True)
+        6
+    """
+
+    tokens: int
+    warpgroups: int
+    blocks_per_sm: int
+
+    @property
+    def swap_ab(self) -> bool:
+        """Whether tokens are the MMA's columns."""
+        return self.tokens < _MANY
+
+    @property
+    def mma_n(self) -> int:
+        """Columns of the MMA: tokens, or a half of the weights."""
+        return self.tokens if self.swap_ab else GROUP
+
+    @property
+    def pipelined_steps(self) -> int:
+        """K steps whose promotions overlap the next MMA."""
+        return 2 if self.swap_ab else 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that share the features of a group, in the first product."""
+        return 2 // self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * self.warpgroups + (128 if self.warpgroups == 2 else 64)
+
+    @property
+    def band(self) -> int:
+        """Tiles of tokens that all weights of an expert pass together."""
+        return _BAND_TOKENS // self.tokens
+
+    def features(self, activated: bool) -> int:
+        """Return the features of a tile of a cluster."""
+        return GROUP if activated else 2 * HALF * self.warpgroups
+
+    def stages(self, activated: bool) -> int:
+        """Return how many stages shared memory holds, with scales of groups or without."""
+        tokens, warpgroups = self.tokens, self.warpgroups
+        stage = 2 * HALF * warpgroups * TILE_K + tokens * TILE_K + round_up(4 * tokens, 128)
+        facts = 8 * warpgroups * tokens + 4 * tokens * (4 * warpgroups + 4) + 1024
+        facts += 24 * FEW_PAIRS if activated else 0
+        spare = self._epilogue_bytes(activated) + facts
+        room = _SMEM // self.blocks_per_sm - _SYSTEM_SMEM * (self.blocks_per_sm - 1) - spare
+        return min(room // stage, _MOST_STAGES)
+
+    def smem_bytes(self, activated: bool, token_groups: bool) -> int:
+        """Return the dynamic shared memory of a block."""
+        tokens = self.tokens
+        stage = 2 * HALF * self.warpgroups * TILE_K + tokens * TILE_K
+        stage += round_up(4 * tokens, 128) if token_groups else 0
+        return self.stages(activated) * stage + self._epilogue_bytes(activated)
+
+    def _epilogue_bytes(self, activated: bool) -> int:
+        features = HALF if self.swap_ab or not activated else GROUP
+        line = features * (1 if activated else 2) + 16
+        return self.warpgroups * min(self.tokens, 64) * line
+
+    def token_tiles(self, pairs: int, experts: int) -> int:
+        """Return how many tiles of tokens there can be, however pairs are distributed."""
+        used = min(pairs, experts)
+        return (pairs - used) // self.tokens + used
+
+    def grid(self, pairs: int, experts: int, features: int, activated: bool, sms: int) -> int:
+        """Return the blocks to launch: as many as there is room and work for."""
+        cluster = self.cluster if activated else 1
+        tiles = self.token_tiles(pairs, experts) * -(-features // self.features(activated))
+        return min(tiles, sms * self.blocks_per_sm // cluster) * cluster
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(pairs: int, experts: int, many: bool = True) -> GroupedConfig:
+    """Return the configuration for so many pairs.
+
+    Args:
+        pairs: of a token and an expert.
+        experts: E.
+        many: whether a tile may have so many tokens that they are the MMA's rows.
+
+    Example:
+        >>> choose(128, 128)
+        GroupedConfig(tokens=8, warpgroups=1, blocks_per_sm=2)
+    """
+    each = pairs / experts
+    tokens = next((n for most, n in _TOKENS if each <= most), _MANY if many else _MANY // 2)
+    few = tokens <= 32
+    return GroupedConfig(
+        tokens=tokens, warpgroups=1 if few else 2, blocks_per_sm=2 if few else 1
+    )
