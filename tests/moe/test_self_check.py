@@ -19,6 +19,11 @@ from fp8kit.moe.activation import Activation
 from fp8kit.moe.loop import Products, looping
 from fp8kit.moe.problem import ExpertsProblem, ExpertWeights, GroupedProblem
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+]
+
 CPU = torch.device("cpu")
 SWIGLU = Activation()
 KINDS = ["FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "MXFP8", "FP8_WEIGHT_ONLY"]
