@@ -8,7 +8,7 @@ NEWEST ?= .venv-newest
 ZOO ?= .venv-zoo
 TESTS ?= tests
 
-.PHONY: demo site test quick slow test-newest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
+.PHONY: demo site test quick slow test-newest test-oldest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,13 @@ test-newest:  ## every test that needs no GPU, or TESTS, on what pip gives a use
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/pip --disable-pip-version-check install --quiet --upgrade --upgrade-strategy eager -e .[test]
 	$(NEWEST)/bin/python -m pytest -n $(WORKERS) -m "not gpu" $(TESTS)
+
+# Beside the environment's Triton, not in its place. Its interpreter needs an older numpy.
+test-oldest: $(VENV)/.installed  ## every Triton kernel, compiled by the oldest Triton that pyproject.toml allows
+	$(BIN)/pip --disable-pip-version-check install --quiet --no-deps --upgrade --target $(VENV)/oldest \
+		'triton==$(shell sed -n 's/^triton = ."triton>=\(.*\)".$$/\1/p' pyproject.toml).*'
+	PYTHONPATH=$(VENV)/oldest $(BIN)/python -m pytest -n $(WORKERS) -k compile \
+		tests/fused/test_triton.py tests/matmul/test_triton_gemm.py tests/moe/test_experts.py
 
 # An environment of its own: beside a torch for CPUs torchvision breaks imports of other libraries.
 $(ZOO)/.installed: pyproject.toml constraints.txt

@@ -32,10 +32,17 @@ def around(edges: Iterable[int], most: int, step: int = 1) -> list[int]:
 
 
 def sampled(sizes: Sequence[T], count: int, seed: object) -> list[T]:
-    """Return ``count`` of the sizes, the same ones for a seed, or all of them if asked for."""
+    """Return ``count`` of the sizes in their order, or all of them if asked for.
+
+    Args:
+        sizes: anything, also what has no order of its own.
+        count: how many.
+        seed: decides which.
+    """
     if os.environ.get(EVERYTHING) == "all" or count >= len(sizes):
         return list(sizes)
-    return sorted(random.Random(str(seed)).sample(list(sizes), count))  # type: ignore[type-var]
+    chosen = random.Random(str(seed)).sample(range(len(sizes)), count)
+    return [sizes[i] for i in sorted(chosen)]
 
 
 def dealt(sizes: Sequence[T], hands: int) -> list[list[T]]:

@@ -22,7 +22,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch import nn
 
@@ -32,6 +31,7 @@ from fp8kit.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 NANO = ROOT / "examples" / "nano"
+OPTIONAL = {"accelerate", "diffusers", "peft", "ray", "transformers"}
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 GPU = "# needs a GPU"
 _FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
@@ -62,6 +62,13 @@ def imported(tree: ast.Module) -> set[str]:
     """Name what the import statements of a block bind."""
     found = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
     return {(a.asname or a.name).split(".")[0] for node in found for a in node.names}
+
+
+def libraries(text: str) -> set[str]:
+    """Name the libraries that Python blocks import, of those that a user may lack."""
+    found = {b.text for b in blocks(text) if b.language == "python"}
+    lines = re.findall(r"^ *(?:import|from) (\w+)", "\n".join(found), re.MULTILINE)
+    return OPTIONAL & set(lines)
 
 
 def run_python(text: str, names: dict[str, Any], place: str = "a document") -> None:
@@ -121,6 +128,8 @@ def _streaming(_: dict[str, Any]) -> None:
 
 
 def _checkpoints(_: dict[str, Any]) -> None:
+    from diffusers import FluxTransformer2DModel
+
     fp8kit.quantize_checkpoint(NANO, "SRC", "FP8_TENSOR")
     sizes = {"num_attention_heads": 2, "attention_head_dim": 128, "in_channels": 64}
     depth = {"num_layers": 1, "num_single_layers": 1}
@@ -161,6 +170,8 @@ def test_snippets_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = path.read_text()
     if not blocks(text):
         return
+    for library in sorted(libraries(text)):
+        pytest.importorskip(library, reason=f"{library} is not installed, which {path.name} uses")
     monkeypatch.chdir(tmp_path)
     Path("examples").symlink_to(ROOT / "examples")
     names: dict[str, Any] = {}
@@ -207,6 +218,13 @@ def test_a_bash_snippet_can_fail(line: str, faked_cuda: Callable[..., None]) -> 
     faked_cuda(0)
     with pytest.raises(AssertionError):
         run_bash(f"```bash\n{line}\n```\n")
+
+
+def test_libraries_of_snippets_are_found() -> None:
+    text = "```python\nimport diffusers\nfrom peft.tuners import lora\n```\nimport ray\n"
+    assert libraries(text) == {"diffusers", "peft"}
+    assert libraries((ROOT / "docs/diffusers.md").read_text()) >= {"diffusers"}
+    assert not libraries((ROOT / "docs/numerics.md").read_text())
 
 
 def test_blocks_in_lists_are_found() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 import edges
 
@@ -29,6 +30,17 @@ def test_a_sample_is_repeatable_and_everything_can_be_asked_for(
     assert few == edges.sampled(sizes, 9, "rows") != edges.sampled(sizes, 9, "columns")
     monkeypatch.setenv(edges.EVERYTHING, "all")
     assert edges.sampled(sizes, 9, "rows") == sizes
+
+
+def test_a_sample_keeps_the_order_of_what_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(edges.EVERYTHING, raising=False)
+    dtypes = [torch.float32, torch.float16, torch.bfloat16] * 9
+    cases = [(7, dtype, turn) for turn, dtype in enumerate(dtypes)]
+    few = edges.sampled(cases, 12, "norms")
+    assert len(few) == 12
+    assert few == [case for case in cases if case in few]
 
 
 def test_dealing_loses_nothing() -> None:

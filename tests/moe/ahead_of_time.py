@@ -34,7 +34,11 @@ OSS = Activation(interleaved=True, limit=7.0, alpha=1.702, up_offset=1.0)
 VARIANTS = (
     ("sm80", "block", 16, Activation()),
     ("sm89", "row", 4096, OSS),
+    ("sm80", "16bit", 16, OSS),
+    ("sm89", "16bit", 4096, Activation()),
     ("sm90", "block", 4096, Activation()),
+    ("sm90", "row", 16, Activation()),
+    ("sm90", "16bit", 4096, OSS),
     ("sm100", "mx", 16, Activation("gelu", gated=False)),
 )
 COUNTED = {

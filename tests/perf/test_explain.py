@@ -124,6 +124,8 @@ def test_the_tile_is_named(
     assert quantizing is not None
     assert gemm.cut(few) == f"{quantizing}, which quantize their rows"
     assert gemm.cut(dataclasses.replace(few, x_group=fp8kit.TENSOR)) != gemm.cut(few)
+    for empty in ({"n": 0}, {"k": 0}, {"m": 0}):
+        assert gemm.cut(dataclasses.replace(few, **empty)).startswith("tiles of ")
 
 
 @pytest.mark.gpu

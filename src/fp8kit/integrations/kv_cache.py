@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionLayer,
@@ -34,7 +33,8 @@ _E4M3 = torch.float8_e4m3fn
 _SCALES = ("token", "checkpoint")
 # what a layer holds beside its scales, or instead of keys and values
 _NO_KEYS = {"linear_attention": LinearAttentionLayer, "conv": LinearAttentionLayer}
-_NO_KEYS |= {"dummy": DummyLayer}
+if hasattr(cache_utils, "DummyLayer"):  # Transformers 5.17 has none
+    _NO_KEYS |= {"dummy": cache_utils.DummyLayer}
 _Pair = tuple[Tensor, Tensor]
 
 
@@ -132,6 +132,14 @@ class _Growing(_Fp8Layer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the sequences of these indices, as beam search asks for."""
         self._both("reorder_cache", beam_idx)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self._both("reset")
+        for layer in (self, self.scales):  # Transformers 5.17 leaves as many tokens of zeros
+            if layer is not None:
+                layer.keys = layer.values = None
+                layer.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: ``-n`` removes n of them."""
@@ -297,6 +305,7 @@ def _layers(
             )
         )
     kinds, given = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
+    given = [given] * len(kinds) if isinstance(given, dict) else given  # one for all in 5.17
     fixed = _scales_of(model) if scale == "checkpoint" else {}
     for index, (kind, kwargs) in enumerate(zip(kinds, given, strict=True)):
         if kind in _NO_KEYS:

@@ -175,7 +175,8 @@ class MatmulBackend(Backend):
     """An implementation of the matmul.
 
     Args:
-        run: multiplies; gives ``[M, N]`` in ``problem.out_dtype``.
+        run: multiplies; gives ``[M, N]`` in ``problem.out_dtype``. No operand is empty: what such
+            ones make is known, and the operators give it without a backend.
         quantize_in_gemm: quantizes up to ``IN_GEMM_ROWS`` rows in its own kernel, with the bits of
             ``quantize`` and ``run``. It gets high-precision ``x``, and the floor of its scales; it
             gives ``None`` where it takes two kernels.

@@ -101,7 +101,7 @@ def grouped_scaled_mm(
     """Multiply rows sorted by expert; the body of ``fp8kit::grouped_scaled_mm``."""
     groups = (None if x_group is None else GroupShape(*x_group), GroupShape(*w_group))
     problem = GroupedProblem.of(x, w, groups, out_dtype, batch_invariant)
-    if not x.shape[0] or not w.numel():
+    if not x.shape[0] or not w.shape[0] or not w.shape[1]:  # an empty sum along K is the bias
         return x.new_zeros(x.shape[0], w.shape[1], dtype=out_dtype)
     chosen: MoeBackend = require(MOE_BACKENDS, problem, backend)
     weights = ExpertWeights(w, w_scale, bias, None)

@@ -95,9 +95,13 @@ class Rows(NamedTuple):
 def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
     """Return what the kernels lack for a problem, or how they failed on this GPU, if anything."""
     if isinstance(problem, GroupedProblem):
+        sizes = (problem.experts, problem.n, problem.k)
         lacking = triton_gemm.supports(_dense(problem))
     else:
+        sizes = (problem.experts, problem.hidden, problem.intermediate)
         lacking = triton_gemm.supports(_first(problem)) or triton_gemm.supports(_second(problem))
+    if 0 in sizes:
+        return "multiplies by weights that are not empty"
     if lacking or not torch.cuda.is_available():
         return lacking
     return self_check.failure(problem, grouped if isinstance(problem, GroupedProblem) else experts)

@@ -58,14 +58,6 @@ def _rows_of_tile(
     return e, first + tl.arange(0, BLOCK_M), tl.load(offsets_ptr + e + 1).to(tl.int64)
 
 
-@triton.jit
-def _row_scales(scale_ptr, row, stride, ROWS: tl.constexpr, KIND: tl.constexpr):
-    if KIND == NONE:
-        return scale_ptr
-    else:
-        return scale_ptr + row // ROWS * stride
-
-
 @triton.jit(do_not_specialize=["TILES"])
 def grouped_kernel(
     w_ptr,  # [E, N, K]
@@ -116,8 +108,9 @@ def grouped_kernel(
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     row, w_row = tl.minimum(m, end - 1), tl.minimum(n, N - 1)
-    w_scale = _row_scales(w_scale_ptr + e * stride_wse, w_row, stride_wsn, W_ROWS, W_KIND)
-    x_scale = _row_scales(x_scale_ptr, row, stride_xsm, X_ROWS, X_KIND)
+    w_scale = w_scale_ptr + e * stride_wse + w_row // W_ROWS * stride_wsn
+    # no function gives this: those of Triton 3.6 cannot return None
+    x_scale = x_scale_ptr if X_KIND == NONE else x_scale_ptr + row // X_ROWS * stride_xsm
     total = chunk_sum(
         w_ptr + e * stride_we + w_row[:, None] * stride_wn + k[None, :] * stride_wk,
         x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk,
@@ -178,9 +171,9 @@ def activated_kernel(
     gate_tile = w_ptr + gate_row[:, None] * stride_wn + k[None, :] * stride_wk
     up_tile = w_ptr + up_row[:, None] * stride_wn + k[None, :] * stride_wk
     x_tile = x_ptr + source[:, None] * stride_xm + k[None, :] * stride_xk
-    gate_scale = _row_scales(w_scale_ptr, gate_row, stride_wsn, W_ROWS, W_KIND)
-    up_scale = _row_scales(w_scale_ptr, up_row, stride_wsn, W_ROWS, W_KIND)
-    x_scale = _row_scales(x_scale_ptr, source, stride_xsm, X_ROWS, X_KIND)
+    gate_scale = w_scale_ptr + gate_row // W_ROWS * stride_wsn
+    up_scale = w_scale_ptr + up_row // W_ROWS * stride_wsn
+    x_scale = x_scale_ptr if X_KIND == NONE else x_scale_ptr + source // X_ROWS * stride_xsm
     gate, up = _both_sums(
         gate_tile, up_tile, x_tile, gate_scale, up_scale, x_scale, K,
         stride_wk, stride_xk, stride_wsk, stride_xsk,

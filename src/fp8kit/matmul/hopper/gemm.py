@@ -72,7 +72,9 @@ def cut(problem: MatmulProblem) -> str:
     if not torch.cuda.is_available():
         return ""
     device = device_record(torch.cuda.current_device())
-    shape, blocks = (max(problem.m, 1), problem.n, problem.k), problem.w_group == BLOCK
+    blocks = problem.w_group == BLOCK
+    # nothing is launched for an empty product, but it may be explained
+    shape = (max(problem.m, 1), max(problem.n, 1), max(problem.k, 1))
     quantizing = None
     few = shape[0] <= IN_GEMM_ROWS and problem.x_group != TENSOR
     if few and problem.out_dtype in _QUANTIZED_DTYPES:

@@ -78,8 +78,10 @@ def _lacking(problem: ExpertsProblem) -> str | None:
         return "has no blocks of interleaved gates and ups"
     if problem.router_weight_on_input:
         return "applies the router's weights to the result"
-    if problem.experts > MOST_EXPERTS:
-        return f"takes at most {MOST_EXPERTS} experts"
+    if not 0 < problem.experts <= MOST_EXPERTS:
+        return f"takes 1 to {MOST_EXPERTS} experts"
+    if not problem.hidden or not inner:
+        return "takes weights that are not empty"
     if problem.hidden % ALIGN or inner % (HALF if problem.w_group == BLOCK else ALIGN):
         return f"needs H and I in multiples of {ALIGN}, with blocks I of {HALF}"
     if problem.hidden > _VECTOR * _THREADS * _MOST_VECTORS:
