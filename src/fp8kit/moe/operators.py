@@ -105,6 +105,7 @@ def grouped_scaled_mm(
         return x.new_zeros(x.shape[0], w.shape[1], dtype=out_dtype)
     chosen: MoeBackend = require(MOE_BACKENDS, problem, backend)
     weights = ExpertWeights(w, w_scale, bias, None)
+    assert chosen.grouped is not None
     return chosen.grouped(GroupedOperands(x, x_scale, weights, offsets), problem)
 
 

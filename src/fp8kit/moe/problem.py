@@ -201,8 +201,8 @@ class MoeBackend(Backend):
     Args:
         experts: the layer: gives ``[M, H]`` in the dtype of ``x``.
         grouped: one product: gives ``[S, N]`` in ``problem.out_dtype``, zero where a row has no
-            expert.
+            expert; ``None`` if ``supports`` declines every ``GroupedProblem``.
     """
 
     experts: Callable[[ExpertOperands, ExpertsProblem], Tensor]
-    grouped: Callable[[GroupedOperands, GroupedProblem], Tensor]
+    grouped: Callable[[GroupedOperands, GroupedProblem], Tensor] | None

@@ -22,6 +22,7 @@ BACKEND_NAMES = (
     "triton_gemm",
     "deep_gemm",
     "dequantized",
+    "hopper_experts",
     "triton_experts",
     "by_expert",
     "triton",

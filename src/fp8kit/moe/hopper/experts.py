@@ -32,7 +32,6 @@ from fp8kit.moe.hopper.tile_config import FEW_PAIRS, HALF, GroupedConfig, choose
 from fp8kit.moe.problem import (
     ExpertOperands,
     ExpertsProblem,
-    GroupedOperands,
     GroupedProblem,
     MoeBackend,
 )
@@ -94,13 +93,29 @@ def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
     # there a half of the weights of a tile must lie in one block
     many = problem.w_group != BLOCK or not problem.intermediate % BLOCK.rows
     config = choose(operands.ids.numel(), problem.experts, many)
-    with torch.cuda.device(operands.x.device):
-        return _layer(operands, problem, config)
+    return layer(operands, problem, config)
 
 
-def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
-    """Never called: ``supports`` declines single products."""
-    raise NotImplementedError
+def layer(operands: ExpertOperands, problem: ExpertsProblem, config: GroupedConfig) -> Tensor:
+    """Compute a layer of experts in tiles of one configuration; every one gives the same bits."""
+    # copies, if any, are made first: behind that kernels start before their predecessors have ended
+    ids, weights = operands.ids.contiguous(), operands.weights.contiguous()
+    operands = operands._replace(x=_loadable(operands.x), ids=ids, weights=weights)
+    device, pairs = operands.x.device, ids.numel()
+    tiles = config.token_tiles(pairs, problem.experts)
+    count = tiles * config.tokens
+    with torch.cuda.device(device):
+        found = _empty_sorted(pairs, count, tiles, device)
+        given = operands.w13.input_scale, operands.w2.input_scale
+        rows = _empty_rows((count, problem.hidden), problem.x_group, given[0], device)
+        _sort_and_quantize(operands, problem, config, found, rows)
+        group = problem.intermediate_group
+        h = _empty_rows((count, problem.intermediate), group, given[1], device)
+        result = (h.codes, h.scale)
+        _multiply(rows, operands, result, found, problem, config, activated=True)
+        products = operands.x.new_empty(pairs, problem.hidden)
+        _multiply(h, operands, (products, None), found, problem, config, activated=False)
+        return _combined(products, operands, found)
 
 
 class _Sorted(NamedTuple):
@@ -127,26 +142,10 @@ class _Rows(NamedTuple):
     group: GroupShape
 
 
-def _layer(operands: ExpertOperands, problem: ExpertsProblem, config: GroupedConfig) -> Tensor:
-    # copies, if any, are made first: behind that kernels start before their predecessors have ended
-    operands = operands._replace(
-        ids=operands.ids.contiguous(), weights=operands.weights.contiguous()
-    )
-    x, pairs = operands.x, operands.ids.numel()
-    x = x if x.stride(1) == 1 and not x.data_ptr() % ALIGN else x.contiguous()
-    if x.shape[0] > 1 and x.stride(0) * x.element_size() % ALIGN:
-        x = x.contiguous()
-    tiles = config.token_tiles(pairs, problem.experts)
-    count = tiles * config.tokens
-    found = _empty_sorted(pairs, count, tiles, x.device)
-    rows = _empty_rows((count, problem.hidden), problem.x_group, operands.w13.input_scale, x.device)
-    _sort_and_quantize(operands, x, problem, config, found, rows)
-    group = problem.intermediate_group
-    h = _empty_rows((count, problem.intermediate), group, operands.w2.input_scale, x.device)
-    _multiply(rows, operands, (h.codes, h.scale), found, problem, config, activated=True)
-    products = x.new_empty(pairs, problem.hidden)
-    _multiply(h, operands, (products, None), found, problem, config, activated=False)
-    return _combined(products, operands, found, x)
+def _loadable(x: Tensor) -> Tensor:
+    """Return rows whose columns are adjacent and that start at 16-byte boundaries."""
+    apart = x.stride(0) * x.element_size() % ALIGN and x.shape[0] > 1
+    return x.contiguous() if x.stride(1) != 1 or x.data_ptr() % ALIGN or apart else x
 
 
 def _empty_sorted(pairs: int, rows: int, tiles: int, device: torch.device) -> _Sorted:
@@ -172,13 +171,13 @@ def _empty_rows(
 
 def _sort_and_quantize(
     operands: ExpertOperands,
-    x: Tensor,
     problem: ExpertsProblem,
     config: GroupedConfig,
     found: _Sorted,
     rows: _Rows,
 ) -> None:
-    ids, tokens, vectors = operands.ids, x.shape[0], problem.hidden // _VECTOR
+    x, ids = operands.x, operands.ids
+    tokens, vectors = x.shape[0], problem.hidden // _VECTOR
     held = -(-vectors // _THREADS)
     how = (_SCALES[rows.group], config.tokens, x.dtype)
     few = _few(operands)
@@ -304,7 +303,8 @@ def _multiply(
         mark_synchronized(codes)
 
 
-def _combined(products: Tensor, operands: ExpertOperands, found: _Sorted, x: Tensor) -> Tensor:
+def _combined(products: Tensor, operands: ExpertOperands, found: _Sorted) -> Tensor:
+    x = operands.x
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     weights, vectors = operands.weights, x.shape[1] // _VECTOR
     threads = min(_THREADS, -(-vectors // 32) * 32)
@@ -361,4 +361,4 @@ def _small_kernel(
     )
 
 
-BACKEND = MoeBackend(supports=supports, experts=experts, grouped=grouped)
+BACKEND = MoeBackend(supports=supports, experts=experts, grouped=None)

@@ -121,6 +121,4 @@ def choose(pairs: int, experts: int, many: bool = True) -> GroupedConfig:
     each = pairs / experts
     tokens = next((n for most, n in _TOKENS if each <= most), _MANY if many else _MANY // 2)
     few = tokens <= 32
-    return GroupedConfig(
-        tokens=tokens, warpgroups=1 if few else 2, blocks_per_sm=2 if few else 1
-    )
+    return GroupedConfig(tokens=tokens, warpgroups=1 if few else 2, blocks_per_sm=2 if few else 1)
