@@ -84,6 +84,7 @@ bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/fused.py benchmarks/results/fused.json
 	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear.json --shapes 8b,ds,dit,70b --quick
 	PYTHONPATH=src $(PYTHON) benchmarks/linear.py benchmarks/results/linear_odd.json --shapes odd --cases row,block,row_fast --quick
+	PYTHONPATH=src $(PYTHON) benchmarks/mx_speed.py benchmarks/results/mx_speed.json --shapes 8b,ds,dit,70b --quick
 	PYTHONPATH=src $(PYTHON) benchmarks/host.py benchmarks/results/host.json
 	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json
 	PYTHONPATH=src $(PYTHON) benchmarks/compiled.py benchmarks/results/compiled.json

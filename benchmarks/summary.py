@@ -32,6 +32,11 @@ COMPARISONS: dict[str, tuple[str, ...]] = {
     "static": ("vllm_static",),
     "quantized": ("vllm_quantized", "torch_quantized_fast"),
 }
+# of `mx_speed.py`: what is divided by what
+MX_COMPARISONS = {
+    "MXFP8 / FP8_DYNAMIC": ("MXFP8", "FP8_DYNAMIC"),
+    "bf16 / MXFP8": ("bf16", "MXFP8"),
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,24 @@ def summarize(rows: Sequence[Row], kind: str) -> list[Summary]:
             )
         )
     return lines
+
+
+def compared(
+    rows: Sequence[Row], over: str, under: str
+) -> dict[int, tuple[float, tuple[float, str], tuple[float, str]]]:
+    """Divide the times of one case by those of another.
+
+    Returns:
+        Row count to the geometric mean over layers, and the least and the largest ratio, each with
+        its layer. Layers that lack one of the two do not count.
+    """
+    found = {}
+    for m in sorted({row["m"] for row in rows}):
+        both = [(r["us"], r["shape"]) for r in rows if r["m"] == m and {over, under} <= {*r["us"]}]
+        parts = [(us[over] / us[under], shape) for us, shape in both]
+        if parts:
+            found[m] = (geometric_mean(part for part, _ in parts), min(parts), max(parts))
+    return found
 
 
 def curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:

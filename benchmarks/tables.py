@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from layers import MODELS
-from summary import COMPARISONS, Row, Summary, by_model, ratios, summarize, unmeasured
+from summary import (
+    COMPARISONS,
+    MX_COMPARISONS,
+    Row,
+    Summary,
+    by_model,
+    compared,
+    ratios,
+    summarize,
+    unmeasured,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -284,6 +294,21 @@ def fused(found: dict[str, Any]) -> str:
     return text + table(columns, lines)
 
 
+def mx_speed(found: dict[str, Any]) -> str:
+    """Layers of an MXFP8 weight against the default scheme and bf16."""
+    columns, lines = ["M"], {}
+    for name, (over, under) in MX_COMPARISONS.items():
+        columns += [name, "least", "largest"]
+        for m, (mean, least, most) in compared(found["rows"], over, under).items():
+            cells = lines.setdefault(m, [str(m)])
+            cells += [f"{mean:.3f}", *(f"{part:.3f} ({shape})" for part, shape in (least, most))]
+    text = (
+        f"Layers as modules, {models(found['rows'])}. Times divided as the columns say, geometric "
+        "mean, least and largest layer.\n\n"
+    )
+    return text + table(columns, [*lines.values()])
+
+
 def layer(found: dict[str, Any]) -> str:
     """A decoder layer: microseconds of each variant, and speed-up over bf16."""
     lines = []
@@ -362,6 +387,7 @@ def lora(found: dict[str, Any]) -> str:
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "linear": ("Whole linear layers", linear),
     "linear_odd": ("Whole linear layers of odd shapes", linear),
+    "mx_speed": ("Layers with an MXFP8 weight", mx_speed),
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),

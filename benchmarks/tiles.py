@@ -3,13 +3,11 @@
     python benchmarks/tiles.py measure OUT.json [--shapes 8b,ds] [--rows 96,128,256,512]
         [--scales row,block] [--within 1.5] [--seconds 500]
     python benchmarks/tiles.py fit OUT.json [--trials 2000]
-    python benchmarks/tiles.py reserve OUT.json [--shapes all] [--rows 96,128,256]
 
 ``measure`` times the GEMM alone, of codes that are there already, in every configuration that may
 be the best one by today's costs, and writes the file after every row. ``fit`` needs no GPU: it
 looks for costs whose choice takes the least time of what was measured, and prints them with what a
-choice by them, and by today's, loses against the best. They belong in ``device.Costs``. ``reserve``
-times whole layers with and without the room that a GEMM reserves for the next quantizer.
+choice by them, and by today's, loses against the best. They belong in ``device.Costs``.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,7 +29,7 @@ from torch import Tensor
 import fp8kit
 from checking import Checked
 from fp8kit.matmul.hopper.device import Costs, Device, hopper
-from fp8kit.matmul.hopper.heuristics import choose, estimates
+from fp8kit.matmul.hopper.heuristics import estimates
 from fp8kit.matmul.hopper.tile_config import Epilogue, Launch, Layout, Pipeline, TileConfig
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.perf.timing import QUICK
@@ -89,20 +86,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("measure", "reserve"):
-        add = verbs.add_parser(verb).add_argument
-        add("file", type=Path)
-        add("--shapes", default="8b,ds,dit")
-        add("--rows", default=ROWS)
-        add("--scales", default="row,block")
-        add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
-        if verb == "measure":
-            add(
-                "--within",
-                type=float,
-                default=1.5,
-                help="of the best estimate; others are left out",
-            )
+    add = verbs.add_parser("measure").add_argument
+    add("file", type=Path)
+    add("--shapes", default="8b,ds,dit")
+    add("--rows", default=ROWS)
+    add("--scales", default="row,block")
+    add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
+    add("--within", type=float, default=1.5, help="of the best estimate; others are left out")
     add = verbs.add_parser("fit").add_argument
     add("file", type=Path)
     add("--trials", type=int, default=2000)
@@ -123,13 +113,10 @@ def measure(arguments: argparse.Namespace) -> None:
                 if time.monotonic() > deadline:
                     print(f"{name} {scales} m={m}: skipped, out of time", flush=True)
                     continue
-                if arguments.verb == "reserve":
-                    row, what = measure_reserve(m, scales, weights), "layers, microseconds"
-                else:
-                    row = measure_gemm(m, scales, weights, arguments.within)
-                    what = "tile configurations of the Hopper GEMM, microseconds"
+                row = measure_gemm(m, scales, weights, arguments.within)
                 rows.append({"shape": name, "m": m, "n": n, "k": k, "scales": scales, **row})
-                (report_reserve if arguments.verb == "reserve" else report)(rows[-1])
+                report(rows[-1])
+                what = "tile configurations of the Hopper GEMM, microseconds"
                 write_results(arguments.file, rows, what=what)
 
 
@@ -150,35 +137,6 @@ def measure_gemm(
     found = [{"config": asdict(configs[int(i)]), "us": us} for i, us in times.items()]
     failed = {str(configs[int(i)]): why for i, why in checked.failed.items()}
     return {"sm_count": sm_count, "configs": found} | ({"failed": failed} if failed else {})
-
-
-@torch.no_grad()
-def measure_reserve(m: int, scales: str, weights: list[fp8kit.QTensor]) -> dict[str, Any]:
-    """Check and time a whole layer with and without reserved room, against each other."""
-    from fp8kit.matmul.hopper import gemm
-
-    n, k = weights[0].data.shape
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    x_q = fp8kit.quantize(x, PAIRS[scales][0])
-    exact = fp8kit.dequantize(x_q) @ fp8kit.dequantize(weights[0]).t()
-    record = gemm.device_record(torch.cuda.current_device())
-    reserving = choose(m, n, k, record, scales == "block").launch.reserve_for_next
-    checked = Checked()
-    for reserve in (True, False):
-        other = replace(record, reserve_for_next=reserve)
-        checked.add(str(reserve), layer_case(other, x, weights), exact, LARGEST_ERROR)
-    return {"reserves": reserving, "us": time_cases(checked.cases, len(weights), QUICK)}
-
-
-def layer_case(device: Device, x: Tensor, weights: list[fp8kit.QTensor]) -> Case:
-    """Bind operands to a whole layer on the Hopper GEMM, chosen by a device's record."""
-    from fp8kit.matmul.hopper import gemm
-
-    def case(i: int) -> Tensor:
-        with mock.patch.object(gemm, "device_record", return_value=device):
-            return fp8kit.linear(x, weights[i])
-
-    return case
 
 
 def promising(
@@ -217,14 +175,6 @@ def report(row: dict[str, Any]) -> None:
         f"\n    failed {config}: {why}" for config, why in row.get("failed", {}).items()
     )
     print(line, flush=True)
-
-
-def report_reserve(row: dict[str, Any]) -> None:
-    """Print what reserving room gains in one layer."""
-    us = row["us"]
-    line = f"{row['shape']:>11} {row['scales']:>5} m={row['m']:<5} "
-    line += f"{us['True']:.1f} reserved, {us['False']:.1f} not: {us['True'] / us['False'] - 1:+.1%}"
-    print(line + ("" if row["reserves"] else ", none is reserved"), flush=True)
 
 
 def measured(row: dict[str, Any]) -> Measured:

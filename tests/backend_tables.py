@@ -15,6 +15,7 @@ from fp8kit.dispatch.backends import BackendTable, choose
 HOMES = {
     "matmul": ("fp8kit.ops.bodies.MATMUL_BACKENDS", "fp8kit.perf.operands.BACKENDS"),
     "quantizers": ("fp8kit.ops.bodies.QUANTIZER_BACKENDS",),
+    "moe": ("fp8kit.moe.operators.MOE_BACKENDS",),
     "fused": ("fp8kit.fused.operators.FUSED_BACKENDS",),
     "plan": ("fp8kit.conversion.notes.BACKENDS",),
     "profitability": ("fp8kit.conversion.profitability.BACKENDS",),

@@ -94,46 +94,6 @@ CONFIGS = [
     tile_config(128, 3, steps=1, stages=(4, 4), buffers=2),
     tile_config(144, 2, steps=1, stages=(5, 5), swap_ab=False, buffers=2, cluster_sync_every=4),
     tile_config(96, 2, steps=4, stages=(6, 6), swap_ab=False, buffers=2),
-    tile_config(96, 1, steps=4, stages=(9, 9), split_k=2, reserve_for_next=True),
-    tile_config(
-        128, 1, steps=4, stages=(8, 8), buffers=2, cluster_sync_every=4, reserve_for_next=True
-    ),
-    tile_config(
-        80, 1, steps=4, stages=(15, 4), inflight=4, split_k=3, swap_ab=False, reserve_for_next=True
-    ),
-    tile_config(
-        96,
-        1,
-        steps=4,
-        stages=(15, 4),
-        inflight=4,
-        swap_ab=False,
-        cluster_sync_every=4,
-        reserve_for_next=True,
-    ),
-    tile_config(
-        128, 1, steps=4, stages=(10, 4), inflight=4, split_k=2, swap_ab=False, reserve_for_next=True
-    ),
-    tile_config(
-        128,
-        1,
-        steps=4,
-        stages=(9, 4),
-        inflight=4,
-        swap_ab=False,
-        cluster_sync_every=4,
-        reserve_for_next=True,
-    ),
-    tile_config(
-        80, 2, steps=4, stages=(7, 7), swap_ab=False, cluster_sync_every=4, reserve_for_next=True
-    ),
-    tile_config(
-        144, 2, steps=1, stages=(5, 5), swap_ab=False, cluster_sync_every=4, reserve_for_next=True
-    ),
-    tile_config(128, 2, steps=4, stages=(8, 4), cluster_sync_every=4, reserve_for_next=True),
-    tile_config(
-        128, 2, steps=6, stages=(6, 6), swap_ab=False, cluster_sync_every=4, reserve_for_next=True
-    ),
 ]
 
 
@@ -153,7 +113,6 @@ def label(value: object) -> str:
         f"occupancy{launch.blocks_per_sm}" if launch.blocks_per_sm > 1 else "",
         f"buffers{value.epilogue.buffers}" if value.epilogue.buffers > 1 else "",
         "cluster" if launch.cluster_sync_every else "",
-        "reserve" if launch.reserve_for_next else "",
         f"quantize{value.quantize.rows}" if value.quantize else "",
     ]
     return "-".join(filter(None, words))

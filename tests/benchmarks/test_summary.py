@@ -81,6 +81,14 @@ def test_odd_shapes_are_apart_from_models() -> None:
     assert "### Odd shapes" not in tables.linear({"rows": ROWS[:2]})
 
 
+def test_one_case_divided_by_another() -> None:
+    found = summary.compared(ROWS, "bf16", "vllm_row")
+    # the odd layer has no such peer
+    assert found[1] == (pytest.approx((1.5 * 3) ** 0.5), (1.5, "8b.o"), (3.0, "8b.qkv"))
+    assert found[64] == (2.0, (2.0, "8b.o"), (2.0, "8b.o"))
+    assert summary.compared(ROWS, "bf16", "fp8kit_row_fast").keys() == {64}
+
+
 def test_curves_are_of_layers_that_have_all_three() -> None:
     found = summary.curves(ROWS)
     assert [m for m, _ in found["fp8kit"]] == [1, 64]
@@ -114,6 +122,17 @@ def test_tables_say_what_was_measured() -> None:
         "| 64 | 1.00 (1.00) | 2.00 (2.00) | 50% | – | – |",
     ]
     assert "the best peer (vLLM, DeepGEMM, torchao)" in short
+
+
+def test_a_table_of_mx_layers() -> None:
+    rows = [
+        row("8b.o", 1, 1.0, bf16=8.0, FP8_DYNAMIC=4.0, MXFP8=4.0),
+        row("8b.qkv", 1, 1.0, bf16=9.0, FP8_DYNAMIC=4.0, MXFP8=4.5),
+    ]
+    text = tables.full({"mx_speed": document(rows)})
+    assert "2 layers (Llama 8B)" in text
+    ours = "1.061 | 1.000 (8b.o) | 1.125 (8b.qkv)"
+    assert f"| 1 | {ours} | 2.000 | 2.000 (8b.o) | 2.000 (8b.qkv) |" in text
 
 
 def test_long_lists_of_failures_are_cut() -> None:

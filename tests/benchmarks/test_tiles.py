@@ -89,12 +89,3 @@ def test_a_result_file_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"reduction = {Costs().reduction}" in printed
     bench.report(rows[0])
     assert "8b.o" in capsys.readouterr().out
-
-
-def test_what_reserving_gains_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"shape": "8b.o", "scales": "row", "m": 96, "us": {"True": 9.0, "False": 10.0}}
-    bench.report_reserve({**row, "reserves": True})
-    bench.report_reserve({**row, "reserves": False})
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("9.0 reserved, 10.0 not: -10.0%")
-    assert second.endswith("none is reserved")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import fp8kit
 from fp8kit import ConversionError
 from fp8kit.conversion.fusion_rules import Link
-from fp8kit.conversion.siblings import find_groups, sibling_groups, traced_groups
+from fp8kit.conversion.siblings import find_groups, joined_shapes, sibling_groups, traced_groups
+from fp8kit.formats import SCHEMES
 from numerics import relative_error
 
 
@@ -333,3 +334,13 @@ def test_rules_that_change_nothing_are_notes() -> None:
     plan = fp8kit.plan(model, "MXFP8_EMULATED", fuse={"blocks.0": STATED["blocks.*"][:3]})
     assert str(plan).count("because MXFP8_EMULATED quantizes inputs in another way") == 2
     assert not any("Not fused: blocks.0.memory" in note for note in plan.report.notes)
+
+
+def test_siblings_known_by_name_are_tuned_as_one() -> None:
+    shapes = {"q_proj": (1024, 512), "k_proj": (256, 512), "v_proj": (200, 512), "o": (512, 1024)}
+    names = {f"layers.0.attn.{name}": shape for name, shape in shapes.items()}
+    assert joined_shapes(names, SCHEMES["FP8_DYNAMIC"]) == [(1480, 512)]
+    assert joined_shapes(names, SCHEMES["FP8_BLOCK"]) == [(1480, 512)]
+    assert joined_shapes(names, SCHEMES["FP8"]) == []
+    names["layers.0.attn.k_proj"] = (200, 512)  # ends inside a block
+    assert joined_shapes(names, SCHEMES["FP8_BLOCK"]) == []

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import backend_tables
 import fp8kit
 from fp8kit import moe
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
+from frames import above_launches, launch_from
 from numerics import assert_bits_equal
 from slow_experts import Layer, assert_experts, random_layer, slow_experts
 
@@ -212,3 +214,37 @@ def test_what_does_not_fit_is_refused() -> None:
         fp8kit.Fp8Experts.from_quantized(dense.w13, fp8kit.quantize(dense.down[0], BLOCK))
     with pytest.raises(fp8kit.UnsupportedError, match="TorchScript"):
         torch.jit.script(make()[1])
+
+
+MOST_FRAMES = 6  # from forward to a launch, both of them counted
+
+
+def launches_of(layer: fp8kit.Fp8Experts, x: Tensor, most: int) -> list[list[str]]:
+    """Return the package's functions above each launch of the products and what is around them."""
+    routes = moe.route(torch.randn(x.shape[0], 5, device=x.device), 2)
+    layer(x, *routes)
+    return above_launches(lambda: layer(x, *routes), launch_from("moe"), most)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_few_frames_lie_between_experts_and_their_first_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    triton = pytest.importorskip("fp8kit.moe.triton")
+    if not triton.INTERPRETED.value:
+        pytest.skip("a GPU is present, so the kernels are compiled for it")
+    backend_tables.install(monkeypatch, moe={"triton_experts": triton.BACKEND})
+    _, layer = make("FP8_WEIGHT_ONLY")
+    (first,) = launches_of(layer, torch.randn(1, 64, dtype=torch.bfloat16), 1)
+    body = ["Fp8Experts.forward", "Fp8Experts._compute", "experts", "experts", "experts"]
+    assert first == [*body, "launch"]
+    assert len(first) <= MOST_FRAMES
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_few_frames_lie_between_experts_and_their_products() -> None:
+    _, layer = make("FP8_DYNAMIC")
+    x = torch.randn(3, 64, device="cuda", dtype=torch.bfloat16)
+    found = launches_of(layer.cuda(), x, 2)  # what comes behind the products is not bounded
+    assert len(found) == 2
+    assert max(map(len, found)) <= MOST_FRAMES

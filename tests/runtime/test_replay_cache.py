@@ -11,8 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from fp8kit.formats import ROW, GroupShape
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.runtime.launch_recording import is_recording, record
 from fp8kit.runtime.replay_cache import MOST_KEYS
+from frames import above_launches, launch_from
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, CpuLaunch, install, record_on_cpu
 
@@ -834,30 +834,16 @@ def test_on_a_gpu_few_frames_lie_between_a_layer_and_its_launch() -> None:
     linear = nn.Linear(1024, 768, device="cuda", dtype=torch.bfloat16)
     layer = made("FP8_DYNAMIC", linear)
     x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
-    most, depth = 0, 0
-    ours = str(Path(fp8kit.__file__).parent)
+    gemm = launch_from("matmul/hopper")
 
-    def profile(frame: Any, event: str, _: object) -> None:
-        nonlocal most, depth
-        if event == "call" and frame.f_code is fp8kit.Fp8Linear.forward.__code__:
-            depth = 1
-        elif depth and frame.f_code.co_filename.startswith(ours) and event in ("call", "return"):
-            depth += 1 if event == "call" else -1
-            gemm = frame.f_back is not None and "hopper" in frame.f_back.f_code.co_filename
-            launches = frame.f_code.co_name == "start" or (
-                frame.f_code.co_name == "launch" and gemm
-            )
-            most = max(most, depth) if launches else most
+    def launches(frame: FrameType) -> bool:
+        return frame.f_code.co_name == "start" or gemm(frame)
 
     for first in (True, False):
         layer = made("FP8_DYNAMIC", linear) if first else layer
         for _ in range(1 if first else 3):
             layer(x)
-        most = depth = 0
         twin = made("FP8_DYNAMIC", linear) if first else layer
-        sys.setprofile(profile)
-        try:
-            twin(x)
-        finally:
-            sys.setprofile(None)
+        found = above_launches(lambda twin=twin: twin(x), launches)
+        most = max(map(len, found))
         assert 2 <= most <= (6 if first else 4)

@@ -29,7 +29,7 @@ from fp8kit.cli.options import known_device as _known_device
 from fp8kit.cli.options import known_devices as _known_devices
 from fp8kit.cli.options import print_result as _print
 from fp8kit.cli.options import row_counts as _row_counts
-from fp8kit.conversion import profitability
+from fp8kit.conversion import slower_layers
 from fp8kit.formats import SCHEMES
 from fp8kit.io import checkpoints, models
 from fp8kit.runtime.settings import DISABLED_BACKENDS
@@ -299,7 +299,7 @@ def plan(
     )
     report = checkpoints.decide(checkpoints.high_precision(source), recipe).report
     if rows is not None and torch.cuda.is_available():
-        profitability.leave_slower_by_name(report, recipe.resolved, tuple(rows))
+        slower_layers.leave_slower_by_name(report, recipe.resolved, tuple(rows))
     elif rows is not None:
         report.notes.append(
             f"Whether FP8 is faster than bf16 at m={', '.join(map(str, rows))} depends on the GPU, "

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.cli.options import json_option, known_device, print_result, row_counts
-from fp8kit.conversion import profitability
+from fp8kit.conversion.siblings import joined_shapes
 from fp8kit.formats import Scheme
 from fp8kit.io import checkpoints, models
 from fp8kit.perf import bench as linear
@@ -132,7 +132,7 @@ def tune(
             wish
             for kind in kinds
             for wish in tuning.wishes_of(
-                layers.values(), profitability.joined_shapes(layers, kind), rows, kind, accum
+                layers.values(), joined_shapes(layers, kind), rows, kind, accum
             )
         ]
     said = None if as_json else (lambda text: click.echo(text, err=True))

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from fp8kit.conversion.layers_by_name import linear_at
 from fp8kit.conversion.patterns import some_of
-from fp8kit.conversion.profitability import linear_at
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.backends import choose
 from fp8kit.formats import Scheme
-from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
+from fp8kit.matmul.problem import BACKENDS, DECODING, TIMED_DTYPES, linear_problem
 from fp8kit.modules.expert_tensors import ExpertStacks
 
 UNTRIED_RULES = (
@@ -61,6 +61,37 @@ def decoded_weights(
             f"On {device_type}{at} FP8 saves memory, not time, for {some_of(names)}: "
             "their weights are decoded for every matmul (fp8kit.explain says why)."
         )
+
+
+def not_measured(device: str, dtype: torch.dtype, names: Sequence[str]) -> str:
+    """Say which layers become FP8 without times that say whether they gain.
+
+    Args:
+        device: in words.
+        dtype: of the dense layers.
+        names: of the layers.
+    """
+    dense, remedy = "bf16", "`fp8kit tune` measures them on a GPU."
+    if dtype not in TIMED_DTYPES:
+        dense = str(dtype).removeprefix("torch.")
+        remedy = "Times are measured of 16-bit layers alone: see model.bfloat16()."
+    return (
+        f"Whether FP8 is faster than {dense} on {device} was not measured for {some_of(names)}: "
+        f"they are converted. {remedy}"
+    )
+
+
+def slower_at(counts: Sequence[int], names: Sequence[str]) -> str:
+    """Say at which row counts layers that become FP8 are slower than they were.
+
+    Args:
+        counts: rows of the input.
+        names: of the layers.
+    """
+    return (
+        f"At m={', '.join(map(str, counts))} bf16 is faster than FP8 for {some_of(names)}. "
+        "Name the row counts that you serve (m=[1, 64]) to leave out what is slower there."
+    )
 
 
 def own_gates(stacks: Mapping[str, ExpertStacks]) -> list[str]:

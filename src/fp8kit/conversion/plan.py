@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fp8kit.conversion import fusion, notes, profitability, replacement, siblings
+from fp8kit.conversion import fusion, notes, replacement, siblings, slower_layers
 from fp8kit.conversion.decisions import Candidates, Rules
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.fusion_rules import Link
@@ -173,7 +173,7 @@ def plan(
     if level and can_share(scheme):
         names_to_group = [r.name for r in report.linears]
         report.groups = siblings.find_groups(model, names_to_group, calibrate, links)
-    profitability.leave_slower(model, scheme, report, rows, include or ())
+    slower_layers.leave_slower(model, scheme, report, rows, include or ())
     for others in siblings.ungrouped(model) if level else ():  # converted or loaded earlier
         report.groups += siblings.find_groups(model, others, calibrate, links)
     report.notes += notes.decoded_weights(report, model, scheme, rows)

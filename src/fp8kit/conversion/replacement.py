@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from fp8kit.conversion import calibration
 from fp8kit.conversion.experts import recognize
+from fp8kit.conversion.layers_by_name import linear_at
 from fp8kit.conversion.patterns import some_of
-from fp8kit.conversion.profitability import linear_at
 from fp8kit.conversion.report import Report
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme

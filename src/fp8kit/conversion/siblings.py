@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from fp8kit.conversion.calibration import watch_inputs
 from fp8kit.conversion.fusion_rules import Link, family_links
+from fp8kit.conversion.layers_by_name import linear_at, tree_of
 from fp8kit.conversion.model_families import CROSS_SIBLINGS, SIBLINGS
 from fp8kit.formats import Scheme
 from fp8kit.modules.dense import as_linear
-from fp8kit.modules.joining import can_share
+from fp8kit.modules.joining import can_share, joined_shape, would_join
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared_input import SharedInput
 
@@ -103,6 +104,19 @@ def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ..
             if set(found) <= allowed and _same_inputs(model, found):
                 groups.append(tuple(found))
     return groups
+
+
+def joined_shapes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list[tuple[int, int]]:
+    """Return the shapes of the matrices that siblings are multiplied as, for few rows.
+
+    Args:
+        shapes: ``(N, K)`` of layers by name; siblings are told by their usual names.
+        scheme: what the layers are, or would become.
+    """
+    tree = tree_of(shapes)
+    groups = sibling_groups(tree, shapes) if can_share(scheme) else []
+    teams = [[linear_at(tree, name) for name in group] for group in groups]
+    return [joined_shape(team) for team in teams if would_join(scheme, team)]
 
 
 def traced_groups(

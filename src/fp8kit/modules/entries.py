@@ -57,9 +57,9 @@ def quantized_entries(
         group = MX if as_mx else layer.scheme.weight
         check_scale(scale, weight.shape, group, weight.device)
         layer.original_weight = None  # it is not what these codes were made from
-        return (
-            _entered(state_dict, prefix, QTensor(weight, scale, MX), layer) if as_mx else state_dict
-        )
+        if not as_mx:
+            return state_dict
+        return state_dict | stored_entries(QTensor(weight, scale, MX), layer.scheme, prefix)
     weight = weight.t() if layer.transposed and weight.dim() == 2 else weight
     if tuple(weight.shape) != (layer.out_features, layer.in_features):
         return state_dict
@@ -73,7 +73,7 @@ def quantized_entries(
         )
     device = weight.device if assign else layer.codes.device
     q = quantize_weight(weight.detach().to(device), layer.scheme)
-    entries = _entered(state_dict, prefix, q, layer)
+    entries = state_dict | stored_entries(q, layer.scheme, prefix)
     if layer.input_scale is not None:  # a dense checkpoint keeps what calibration found
         entries.setdefault(prefix + "input_scale", layer.input_scale.detach())
     if layer.original_weight is not None:
@@ -106,11 +106,19 @@ def rebased_tensors(weight: Rebased, name: str = "weight") -> dict[str, Tensor]:
     return found | {f"{name}_exponents": weight.exponents}
 
 
-def _entered(
-    state_dict: dict[str, Any], prefix: str, weight: QTensor, layer: Fp8Linear
-) -> dict[str, Any]:
-    found = stored_tensors(weight, layer.scheme)
-    return state_dict | {prefix + name: tensor for name, tensor in found.items()}
+def stored_entries(
+    weight: QTensor, scheme: Scheme, prefix: str, name: str = "weight"
+) -> dict[str, Tensor]:
+    """Return ``stored_tensors`` under the names of a ``state_dict``.
+
+    Args:
+        weight: as in ``stored_tensors``, and so is ``scheme``.
+        scheme: see there.
+        prefix: of the layer's names.
+        name: of the weight in the layer.
+    """
+    found = stored_tensors(weight, scheme, name)
+    return {prefix + own: tensor for own, tensor in found.items()}
 
 
 def quantize_weight(weight: Tensor, scheme: Scheme) -> QTensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, scale_dtype, stack_scale_shape
-from fp8kit.modules.entries import quantize_weight, stored_tensors
+from fp8kit.modules.entries import quantize_weight, stored_entries, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
@@ -203,8 +203,7 @@ class ExpertTensors(nn.Module):
             self.originals.pop(name, None)
             if self.scheme.rebased and scale is not None and scale.dtype == torch.uint8:
                 q = QTensor(weight.detach(), scale.detach(), MX)
-                found = stored_tensors(q, self.scheme, name)
-                state |= {prefix + own: tensor for own, tensor in found.items()}
+                state |= stored_entries(q, self.scheme, prefix, name)
             return
         n, k = self.codes(name).shape[1:]
         held = (k, n) if self.stacks.transposed else (n, k)
@@ -212,8 +211,7 @@ class ExpertTensors(nn.Module):
             return  # nn.Module says what does not fit
         place = weight.device if assign else self.codes(name).device
         q = quantize_stack(weight.detach().to(place), self.scheme, self.stacks.transposed, [])
-        found = stored_tensors(q, self.scheme, name)
-        state |= {prefix + own: tensor for own, tensor in found.items()}
+        state |= stored_entries(q, self.scheme, prefix, name)
         if (fixed := self.beside(name, "input_scale")) is not None:
             state.setdefault(f"{prefix}{name}_input_scale", fixed.detach())
 

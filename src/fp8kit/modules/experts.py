@@ -28,6 +28,7 @@ from fp8kit.ops import validation
 
 Routing = Callable[[Tensor], tuple[Tensor, Tensor]]
 _SWIGLU = Activation()
+_BESIDE = ("scale", "bias", "input_scale")
 
 
 class Fp8Experts(ExpertTensors):
@@ -378,9 +379,9 @@ class Fp8Experts(ExpertTensors):
     def _operands(self) -> list[tuple[QTensor, Tensor | None, Tensor | None]]:
         found = []
         for name in self._matrices():
-            held = [getattr(self, name + end) for end in ("", "_scale", "_bias", "_input_scale")]
-            q = QTensor(held[0], held[1], self.scheme.weight)
-            found.append((q, held[2], held[3]))
+            scale, bias, given = (getattr(self, f"{name}_{kind}") for kind in _BESIDE)
+            # the plain Parameter: what guards it would stand between each call and its operator
+            found.append((QTensor(self.codes(name), scale, self.scheme.weight), bias, given))
         return found
 
     def __prepare_scriptable__(self) -> None:

@@ -59,6 +59,15 @@ def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
     return scheme.weight in _JOINABLE and not scheme.static and edges and len(biases) == 1
 
 
+def joined_shape(layers: Sequence[nn.Linear]) -> tuple[int, int]:
+    """Return ``(N, K)`` of the matrix that layers are multiplied as.
+
+    Args:
+        layers: in the order of the matrix.
+    """
+    return sum(layer.out_features for layer in layers), layers[0].in_features
+
+
 def may_move(members: Sequence[Fp8Linear]) -> bool:
     """Return whether what layers hold can be put elsewhere.
 

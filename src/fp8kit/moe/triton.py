@@ -57,7 +57,7 @@ _SHARED = (
 
 
 class Launch(NamedTuple):
-    """A kernel with all that it gets.
+    """A kernel with all that ``launch`` gets.
 
     Args:
         kernel: under ``triton.jit``.
@@ -73,9 +73,10 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     options: dict[str, Any]
 
-    def start(self) -> None:
-        """Launch it on the current device."""
-        launch(self.kernel, self.blocks, *self.arguments, **self.constants, **self.options)
+    @property
+    def named(self) -> dict[str, Any]:
+        """What it gets by name."""
+        return self.constants | self.options
 
 
 class Rows(NamedTuple):
@@ -114,11 +115,13 @@ def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
         pairs, facts = sorted_pairs(operands.ids, problem.experts), device_facts(operands.x.device)
         source = quantized_input(operands, problem)
         h = empty_intermediate(operands, problem)
-        activated_launch(operands, problem, source, pairs, h, facts).start()
+        first = activated_launch(operands, problem, source, pairs, h, facts)
+        launch(first.kernel, first.blocks, *first.arguments, **first.named)
         count = operands.ids.numel()
         rows = operands.x.new_empty(count, problem.hidden)
         product = second_product(problem, count)
-        product_launch(product, h, operands.w2, pairs.offsets, pairs.order, rows, facts).start()
+        second = product_launch(product, h, operands.w2, pairs.offsets, pairs.order, rows, facts)
+        launch(second.kernel, second.blocks, *second.arguments, **second.named)
         return _combined(rows, operands, problem)
 
 
@@ -133,7 +136,8 @@ def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
         product = Product(_dense(problem), each, x.shape[0])
         rows = Rows(x, operands.x_scale, problem.x_group)
         facts = device_facts(x.device)
-        product_launch(product, rows, operands.w, offsets, None, y, facts).start()
+        made = product_launch(product, rows, operands.w, offsets, None, y, facts)
+        launch(made.kernel, made.blocks, *made.arguments, **made.named)
     return y
 
 

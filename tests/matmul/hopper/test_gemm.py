@@ -62,7 +62,7 @@ def test_every_field_of_a_configuration_reaches_the_source() -> None:
             **{"max_inflight": 4, "warmup_inflight": 1},
         },
         "epilogue": {"buffers": 2},
-        "launch": {"split_k": 2, "blocks_per_sm": 2, "reserve_for_next": True},
+        "launch": {"split_k": 2, "blocks_per_sm": 2},
     }
     for part, fields in changes.items():
         for name, value in fields.items():

@@ -111,42 +111,6 @@ KINDS = (
         tile_config(144, 2, steps=1, stages=(5, 5), swap_ab=False, buffers=2, cluster_sync_every=4),
         True,
     ),
-    # programs of the next quantizer run beside these
-    Kind(
-        "with reserved room",
-        (128, 4096, 1024),
-        ROWS,
-        tile_config(128, 1, steps=4, stages=(8, 4), inflight=4, split_k=2, reserve_for_next=True),
-    ),
-    Kind(
-        "with reserved room, blocks",
-        (128, 4096, 1024),
-        BLOCKS,
-        tile_config(
-            128,
-            1,
-            steps=4,
-            stages=(9, 4),
-            inflight=4,
-            split_k=2,
-            swap_ab=False,
-            reserve_for_next=True,
-        ),
-    ),
-    Kind(
-        "with reserved room, short rows",
-        (512, 3072, 768),
-        ROWS,
-        tile_config(
-            128,
-            2,
-            steps=6,
-            stages=(6, 6),
-            swap_ab=False,
-            cluster_sync_every=4,
-            reserve_for_next=True,
-        ),
-    ),
     Kind("whole tensors", (100, 1000, 4112), WHOLE, None),
     Kind("quantized inside", (2, 4096, 4096), ROWS, None, quantizes=True),
     Kind("quantized inside, blocks", (2, 1000, 2048), BLOCKS, None, quantizes=True),
@@ -171,7 +135,6 @@ def test_the_kinds_are_what_their_names_say(kind: Kind) -> None:
     assert is_persistent(kind, H200) == kind.persistent
     assert config.dynamic_smem_bytes(blocks) + config.static_smem_bytes <= 227 * 1024
     assert k % 16 == 0
-    assert ("room" in kind.name) == config.launch.reserve_for_next
     if kind.quantizes:
         assert choose_quantizing(m, n, k, H200, blocks) is not None
     stored = config.uses_tma_store(m, n, H200, blocks, kind.out.itemsize)

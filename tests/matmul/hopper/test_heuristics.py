@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 
 from fp8kit.matmul.hopper import heuristics
 from fp8kit.matmul.hopper.cost_model import microseconds
-from fp8kit.matmul.hopper.device import H200, Device, hopper
+from fp8kit.matmul.hopper.device import H200, hopper
 from fp8kit.matmul.hopper.heuristics import choose, choose_quantizing
 from fp8kit.matmul.hopper.tile_config import TileConfig, round_up
 from tile_configs import CONFIGS
@@ -153,31 +152,6 @@ def test_row_counts_take_every_kernel_of_their_power_of_two(most: int, blocks: b
         assert {kernel(m) for m in some} <= {kernel(m) for m in counts}
 
 
-def test_room_is_reserved_where_a_record_allows_it_and_changes_nothing_else() -> None:
-    without = dataclasses.replace(H200, reserve_for_next=False)
-    reserved = 0
-    for m, (n, k), blocks in itertools.product((96, 192, 512), SHAPES, (False, True)):
-        pairs = zip(
-            heuristics.candidates((m, n, k), H200, blocks),
-            heuristics.candidates((m, n, k), without, blocks),
-            strict=True,
-        )
-        for config, plain in pairs:
-            assert not plain.launch.reserve_for_next
-            assert config.layout == plain.layout
-            assert config.launch.split_k == plain.launch.split_k
-            assert config == plain or config.launch.reserve_for_next
-            if config.launch.reserve_for_next:
-                reserved += 1
-                assert idle_share(config, m, n, H200) <= 1 / H200.idle_share
-                assert config.pipeline.weight_stages <= plain.pipeline.weight_stages
-    assert reserved > 0
-
-
-def idle_share(config: TileConfig, m: int, n: int, device: Device) -> float:
-    return 1 - min(config.grid(m, n, device), device.sm_count) / device.sm_count
-
-
 def paths(config: TileConfig) -> tuple[object, ...]:
     """Return the paths of the source that a configuration takes."""
     layout, pipeline, launch = config.layout, config.pipeline, config.launch
@@ -190,7 +164,6 @@ def paths(config: TileConfig) -> tuple[object, ...]:
         layout.swap_ab,
         not layout.swap_ab and (128 % layout.mma_n > 0, steps > 1),
         launch.cluster_sync_every > 0,
-        launch.reserve_for_next and layout.warpgroups,
         launch.split_k == 1 and config.epilogue.buffers > 1 and config.store_box[1] == 128,
     )
 

@@ -40,24 +40,6 @@ def test_registers_are_handed_on_within_a_block(config: TileConfig) -> None:
     assert config.consumer_registers <= 255
 
 
-@pytest.mark.parametrize(("warpgroups", "program"), [(1, 512), (2, 128)])
-def test_reserving_leaves_registers_and_shared_memory(warpgroups: int, program: int) -> None:
-    # of two programs of the next quantizer, whose threads have 32 registers
-    for stages in range(2, 25):
-        config = tile_config(
-            96, warpgroups, steps=4, stages=(stages, stages), reserve_for_next=True
-        )
-        assert config.launch_registers * config.threads + 2 * program * 32 <= REGISTERS
-        if config.fits(False):
-            used = config.dynamic_smem_bytes(False) + config.static_smem_bytes + SYSTEM
-            assert SMEM - used >= 2 * (SYSTEM + 128)
-            deepest = stages
-    alone = tile_config(96, warpgroups, steps=4, stages=(deepest + 1, deepest + 1))
-    assert not dataclasses.replace(
-        alone, launch=dataclasses.replace(alone.launch, reserve_for_next=True)
-    ).fits(False)
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
 @pytest.mark.parametrize(
     ("m", "n", "k", "sm_count"),

@@ -70,10 +70,6 @@ class Device:
             same tiles, which costs long GEMMs up to 6 %.
         torch_rows: rows from which torch's kernel for one scale per tensor is faster.
         torch_macs: multiply-adds from which torch's fast accumulation is faster.
-        idle_share: one over the share of SMs that may be idle while the others reserve room for the
-            next kernel.
-        reserve_for_next: whether configurations may reserve registers and shared memory for the
-            next quantizer. A benchmark measures its value by ``replace(record, ...=False)``.
     """
 
     sm_count: int
@@ -87,8 +83,6 @@ class Device:
     early_start_macs: int = 2**37
     torch_rows: int = 512
     torch_macs: int = 2**35
-    idle_share: int = 8
-    reserve_for_next: bool = True
 
 
 @functools.cache

@@ -23,7 +23,6 @@ from fp8kit.matmul.hopper.tile_config import (
 
 _MANY_ROWS = 256
 _LARGE_ROWS = 1024
-_SHORT_ROW = 1792  # values of a row in 16 bits that one warp quantizes
 _STEPS, _MAX_STEPS = 4, 8  # K steps that are pipelined: usually, at most
 _DRAIN = 0.2  # part of a step that nothing overlaps when the pipeline drains
 _UNSWAPPED_COLS = (80, 96, 128, 144, 160)  # weights of a tile whose MMA rows are tokens
@@ -184,13 +183,7 @@ def candidates(problem: Shape, device: Device, block_scales: bool) -> list[TileC
             )
             for swap_ab, cols in ((False, MAX_PIPELINED_COLS), (True, even))
         ]
-    found = []
-    for outline in outlines:
-        config = _deepest(outline, device, block_scales)
-        if device.reserve_for_next and _helps_next(config, problem, device, block_scales):
-            config = _deepest(outline._replace(reserve_for_next=True), device, block_scales)
-        found.append(config)
-    return found
+    return [_deepest(outline, device, block_scales) for outline in outlines]
 
 
 def most_pipelined_steps(k: int) -> int:
@@ -233,28 +226,6 @@ def with_inflight(config: TileConfig, max_inflight: int, device: Device) -> Tile
         warmup_inflight=min(max_inflight, device.warmup_stages, warmup),
     )
     return replace(config, pipeline=pipeline)
-
-
-def _helps_next(config: TileConfig, problem: Shape, device: Device, block_scales: bool) -> bool:
-    """Return whether reserving room makes the next layer's quantizer faster.
-
-    Its programs wait for the first SMs that get free otherwise, and go there by fours, or by dozens
-    if rows are short. Where an eighth of all SMs is idle anyway, that is as fast; with block scales
-    and weights as MMA rows, reserving was 2 to 5 % slower. Beside two warpgroups only programs of
-    short rows fit, and blocks with several tiles are slowed down. K of the next layer is not known
-    here: it is taken to be this one's.
-    """
-    m, n, k = problem
-    layout = config.layout
-    if layout.warpgroups > 2 or (block_scales and layout.swap_ab):
-        return False
-    if layout.warpgroups == 2:
-        # with block scales 128 columns lack registers, and 112 were not measured
-        wide = block_scales and layout.mma_n > 96
-        if k > _SHORT_ROW or wide or config.tiles(m, n) > device.sm_count:
-            return False
-    idle = device.sm_count - config.grid(m, n, device)
-    return device.idle_share * idle <= device.sm_count
 
 
 def _choose_few_rows(mma_n: int, n: int, k: int, device: Device, block_scales: bool) -> TileConfig:
@@ -304,7 +275,6 @@ class _Outline(NamedTuple):
     blocks_per_sm: int = 1
     shares_weights: bool = False  # a cluster of two blocks loads the same weights
     equal_stages: bool = False  # as many for tokens as for weights
-    reserve_for_next: bool = False
 
 
 @functools.cache
@@ -316,7 +286,6 @@ def _deepest(outline: _Outline, device: Device, block_scales: bool) -> TileConfi
         split_k=outline.split_k,
         blocks_per_sm=outline.blocks_per_sm,
         cluster_sync_every=device.cluster_sync_every if outline.shares_weights else 0,
-        reserve_for_next=outline.reserve_for_next,
     )
     few = (layout.mma_n if layout.swap_ab else 64 * layout.warpgroups) <= FEW_ROWS
     # tokens come soon after they are requested, weights must be here before the tokens are

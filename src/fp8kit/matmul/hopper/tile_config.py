@@ -18,8 +18,6 @@ MAX_PIPELINED_COLS = 128  # MMA columns for which a thread has registers in ever
 _REGISTERS = 65536  # of an SM
 _SMEM = 228 * 1024  # of an SM, in bytes
 _SYSTEM_SMEM = 1024  # of each block
-_RESERVED_REGISTERS = {1: 128, 2: 144}  # launch registers by warpgroups, beside the next kernel
-_RESERVED_SMEM = 3072  # of the next quantizer's programs, with what the system takes of each
 
 
 class Schedule(NamedTuple):
@@ -95,15 +93,11 @@ class Launch:
             would crowd on the SMs it has left.
         cluster_sync_every: K steps after which the two blocks of a cluster synchronize. Their tiles
             follow one another, so L2 serves their loads of the same codes together. 0: no cluster.
-        reserve_for_next: registers and shared memory stay free for programs of the next quantizer,
-            which then wait on every SM when this GEMM ends: half of the registers beside one
-            warpgroup, a sixth beside two.
     """
 
     split_k: int = 1
     blocks_per_sm: int = 1
     cluster_sync_every: int = 0
-    reserve_for_next: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +174,6 @@ class TileConfig:
     def launch_registers(self) -> int:
         """Registers of a thread at launch, if consumers take some of the producer's, else 0."""
         warpgroups = self.layout.warpgroups
-        if self.launch.reserve_for_next:
-            return _RESERVED_REGISTERS[warpgroups]
         sums = 2 if self.pipeline.pipelined_steps == 1 else 3
         needed = sums * self.layout.mma_n // 2 + 56
         evenly = _REGISTERS // round_up(128 * warpgroups + 64, 128)
@@ -249,8 +241,7 @@ class TileConfig:
     def fits(self, block_scales: bool) -> bool:
         """Return whether an SM has shared memory for the blocks that shall be resident."""
         needed = self.needed_smem_bytes(block_scales) + self.static_smem_bytes
-        reserved = _RESERVED_SMEM if self.launch.reserve_for_next else 0
-        return needed + reserved <= _SMEM // self.launch.blocks_per_sm - _SYSTEM_SMEM
+        return needed <= _SMEM // self.launch.blocks_per_sm - _SYSTEM_SMEM
 
     def tiles(self, m: int, n: int) -> int:
         """Return the number of tiles of an ``[m, n]`` result."""

@@ -13,8 +13,9 @@ from torch import nn
 
 import backend_tables
 import fp8kit
-from fp8kit.conversion import profitability
+from fp8kit.conversion import profitability, slower_layers
 from fp8kit.conversion.report import Record, Report
+from fp8kit.conversion.siblings import joined_shapes
 from fp8kit.dispatch.backends import renew
 from fp8kit.dispatch.timings import Case, Table, tuned_path
 from fp8kit.formats import SCHEMES
@@ -123,7 +124,7 @@ def test_layers_known_by_name_are_judged_with_their_siblings(
     names["layers.0.mlp.fc"] = (256, 512)
     report = Report("FP8_DYNAMIC")
     report.records = [Record(n, "Linear", shape, "convert") for n, shape in names.items()]
-    profitability.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
+    slower_layers.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
     assert [r.name for r in report.skipped] == ["layers.0.mlp.fc"]
     assert "bf16 is faster at m=1" in report.skipped[0].reason
     assert report.groups == []
@@ -260,21 +261,11 @@ def test_each_dtype_is_told_of_for_itself(measured: Callable[..., None]) -> None
 def test_layers_may_have_any_names(names: list[str], measured: Callable[..., None]) -> None:
     measured({row(1, 512, 1024): (3.0, 2.0)})
     shapes = dict.fromkeys(names, (512, 1024))
-    assert profitability.joined_shapes(shapes, SCHEMES["FP8_DYNAMIC"]) == []
+    assert joined_shapes(shapes, SCHEMES["FP8_DYNAMIC"]) == []
     report = Report("FP8_DYNAMIC")
     report.records = [Record(name, "Linear", (512, 1024), "convert") for name in names]
-    profitability.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
+    slower_layers.leave_slower_by_name(report, SCHEMES["FP8_DYNAMIC"], (1,))
     assert [r.name for r in report.skipped] == names
-
-
-def test_siblings_known_by_name_are_tuned_as_one() -> None:
-    shapes = {"q_proj": (1024, 512), "k_proj": (256, 512), "v_proj": (200, 512), "o": (512, 1024)}
-    names = {f"layers.0.attn.{name}": shape for name, shape in shapes.items()}
-    assert profitability.joined_shapes(names, SCHEMES["FP8_DYNAMIC"]) == [(1480, 512)]
-    assert profitability.joined_shapes(names, SCHEMES["FP8_BLOCK"]) == [(1480, 512)]
-    assert profitability.joined_shapes(names, SCHEMES["FP8"]) == []
-    names["layers.0.attn.k_proj"] = (200, 512)  # ends inside a block
-    assert profitability.joined_shapes(names, SCHEMES["FP8_BLOCK"]) == []
 
 
 def test_layers_on_meta_are_told_to_have_no_device_yet() -> None:
