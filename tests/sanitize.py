@@ -38,9 +38,11 @@ from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
 from fp8kit.moe import Activation
 from fp8kit.moe import operators as expert_operators
 from fp8kit.moe import triton as moe_triton
+from fp8kit.moe.hopper import experts as hopper_experts
 from fp8kit.quantizers import triton
 from fp8kit.runtime import cuda_launch
 from fp8kit.runtime.weight_hazards import mark_synchronized
+from grouped_configs import CONFIGS as GROUPED_CONFIGS
 from slow_experts import operator_arguments, random_layer
 from tile_configs import CONFIGS
 
@@ -60,7 +62,8 @@ TRITON_KERNELS = (
     "activated_kernel",
     "combine_kernel",
 )
-OWN_KERNELS = ("hopper_gemm", "cluster_rows_kernel")
+EXPERT_KERNELS = ("sort_and_quantize", "grouped_gemm", "combine_rows")
+OWN_KERNELS = ("hopper_gemm", "cluster_rows_kernel", *EXPERT_KERNELS)
 KERNELS = (*OWN_KERNELS, *TRITON_KERNELS)
 TOOLS = ("memcheck", "racecheck")
 FOUND = 7  # exit status of the sanitizer where it has found something
@@ -161,7 +164,7 @@ def run_kernels() -> int:
     """Launch every kernel of the package; fail if one was not reached."""
     seen: set[str] = set()
     with noted(seen):
-        for name, call in {**triton_calls("cuda"), **own_calls()}.items():
+        for name, call in {**triton_calls("cuda"), **own_calls(), **hopper_expert_calls()}.items():
             call()
             torch.cuda.synchronize()
             _say(name)
@@ -283,6 +286,22 @@ def expert_calls(device: str) -> Calls:
         given = operator_arguments(layer, x, ids, weights)
         operands, problem, _ = expert_operators.described(given)
         calls[f"{problem}"] = lambda o=operands, p=problem: moe_triton.experts(o, p)
+    return calls
+
+
+def hopper_expert_calls(device: str = "cuda") -> Calls:
+    """Return calls of the CUDA kernels of experts: every configuration, few pairs and many."""
+    calls: Calls = {}
+    for pair, tokens, config in itertools.product((PAIRS[0], PAIRS[2]), (3, 90), GROUPED_CONFIGS):
+        with torch.device(device):
+            layer = random_layer(pair, sizes=(3, 144, 256), biases=tokens == 3)
+            x, weights = torch.randn(tokens, 144).bfloat16(), torch.rand(tokens, 2)
+            ids = torch.randint(-1, 2, (tokens, 2))
+        given = operator_arguments(layer, x, ids, weights)
+        operands, problem, _ = expert_operators.described(given)
+        calls[f"{config} {tokens} {problem}"] = lambda o=operands, p=problem, c=config: (
+            hopper_experts.experts(o, p, c)
+        )
     return calls
 
 

@@ -173,9 +173,11 @@ def test_the_digest_of_kernels_changes_with_every_source_at_any_depth(tmp_path: 
     assert len(set(digests)) == len(digests)
 
 
-def test_every_kernel_source_of_the_package_is_in_the_digest(tmp_path: Path) -> None:
+def test_every_kernel_source_of_layers_is_in_the_digest(tmp_path: Path) -> None:
     root = Path(timings.__file__).parents[1]
+    experts = root / "moe"  # no times of experts are kept
     found = {p for suffix in ("cu", "cuh") for p in root.rglob(f"*.{suffix}")}
+    found = {p for p in found if experts not in p.parents}
     assert len(found) >= 3
     shutil.copytree(root, tmp_path / "fp8kit")
     digests = {timings.kernel_digest(tmp_path / "fp8kit")}

@@ -96,10 +96,9 @@ def difference(problem: Problem, run: Callable[..., Tensor], device: torch.devic
     """
     operands = _operands(problem, torch.Generator("cpu").manual_seed(0), device)
     define = reference.BACKEND
-    compute: Callable[..., Tensor] = define.experts
-    if isinstance(problem, GroupedProblem):
-        compute = define.grouped
-    expected = compute(operands, problem).double()
+    compute = define.grouped if isinstance(problem, GroupedProblem) else define.experts
+    assert compute is not None
+    expected = compute(operands, problem).double()  # type: ignore[arg-type]
     try:
         found = run(operands, problem).double()
     except Exception as error:  # of a compiler, a driver, a kernel: all make it unfit

@@ -9,7 +9,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 constexpr int F32 = 32, BF16 = 8;          // tags of dtypes; anything else is fp16
-constexpr int EACH = KIND == F32 ? 4 : 8;  // values of 16 bytes
+[[maybe_unused]] constexpr int EACH = KIND == F32 ? 4 : 8;  // values of 16 bytes
 
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape, min_scale
+from fp8kit.matmul.hopper.tile_config import TILE_K, round_up
 from fp8kit.matmul.tma_operands import ALIGN
 from fp8kit.moe import self_check
 from fp8kit.moe.hopper.source import (
@@ -32,6 +33,7 @@ from fp8kit.moe.hopper.tile_config import FEW_PAIRS, HALF, GroupedConfig, choose
 from fp8kit.moe.problem import (
     ExpertOperands,
     ExpertsProblem,
+    ExpertWeights,
     GroupedProblem,
     MoeBackend,
 )
@@ -88,34 +90,43 @@ def _lacking(problem: ExpertsProblem) -> str | None:
     return nvrtc.missing()
 
 
-def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
-    """Compute a layer of experts."""
-    # there a half of the weights of a tile must lie in one block
-    many = problem.w_group != BLOCK or not problem.intermediate % BLOCK.rows
-    config = choose(operands.ids.numel(), problem.experts, many)
-    return layer(operands, problem, config)
+def experts(
+    operands: ExpertOperands, problem: ExpertsProblem, config: GroupedConfig | None = None
+) -> Tensor:
+    """Compute a layer of experts.
 
+    Args:
+        operands: of the layer.
+        problem: describes them.
+        config: in place of the choice by the number of pairs.
 
-def layer(operands: ExpertOperands, problem: ExpertsProblem, config: GroupedConfig) -> Tensor:
-    """Compute a layer of experts in tiles of one configuration; every one gives the same bits."""
+    Returns:
+        ``[M, H]`` in the dtype of the input.
+    """
     # copies, if any, are made first: behind that kernels start before their predecessors have ended
-    ids, weights = operands.ids.contiguous(), operands.weights.contiguous()
-    operands = operands._replace(x=_loadable(operands.x), ids=ids, weights=weights)
-    device, pairs = operands.x.device, ids.numel()
+    operands = _loadable(operands)
+    x, pairs = operands.x, operands.ids.numel()
+    config = config or choose(pairs, problem.experts, _whole_blocks(problem))
     tiles = config.token_tiles(pairs, problem.experts)
-    count = tiles * config.tokens
-    with torch.cuda.device(device):
-        found = _empty_sorted(pairs, count, tiles, device)
-        given = operands.w13.input_scale, operands.w2.input_scale
-        rows = _empty_rows((count, problem.hidden), problem.x_group, given[0], device)
-        _sort_and_quantize(operands, problem, config, found, rows)
-        group = problem.intermediate_group
-        h = _empty_rows((count, problem.intermediate), group, given[1], device)
-        result = (h.codes, h.scale)
-        _multiply(rows, operands, result, found, problem, config, activated=True)
-        products = operands.x.new_empty(pairs, problem.hidden)
-        _multiply(h, operands, (products, None), found, problem, config, activated=False)
-        return _combined(products, operands, found)
+    shape, given = (tiles * config.tokens, problem.hidden), operands.w13.input_scale
+    with torch.cuda.device(x.device):
+        call = _Call(operands, problem, config, _empty_sorted(pairs, *shape[:1], tiles, x.device))
+        rows = _empty_rows(shape, problem.x_group, given, x.device)
+        shape, given = (shape[0], problem.intermediate), operands.w2.input_scale
+        h = _empty_rows(shape, problem.intermediate_group, given, x.device)
+        products, y = x.new_empty(pairs, problem.hidden), x.new_empty(x.shape)
+        launches = (
+            *_quantization(call, rows),
+            _first_product(call, rows, h),
+            _second_product(call, h, products),
+            _sum(call, products, y),
+        )
+        for kernel, blocks, arguments, overlap in launches:
+            kernel.launch(blocks, arguments, overlap=overlap)
+    mark_synchronized(operands.w2.data)
+    if _few(call):
+        mark_synchronized(operands.w13.data)
+    return y
 
 
 class _Sorted(NamedTuple):
@@ -124,7 +135,7 @@ class _Sorted(NamedTuple):
     Args:
         row_of_pair: int32 ``[M * k]``, -1 for a pair of no expert.
         pair_of_row: int32 ``[rows]``.
-        tiles: int32 ``[T, 4]``, as ``tiles.cuh`` reads them.
+        tiles: int32 ``[4 * tiles]``, as ``tiles.cuh`` reads them.
         tile_count: int32 ``[1]``.
     """
 
@@ -142,19 +153,53 @@ class _Rows(NamedTuple):
     group: GroupShape
 
 
-def _loadable(x: Tensor) -> Tensor:
-    """Return rows whose columns are adjacent and that start at 16-byte boundaries."""
-    apart = x.stride(0) * x.element_size() % ALIGN and x.shape[0] > 1
-    return x.contiguous() if x.stride(1) != 1 or x.data_ptr() % ALIGN or apart else x
+class _Call(NamedTuple):
+    """What all launches of a layer share."""
+
+    operands: ExpertOperands
+    problem: ExpertsProblem
+    config: GroupedConfig
+    found: _Sorted
+
+
+class _Launch(NamedTuple):
+    """A kernel, its grid, its arguments, and whether it starts before its predecessor has ended."""
+
+    kernel: cuda_launch.Kernel
+    blocks: int
+    arguments: tuple[Any, ...]
+    overlap: bool
+
+
+def _loadable(operands: ExpertOperands) -> ExpertOperands:
+    """Return operands as the kernels load them; what already fits is not copied."""
+    x = operands.x
+    apart = x.shape[0] > 1 and x.stride(0) * x.element_size() % ALIGN
+    x = x.contiguous() if x.stride(1) != 1 or x.data_ptr() % ALIGN or apart else x
+    ids, weights = operands.ids.contiguous(), operands.weights.contiguous()
+    return ExpertOperands(
+        x, _loadable_weights(operands.w13), _loadable_weights(operands.w2), ids, weights
+    )
+
+
+def _loadable_weights(w: ExpertWeights) -> ExpertWeights:
+    data = w.data
+    if not data.is_contiguous() or data.data_ptr() % ALIGN:
+        data = data.clone(memory_format=torch.contiguous_format)
+    bias = None if w.bias is None else w.bias.contiguous()
+    return ExpertWeights(data, w.scale.contiguous(), bias, w.input_scale)
+
+
+def _whole_blocks(problem: ExpertsProblem) -> bool:
+    """Return whether 128 gates, or ups, of a tile share the scale of one block."""
+    return problem.w_group != BLOCK or not problem.intermediate % BLOCK.rows
 
 
 def _empty_sorted(pairs: int, rows: int, tiles: int, device: torch.device) -> _Sorted:
     # one allocation; tiles first, as they are read by 16 bytes
-    sizes = [4 * tiles, pairs, rows, 1]
-    listed, row_of_pair, pair_of_row, count = torch.empty(
-        sum(sizes), dtype=torch.int32, device=device
-    ).split(sizes)
-    return _Sorted(row_of_pair, pair_of_row, listed, count)
+    whole = torch.empty(4 * tiles + pairs + rows + 1, dtype=torch.int32, device=device)
+    listed, rest = whole[: 4 * tiles], whole[4 * tiles :]
+    return _Sorted(rest[:pairs], rest[pairs:-1], listed, rest[-1:])
 
 
 def _empty_rows(
@@ -169,158 +214,166 @@ def _empty_rows(
     return _Rows(codes, torch.empty(size, dtype=torch.float32, device=device), group)
 
 
-def _sort_and_quantize(
-    operands: ExpertOperands,
-    problem: ExpertsProblem,
-    config: GroupedConfig,
-    found: _Sorted,
-    rows: _Rows,
-) -> None:
-    x, ids = operands.x, operands.ids
+def _few(call: _Call) -> bool:
+    return call.operands.ids.numel() <= FEW_PAIRS
+
+
+def _quantization(call: _Call, rows: _Rows) -> list[_Launch]:
+    """Sort the pairs, and quantize each token into the rows of its pairs."""
+    (x, _, _, ids, _), problem, config, found = call
     tokens, vectors = x.shape[0], problem.hidden // _VECTOR
-    held = -(-vectors // _THREADS)
     how = (_SCALES[rows.group], config.tokens, x.dtype)
-    few = _few(operands)
+    variants = [PairsVariant(_THREADS, 1, int(_few(call)), True, -(-vectors // _THREADS), *how)]
+    if not _few(call):
+        cluster = 1 if ids.numel() <= _PAIRS_OF_BLOCK else _SORT_CLUSTER
+        variants.insert(0, PairsVariant(_SORT_THREADS, cluster, 2, False, 1, *how))
     arguments = (
-        cuda_launch.pointer(ids),
-        ctypes.c_int(ids.element_size()),
-        ctypes.c_int(ids.numel()),
-        ctypes.c_int(problem.top_k),
-        ctypes.c_int(problem.experts),
-        cuda_launch.pointer(found.row_of_pair),
-        cuda_launch.pointer(found.pair_of_row),
-        cuda_launch.pointer(found.tiles),
-        cuda_launch.pointer(found.tile_count),
-        cuda_launch.pointer(x),
+        *_pointers(ids),
+        *_integers(ids.element_size(), ids.numel(), problem.top_k, problem.experts),
+        *_pointers(found.row_of_pair, found.pair_of_row, found.tiles, found.tile_count, x),
         ctypes.c_longlong(x.stride(0) * x.element_size()),
-        ctypes.c_int(vectors),
-        cuda_launch.pointer(rows.codes),
-        cuda_launch.pointer(rows.scale),
-        ctypes.c_int(_row_pitch(rows)),
-        cuda_launch.pointer(rows.scale if rows.group == TENSOR else None),
+        *_integers(vectors),
+        *_pointers(rows.codes, rows.scale),
+        *_integers(_row_pitch(rows)),
+        *_pointers(rows.scale if rows.group == TENSOR else None),
         ctypes.c_float(min_scale(rows.group, problem.w_dtype, "activation")),
     )
-    launches = [(PairsVariant(_THREADS, 1, int(few), True, held, *how), tokens)]
-    if not few:
-        cluster = 1 if ids.numel() <= _PAIRS_OF_BLOCK else _SORT_CLUSTER
-        launches.insert(0, (PairsVariant(_SORT_THREADS, cluster, 2, False, 1, *how), cluster))
-    for variant, blocks in launches:
+    launches = []
+    for variant in variants:
         counters = (variant.threads // 32 + 1) * problem.experts
         shared = 4 * (counters if variant.sorts == 2 else problem.top_k)
         kernel = _pairs_kernel(variant, shared, x.device.index)
-        kernel.launch(blocks, arguments, overlap=True)
+        blocks = tokens if variant.quantizes else variant.cluster
+        launches.append(_Launch(kernel, blocks, arguments, True))
+    return launches
 
 
-def _few(operands: ExpertOperands) -> bool:
-    return operands.ids.numel() <= FEW_PAIRS
+def _first_product(call: _Call, rows: _Rows, h: _Rows) -> _Launch:
+    """Multiply by gates and ups, activate and quantize."""
+    (_, w, *_), problem, *_ = call
+    act, lists = problem.activation, _few(call)
+    variant = Variant(
+        True, lists, rows.group == GROUP128, problem.w_group == BLOCK,
+        problem.static_intermediate, act.kind == "gelu_tanh", act.limit is not None,
+        problem.x_dtype, torch.float32 if w.bias is None else w.bias.dtype,
+    )  # fmt: skip
+    inner = problem.intermediate
+    # a gate and its up are neighbours, in two maps of every other row; or all gates come first
+    step, second, second_map_row = (2, 1, 0) if act.interleaved else (1, inner, inner)
+    layout = _Layout(inner, step, second, second_map_row)
+    # without a list of its own it waits before it loads anything
+    overlap = not lists or safe_to_prefetch(w.data)
+    result = (h.codes, h.scale, _row_pitch(h))
+    return _product(call, w, rows, variant, layout, result, overlap)
+
+
+def _second_product(call: _Call, h: _Rows, products: Tensor) -> _Launch:
+    """Multiply by the down weights, and put each row where its pair belongs."""
+    (_, _, w, *_), problem, config, _ = call
+    variant = Variant(
+        False, False, h.group == GROUP128, problem.w_group == BLOCK, False, False, False,
+        problem.x_dtype, torch.float32 if w.bias is None else w.bias.dtype,
+    )  # fmt: skip
+    half = config.features(activated=False) // 2
+    layout, result = _Layout(problem.hidden, 1, 0, half), (products, None, 0)
+    return _product(call, w, h, variant, layout, result, safe_to_prefetch(w.data))
+
+
+class _Layout(NamedTuple):
+    """Where features of a result lie among the rows of a weight.
+
+    Args:
+        features: of the result.
+        step: rows from feature to feature.
+        second: rows from a gate to its up.
+        second_map_row: rows of a map from the first half of a tile to the second.
+    """
+
+    features: int
+    step: int
+    second: int
+    second_map_row: int
+
+
+def _product(
+    call: _Call,
+    w: ExpertWeights,
+    rows: _Rows,
+    variant: Variant,
+    layout: _Layout,
+    result: tuple[Tensor, Tensor | None, int],
+    overlap: bool,
+) -> _Launch:
+    (x, _, _, ids, _), problem, config, found = call
+    act, k, device = problem.activation, w.data.shape[2], x.device.index
+    y, y_scale, y_pitch = result
+    maps = (*_weight_maps(w.data, layout.step, config), *_row_maps(rows, config))
+    grid = config.grid(
+        ids.numel(), problem.experts, layout.features, variant.activated, _sm_count(device)
+    )
+    arguments = (
+        *maps,
+        *_pointers(rows.scale),
+        *_integers(rows.group == ROW),
+        *_pointers(w.scale),
+        *_integers(w.scale.stride(0), problem.w_group == ROW),
+        *_pointers(w.bias, y, y_scale),
+        *_integers(y_pitch),
+        *_pointers(found.pair_of_row, found.tiles, found.tile_count, ids),
+        *_integers(ids.element_size(), ids.numel(), problem.experts),
+        *_integers(layout.features, layout.step, layout.second),
+        *_integers(w.data.shape[1], w.data.shape[1] // layout.step, layout.second_map_row, k),
+        *_integers(-(-layout.features // config.features(variant.activated))),
+        ctypes.c_float(min_scale(GROUP128, problem.w_dtype, "activation")),
+        ctypes.c_float(act.limit or 0.0),
+        ctypes.c_float(act.alpha),
+        ctypes.c_float(act.up_offset),
+    )
+    return _Launch(_grouped_kernel(config, variant, device), grid, arguments, overlap)
+
+
+def _weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
+    """Describe the rows of both halves of a tile: every ``step``-th of all experts."""
+    (count, rows, k), address = data.shape, data.data_ptr()
+    shape = (count * rows // step, k, step * k, config.features(activated=False) // 2, TILE_K)
+    first = cuda_launch.byte_tile_map(address, *shape)
+    return first, first if step == 1 else cuda_launch.byte_tile_map(address + k, *shape)
+
+
+def _row_maps(rows: _Rows, config: GroupedConfig) -> tuple[Any, Any]:
+    """Describe rows and the scales of their groups; without groups the second map is not read."""
+    count, k = rows.codes.shape
+    codes = cuda_launch.byte_tile_map(rows.codes.data_ptr(), count, k, k, config.tokens, TILE_K)
+    if rows.group != GROUP128:
+        return codes, codes
+    groups, apart = rows.scale.shape
+    return codes, cuda_launch.float_row_map(
+        rows.scale.data_ptr(), groups, count, apart, config.tokens
+    )
 
 
 def _row_pitch(rows: _Rows) -> int:
     return rows.scale.stride(0) if rows.group == GROUP128 else 0
 
 
-def _multiply(
-    rows: _Rows,
-    operands: ExpertOperands,
-    result: tuple[Tensor, Tensor | None],
-    found: _Sorted,
-    problem: ExpertsProblem,
-    config: GroupedConfig,
-    *,
-    activated: bool,
-) -> None:
-    w, ids = operands.w13 if activated else operands.w2, operands.ids
-    act, (capacity, k), kind = problem.activation, rows.codes.shape, problem.w_group
-    count, expert_rows, _ = w.data.shape
-    features = problem.intermediate if activated else problem.hidden
-    codes, w_scale = w.data.contiguous(), w.scale.contiguous()
-    bias = None if w.bias is None else w.bias.contiguous()
-    groups, lists = rows.group == GROUP128, activated and _few(operands)
-    variant = Variant(
-        activated, lists, groups, kind == BLOCK, activated and problem.static_intermediate,
-        activated and act.kind == "gelu_tanh", activated and act.limit is not None,
-        problem.x_dtype, torch.float32 if bias is None else bias.dtype,
-    )  # fmt: skip
-    # an alternate row is a gate or an up; otherwise all gates come before all ups
-    apart = 2 if activated and act.interleaved else 1
-    box, address = HALF * config.warpgroups, codes.data_ptr()
-    maps = [
-        cuda_launch.byte_tile_map(
-            address + i * k, count * expert_rows // apart, k, apart * k, box, 128
-        )
-        for i in range(apart)
-    ]
-    second_map_row = 0 if apart == 2 else features if activated else box
-    x_map = cuda_launch.byte_tile_map(rows.codes.data_ptr(), capacity, k, k, config.tokens, 128)
-    scale_map = x_map
-    if groups:
-        shape = (rows.scale.shape[0], capacity, rows.scale.stride(0), config.tokens)
-        scale_map = cuda_launch.float_row_map(rows.scale.data_ptr(), *shape)
-    y, y_scale = result
-    w_tiles = -(-features // config.features(activated))
-    sms = _sm_count(codes.device.index)
-    grid = config.grid(ids.numel(), problem.experts, features, activated, sms)
-    _grouped_kernel(config, variant, codes.device.index).launch(
-        grid,
-        (
-            maps[0],
-            maps[-1],
-            x_map,
-            scale_map,
-            cuda_launch.pointer(rows.scale),
-            ctypes.c_int(1 if rows.group == ROW else 0),
-            cuda_launch.pointer(w_scale),
-            ctypes.c_int(w_scale.stride(0)),
-            ctypes.c_int(1 if kind == ROW else 0),
-            cuda_launch.pointer(bias),
-            cuda_launch.pointer(y),
-            cuda_launch.pointer(y_scale),
-            ctypes.c_int(0 if y_scale is None or y_scale.dim() < 2 else y_scale.stride(0)),
-            cuda_launch.pointer(found.pair_of_row),
-            cuda_launch.pointer(found.tiles),
-            cuda_launch.pointer(found.tile_count),
-            cuda_launch.pointer(ids),
-            ctypes.c_int(ids.element_size()),
-            ctypes.c_int(ids.numel()),
-            ctypes.c_int(problem.experts),
-            ctypes.c_int(features),
-            ctypes.c_int(apart),
-            ctypes.c_int(1 if apart == 2 else features),
-            ctypes.c_int(expert_rows),
-            ctypes.c_int(expert_rows // apart),
-            ctypes.c_int(second_map_row),
-            ctypes.c_int(k),
-            ctypes.c_int(w_tiles),
-            ctypes.c_float(min_scale(GROUP128, problem.w_dtype, "activation")),
-            ctypes.c_float(act.limit or 0.0),
-            ctypes.c_float(act.alpha),
-            ctypes.c_float(act.up_offset),
-        ),
-        # without a list of its own the first product waits before it loads anything
-        overlap=(activated and not lists) or safe_to_prefetch(codes),
+def _sum(call: _Call, products: Tensor, y: Tensor) -> _Launch:
+    """Add the rows of each token."""
+    vectors = y.shape[1] // _VECTOR
+    threads = min(_THREADS, round_up(vectors, 32))
+    arguments = (
+        *_pointers(products, call.found.row_of_pair, call.operands.weights, y),
+        *_integers(call.problem.top_k, vectors),
     )
-    if lists or not activated:
-        mark_synchronized(codes)
+    kernel = _combine_kernel(threads, y.dtype, y.device.index)
+    return _Launch(kernel, y.shape[0] * -(-vectors // threads), arguments, True)
 
 
-def _combined(products: Tensor, operands: ExpertOperands, found: _Sorted) -> Tensor:
-    x = operands.x
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    weights, vectors = operands.weights, x.shape[1] // _VECTOR
-    threads = min(_THREADS, -(-vectors // 32) * 32)
-    _combine_kernel(threads, x.dtype, x.device.index).launch(
-        x.shape[0] * -(-vectors // threads),
-        (
-            cuda_launch.pointer(products),
-            cuda_launch.pointer(found.row_of_pair),
-            cuda_launch.pointer(weights),
-            cuda_launch.pointer(y),
-            ctypes.c_int(operands.ids.shape[1]),
-            ctypes.c_int(vectors),
-        ),
-        overlap=True,
-    )
-    return y
+def _pointers(*tensors: Tensor | None) -> list[Any]:
+    return [cuda_launch.pointer(t) for t in tensors]
+
+
+def _integers(*values: int) -> list[Any]:
+    return [ctypes.c_int(v) for v in values]
 
 
 @functools.cache
@@ -342,23 +395,14 @@ def _grouped_kernel(config: GroupedConfig, variant: Variant, device: int) -> cud
 
 @functools.cache
 def _pairs_kernel(variant: PairsVariant, shared: int, device: int) -> cuda_launch.Kernel:
-    sizes = (variant.threads, variant.cluster, shared)
-    return _small_kernel(pairs_source(variant), "sort_and_quantize", sizes, device)
+    sizes, place = (variant.threads, variant.cluster, shared), torch.device("cuda", device)
+    return cuda_launch.Kernel(pairs_source(variant), "sort_and_quantize", *sizes, place)
 
 
 @functools.cache
 def _combine_kernel(threads: int, dtype: torch.dtype, device: int) -> cuda_launch.Kernel:
-    return _small_kernel(combine_source(threads, dtype), "combine_rows", (threads, 1, 0), device)
-
-
-def _small_kernel(
-    source: str, name: str, sizes: tuple[int, int, int], device: int
-) -> cuda_launch.Kernel:
-    block, cluster, shared = sizes
-    place = torch.device("cuda", device)
-    return cuda_launch.Kernel(
-        source, name, block=block, cluster=cluster, shared_bytes=shared, device=place
-    )
+    sizes, place = (threads, 1, 0), torch.device("cuda", device)
+    return cuda_launch.Kernel(combine_source(threads, dtype), "combine_rows", *sizes, place)
 
 
 BACKEND = MoeBackend(supports=supports, experts=experts, grouped=None)

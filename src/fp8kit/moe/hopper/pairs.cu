@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
   extern __shared__ __align__(16) int own_rows[];  // of the block's token; or counts of experts
   __shared__ u32 maxima[THREADS / 32];
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Routes routes = {ids, id_bytes, pairs, experts};
+  [[maybe_unused]] const Routes routes = {ids, id_bytes, pairs, experts};
   asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   uint4 held[VECTORS];
   if (QUANTIZES) {

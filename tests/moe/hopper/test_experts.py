@@ -1,0 +1,185 @@
+"""The layer of experts on Hopper against a slow one, in every tile configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8kit import moe
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
+from fp8kit.moe import Activation, operators
+from fp8kit.moe.problem import ExpertsProblem, GroupedProblem
+from grouped_configs import CONFIGS
+from numerics import SHORT_SUMS, assert_bits_equal
+from slow_experts import (
+    Layer,
+    assert_experts,
+    on_device,
+    operator_arguments,
+    random_layer,
+    slow_experts,
+)
+
+hopper = pytest.importorskip("fp8kit.moe.hopper.experts", reason="no cuda-bindings")
+
+BF16, F16 = torch.bfloat16, torch.float16
+SWIGLU = Activation()
+OSS = Activation("silu", interleaved=True, limit=1.0, alpha=1.702, up_offset=1.0)
+# groups of input and weights, activation, (E, H, I), dtype, other
+CASES = {
+    "rows": ((ROW, ROW), SWIGLU, (4, 272, 144), BF16, ()),
+    "rows, short": ((ROW, ROW), SWIGLU, (3, 16, 16), F16, ("biases",)),
+    "blocks": ((GROUP128, BLOCK), SWIGLU, (3, 160, 192), BF16, ("biases",)),
+    "whole blocks": ((GROUP128, BLOCK), SWIGLU, (5, 400, 384), F16, ()),
+    "groups by rows": ((GROUP128, ROW), SWIGLU, (3, 304, 208), BF16, ()),
+    "tensors": ((ROW, TENSOR), Activation("gelu_tanh"), (4, 80, 256), BF16, ()),
+    "static": ((TENSOR, TENSOR), OSS, (4, 96, 176), F16, ("static", "biases")),
+    "gpt-oss": ((ROW, ROW), OSS, (5, 192, 320), BF16, ("biases",)),
+}
+ROUTINGS = ("drawn", "one expert", "foreign", "int32")
+
+
+def problem(**changes: Any) -> ExpertsProblem:
+    """Describe a layer that the kernels take, with changes."""
+    given = (SWIGLU, ROW, ROW, BF16, torch.float8_e4m3fn, "exact", False, False, False, False)
+    found = ExpertsProblem(64, 128, 8, 2048, 768, *given, "cuda", (9, 0))
+    return dataclasses.replace(found, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lacking"),
+    [
+        ({"capability": (10, 0)}, "sm90"),
+        ({"x_dtype": torch.float32}, "bf16 and fp16"),
+        ({"w_dtype": torch.float8_e5m2}, "e4m3fn"),
+        ({"x_group": MX, "w_group": MX}, "scales"),
+        ({"x_group": None}, "scales"),
+        ({"x_group": TENSOR}, "only if they are given"),
+        ({"scale_rounding": "up"}, "rounds no scales up"),
+        ({"activation": Activation("relu2", gated=False)}, "ungated relu2"),
+        ({"activation": Activation("gelu")}, "has no gelu"),
+        ({"activation": OSS, "x_group": GROUP128, "w_group": BLOCK}, "interleaved"),
+        ({"router_weight_on_input": True}, "router"),
+        ({"experts": 1025}, "1 to 1024 experts"),
+        ({"experts": 0}, "1 to 1024 experts"),
+        ({"hidden": 0}, "not empty"),
+        ({"intermediate": 200}, "multiples of 16"),
+        ({"intermediate": 720, "x_group": GROUP128, "w_group": BLOCK}, "I of 64"),
+        ({"hidden": 32768}, "at most 16384"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_kernels_lack_is_said(changes: dict[str, Any], lacking: str) -> None:
+    assert hopper.supports(problem()) is None
+    assert lacking in str(hopper.supports(problem(**changes)))
+
+
+def test_single_products_go_to_another_backend() -> None:
+    kinds = (ROW, ROW, torch.float8_e4m3fn, torch.float8_e4m3fn, BF16, False)
+    product = GroupedProblem(64, 8, 256, 256, *kinds, "cuda", (9, 0))
+    assert hopper.supports(product) == "computes whole layers"
+
+
+def make(case: str, tokens: int, routing: str = "drawn") -> tuple[Layer, Tensor, Tensor, Tensor]:
+    """Draw a layer, its input and its routes."""
+    groups, activation, sizes, dtype, others = CASES[case]
+    layer = random_layer(groups, activation, sizes, "biases" in others)
+    if "static" in others:
+        layer = layer._replace(input_scale=torch.full((1, 1), 0.02))
+    ids = torch.randint(-1, sizes[0] + 1, (tokens, 3))
+    if routing == "one expert":
+        ids = torch.full_like(ids, sizes[0] - 1)
+    elif routing == "foreign":
+        ids = torch.where(torch.arange(tokens)[:, None] % 2 == 0, -1, ids)
+    elif routing == "int32":
+        ids = ids.int()
+    return layer, torch.randn(tokens, sizes[1]).to(dtype), ids, torch.rand(tokens, 3)
+
+
+def run(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, config: Any = None) -> Tensor:
+    """Compute on the GPU, with memory full of NaN for whatever is allocated."""
+    there = (on_device(layer, "cuda"), x.cuda(), ids.cuda(), weights.cuda())
+    operands, described, _ = operators.described(operator_arguments(*there))
+    assert hopper.supports(described) is None
+    waste = [torch.full((1 << 24,), math.nan, device="cuda") for _ in range(2)]
+    del waste
+    y: Tensor = hopper.experts(operands, described, config)
+    return y.cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_configuration_computes_the_layer(case: str, routing: str) -> None:
+    given = make(case, 45, routing)
+    slow, sums = slow_experts(*given), given[1].shape[1] + given[0].w2.shape[2]
+    blocks = given[0].w13.group == BLOCK and given[0].w2.shape[2] % 128
+    found = []
+    for config in CONFIGS:
+        if config.swap_ab or not blocks:
+            found.append(run(*given, config))
+            assert_experts(found[-1], slow, sums, SHORT_SUMS)
+            assert_bits_equal(run(*given, config), found[-1])
+    for other in found[1:]:
+        assert_bits_equal(other, found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["rows", "whole blocks", "gpt-oss"])
+@pytest.mark.parametrize("tokens", [1, 42, 43, 170, 682, 683, 6000])
+def test_tokens_have_the_bits_that_they_have_alone(case: str, tokens: int) -> None:
+    layer, x, ids, weights = make(case, tokens)
+    y = run(layer, x, ids, weights)
+    for start in {0, tokens // 2, max(tokens - 40, 0)}:
+        part = slice(start, start + 40)
+        assert_bits_equal(run(layer, x[part], ids[part], weights[part]), y[part])
+
+
+@pytest.mark.gpu
+def test_inputs_of_any_layout_are_taken() -> None:
+    layer, x, ids, weights = make("rows", 20)
+    expected = run(layer, x, ids, weights)
+    wide = torch.randn(20, x.shape[1] + 3).to(x.dtype)
+    for column in (0, 1):
+        wide[:, column : column + x.shape[1]] = x
+        assert_bits_equal(run(layer, wide[:, column : column + x.shape[1]], ids, weights), expected)
+    assert_bits_equal(run(layer, x, ids.t().contiguous().t(), weights), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [4, 60])
+def test_a_graph_follows_its_routing(tokens: int) -> None:
+    layer, x, ids, weights = make("rows", tokens)
+    there, x, ids, weights = on_device(layer, "cuda"), x.cuda(), ids.cuda(), weights.cuda()
+
+    def compute() -> Tensor:
+        options = {"backend": "hopper_experts", "scheme": "FP8_DYNAMIC"}
+        return moe.experts(x, there.w13, there.w2, ids, weights, **options)
+
+    for _ in range(2):  # the second call loads weights early
+        compute()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = compute()
+    for chosen in (ids.flip(0), torch.full_like(ids, 1), torch.full_like(ids, -1)):
+        ids.copy_(chosen)
+        graph.replay()
+        assert_bits_equal(y, compute())
+
+
+@pytest.mark.gpu
+def test_ten_thousand_layers_have_the_same_bits() -> None:
+    layer, x, ids, weights = make("rows", 30)
+    there, x, ids, weights = on_device(layer, "cuda"), x.cuda(), ids.cuda(), weights.cuda()
+    operands, described, _ = operators.described(operator_arguments(there, x, ids, weights))
+    expected = hopper.experts(operands, described)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(10_000):
+        wrong += (hopper.experts(operands, described) != expected).sum()
+    assert wrong.item() == 0

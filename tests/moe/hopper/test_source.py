@@ -1,0 +1,41 @@
+"""The kernels of the experts compiled on any machine: no word of the compiler, no local memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from ahead import cuda_resources, without_nvrtc
+from fp8kit.moe.hopper.tile_config import GroupedConfig
+from grouped_configs import CONFIGS, label
+
+sources = pytest.importorskip("fp8kit.moe.hopper.source", reason="no cuda-bindings")
+pytestmark = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_nvrtc()))
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+STATIC_BYTES = 12 * 1024  # that dynamic shared memory leaves beside it
+GELU_STATIC = sources.Variant(True, False, False, False, True, True, True, F16, F16)
+FIRST = sources.Variant(True, True, False, False, False, False, False, BF16, F32)
+FIRST_BLOCKS = FIRST._replace(token_groups=True, weight_blocks=True, bias_dtype=BF16)
+SECOND = sources.Variant(False, False, True, False, False, False, False, BF16, BF16)
+SECOND_BLOCKS = SECOND._replace(weight_blocks=True, dtype=F16)
+VARIANTS = (GELU_STATIC, FIRST, FIRST_BLOCKS, SECOND, SECOND_BLOCKS)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_products_compile(config: GroupedConfig) -> None:
+    for variant in VARIANTS:
+        found = cuda_resources(sources.grouped_source(config, variant))
+        total = found["shared"] + config.smem_bytes(variant.activated, variant.token_groups)
+        assert total <= 228 * 1024 // config.blocks_per_sm
+        assert found["registers"] * config.threads * config.blocks_per_sm <= 65536
+
+
+def test_the_kernels_around_the_products_compile() -> None:
+    sizes = ((256, 1, 1, True, 1), (256, 1, 0, True, 4), (1024, 8, 2, False, 1))
+    for size, scales, dtype in itertools.product(sizes, (0, 1, 2), (BF16, F16)):
+        cuda_resources(sources.pairs_source(sources.PairsVariant(*size, scales, 16, dtype)))
+    for dtype in (BF16, F16):
+        cuda_resources(sources.combine_source(256, dtype))

@@ -1,0 +1,53 @@
+"""Tile configurations of the grouped GEMMs: what they need, and which one is chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp8kit.moe.hopper.tile_config import GroupedConfig, choose
+from grouped_configs import CONFIGS, label
+
+SM_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+@pytest.mark.parametrize("activated", [True, False])
+def test_blocks_fit_a_multiprocessor(config: GroupedConfig, activated: bool) -> None:
+    room = SM_BYTES // config.blocks_per_sm - SYSTEM_BYTES
+    assert 3 <= config.stages(activated) <= 16
+    assert config.smem_bytes(activated, False) <= config.smem_bytes(activated, True) < room
+    assert config.cluster * config.features(False) // 2 == 128 or not config.swap_ab
+
+
+@given(st.integers(1, 200_000), st.integers(1, 1024))
+def test_what_is_chosen_is_known(pairs: int, experts: int) -> None:
+    assert choose(pairs, experts) in CONFIGS
+    few = choose(pairs, experts, many=False)
+    assert few in CONFIGS
+    assert few.swap_ab
+
+
+def test_more_tokens_of_an_expert_take_larger_tiles() -> None:
+    sizes = [choose(128 * each, 128).tokens for each in (1, 4, 16, 64, 256)]
+    assert sizes == sorted(set(sizes))
+
+
+@given(st.data(), st.sampled_from(CONFIGS), st.integers(1, 40))
+def test_tiles_of_any_routing_have_room(data: st.DataObject, config: GroupedConfig, e: int) -> None:
+    ids = data.draw(st.lists(st.integers(0, e - 1), min_size=1, max_size=400))
+    taken = sum(-(-rows // config.tokens) for rows in Counter(ids).values())
+    assert taken <= config.token_tiles(len(ids), e)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=label)
+def test_a_grid_has_whole_clusters_and_no_more_than_fit(config: GroupedConfig) -> None:
+    for activated in (True, False):
+        cluster = config.cluster if activated else 1
+        for pairs in (1, 8, 4096):
+            grid = config.grid(pairs, 64, 768, activated, sms=132)
+            assert grid % cluster == 0
+            assert cluster <= grid <= 132 * config.blocks_per_sm
