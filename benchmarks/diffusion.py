@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 import fp8kit
-from peers import DeclinedError, quantize_by_torchao
-from processes import Case, Plan, Prepared, compare, memory, settle, wall_us
+from peers import quantize_by_torchao
+from processes import Case, Plan, Prepared, check_fp8, compare, memory, settle, wall_us
 from timing import write_results
 
 VARIANTS = ("fp8kit", "torchao", "layerwise casting", "bf16")
@@ -71,7 +71,8 @@ def build(setup: Setup) -> Stack:
     """Build one variant on the GPU, or on the CPU where there is none.
 
     Raises:
-        DeclinedError: if nothing of it is FP8 that should be.
+        DeclinedError: if torchao is asked for and not there.
+        ValueError: if nothing of it is FP8 that should be.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # what torch itself loads at its first calls counts for nobody
@@ -86,8 +87,7 @@ def build(setup: Setup) -> Stack:
         quantize_by_torchao(model.single_transformer_blocks)
     elif setup.variant == "layerwise casting":
         model.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
-    if setup.variant != "bf16" and not memory(model)["fp8_gb"]:
-        raise DeclinedError("nothing of the model is FP8")
+    check_fp8(model, wanted=setup.variant != "bf16")
     return Stack(model, setup, device)
 
 

@@ -5,6 +5,7 @@
 
 Every variant (bf16, fp8kit, torchao's row-wise FP8) runs in processes of its own and in these ways:
 
+* `forward`: one token, and a long prompt, without a cache; these calls are the model's first ones.
 * `generate`: Transformers' greedy decoding with the cache that it makes by itself.
 * `compiled`: `generate(cache_implementation="static")`, which compiles the decoding by itself.
 * `step`: the forward pass of one token with a static cache, eager.
@@ -33,8 +34,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fp8kit
 from llama_layer import llama_8b
-from peers import DeclinedError, quantize_by_torchao
-from processes import Case, Plan, Prepared, compare, graph_us, memory, settle, wall_us
+from peers import quantize_by_torchao
+from processes import Case, Plan, Prepared, check_fp8, compare, graph_us, memory, settle, wall_us
 from timing import write_results
 
 PROMPT, LONG_PROMPT = 16, 4096
@@ -79,7 +80,7 @@ def qwen3_30b() -> Any:
     )
 
 
-WAYS = ("generate", "step", "captured", "prefill", "prefill captured", "compiled")
+WAYS = ("forward", "generate", "step", "captured", "prefill", "prefill captured", "compiled")
 COMPILED = "compiled"
 MODELS = {
     "llama": Model(
@@ -154,16 +155,17 @@ def build(setup: Setup) -> Language:
     """Build one variant of a model on the GPU, or on the CPU where there is none.
 
     Raises:
-        DeclinedError: if nothing of it is FP8 that should be.
+        DeclinedError: if torchao is asked for and not there.
+        ValueError: if nothing of it is FP8 that should be.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = configuration(setup)
-    eager = [case for case in setup.cases if case.way in ("step", "prefill")]
-    if eager:
+    first = [case for case in setup.cases if case.way == "forward"]
+    if first:
         # what torch itself loads at its first calls counts for nobody
         config.num_hidden_layers = 1
         twin = Language(dense(config, setup.variant, device), device)
-        for case in eager:
+        for case in first:
             twin.prepare(case)
         config.num_hidden_layers = setup.layers
     model = dense(config, setup.variant, device)
@@ -173,8 +175,7 @@ def build(setup: Setup) -> Language:
         fp8kit.warmup(model, m=sorted(rows))
     elif setup.variant == "torchao":
         quantize_by_torchao(model.model)
-    if not setup.variant.startswith("bf16") and not memory(model)["fp8_gb"]:
-        raise DeclinedError("nothing of the model is FP8")
+    check_fp8(model, wanted=not setup.variant.startswith("bf16"))
     return Language(model, device)
 
 
@@ -206,18 +207,16 @@ class Language:
     """A causal language model that is timed; a ``Subject`` of ``processes``."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self.model, self._device = model, device
         self._calls: dict[Case, Callable[[], Tensor]] = {}
         self._steps: dict[Case, Steps] = {}
         self._decoders: dict[int, Callable[[], Tensor]] = {}
 
     def about(self) -> dict[str, Any]:
         """Return sizes, and how experts are computed."""
-        found: dict[str, Any] = memory(self._model)
-        experts = self._model.get_experts_implementation()
-        return (
-            {**found, "experts": experts} if hasattr(self._model.config, "num_experts") else found
-        )
+        found: dict[str, Any] = memory(self.model)
+        experts = self.model.get_experts_implementation()
+        return {**found, "experts": experts} if hasattr(self.model.config, "num_experts") else found
 
     @torch.no_grad()
     def prepare(self, case: Case) -> Prepared:
@@ -251,17 +250,17 @@ class Language:
     def _call(self, case: Case) -> Callable[[], Tensor]:
         if case.way in NEW_TOKENS:
             return self._generation(case)
-        if case.tokens == 1:
+        if case.way in ("step", "captured"):
             if case.batch not in self._decoders:
                 self._decoders[case.batch] = self._decoder(case.batch)
             return self._decoders[case.batch]
-        prompt, captured = self._tokens(case.batch, case.tokens), "captured" in case.way
-        options = {"logits_to_keep": 1, "use_cache": not captured}
-        return lambda: self._model(prompt, **options).logits[:, -1]
+        prompt = self.tokens(case.batch, case.tokens)
+        options = {"logits_to_keep": 1, "use_cache": case.way == "prefill"}
+        return lambda: self.model(prompt, **options).logits[:, -1]
 
     def _generation(self, case: Case) -> Callable[[], Tensor]:
-        prompt, count = self._tokens(case.batch, PROMPT), NEW_TOKENS[case.way]
-        chosen = self._tokens(case.batch, count).t()[..., None]
+        prompt, count = self.tokens(case.batch, PROMPT), NEW_TOKENS[case.way]
+        chosen = self.tokens(case.batch, count).t()[..., None]
         options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": count}
         if case.way == COMPILED:
             options["cache_implementation"] = "static"
@@ -272,20 +271,20 @@ class Language:
         def generate() -> Tensor:
             steps = self._steps[case] = Steps(chosen)
             choosing = LogitsProcessorList([steps])
-            self._model.generate(prompt, do_sample=False, logits_processor=choosing, **options)
+            self.model.generate(prompt, do_sample=False, logits_processor=choosing, **options)
             return steps.scores
 
         return generate
 
     def _decoder(self, batch: int) -> Callable[[], Tensor]:
         """Return the forward pass of one token behind a prompt, always the same one."""
-        model, config = self._model, self._model.config
+        model, config = self.model, self.model.config
         cache = transformers.StaticCache(config=config, max_cache_len=PROMPT + ROOM)
-        model(self._tokens(batch, PROMPT), past_key_values=cache)
+        model(self.tokens(batch, PROMPT), past_key_values=cache)
         lengths = torch.full((len(cache.layers),), PROMPT, device=self._device)
         for layer, length in zip(cache.layers, lengths.unbind(), strict=True):
             layer.cumulative_length = length  # parts of one tensor: one kernel sets the cache back
-        token = self._tokens(batch, 1)
+        token = self.tokens(batch, 1)
 
         def decode() -> Tensor:
             lengths.fill_(PROMPT)
@@ -293,9 +292,10 @@ class Language:
 
         return decode
 
-    def _tokens(self, batch: int, count: int) -> Tensor:
+    def tokens(self, batch: int, count: int) -> Tensor:
+        """Return ids ``[batch, count]``, the same ones every time."""
         generator = torch.Generator().manual_seed(batch * count)
-        most = self._model.config.vocab_size
+        most = self.model.config.vocab_size
         return torch.randint(most, (batch, count), generator=generator).to(self._device)
 
 
@@ -303,7 +303,8 @@ def cases(ways: Sequence[str], batches: Sequence[int], prompt: int) -> list[Case
     """Return the lines of the table."""
     found = []
     for way in ways:
-        long = way.startswith("prefill")
+        found += [Case(way)] if way == "forward" else []
+        long = way == "forward" or way.startswith("prefill")
         found += [Case(way, 1, prompt)] if long else [Case(way, batch) for batch in batches]
     return found
 

@@ -122,10 +122,9 @@ def settle(call: Callable[[], Tensor], device: torch.device) -> Prepared:
     Raises:
         ArithmeticError: if one of the numbers is not finite.
     """
-    gc.collect()
+    _return_memory()
     on_gpu = device.type == "cuda"
     if on_gpu:
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
     first = wall_us(call, device, seconds=0)
@@ -136,6 +135,12 @@ def settle(call: Callable[[], Tensor], device: torch.device) -> Prepared:
         raise ArithmeticError("the result is not finite")
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if on_gpu else 0.0
     return Prepared(first, peak, numbers, time.perf_counter() - start)
+
+
+def _return_memory() -> None:
+    """Leave to other processes what this one has freed."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def memory(model: torch.nn.Module) -> dict[str, float]:
@@ -149,6 +154,17 @@ def memory(model: torch.nn.Module) -> dict[str, float]:
         "weights_gb": sum(size for size, _ in sizes),
         "fp8_gb": sum(size for size, fp8 in sizes if fp8),
     }
+
+
+def check_fp8(model: torch.nn.Module, wanted: bool) -> None:
+    """Refuse a model that is not what its column says.
+
+    Raises:
+        ValueError: if it has weights in FP8 and should not, or has none.
+    """
+    sizes = memory(model)
+    if bool(sizes["fp8_gb"]) != wanted:
+        raise ValueError(f"{sizes['fp8_gb']:.3f} of {sizes['weights_gb']:.3f} GB are FP8")
 
 
 def _held(tensor: Tensor) -> list[Tensor]:
@@ -182,6 +198,7 @@ def serve(
         nonlocal subject
         with turn:
             subject = build()
+            _return_memory()
         return dict(subject.about())
 
     work: tuple[Callable[..., Any], tuple[Any, ...]] | None = (built, ())
