@@ -172,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         for v in chosen.variants
     ]
-    threads = max(1, (os.cpu_count() or 1) // len(plans))
+    threads = max(2, (os.cpu_count() or 1) // len(plans))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     facts = {
         "what": f"Flux shape, {chosen.double} of {DOUBLE} and {chosen.single} of {SINGLE} blocks, "

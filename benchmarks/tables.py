@@ -401,7 +401,8 @@ def whole_model(found: dict[str, Any]) -> str:
 
     parts = [
         f"{found['what'][:1].upper()}{found['what'][1:]}; FP8 is `{found['scheme']}`. Tokens per "
-        "second of all sequences together, and speed-up over bf16.",
+        "second of all sequences together, and speed-up over bf16. Captured cases are timed on the "
+        "GPU, all others by the host's clock.",
         lines(rate, rows),
         "The most memory in GB, with all weights.",
         lines(lambda row, v: f"{row['peak_gb'][v]:.1f}", rows),

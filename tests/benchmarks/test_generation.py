@@ -109,11 +109,11 @@ def test_a_part_of_the_layers_has_the_same_part_of_the_vocabulary() -> None:
 @pytest.mark.slow
 def test_a_whole_run(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    words = "--tiny --layers 1 --batches 1 --prompt 24 --rounds 1 --ways step prefill".split()
+    words = "--tiny --layers 1 --batches 1 --prompt 24 --rounds 1 --ways step compiled".split()
     generation.main(["llama", str(out), *words])
     found = json.loads(out.read_text())
     assert found["what"].startswith("Llama-8B shape, 1 of 32 layers")
-    assert [row["way"] for row in found["rows"]] == ["step", "prefill"]
+    assert [row["way"] for row in found["rows"]] == ["step", "compiled"]
     for row in found["rows"]:
         assert set(row["us"]) == {"bf16", "fp8kit"}
     assert "torchao" in found["rows"][1]["failed"]
