@@ -139,11 +139,20 @@ def configuration(setup: Setup) -> Any:
     return config
 
 
+@torch.no_grad()
 def dense(config: Any, variant: str, device: torch.device) -> Any:
-    """Return a bf16 model, the same weights every time."""
+    """Return a bf16 model, the same weights every time.
+
+    As in a trained model, each layer adds little to what it is given. In a stack of layers that
+    outweigh it, roundings grow from one to the next, and no result could be compared with another.
+    """
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.get_input_embeddings().weight.normal_()
+    for name, weight in model.named_parameters():
+        if name.removesuffix(".weight").endswith(("o_proj", "down_proj")):
+            weight.mul_((2 * config.num_hidden_layers) ** -0.5)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     if variant.startswith("bf16 "):
@@ -309,15 +318,25 @@ def cases(ways: Sequence[str], batches: Sequence[int], prompt: int) -> list[Case
     return found
 
 
-def plans(model: str, layers: int, every: Sequence[Case], tiny: bool) -> list[Plan]:
+def plans(
+    model: str, layers: int, every: Sequence[Case], tiny: bool, variants: Sequence[str] = ()
+) -> list[Plan]:
     """Return the processes: each compiles one model at most; a variant's first one does the rest.
 
-    Models that take more memory while they are built come first.
+    Args:
+        model: a key of ``MODELS``.
+        layers: how many of the model's.
+        every: the lines of the table.
+        tiny: build something that a CPU can run.
+        variants: some of the model's, or all. Those that are quantized come first, because they
+            take more memory while they are built than later.
     """
     found = []
     compiled = [case for case in every if case.way == COMPILED]
     others = [case for case in every if case.way != COMPILED]
     for variant, ways in MODELS[model].variants.items():
+        if variants and variant not in variants:
+            continue
         groups = [[*others, *compiled[:1]], *([case] for case in compiled[1:])]
         for group in groups:
             chosen = tuple(case for case in group if case.way in ways)
@@ -336,6 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, help="how many of the model's; all if not said")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--variants", nargs="+", default=(), help="some of the columns")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64])
     parser.add_argument("--prompt", type=int, default=LONG_PROMPT)
     parser.add_argument("--rounds", type=int, default=3)
@@ -345,7 +365,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = MODELS[chosen.model]
     layers = chosen.layers or model.layers
     every = cases(chosen.ways, chosen.batches, chosen.prompt)
-    processes = plans(chosen.model, layers, every, chosen.tiny)
+    processes = plans(chosen.model, layers, every, chosen.tiny, chosen.variants)
+    if not processes:
+        parser.error(f"variants of {chosen.model} are {', '.join(model.variants)}")
     threads = max(2, (os.cpu_count() or 1) // len(processes))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     config = configuration(Setup(chosen.model, "bf16", layers, (), chosen.tiny))
