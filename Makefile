@@ -88,6 +88,9 @@ bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/host.py benchmarks/results/host.json
 	PYTHONPATH=src $(PYTHON) benchmarks/decoder_layer.py benchmarks/results/decoder_layer.json
 	PYTHONPATH=src $(PYTHON) benchmarks/compiled.py benchmarks/results/compiled.json
+	PYTHONPATH=src $(PYTHON) benchmarks/generation.py llama benchmarks/results/generation_llama.json
+	PYTHONPATH=src $(PYTHON) benchmarks/generation.py qwen benchmarks/results/generation_qwen.json --layers 8
+	PYTHONPATH=src $(PYTHON) benchmarks/diffusion.py benchmarks/results/diffusion.json
 
 bench-streaming: $(VENV)/.installed  ## needs no GPU, 12 GB of disk and an idle machine
 	$(BIN)/python benchmarks/streaming.py benchmarks/results/streaming.json

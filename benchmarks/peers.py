@@ -289,6 +289,22 @@ def torchao_weights(dense: list[Tensor], granularity: str) -> list[Tensor]:
     return found
 
 
+def quantize_by_torchao(model: nn.Module) -> None:
+    """Let torchao quantize every linear layer in place, rows of weights and of inputs.
+
+    Raises:
+        DeclinedError: if it is not there.
+    """
+    libraries = load_libraries(("torchao",))
+    if libraries.missing:
+        raise DeclinedError(libraries.missing["torchao"])
+    quantization = importlib.import_module("torchao.quantization")
+    config = quantization.Float8DynamicActivationFloat8WeightConfig(
+        granularity=quantization.PerRow()
+    )
+    quantization.quantize_(model, config)
+
+
 @dataclass(frozen=True)
 class Peer:
     """One way of a library to compute a layer.

@@ -63,6 +63,8 @@ KINDS = {
     "quantized": "The GEMM alone, per-token by per-row codes, against peers' GEMMs",
 }
 
+FIRST = ("forward", "eager")  # the ways in which a model runs first
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write both documents, or say which of them is not current."""
@@ -384,6 +386,45 @@ def lora(found: dict[str, Any]) -> str:
     return text + table(["seed", "bf16 base", "FP8_DYNAMIC base", "difference"], lines)
 
 
+def whole_model(found: dict[str, Any]) -> str:
+    """A whole model: tokens per second of each variant, its memory, and its first calls."""
+    rows = found["rows"]
+    seen = {variant for row in rows for variant in row["us"]}
+    variants = sorted(seen, key=lambda v: (not v.startswith("bf16"), v))
+    failed = sorted({f"{v}: {why}" for row in rows for v, why in row["failed"].items()})
+
+    def lines(cell: Callable[[Row, str], str], chosen: list[Row]) -> str:
+        cells = [[cell(row, v) if v in row["us"] else "–" for v in variants] for row in chosen]
+        heads = [[row["way"], str(row["batch"]), str(row["tokens"])] for row in chosen]
+        columns = ["way", "sequences", "tokens of each", *variants]
+        return table(columns, [[*h, *c] for h, c in zip(heads, cells, strict=True)]).rstrip()
+
+    parts = [
+        f"{found['what'][:1].upper()}{found['what'][1:]}; FP8 is `{found['scheme']}`. Tokens per "
+        "second of all sequences together, and speed-up over bf16. Captured cases are timed on the "
+        "GPU, all others by the host's clock.",
+        lines(rate, rows),
+        "The most memory in GB, with all weights.",
+        lines(lambda row, v: f"{row['peak_gb'][v]:.1f}", rows),
+        "The first call divided by a later one; fp8kit was warmed up before.",
+        lines(
+            lambda row, v: f"{row['first_us'][v] / row['us'][v]:.1f}",
+            [row for row in rows if row["way"] in FIRST],
+        ),
+        *(f"Did not run: {why}" for why in failed),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def rate(row: Row, variant: str) -> str:
+    """Write tokens per second, with the speed-up over bf16 where that was measured."""
+    us = row["us"].get(variant)
+    if us is None:
+        return "–"
+    text = f"{row['batch'] * row['tokens'] * 1e6 / us:.0f}"
+    return f"{text} ({row['us']['bf16'] / us:.2f}×)" if "bf16" in row["us"] else text
+
+
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "linear": ("Whole linear layers", linear),
     "linear_odd": ("Whole linear layers of odd shapes", linear),
@@ -393,6 +434,9 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),
     "trials": ("What parts of the fusion save", trials),
     "compiled": ("The decoder layer under torch.compile", compiled),
+    "generation_llama": ("A Llama-8B, as Transformers runs it", whole_model),
+    "generation_qwen": ("A mixture of experts, as Transformers runs it", whole_model),
+    "diffusion": ("A Flux transformer, as diffusers runs it", whole_model),
     "host": ("The host's time of an eager call", host),
     "streaming": ("Quantizing a checkpoint on a CPU", streaming),
     "lora": ("LoRA training on an FP8 base", lora),

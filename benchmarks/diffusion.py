@@ -1,0 +1,191 @@
+"""Time a stack of Flux blocks, diffusers' own code, random weights.
+
+    python benchmarks/diffusion.py OUT.json
+
+Every variant runs in a process of its own: bf16, fp8kit, torchao's row-wise FP8, and what diffusers
+itself has of FP8, `enable_layerwise_casting`, which stores weights in FP8 and multiplies in bf16.
+`eager` is the model as it is, `compiled` after `compile_repeated_blocks`, as diffusers recommends.
+Torchao takes part with `TORCHAO=1`, or the folder that holds it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+import fp8kit
+from peers import quantize_by_torchao
+from processes import Case, Plan, Prepared, check_fp8, compare, memory, settle, wall_us
+from timing import write_results
+
+VARIANTS = ("fp8kit", "torchao", "layerwise casting", "bf16")
+WAYS = ("eager", "compiled")
+SCHEME = "FP8_DYNAMIC"
+DOUBLE, SINGLE = 19, 38  # blocks of Flux
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process builds.
+
+    Args:
+        variant: one of ``VARIANTS``.
+        double: blocks that hold text and image apart.
+        single: blocks that join them.
+        image: tokens of the image.
+        text: tokens of the prompt.
+        backend: of ``torch.compile``.
+        tiny: build something that a CPU can run.
+    """
+
+    variant: str
+    double: int
+    single: int
+    image: int
+    text: int
+    backend: str = "inductor"
+    tiny: bool = False
+
+
+def transformer(setup: Setup, device: torch.device) -> Any:
+    """Return a bf16 model, the same weights every time."""
+    torch.manual_seed(0)
+    sizes = {"attention_head_dim": 32, "num_attention_heads": 4} if setup.tiny else {}
+    sizes |= {"joint_attention_dim": 128, "axes_dims_rope": (8, 12, 12)} if setup.tiny else {}
+    blocks = {"num_layers": setup.double, "num_single_layers": setup.single}
+    with device:
+        model = diffusers.FluxTransformer2DModel(**blocks, guidance_embeds=True, **sizes)
+    return model.to(torch.bfloat16).eval()
+
+
+def build(setup: Setup) -> Stack:
+    """Build one variant on the GPU, or on the CPU where there is none.
+
+    Raises:
+        DeclinedError: if torchao is asked for and not there.
+        ValueError: if nothing of it is FP8 that should be.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # what torch itself loads at its first calls counts for nobody
+    twin = Stack(transformer(replace(setup, double=1, single=1), device), setup, device)
+    twin.prepare(Case("eager", 1, setup.image))
+    model = transformer(setup, device)
+    if setup.variant == "fp8kit":
+        fp8kit.convert(model, SCHEME)
+        fp8kit.warmup(model, m=[setup.text, setup.image, setup.text + setup.image])
+    elif setup.variant == "torchao":
+        quantize_by_torchao(model.transformer_blocks)
+        quantize_by_torchao(model.single_transformer_blocks)
+    elif setup.variant == "layerwise casting":
+        model.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
+    check_fp8(model, wanted=setup.variant != "bf16")
+    return Stack(model, setup, device)
+
+
+class Stack:
+    """A transformer that is timed; a ``Subject`` of ``processes``."""
+
+    def __init__(self, model: Any, setup: Setup, device: torch.device) -> None:
+        self._model, self._setup, self._device = model, setup, device
+        self._run = self._call()
+
+    def about(self) -> dict[str, Any]:
+        """Return sizes."""
+        return memory(self._model)
+
+    @torch.no_grad()
+    def prepare(self, case: Case) -> Prepared:
+        """Run the model until it is steady; once it is compiled, it stays so.
+
+        Raises:
+            RuntimeError: if nothing was compiled that should have been.
+        """
+        if case.way == "eager":
+            return settle(self._run, self._device)
+        self._model.compile_repeated_blocks(backend=self._setup.backend)
+        found, counters = settle(self._run, self._device), torch._dynamo.utils.counters
+        if not counters["stats"]["unique_graphs"]:
+            raise RuntimeError("torch.compile gave no graph")
+        breaks = sum(counters["graph_break"].values())
+        return replace(found, facts={**counters["stats"], "graph_breaks": breaks})
+
+    @torch.no_grad()
+    def measure(self, case: Case) -> float:
+        """Return the microseconds of a forward pass."""
+        del case
+        return wall_us(self._run, self._device)
+
+    def _call(self) -> Callable[[], Tensor]:
+        setup, config = self._setup, self._model.config
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            numbers = torch.randn(*shape, generator=generator)
+            return numbers.to(self._device, torch.bfloat16)
+
+        inputs = {
+            "hidden_states": random(1, setup.image, config.in_channels),
+            "encoder_hidden_states": random(1, setup.text, config.joint_attention_dim),
+            "pooled_projections": random(1, config.pooled_projection_dim),
+            "img_ids": torch.zeros(setup.image, 3, device=self._device),
+            "txt_ids": torch.zeros(setup.text, 3, device=self._device),
+            "timestep": torch.full((1,), 0.5, device=self._device, dtype=torch.bfloat16),
+            "guidance": torch.full((1,), 3.5, device=self._device, dtype=torch.bfloat16),
+        }
+        inputs["img_ids"][:, 1] = torch.arange(setup.image, device=self._device)
+        return lambda: self._model(**inputs, return_dict=False)[0]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and write the result file after each line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--double", type=int, default=4, help="blocks of text and image apart")
+    parser.add_argument("--single", type=int, default=8, help="blocks that join them")
+    parser.add_argument("--image", type=int, default=4096, help="tokens of the image")
+    parser.add_argument("--text", type=int, default=512, help="tokens of the prompt")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=90, help="seconds to prepare one way")
+    parser.add_argument("--tiny", action="store_true", help="a model for a try on a CPU")
+    chosen = parser.parse_args(argv)
+    blocks = (chosen.double, chosen.single, chosen.image, chosen.text)
+    lines = [Case(way, 1, chosen.image) for way in chosen.ways]
+    plans = [
+        Plan(
+            v,
+            tuple(lines),
+            functools.partial(build, Setup(v, *blocks, chosen.backend, chosen.tiny)),
+        )
+        for v in chosen.variants
+    ]
+    threads = max(2, (os.cpu_count() or 1) // len(plans))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    facts = {
+        "what": f"Flux shape, {chosen.double} of {DOUBLE} and {chosen.single} of {SINGLE} blocks, "
+        f"{chosen.image} tokens of an image and {chosen.text} of text, random weights",
+        "scheme": SCHEME,
+        "diffusers": diffusers.__version__,
+    }
+
+    def write(rows: list[dict[str, Any]], variants: dict[str, Any]) -> None:
+        write_results(chosen.out, rows, variants=variants, **facts)
+
+    compare(plans, [[line] for line in lines], write, chosen.rounds, chosen.limit)
+
+
+if __name__ == "__main__":
+    main()
