@@ -12,7 +12,6 @@ are such that 14 bits hold the sums of the first product, and no code moves.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
+from fp8kit.errors import teach
 from fp8kit.formats import TENSOR
 from fp8kit.matmul.problem import m_bucket
 from fp8kit.moe import reference
@@ -43,27 +43,42 @@ _WEIGHT_PARTS = ((2 * _SIZE, _SIZE), (1, _SIZE), (128, 128), (1, 32))
 
 Problem = ExpertsProblem | GroupedProblem
 Operands = ExpertOperands | GroupedOperands
+_found: dict[tuple[int, Problem, Callable[..., Tensor], int], str | None] = {}
 
 
-def failure(problem: Problem, run: Callable[..., Tensor]) -> str | None:
+def failure(problem: Problem, run: Callable[..., Tensor], tokens: int = _TOKENS) -> str | None:
     """Return why kernels must not compute a problem on the current GPU, tried once for its kind.
 
     Args:
         problem: on a CUDA device.
         run: the kernels: takes operands and problem.
+        tokens: to try; kernels may differ by their number.
 
     Returns:
-        ``None`` if they compute what the reference computes, or nothing can be tried during the
-        capture of a graph.
+        ``None`` if they compute what the reference computes.
+
+    Raises:
+        RuntimeError: if the kind was never tried, and a graph is being captured: nothing can be
+            compared then, and a choice without a trial would hold for good.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    return _failure_on(torch.cuda.current_device(), small(problem), run)
+    tried = (torch.cuda.current_device(), small(problem), run, tokens)
+    if tried not in _found:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                teach(
+                    "A layer of experts is called for the first time while a graph is captured.",
+                    "Its kernels are compiled, and tried on a few rows, before they are captured.",
+                    "Call the layer once before the capture, or fp8kit.warmup(model).",
+                )
+            )
+        _found[tried] = _failure_on(*tried)
+    return _found[tried]
 
 
-@functools.cache
-def _failure_on(device: int, problem: Problem, run: Callable[..., Tensor]) -> str | None:
-    found = difference(problem, run, torch.device("cuda", device))
+def _failure_on(
+    device: int, problem: Problem, run: Callable[..., Tensor], tokens: int
+) -> str | None:
+    found = difference(problem, run, torch.device("cuda", device), tokens)
     if found:
         warnings.warn(
             f"fp8kit's kernels of experts are not used on {torch.cuda.get_device_name(device)}: "
@@ -83,18 +98,21 @@ def small(problem: Problem) -> Problem:
 
 
 @torch.no_grad()
-def difference(problem: Problem, run: Callable[..., Tensor], device: torch.device) -> str | None:
+def difference(
+    problem: Problem, run: Callable[..., Tensor], device: torch.device, tokens: int = _TOKENS
+) -> str | None:
     """Compare kernels with the reference on numbers whose sums are exact.
 
     Args:
         problem: as ``small`` gives it.
         run: the kernels.
         device: where to compare.
+        tokens: how many.
 
     Returns:
         What is wrong, or ``None``.
     """
-    operands = _operands(problem, torch.Generator("cpu").manual_seed(0), device)
+    operands = _operands(problem, torch.Generator("cpu").manual_seed(0), device, tokens)
     define = reference.BACKEND
     compute = define.grouped if isinstance(problem, GroupedProblem) else define.experts
     assert compute is not None
@@ -107,7 +125,9 @@ def difference(problem: Problem, run: Callable[..., Tensor], device: torch.devic
     return None if wrong < _LIMIT else f"they differ from the reference by {wrong:.3g}"
 
 
-def _operands(problem: Problem, generator: torch.Generator, device: torch.device) -> Operands:
+def _operands(
+    problem: Problem, generator: torch.Generator, device: torch.device, tokens: int
+) -> Operands:
     def weights(rows: int, columns: int, static: bool) -> ExpertWeights:
         shape = (_EXPERTS, rows, columns)
         dense = _numbers(shape, _WEIGHT_PARTS, generator).to(device) * _SIZE**-0.5
@@ -119,9 +139,9 @@ def _operands(problem: Problem, generator: torch.Generator, device: torch.device
         given = torch.full((1, 1), _STATIC, device=device) if static else None
         return ExpertWeights(data, scale, None, given)
 
-    x = _numbers((_TOKENS, _SIZE), _INPUT_PARTS, generator).to(device)
+    x = _numbers((tokens, _SIZE), _INPUT_PARTS, generator).to(device)
     if isinstance(problem, GroupedProblem):
-        offsets = torch.tensor([0, 5, 5, 20, _TOKENS], device=device)
+        offsets = torch.tensor([0, 5, 5, 20, tokens], device=device)
         w = weights(problem.n, problem.k, False)
         if problem.x_group is None:
             return GroupedOperands(x.to(problem.x_dtype), None, w, offsets)
@@ -130,14 +150,14 @@ def _operands(problem: Problem, generator: torch.Generator, device: torch.device
         return GroupedOperands(q.data, q.scale, w, offsets)
     rows = (2 if problem.activation.gated else 1) * problem.intermediate
     ids = torch.stack(
-        [torch.randperm(_EXPERTS, generator=generator)[:_TOP_K] for _ in range(_TOKENS)]
+        [torch.randperm(_EXPERTS, generator=generator)[:_TOP_K] for _ in range(tokens)]
     )
     return ExpertOperands(
         x.to(problem.x_dtype),
         weights(rows, problem.hidden, problem.static_input),
         weights(problem.hidden, problem.intermediate, problem.static_intermediate),
         ids.to(device),
-        _halvings((_TOKENS, _TOP_K), generator).to(device),
+        _halvings((tokens, _TOP_K), generator).to(device),
     )
 
 

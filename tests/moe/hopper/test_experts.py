@@ -65,6 +65,10 @@ def problem(**changes: Any) -> ExpertsProblem:
         ({"activation": Activation("gelu")}, "has no gelu"),
         ({"activation": OSS, "x_group": GROUP128, "w_group": BLOCK}, "interleaved"),
         ({"router_weight_on_input": True}, "router"),
+        ({"w_group": BLOCK}, "blocks of weights for tokens in groups"),
+        ({"w_group": BLOCK, "x_group": TENSOR, "static_input": True}, "tokens in groups"),
+        ({"w_group": BLOCK, "x_group": GROUP128, "static_intermediate": True}, "tokens in groups"),
+        ({"m": 2**19}, "at most 2097152 pairs"),
         ({"experts": 1025}, "1 to 1024 experts"),
         ({"experts": 0}, "1 to 1024 experts"),
         ({"hidden": 0}, "not empty"),
@@ -138,6 +142,38 @@ def test_tokens_have_the_bits_that_they_have_alone(case: str, tokens: int) -> No
     for start in {0, tokens // 2, max(tokens - 40, 0)}:
         part = slice(start, start + 40)
         assert_bits_equal(run(layer, x[part], ids[part], weights[part]), y[part])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [BF16, F16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", ["rows, short", "gpt-oss"])
+def test_biases_of_any_dtype_are_read(case: str, bias: torch.dtype) -> None:
+    layer, *given = make(case, 20)
+    rounded = {name: getattr(layer, name).to(bias) for name in ("bias13", "bias2")}
+    expected = run(layer._replace(**{name: b.float() for name, b in rounded.items()}), *given)
+    assert_bits_equal(run(layer._replace(**rounded), *given), expected)
+
+
+@pytest.mark.gpu
+def test_layers_that_follow_each_other_read_their_own_routes() -> None:
+    layer, x, _, weights = make("rows", 5)
+    there, x, weights = on_device(layer, "cuda"), x.cuda(), weights.cuda()
+    routes = [torch.randint(-1, 5, (5, 3), device="cuda") for _ in range(32)]
+
+    def compute(ids: Tensor) -> Tensor:
+        return moe.experts(x, there.w13, there.w2, ids, weights, backend="hopper_experts")
+
+    expected = []
+    for ids in routes:
+        expected.append(compute(ids))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [compute(ids).clone() for ids in routes]  # each takes the memory of the one before
+    for _ in range(200):
+        graph.replay()
+        for y, alone in zip(found, expected, strict=True):
+            assert_bits_equal(y, alone)
 
 
 @pytest.mark.gpu

@@ -10,14 +10,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_rows(
   const int blocks = (vectors + THREADS - 1) / THREADS;
   const long long token = blockIdx.x / blocks;
   const int at = blockIdx.x % blocks * THREADS + threadIdx.x;
-  // the pairs' places and weights are older than the product that is waited for
+  // the pairs' places and weights are older than the product that is waited for; see tiles.cuh
   float weight[AT_ONCE];
   bool exists[AT_ONCE];
   auto load_pairs = [&](int from) {
 #pragma unroll
     for (int j = 0; j < AT_ONCE; j++) {
-      exists[j] = from + j < top_k && row_of_pair[token * top_k + from + j] >= 0;
-      weight[j] = exists[j] ? weights[token * top_k + from + j] : 0.0f;
+      exists[j] = from + j < top_k && __ldcg(row_of_pair + token * top_k + from + j) >= 0;
+      weight[j] = exists[j] ? __ldcg(weights + token * top_k + from + j) : 0.0f;
     }
   };
   load_pairs(0);

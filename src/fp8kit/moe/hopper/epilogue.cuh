@@ -25,7 +25,13 @@ struct Factors {
   }
   __device__ float bias_of(int expert, int rows, int row) const {
     const long long at = (long long)expert * rows + row;
-    return !bias ? 0.0f : BIAS_KIND == F32 ? ((const float*)bias)[at] : widen(((const u16*)bias)[at]);
+    if (!bias) return 0.0f;
+    if (BIAS_KIND == F32) return ((const float*)bias)[at];
+    const u16 bits = ((const u16*)bias)[at];
+    if (BIAS_KIND == BF16) return __uint_as_float((u32)bits << 16);
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
   }
   // The fp32 result of a sum, rounded as in the dense GEMM.
   __device__ float apply(float sum, float token_factor, float weight_factor, float added) const {

@@ -39,9 +39,10 @@ from fp8kit.moe.problem import (
 )
 from fp8kit.quantizers.scale_layout import pitch
 from fp8kit.runtime import cuda_launch, nvrtc
-from fp8kit.runtime.weight_hazards import mark_synchronized, safe_to_prefetch
 
 MOST_EXPERTS = 1024
+_MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
+_CHECKED_TOKENS = 97  # more pairs than are few
 _SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``pairs.cu`` counts them
 _SORT_THREADS, _THREADS = 1024, 256
 _PAIRS_OF_BLOCK, _SORT_CLUSTER = 2048, 8  # that one block sorts, and blocks that sort more
@@ -56,7 +57,13 @@ def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
     lacking = _lacking(problem)
     if lacking or not torch.cuda.is_available():
         return lacking
-    return self_check.failure(problem, experts)
+    return self_check.failure(problem, experts) or self_check.failure(
+        problem, _in_large_tiles, _CHECKED_TOKENS
+    )
+
+
+def _in_large_tiles(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+    return experts(operands, problem, choose(_MOST_PAIRS, 1))
 
 
 def _lacking(problem: ExpertsProblem) -> str | None:
@@ -77,6 +84,11 @@ def _lacking(problem: ExpertsProblem) -> str | None:
         return f"has no {'' if act.gated else 'ungated '}{act.kind}"
     if act.interleaved and problem.w_group == BLOCK:
         return "has no blocks of interleaved gates and ups"
+    blocks_alone = problem.x_group != GROUP128 or problem.static_intermediate
+    if problem.w_group == BLOCK and blocks_alone:
+        return "has blocks of weights for tokens in groups"
+    if problem.m * problem.top_k > _MOST_PAIRS:
+        return f"takes at most {_MOST_PAIRS} pairs"
     if problem.router_weight_on_input:
         return "applies the router's weights to the result"
     if not 0 < problem.experts <= MOST_EXPERTS:
@@ -121,11 +133,10 @@ def experts(
             _second_product(call, h, products),
             _sum(call, products, y),
         )
-        for kernel, blocks, arguments, overlap in launches:
-            kernel.launch(blocks, arguments, overlap=overlap)
-    mark_synchronized(operands.w2.data)
-    if _few(call):
-        mark_synchronized(operands.w13.data)
+        # Products may load weights before the kernel before them has ended: every block of the sort
+        # waits for what came before it, and only then lets the next kernel start.
+        for kernel, blocks, arguments in launches:
+            kernel.launch(blocks, arguments, overlap=True)
     return y
 
 
@@ -163,12 +174,11 @@ class _Call(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """A kernel, its grid, its arguments, and whether it starts before its predecessor has ended."""
+    """A kernel, its grid and its arguments."""
 
     kernel: cuda_launch.Kernel
     blocks: int
     arguments: tuple[Any, ...]
-    overlap: bool
 
 
 def _loadable(operands: ExpertOperands) -> ExpertOperands:
@@ -187,7 +197,9 @@ def _loadable_weights(w: ExpertWeights) -> ExpertWeights:
     if not data.is_contiguous() or data.data_ptr() % ALIGN:
         data = data.clone(memory_format=torch.contiguous_format)
     bias = None if w.bias is None else w.bias.contiguous()
-    return ExpertWeights(data, w.scale.contiguous(), bias, w.input_scale)
+    # one scale per tensor may be the same number for all experts, expanded
+    scale = w.scale if w.scale.shape[1:] == (1, 1) else w.scale.contiguous()
+    return ExpertWeights(data, scale, bias, w.input_scale)
 
 
 def _whole_blocks(problem: ExpertsProblem) -> bool:
@@ -244,7 +256,7 @@ def _quantization(call: _Call, rows: _Rows) -> list[_Launch]:
         shared = 4 * (counters if variant.sorts == 2 else problem.top_k)
         kernel = _pairs_kernel(variant, shared, x.device.index)
         blocks = tokens if variant.quantizes else variant.cluster
-        launches.append(_Launch(kernel, blocks, arguments, True))
+        launches.append(_Launch(kernel, blocks, arguments))
     return launches
 
 
@@ -261,10 +273,7 @@ def _first_product(call: _Call, rows: _Rows, h: _Rows) -> _Launch:
     # a gate and its up are neighbours, in two maps of every other row; or all gates come first
     step, second, second_map_row = (2, 1, 0) if act.interleaved else (1, inner, inner)
     layout = _Layout(inner, step, second, second_map_row)
-    # without a list of its own it waits before it loads anything
-    overlap = not lists or safe_to_prefetch(w.data)
-    result = (h.codes, h.scale, _row_pitch(h))
-    return _product(call, w, rows, variant, layout, result, overlap)
+    return _product(call, w, rows, variant, layout, (h.codes, h.scale, _row_pitch(h)))
 
 
 def _second_product(call: _Call, h: _Rows, products: Tensor) -> _Launch:
@@ -275,8 +284,8 @@ def _second_product(call: _Call, h: _Rows, products: Tensor) -> _Launch:
         problem.x_dtype, torch.float32 if w.bias is None else w.bias.dtype,
     )  # fmt: skip
     half = config.features(activated=False) // 2
-    layout, result = _Layout(problem.hidden, 1, 0, half), (products, None, 0)
-    return _product(call, w, h, variant, layout, result, safe_to_prefetch(w.data))
+    layout = _Layout(problem.hidden, 1, 0, half)
+    return _product(call, w, h, variant, layout, (products, None, 0))
 
 
 class _Layout(NamedTuple):
@@ -302,7 +311,6 @@ def _product(
     variant: Variant,
     layout: _Layout,
     result: tuple[Tensor, Tensor | None, int],
-    overlap: bool,
 ) -> _Launch:
     (x, _, _, ids, _), problem, config, found = call
     act, k, device = problem.activation, w.data.shape[2], x.device.index
@@ -329,7 +337,7 @@ def _product(
         ctypes.c_float(act.alpha),
         ctypes.c_float(act.up_offset),
     )
-    return _Launch(_grouped_kernel(config, variant, device), grid, arguments, overlap)
+    return _Launch(_grouped_kernel(config, variant, device), grid, arguments)
 
 
 def _weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
@@ -365,7 +373,7 @@ def _sum(call: _Call, products: Tensor, y: Tensor) -> _Launch:
         *_integers(call.problem.top_k, vectors),
     )
     kernel = _combine_kernel(threads, y.dtype, y.device.index)
-    return _Launch(kernel, y.shape[0] * -(-vectors // threads), arguments, True)
+    return _Launch(kernel, y.shape[0] * -(-vectors // threads), arguments)
 
 
 def _pointers(*tensors: Tensor | None) -> list[Any]:

@@ -16,11 +16,11 @@
 // With SWAP_AB the half that is promoted is not the half that is multiplied. Without, there are registers
 // for one partial sum, and one warpgroup promotes while the other multiplies.
 //
-// Schedule: see tiles.cuh. Sums along K are never split, so the bits of a row depend on nothing else.
+// Schedule: see scheduler.cuh. Sums along K are never split, so the bits of a row depend on nothing else.
 //
 // Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, matmul/hopper/ptx.cuh,
-// matmul/hopper/pipeline.cuh, tiles.cuh, epilogue.cuh, columns_epilogue.cuh or rows_epilogue.cuh,
-// grouped_gemm.cu.
+// matmul/hopper/pipeline.cuh, tiles.cuh, scheduler.cuh, epilogue.cuh, columns_epilogue.cuh or
+// rows_epilogue.cuh, grouped_gemm.cu.
 //
 //   macro             unit        meaning
 //   SWAP_AB           0 or 1      the MMA's columns are tokens, else a half of the weights
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
 #if LISTS
   TileWalk tile(few.tiles, few.count, w_tiles, BAND, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
 #else
-  TileWalk tile(tiles, *tile_count, w_tiles, BAND, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
+  TileWalk tile(tiles, __ldcg(tile_count), w_tiles, BAND, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
 #endif
 
   if (producer) {

@@ -15,6 +15,7 @@ _BEFORE = (
     "matmul/hopper/ptx.cuh",
     "matmul/hopper/pipeline.cuh",
     "moe/hopper/tiles.cuh",
+    "moe/hopper/scheduler.cuh",
     "moe/hopper/epilogue.cuh",
 )
 KINDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 8}  # dtype tags of the kernels

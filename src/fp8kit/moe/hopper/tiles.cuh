@@ -1,5 +1,8 @@
-// The tiles of tokens of all experts: how few pairs are sorted into them, and how blocks walk over them.
+// The tiles of tokens of all experts, and how few pairs are sorted into them.
 // Rows of a tile lie next to each other; its last rows may belong to no pair.
+//
+// What is read before the wait for the previous kernel is read from L2: lines of L1 may be those of an
+// earlier kernel that used the same memory.
 
 // A tile of TILE_TOKENS rows, the next of which belongs to the next tile.
 struct TokenTile {
@@ -14,7 +17,7 @@ struct Routes {
 
   // The expert of a pair, -1 for none.
   __device__ int expert(int pair) const {
-    const long long id = id_bytes == 8 ? ((const long long*)ids)[pair] : ((const int*)ids)[pair];
+    const long long id = id_bytes == 8 ? __ldcg((const long long*)ids + pair) : __ldcg((const int*)ids + pair);
     return id >= 0 && id < experts ? (int)id : -1;
   }
 };
@@ -69,38 +72,5 @@ struct FewPairs {
       store(i, expert < 0 ? -1 : tile * TILE_TOKENS + rank % TILE_TOKENS);
     }
     __syncthreads();
-  }
-};
-
-// Walks over (token tile, weight tile). All weights of an expert pass a band of its token tiles, then
-// the next band, so that what a band reads stays in L2.
-struct TileWalk {
-  const TokenTile* tiles;
-  int w_tiles, band_tiles, at, stride, total;
-  int expert, row, end, w;  // of the present tile
-
-  __device__ TileWalk(const TokenTile* tiles, int count, int w_tiles, int band_tiles, int at, int stride)
-      : tiles(tiles), w_tiles(w_tiles), band_tiles(band_tiles), at(at), stride(stride),
-        total(count * w_tiles) {
-    locate();
-  }
-  __device__ bool more() const { return at < total; }
-  __device__ void next() {
-    at += stride;
-    locate();
-  }
-  __device__ void locate() {
-    if (!more()) return;
-    const int tile = at / w_tiles;
-    const int4 loaded = *(const int4*)(tiles + tile);
-    const int place = loaded.z >> 16, count = loaded.z & 0xffff, first = tile - place;
-    const int of_expert = at - first * w_tiles;
-    const int band = of_expert / (band_tiles * w_tiles), in_band = of_expert - band * band_tiles * w_tiles;
-    const int width = min(band_tiles, count - band * band_tiles);
-    w = in_band / width;
-    const int chosen = band * band_tiles + in_band - w * width;
-    expert = loaded.x;
-    row = (first + chosen) * TILE_TOKENS;
-    end = row + min(TILE_TOKENS, loaded.y - chosen * TILE_TOKENS);
   }
 };
