@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # (N, K) by model and layer; what attention and feed-forward read together is joined
 SHAPES = {
     "8b.qkv": (6144, 4096),
@@ -41,6 +43,30 @@ MODELS = {
     "dit": "Flux",
     "odd": "odd shapes",
 }
+
+
+class ExpertShape(NamedTuple):
+    """A layer of experts with gates: each has weights ``[2 I, H]`` and ``[H, I]``."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of one expert."""
+        return 3 * self.hidden * self.intermediate
+
+
+EXPERTS = {
+    "Mixtral-8x7B": ExpertShape(8, 2, 4096, 14336),
+    "Qwen3-30B-A3B": ExpertShape(128, 8, 2048, 768),
+    "Qwen3.5-35B-A3B": ExpertShape(256, 8, 2048, 512),
+    "GPT-OSS-120B": ExpertShape(128, 4, 2880, 2880),
+    "GLM-4.5-Air": ExpertShape(128, 8, 4096, 1408),
+    "DeepSeek-V3-TP8": ExpertShape(256, 8, 7168, 256),
+}
 # what one H200 reaches, not its data sheet
 BANDWIDTH, FLOPS = 4.3e12, 1400e12
 
@@ -66,3 +92,24 @@ def chosen(prefixes: str) -> dict[str, tuple[int, int]]:
 def roofline_us(m: int, n: int, k: int) -> float:
     """Return the least microseconds of a whole layer, 16 bit in and out, FP8 weight ``[n, k]``."""
     return max((n * k + 2 * m * k + 2 * m * n) / BANDWIDTH, 2 * m * n * k / FLOPS) * 1e6
+
+
+def experts_roofline_us(shape: ExpertShape, tokens: int, touched: float) -> float:
+    """Return the least microseconds of both products of a layer of experts.
+
+    Args:
+        shape: of the layer.
+        tokens: each goes to ``top_k`` experts.
+        touched: how many experts have a token; their FP8 weights are read once.
+    """
+    operations = 2 * tokens * shape.top_k * shape.expert_weights
+    return max(touched * shape.expert_weights / BANDWIDTH, operations / FLOPS) * 1e6
+
+
+def experts_passes_us(shape: ExpertShape, tokens: int) -> float:
+    """Return the least microseconds of what stands before and behind the products.
+
+    The input is read in 16 bit and written in FP8; then each token's results are read, and their
+    sum is written, in 16 bit.
+    """
+    return tokens * shape.hidden * (2 + 1 + 2 * shape.top_k + 2) / BANDWIDTH * 1e6

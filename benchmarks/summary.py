@@ -5,12 +5,13 @@ Plain Python, so that tables and plots need neither torch nor a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
 Row = dict[str, Any]
+Comparisons = Mapping[str, tuple[str, ...]]
 
 _BLOCK_PEERS = ("vllm_block", "torch_block", "deepgemm_block")
 # a caller of the default scheme could use any of these instead
@@ -37,6 +38,13 @@ MX_COMPARISONS = {
     "MXFP8 / FP8_DYNAMIC": ("MXFP8", "FP8_DYNAMIC"),
     "bf16 / MXFP8": ("bf16", "MXFP8"),
 }
+# the same of layers of experts
+EXPERT_COMPARISONS: dict[str, tuple[str, ...]] = {
+    "row": ("vllm_channel", "vllm_block"),
+    "block": ("vllm_block",),
+}
+# a user of bf16 could take the fastest of these
+_DENSE = ("bf16", "bf16_batched_mm", "bf16_grouped_mm")
 
 
 @dataclass(frozen=True)
@@ -88,15 +96,15 @@ def best(times: dict[str, float], names: Iterable[str]) -> str:
     return min((n for n in names if n in times), key=times.__getitem__, default="")
 
 
-def ratios(row: Row, kind: str) -> Ratios | None:
+def ratios(row: Row, kind: str, comparisons: Comparisons = COMPARISONS) -> Ratios | None:
     """Compare one case of fp8kit with the peers that do the same; ``None`` if not measured."""
     times = row["us"]
-    us = times.get(f"fp8kit_{kind}")
-    if us is None or "bf16" not in times:
+    us, dense = times.get(f"fp8kit_{kind}"), best(times, _DENSE)
+    if us is None or not dense:
         return None
-    peer = best(times, COMPARISONS[kind])
+    peer = best(times, comparisons[kind])
     of_peer = times[peer] / us if peer else 0.0
-    return Ratios(row["shape"], us, times["bf16"] / us, row["roofline_us"] / us, peer, of_peer)
+    return Ratios(row["shape"], us, times[dense] / us, row["roofline_us"] / us, peer, of_peer)
 
 
 def by_model(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
@@ -106,11 +114,14 @@ def by_model(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
     return (models, odd) if models else (odd, [])
 
 
-def summarize(rows: Sequence[Row], kind: str) -> list[Summary]:
+def summarize(
+    rows: Sequence[Row], kind: str, comparisons: Comparisons = COMPARISONS
+) -> list[Summary]:
     """Return a line per row count for one case of fp8kit."""
     lines = []
     for m in sorted({row["m"] for row in rows}):
-        found = [r for row in rows if row["m"] == m and (r := ratios(row, kind)) is not None]
+        here = [ratios(row, kind, comparisons) for row in rows if row["m"] == m]
+        found = [r for r in here if r is not None]
         if not found:
             continue
         peers = [(r.of_peer, r.shape) for r in found if r.peer]

@@ -17,7 +17,9 @@ from typing import Any
 from layers import MODELS
 from summary import (
     COMPARISONS,
+    EXPERT_COMPARISONS,
     MX_COMPARISONS,
+    Comparisons,
     Row,
     Summary,
     by_model,
@@ -41,8 +43,8 @@ of a line take turns in one run. Sums are precise unless a heading says otherwis
 they ship. The roofline is the longer of two times: moving the bytes at 4.3 TB/s, or computing at
 1400 TFLOPS. What was tried is in [performance.md](performance.md).
 
-`make bench` measures on a GPU machine and `make tables` writes this page; the head of
-`benchmarks/peers.py` says how to install the peers.
+`make bench` measures on a GPU machine and `make tables` writes this page; the heads of
+`benchmarks/peers.py` and `benchmarks/expert_peers.py` say how to bring the peers.
 """
 LIBRARIES = {"vllm": "vLLM", "deepgemm": "DeepGEMM", "torch": "torch", "torchao": "torchao"}
 DECODER_LAYER = (
@@ -64,6 +66,10 @@ KINDS = {
 }
 
 FIRST = ("forward", "eager")  # the ways in which a model runs first
+EXPERT_KINDS = {
+    "row": "Per-token activations by per-row weights",
+    "block": "1x128 groups by 128x128 blocks",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -94,6 +100,9 @@ def compact(found: dict[str, Any]) -> str:
     parts = []
     if "linear" in found:
         parts.append(overview(found["linear"]["rows"]) + source("linear", found["linear"]))
+    if "experts" in found:
+        one = found["experts"]
+        parts.append(experts_overview(one) + source("experts", one))
     if "decoder_layer" in found:
         one = found["decoder_layer"]
         parts.append(decoder_layer(one) + source("decoder_layer", one))
@@ -172,6 +181,75 @@ def dense_cell(line: Summary | None) -> str:
     return "–" if line is None else f"{line.of_bf16:.2f} ({line.worst_of_bf16[0]:.2f})"
 
 
+def experts_overview(found: dict[str, Any]) -> str:
+    """Layers of experts under uniform routing: row-wise and block-wise against vLLM, and bf16."""
+    rows = [row for row in found["rows"] if row["routing"] == "uniform"]
+    row, block = (
+        {line.m: line for line in summarize(rows, kind, EXPERT_COMPARISONS)}
+        for kind in EXPERT_COMPARISONS
+    )
+    columns = ["tokens", "row-wise: vLLM / fp8kit", "bf16 / fp8kit", "of the roofline"]
+    columns += ["block-wise: vLLM / fp8kit", "bf16 / fp8kit"]
+    lines = []
+    for m, line in row.items():
+        cells = [str(m), peer_cell(line), dense_cell(line), f"{line.roofline:.0%}"]
+        lines.append([*cells, peer_cell(block.get(m)), dense_cell(block.get(m))])
+    names = ", ".join(dict.fromkeys(row["shape"] for row in rows))
+    text = (
+        f"Whole layers of experts, bf16 in and out, ids and weights given ({names}), compared as "
+        "above; of vLLM's and of Transformers' bf16 layers the faster.\n\n"
+    )
+    return text + table(columns, lines)
+
+
+def experts(found: dict[str, Any]) -> str:
+    """Layers of experts: means over models for each case and routing, then every model."""
+    parts = [
+        "bf16 in and out, ids and weights of the router given, no shared experts. The roofline "
+        "reads the FP8 weights of the experts that have a token, or computes; behind the slash, "
+        "quantizing the input and adding the results of each token count, too. Skewed: expert `e` "
+        "is chosen in proportion to 1 / (e + 1). bf16 is the faster of Transformers' `batched_mm` "
+        f"and `grouped_mm`. {present(found)}".rstrip()
+    ]
+    routings = dict.fromkeys(row["routing"] for row in found["rows"])
+    for kind in EXPERT_COMPARISONS:
+        for routing in routings:
+            rows = [row for row in found["rows"] if row["routing"] == routing]
+            lines = summarize(rows, kind, EXPERT_COMPARISONS)
+            if lines:
+                title = f"### {EXPERT_KINDS[kind]}, {routing} routing"
+                parts.append(f"{title}\n\n{summary_table(lines)}".rstrip())
+    parts += ["### Every layer of experts", every_expert_layer(found["rows"]).rstrip()]
+    missing = unmeasured(found["rows"])
+    if missing:
+        parts += ["### What did not run", failures(missing).rstrip()]
+    return "\n\n".join(parts) + "\n"
+
+
+def every_expert_layer(rows: list[Row]) -> str:
+    """Microseconds of every layer of experts, routing and token count."""
+    columns = ["tokens", "routing", "experts", "roofline", "bf16"]
+    columns += ["row", "of the roofline", "vLLM", "block", "of the roofline", "vLLM"]
+    parts = ["Microseconds.\n"]
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        lines = []
+        mine = [row for row in rows if row["shape"] == shape]
+        for row in mine:
+            times, roofline = row["us"], row["roofline_us"]
+            dense = [us for name, us in times.items() if name.startswith("bf16")]
+            lines.append([str(row["m"]), row["routing"], f"{row['touched']:.1f}"])
+            lines[-1] += [f"{roofline:.1f} / {row['roofline_with_passes_us']:.1f}"]
+            lines[-1] += [micro(min(dense, default=None))]
+            for kind in EXPERT_COMPARISONS:
+                us = times.get(f"fp8kit_{kind}")
+                lines[-1] += [micro(us), "–" if us is None else f"{roofline / us:.0%}"]
+                lines[-1] += [named_peer(row, kind, EXPERT_COMPARISONS)]
+        sizes = f"{mine[0]['experts']} experts, top {mine[0]['top_k']}, H {mine[0]['hidden']}"
+        title = f"**{shape}**, {sizes}, I {mine[0]['intermediate']}"
+        parts.append(f"{title}\n\n{table(columns, lines)}")
+    return "\n".join(parts)
+
+
 def linear(found: dict[str, Any]) -> str:
     """Whole linear layers: per row count for each case, then every layer."""
     rows, odd = by_model(found["rows"])
@@ -242,9 +320,9 @@ def micro(us: float | None) -> str:
     return "–" if us is None else f"{us:.1f}"
 
 
-def named_peer(row: Row, kind: str) -> str:
+def named_peer(row: Row, kind: str, comparisons: Comparisons = COMPARISONS) -> str:
     """Write time and name of the fastest peer of a case."""
-    found = ratios(row, kind)
+    found = ratios(row, kind, comparisons)
     if found is None or not found.peer:
         return "–"
     return f"{row['us'][found.peer]:.1f} ({found.peer})"
@@ -429,6 +507,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "linear": ("Whole linear layers", linear),
     "linear_odd": ("Whole linear layers of odd shapes", linear),
     "mx_speed": ("Layers with an MXFP8 weight", mx_speed),
+    "experts": ("Whole layers of experts", experts),
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),

@@ -1,0 +1,451 @@
+"""Time whole layers of experts, bf16 in and out: fp8kit, bf16 as Transformers runs it, and vLLM.
+
+    python benchmarks/experts.py OUT.json [--models Mixtral,GLM | all] [--tokens 1,16,4096]
+        [--vllm FOLDER] [--seconds 110] [--quick]
+
+Ids and weights of the router are given, and there are no shared experts. Calls take turns among
+copies of the weights, and among routes: uniform, and for some token counts skewed, expert ``e``
+chosen in proportion to ``1 / (e + 1)``. Every case is compared with fp32 products of its own
+weights before it is timed; an error of fp8kit or bf16 ends the run with a failure. The file is
+written after every row. `expert_peers.py` says what the folder of vLLM holds; without it the result
+says that vLLM is absent.
+
+Triton and NVRTC compile for minutes, in one process. So processes of their own run every case once
+beforehand (``--processes``), and what is measured finds the kernels in the caches on disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8kit
+from checking import Checked, reason
+from expert_peers import (
+    E4M3,
+    Coded,
+    Dense,
+    ExpertLayer,
+    Routes,
+    Vllm,
+    batched_mm,
+    grouped_mm,
+    load_vllm,
+    silu_and_mul,
+    transformers_case,
+    unpacked,
+)
+from fp8kit.dispatch.backends import decide
+from fp8kit.dispatch.device import capability
+from fp8kit.formats import stack_scale_shape
+from fp8kit.matmul.problem import m_bucket
+from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
+from fp8kit.ops.validation import activation_format
+from fp8kit.perf.timing import QUICK, THOROUGH, Effort, Timer
+from layers import EXPERTS, ExpertShape, experts_passes_us, experts_roofline_us
+from linear import integers, own_failures
+from summary import EXPERT_COMPARISONS, ratios
+from timing import Case, copies_past_cache, time_cases, write_results
+
+TOKENS = "1,4,16,64,128,1024,4096"
+SKEWED = (16, 128, 4096)
+GROUPS = {"row": fp8kit.ROW, "block": fp8kit.BLOCK}
+# rounding input and intermediate to FP8 costs 4.4 % on such data, and 6.2 % in the worst of a
+# thousand tokens; bf16 costs half a percent, and 0.8 % there
+DENSE_ERROR, FP8_ERROR = 0.02, 0.08
+_MOST_COPIES, _TURNS, _FEW_TOKENS = 6, 12, 128
+_MOST_GATHERED = 8e9  # bytes of weights that batched_mm copies: more takes the time of all others
+_COMPILING_SECONDS = 45.0
+
+Row = dict[str, Any]
+Build = Callable[[ExpertLayer], Case]
+
+
+def ours(kind: str) -> Build:
+    """Build ``fp8kit.moe.experts`` on weights of one granularity."""
+
+    def build(layer: ExpertLayer) -> Case:
+        x, coded = layer.x, layer.coded[kind]
+        return lambda i: fp8kit.moe.experts(x, *coded[i % len(coded)], *layer.routes[i])
+
+    return build
+
+
+# each case, and whose dequantized weights its exact result has
+OURS: dict[str, tuple[str, Build]] = {f"fp8kit_{kind}": (kind, ours(kind)) for kind in GROUPS}
+DENSE: dict[str, tuple[str, Build]] = {
+    "bf16_batched_mm": ("dense", partial(transformers_case, batched_mm)),
+    "bf16_grouped_mm": ("dense", partial(transformers_case, grouped_mm)),
+}
+
+
+def peer_cases(vllm: Vllm | None) -> dict[str, tuple[str, Build]]:
+    """Return vLLM's cases, if it is there."""
+    if vllm is None:
+        return {}
+    kinds = {"vllm_channel": "row", "vllm_block": "block"}
+    return {name: (kind, partial(vllm.case, kind)) for name, kind in kinds.items()}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a run measures.
+
+    Args:
+        vllm: the peer, if it is there.
+        device: where to measure.
+        effort: how long to measure each case.
+        timer: measures them.
+    """
+
+    vllm: Vllm | None
+    device: torch.device
+    effort: Effort = THOROUGH
+    timer: Timer = time_cases
+
+    def cases(self, shape: ExpertShape, tokens: int) -> dict[str, tuple[str, Build]]:
+        """Return the cases that serve a layer and a token count."""
+        found = DENSE | OURS | peer_cases(self.vllm)
+        if not blocks_fit(shape):
+            found = {name: case for name, case in found.items() if case[0] != "block"}
+        if 2 * tokens * shape.top_k * shape.expert_weights > _MOST_GATHERED:
+            del found["bf16_batched_mm"]
+        return found
+
+
+def main(argv: Sequence[str] | None = None, timer: Timer = time_cases) -> None:
+    """Measure, print a line per layer, routing and token count, and write the result file."""
+    arguments = parse(argv)
+    start = time.monotonic()
+    deadline = start + arguments.seconds
+    device = torch.device(arguments.device)
+    effort = QUICK if arguments.quick else THOROUGH
+    with tempfile.TemporaryDirectory() as folder:
+        libraries = unpacked(arguments.vllm, Path(folder)) if arguments.vllm else []
+        if arguments.processes and device.type == "cuda":
+            compile_ahead(arguments, libraries)
+            print(f"compiled ahead in {time.monotonic() - start:.0f} s", flush=True)
+        vllm, absent = peer(arguments.vllm, libraries, device)
+        facts = {
+            "what": "layers of experts, bf16 in and out, microseconds",
+            "peers": {} if vllm is None else {"vllm": vllm.version},
+            "absent": absent,
+            "vllm_operators": {} if vllm is None else vllm.operators,
+            "effort": f"{effort.rounds} rounds of {effort.round_ms:g} ms",
+        }
+        measured = measure_all(
+            Bench(vllm, device, effort, timer), arguments.models, arguments.tokens, deadline
+        )
+        rows: list[Row] = []
+        for row in measured:
+            rows.append(row)
+            report(row)
+            facts["seconds"] = round(time.monotonic() - start)
+            write_results(arguments.out, rows, **facts)
+    broken = [f"{row['shape']} m={row['m']}: {n}" for row in rows for n in own_failures(row)]
+    if broken:
+        raise SystemExit("fp8kit or bf16 failed, see above: " + "; ".join(broken))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("out", type=Path)
+    add("--models", type=model_names, default=dict(EXPERTS), help="starts of names, or all")
+    add("--tokens", type=integers, default=integers(TOKENS))
+    add("--vllm", type=absolute, help="folder with vLLM's package and compiled operators")
+    add("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)),
+        help="that compile beforehand; 0 compiles when a kernel is needed")  # fmt: skip
+    add("--seconds", type=float, default=float("inf"), help="nothing starts later than this")
+    add("--quick", action="store_true", help="a quarter of the time for each case")
+    add("--device", default="cuda", help="a CPU shows that everything runs, and no more")
+    return parser.parse_args(argv)
+
+
+def absolute(text: str) -> Path:
+    """Read a path, which other processes and the dynamic linker find, too."""
+    return Path(text).resolve()
+
+
+def model_names(text: str) -> dict[str, ExpertShape]:
+    """Read starts of models' names, separated by commas."""
+    words = text.split(",")
+    for word in words:
+        if word != "all" and not (word and any(name.startswith(word) for name in EXPERTS)):
+            raise argparse.ArgumentTypeError(f"{word!r} starts none of {', '.join(EXPERTS)}")
+    wanted = ("",) if "all" in words else tuple(words)
+    return {name: shape for name, shape in EXPERTS.items() if name.startswith(wanted)}
+
+
+def peer(
+    folder: Path | None, libraries: list[Path], device: torch.device
+) -> tuple[Vllm | None, dict[str, str]]:
+    """Load vLLM, or tell why it is not there."""
+    if folder is None:
+        return None, {"vllm": "not asked for (--vllm FOLDER)"}
+    try:
+        return load_vllm(folder, libraries, device), {}
+    except Exception as broken:
+        # a library that does not load costs its own columns only
+        print(f"vllm: {reason(broken)}", flush=True)
+        return None, {"vllm": reason(broken)}
+
+
+def compile_ahead(arguments: argparse.Namespace, libraries: list[Path]) -> None:
+    """Run every case once in other processes, which leave their kernels in the caches on disk."""
+    context = multiprocessing.get_context("spawn")
+    setting = (arguments.vllm, libraries, arguments.device)
+    shapes = arguments.models.values()
+    jobs = [(*setting, shape, m) for m in arguments.tokens for shape in shapes]
+    stop = time.monotonic() + min(arguments.seconds / 2, _COMPILING_SECONDS)
+    with context.Pool(min(arguments.processes, len(jobs))) as pool:
+        waiting = [pool.apply_async(compile_quantizers, (arguments.device, s)) for s in shapes]
+        waiting += [pool.apply_async(compile_cell, job) for job in jobs]
+        for one in waiting:
+            try:
+                failed = one.get(max(0.0, stop - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                print("not everything is compiled ahead", flush=True)
+                return
+            for case, why in failed.items():
+                print(f"compiling {case}: {why}", flush=True)
+
+
+@torch.no_grad()
+def compile_quantizers(device_name: str, shape: ExpertShape) -> dict[str, str]:
+    """Quantize the weights of a layer once; return failures."""
+    try:
+        make_weights(torch.Generator(torch.device(device_name)).manual_seed(0), shape, most=1)
+    except Exception as broken:
+        # the same happens when it is measured, and stops the run there
+        return {f"the weights of {shape}": reason(broken)}
+    torch.cuda.empty_cache()
+    return {}
+
+
+_loaded: dict[Path | None, Vllm | None] = {}
+
+
+@torch.no_grad()
+def compile_cell(
+    folder: Path | None, libraries: list[Path], device_name: str, shape: ExpertShape, tokens: int
+) -> dict[str, str]:
+    """Run the FP8 cases of one layer and token count on weights of any value; return failures."""
+    device = torch.device(device_name)
+    if folder not in _loaded:
+        _loaded[folder] = peer(folder, libraries, device)[0]
+    e, _, h, i = shape
+    codes = [torch.empty(e, n, k, device=device, dtype=E4M3) for n, k in ((2 * i, h), (h, i))]
+    coded = {}
+    for kind, group in GROUPS.items():
+        if kind != "block" or blocks_fit(shape):
+            scales = [torch.ones(stack_scale_shape(c.shape, group), device=device) for c in codes]
+            pair = (fp8kit.QTensor(c, s, group) for c, s in zip(codes, scales, strict=True))
+            coded[kind] = [Coded(*pair)]
+    generator = torch.Generator(device).manual_seed(0)
+    x = normal(generator, tokens, h)
+    layer = ExpertLayer(x, [routes(generator, shape, tokens, "uniform")], [], coded)
+    failed = {}
+    for name, (kind, build) in (OURS | peer_cases(_loaded[folder])).items():
+        if kind in coded:
+            try:
+                build(layer)(0)
+            except Exception as broken:
+                # the same happens when it is measured, and is recorded there
+                failed[f"{name} of {shape} m={tokens}"] = reason(broken)
+    del layer, coded, codes
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return failed
+
+
+def measure_all(
+    bench: Bench, models: Mapping[str, ExpertShape], counts: Sequence[int], deadline: float
+) -> Iterator[Row]:
+    """Return a row per model, routing and token count, until the time is up."""
+    # a failed capture leaves the default generator unusable, so numbers come from another one
+    generator = torch.Generator(bench.device).manual_seed(0)
+    if bench.device.type == "cuda":
+        # captures of graphs may collect garbage: this much is none
+        gc.collect()
+        gc.freeze()
+    for name, shape in models.items():
+        if time.monotonic() > deadline:
+            print(f"{name}: skipped, out of time", flush=True)
+            continue
+        dense, coded = make_weights(generator, shape)
+        cells = [(m, "uniform") for m in counts] + [(m, "skewed") for m in counts if m in SKEWED]
+        for m, routing in cells:
+            if time.monotonic() > deadline:
+                print(f"{name} m={m} {routing}: skipped, out of time", flush=True)
+                continue
+            turns = turns_for(m, len(dense))
+            drawn = [routes(generator, shape, m, routing) for _ in range(turns)]
+            x = normal(generator, m, shape.hidden)
+            try:
+                # nothing here may outlive the weights, which fill the GPU for large layers
+                found = measure(bench, shape, ExpertLayer(x, drawn, dense, coded))
+            except torch.OutOfMemoryError as broken:
+                print(f"{name} m={m} {routing}: skipped, {reason(broken)}", flush=True)
+                torch.cuda.empty_cache()
+                continue
+            yield {"shape": name, "m": m, "routing": routing, **shape._asdict(), **found}
+        del dense, coded
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def turns_for(tokens: int, copies: int) -> int:
+    """Return among how many routes calls take turns: a multiple of the copies of the weights."""
+    return copies * -(-_TURNS // copies) if tokens <= _FEW_TOKENS else copies
+
+
+def make_weights(
+    generator: torch.Generator, shape: ExpertShape, most: int = _MOST_COPIES
+) -> tuple[list[Dense], dict[str, list[Coded]]]:
+    """Draw the weights of all experts, and copy them past the cache of the device."""
+    e, top_k, h, i = shape
+    count = min(most, copies_past_cache(top_k * shape.expert_weights, generator.device))
+    # what leaves a product has the size of what enters it
+    one = Dense(normal(generator, e, 2 * i, h) * h**-0.5, normal(generator, e, h, i) * i**-0.5)
+    dense = [one, *(Dense(*(w.clone() for w in one)) for _ in range(count - 1))]
+    coded = {}
+    for kind, group in GROUPS.items():
+        if kind != "block" or blocks_fit(shape):
+            coded[kind] = [
+                Coded(*(fp8kit.quantize(w, group, role="weight") for w in pair)) for pair in dense
+            ]
+    return dense, coded
+
+
+def blocks_fit(shape: ExpertShape) -> bool:
+    """Return whether both weights consist of whole blocks, as checkpoints with blocks have them."""
+    return not shape.hidden % fp8kit.BLOCK.cols and not shape.intermediate % fp8kit.BLOCK.cols
+
+
+def routes(generator: torch.Generator, shape: ExpertShape, tokens: int, routing: str) -> Routes:
+    """Draw different experts for each token, and weights that add up to one."""
+    size, device = (tokens, shape.experts), generator.device
+    # the largest of p / exponential are drawn without replacement, in proportion to p
+    key = torch.empty(size, device=device).exponential_(generator=generator).reciprocal_()
+    if routing == "skewed":
+        key /= torch.arange(1, shape.experts + 1, device=device)
+    ids = key.topk(shape.top_k).indices.int()
+    logits = torch.randn(tokens, shape.top_k, generator=generator, device=device)
+    return Routes(ids, logits.softmax(-1))
+
+
+def normal(generator: torch.Generator, *shape: int) -> Tensor:
+    """Draw a bf16 tensor."""
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.bfloat16)
+
+
+@torch.no_grad()
+def measure(bench: Bench, shape: ExpertShape, layer: ExpertLayer) -> Row:
+    """Check and time every case of one layer and token count, against each other."""
+    tokens = layer.x.shape[0]
+    cases = bench.cases(shape, tokens)
+    checked = Checked()
+    for weights in {kind: None for kind, _ in cases.values()}:
+        correct = exact(layer, weights)
+        for name, (kind, build) in cases.items():
+            if kind == weights:
+                limit = DENSE_ERROR if kind == "dense" else FP8_ERROR
+                checked.add(name, deferred(build, layer), correct, limit)
+    times = bench.timer(checked.cases, len(layer.routes), bench.effort, bench.device)
+    touched = sum(ids.unique().numel() for ids, _ in layer.routes) / len(layer.routes)
+    roofline = experts_roofline_us(shape, tokens, touched)
+    found: Row = {"touched": touched, "roofline_us": roofline}
+    found["roofline_with_passes_us"] = roofline + experts_passes_us(shape, tokens)
+    found["us"] = times
+    found["of_roofline"] = {name: roofline / us for name, us in times.items()}
+    compared = {k: ratios({"shape": "", **found}, k, EXPERT_COMPARISONS) for k in GROUPS}
+    found["best_peer_by_ours"] = {k: r.of_peer for k, r in compared.items() if r and r.peer}
+    found["relative_error"] = checked.errors
+    found["backends"] = {f"fp8kit_{kind}": backend(layer, shape, kind) for kind in layer.coded}
+    return found | ({"failed": checked.failed} if checked.failed else {})
+
+
+def deferred(build: Build, layer: ExpertLayer) -> Case:
+    """Build a case at its first call, where a failure is recorded."""
+    built: list[Case] = []
+
+    def run(i: int) -> object:
+        if not built:
+            built.append(build(layer))
+        return built[0](i)
+
+    return run
+
+
+def exact(layer: ExpertLayer, kind: str) -> Tensor:
+    """Compute the first turn in fp32, from bf16 weights or from the values of codes."""
+    ids, weights = layer.routes[0]
+    w13, w2 = layer.dense[0] if kind == "dense" else layer.coded[kind][0]
+    y = torch.zeros(layer.x.shape, device=layer.x.device)
+    for e in ids.unique().tolist():
+        token, place = torch.where(ids == e)
+        inner = silu_and_mul(layer.x[token].float() @ values(w13, e).t())
+        y.index_add_(0, token, (inner @ values(w2, e).t()) * weights[token, place, None])
+    return y
+
+
+def values(stack: Tensor | fp8kit.QTensor, expert: int) -> Tensor:
+    """Return the fp32 weight of one expert."""
+    if isinstance(stack, Tensor):
+        return stack[expert].float()
+    codes, scale = stack.data[expert], stack.scale[expert]
+    n, k = scale.shape
+    grouped = codes.float().view(n, codes.shape[0] // n, k, codes.shape[1] // k)
+    return (grouped * scale[:, None, :, None]).view(codes.shape)
+
+
+def backend(layer: ExpertLayer, shape: ExpertShape, kind: str) -> str:
+    """Name the backend that computes a case of fp8kit."""
+    group = GROUPS[kind]
+    x_group, rounding = activation_format(group, None, None)
+    device = layer.x.device
+    problem = ExpertsProblem(
+        m=m_bucket(layer.x.shape[0]), experts=shape.experts, top_k=shape.top_k,
+        hidden=shape.hidden, intermediate=shape.intermediate,
+        activation=fp8kit.moe.Activation(), x_group=x_group, w_group=group,
+        x_dtype=layer.x.dtype, w_dtype=layer.coded[kind][0].w13.data.dtype,
+        scale_rounding=rounding, static_input=False, static_intermediate=False,
+        router_weight_on_input=False, batch_invariant=False, device_type=device.type,
+        capability=capability(device),
+    )  # fmt: skip
+    return decide(MOE_BACKENDS, problem).backend
+
+
+def report(row: Row) -> None:
+    """Print one measurement: times, ratios to the best peers, what failed and why."""
+    line = f"{row['shape']:>15} m={row['m']:<5} {row['routing']:<7}"
+    line += f" roof {row['roofline_us']:7.1f} ({row['roofline_with_passes_us']:.1f})"
+    line += "".join(f"  {name} {us:.1f}" for name, us in row["us"].items())
+    for kind, ratio in row["best_peer_by_ours"].items():
+        line += f"  | peer / {kind} {ratio:.2f}"
+    for kind in GROUPS:
+        if f"fp8kit_{kind}" in row["us"]:
+            line += f"  {kind} {row['of_roofline'][f'fp8kit_{kind}']:.0%} of roof"
+    line += "".join(f"\n    failed {n}: {why}" for n, why in row.get("failed", {}).items())
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,264 @@
+"""The benchmark of layers of experts, run on a CPU, with a package that stands for vLLM's."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import expert_peers
+import experts
+import fp8kit
+import tables
+from expert_peers import ExpertLayer
+from layers import EXPERTS, ExpertShape, experts_passes_us, experts_roofline_us
+from timing import Case
+
+CPU = torch.device("cpu")
+MODELS = dict(EXPERTS)
+ALIGNED, UNALIGNED = ExpertShape(4, 2, 128, 128), ExpertShape(8, 3, 96, 64)
+
+# what the adapter imports, and a layer that computes with whatever scales it is given
+FAKE_VLLM = {
+    "vllm/__init__.py": "__version__ = '0.25.0'",
+    "vllm/_custom_ops.py": """
+def moe_sum(x, y): raise RuntimeError("no kernel image")
+def moe_align_block_size(): pass
+def silu_and_mul_per_block_quant(x, group_size, quant_dtype): pass
+def scaled_fp8_quant(x, scale, use_per_token_if_dynamic): pass
+""",
+    "vllm/model_executor/__init__.py": "",
+    "vllm/model_executor/layers/__init__.py": "",
+    "vllm/model_executor/layers/fused_moe/__init__.py": "",
+    "vllm/model_executor/layers/fused_moe/config.py": """
+class FusedMoEQuantConfig:
+    def __init__(self, w1_scale, w2_scale, per_token, block_shape):
+        self.w1_scale, self.w2_scale = w1_scale, w2_scale
+        self.per_act_token_quant, self.block_shape = per_token, block_shape
+""",
+    "vllm/model_executor/layers/fused_moe/moe_align_block_size.py": """
+def moe_align_block_size(ids, block, experts): pass
+""",
+    "vllm/model_executor/layers/fused_moe/utils.py": """
+import fp8kit
+def per_token_group_quant_fp8(x, group): pass
+def moe_kernel_quantize_input(x, scale, dtype, per_token, block_shape=None):
+    assert scale is None and per_token == (block_shape is None)
+    q = fp8kit.quantize(x, fp8kit.ROW if per_token else fp8kit.GROUP128)
+    assert q.data.dtype == dtype
+    return q.data, q.scale
+""",
+    "vllm/model_executor/layers/fused_moe/experts/__init__.py": "",
+    "vllm/model_executor/layers/fused_moe/experts/triton_moe.py": """
+import enum, fp8kit
+MoEActivation = enum.Enum("MoEActivation", {"SILU": "silu"})
+class TritonExperts:
+    def __init__(self, moe_config, quant_config):
+        self.quant_config = quant_config
+    def workspace_shapes(self, m, n, k, top_k, experts, local, meta, activation):
+        return (m, top_k, max(n // 2, k)), (m, top_k, max(n, k)), (m, k)
+    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, a1q_scale,
+              workspace13, workspace2, activation, global_num_experts, **rest):
+        m, k = hidden_states.shape
+        assert global_num_experts == len(w1) and activation is MoEActivation.SILU
+        assert not any(rest.values())
+        assert (workspace13.shape[0], workspace2.shape[2]) == (m, max(w1.shape[1], k))
+        scale = a1q_scale.repeat_interleave(k // a1q_scale.shape[1], 1)
+        x = (hidden_states.float() * scale).to(output.dtype)
+        group = fp8kit.BLOCK if self.quant_config.block_shape else fp8kit.ROW
+        w1 = fp8kit.QTensor(w1, self.quant_config.w1_scale, group)
+        w2 = fp8kit.QTensor(w2, self.quant_config.w2_scale, group)
+        output.copy_(fp8kit.moe.experts(x, w1, w2, topk_ids, topk_weights))
+""",
+    "fallback_ops.py": """
+def moe_sum(x, y): y.copy_(x.sum(1))
+def silu_and_mul(y, x): raise AssertionError("the fake layer calls none")
+""",
+}
+
+
+def timer(cases: Mapping[str, Case], turns: int, *_: object) -> dict[str, float]:
+    for case in cases.values():
+        case(turns - 1)
+    return {name: 1.0 + i for i, name in enumerate(cases)}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in MODELS:
+        monkeypatch.delitem(EXPERTS, name)
+    for name, shape in {"Aligned": ALIGNED, "Unaligned": UNALIGNED}.items():
+        monkeypatch.setitem(EXPERTS, name, shape)
+
+
+@pytest.fixture
+def vllm_folder(tmp_path: Path) -> Iterator[Path]:
+    folder, path = tmp_path / "peer", list(sys.path)
+    for name, text in FAKE_VLLM.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    yield folder
+    sys.path[:] = path
+    for name in [n for n in sys.modules if n.split(".")[0] in ("vllm", "fallback_ops")]:
+        del sys.modules[name]
+
+
+def run_main(out: Path, *more: str) -> dict[str, Any]:
+    experts.main([str(out), "--device", "cpu", "--tokens", "1,16", *more], timer)
+    return json.loads(out.read_text())
+
+
+def test_a_run_without_peers_says_so(tmp_path: Path) -> None:
+    found = run_main(tmp_path / "experts.json", "--models", "all")
+    assert found["absent"] == {"vllm": "not asked for (--vllm FOLDER)"}
+    cells = [(row["shape"], row["m"], row["routing"]) for row in found["rows"]]
+    each = [(1, "uniform"), (16, "uniform"), (16, "skewed")]
+    assert cells == [(shape, *cell) for shape in ("Aligned", "Unaligned") for cell in each]
+    for row in found["rows"]:
+        assert "failed" not in row
+        ours = {"fp8kit_row", "fp8kit_block"} if row["shape"] == "Aligned" else {"fp8kit_row"}
+        assert set(row["us"]) == {"bf16_batched_mm", "bf16_grouped_mm"} | ours
+        assert set(row["backends"]) == ours
+        assert row["best_peer_by_ours"] == {}
+        assert row["of_roofline"]["fp8kit_row"] == row["roofline_us"] / row["us"]["fp8kit_row"]
+        assert row["relative_error"]["bf16_grouped_mm"] < 0.01
+        assert 0.02 < row["relative_error"]["fp8kit_row"] < experts.FP8_ERROR
+    text = tables.full({"experts": found})
+    assert "### 1x128 groups by 128x128 blocks, skewed routing" in text
+    assert "**Unaligned**, 8 experts, top 3, H 96, I 64" in text
+    assert "| tokens | row-wise: vLLM / fp8kit |" in tables.compact({"experts": found})
+
+
+def test_vllm_computes_the_layer(tmp_path: Path, vllm_folder: Path) -> None:
+    out = tmp_path / "experts.json"
+    found = run_main(out, "--models", "Aligned", "--vllm", str(vllm_folder))
+    assert found["peers"] == {"vllm": "0.25.0"}
+    assert found["absent"] == {}
+    assert found["vllm_operators"]["moe_sum"] == "fallback: RuntimeError: no kernel image"
+    assert found["vllm_operators"]["moe_align_block_size"] == "vLLM's"
+    for row in found["rows"]:
+        assert "failed" not in row
+        assert {"vllm_channel", "vllm_block"} <= set(row["us"])
+        assert set(row["best_peer_by_ours"]) == {"row", "block"}
+    # the fastest of both for rows, that of blocks for blocks
+    times, of_peer = row["us"], row["best_peer_by_ours"]
+    assert of_peer["row"] == min(times["vllm_channel"], times["vllm_block"]) / times["fp8kit_row"]
+    assert of_peer["block"] == times["vllm_block"] / times["fp8kit_block"]
+    assert "(vllm_block)" in tables.full({"experts": found})
+
+
+def test_a_folder_without_vllm_costs_its_columns_only(tmp_path: Path) -> None:
+    found = run_main(tmp_path / "a.json", "--models", "Una", "--vllm", str(tmp_path))
+    assert found["absent"]["vllm"].startswith("ModuleNotFoundError")
+    assert "fp8kit_row" in found["rows"][0]["us"]
+    sys.path.remove(str(tmp_path))
+
+
+def test_operators_are_unpacked(tmp_path: Path) -> None:
+    folder, into = tmp_path / "from", tmp_path / "to"
+    folder.mkdir()
+    into.mkdir()
+    (folder / "c.so").write_bytes(b"plain")
+    (folder / "moe.so.xz").write_bytes(lzma.compress(b"packed"))
+    found = expert_peers.unpacked(folder, into)
+    assert [path.read_bytes() for path in found] == [b"packed", b"plain"]
+    assert found == [into / "moe.so", folder / "c.so"]
+    assert expert_peers.unpacked(into, folder) == [into / "moe.so"]
+
+
+def spoiled(build: experts.Build, spoil: Callable[[Tensor], Tensor]) -> experts.Build:
+    def with_a_fault(layer: ExpertLayer) -> Case:
+        case = build(layer)
+        return lambda i: spoil(case(i))
+
+    return with_a_fault
+
+
+def wrong_columns(y: Tensor) -> Tensor:
+    y[:, -8:] *= 1.5
+    return y
+
+
+def test_a_wrong_result_of_our_own_ends_in_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, build = experts.OURS["fp8kit_row"]
+    monkeypatch.setitem(experts.OURS, "fp8kit_row", (kind, spoiled(build, wrong_columns)))
+    out = tmp_path / "experts.json"
+    with pytest.raises(SystemExit, match="failed, see above: Aligned m=1: fp8kit_row"):
+        run_main(out, "--models", "Aligned")
+    failed = [row["failed"] for row in json.loads(out.read_text())["rows"]]
+    assert all(set(why) == {"fp8kit_row"} for why in failed)
+    assert failed[0]["fp8kit_row"].startswith("relative error 0.")
+
+
+def test_every_case_runs_once_to_compile() -> None:
+    assert experts.compile_cell(None, [], "cpu", ALIGNED, 4) == {}
+    assert experts.compile_cell(None, [], "cpu", UNALIGNED, 4) == {}
+
+
+def test_routes_are_uniform_or_skewed() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = ExpertShape(16, 4, 128, 128)
+    counts = {}
+    for routing in ("uniform", "skewed"):
+        ids, weights = experts.routes(generator, shape, 4000, routing)
+        assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+        assert all(row.unique().numel() == 4 for row in ids[:100])
+        torch.testing.assert_close(weights.sum(1), torch.ones(4000))
+        counts[routing] = ids.flatten().bincount(minlength=16)
+    assert counts["uniform"].max() < 1.2 * counts["uniform"].min()
+    assert counts["skewed"][0] > 3 * counts["skewed"][8] > 3 * counts["skewed"][15]
+
+
+def test_the_roofline_of_experts_is_bytes_or_operations() -> None:
+    shape = MODELS["Mixtral-8x7B"]
+    weights = 3 * 4096 * 14336
+    assert experts_roofline_us(shape, 1, 2) == pytest.approx(2 * weights / 4.3e12 * 1e6)
+    operations = 2 * 4096 * 2 * weights
+    assert experts_roofline_us(shape, 4096, 8) == pytest.approx(operations / 1400e12 * 1e6)
+    moved = 4096 * 4096 * (2 + 1 + 2 * 2 + 2)
+    assert experts_passes_us(shape, 4096) == pytest.approx(moved / 4.3e12 * 1e6)
+
+
+def test_nothing_starts_after_the_time_is_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "none.json"
+    experts.main([str(out), "--device", "cpu", "--seconds", "-1"])
+    assert capsys.readouterr().out.count("skipped, out of time") == 2
+    assert not out.exists()
+
+
+def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        experts.parse(["out.json", "--models", "Mistral"])
+    assert "'Mistral' starts none of Aligned, Unaligned" in capsys.readouterr().err
+
+
+def test_copies_are_many_only_where_weights_are_few() -> None:
+    assert experts.turns_for(1, 6) == 12
+    assert experts.turns_for(128, 5) == 15
+    assert experts.turns_for(1024, 2) == 2
+    bench = experts.Bench(None, CPU)
+    assert "bf16_batched_mm" in bench.cases(MODELS["Mixtral-8x7B"], 4)
+    assert "bf16_batched_mm" not in bench.cases(MODELS["Mixtral-8x7B"], 16)
+    assert "fp8kit_block" not in bench.cases(MODELS["GPT-OSS-120B"], 1)
+    assert set(experts.GROUPS) == set(tables.EXPERT_KINDS)
+    assert fp8kit.BLOCK == experts.GROUPS["block"]
+
+
+@pytest.mark.slow
+def test_processes_compile_every_layer_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    known = ["out.json", "--device", "cpu", "--tokens", "4", "--processes", "1"]
+    experts.compile_ahead(experts.parse([*known, "--vllm", "nowhere"]), [])
+    assert capsys.readouterr().out == ""
+    experts.compile_ahead(experts.parse([*known, "--seconds", "0"]), [])
+    assert capsys.readouterr().out == "not everything is compiled ahead\n"
