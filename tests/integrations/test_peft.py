@@ -131,6 +131,20 @@ def test_training_moves_the_adapter_alone(dora: bool) -> None:
         assert layer.codes.grad is None
 
 
+def test_adapters_of_a_converted_conv1d_merge() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(transformers.pytorch_utils.Conv1D(SIZE, SIZE))  # a square: no shape tells
+    nn.init.normal_(model[0].weight, std=SIZE**-0.5)
+    fp8kit.convert(model.bfloat16())
+    tuned = adapted(model, fan_in_fan_out=True)
+    x = inputs()
+    before = tuned(x)
+    tuned.merge_adapter()
+    assert 0 < relative_error(tuned(x), before) < 2 * ONE_OPERAND
+    tuned.unmerge_adapter()
+    assert_bits_equal(tuned(x), before)
+
+
 def test_training_follows_that_of_the_bf16_weights() -> None:
     tokens = lora_benchmark.training_tokens()[:4]
     losses = {

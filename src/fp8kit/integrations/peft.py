@@ -240,7 +240,9 @@ def _dispatch(target: Any, adapter_name: str, config: Any, **kwargs: Any) -> Any
             )
     elif isinstance(base, Fp8Linear):
         kwargs.pop("parameter_name", None)
-        return Fp8LoraLinear(target, adapter_name, config=config, **kwargs)
+        wrapped = Fp8LoraLinear(target, adapter_name, config=config, **kwargs)
+        wrapped.fan_in_fan_out = False  # codes lie [N, K], also those of a Conv1D
+        return wrapped
     return lora_layer.dispatch_default(target, adapter_name, config=config, **kwargs)
 
 
