@@ -50,8 +50,7 @@ class Rules:
         record = _record(module, names, tuple(as_linear(module).weight.shape))
         record.reason = exclusion(names, self.include, self.exclude, role)
         if not record.reason:
-            wanted = not set(self.include or ()).isdisjoint(names)
-            record.reason = self.obstacles.of(names, wanted)
+            record.reason = self.obstacles.of(names, self._wanted(names))
             record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
         if not record.reason:
             record.action = "convert"
@@ -73,7 +72,7 @@ class Rules:
             role = next((roles[n] for n in names if n in roles), "")
             record.reason = exclusion(matched, self.include, self.exclude, role)
         if not record.reason:
-            record.reason = self.obstacles.of_experts(names, stacks)
+            record.reason = self.obstacles.of_experts(names, stacks, self._wanted(names))
             if not record.reason and self.scheme.static:
                 record.reason = _STATIC
             record.warning = bool(record.reason) and record.reason != ALREADY
@@ -82,6 +81,9 @@ class Rules:
             held = held_tensors(module, stacks, self.scheme)
             record.bytes_after = sum(t.nbytes for t in held.values())
         return record
+
+    def _wanted(self, names: Sequence[str]) -> bool:
+        return not set(self.include or ()).isdisjoint(names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,15 +67,16 @@ class Eligibility:
             or self._held.get(module, "")
             or self._read.get(module, "")
             or self._answers.get(module, "")
-            or self._of_weight(module.get_parameter("weight"))
+            or self._of_weight(module.get_parameter("weight"), wanted)
         )
 
-    def of_experts(self, names: Sequence[str], stacks: ExpertStacks) -> str:
+    def of_experts(self, names: Sequence[str], stacks: ExpertStacks, wanted: bool = False) -> str:
         """Return why a module of experts cannot become FP8; empty if it can.
 
         Args:
             names: every qualified name of the module.
             stacks: how it holds its experts.
+            wanted: it was asked for by its full name.
         """
         module = self._model.get_submodule(names[0])
         if isinstance(module, ExpertTensors):
@@ -87,17 +88,15 @@ class Eligibility:
         if parametrize.is_parametrized(module):
             return "its stacks are parametrized; remove the parametrization first"
         for stack in stacks.names:
-            if reason := self._of_names(names, stack) or self._of_stack(module, stack, stacks):
+            if reason := self._of_names(names, stack) or self._of_stack(module, stack):
                 return reason
-        return ""
+        # gate, up and down of one expert are equally large
+        return "" if wanted else size_obstacle(tuple(module.get_parameter(stacks.down).shape[1:]))
 
-    def _of_stack(self, module: nn.Module, stack: str, stacks: ExpertStacks) -> str:
+    def _of_stack(self, module: nn.Module, stack: str) -> str:
         weight = module.get_parameter(stack)
         if reason := self._of_owner(weight):
             return reason
-        # gate, up and down of one expert are equally large
-        if too_small := size_obstacle(tuple(module.get_parameter(stacks.down).shape[1:])):
-            return too_small
         if not weight.is_meta and not all(matrix.isfinite().all() for matrix in weight):
             return "its stacks hold NaN or infinities"
         return ""
@@ -114,10 +113,10 @@ class Eligibility:
             return "its weight is tied to another parameter"
         return ""
 
-    def _of_weight(self, weight: nn.Parameter) -> str:
+    def _of_weight(self, weight: nn.Parameter, wanted: bool) -> str:
         if reason := self._of_owner(weight):
             return reason
-        if too_small := size_obstacle(tuple(weight.shape)):
+        if not wanted and (too_small := size_obstacle(tuple(weight.shape))):
             return too_small
         if not weight.is_meta and not weight.isfinite().all():
             return "its weight holds NaN or infinities"
