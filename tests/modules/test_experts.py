@@ -135,7 +135,7 @@ def test_shared_experts_are_taken_by_every_token() -> None:
     _, of_other = layer.apart(x, ids, weights, shared_input=other)
     assert_bits_equal(layer(x, ids, weights, shared_input=other), routed_part + of_other)
     layer.shared = 0
-    with pytest.raises(ValueError, match="without any"):
+    with pytest.raises(ValueError, match=r"layer\.shared=0"):
         layer.apart(x, ids, weights)
 
 
@@ -208,6 +208,17 @@ def test_what_does_not_fit_is_refused() -> None:
         fp8kit.Fp8Experts.from_quantized(dense.w13, dense.w2, "FP8_DYNAMIC")
     with pytest.raises(ValueError, match=r"needs gate_up_proj \(5, 272, 64\)"):
         fp8kit.Fp8Experts.from_quantized(dense.w2, dense.w2, "FP8_BLOCK")
+    with pytest.raises(TypeError, match=r"Got a Linear.*layer\.weight"):
+        fp8kit.Fp8Experts.from_dense([torch.nn.Linear(64, 272)], dense.down)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"activation='gelu'.*Activation\('silu'\)"):
+        fp8kit.Fp8Experts.from_quantized(dense.w13, dense.w2, activation="gelu")  # type: ignore
+    layer = make()[1]
+    for placement in (torch.ones(2), torch.tensor(3)):
+        with pytest.raises(TypeError, match=r"placement of torch.* It is a vector of ids"):
+            layer.place(placement)
+    layer.shared = 9
+    with pytest.raises(ValueError, match=r"layer\.shared=9. The last layer\.shared of 5 experts"):
+        layer(torch.randn(2, 64), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
     with pytest.raises(ValueError, match="Stack them"):
         fp8kit.Fp8Experts.from_quantized(dense.w13, fp8kit.quantize(dense.down[0], BLOCK))
     with pytest.raises(fp8kit.UnsupportedError, match="TorchScript"):
