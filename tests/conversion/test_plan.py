@@ -201,6 +201,12 @@ def test_include_narrows_and_exclude_adds_to_the_defaults() -> None:
 def test_a_full_name_in_include_lifts_the_default_exclusion() -> None:
     report = fp8kit.plan(Model(), include=["lm_head"]).report
     assert [r.name for r in report.converted] == ["lm_head"]
+    small = nn.Sequential(nn.Linear(32, 32), nn.Linear(D, D))
+    x = torch.randn(64, 32)
+    expected = small[0](x)
+    assert [r.name for r in fp8kit.convert(small, include=["0"]).converted] == ["0"]
+    assert_scheme_error(small[0](x), expected, "FP8_DYNAMIC")
+    assert fp8kit.plan(nn.Sequential(nn.Linear(32, 32)), include=["*"]).report.converted == []
 
 
 def test_an_empty_exclude_switches_the_defaults_off() -> None:
@@ -472,6 +478,34 @@ def test_converting_twice_changes_nothing_more() -> None:
     again = fp8kit.convert(model)
     assert again.converted == []
     assert snapshot(model) == before
+
+
+def test_another_scheme_for_fp8_layers_is_a_warning() -> None:
+    model = one(nn.Linear(D, D))
+    fp8kit.convert(model)
+    with pytest.warns(UserWarning, match=r"2 layers stay.* FP8_DYNAMIC\. FP8_BLOCK is made from"):
+        assert fp8kit.convert(model, "FP8_BLOCK").converted == []
+    assert {m.scheme.name for m in model if isinstance(m, Fp8Linear)} == {"FP8_DYNAMIC"}
+    rebased = one(nn.Linear(D, D))
+    fp8kit.convert(rebased, "MXFP8")
+    fp8kit.convert(rebased, "MXFP8")  # warnings are errors here
+
+
+def test_layers_without_a_shape_are_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(D), nn.Linear(D, D))
+    with pytest.raises(ConversionError, match=r"0\.weight, 0\.bias have no shape yet.*one batch"):
+        fp8kit.convert(model)
+    model(torch.randn(1, D))
+    assert len(fp8kit.convert(model).converted) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_compiled_torchscript_stays_as_it_is() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(D, D)))
+    with pytest.raises(ConversionError, match="TorchScript has compiled its code"):
+        fp8kit.convert(scripted)
+    model = nn.ModuleDict({"a": scripted, "b": nn.Linear(D, D)})
+    assert [r.name for r in fp8kit.convert(model).converted] == ["b"]
 
 
 def test_a_model_on_meta_can_be_planned_but_not_converted() -> None:

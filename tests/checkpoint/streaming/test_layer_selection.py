@@ -115,6 +115,13 @@ def test_strict_names_every_obstacle() -> None:
         decided(checkpoint(**shapes), Recipe(strict=True))
 
 
+def test_a_full_name_in_include_takes_small_layers() -> None:
+    shapes = {"layers__0__a__weight": (32, 128), "layers__0__b__weight": (128, 128)}
+    assert decided(checkpoint(**shapes), Recipe(include=["layers.0.a"]))["layers.0.a"] == ""
+    with pytest.raises(ConversionError, match=r"too small to gain.*\(1\), not in include \(1\)"):
+        decided(checkpoint(**shapes), Recipe(include=["*.a"]))
+
+
 def stack(name: str, *shape: int) -> TensorInfo:
     return TensorInfo(name, "f", BF16, shape, 0)
 

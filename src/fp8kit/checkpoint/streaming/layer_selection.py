@@ -198,7 +198,8 @@ def _decide(
     """Record the decision about one layer; say whether it becomes FP8."""
     names = list(dict.fromkeys((name, *layer.names)))
     excluded = _excluded(names, layer, recipe)
-    reason = excluded or layer.obstacle or _obstacle(matrix)
+    wanted = not set(recipe.include or ()).isdisjoint(names)
+    reason = excluded or layer.obstacle or _obstacle(matrix, wanted)
     _add(choice, name, matrix, recipe.resolved, reason, warning=bool(reason) and not excluded)
     if reason:
         return False
@@ -231,10 +232,10 @@ def _decide_stack(
     return False
 
 
-def _obstacle(matrix: Matrix) -> str:
+def _obstacle(matrix: Matrix, wanted: bool) -> str:
     if matrix.dtype not in FLOATS:
         return f"its weight is {matrix.dtype}; FP8 is made from bf16, fp16 or fp32"
-    return size_obstacle((matrix.rows, matrix.cols))
+    return "" if wanted else size_obstacle((matrix.rows, matrix.cols))
 
 
 def _add(
@@ -259,9 +260,9 @@ def _check(choice: Selection, recipe: Recipe) -> None:
     if not shapes:
         raise ConversionError(
             teach(
-                "No layer of this checkpoint would become FP8.",
+                f"No layer of this checkpoint would become FP8: {choice.report.reasons()}.",
                 "There is at least one linear layer that nothing keeps in high precision.",
-                "See the reasons with fp8kit plan, and include a layer by its full name.",
+                "Exclude less, or include a layer by its full name, which lifts the defaults.",
             )
         )
     check_layers(recipe.target, recipe.resolved, shapes, choice.ignore)
