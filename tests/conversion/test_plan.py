@@ -135,6 +135,7 @@ def test_every_scheme_converts_and_computes(scheme: str, device: torch.device) -
         "transformer_blocks.0.norm1.linear",
         "norm_out.linear",
         "img_mod.modulation.lin",
+        "layers.0.attn_hyper_connection.input_mix_weight_up",
         "vision_tower.layers.0.q_proj",
         "visual.blocks.0.attn.qkv",
         "multi_modal_projector.linear_1",

@@ -42,6 +42,7 @@ _PROTECTED = (
         r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer",
         "modulation",
     ),
+    (r"\w*hyper_connection\w*", "mixing of residual streams"),
     (r"(\w+_)?(vision_tower|vision_model|visual)", TOWERS[0]),
     (r"(\w+_)?projector|language_projection", "projector"),
     (r"(\w+_)?audio_tower|audio_proj\w*", TOWERS[1]),
