@@ -67,6 +67,8 @@ def test_every_linear_layer_of_the_blocks_is_fp8(model: Any) -> None:
     assert len(model.hf_quantizer.report.converted) == 28
     assert model.is_quantized
     assert type(model.lm_head) is torch.nn.Linear
+    with pytest.raises(fp8kit.UnsupportedError, match=r"weight of model\.layers\.1\.mlp\.up_proj"):
+        model.model.layers[1].mlp.up_proj.weight.float()
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -65,6 +65,8 @@ def test_round_trip_is_exact(tmp_path: Path, scheme: str, fresh: Any) -> None:
     assert loaded.lm_head.weight is loaded.embed.weight
     assert loaded.up.compute_dtype == torch.bfloat16
     assert not loaded.up.weight.requires_grad
+    with pytest.raises(fp8kit.UnsupportedError, match=r"the weight of up \(Fp8Linear"):
+        loaded.up.weight.float()
 
 
 def test_second_save_is_identical(tmp_path: Path) -> None:

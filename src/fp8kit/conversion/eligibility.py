@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
 from fp8kit.conversion.readers.dtypes import dtype_answers
@@ -107,6 +108,9 @@ class Eligibility:
         return ""
 
     def _of_owner(self, weight: nn.Parameter) -> str:
+        if is_traceable_wrapper_subclass(weight):
+            kind = type(weight)
+            return f"its weight is a {kind.__name__} of {kind.__module__.partition('.')[0]}"
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
         if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
@@ -228,6 +232,6 @@ def _tied_weights(model: nn.Module) -> set[int]:
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             owners[id(p)].add((id(module), name))
-            if not p.is_meta and p.numel():
+            if not p.is_meta and p.numel() and not is_traceable_wrapper_subclass(p):
                 owners[p.data_ptr()].add((id(module), name))
     return {key for key, users in owners.items() if len(users) > 1}

@@ -171,6 +171,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 shape = (dense.in_features, dense.out_features)
                 biased = dense.bias is not None
                 made[id(dense)] = Fp8Linear(*shape, biased, scheme, device="meta", dtype=self.dtype)
+            made[id(dense)].qualified_name = name
             model.set_submodule(name, made[id(dense)])
 
     def _schemes(

@@ -232,6 +232,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             dense = model.get_submodule(name)
             if id(dense) not in made:
                 made[id(dense)] = _placeholder(dense, of[name], self.pre_quantized)
+            made[id(dense)].qualified_name = name
             model.set_submodule(name, made[id(dense)])
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:

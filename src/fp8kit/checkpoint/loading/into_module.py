@@ -180,6 +180,7 @@ def begin(
     layers.ties = ties(wanted)
     shapes = shapes_of(wanted)
     for name, layer in layers.made.items():
+        layer.qualified_name = layer.qualified_name or name
         model.set_submodule(name, layer)
     for name, experts in layers.experts.items():
         experts.empty(model.get_submodule(name), dtype or high)
