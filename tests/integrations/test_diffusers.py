@@ -166,6 +166,13 @@ def image(pipe: Any) -> Tensor:
     return torch.from_numpy(made)
 
 
+def test_quantizing_nothing_is_a_warning(tmp_path: Path) -> None:
+    pipeline().transformer.save_pretrained(tmp_path)
+    config = Fp8KitConfig(include=["*.norm1.linear"])
+    with pytest.warns(UserWarning, match=r"^No layer becomes FP8: not in include"):
+        diffusers.DiTTransformer2DModel.from_pretrained(tmp_path, quantization_config=config)
+
+
 @pytest.mark.parametrize("by", ["mapping", "backend"])
 def test_a_pipeline_is_quantized_saved_and_loaded(by: str, tmp_path: Path) -> None:
     pipe = pipeline()

@@ -71,6 +71,12 @@ def test_every_linear_layer_of_the_blocks_is_fp8(model: Any) -> None:
         model.model.layers[1].mlp.up_proj.weight.float()
 
 
+def test_quantizing_nothing_is_a_warning() -> None:
+    config = fp8kit.Fp8KitConfig(include=["lm_head"])
+    with pytest.warns(UserWarning, match=r"^No layer becomes FP8: not in include \(28\)"):
+        on_the_fly(quantization_config=config)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate(cache: str, model: Any, prompt: Tensor, greedy: Tensor) -> None:
     assert torch.equal(generate(model, prompt, cache_implementation=cache), greedy)

@@ -205,6 +205,13 @@ def test_unused_tensors_are_said(tmp_path: Path) -> None:
         load(path, ragged(), strict=True)
 
 
+def test_a_load_that_quantizes_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"^No layer becomes FP8: not in include \(28\)"):
+        load(NANO, scheme="FP8_DYNAMIC", include=["lm_head"])
+    with pytest.raises(TypeError, match=r"Got a OrderedDict as the model"):
+        save(ragged().state_dict(), tmp_path / "c")  # type: ignore[arg-type]
+
+
 def test_how_layers_run_is_not_saved(tmp_path: Path) -> None:
     model = converted("FP8_DYNAMIC")
     for layer in model.modules():

@@ -21,7 +21,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import METHOD, plain, scheme_of_plain, schemes_of
 from fp8kit.checkpoint.exporting import refuse_transposed
 from fp8kit.checkpoint.loading.merged_weights import is_finite
-from fp8kit.checkpoint.loading.planning import plan_to_load
+from fp8kit.checkpoint.loading.planning import plan_to_load, warn_of_nothing
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import Report
@@ -183,6 +183,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             scheme = scheme_of_plain(config.scheme)
             wanted = (config.include, config.exclude, config.strict)
             self.report = plan_to_load(model, scheme, *wanted)
+            warn_of_nothing(self.report)
             self.report.groups = siblings.find_groups(
                 model, [r.name for r in self.report.converted]
             )

@@ -32,7 +32,7 @@ from fp8kit.checkpoint.dialects.by_layer import plain as plain
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.expert_names import stacks_in
 from fp8kit.checkpoint.loading.merged_weights import is_finite
-from fp8kit.checkpoint.loading.planning import plan_to_load
+from fp8kit.checkpoint.loading.planning import plan_to_load, warn_of_nothing
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError, teach
@@ -224,6 +224,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         else:
             assert decided is not None
             self.report = decided
+            warn_of_nothing(decided)
             names = [n for r in self.report.linears for n in (r.name, *r.aliases)]
             _make_room(model, [r.name for r in self.report.stacks], self.scheme, apart)
             of = dict.fromkeys(names, self.scheme)

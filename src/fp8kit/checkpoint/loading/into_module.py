@@ -21,7 +21,7 @@ from fp8kit.checkpoint.loading.expected import (
 from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.loading.placement import Placement
-from fp8kit.checkpoint.loading.planning import plan_to_load
+from fp8kit.checkpoint.loading.planning import plan_to_load, warn_of_nothing
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find
 from fp8kit.checkpoint.schema.naming import named
@@ -285,6 +285,7 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
             )
         )
     report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
+    warn_of_nothing(report)
     found = Layers(groups=report.groups)
     for record in report.stacks:
         stacks = recognize(model.get_submodule(record.name))
