@@ -163,11 +163,11 @@ class Checkpoint:
 
     def _from_nvfp4(self, part: nvfp4.Part) -> Tensor:
         """Convert a weight when its codes or its scales are read, and keep the last one."""
-        if part.layer not in self._converted:
-            self._converted.clear()
+        q = self._converted.get(part.layer)
+        if q is None:
             q, error = nvfp4.convert(part, lambda info: read_tensor(self.path, info))
-            self._converted[part.layer], self.errors[part.layer] = q, error
-        q = self._converted[part.layer]
+            # replaced, not changed: loaders read from several threads
+            self._converted, self.errors[part.layer] = {part.layer: q}, error
         return q.data if part.dtype == q.data.dtype else q.scale
 
     def scale_problems(self) -> list[str]:
