@@ -124,6 +124,21 @@ def test_a_source_is_converted_to_a_scheme(layout: str, scheme: str | None, tmp_
     assert_bits_equal(q.scale, wanted.scale)
 
 
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "FP8_TENSOR", "FP8_DYNAMIC"])
+def test_a_weight_of_one_block_gets_the_scheme_that_was_asked_for(
+    scheme: str, tmp_path: Path
+) -> None:
+    path, _ = directory(tmp_path / "a", "modelopt")
+    pairs, scale, _ = packed()
+    small = {"fc.weight": pairs[:, :64].contiguous(), "fc.weight_scale": scale[:, :8].contiguous()}
+    factor = {"fc.weight_scale_2": torch.tensor(FACTOR)}
+    save_file(small | factor, path / "model.safetensors")
+    model = nn.ModuleDict({"fc": nn.Linear(128, N, False)})
+    with pytest.warns(UserWarning, match=f"quantized to {scheme}"):
+        fp8kit.load(path, model, scheme=scheme)
+    assert model.fc.scheme.name == scheme
+
+
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_WEIGHT_ONLY"])
 def test_other_schemes_are_refused(scheme: str, tmp_path: Path) -> None:
     path, _ = directory(tmp_path / "a", "modelopt")

@@ -298,7 +298,9 @@ def _scan(
             problems += _disagreements(shard, found, index)
     tensors = sliced(fp4.unpacked(nvfp4.as_fp8(tensors, scheme)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
-    read = interpret(Source(config, kinds, documents, metadata, widths))
+    parts = (info for info in tensors.values() if isinstance(info, nvfp4.Part))
+    made = {part.layer: part.scheme.weight for part in parts}
+    read = interpret(Source(config, kinds, documents, metadata, widths, made))
     return Checkpoint(
         path,
         config,
