@@ -210,6 +210,17 @@ def test_a_full_name_in_include_lifts_the_default_exclusion() -> None:
     assert fp8kit.plan(nn.Sequential(nn.Linear(32, 32)), include=["*"]).report.converted == []
 
 
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_TENSOR", "MXFP8", "FP8_BLOCK"])
+def test_small_keys_and_values_go_with_a_large_query(scheme: str) -> None:
+    model = nn.ModuleDict({"q_proj": nn.Linear(D, D), "k_proj": nn.Linear(D, 32)})
+    model["v_proj"] = nn.Linear(D, 32)
+    apart = ["q_proj"] if scheme == "FP8_BLOCK" else ["q_proj", "k_proj", "v_proj"]
+    assert [r.name for r in fp8kit.plan(model, scheme).report.converted] == apart
+    report = fp8kit.plan(model, scheme, exclude=["q_proj"]).report
+    assert report.converted == []
+    assert "too small" in reasons(report)["k_proj"]
+
+
 def test_an_empty_exclude_switches_the_defaults_off() -> None:
     report = fp8kit.plan(Model(), exclude=[]).report
     assert len(report.converted) == 11

@@ -51,12 +51,13 @@ class Eligibility:
         self._held = _held_besides(model)
         self._answers = dtype_answers(model)
 
-    def of(self, names: Sequence[str], wanted: bool = False) -> str:
+    def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
         """Return why a linear layer cannot become FP8; empty if it can.
 
         Args:
             names: every qualified name of the layer.
             wanted: it was asked for by its full name.
+            merged: it runs as one matrix with a layer that becomes FP8.
         """
         module = self._model.get_submodule(names[0])
         holders = {n: self._model.get_submodule(n.rpartition(".")[0]) for n in names}
@@ -68,7 +69,7 @@ class Eligibility:
             or self._held.get(module, "")
             or self._read.get(module, "")
             or self._answers.get(module, "")
-            or self._of_weight(module.get_parameter("weight"), wanted)
+            or self._of_weight(module.get_parameter("weight"), wanted or merged)
         )
 
     def of_experts(self, names: Sequence[str], stacks: ExpertStacks, wanted: bool = False) -> str:
@@ -117,10 +118,10 @@ class Eligibility:
             return "its weight is tied to another parameter"
         return ""
 
-    def _of_weight(self, weight: nn.Parameter, wanted: bool) -> str:
+    def _of_weight(self, weight: nn.Parameter, small: bool) -> str:
         if reason := self._of_owner(weight):
             return reason
-        if not wanted and (too_small := size_obstacle(tuple(weight.shape))):
+        if not small and (too_small := size_obstacle(tuple(weight.shape))):
             return too_small
         if not weight.is_meta and not weight.isfinite().all():
             return "its weight holds NaN or infinities"

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from fp8kit.conversion.model_families import MERGED_BY_ENGINES
 from fp8kit.errors import ConversionError, did_you_mean, teach
 
 if TYPE_CHECKING:
@@ -231,6 +232,21 @@ def size_obstacle(shape: tuple[int, ...]) -> str:
     if min(shape) < SMALLEST_SIDE or math.prod(shape) < SMALLEST_WEIGHT:
         return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
     return ""
+
+
+def merged_siblings(name: str) -> list[str]:
+    """Return the names of the layers that engines merge with a layer, as q, k and v.
+
+    Args:
+        name: of the layer.
+
+    Example:
+        >>> merged_siblings("attn.k_proj")
+        ['attn.q_proj', 'attn.v_proj']
+    """
+    parent, dot, last = name.rpartition(".")
+    group = next((g for g in MERGED_BY_ENGINES if last in g), ())
+    return [f"{parent}{dot}{other}" for other in group if other != last]
 
 
 def _closest(pattern: str, names: Sequence[str]) -> str:

@@ -79,7 +79,7 @@ class Plan:
             UserWarning: if no layer becomes FP8, and none was before.
         """
         report = self._carry_out(weight_storage)
-        _warn_of_nothing(report)
+        _warn_of_nothing(report, self.fuse)
         return report
 
     def _carry_out(self, weight_storage: str) -> Report:
@@ -247,7 +247,7 @@ def convert(
         decided.model = replacement.copied(model, decided.report, weight_storage)
     report = decided._carry_out(weight_storage)
     report.model = decided.model if copy else None  # it shall not keep alive what others drop
-    _warn_of_nothing(report)
+    _warn_of_nothing(report, fuse)
     return report
 
 
@@ -262,10 +262,10 @@ def _patterns(
     return patterns
 
 
-def _warn_of_nothing(report: Report) -> None:
+def _warn_of_nothing(report: Report, fuse: str | Mapping[str, Sequence[str]]) -> None:
     if nothing := report.nothing():
         warnings.warn(nothing, stacklevel=3)
-    elif not (report.converted or report.groups or report.fused):
+    elif isinstance(fuse, str) and not (report.converted or report.groups or report.fused):
         for note in report.notes:
             if notes.IN_ANOTHER_SCHEME in note:
                 warnings.warn(note, stacklevel=3)

@@ -108,6 +108,16 @@ def test_layers_that_engines_merge_stay_together() -> None:
     decided(checkpoint(**shapes), Recipe(exclude=["*.k_proj"], target="transformers"))
 
 
+def test_small_keys_and_values_go_with_a_large_query() -> None:
+    shapes = {f"a__{n}_proj__weight": (r, 128) for n, r in (("q", 128), ("k", 64), ("v", 64))}
+    assert set(decided(checkpoint(**shapes)).values()) == {""}
+    found = decided(checkpoint(**shapes), Recipe("FP8_BLOCK", "transformers"))
+    assert [n for n, why in found.items() if not why] == ["a.q_proj"]
+    one = {"b__q_proj__weight": (128, 128)}
+    found = decided(checkpoint(**shapes, **one), Recipe(exclude=["a.q_proj"]))
+    assert "too small" in found["a.k_proj"]
+
+
 def test_strict_names_every_obstacle() -> None:
     shapes = {"layers__0__a__weight": (32, 128), "layers__0__b__weight": (128, 128)}
     assert decided(checkpoint(**shapes))["layers.0.b"] == ""
