@@ -240,6 +240,8 @@ def test_an_unmatched_pattern_is_an_error(argument: str) -> None:
 def test_a_string_for_a_list_is_an_error(argument: str) -> None:
     with pytest.raises(TypeError, match="would be read letter by letter"):
         fp8kit.plan(Model(), **{argument: "o_proj"})
+    with pytest.raises(TypeError, match=rf"Got {argument}=0\. It is a list of patterns"):
+        fp8kit.plan(Model(), **{argument: 0})
 
 
 def test_functions_choose_layers_beside_the_defaults() -> None:

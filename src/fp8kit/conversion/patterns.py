@@ -139,6 +139,14 @@ def check_patterns(
                 f"Pass {argument}=[...]; fp8kit.plan and convert take functions.",
             )
         )
+    if not isinstance(patterns, Iterable):
+        raise TypeError(
+            teach(
+                f"Got {argument}={patterns!r:.80}.",
+                "It is a list of patterns over the names of layers.",
+                f"Pass {argument}=['*.o_proj'], for example.",
+            )
+        )
     if isinstance(patterns, str):
         raise TypeError(
             teach(
