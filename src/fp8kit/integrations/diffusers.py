@@ -292,7 +292,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 teach(
                     f"Adapters are attached to {some_of(wrapped)}.",
                     "A saved model has the base layers alone.",
-                    "Save the adapters with save_lora_adapter, then unload_lora.",
+                    "Save what peft.get_peft_model_state_dict(model) gives, then unload_lora.",
                 )
             )
         refuse_transposed(layers)
