@@ -160,6 +160,30 @@ def test_experts_are_rearranged_and_replicated_in_place() -> None:
         layer.place(torch.tensor([0, 1]))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_in_the_order_of_ids_do_not_load_into_rearranged_rows(strict: bool) -> None:
+    dense, layer = make()
+    x, ids, weights = routed()
+    expected, state = layer(x, ids, weights), copy.deepcopy(layer.state_dict())
+    layer.place(torch.tensor([4, 3, 2, 1, 0]))
+    placed = copy.deepcopy(layer.state_dict())
+    with pytest.raises(RuntimeError, match=r"rearranged by place\(\).*layer\.place\(torch\.arange"):
+        layer.load_state_dict(state, strict=strict)
+    model = torch.nn.ModuleDict({"moe": layer})
+    arriving = {"moe.gate_up_proj": dense.gate_up, "moe.down_proj": dense.down}
+    with pytest.raises(fp8kit.CheckpointError, match=r"experts of moe were rearranged"):
+        fp8kit.load_weights(model, arriving)
+    layer.load_state_dict(placed)  # what was saved of a rearranged layer is in its order
+    assert_bits_equal(layer(x, ids, weights), expected)
+    layer.place(torch.arange(5))
+    layer.load_state_dict(state)
+    fp8kit.load_weights(model, arriving)
+    assert_bits_equal(layer(x, ids, weights), expected)
+    fresh = make()[1]
+    fresh.load_state_dict(placed, strict=strict)
+    assert_bits_equal(fresh(x, ids, weights), expected)
+
+
 def test_tokens_are_counted_when_asked() -> None:
     _, layer = make()
     x, ids, weights = routed()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX, QTensor, Scheme
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.moe.activation import Activation
@@ -114,6 +114,30 @@ def slots_of(placement: Tensor) -> list[int]:
             )
         )
     return list(map(int, held.tolist()))
+
+
+def is_rearranged(expert_map: Tensor | None, rows: int) -> bool:
+    """Return whether the rows of a stack are others than the ids, in their order.
+
+    Args:
+        expert_map: of the layer.
+        rows: of its stack.
+    """
+    if expert_map is None:
+        return False
+    order = torch.arange(rows, device=expert_map.device).unsqueeze(1)
+    return expert_map.shape != order.shape or not bool((expert_map == order).all())
+
+
+def rearranged(layer: str) -> CheckpointError:
+    """Return why weights in the order of ids do not load into a layer, which is named."""
+    return CheckpointError(
+        teach(
+            f"The experts of {layer} were rearranged by place().",
+            "Weights come in the order of the ids.",
+            "Call layer.place(torch.arange(layer.num_ids)), load, and place them again.",
+        )
+    )
 
 
 def placed_rows(slots: list[int], homes: list[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,10 @@ from fp8kit.modules.expert_stacks import (
     check_activation,
     check_extents,
     expert_table,
+    is_rearranged,
     placed_rows,
     quantize_stack,
+    rearranged,
     slots_of,
     stack_extents,
 )
@@ -323,6 +326,19 @@ class Fp8Experts(ExpertTensors):
             raw.copy_(rows)
         else:
             self._hold(name, rows.view(held.dtype))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Accept what was placed; refuse what is in the order of ids where this layer is not."""
+        held, arrived = self.expert_map, state_dict.get(f"{prefix}expert_map")
+        down = state_dict.get(f"{prefix}down_proj", self.down_proj)
+        if arrived is None and held is not None and down is not self.down_proj:
+            if is_rearranged(held, self.num_experts):
+                rest[-1].append(str(rearranged(prefix.rstrip(".") or "the layer")))
+                return
+            state_dict = {**state_dict, f"{prefix}expert_map": held}
+        elif arrived is not None and held is None and down.shape == self.down_proj.shape:
+            self.expert_map = torch.empty_like(arrived, device=self.down_proj.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _routed(
         self, ids: Tensor | None, weights: Tensor | None, logits: Tensor | None
