@@ -208,6 +208,9 @@ def test_unused_tensors_are_said(tmp_path: Path) -> None:
 def test_a_load_that_quantizes_nothing_says_so(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"^No layer becomes FP8: not in include \(28\)"):
         load(NANO, scheme="FP8_DYNAMIC", include=["lm_head"])
+    model = load(NANO, scheme="FP8_DYNAMIC")
+    with pytest.warns(UserWarning, match=r"28 layers stay.* FP8_DYNAMIC\. FP8_BLOCK is made"):
+        load(NANO, model, scheme="FP8_BLOCK")
     with pytest.raises(TypeError, match=r"Got a OrderedDict as the model"):
         save(ragged().state_dict(), tmp_path / "c")  # type: ignore[arg-type]
 

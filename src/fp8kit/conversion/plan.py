@@ -79,7 +79,7 @@ class Plan:
             UserWarning: if no layer becomes FP8, and none was before.
         """
         report = self._carry_out(weight_storage)
-        _warn_of_nothing(report, self.fuse)
+        warn_of_nothing(report, self.fuse)
         return report
 
     def _carry_out(self, weight_storage: str) -> Report:
@@ -247,7 +247,7 @@ def convert(
         decided.model = replacement.copied(model, decided.report, weight_storage)
     report = decided._carry_out(weight_storage)
     report.model = decided.model if copy else None  # it shall not keep alive what others drop
-    _warn_of_nothing(report, fuse)
+    warn_of_nothing(report, fuse)
     return report
 
 
@@ -262,7 +262,13 @@ def _patterns(
     return patterns
 
 
-def _warn_of_nothing(report: Report, fuse: str | Mapping[str, Sequence[str]]) -> None:
+def warn_of_nothing(report: Report, fuse: str | Mapping[str, Sequence[str]] = "all") -> None:
+    """Warn the caller of the caller that no layer is FP8, or none in the scheme asked for.
+
+    Args:
+        report: what was decided.
+        fuse: as in ``plan``; who has rules of fusion may have come for these alone.
+    """
     if nothing := report.nothing():
         warnings.warn(nothing, stacklevel=3)
     elif isinstance(fuse, str) and not (report.converted or report.groups or report.fused):

@@ -21,9 +21,10 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import METHOD, plain, scheme_of_plain, schemes_of
 from fp8kit.checkpoint.exporting import refuse_transposed
 from fp8kit.checkpoint.loading.merged_weights import is_finite
-from fp8kit.checkpoint.loading.planning import plan_to_load, warn_of_nothing
+from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.plan import warn_of_nothing
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, teach
 from fp8kit.formats import SCHEMES, Scheme

@@ -32,8 +32,9 @@ from fp8kit.checkpoint.dialects.by_layer import plain as plain
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.expert_names import stacks_in
 from fp8kit.checkpoint.loading.merged_weights import is_finite
-from fp8kit.checkpoint.loading.planning import plan_to_load, warn_of_nothing
+from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
+from fp8kit.conversion.plan import warn_of_nothing
 from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, Scheme

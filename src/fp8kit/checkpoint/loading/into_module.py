@@ -21,7 +21,7 @@ from fp8kit.checkpoint.loading.expected import (
 from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.loading.placement import Placement
-from fp8kit.checkpoint.loading.planning import plan_to_load, warn_of_nothing
+from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find
 from fp8kit.checkpoint.schema.naming import named
@@ -30,6 +30,7 @@ from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.plan import warn_of_nothing
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms

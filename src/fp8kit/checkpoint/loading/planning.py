@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -41,13 +40,3 @@ def plan_to_load(
     if strict:
         report.refuse_blocked()
     return report
-
-
-def warn_of_nothing(report: Report) -> None:
-    """Warn if a model that was to be quantized while it loads stays dense, as ``convert`` does.
-
-    Args:
-        report: what was decided.
-    """
-    if nothing := report.nothing():
-        warnings.warn(nothing, stacklevel=3)
