@@ -116,7 +116,7 @@ class MyModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
 
 
 def _readme(_: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fp8kit
 from fp8kit.conversion.eligibility import Eligibility
@@ -35,6 +36,16 @@ def hidden(model: Any) -> Tensor:
 
 def reasons(report: fp8kit.Report) -> dict[str, str]:
     return {r.name: r.reason for r in report.skipped}
+
+
+def test_weights_of_another_kind_of_tensor_are_named() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128))
+    for layer in model[:2]:
+        held = layer.weight.detach()
+        layer.weight = nn.Parameter(TwoTensor(held, held))  # neither has an address of its own
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.converted] == ["2"]
+    assert reasons(report) == dict.fromkeys("01", "its weight is a TwoTensor of torch")
 
 
 @pytest.mark.parametrize("kind", ["T5", "UMT5", "MT5", "LongT5"])

@@ -308,6 +308,42 @@ def test_a_registered_class_converts_if_it_computes_what_is_said() -> None:
     assert "computes something else" in str(recognize(Other()))
     with pytest.raises(TypeError, match=r"subclass of nn\.Module"):
         fp8kit.register_experts(Own(), right)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"describe of type ExpertStacks.*a function"):
+        fp8kit.register_experts(Own, right(Own()))  # type: ignore[arg-type]
+
+
+def test_a_registered_class_is_tried_in_its_own_sizes_too() -> None:
+    class Counted(Own):
+        def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            assert self.first.shape[0] == 4
+            return super().forward(x, ids, weights)
+
+    class Untried(Own):
+        def forward(self, x: Tensor, *others: Any) -> Tensor:
+            raise NotImplementedError
+
+    def says(kind: str) -> Any:
+        return lambda _: fp8kit.ExpertStacks("first", "second", Activation(kind, gated=False))
+
+    fp8kit.register_experts(Counted, says("gelu"))
+    assert isinstance(recognize(Counted()), fp8kit.ExpertStacks)
+    fp8kit.register_experts(Counted, says("relu2"))
+    assert "computes something else" in str(recognize(Counted()))
+    fp8kit.register_experts(Untried, says("relu2"))
+    with pytest.warns(UserWarning, match=r"Untried could not be run.*fp8kit\.evaluate"):
+        assert isinstance(recognize(Untried()), fp8kit.ExpertStacks)
+
+
+@pytest.mark.parametrize("said", [fp8kit.ExpertStacks("w1", "second"), "gelu"])
+def test_a_wrong_description_of_a_class_is_refused(said: Any) -> None:
+    class Misdescribed(Own):
+        pass
+
+    fp8kit.register_experts(Misdescribed, lambda _: said)
+    with pytest.raises(ConversionError, match=r"Misdescribed was described.*first, second"):
+        recognize(Misdescribed())
+    fp8kit.register_experts(Misdescribed, lambda _: None)  # type: ignore[arg-type,return-value]
+    assert recognize(Misdescribed()) is None
 
 
 def test_what_stays_dense_is_named() -> None:
@@ -327,6 +363,11 @@ def test_what_stays_dense_is_named() -> None:
         assert sum(f"excluded by {pattern!r}" in r.reason for r in report.skipped) == 2
     small = fp8kit.plan(tiny("Mixtral", intermediate_size=32)).report
     assert sum("too small to gain" in r.reason for r in small.skipped) == 2
+    named = ["model.layers.1.mlp.experts"]  # in full: however small it is
+    assert [
+        r.name
+        for r in fp8kit.plan(tiny("Mixtral", intermediate_size=32), include=named).report.stacks
+    ] == named
     model.model.layers[0].mlp.experts.down_proj.data[1, 2, 3] = torch.inf
     with pytest.raises(ConversionError, match="NaN or infinities"):
         fp8kit.plan(model, strict=True)

@@ -135,6 +135,7 @@ def test_every_scheme_converts_and_computes(scheme: str, device: torch.device) -
         "transformer_blocks.0.norm1.linear",
         "norm_out.linear",
         "img_mod.modulation.lin",
+        "layers.0.attn_hyper_connection.input_mix_weight_up",
         "vision_tower.layers.0.q_proj",
         "visual.blocks.0.attn.qkv",
         "multi_modal_projector.linear_1",
@@ -201,6 +202,23 @@ def test_include_narrows_and_exclude_adds_to_the_defaults() -> None:
 def test_a_full_name_in_include_lifts_the_default_exclusion() -> None:
     report = fp8kit.plan(Model(), include=["lm_head"]).report
     assert [r.name for r in report.converted] == ["lm_head"]
+    small = nn.Sequential(nn.Linear(32, 32), nn.Linear(D, D))
+    x = torch.randn(64, 32)
+    expected = small[0](x)
+    assert [r.name for r in fp8kit.convert(small, include=["0"]).converted] == ["0"]
+    assert_scheme_error(small[0](x), expected, "FP8_DYNAMIC")
+    assert fp8kit.plan(nn.Sequential(nn.Linear(32, 32)), include=["*"]).report.converted == []
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_TENSOR", "MXFP8", "FP8_BLOCK"])
+def test_small_keys_and_values_go_with_a_large_query(scheme: str) -> None:
+    model = nn.ModuleDict({"q_proj": nn.Linear(D, D), "k_proj": nn.Linear(D, 32)})
+    model["v_proj"] = nn.Linear(D, 32)
+    apart = ["q_proj"] if scheme == "FP8_BLOCK" else ["q_proj", "k_proj", "v_proj"]
+    assert [r.name for r in fp8kit.plan(model, scheme).report.converted] == apart
+    report = fp8kit.plan(model, scheme, exclude=["q_proj"]).report
+    assert report.converted == []
+    assert "too small" in reasons(report)["k_proj"]
 
 
 def test_an_empty_exclude_switches_the_defaults_off() -> None:
@@ -222,6 +240,8 @@ def test_an_unmatched_pattern_is_an_error(argument: str) -> None:
 def test_a_string_for_a_list_is_an_error(argument: str) -> None:
     with pytest.raises(TypeError, match="would be read letter by letter"):
         fp8kit.plan(Model(), **{argument: "o_proj"})
+    with pytest.raises(TypeError, match=rf"Got {argument}=0\. It is a list of patterns"):
+        fp8kit.plan(Model(), **{argument: 0})
 
 
 def test_functions_choose_layers_beside_the_defaults() -> None:
@@ -472,6 +492,34 @@ def test_converting_twice_changes_nothing_more() -> None:
     again = fp8kit.convert(model)
     assert again.converted == []
     assert snapshot(model) == before
+
+
+def test_another_scheme_for_fp8_layers_is_a_warning() -> None:
+    model = one(nn.Linear(D, D))
+    fp8kit.convert(model)
+    with pytest.warns(UserWarning, match=r"2 layers stay.* FP8_DYNAMIC\. FP8_BLOCK is made from"):
+        assert fp8kit.convert(model, "FP8_BLOCK").converted == []
+    assert {m.scheme.name for m in model if isinstance(m, Fp8Linear)} == {"FP8_DYNAMIC"}
+    rebased = one(nn.Linear(D, D))
+    fp8kit.convert(rebased, "MXFP8")
+    fp8kit.convert(rebased, "MXFP8")  # warnings are errors here
+
+
+def test_layers_without_a_shape_are_refused() -> None:
+    model = nn.Sequential(nn.LazyLinear(D), nn.Linear(D, D))
+    with pytest.raises(ConversionError, match=r"0\.weight, 0\.bias have no shape yet.*one batch"):
+        fp8kit.convert(model)
+    model(torch.randn(1, D))
+    assert len(fp8kit.convert(model).converted) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_compiled_torchscript_stays_as_it_is() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(D, D)))
+    with pytest.raises(ConversionError, match="TorchScript has compiled its code"):
+        fp8kit.convert(scripted)
+    model = nn.ModuleDict({"a": scripted, "b": nn.Linear(D, D)})
+    assert [r.name for r in fp8kit.convert(model).converted] == ["b"]
 
 
 def test_a_model_on_meta_can_be_planned_but_not_converted() -> None:

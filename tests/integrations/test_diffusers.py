@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fp8kit
 import numerics
+from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError
 from fp8kit.formats import ROW
 from numerics import assert_bits_equal
@@ -138,8 +139,14 @@ def test_every_scheme_is_saved_and_loaded(scheme: str, tmp_path: Path) -> None:
     other = type(model).from_config(type(model).load_config(tmp_path / "saved")).to(BF16)
     fp8kit.load(tmp_path / "saved", other)
     assert_bits_equal(run(other, given), run(model, given))
-    if scheme != "MXFP8":  # whose exponents diffusers saves, but no other loader has a place for
-        assert_same(other, model)
+    assert_same(other, model)
+    if scheme == "MXFP8":  # rebased on a CPU, and saved so by diffusers
+        dialect = "compressed-tensors"
+        fp8kit.convert_checkpoint(tmp_path / "saved", tmp_path / "mx", dialect=dialect)
+        found = open_checkpoint(tmp_path / "mx")
+        assert found.spec is not None
+        assert found.spec.scheme.name == "MXFP8"
+        assert not [name for name in found.tensors if "exponents" in name]
 
 
 def pipeline() -> Any:
@@ -166,15 +173,20 @@ def image(pipe: Any) -> Tensor:
     return torch.from_numpy(made)
 
 
+def test_quantizing_nothing_is_a_warning(tmp_path: Path) -> None:
+    pipeline().transformer.save_pretrained(tmp_path)
+    config = Fp8KitConfig(include=["*.norm1.linear"])
+    with pytest.warns(UserWarning, match=r"^No layer becomes FP8: not in include"):
+        diffusers.DiTTransformer2DModel.from_pretrained(tmp_path, quantization_config=config)
+
+
 @pytest.mark.parametrize("by", ["mapping", "backend"])
 def test_a_pipeline_is_quantized_saved_and_loaded(by: str, tmp_path: Path) -> None:
     pipe = pipeline()
     pipe.save_pretrained(tmp_path / "dense")
     choice = diffusers.PipelineQuantizationConfig(quant_mapping={"transformer": Fp8KitConfig()})
     if by == "backend":
-        pytest.importorskip("transformers")
-        import fp8kit.integrations.transformers  # noqa: F401  (diffusers asks both libraries)
-
+        pytest.importorskip("transformers")  # diffusers asks both libraries
         choice = diffusers.PipelineQuantizationConfig(
             quant_backend="fp8kit",
             quant_kwargs={"scheme": "FP8_DYNAMIC"},
@@ -182,7 +194,8 @@ def test_a_pipeline_is_quantized_saved_and_loaded(by: str, tmp_path: Path) -> No
         )
     load = diffusers.DiTPipeline.from_pretrained
     found = load(tmp_path / "dense", quantization_config=choice, torch_dtype=BF16)
-    assert fp8_layers(found.transformer)
+    named = fp8_layers(found.transformer)
+    assert {name: layer.qualified_name for name, layer in named.items()} == {n: n for n in named}
     assert not fp8_layers(found.vae)
     found.save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved", torch_dtype=BF16)

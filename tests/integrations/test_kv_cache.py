@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from pathlib import Path
@@ -344,6 +345,21 @@ def test_what_is_refused(nano: Any) -> None:
         Fp8Layer(None).update(k.requires_grad_(), v)
     with torch.no_grad():
         Fp8Layer(None).update(k, v)
+
+
+@torch.no_grad()
+def test_a_full_static_cache_says_so(nano: Any) -> None:
+    cache = fp8kit.Fp8StaticCache(nano, max_cache_len=12)
+    ids = torch.arange(9).view(1, 9)
+    nano(ids, past_key_values=cache)
+    with pytest.raises(UnsupportedError, match=r"keys of \(2, 2\) sequences and heads, after \(1"):
+        nano(ids.expand(2, 9)[:, :1], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"Got 4 tokens for.* holds 9.*max_cache_len=12.*reset"):
+        nano(ids[:, :4], past_key_values=cache)
+    expected = nano(ids[:, :3], past_key_values=copy.deepcopy(cache)).logits
+    assert torch.equal(nano(ids[:, :3], past_key_values=cache).logits, expected)
+    cache.reset()
+    assert nano(torch.arange(12).view(1, 12), past_key_values=cache).logits.isfinite().all()
 
 
 def test_kinds_of_layers_without_such_a_cache_are_named() -> None:

@@ -24,6 +24,7 @@ from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES
 from fp8kit.modules.linear import Fp8Linear
 from numerics import ONE_OPERAND, assert_bits_equal, assert_trains_alike, relative_error
+from tiny_experts import tiny
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -129,6 +130,20 @@ def test_training_moves_the_adapter_alone(dora: bool) -> None:
     for name, layer in wrapped.items():
         assert_same_state(layer, layers[name.removeprefix("base_model.model.")])
         assert layer.codes.grad is None
+
+
+def test_adapters_of_a_converted_conv1d_merge() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(transformers.pytorch_utils.Conv1D(SIZE, SIZE))  # a square: no shape tells
+    nn.init.normal_(model[0].weight, std=SIZE**-0.5)
+    fp8kit.convert(model.bfloat16())
+    tuned = adapted(model, fan_in_fan_out=True)
+    x = inputs()
+    before = tuned(x)
+    tuned.merge_adapter()
+    assert 0 < relative_error(tuned(x), before) < 2 * ONE_OPERAND
+    tuned.unmerge_adapter()
+    assert_bits_equal(tuned(x), before)
 
 
 def test_training_follows_that_of_the_bf16_weights() -> None:
@@ -432,6 +447,17 @@ def test_adapters_of_fp8_parameters_are_refused(model: Callable[[], Any], name: 
     config = peft.LoraConfig(target_modules=[], target_parameters=[name], r=RANK)
     with pytest.raises(UnsupportedError, match=r"which is FP8.*it would vanish.*target_modules"):
         peft.get_peft_model(model(), config)
+
+
+def test_all_linear_means_experts_too_and_says_so() -> None:
+    model = tiny("Mixtral")
+    fp8kit.convert(model)
+    with pytest.raises(UnsupportedError, match=r"'all-linear'.*Name other layers"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=RANK))
+    model = tiny("Mixtral")
+    fp8kit.convert(model)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=RANK))
+    assert any("lora_A" in name for name, _ in tuned.named_modules())
 
 
 OTHERS = {

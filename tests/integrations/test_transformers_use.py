@@ -67,6 +67,14 @@ def test_every_linear_layer_of_the_blocks_is_fp8(model: Any) -> None:
     assert len(model.hf_quantizer.report.converted) == 28
     assert model.is_quantized
     assert type(model.lm_head) is torch.nn.Linear
+    with pytest.raises(fp8kit.UnsupportedError, match=r"weight of model\.layers\.1\.mlp\.up_proj"):
+        model.model.layers[1].mlp.up_proj.weight.float()
+
+
+def test_quantizing_nothing_is_a_warning() -> None:
+    config = fp8kit.Fp8KitConfig(include=["lm_head"])
+    with pytest.warns(UserWarning, match=r"^No layer becomes FP8: not in include \(28\)"):
+        on_the_fly(quantization_config=config)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

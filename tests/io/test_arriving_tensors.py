@@ -411,6 +411,23 @@ def test_unknown_names() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("dir", "weights of type str.*fp8kit.load"),
+        (5, "weights of type int.*pairs of names"),
+        ({"0.weight": 1.0}, r"Got \('0.weight', 1.0\) among"),
+        ([torch.ones(2)], "among the weights.*a pair of a name"),
+    ],
+)
+def test_what_is_no_weights_is_refused(weights: Any, said: str) -> None:
+    model = nn.Sequential(nn.Linear(128, 128))
+    with pytest.raises(TypeError, match=said):
+        fp8kit.load_weights(model, weights)
+    with pytest.raises(TypeError, match="Got a dict as the model"):
+        fp8kit.load_weights({}, model)  # type: ignore[arg-type]
+
+
 def test_patterns_need_a_scheme() -> None:
     with pytest.raises(ValueError, match="include or exclude without a scheme"):
         load_weights(block(False), [], exclude=["o_proj"])

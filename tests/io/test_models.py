@@ -65,6 +65,8 @@ def test_round_trip_is_exact(tmp_path: Path, scheme: str, fresh: Any) -> None:
     assert loaded.lm_head.weight is loaded.embed.weight
     assert loaded.up.compute_dtype == torch.bfloat16
     assert not loaded.up.weight.requires_grad
+    with pytest.raises(fp8kit.UnsupportedError, match=r"the weight of up \(Fp8Linear"):
+        loaded.up.weight.float()
 
 
 def test_second_save_is_identical(tmp_path: Path) -> None:
@@ -201,6 +203,16 @@ def test_unused_tensors_are_said(tmp_path: Path) -> None:
         load(path, ragged())
     with pytest.raises(CheckpointError, match="k_scale: not in the model"):
         load(path, ragged(), strict=True)
+
+
+def test_a_load_that_quantizes_nothing_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"^No layer becomes FP8: not in include \(28\)"):
+        load(NANO, scheme="FP8_DYNAMIC", include=["lm_head"])
+    model = load(NANO, scheme="FP8_DYNAMIC")
+    with pytest.warns(UserWarning, match=r"28 layers stay.* FP8_DYNAMIC\. FP8_BLOCK is made"):
+        load(NANO, model, scheme="FP8_BLOCK")
+    with pytest.raises(TypeError, match=r"Got a OrderedDict as the model"):
+        save(ragged().state_dict(), tmp_path / "c")  # type: ignore[arg-type]
 
 
 def test_how_layers_run_is_not_saved(tmp_path: Path) -> None:

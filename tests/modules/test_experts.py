@@ -137,7 +137,7 @@ def test_shared_experts_are_taken_by_every_token() -> None:
     _, of_other = layer.apart(x, ids, weights, shared_input=other)
     assert_bits_equal(layer(x, ids, weights, shared_input=other), routed_part + of_other)
     layer.shared = 0
-    with pytest.raises(ValueError, match="without any"):
+    with pytest.raises(ValueError, match=r"layer\.shared=0"):
         layer.apart(x, ids, weights)
 
 
@@ -160,6 +160,30 @@ def test_experts_are_rearranged_and_replicated_in_place() -> None:
     assert layer(x, torch.zeros_like(ids), weights).abs().sum() == 0
     with pytest.raises(ValueError, match=r"with ids \[0\] that are not held"):
         layer.place(torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_in_the_order_of_ids_do_not_load_into_rearranged_rows(strict: bool) -> None:
+    dense, layer = make()
+    x, ids, weights = routed()
+    expected, state = layer(x, ids, weights), copy.deepcopy(layer.state_dict())
+    layer.place(torch.tensor([4, 3, 2, 1, 0]))
+    placed = copy.deepcopy(layer.state_dict())
+    with pytest.raises(RuntimeError, match=r"rearranged by place\(\).*layer\.place\(torch\.arange"):
+        layer.load_state_dict(state, strict=strict)
+    model = torch.nn.ModuleDict({"moe": layer})
+    arriving = {"moe.gate_up_proj": dense.gate_up, "moe.down_proj": dense.down}
+    with pytest.raises(fp8kit.CheckpointError, match=r"experts of moe were rearranged"):
+        fp8kit.load_weights(model, arriving)
+    layer.load_state_dict(placed)  # what was saved of a rearranged layer is in its order
+    assert_bits_equal(layer(x, ids, weights), expected)
+    layer.place(torch.arange(5))
+    layer.load_state_dict(state)
+    fp8kit.load_weights(model, arriving)
+    assert_bits_equal(layer(x, ids, weights), expected)
+    fresh = make()[1]
+    fresh.load_state_dict(placed, strict=strict)
+    assert_bits_equal(fresh(x, ids, weights), expected)
 
 
 def test_tokens_are_counted_when_asked() -> None:
@@ -210,6 +234,17 @@ def test_what_does_not_fit_is_refused() -> None:
         fp8kit.Fp8Experts.from_quantized(dense.w13, dense.w2, "FP8_DYNAMIC")
     with pytest.raises(ValueError, match=r"needs gate_up_proj \(5, 272, 64\)"):
         fp8kit.Fp8Experts.from_quantized(dense.w2, dense.w2, "FP8_BLOCK")
+    with pytest.raises(TypeError, match=r"Got a Linear.*layer\.weight"):
+        fp8kit.Fp8Experts.from_dense([torch.nn.Linear(64, 272)], dense.down)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"activation='gelu'.*Activation\('silu'\)"):
+        fp8kit.Fp8Experts.from_quantized(dense.w13, dense.w2, activation="gelu")  # type: ignore
+    layer = make()[1]
+    for placement in (torch.ones(2), torch.tensor(3)):
+        with pytest.raises(TypeError, match=r"placement of torch.* It is a vector of ids"):
+            layer.place(placement)
+    layer.shared = 9
+    with pytest.raises(ValueError, match=r"layer\.shared=9. The last layer\.shared of 5 experts"):
+        layer(torch.randn(2, 64), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
     with pytest.raises(ValueError, match="Stack them"):
         fp8kit.Fp8Experts.from_quantized(dense.w13, fp8kit.quantize(dense.down[0], BLOCK))
     with pytest.raises(fp8kit.UnsupportedError, match="TorchScript"):

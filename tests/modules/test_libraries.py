@@ -67,3 +67,27 @@ def test_diffusers_loaded_first_is_told_at_the_import() -> None:
         "assert 'fp8kit' in AUTO_QUANTIZER_MAPPING\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import fp8kit, diffusers",
+        "import diffusers, fp8kit",
+        "import diffusers; diffusers.PipelineQuantizationConfig; import fp8kit",
+    ],
+)
+def test_a_pipeline_finds_the_method_by_its_name(before: str) -> None:
+    pytest.importorskip("diffusers")
+    pytest.importorskip("transformers")
+    code = (
+        f"import sys\n{before}\n"
+        "make = diffusers.PipelineQuantizationConfig\n"
+        "assert 'fp8kit.integrations.diffusers' not in sys.modules\n"
+        "config = make('fp8kit', {'scheme': 'FP8_BLOCK'}, ['transformer'])\n"
+        "found = config._resolve_quant_config(True, 'transformer')\n"
+        "assert type(found).__module__ == 'fp8kit.integrations.diffusers'\n"
+        "found = config._resolve_quant_config(False, 'transformer')\n"
+        "assert type(found).__module__ == 'fp8kit.integrations.transformers_quantizer'\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

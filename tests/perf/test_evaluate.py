@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fp8kit
 from fp8kit.cli.main import main
+from fp8kit.errors import CheckpointError
+from fp8kit.io import models
 from numerics import sqnr_bounds
 
 NANO = Path(__file__).parents[2] / "examples" / "nano"
@@ -172,3 +174,15 @@ def test_the_command_prints_what_the_function_measures(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, list(map(str, arguments)))
     assert result.exit_code == 1
     assert "holds 0 tokens" in result.output
+    text.write_bytes(b"caf\xe9")
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    assert result.exit_code == 1
+    assert "no UTF-8: unexpected end of data at byte 3. The text is" in result.output
+
+
+def test_a_directory_without_a_tokenizer_is_told_from_an_empty_text(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("words")
+    language = models.integration("transformers_evaluation")
+    with pytest.raises(CheckpointError, match=r"experts makes no tokens of .*text.*beside the"):
+        language.text_batches(NANO.parent / "experts", text, 64, 32, "cpu")

@@ -11,10 +11,15 @@ from torch import nn
 
 from fp8kit.conversion.eligibility import Eligibility, bypassed
 from fp8kit.conversion.experts import names_to_match, recognize
-from fp8kit.conversion.patterns import exclusion, roles_by_name
+from fp8kit.conversion.patterns import (
+    exclusion,
+    merged_siblings,
+    roles_by_name,
+    size_obstacle,
+)
 from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.conversion.roles import layer_roles
-from fp8kit.formats import MX, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import BLOCK, MX, Scheme, scale_dtype, scale_shape
 from fp8kit.modules.dense import as_linear, is_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
@@ -39,19 +44,21 @@ class Rules:
     include: Sequence[str] | None
     exclude: Sequence[str] | None
 
-    def linear(self, module: nn.Module, names: Sequence[str], role: str) -> Record:
+    def linear(
+        self, module: nn.Module, names: Sequence[str], role: str, merged: bool = False
+    ) -> Record:
         """Decide about a linear layer.
 
         Args:
             module: dense or FP8.
             names: its qualified names.
             role: what it does, if the defaults keep such layers; else empty.
+            merged: engines run it as one matrix with a layer that becomes FP8.
         """
         record = _record(module, names, tuple(as_linear(module).weight.shape))
         record.reason = exclusion(names, self.include, self.exclude, role)
         if not record.reason:
-            wanted = not set(self.include or ()).isdisjoint(names)
-            record.reason = self.obstacles.of(names, wanted)
+            record.reason = self.obstacles.of(names, self._wanted(names), merged)
             record.warning = bool(record.reason) and not isinstance(module, Fp8Linear)
         if not record.reason:
             record.action = "convert"
@@ -73,7 +80,7 @@ class Rules:
             role = next((roles[n] for n in names if n in roles), "")
             record.reason = exclusion(matched, self.include, self.exclude, role)
         if not record.reason:
-            record.reason = self.obstacles.of_experts(names, stacks)
+            record.reason = self.obstacles.of_experts(names, stacks, self._wanted(names))
             if not record.reason and self.scheme.static:
                 record.reason = _STATIC
             record.warning = bool(record.reason) and record.reason != ALREADY
@@ -82,6 +89,9 @@ class Rules:
             held = held_tensors(module, stacks, self.scheme)
             record.bytes_after = sum(t.nbytes for t in held.values())
         return record
+
+    def _wanted(self, names: Sequence[str]) -> bool:
+        return not set(self.include or ()).isdisjoint(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +141,15 @@ class Candidates:
                 records.append(rules.experts(module, names, self.stacks[module]))
             else:
                 records += bypassed(module, names[0], self.unknown.get(module, ""))
-        return records
+        if rules.scheme.stored.weight == BLOCK:  # engines cannot cut blocks
+            return records
+        fp8 = {name for r in records if r.action == "convert" for name in (r.name, *r.aliases)}
+        return [
+            rules.linear(model.get_submodule(r.name), (r.name, *r.aliases), "", merged=True)
+            if r.reason == size_obstacle(r.shape) and not fp8.isdisjoint(merged_siblings(r.name))
+            else r
+            for r in records
+        ]
 
 
 def _record(module: nn.Module, names: Sequence[str], shape: tuple[int, ...]) -> Record:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
 from fp8kit.conversion.readers.dtypes import dtype_answers
@@ -50,12 +51,13 @@ class Eligibility:
         self._held = _held_besides(model)
         self._answers = dtype_answers(model)
 
-    def of(self, names: Sequence[str], wanted: bool = False) -> str:
+    def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
         """Return why a linear layer cannot become FP8; empty if it can.
 
         Args:
             names: every qualified name of the layer.
             wanted: it was asked for by its full name.
+            merged: it runs as one matrix with a layer that becomes FP8.
         """
         module = self._model.get_submodule(names[0])
         holders = {n: self._model.get_submodule(n.rpartition(".")[0]) for n in names}
@@ -67,15 +69,16 @@ class Eligibility:
             or self._held.get(module, "")
             or self._read.get(module, "")
             or self._answers.get(module, "")
-            or self._of_weight(module.get_parameter("weight"))
+            or self._of_weight(module.get_parameter("weight"), wanted or merged)
         )
 
-    def of_experts(self, names: Sequence[str], stacks: ExpertStacks) -> str:
+    def of_experts(self, names: Sequence[str], stacks: ExpertStacks, wanted: bool = False) -> str:
         """Return why a module of experts cannot become FP8; empty if it can.
 
         Args:
             names: every qualified name of the module.
             stacks: how it holds its experts.
+            wanted: it was asked for by its full name.
         """
         module = self._model.get_submodule(names[0])
         if isinstance(module, ExpertTensors):
@@ -87,17 +90,15 @@ class Eligibility:
         if parametrize.is_parametrized(module):
             return "its stacks are parametrized; remove the parametrization first"
         for stack in stacks.names:
-            if reason := self._of_names(names, stack) or self._of_stack(module, stack, stacks):
+            if reason := self._of_names(names, stack) or self._of_stack(module, stack):
                 return reason
-        return ""
+        # gate, up and down of one expert are equally large
+        return "" if wanted else size_obstacle(tuple(module.get_parameter(stacks.down).shape[1:]))
 
-    def _of_stack(self, module: nn.Module, stack: str, stacks: ExpertStacks) -> str:
+    def _of_stack(self, module: nn.Module, stack: str) -> str:
         weight = module.get_parameter(stack)
         if reason := self._of_owner(weight):
             return reason
-        # gate, up and down of one expert are equally large
-        if too_small := size_obstacle(tuple(module.get_parameter(stacks.down).shape[1:])):
-            return too_small
         if not weight.is_meta and not all(matrix.isfinite().all() for matrix in weight):
             return "its stacks hold NaN or infinities"
         return ""
@@ -108,16 +109,19 @@ class Eligibility:
         return ""
 
     def _of_owner(self, weight: nn.Parameter) -> str:
+        if is_traceable_wrapper_subclass(weight):
+            kind = type(weight)
+            return f"its weight is a {kind.__name__} of {kind.__module__.partition('.')[0]}"
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
         if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
             return "its weight is tied to another parameter"
         return ""
 
-    def _of_weight(self, weight: nn.Parameter) -> str:
+    def _of_weight(self, weight: nn.Parameter, small: bool) -> str:
         if reason := self._of_owner(weight):
             return reason
-        if too_small := size_obstacle(tuple(weight.shape)):
+        if not small and (too_small := size_obstacle(tuple(weight.shape))):
             return too_small
         if not weight.is_meta and not weight.isfinite().all():
             return "its weight holds NaN or infinities"
@@ -229,6 +233,6 @@ def _tied_weights(model: nn.Module) -> set[int]:
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             owners[id(p)].add((id(module), name))
-            if not p.is_meta and p.numel():
+            if not p.is_meta and p.numel() and not is_traceable_wrapper_subclass(p):
                 owners[p.data_ptr()].add((id(module), name))
     return {key for key, users in owners.items() if len(users) > 1}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import teach
+from fp8kit.conversion.patterns import some_of
+from fp8kit.errors import ConversionError, teach
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.moe.activation import KINDS, Activation
 
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 _EXPERTS, _HIDDEN, _INNER = 3, 24, 20  # of the twin
 _TOKENS, _TOP_K = 24, 2
+_LARGEST_TWIN = 2**24  # numbers that are drawn for a class that runs in its own sizes alone
 _CLOSE = 1e-4  # of the largest result; two formulas differ by far more
 _REGISTERED: dict[type[nn.Module], Callable[[Any], ExpertStacks]] = {}
 
@@ -36,14 +39,15 @@ def register_experts(
     """Let ``convert`` and ``load`` make FP8 experts of a class that they do not know by its form.
 
     The class is tried all the same: if its ``forward`` computes something else than what is
-    described, it stays dense, and the report says so.
+    described, it stays dense, and the report says so. If it cannot run on random numbers at all,
+    it is believed, with a warning.
 
     Args:
         module_class: a class of your own that holds all experts of a layer in two Parameters.
         describe: gets a module of it, dense or on meta, and says how it holds its experts.
 
     Raises:
-        TypeError: if the class is no class of modules.
+        TypeError: if the class is no class of modules, or ``describe`` no function.
 
     Example:
         >>> def describe(module):
@@ -59,6 +63,14 @@ def register_experts(
                 "Pass the class, not a module of it.",
             )
         )
+    if not callable(describe):
+        raise TypeError(
+            teach(
+                f"Got describe of type {type(describe).__name__}.",
+                "It is a function from a module to an fp8kit.ExpertStacks.",
+                f"Pass lambda module: {describe!r:.80}.",
+            )
+        )
     _REGISTERED[module_class] = describe
 
 
@@ -70,6 +82,8 @@ def recognize(module: nn.Module) -> ExpertStacks | str | None:
     """
     if isinstance(module, ExpertTensors):
         return module.stacks
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     with torch.device("cpu"), _single_precision():  # whatever a caller has made the defaults
         return _tried(module)
 
@@ -87,8 +101,8 @@ def _single_precision() -> Iterator[None]:
 def _tried(module: nn.Module) -> ExpertStacks | str | None:
     described = next((_REGISTERED[c] for c in type(module).__mro__ if c in _REGISTERED), None)
     if described is not None:
-        stacks = described(module)
-        return stacks if _agrees(module, stacks) is not False else _other(module)
+        stacks = _checked(described(module), module)
+        return stacks if stacks is None or _believed(module, stacks) else _other(module)
     up = next((n for n in _UP if _is_stack(module, n)), None)
     if up is None or not _is_stack(module, _DOWN):
         return None
@@ -101,6 +115,39 @@ def _tried(module: nn.Module) -> ExpertStacks | str | None:
         if _agrees(module, stacks):
             return stacks
     return _other(module)
+
+
+def _checked(stacks: object, module: nn.Module) -> ExpertStacks | None:
+    """Refuse what does not describe a module."""
+    if stacks is None or (
+        isinstance(stacks, ExpertStacks) and all(_is_stack(module, n) for n in stacks.names)
+    ):
+        return stacks
+    held = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
+    raise ConversionError(
+        teach(
+            f"{type(module).__name__} was described to register_experts as {stacks!r:.200}.",
+            f"An fp8kit.ExpertStacks names Parameters of three dimensions: {some_of(held)}.",
+            "Correct what describe returns; None leaves a module as it is.",
+        )
+    )
+
+
+def _believed(module: nn.Module, stacks: ExpertStacks) -> bool:
+    """Try what was said of a module: on a small twin, and if that cannot run on one as large."""
+    agrees = _agrees(module, stacks)
+    if agrees is None and sum(p.numel() for p in module.parameters(False)) <= _LARGEST_TWIN:
+        agrees = _agrees(module, stacks, small=False)
+    if agrees is None:
+        warnings.warn(
+            teach(
+                f"{type(module).__name__} could not be run on random numbers.",
+                "What register_experts was told of it is believed.",
+                "Compare a converted model with the dense one: fp8kit.evaluate.",
+            ),
+            stacklevel=2,
+        )
+    return agrees is not False
 
 
 def names_to_match(names: Sequence[str], module: nn.Module, stacks: ExpertStacks) -> list[str]:
@@ -199,20 +246,21 @@ def _candidates(numbers: list[float], gated: bool) -> Iterator[Activation]:
                     yield Activation("silu", True, interleaved, limit, alpha, offset)
 
 
-def _agrees(module: nn.Module, stacks: ExpertStacks) -> bool | None:
+def _agrees(module: nn.Module, stacks: ExpertStacks, small: bool = True) -> bool | None:
     """Try whether a module computes what its description says; ``None`` if it cannot be tried."""
     try:
-        twin = _twin(module, stacks)
+        twin = _twin(module, stacks, small)
         gate: Any = stacks.activation or _gate(twin, is_gated(module, stacks))
         random = torch.Generator().manual_seed(1)
-        hidden = twin.get_parameter(stacks.up).shape[1 if stacks.transposed else 2]
-        x = torch.randn(_TOKENS, hidden, generator=random)
-        ids = torch.rand(_TOKENS, _EXPERTS, generator=random).topk(_TOP_K).indices
-        weights = torch.rand(_TOKENS, _TOP_K, generator=random)
+        experts, *sides = twin.get_parameter(stacks.up).shape
+        tokens = experts * math.ceil(_TOKENS / experts)
+        x = torch.randn(tokens, sides[0 if stacks.transposed else 1], generator=random)
+        ids = torch.rand(tokens, experts, generator=random).topk(min(_TOP_K, experts)).indices
+        weights = torch.rand(ids.shape, generator=random)
         given: tuple[Tensor, ...] = (x, ids, weights)
         if stacks.call == "sorted":
-            ids = torch.arange(_EXPERTS).repeat_interleave(_TOKENS // _EXPERTS).unsqueeze(1)
-            weights, given = torch.ones(_TOKENS, 1), (x,)
+            ids = torch.arange(experts).repeat_interleave(tokens // experts).unsqueeze(1)
+            weights, given = torch.ones(tokens, 1), (x,)
         with torch.no_grad():
             expected = type(module).forward(twin, *(t.clone() for t in given))
             found = _computed(twin, stacks, gate, x, ids, weights)
@@ -221,14 +269,16 @@ def _agrees(module: nn.Module, stacks: ExpertStacks) -> bool | None:
     return _close(expected, found)
 
 
-def _twin(module: nn.Module, stacks: ExpertStacks) -> nn.Module:
-    """Copy a module with few and small experts of random weights, and sizes to match."""
+def _twin(module: nn.Module, stacks: ExpertStacks, small: bool) -> nn.Module:
+    """Copy a module with experts of random weights: few and small ones, and sizes to match."""
     axes = (0, 2, 1) if stacks.transposed else (0, 1, 2)
     up, down = (tuple(module.get_parameter(n).shape[i] for i in axes) for n in stacks.names)
     e, h, i = down
-    small_i = _INNER
-    small_h = _HIDDEN if h not in (i, 2 * i) else _INNER * (h // i)
-    sizes = {e: _EXPERTS, 2 * i: 2 * small_i, i: small_i, h: small_h}
+    experts, inner, hidden = e, i, h
+    if small:
+        experts, inner = _EXPERTS, _INNER
+        hidden = _HIDDEN if h not in (i, 2 * i) else _INNER * (h // i)
+    sizes = {e: experts, 2 * i: 2 * inner, i: inner, h: hidden}
     random = torch.Generator().manual_seed(2)
 
     def drawn(shape: tuple[int, ...], spread: float) -> nn.Parameter:
@@ -236,14 +286,14 @@ def _twin(module: nn.Module, stacks: ExpertStacks) -> nn.Module:
 
     twin = copy.copy(module)
     twin.__dict__ |= {
-        name: _EXPERTS if "num" in name and value == e else sizes.get(value, value)
+        name: experts if "num" in name and value == e else sizes.get(value, value)
         for name, value in vars(module).items()
         if type(value) is int
     }
     if "config" in vars(module):
         twin.__dict__["config"] = _Eager(module.config)
-    wide = up[1] // i * small_i
-    matrices = {stacks.up: (_EXPERTS, wide, small_h), stacks.down: (_EXPERTS, small_h, small_i)}
+    wide = up[1] // i * inner
+    matrices = {stacks.up: (experts, wide, hidden), stacks.down: (experts, hidden, inner)}
     twin._parameters = {}
     for name, shape in matrices.items():
         held = tuple(shape[axis] for axis in axes)

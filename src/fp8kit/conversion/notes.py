@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -12,14 +12,18 @@ from fp8kit.conversion.layers_by_name import linear_at
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.backends import choose
-from fp8kit.formats import Scheme
+from fp8kit.errors import teach
+from fp8kit.formats import MX, Scheme
 from fp8kit.matmul.problem import BACKENDS, DECODING, TIMED_DTYPES, linear_problem
-from fp8kit.modules.expert_tensors import ExpertStacks
+from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.linear import Fp8Linear
 
 UNTRIED_RULES = (
     "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
     "that one forgets meets NaN on a GPU."
 )
+IN_ANOTHER_SCHEME = "layers stay as they are, FP8 already, in the scheme"
+_FP8 = (Fp8Linear, ExpertTensors)
 _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 
 
@@ -92,6 +96,25 @@ def slower_at(counts: Sequence[int], names: Sequence[str]) -> str:
         f"At m={', '.join(map(str, counts))} bf16 is faster than FP8 for {some_of(names)}. "
         "Name the row counts that you serve (m=[1, 64]) to leave out what is slower there."
     )
+
+
+def other_schemes(model: nn.Module, scheme: Scheme) -> list[str]:
+    """Say which layers are FP8 in another scheme than the one that was asked for.
+
+    Args:
+        model: whose layers may be FP8.
+        scheme: what was asked for.
+    """
+    held = Counter(m.scheme for m in model.modules() if isinstance(m, _FP8))
+    return [
+        teach(
+            f"{count} {IN_ANOTHER_SCHEME} {other}.",
+            f"{scheme} is made from dense weights, and nothing is quantized twice.",
+            f"To have {scheme}, convert the dense model, or load its checkpoint with scheme=.",
+        )
+        for other, count in held.items()
+        if other != scheme and not (scheme.weight == MX and other.rebased)
+    ]
 
 
 def own_gates(stacks: Mapping[str, ExpertStacks]) -> list[str]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from fp8kit.conversion.model_families import MERGED_BY_ENGINES
 from fp8kit.errors import ConversionError, did_you_mean, teach
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _PROTECTED = (
         r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer",
         "modulation",
     ),
+    (r"\w*hyper_connection\w*", "mixing of residual streams"),
     (r"(\w+_)?(vision_tower|vision_model|visual)", TOWERS[0]),
     (r"(\w+_)?projector|language_projection", "projector"),
     (r"(\w+_)?audio_tower|audio_proj\w*", TOWERS[1]),
@@ -137,6 +139,14 @@ def check_patterns(
                 f"Pass {argument}=[...]; fp8kit.plan and convert take functions.",
             )
         )
+    if not isinstance(patterns, Iterable):
+        raise TypeError(
+            teach(
+                f"Got {argument}={patterns!r:.80}.",
+                "It is a list of patterns over the names of layers.",
+                f"Pass {argument}=['*.o_proj'], for example.",
+            )
+        )
     if isinstance(patterns, str):
         raise TypeError(
             teach(
@@ -230,6 +240,21 @@ def size_obstacle(shape: tuple[int, ...]) -> str:
     if min(shape) < SMALLEST_SIDE or math.prod(shape) < SMALLEST_WEIGHT:
         return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
     return ""
+
+
+def merged_siblings(name: str) -> list[str]:
+    """Return the names of the layers that engines merge with a layer, as q, k and v.
+
+    Args:
+        name: of the layer.
+
+    Example:
+        >>> merged_siblings("attn.k_proj")
+        ['attn.q_proj', 'attn.v_proj']
+    """
+    parent, dot, last = name.rpartition(".")
+    group = next((g for g in MERGED_BY_ENGINES if last in g), ())
+    return [f"{parent}{dot}{other}" for other in group if other != last]
 
 
 def _closest(pattern: str, names: Sequence[str]) -> str:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp8kit.conversion import fusion, notes, replacement, siblings, slower_layers
 from fp8kit.conversion.decisions import Candidates, Rules
 from fp8kit.conversion.eligibility import Eligibility
 from fp8kit.conversion.fusion_rules import Link
-from fp8kit.conversion.patterns import check_patterns, chosen
+from fp8kit.conversion.patterns import check_patterns, chosen, some_of
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.device import capability
 from fp8kit.errors import ConversionError, teach
@@ -78,7 +79,7 @@ class Plan:
             UserWarning: if no layer becomes FP8, and none was before.
         """
         report = self._carry_out(weight_storage)
-        _warn_of_nothing(report)
+        warn_of_nothing(report, self.fuse)
         return report
 
     def _carry_out(self, weight_storage: str) -> Report:
@@ -116,8 +117,9 @@ def plan(
         model: any module; weights may be on the meta device.
         scheme: a preset name or a ``Scheme``.
         include: patterns; only layers that match one are considered. A pattern that names a layer
-            in full lifts the default exclusions for it, and asks for a subclass of ``nn.Linear``
-            that has methods or attributes of its own. Or a function of a name and a module.
+            in full lifts the default exclusions for it, however small it is, and asks for a
+            subclass of ``nn.Linear`` that has methods or attributes of its own. Or a function of a
+            name and a module.
         exclude: patterns, added to the safe defaults; an empty list switches the defaults off. Or
             a function ``exclude(name, module)`` that returns True for layers to leave alone.
         strict: raise if a considered layer cannot be converted, or no layer would become FP8,
@@ -181,6 +183,7 @@ def plan(
         {r.name: candidates.stacks[model.get_submodule(r.name)] for r in report.stacks}
     )
     report.notes += fusion.idle_links(model, links, scheme, [r.name for r in report.linears])
+    report.notes += notes.other_schemes(model, asked)
     report.notes += [notes.UNTRIED_RULES] if links and calibrate is None else []
     report.notes += filter(None, [report.nothing()])
     if strict:
@@ -244,7 +247,7 @@ def convert(
         decided.model = replacement.copied(model, decided.report, weight_storage)
     report = decided._carry_out(weight_storage)
     report.model = decided.model if copy else None  # it shall not keep alive what others drop
-    _warn_of_nothing(report)
+    warn_of_nothing(report, fuse)
     return report
 
 
@@ -259,9 +262,19 @@ def _patterns(
     return patterns
 
 
-def _warn_of_nothing(report: Report) -> None:
+def warn_of_nothing(report: Report, fuse: str | Mapping[str, Sequence[str]] = "all") -> None:
+    """Warn the caller of the caller that no layer is FP8, or none in the scheme asked for.
+
+    Args:
+        report: what was decided.
+        fuse: as in ``plan``; who has rules of fusion may have come for these alone.
+    """
     if nothing := report.nothing():
         warnings.warn(nothing, stacklevel=3)
+    elif isinstance(fuse, str) and not (report.converted or report.groups or report.fused):
+        for note in report.notes:
+            if notes.IN_ANOTHER_SCHEME in note:
+                warnings.warn(note, stacklevel=3)
 
 
 def _check_arguments(model: object, calibrate: object) -> None:
@@ -280,6 +293,22 @@ def _check_arguments(model: object, calibrate: object) -> None:
                 f"Got a bare {type(model).__name__} as the model.",
                 "Layers are replaced inside the module that holds them.",
                 "Use fp8kit.Fp8Linear.from_linear(layer), or pass the parent module.",
+            )
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConversionError(
+            teach(
+                f"Got a {type(model).__name__} of TorchScript as the model.",
+                "Layers are replaced in the Python module; TorchScript has compiled its code.",
+                "Convert the module that was scripted or traced.",
+            )
+        )
+    if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
+        raise ConversionError(
+            teach(
+                f"The parameters {some_of(lazy)} have no shape yet.",
+                "A layer gets it when the model runs for the first time (nn.LazyLinear).",
+                "Call the model on one batch, then convert it.",
             )
         )
     if calibrate is not None and not callable(calibrate):

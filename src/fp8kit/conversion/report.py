@@ -105,19 +105,22 @@ class Report:
         """Return that no layer is FP8, and why; empty if one is, or will be."""
         if self.converted or any(r.is_fp8 for r in self.records):
             return ""
-        reasons = Counter(r.reason for r in self.skipped).most_common(3)
-        said = ", ".join(f"{reason} ({count})" for reason, count in reasons)
-        if not said:
+        if not self.skipped:
             return teach(
                 "No layer becomes FP8: the model holds no linear layer.",
                 "FP8 takes over nn.Linear layers and stacks of experts.",
                 "Pass the model that holds them.",
             )
         return teach(
-            f"No layer becomes FP8: {said}.",
+            f"No layer becomes FP8: {self.reasons()}.",
             "The model has linear layers that nothing keeps in high precision.",
             "print(fp8kit.plan(model)) lists every layer with its reason.",
         )
+
+    def reasons(self) -> str:
+        """Return the most frequent reasons for which layers stay as they are, with counts."""
+        found = Counter(r.reason for r in self.skipped).most_common(3)
+        return ", ".join(f"{reason} ({count})" for reason, count in found) or "it holds none"
 
     def refuse_blocked(self) -> None:
         """Do what ``strict`` asks for: refuse layers that should be converted and cannot be.

@@ -24,6 +24,7 @@ from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.plan import warn_of_nothing
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, teach
 from fp8kit.formats import SCHEMES, Scheme
@@ -171,6 +172,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 shape = (dense.in_features, dense.out_features)
                 biased = dense.bias is not None
                 made[id(dense)] = Fp8Linear(*shape, biased, scheme, device="meta", dtype=self.dtype)
+            made[id(dense)].qualified_name = name
             model.set_submodule(name, made[id(dense)])
 
     def _schemes(
@@ -182,6 +184,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             scheme = scheme_of_plain(config.scheme)
             wanted = (config.include, config.exclude, config.strict)
             self.report = plan_to_load(model, scheme, *wanted)
+            warn_of_nothing(self.report)
             self.report.groups = siblings.find_groups(
                 model, [r.name for r in self.report.converted]
             )
@@ -290,7 +293,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                 teach(
                     f"Adapters are attached to {some_of(wrapped)}.",
                     "A saved model has the base layers alone.",
-                    "Save the adapters with save_lora_adapter, then unload_lora.",
+                    "Save what peft.get_peft_model_state_dict(model) gives, then unload_lora.",
                 )
             )
         refuse_transposed(layers)

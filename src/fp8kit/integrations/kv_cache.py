@@ -173,6 +173,31 @@ class Fp8SlidingLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc
 class _Fixed(_Fp8Layer):
     """What layers of fixed size and addresses can do with their sequences."""
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> _Pair:
+        """Store the states of new tokens, and return those of all, decoded.
+
+        Args:
+            key_states: as for a layer that grows.
+            value_states: likewise.
+            args: ignored, as by Transformers.
+            kwargs: likewise.
+
+        Raises:
+            UnsupportedError: if a gradient would be lost, or sequences or heads are not those that
+                the memory is for.
+            ValueError: if there is no room for these tokens; on a GPU, whose count of tokens is not
+                read, only if they are too many at once.
+        """
+        if self.is_initialized and not torch.compiler.is_compiling():
+            held, arrived = tuple(self.keys.shape[:2]), tuple(key_states.shape[:2])
+            if held != arrived:
+                raise _not_static(f"keys of {arrived} sequences and heads, after {held},")
+        self._check_room(key_states.shape[-2])
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def _check_room(self, tokens: int) -> None:
+        """Refuse tokens that do not fit; a window always has room."""
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take the sequences of these indices, into the same memory."""
         if self.get_seq_length() > 0:
@@ -198,6 +223,21 @@ class Fp8StaticLayer(_Fixed, StaticLayer):  # type: ignore[misc]
     """FP8 keys and values in memory for a given number of tokens."""
 
     plain = StaticLayer
+
+    def _check_room(self, tokens: int) -> None:
+        if torch.compiler.is_compiling():
+            return
+        count = self.cumulative_length
+        held = int(count) if count.device.type == "cpu" else 0  # elsewhere that would wait
+        if held + tokens > self.max_cache_len:
+            raise ValueError(
+                teach(
+                    f"Got {tokens} tokens for an Fp8StaticCache that holds {held}.",
+                    f"It has room for max_cache_len={self.max_cache_len}, prompt and answer.",
+                    "Make a larger one, call reset() before another prompt, or use "
+                    "fp8kit.Fp8Cache(model), which grows.",
+                )
+            )
 
 
 class Fp8StaticSlidingLayer(_Fixed, StaticSlidingWindowLayer):  # type: ignore[misc]

@@ -232,15 +232,20 @@ def _dispatch(target: Any, adapter_name: str, config: Any, **kwargs: Any) -> Any
         if getattr(getattr(base, parameter, None), "dtype", None) in FP8_FORMATS:
             raise UnsupportedError(
                 teach(
-                    f"target_parameters names {parameter} of {type(base).__name__}, which is FP8.",
+                    f"An adapter is asked of {parameter} of {type(base).__name__}, which is FP8: "
+                    "by target_parameters, or by target_modules that PEFT takes for experts, such "
+                    "as 'all-linear'.",
                     "PEFT adds such an adapter to the weight itself, and codes are no numbers: "
                     "rounded to them, it would vanish.",
-                    "Exclude the experts from conversion, or adapt other layers by target_modules.",
+                    "Name other layers, as target_modules=['q_proj', 'v_proj'], or exclude the "
+                    "experts from conversion.",
                 )
             )
     elif isinstance(base, Fp8Linear):
         kwargs.pop("parameter_name", None)
-        return Fp8LoraLinear(target, adapter_name, config=config, **kwargs)
+        wrapped = Fp8LoraLinear(target, adapter_name, config=config, **kwargs)
+        wrapped.fan_in_fan_out = False  # codes lie [N, K], also those of a Conv1D
+        return wrapped
     return lora_layer.dispatch_default(target, adapter_name, config=config, **kwargs)
 
 

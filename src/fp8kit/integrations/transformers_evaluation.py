@@ -35,10 +35,19 @@ def text_batches(
         is one shorter sequence.
 
     Raises:
-        CheckpointError: if the text holds fewer than two tokens.
+        CheckpointError: if the text is no UTF-8, or gives fewer than two tokens.
     """
     tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    ids = tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"][:tokens]
+    words = _read(text)
+    ids = tokenizer(words, verbose=False)["input_ids"][:tokens]
+    if words.strip() and not ids:  # what Transformers makes up where a directory has no tokenizer
+        raise CheckpointError(
+            teach(
+                f"The tokenizer of {source} makes no tokens of {text}.",
+                "The text is read by the tokenizer beside the weights.",
+                "Add it there, or call fp8kit.evaluate(model, dense, batches) with tokens.",
+            )
+        )
     pieces = [torch.tensor(ids[i : i + length]) for i in range(0, len(ids), length)]
     batches = [{"input_ids": p[None].to(device)} for p in pieces if len(p) > 1]
     if not batches:
@@ -50,3 +59,16 @@ def text_batches(
             )
         )
     return batches
+
+
+def _read(text: Path) -> str:
+    try:
+        return text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            teach(
+                f"{text} is no UTF-8: {error.reason} at byte {error.start}.",
+                "The text is read by the model's tokenizer.",
+                "Name a text file, or convert this one to UTF-8.",
+            )
+        ) from error

@@ -10,6 +10,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
+from fp8kit.conversion.patterns import size_obstacle
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
@@ -45,7 +46,9 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
         if record.name in linears:
             names = (record.name, *record.aliases)
             role = next((roles[n] for n in names if n in roles), "")
-            known |= dict.fromkeys(names, KnownLayer(names, record.reason, role, record.shape))
+            small = record.reason == size_obstacle(record.shape)  # asked anew of each matrix
+            reason = "" if small else record.reason
+            known |= dict.fromkeys(names, KnownLayer(names, reason, role, record.shape))
     modules = dict(model.named_modules(remove_duplicate=False))
     met: set[str] = set()
     repeated = found.repeated = _repeated(model, checkpoint)

@@ -34,6 +34,7 @@ from fp8kit.checkpoint.expert_names import stacks_in
 from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
+from fp8kit.conversion.plan import warn_of_nothing
 from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, Scheme
@@ -224,6 +225,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         else:
             assert decided is not None
             self.report = decided
+            warn_of_nothing(decided)
             names = [n for r in self.report.linears for n in (r.name, *r.aliases)]
             _make_room(model, [r.name for r in self.report.stacks], self.scheme, apart)
             of = dict.fromkeys(names, self.scheme)
@@ -232,6 +234,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             dense = model.get_submodule(name)
             if id(dense) not in made:
                 made[id(dense)] = _placeholder(dense, of[name], self.pre_quantized)
+            made[id(dense)].qualified_name = name
             model.set_submodule(name, made[id(dense)])
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:

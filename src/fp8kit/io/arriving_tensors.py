@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -60,6 +61,7 @@ def load_weights(
         CheckpointError: if a tensor arrives twice, does not fit, or contradicts its scale; and
             without ``partial``, if a weight is not whole or a tensor still on meta.
         ConversionError: if a weight cannot be quantized, and as ``fp8kit.plan`` raises it.
+        TypeError: if ``model`` is no module, or something that arrives is no name with a tensor.
         ValueError: for an unknown scheme, or patterns without one.
 
     Example:
@@ -67,12 +69,14 @@ def load_weights(
         >>> for bucket in buckets: fp8kit.load_weights(model, bucket, partial=True)
         >>> fp8kit.load_weights(model, [])  # all buckets were there: check that nothing waits
     """
+    _check_arguments(model, weights)
     where = None if device is None else torch.device(device)
     load = _UNFINISHED.pop(model, None)
     if load is None:
         load = _begun(model, _selection(scheme, include, exclude, strict), where)
     layers, arrivals = load
-    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+    for pair in weights.items() if isinstance(weights, Mapping) else weights:
+        name, tensor = _checked(pair)
         arrivals.put(name, tensor)
         if strict and arrivals.unused:
             raise CheckpointError(
@@ -91,6 +95,38 @@ def load_weights(
     for note in into_module.Filled(arrivals.unused, arrivals.decoded).notes("The load"):
         warnings.warn(note, stacklevel=2)
     return arrivals.placed
+
+
+def _check_arguments(model: object, weights: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            teach(
+                f"Got a {type(model).__name__} as the model.",
+                "It is the module that gets the weights.",
+                "Pass the model first, then the weights.",
+            )
+        )
+    if isinstance(weights, (str, Path)) or not isinstance(weights, Iterable):
+        raise TypeError(
+            teach(
+                f"Got weights of type {type(weights).__name__}.",
+                "They are pairs of names and tensors, or a mapping.",
+                "Pass a state dict; a checkpoint on disk is loaded by fp8kit.load(path, model).",
+            )
+        )
+
+
+def _checked(pair: object) -> tuple[str, Tensor]:
+    match pair:
+        case (str(name), Tensor() as tensor):
+            return name, tensor
+    raise TypeError(
+        teach(
+            f"Got {pair!r:.80} among the weights.",
+            "Each is a pair of a name and a tensor.",
+            "Pass model.state_dict(), or its items().",
+        )
+    )
 
 
 def _selection(

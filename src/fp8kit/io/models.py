@@ -51,6 +51,7 @@ def save(
 
     Raises:
         ValueError: for an unknown target.
+        TypeError: if ``model`` is no module.
         CheckpointError: if the model has no FP8 layers, or layers that the target cannot load, or
             adapters, if there is no such source, or if the destination is in the way or is the
             source.
@@ -59,6 +60,14 @@ def save(
         >>> fp8kit.convert(model)
         >>> fp8kit.save(model, "dir", target="vllm", source="bf16-dir")
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            teach(
+                f"Got a {type(model).__name__} as the model.",
+                "A model with FP8 layers is saved.",
+                "Pass the module that fp8kit.convert or fp8kit.load gave.",
+            )
+        )
     if source is not None and not Path(source).is_dir():
         raise CheckpointError(
             teach(

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX, QTensor, Scheme
 from fp8kit.modules.entries import quantize_weight
+from fp8kit.moe.activation import Activation
 from fp8kit.moe.pairs import NOWHERE
 from fp8kit.ops.validation import check_quantized
 
@@ -33,6 +34,14 @@ def quantize_stack(
     data: Tensor | None = None
     scale: Tensor | None = None
     for i, matrix in enumerate(matrices):
+        if not isinstance(matrix, Tensor):
+            raise TypeError(
+                teach(
+                    f"Got a {type(matrix).__name__} as an expert's matrix.",
+                    "It is a tensor [N, K].",
+                    "Pass weights, such as [layer.weight for layer in layers].",
+                )
+            )
         matrix = matrix.detach()
         q = quantize_weight(matrix.t() if transposed else matrix, scheme)
         if data is None or scale is None:
@@ -46,6 +55,18 @@ def quantize_stack(
             teach("Got no experts.", "A layer has at least one.", "Pass [E, N, K] with E >= 1.")
         )
     return QTensor(data, scale, MX if scheme.rebased else scheme.weight)
+
+
+def check_activation(activation: object) -> None:
+    """Refuse what is no ``Activation``."""
+    if not isinstance(activation, Activation):
+        raise TypeError(
+            teach(
+                f"Got activation={activation!r:.80}.",
+                "It is an fp8kit.moe.Activation, which says where gates and ups lie, too.",
+                "Pass fp8kit.moe.Activation('silu'), for example.",
+            )
+        )
 
 
 def stack_extents(down: QTensor) -> tuple[int, int, int]:
@@ -79,6 +100,44 @@ def check_extents(name: str, q: QTensor, wanted: tuple[int, ...]) -> None:
                 "Check gated= of the activation, and that the last dimension is summed over.",
             )
         )
+
+
+def slots_of(placement: Tensor) -> list[int]:
+    """Return the ids that the rows of a stack will hold; raises if they are no vector of ids."""
+    held = torch.as_tensor(placement)
+    if held.dim() != 1 or held.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            teach(
+                f"Got a placement of {held.dtype} and shape {tuple(held.shape)}.",
+                "It is a vector of ids: one for each row of the stack.",
+                "Pass torch.tensor([0, 1, 2, 3, 3]), for example.",
+            )
+        )
+    return list(map(int, held.tolist()))
+
+
+def is_rearranged(expert_map: Tensor | None, rows: int) -> bool:
+    """Return whether the rows of a stack are others than the ids, in their order.
+
+    Args:
+        expert_map: of the layer.
+        rows: of its stack.
+    """
+    if expert_map is None:
+        return False
+    order = torch.arange(rows, device=expert_map.device).unsqueeze(1)
+    return expert_map.shape != order.shape or not bool((expert_map == order).all())
+
+
+def rearranged(layer: str) -> CheckpointError:
+    """Return why weights in the order of ids do not load into a layer, which is named."""
+    return CheckpointError(
+        teach(
+            f"The experts of {layer} were rearranged by place().",
+            "Weights come in the order of the ids.",
+            "Call layer.place(torch.arange(layer.num_ids)), load, and place them again.",
+        )
+    )
 
 
 def placed_rows(slots: list[int], homes: list[int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,14 @@ from fp8kit.formats import QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.modules import refusals
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import (
+    check_activation,
     check_extents,
     expert_table,
+    is_rearranged,
     placed_rows,
     quantize_stack,
+    rearranged,
+    slots_of,
     stack_extents,
 )
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
@@ -85,6 +90,7 @@ class Fp8Experts(ExpertTensors):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_activation(activation)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
         first = "gate_up_proj" if activation.gated else "up_proj"
@@ -295,12 +301,13 @@ class Fp8Experts(ExpertTensors):
             placement: integer ``[E']``: for each row of the new stack, the id that it holds.
 
         Raises:
+            TypeError: if it is no vector of integers.
             ValueError: if an id is unknown or no longer held here.
 
         Example:
             >>> layer.place(torch.tensor([0, 1, 2, 3, 3]))  # two replicas of the last expert
         """
-        slots, ids, device = placement.tolist(), self.num_ids, self.down_proj.device
+        slots, ids, device = slots_of(placement), self.num_ids, self.down_proj.device
         homes = list(range(ids)) if self.expert_map is None else self.expert_map[:, 0].tolist()
         source = torch.tensor(placed_rows(slots, homes), device=device)
         for name, held in list(self._parameters.items()):
@@ -321,6 +328,19 @@ class Fp8Experts(ExpertTensors):
         else:
             self._hold(name, rows.view(held.dtype))
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """Accept what was placed; refuse what is in the order of ids where this layer is not."""
+        held, arrived = self.expert_map, state_dict.get(f"{prefix}expert_map")
+        down = state_dict.get(f"{prefix}down_proj", self.down_proj)
+        if arrived is None and held is not None and down is not self.down_proj:
+            if is_rearranged(held, self.num_experts):
+                rest[-1].append(str(rearranged(prefix.rstrip(".") or "the layer")))
+                return
+            state_dict = {**state_dict, f"{prefix}expert_map": held}
+        elif arrived is not None and held is None and down.shape == self.down_proj.shape:
+            self.expert_map = torch.empty_like(arrived, device=self.down_proj.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _routed(
         self, ids: Tensor | None, weights: Tensor | None, logits: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -333,11 +353,11 @@ class Fp8Experts(ExpertTensors):
         self, ids: Tensor, weights: Tensor, given: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return ids and weights of the shared experts, the last of all ids, for every token."""
-        if not self.shared:
+        if not 0 < self.shared <= self.num_ids:
             raise ValueError(
                 teach(
-                    "Got arguments for shared experts of a layer without any.",
-                    "The last layer.shared experts of the stack are shared.",
+                    f"Got arguments for shared experts, or layer.shared={self.shared}.",
+                    f"The last layer.shared of {self.num_ids} experts are shared.",
                     "Set layer.shared, or leave the arguments out.",
                 )
             )

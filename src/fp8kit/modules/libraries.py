@@ -7,13 +7,15 @@ with their weights when it merges. A library that is not loaded is not touched.
 
 from __future__ import annotations
 
-import importlib
+import functools
+import importlib.util
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 from fp8kit.errors import UnsupportedError, teach
 
@@ -26,49 +28,81 @@ _TOLD_BY = {
 _told: set[str] = set()
 # finds a quantization method in dictionaries of its own, and looks for no plugins
 _LOADING = "diffusers.models.modeling_utils"
+# looks a method up by its name, in diffusers and Transformers, before either has loaded a model
+_CHOOSING = "diffusers.quantizers.pipe_quant_config"
+_METHOD = "fp8kit"
 
 
 def register_when_loaded() -> None:
     """Register the quantization method of diffusers: now if it is loaded, else when it is.
 
-    Nothing is imported before diffusers itself imports its models.
+    Nothing is imported before diffusers itself imports its models, or is asked for the method.
     """
-    if _LOADING in sys.modules:
-        _tell(_LOADING)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    following = {
+        _LOADING: lambda _: _tell(_LOADING),
+        _CHOOSING: _register_when_chosen,
+    }
+    for name in [n for n in following if n in sys.modules]:
+        following.pop(name)(sys.modules[name])
+    if following and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(following))
+
+
+def _register_when_chosen(module: ModuleType) -> None:
+    """Let a pipeline's config find the method, in both libraries, when it is made."""
+    kind = module.PipelineQuantizationConfig
+    own = kind.post_init
+
+    @functools.wraps(own)
+    def post_init(config: Any) -> None:
+        if config.quant_backend == _METHOD:
+            for library in ("diffusers.models.modeling_utils", "transformers.modeling_utils"):
+                if importlib.util.find_spec(library.partition(".")[0]):
+                    _tell(library)
+        own(config)
+
+    kind.post_init = post_init
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as Python does, once, and has it followed by ours."""
+    """Finds modules as Python does, each once, and has them followed by ours.
+
+    Args:
+        following: what to do with each of them, by name, once it is executed.
+    """
+
+    def __init__(self, following: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._following = following
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the module's own spec with a loader that registers; ``None`` for all others."""
-        if name != _LOADING:
+        if name not in self._following:
             return None
-        sys.meta_path.remove(self)
+        then = self._following.pop(name)
+        if not self._following:
+            sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, then)
         return spec
 
 
 class _Loader(Loader):
-    def __init__(self, own: Loader) -> None:
-        self._own = own
+    def __init__(self, own: Loader, then: Callable[[ModuleType], None]) -> None:
+        self._own, self._then = own, then
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Create what the module's own loader creates."""
         return self._own.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then register."""
+        """Execute the module, then do what follows."""
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._own
         self._own.exec_module(module)
-        _tell(_LOADING)
+        self._then(module)
 
 
 def tell_libraries() -> None:

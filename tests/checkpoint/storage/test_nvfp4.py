@@ -85,6 +85,27 @@ def test_a_source_is_quantized_as_it_loads_and_the_error_is_told(
     assert "NVFP4 quantized to FP8: relative error" in str(fp8kit.explain(model))
 
 
+def test_another_thread_may_read_in_between(tmp_path: Path) -> None:
+    tensors = {}
+    for name in "ab":
+        pairs, scale, _ = packed()
+        tensors |= {f"{name}.weight": pairs, f"{name}.weight_scale": scale}
+        tensors[f"{name}.weight_scale_2"] = torch.tensor(FACTOR)
+    path, _ = directory(tmp_path / "a", "modelopt")
+    save_file(tensors, path / "model.safetensors")
+    found, wanted = open_checkpoint(path), open_checkpoint(path).read("a.weight")
+
+    class Interrupted(dict[str, float]):
+        def __setitem__(self, layer: str, error: float) -> None:
+            super().__setitem__(layer, error)
+            if layer == "a":
+                found.read("b.weight")
+
+    found.errors = Interrupted()
+    assert_bits_equal(found.read("a.weight"), wanted)
+    assert found.errors.keys() == {"a", "b"}
+
+
 @pytest.mark.parametrize(
     ("layout", "scheme"),
     [("modelopt", None), ("compressed-tensors", "FP8_DYNAMIC"), ("modelopt", "FP8_BLOCK"),
@@ -101,6 +122,21 @@ def test_a_source_is_converted_to_a_scheme(layout: str, scheme: str | None, tmp_
     wanted = fp8kit.quantize(values, layer.group, role="weight")
     assert_bits_equal(q.data, wanted.data)
     assert_bits_equal(q.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_BLOCK", "FP8_TENSOR", "FP8_DYNAMIC"])
+def test_a_weight_of_one_block_gets_the_scheme_that_was_asked_for(
+    scheme: str, tmp_path: Path
+) -> None:
+    path, _ = directory(tmp_path / "a", "modelopt")
+    pairs, scale, _ = packed()
+    small = {"fc.weight": pairs[:, :64].contiguous(), "fc.weight_scale": scale[:, :8].contiguous()}
+    factor = {"fc.weight_scale_2": torch.tensor(FACTOR)}
+    save_file(small | factor, path / "model.safetensors")
+    model = nn.ModuleDict({"fc": nn.Linear(128, N, False)})
+    with pytest.warns(UserWarning, match=f"quantized to {scheme}"):
+        fp8kit.load(path, model, scheme=scheme)
+    assert model.fc.scheme.name == scheme
 
 
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_WEIGHT_ONLY"])

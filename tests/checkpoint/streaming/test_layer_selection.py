@@ -108,11 +108,28 @@ def test_layers_that_engines_merge_stay_together() -> None:
     decided(checkpoint(**shapes), Recipe(exclude=["*.k_proj"], target="transformers"))
 
 
+def test_small_keys_and_values_go_with_a_large_query() -> None:
+    shapes = {f"a__{n}_proj__weight": (r, 128) for n, r in (("q", 128), ("k", 64), ("v", 64))}
+    assert set(decided(checkpoint(**shapes)).values()) == {""}
+    found = decided(checkpoint(**shapes), Recipe("FP8_BLOCK", "transformers"))
+    assert [n for n, why in found.items() if not why] == ["a.q_proj"]
+    one = {"b__q_proj__weight": (128, 128)}
+    found = decided(checkpoint(**shapes, **one), Recipe(exclude=["a.q_proj"]))
+    assert "too small" in found["a.k_proj"]
+
+
 def test_strict_names_every_obstacle() -> None:
     shapes = {"layers__0__a__weight": (32, 128), "layers__0__b__weight": (128, 128)}
     assert decided(checkpoint(**shapes))["layers.0.b"] == ""
     with pytest.raises(ConversionError, match=r"layers\.0\.a: too small to gain"):
         decided(checkpoint(**shapes), Recipe(strict=True))
+
+
+def test_a_full_name_in_include_takes_small_layers() -> None:
+    shapes = {"layers__0__a__weight": (32, 128), "layers__0__b__weight": (128, 128)}
+    assert decided(checkpoint(**shapes), Recipe(include=["layers.0.a"]))["layers.0.a"] == ""
+    with pytest.raises(ConversionError, match=r"too small to gain.*\(1\), not in include \(1\)"):
+        decided(checkpoint(**shapes), Recipe(include=["*.a"]))
 
 
 def stack(name: str, *shape: int) -> TensorInfo:

@@ -31,6 +31,7 @@ class Source:
         documents: further JSON files by name, such as ``hf_quant_config.json``.
         metadata: text entries of the safetensors headers.
         widths: rows of the parts of fused layers, by patterns of their names; as a user gave them.
+        made: granularity of weights that become FP8 as they are read, by the names of their layers.
     """
 
     config: JsonObject
@@ -38,6 +39,7 @@ class Source:
     documents: Mapping[str, JsonObject] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     widths: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    made: Mapping[str, GroupShape] = field(default_factory=dict)
 
     @property
     def quantization(self) -> JsonObject:

@@ -75,7 +75,7 @@ def _parse(source: Source) -> Announcement:
     def numbers(layer: str) -> Numbers:
         if layer not in schemes:
             raise broken("layers", sorted(schemes)[:5], f"a list with {layer}, which is FP8")
-        scheme = schemes[layer]
+        scheme = schemes[layer].stored  # a rebased weight is read as the MX weight it was
         only = scheme.activation is None
         return Numbers(scheme.weight, scheme.activation, scheme.static, only, scheme.ue8m0)
 

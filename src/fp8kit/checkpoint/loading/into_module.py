@@ -30,11 +30,14 @@ from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.plan import warn_of_nothing
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import computes_linear
+from fp8kit.modules.expert_stacks import is_rearranged, rearranged
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.experts import Fp8Experts
 from fp8kit.modules.hooks import carry_hooks
 from fp8kit.modules.linear import Fp8Linear
 
@@ -176,10 +179,14 @@ def begin(
         high: as in ``Placement``.
         owned: as in ``Placement``.
     """
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Experts) and is_rearranged(module.expert_map, module.num_experts):
+            raise rearranged(name or "the layer")
     wanted = expected_state(model, layers)
     layers.ties = ties(wanted)
     shapes = shapes_of(wanted)
     for name, layer in layers.made.items():
+        layer.qualified_name = layer.qualified_name or name
         model.set_submodule(name, layer)
     for name, experts in layers.experts.items():
         experts.empty(model.get_submodule(name), dtype or high)
@@ -284,6 +291,7 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
             )
         )
     report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
+    warn_of_nothing(report)
     found = Layers(groups=report.groups)
     for record in report.stacks:
         stacks = recognize(model.get_submodule(record.name))

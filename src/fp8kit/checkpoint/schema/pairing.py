@@ -172,6 +172,8 @@ def _layer(
     dtype, shape = kinds[parts.weight]
     try:
         numbers = announced.numbers(name)
+        if name in source.made:  # a small weight has one scale for each row, block or tensor
+            numbers = replace(numbers, weight=source.made[name])
     except CheckpointError as error:
         found.problems.append(str(error))
         numbers, sound = Numbers(), False

@@ -21,7 +21,7 @@ from fp8kit.checkpoint.schema.decoding import (
 from fp8kit.checkpoint.schema.layers import FLOATS, Layer
 from fp8kit.checkpoint.schema.naming import engine_name
 from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
-from fp8kit.checkpoint.storage import fp4, nvfp4
+from fp8kit.checkpoint.storage import fp4, nvfp4, rebased
 from fp8kit.checkpoint.storage.headers import DTYPES as DTYPES
 from fp8kit.checkpoint.storage.headers import TensorInfo as TensorInfo
 from fp8kit.checkpoint.storage.headers import damaged, printable, read_tensor, shown
@@ -156,6 +156,8 @@ class Checkpoint:
         info = self.tensors[name]
         if isinstance(info, nvfp4.Part):
             return self._from_nvfp4(info)
+        if isinstance(info, rebased.Part):
+            return rebased.codes_of(info, lambda part: read_tensor(self.path, part))
         if not info.packed:
             return read_tensor(self.path, info)
         flat = replace(info, dtype=torch.uint8, shape=(info.nbytes,), packed=False)
@@ -163,11 +165,11 @@ class Checkpoint:
 
     def _from_nvfp4(self, part: nvfp4.Part) -> Tensor:
         """Convert a weight when its codes or its scales are read, and keep the last one."""
-        if part.layer not in self._converted:
-            self._converted.clear()
+        q = self._converted.get(part.layer)
+        if q is None:
             q, error = nvfp4.convert(part, lambda info: read_tensor(self.path, info))
-            self._converted[part.layer], self.errors[part.layer] = q, error
-        q = self._converted[part.layer]
+            # replaced, not changed: loaders read from several threads
+            self._converted, self.errors[part.layer] = {part.layer: q}, error
         return q.data if part.dtype == q.data.dtype else q.scale
 
     def scale_problems(self) -> list[str]:
@@ -296,9 +298,11 @@ def _scan(
         metadata.update(texts)
         if index is not None:
             problems += _disagreements(shard, found, index)
-    tensors = sliced(fp4.unpacked(nvfp4.as_fp8(tensors, scheme)))
+    tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
-    read = interpret(Source(config, kinds, documents, metadata, widths))
+    parts = (info for info in tensors.values() if isinstance(info, nvfp4.Part))
+    made = {part.layer: part.scheme.weight for part in parts}
+    read = interpret(Source(config, kinds, documents, metadata, widths, made))
     return Checkpoint(
         path,
         config,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
-from fp8kit.conversion.patterns import roles_by_name, size_obstacle
+from fp8kit.conversion.patterns import roles_by_name
 
 _TIED = "its weight is tied to another parameter"
 # class -> the norms of q and k, and whether q, k and v have biases where the config does not say
@@ -62,7 +62,7 @@ def facts_of_decoder(checkpoint: Checkpoint) -> Facts | None:
     roles = roles_by_name(linears)
     facts.embeddings = {"model.embed_tokens"}
     for name, shape in linears.items():
-        obstacle = _TIED if tied and name == "lm_head" else size_obstacle(shape)
+        obstacle = _TIED if tied and name == "lm_head" else ""
         facts.layers[name] = KnownLayer((name,), obstacle, roles.get(name, ""), shape)
     if tied:
         facts.absent = {"lm_head": facts.layers["lm_head"]}

@@ -15,10 +15,16 @@ from fp8kit.checkpoint.schema.targets import check_layers
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.streaming.recipe import Recipe
-from fp8kit.conversion.patterns import check_patterns, exclusion, roles_by_name, size_obstacle
+from fp8kit.conversion.patterns import (
+    check_patterns,
+    exclusion,
+    merged_siblings,
+    roles_by_name,
+    size_obstacle,
+)
 from fp8kit.conversion.report import Record, Report
 from fp8kit.errors import CheckpointError, ConversionError, teach
-from fp8kit.formats import Scheme, scale_dtype, scale_shape
+from fp8kit.formats import BLOCK, Scheme, scale_dtype, scale_shape
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.[^.]+$")
 _EMBEDDING = re.compile(
@@ -152,10 +158,11 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     choice.report.notes.append(f"Layers are known from {facts.source}.")
     kept = {n: i for n, i in checkpoint.tensors.items() if n not in facts.repeated}
     choice.report.model_bytes_before = sum(i.nbytes for i in kept.values())
+    merged = _merged(kept, layers, recipe)
     for name, info in kept.items():
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and layer in layers and len(info.shape) == 2:
-            if _decide(choice, layer, layers[layer], Matrix.of(info), recipe):
+            if _decide(choice, layer, layers[layer], Matrix.of(info), recipe, layer in merged):
                 continue
             choice.ignore.append(layer)
         elif (experts := stack_of(name)) is not None and len(info.shape) == 3:
@@ -192,13 +199,32 @@ def _check_patterns(recipe: Recipe, layers: dict[str, KnownLayer]) -> None:
         check_patterns(argument, () if patterns is None else patterns, names)
 
 
+def _merged(kept: dict[str, TensorInfo], layers: dict[str, KnownLayer], recipe: Recipe) -> set[str]:
+    """Name small layers that engines run as one matrix with a layer that becomes FP8."""
+    if recipe.resolved.weight == BLOCK:  # engines cannot cut blocks
+        return set()
+    held = {n: kept[f"{n}.weight"] for n in layers if f"{n}.weight" in kept}
+    taken = {
+        n: _decide(Selection(Report("")), n, layers[n], Matrix.of(info), recipe)
+        for n, info in held.items()
+        if len(info.shape) == 2
+    }
+    return {n for n in taken if any(taken.get(other) for other in merged_siblings(n))}
+
+
 def _decide(
-    choice: Selection, name: str, layer: KnownLayer, matrix: Matrix, recipe: Recipe
+    choice: Selection,
+    name: str,
+    layer: KnownLayer,
+    matrix: Matrix,
+    recipe: Recipe,
+    merged: bool = False,
 ) -> bool:
     """Record the decision about one layer; say whether it becomes FP8."""
     names = list(dict.fromkeys((name, *layer.names)))
     excluded = _excluded(names, layer, recipe)
-    reason = excluded or layer.obstacle or _obstacle(matrix)
+    wanted = not set(recipe.include or ()).isdisjoint(names)
+    reason = excluded or layer.obstacle or _obstacle(matrix, wanted or merged)
     _add(choice, name, matrix, recipe.resolved, reason, warning=bool(reason) and not excluded)
     if reason:
         return False
@@ -231,10 +257,10 @@ def _decide_stack(
     return False
 
 
-def _obstacle(matrix: Matrix) -> str:
+def _obstacle(matrix: Matrix, small: bool) -> str:
     if matrix.dtype not in FLOATS:
         return f"its weight is {matrix.dtype}; FP8 is made from bf16, fp16 or fp32"
-    return size_obstacle((matrix.rows, matrix.cols))
+    return "" if small else size_obstacle((matrix.rows, matrix.cols))
 
 
 def _add(
@@ -259,9 +285,9 @@ def _check(choice: Selection, recipe: Recipe) -> None:
     if not shapes:
         raise ConversionError(
             teach(
-                "No layer of this checkpoint would become FP8.",
+                f"No layer of this checkpoint would become FP8: {choice.report.reasons()}.",
                 "There is at least one linear layer that nothing keeps in high precision.",
-                "See the reasons with fp8kit plan, and include a layer by its full name.",
+                "Exclude less, or include a layer by its full name, which lifts the defaults.",
             )
         )
     check_layers(recipe.target, recipe.resolved, shapes, choice.ignore)

@@ -1,0 +1,71 @@
+"""MX weights that a model held rebased when diffusers saved it, read as the MX weights they were.
+
+diffusers writes the tensors of a model as they are: codes, a scale for each row or block, and the
+exponents of the groups beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8kit.checkpoint.storage.headers import TensorInfo
+from fp8kit.formats import BLOCK, MX, ROW, GroupShape, QTensor, scale_shape
+from fp8kit.quantizers.rebase import restore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(TensorInfo):
+    """Codes that a rebased weight has once it is MX again.
+
+    Args:
+        scales: of the codes on disk, powers of two.
+        exponents: E8M0 bytes of the groups.
+        group: granularity of ``scales``.
+    """
+
+    scales: TensorInfo
+    exponents: TensorInfo
+    group: GroupShape
+
+
+def as_mx(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return rebased weights as the MX weights that reading makes of them.
+
+    Args:
+        tensors: name on disk of each tensor to where it is.
+
+    Example:
+        >>> sorted(as_mx(tensors))
+        ['fc.weight', 'fc.weight_scale']
+    """
+    found = dict(tensors)
+    for name, exponents in tensors.items():
+        layer = name.removesuffix(".weight_exponents")
+        codes, scales = tensors.get(f"{layer}.weight"), tensors.get(f"{layer}.weight_scale")
+        if layer == name or codes is None or scales is None or len(codes.shape) != 2:
+            continue
+        group = next((g for g in (ROW, BLOCK) if scale_shape(codes.shape, g) == scales.shape), None)
+        whole = exponents.shape == scale_shape(codes.shape, MX)
+        kinds = (codes.dtype, scales.dtype, exponents.dtype)
+        if group and whole and kinds == (torch.float8_e4m3fn, torch.float32, torch.uint8):
+            found[f"{layer}.weight"] = Part(
+                codes.name, codes.shard, codes.dtype, codes.shape, codes.offset,
+                scales=scales, exponents=exponents, group=group,
+            )  # fmt: skip
+            found[f"{layer}.weight_scale"] = found.pop(name)
+    return found
+
+
+def codes_of(part: Part, read: Callable[[TensorInfo], Tensor]) -> Tensor:
+    """Return the codes that a weight had before it was rebased.
+
+    Args:
+        part: of the weight.
+        read: gives a tensor as it is on disk.
+    """
+    held = QTensor(read(part), read(part.scales), part.group)
+    return restore(held, read(part.exponents)).data
