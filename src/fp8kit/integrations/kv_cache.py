@@ -174,20 +174,7 @@ class _Fixed(_Fp8Layer):
     """What layers of fixed size and addresses can do with their sequences."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> _Pair:
-        """Store the states of new tokens, and return those of all, decoded.
-
-        Args:
-            key_states: as for a layer that grows.
-            value_states: likewise.
-            args: ignored, as by Transformers.
-            kwargs: likewise.
-
-        Raises:
-            UnsupportedError: if a gradient would be lost, or sequences or heads are not those that
-                the memory is for.
-            ValueError: if there is no room for these tokens; on a GPU, whose count of tokens is not
-                read, only if they are too many at once.
-        """
+        """Store the states of new tokens, and return those of all; refuse what has no place."""
         if self.is_initialized and not torch.compiler.is_compiling():
             held, arrived = tuple(self.keys.shape[:2]), tuple(key_states.shape[:2])
             if held != arrived:

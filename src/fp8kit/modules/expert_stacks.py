@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import teach
 from fp8kit.formats import MX, QTensor, Scheme
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.moe.activation import Activation
@@ -116,27 +116,23 @@ def slots_of(placement: Tensor) -> list[int]:
     return list(map(int, held.tolist()))
 
 
-def is_rearranged(expert_map: Tensor | None, rows: int) -> bool:
-    """Return whether the rows of a stack are others than the ids, in their order.
+def rearranged(expert_map: Tensor | None, rows: int, layer: str) -> str:
+    """Return why weights in the order of ids do not load into a layer; empty if they do.
 
     Args:
         expert_map: of the layer.
         rows: of its stack.
+        layer: its name.
     """
     if expert_map is None:
-        return False
+        return ""
     order = torch.arange(rows, device=expert_map.device).unsqueeze(1)
-    return expert_map.shape != order.shape or not bool((expert_map == order).all())
-
-
-def rearranged(layer: str) -> CheckpointError:
-    """Return why weights in the order of ids do not load into a layer, which is named."""
-    return CheckpointError(
-        teach(
-            f"The experts of {layer} were rearranged by place().",
-            "Weights come in the order of the ids.",
-            "Call layer.place(torch.arange(layer.num_ids)), load, and place them again.",
-        )
+    if expert_map.shape == order.shape and bool((expert_map == order).all()):
+        return ""
+    return teach(
+        f"The experts of {layer or 'the layer'} were rearranged by place().",
+        "Weights come in the order of the ids.",
+        "Call layer.place(torch.arange(layer.num_ids)), load, and place them again.",
     )
 
 

@@ -16,7 +16,6 @@ from fp8kit.modules.expert_stacks import (
     check_activation,
     check_extents,
     expert_table,
-    is_rearranged,
     placed_rows,
     quantize_stack,
     rearranged,
@@ -301,8 +300,7 @@ class Fp8Experts(ExpertTensors):
             placement: integer ``[E']``: for each row of the new stack, the id that it holds.
 
         Raises:
-            TypeError: if it is no vector of integers.
-            ValueError: if an id is unknown or no longer held here.
+            TypeError, ValueError: if it is no vector of ids, or one is not held here.
 
         Example:
             >>> layer.place(torch.tensor([0, 1, 2, 3, 3]))  # two replicas of the last expert
@@ -333,8 +331,8 @@ class Fp8Experts(ExpertTensors):
         held, arrived = self.expert_map, state_dict.get(f"{prefix}expert_map")
         down = state_dict.get(f"{prefix}down_proj", self.down_proj)
         if arrived is None and held is not None and down is not self.down_proj:
-            if is_rearranged(held, self.num_experts):
-                rest[-1].append(str(rearranged(prefix.rstrip(".") or "the layer")))
+            if reason := rearranged(held, self.num_experts, prefix.rstrip(".")):
+                rest[-1].append(reason)
                 return
             state_dict = {**state_dict, f"{prefix}expert_map": held}
         elif arrived is not None and held is None and down.shape == self.down_proj.shape:

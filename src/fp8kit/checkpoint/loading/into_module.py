@@ -35,7 +35,7 @@ from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import computes_linear
-from fp8kit.modules.expert_stacks import is_rearranged, rearranged
+from fp8kit.modules.expert_stacks import rearranged
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.experts import Fp8Experts
 from fp8kit.modules.hooks import carry_hooks
@@ -180,8 +180,9 @@ def begin(
         owned: as in ``Placement``.
     """
     for name, module in model.named_modules():
-        if isinstance(module, Fp8Experts) and is_rearranged(module.expert_map, module.num_experts):
-            raise rearranged(name or "the layer")
+        if isinstance(module, Fp8Experts):
+            if reason := rearranged(module.expert_map, module.num_experts, name):
+                raise CheckpointError(reason)
     wanted = expected_state(model, layers)
     layers.ties = ties(wanted)
     shapes = shapes_of(wanted)
