@@ -96,17 +96,14 @@ def between_marks(text: str, tables: str) -> str:
 
 
 def compact(found: dict[str, Any]) -> str:
-    """Render what the README shows: some row counts, and a decoder layer."""
-    parts = []
-    if "linear" in found:
-        parts.append(overview(found["linear"]["rows"]) + source("linear", found["linear"]))
-    if "experts" in found:
-        one = found["experts"]
-        parts.append(experts_overview(one) + source("experts", one))
-    if "decoder_layer" in found:
-        one = found["decoder_layer"]
-        parts.append(decoder_layer(one) + source("decoder_layer", one))
-    return "\n".join(parts)
+    """Render what the README shows: some row counts, layers of experts, and a decoder layer."""
+    parts, sources = [], dict[str, list[str]]()
+    for name, render in COMPACT.items():
+        if name in found:
+            parts.append(render(found[name]))
+            sources.setdefault(conditions(found[name]), []).append(f"`{name}.json`")
+    said = (f"{', '.join(files)} on {where}" for where, files in sources.items())
+    return "\n".join([*parts, f"Measured in `benchmarks/results`: {'; '.join(said)}.\n"])
 
 
 def full(found: dict[str, Any]) -> str:
@@ -118,14 +115,19 @@ def full(found: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def source(name: str, found: dict[str, Any]) -> str:
-    """Return where the numbers come from."""
+def conditions(found: dict[str, Any]) -> str:
+    """Return what the numbers were measured on."""
     where = f"{found['device']}, torch {found['torch']}"
     if "triton" in found:
         where = f"one {where}, Triton {found['triton']}"
     if "conditions" in found:
         where += f", {found['conditions']}"
-    return f"\nMeasured on {where} (`benchmarks/results/{name}.json`).\n"
+    return where
+
+
+def source(name: str, found: dict[str, Any]) -> str:
+    """Return where the numbers come from."""
+    return f"\nMeasured on {conditions(found)} (`benchmarks/results/{name}.json`).\n"
 
 
 def table(columns: list[str], lines: list[list[str]]) -> str:
@@ -191,7 +193,8 @@ def experts_overview(found: dict[str, Any]) -> str:
     columns = ["tokens", "row-wise: vLLM / fp8kit", "bf16 / fp8kit", "of the roofline"]
     columns += ["block-wise: vLLM / fp8kit", "bf16 / fp8kit"]
     lines = []
-    for m, line in row.items():
+    for m in [m for m in SHOWN if m in row]:
+        line = row[m]
         cells = [str(m), peer_cell(line), dense_cell(line), f"{line.roofline:.0%}"]
         lines.append([*cells, peer_cell(block.get(m)), dense_cell(block.get(m))])
     names = ", ".join(dict.fromkeys(row["shape"] for row in rows))
@@ -503,6 +506,11 @@ def rate(row: Row, variant: str) -> str:
     return f"{text} ({row['us']['bf16'] / us:.2f}×)" if "bf16" in row["us"] else text
 
 
+COMPACT: dict[str, Callable[[dict[str, Any]], str]] = {
+    "linear": lambda found: overview(found["rows"]),
+    "experts": experts_overview,
+    "decoder_layer": decoder_layer,
+}
 SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "linear": ("Whole linear layers", linear),
     "linear_odd": ("Whole linear layers of odd shapes", linear),

@@ -62,7 +62,7 @@ DYNAMIC_IMPORTERS = (
     "io/moved_classes.py",
 )
 
-FILE_LINES, KERNEL_FILE_LINES = 420, 500
+FILE_LINES, KERNEL_FILE_LINES = 430, 500
 FUNCTION_LINES, KERNEL_FUNCTION_LINES = 60, 80
 PARAMETERS = 8
 SOURCE_LINES = 41000
@@ -521,7 +521,7 @@ def test_budgets_can_fail() -> None:
     assert budget_violations(kernel, long) == []
     documented = f'def f():\n    """One.\n\n    Two."""\n{body[9:]}\n'
     assert budget_violations(plain, documented) == []
-    assert budget_violations(plain, "\n" * 421) == ["a.py has 421 lines of 420"]
+    assert budget_violations(plain, "\n" * 431) == ["a.py has 431 lines of 430"]
     assert budget_violations(kernel, "\n" * 551) == ["triton_a.py has 551 lines of 500"]
     many = "def f(self, a, b, c, d, e, *, f, g, h, i): ...\n"
     assert budget_violations(plain, many) == ["a.py: f has 9 parameters of 8"]
