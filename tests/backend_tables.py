@@ -19,7 +19,7 @@ HOMES = {
     "fused": ("fp8kit.fused.operators.FUSED_BACKENDS",),
     "plan": ("fp8kit.conversion.notes.BACKENDS",),
     "profitability": ("fp8kit.conversion.profitability.BACKENDS",),
-    "warmup": ("fp8kit.perf.warmup.BACKENDS",),
+    "warmup": ("fp8kit.perf.row_counts.BACKENDS",),
 }
 _NUMBERS = itertools.count()  # choices are kept by table: no two tests may have equal ones
 

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from fp8kit.dispatch.backends import choose
 from fp8kit.errors import teach
-from fp8kit.matmul.problem import BACKENDS, MatmulBackend
 from fp8kit.modules.diffusers_producers import FusedAdaptiveNorm, FusedFeedForward
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import FusedActivation, FusedGatedMlp, FusedNorm, Producer
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.validation import check_row_counts
 from fp8kit.perf import tune as tuning
+from fp8kit.perf.row_counts import layer_counts
 from fp8kit.perf.timing import Timer, time_cases
 from fp8kit.perf.tune import Wish
+from fp8kit.perf.warmup_experts import run_experts
 
 
 def warmup(
@@ -37,10 +37,16 @@ def warmup(
     the next, so ``m`` needs one value per size of batch that will come. Where a kernel is cut in
     several ways for these, layers run each of them.
 
+    Experts run with as many experts per token as the first of these says: ``top_k`` of a
+    ``routing`` that is a ``functools.partial``; ``top_k`` or ``num_experts_per_tok`` of the module,
+    of the block that holds it, or of the router beside it; ``num_experts_per_tok`` of a config of
+    these or of the model. Where nothing says it, they run with 1, 2, 4 and 8.
+
     Args:
-        model: holds ``Fp8Linear`` layers, on the device where they will run.
+        model: holds ``Fp8Linear`` layers or FP8 experts, on the device where they will run.
         m: row count (tokens) to expect, or several.
-        tune: first measure which backend is fastest for these layers, and keep the answer on disk.
+        tune: first measure which backend is fastest for these layers, and keep the answer on disk;
+            backends of experts are not measured.
         timer: how candidates are timed.
 
     Returns:
@@ -54,10 +60,12 @@ def warmup(
         >>> fp8kit.warmup(model, m=[1, 16, 4096])
     """
     layers = [mod for mod in model.modules() if isinstance(mod, Fp8Linear)]
-    if not layers or any(layer.weight.is_meta for layer in layers):
+    experts = [mod for mod in model.modules() if isinstance(mod, ExpertTensors)]
+    held = [layer.codes for layer in layers] + [mod.codes(mod.stacks.down) for mod in experts]
+    if not held or any(codes.is_meta for codes in held):
         raise ValueError(
             teach(
-                f"{type(model).__name__} holds {len(layers)} FP8 layers, or they are on meta.",
+                f"{type(model).__name__} holds {len(held)} FP8 layers, or they are on meta.",
                 "What shall run soon is warmed up where it will run.",
                 "Convert or load the model onto its device first.",
             )
@@ -75,7 +83,8 @@ def warmup(
             for rows in dict.fromkeys(count for most in m for count in _row_counts(module, most)):
                 _run(module, rows)
                 calls += 1
-    for device in {layer.weight.device for layer in layers}:
+        calls += run_experts(model, m)
+    for device in {codes.device for codes in held}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return calls
@@ -137,12 +146,7 @@ def _row_counts(module: nn.Module, rows: int) -> list[int]:
         problems = [member.problem(rows) for member in members]
         if rows <= MOST_JOINED_ROWS and can_join(members):
             problems = [replace(problems[0], n=sum(problem.n for problem in problems))]
-    found = [rows]
-    with torch.cuda.device(module.weight.device) if module.weight.is_cuda else nullcontext():
-        for problem in problems:
-            chosen: MatmulBackend | None = choose(BACKENDS, problem).implementation
-            found += [] if chosen is None else chosen.row_counts(problem)
-    return found
+    return layer_counts(problems, rows, module.weight.device)
 
 
 def _kind(module: nn.Module) -> object:

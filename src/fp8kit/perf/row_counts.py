@@ -1,0 +1,108 @@
+"""Row counts that between them run every kernel which a power of two of rows needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from fp8kit.dispatch.backends import choose
+from fp8kit.dispatch.device import capability
+from fp8kit.matmul.problem import (
+    BACKENDS,
+    MatmulBackend,
+    MatmulProblem,
+    linear_problem,
+    m_bucket,
+)
+from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.moe.hopper import tile_config
+
+PAIRS_OF_BLOCK = 2048  # that one block sorts in ``moe/hopper/experts.py``; a cluster sorts more
+
+
+def layer_counts(problems: Iterable[MatmulProblem], rows: int, device: torch.device) -> list[int]:
+    """Add to a row count those of its power of two for which backends cut products otherwise.
+
+    Args:
+        problems: the products, of so many rows.
+        rows: what is expected.
+        device: where they run.
+    """
+    found = [rows]
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for problem in problems:
+            chosen: MatmulBackend | None = choose(BACKENDS, problem).implementation
+            found += [] if chosen is None else chosen.row_counts(problem)
+    return list(dict.fromkeys(found))
+
+
+def expert_counts(module: ExpertTensors, takes: Sequence[int], tokens: int) -> list[int]:
+    """Add to a count of tokens those of its power of two for which experts' kernels are others.
+
+    Args:
+        module: of experts.
+        takes: how many experts a token takes, of each call that ``forward`` may make.
+        tokens: what is expected: of the layer, or of each expert where rows come sorted.
+
+    Returns:
+        ``tokens``, then the others. Experts that run product by product, with a gate of their own,
+        see whatever part of the tokens is routed to them: they get every power of two below.
+    """
+    if module.stacks.activation is None:
+        return _counts_of_products(module, tokens)
+    device = module.codes(module.stacks.down).device
+    copies = module.expert_count if module.stacks.call == "sorted" else 1
+    on_hopper = (capability(device) or (0, 0))[0] == 9
+    return counts_of_pairs(tokens, takes, module.expert_count, on_hopper, copies)
+
+
+def counts_of_pairs(
+    tokens: int, takes: Sequence[int], experts: int, on_hopper: bool, copies: int = 1
+) -> list[int]:
+    """Return ``tokens`` and those of its power of two that run other kernels of experts.
+
+    Args:
+        tokens: what is expected.
+        takes: how many experts a row takes, of each call.
+        experts: E.
+        on_hopper: whether kernels depend on the number of pairs, and not only on the power of two
+            of rows.
+        copies: rows that a token makes.
+    """
+    found, bucket = dict[object, int](), m_bucket(tokens)
+    for count in (tokens, *range(bucket, bucket // 2, -1)):
+        rows = count * copies
+        cuts = [hopper_cut(rows * k, experts) for k in takes] if on_hopper else []
+        found.setdefault((m_bucket(rows), *cuts), count)
+    return list(found.values())
+
+
+def hopper_cut(pairs: int, experts: int) -> tuple[object, ...]:
+    """Return equal keys to numbers of pairs that run the same kernels on Hopper.
+
+    Args:
+        pairs: of a token and an expert.
+        experts: E.
+
+    Example:
+        >>> hopper_cut(65, 64) == hopper_cut(128, 64), hopper_cut(128, 64) == hopper_cut(129, 64)
+        (True, False)
+    """
+    sorting = (pairs <= tile_config.FEW_PAIRS, pairs <= PAIRS_OF_BLOCK)
+    return (tile_config.choose(pairs, experts), *sorting)
+
+
+def _counts_of_products(module: ExpertTensors, tokens: int) -> list[int]:
+    found = []
+    for most in (tokens, *(1 << i for i in reversed(range((m_bucket(tokens) // 2).bit_length())))):
+        problems = []
+        for name in module.stacks.names:
+            codes = module.codes(name)
+            _, n, k = codes.shape
+            bias = module.beside(name, "bias") is not None
+            place = (module.compute_dtype, codes.device, bias, most)
+            problems.append(linear_problem((n, k), module.scheme, *place))
+        found += layer_counts(problems, most, codes.device)
+    return list(dict.fromkeys(found))
