@@ -20,10 +20,10 @@ from fp8kit.dispatch.device import capability
 from fp8kit.matmul.problem import MatmulBackend, MatmulProblem, m_bucket
 from fp8kit.matmul.reference import run as multiply
 from fp8kit.moe import reference
-from fp8kit.moe.hopper.tile_config import FEW_PAIRS
+from fp8kit.moe.hopper.tile_config import FEW_PAIRS, PAIRS_OF_BLOCK
 from fp8kit.moe.hopper.tile_config import choose as choose_tiles
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, MoeBackend
-from fp8kit.perf.row_counts import PAIRS_OF_BLOCK, counts_of_pairs
+from fp8kit.perf.row_counts import counts_of_pairs
 from tiny_experts import tiny
 
 pytestmark = pytest.mark.usefixtures("fuses_on_cpu")

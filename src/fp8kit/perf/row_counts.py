@@ -19,8 +19,6 @@ from fp8kit.matmul.problem import (
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.moe.hopper import tile_config
 
-PAIRS_OF_BLOCK = 2048  # that one block sorts in ``moe/hopper/experts.py``; a cluster sorts more
-
 
 def layer_counts(problems: Iterable[MatmulProblem], rows: int, device: torch.device) -> list[int]:
     """Add to a row count those of its power of two for which backends cut products otherwise.
@@ -90,7 +88,7 @@ def hopper_cut(pairs: int, experts: int) -> tuple[object, ...]:
         >>> hopper_cut(65, 64) == hopper_cut(128, 64), hopper_cut(128, 64) == hopper_cut(129, 64)
         (True, False)
     """
-    sorting = (pairs <= tile_config.FEW_PAIRS, pairs <= PAIRS_OF_BLOCK)
+    sorting = (pairs <= tile_config.FEW_PAIRS, pairs <= tile_config.PAIRS_OF_BLOCK)
     return (tile_config.choose(pairs, experts), *sorting)
 
 

@@ -29,7 +29,13 @@ from fp8kit.moe.hopper.source import (
     grouped_source,
     pairs_source,
 )
-from fp8kit.moe.hopper.tile_config import FEW_PAIRS, HALF, GroupedConfig, choose
+from fp8kit.moe.hopper.tile_config import (
+    FEW_PAIRS,
+    HALF,
+    PAIRS_OF_BLOCK,
+    GroupedConfig,
+    choose,
+)
 from fp8kit.moe.problem import (
     ExpertOperands,
     ExpertsProblem,
@@ -45,7 +51,7 @@ _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
 _CHECKED_TOKENS = 97  # more pairs than are few
 _SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``pairs.cu`` counts them
 _SORT_THREADS, _THREADS = 1024, 256
-_PAIRS_OF_BLOCK, _SORT_CLUSTER = 2048, 8  # that one block sorts, and blocks that sort more
+_SORT_CLUSTER = 8  # blocks that sort more pairs than one does
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
 _VECTOR = 8  # values of 16 bytes
 
@@ -237,7 +243,7 @@ def _quantization(call: _Call, rows: _Rows) -> list[_Launch]:
     how = (_SCALES[rows.group], config.tokens, x.dtype)
     variants = [PairsVariant(_THREADS, 1, int(_few(call)), True, -(-vectors // _THREADS), *how)]
     if not _few(call):
-        cluster = 1 if ids.numel() <= _PAIRS_OF_BLOCK else _SORT_CLUSTER
+        cluster = 1 if ids.numel() <= PAIRS_OF_BLOCK else _SORT_CLUSTER
         variants.insert(0, PairsVariant(_SORT_THREADS, cluster, 2, False, 1, *how))
     arguments = (
         *_pointers(ids),
