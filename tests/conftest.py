@@ -38,7 +38,9 @@ hypothesis.settings.load_profile("fp8kit")
 
 # tests that `make quick` leaves out, by what they took when they were last timed
 SLOW = Path(__file__).with_name("slow.txt")
-SLOW_SECONDS = 0.3
+SLOW_SECONDS = 0.12
+# fixtures that take long; whichever test of a file comes first pays for all
+SLOW_FIXTURES = {"compiled"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = set(SLOW.read_text().split())
     for item in items:
-        if item.nodeid.partition("[")[0] in slow:
+        fixtures = SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+        if fixtures or item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
     if HAS_FP8_GPU:
         return

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
 from ahead import compiled_by
@@ -18,6 +19,7 @@ from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.moe import operators
 from fp8kit.moe.problem import ExpertsProblem, GroupedProblem
 from numerics import EXPERTS_ERROR, SHORT_SUMS, assert_bits_equal, relative_error
+from recorded_calls import record_on_cpu
 from slow_experts import (
     Layer,
     assert_experts,
@@ -441,3 +443,31 @@ def test_kernels_compile_for_every_gpu(tmp_path: Path) -> None:
             assert counts[expected[device]] > 0, name
         elif scales == "16bit":
             assert counts["mma_16bit"] + counts["wgmma_16bit"] > 0, name
+
+
+def test_plain_calls_pass_the_registered_operator_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, ids, weights = make("rows")
+    with RegisteredCalls() as seen:  # a mode sees the registered form
+        expected = compute(layer, x, ids, weights)
+    assert seen.names == {"experts"}
+    record_on_cpu(monkeypatch)
+    given = (x, *operator_arguments(layer, x, ids, weights)[1:])
+    assert operators.LAYER.form(given) is operators.experts
+    assert_bits_equal(compute(layer, x, ids, weights), expected)
+    assert operators.LAYER.form((x.clone().requires_grad_(), *given[1:])) is not operators.experts
+    with RegisteredCalls() as seen:
+        compute(layer, x, ids, weights)
+    assert seen.names == {"experts"}
+
+
+class RegisteredCalls(TorchDispatchMode):
+    """Collects the names of this package's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "fp8kit":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.formats import QTensor, Scheme
-from fp8kit.moe import operators  # noqa: F401  (registers)
+from fp8kit.moe import operators
 from fp8kit.moe.activation import Activation, ActivationWords
 from fp8kit.moe.arguments import (
     check_grouped,
@@ -82,13 +82,14 @@ def experts(
     x_group, rounding = activation_format(w13.group, scheme, input_scale13)
     check_scheme(scheme, x_group, w13, input_scale2)
     x = autocast(x)
-    y: Tensor = torch.ops.fp8kit.experts(
+    arguments = (
         x, w13.data, stacked_scale(w13), bias13, input_scale13,
         w2.data, stacked_scale(w2), bias2, input_scale2, ids, weights.float(), expert_map,
         None if x_group is None else (x_group.rows, x_group.cols),
         (w13.group.rows, w13.group.cols), rounding, *ActivationWords.of(activation),
         router_weight_on_input, batch_invariant, backend,
     )  # fmt: skip
+    y: Tensor = operators.LAYER.form(arguments)(*arguments)
     return y
 
 

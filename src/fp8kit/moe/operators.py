@@ -31,6 +31,7 @@ from fp8kit.moe.problem import (
     MoeBackend,
 )
 from fp8kit.ops.registration import library, register
+from fp8kit.runtime.replay_cache import Operator
 
 _TENSORS = 12  # first arguments of the operator; the others are its options
 _DIFFERENTIABLE = {0: "x", 10: "weights"}
@@ -180,3 +181,4 @@ def _refuse_backward(ctx: Any, *grads: Tensor) -> None:  # noqa: ARG001
 torch.library.register_autograd(EXPERTS, _backward, setup_context=_save, lib=library)
 for _op in (EXPERTS_BACKWARD, GROUPED_SCALED_MM):
     torch.library.register_autograd(_op, _refuse_backward, lib=library)
+LAYER = Operator(experts, torch.ops.fp8kit.experts)

@@ -65,11 +65,15 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """Compute, past ``torch.library`` where nobody sees it; nothing is recorded."""
+        return self.form(arguments)(*arguments)
+
+    def form(self, arguments: Sequence[Any]) -> Callable[..., Any]:
+        """Return the body where nobody sees the registered form, else that."""
         if torch.compiler.is_compiling():
-            return self.registered(*arguments)
+            return self.registered
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         plain = tensors[0].device.type in RECORDED_DEVICES and are_plain(tensors)
-        return (self.body if plain else self.registered)(*arguments)
+        return self.body if plain else self.registered
 
 
 @dataclass(slots=True)
