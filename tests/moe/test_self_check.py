@@ -69,7 +69,8 @@ def test_short_sums_of_a_tensor_core_pass(
     kind: str, activation: Activation, on_input: bool
 ) -> None:
     problem = dataclasses.replace(layer(kind, activation), router_weight_on_input=on_input)
-    assert self_check.difference(problem, short_sums.EXPERTS.experts, CPU) is None
+    for tokens in (33, 97):
+        assert self_check.difference(problem, short_sums.EXPERTS.experts, CPU, tokens) is None
 
 
 Spoil = Callable[[Any], Any]
