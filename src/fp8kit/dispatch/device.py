@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -28,6 +29,11 @@ def architecture(device: torch.device) -> str:
     if device.type != "cuda" or torch.version.hip is None:
         return ""
     return _amd(_index(device))
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make a CUDA device the current one, on which kernels are launched; nothing for any other."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def native_codes(architecture: str) -> torch.dtype:

@@ -4,12 +4,12 @@ Given the intermediate result, codes and scales equal the reference bit for bit.
 result itself can differ in the last place of its dtype, see the two kernel modules for how often.
 """
 
-import contextlib
 import math
 
 import torch
 from torch import Tensor
 
+from fp8kit.dispatch.device import current
 from fp8kit.formats import ROW, TENSOR, GroupShape
 from fp8kit.fused import reference
 from fp8kit.fused.problem import ACTIVATIONS, FusedBackend, FusedProblem, Target
@@ -66,7 +66,7 @@ def rms_norm(
     others = None if residual is None else _rows(residual)
     operands = NormOperands(others, total, weight.contiguous())
     settings = NormSettings(False, rounding == "stepwise", eps, weight_offset)
-    with _on(x):
+    with current(x.device):
         quantize_norm(_rows(x), operands, settings, output)
     return output.data, output.scale, total
 
@@ -89,7 +89,7 @@ def layer_norm(
         bias=None if bias is None else bias.contiguous(),
         modulation=None if modulation is None else (_rows(modulation[0]), _rows(modulation[1])),
     )
-    with _on(x):
+    with current(x.device):
         settings = NormSettings(True, rounding == "stepwise", eps)
         quantize_norm(_rows(x), operands, settings, output)
     return output.data, output.scale
@@ -100,7 +100,7 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tu
     if gate.numel() == 0:
         return reference.activation(kind, gate, up, target)
     output = Output.of(gate, target)
-    with _on(gate):
+    with current(gate.device):
         quantize_activation(kind, _rows(gate), None if up is None else _rows(up), output)
     return output.data, output.scale
 
@@ -109,10 +109,6 @@ def _rows(x: Tensor) -> Tensor:
     """Fold leading dimensions into rows, copying only where strides or a K stride demand it."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 BACKEND = FusedBackend(

@@ -13,7 +13,6 @@ It compiles a kernel for every N, K and cut of M when it first meets them, with 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8kit.dispatch.device import current
 from fp8kit.formats import BLOCK, GROUP128
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import aligned, by_column
@@ -61,7 +61,7 @@ def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     if is_recording():
         record_launch(None)  # what the library launches cannot be repeated without it
     y = torch.empty(x.shape[0], w.shape[0], dtype=problem.out_dtype, device=x.device)
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    with current(x.device):
         # rows without gaps, as every release takes them
         x, w = aligned(x.contiguous()), aligned(w.contiguous())
         product((x, by_column(x_scale)), (w, w_scale.contiguous()), y)

@@ -11,7 +11,6 @@ With few tiles K is split, and a second launch adds the parts in their order.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import NamedTuple, TypeGuard
 
@@ -20,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8kit.dispatch.device import current
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.triton_gemm_kernels import (
@@ -176,7 +176,7 @@ def supports(problem: MatmulProblem) -> str | None:
 def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``; ``x_scale`` is ``None`` if ``x`` is not quantized."""
     device = operands.x.device
-    with torch.cuda.device(device) if operands.x.is_cuda else contextlib.nullcontext():
+    with current(device):
         return run_tile(operands, problem, choose_tile(problem, device_facts(device)))
 
 

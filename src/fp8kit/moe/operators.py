@@ -6,7 +6,6 @@ weights, through the dequantized experts; codes, scales and biases are frozen.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.dispatch.backends import require
-from fp8kit.dispatch.device import capability
+from fp8kit.dispatch.device import capability, current
 from fp8kit.errors import teach
 from fp8kit.formats import GroupShape
 from fp8kit.matmul.problem import m_bucket
@@ -42,13 +41,9 @@ def experts(*arguments: Any) -> Tensor:
     operands, problem, backend = described(arguments)
     if not operands.x.numel() or not operands.ids.numel():
         return torch.zeros_like(operands.x, memory_format=torch.contiguous_format)
-    with _on(operands.x):  # where kernels are tried
+    with current(operands.x.device):  # where kernels are tried
         chosen: MoeBackend = require(MOE_BACKENDS, problem, backend)
     return chosen.experts(operands, problem)
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _experts_fake(x: Tensor, *_: Any) -> Tensor:
@@ -110,7 +105,7 @@ def grouped_scaled_mm(
     problem = GroupedProblem.of(x, w, groups, out_dtype, batch_invariant)
     if not x.shape[0] or not w.shape[0] or not w.shape[1]:  # an empty sum along K is the bias
         return x.new_zeros(x.shape[0], w.shape[1], dtype=out_dtype)
-    with _on(x):
+    with current(x.device):
         chosen: MoeBackend = require(MOE_BACKENDS, problem, backend)
     weights = ExpertWeights(w, w_scale, bias, None)
     assert chosen.grouped is not None

@@ -10,7 +10,6 @@ one sum along K: the bits of a row depend on nothing but the row.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from fp8kit.dispatch.device import current
 from fp8kit.formats import GROUP128, TENSOR, GroupShape, fp8_format, min_scale, scale_shape
 from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.problem import MatmulProblem, m_bucket
@@ -111,7 +111,7 @@ def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
 def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
     """Compute a layer of experts."""
     operands = operands.placed(problem.experts)
-    with _on(operands.x):
+    with current(operands.x.device):
         pairs, facts = sorted_pairs(operands.ids, problem.experts), device_facts(operands.x.device)
         source = quantized_input(operands, problem)
         h = empty_intermediate(operands, problem)
@@ -128,7 +128,7 @@ def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
 def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
     """Multiply rows that lie sorted by expert."""
     x = operands.x
-    with _on(x):
+    with current(x.device):
         y = torch.zeros(x.shape[0], problem.n, dtype=problem.out_dtype, device=x.device)
         # whatever the offsets are, no row outside of x is read or written
         offsets = operands.offsets.long().clamp(0, x.shape[0]).cummax(0).values
@@ -325,10 +325,6 @@ def _loaded(
     x_scales = scale_strides(rows.scale, rows.group)
     strides = (*weight.stride(), *x.stride(), w.scale.stride(0), *w_scales, *x_scales)
     return (weight, x, w.scale, rows.scale), strides
-
-
-def _on(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def _rows_each(problem: ExpertsProblem) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 
 import torch
 
 from fp8kit.dispatch.backends import choose
-from fp8kit.dispatch.device import capability
+from fp8kit.dispatch.device import capability, current
 from fp8kit.matmul.problem import (
     BACKENDS,
     MatmulBackend,
@@ -29,7 +28,7 @@ def layer_counts(problems: Iterable[MatmulProblem], rows: int, device: torch.dev
         device: where they run.
     """
     found = [rows]
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with current(device):
         for problem in problems:
             chosen: MatmulBackend | None = choose(BACKENDS, problem).implementation
             found += [] if chosen is None else chosen.row_counts(problem)

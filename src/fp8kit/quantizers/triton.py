@@ -6,13 +6,13 @@ a copy wherever the strides allow it. The number of rows is never compiled in, w
 constant of a model's layers, and lets the compiler drop masks and resolve loops.
 """
 
-import contextlib
 import functools
 import math
 
 import torch
 from torch import Tensor
 
+from fp8kit.dispatch.device import current
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import hopper_rows, reference
@@ -143,7 +143,7 @@ def _launch(
     raw = data.view(torch.uint8)
     m, k = math.prod(x.shape[:-1]), x.shape[-1]
     codes, count = raw.reshape(m, k), _processors(x.device)
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    with current(x.device):
         if group == TENSOR:
             cut = tensor_tile(x.numel(), x.element_size(), count)
             quantize_tensor(x.reshape(m, k), scale, scale_ub, raw, recipe, cut)
