@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape, min_scale
+from fp8kit.matmul.hopper.gemm import device_record
 from fp8kit.matmul.hopper.tile_config import TILE_K, round_up
 from fp8kit.matmul.tma_operands import ALIGN
 from fp8kit.moe import self_check
@@ -46,7 +47,7 @@ from fp8kit.moe.problem import (
 from fp8kit.quantizers.scale_layout import pitch
 from fp8kit.runtime import cuda_launch, nvrtc
 
-MOST_EXPERTS = 1024
+_MOST_EXPERTS = 1024
 _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
 _CHECKED_TOKENS = 97  # more pairs than are few
 _SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``pairs.cu`` counts them
@@ -97,8 +98,8 @@ def _lacking(problem: ExpertsProblem) -> str | None:
         return f"takes at most {_MOST_PAIRS} pairs"
     if problem.router_weight_on_input:
         return "applies the router's weights to the result"
-    if not 0 < problem.experts <= MOST_EXPERTS:
-        return f"takes 1 to {MOST_EXPERTS} experts"
+    if not 0 < problem.experts <= _MOST_EXPERTS:
+        return f"takes 1 to {_MOST_EXPERTS} experts"
     if not problem.hidden or not inner:
         return "takes weights that are not empty"
     if problem.hidden % ALIGN or inner % (HALF if problem.w_group == BLOCK else ALIGN):
@@ -322,9 +323,8 @@ def _product(
     act, k, device = problem.activation, w.data.shape[2], x.device.index
     y, y_scale, y_pitch = result
     maps = (*_weight_maps(w.data, layout.step, config), *_row_maps(rows, config))
-    grid = config.grid(
-        ids.numel(), problem.experts, layout.features, variant.activated, _sm_count(device)
-    )
+    sms = device_record(device).sm_count
+    grid = config.grid(ids.numel(), problem.experts, layout.features, variant.activated, sms)
     arguments = (
         *maps,
         *_pointers(rows.scale),
@@ -388,11 +388,6 @@ def _pointers(*tensors: Tensor | None) -> list[Any]:
 
 def _integers(*values: int) -> list[Any]:
     return [ctypes.c_int(v) for v in values]
-
-
-@functools.cache
-def _sm_count(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @functools.cache

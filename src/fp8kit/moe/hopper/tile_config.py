@@ -75,19 +75,20 @@ class GroupedConfig:
     def stages(self, activated: bool) -> int:
         """Return how many stages shared memory holds, with scales of groups or without."""
         tokens, warpgroups = self.tokens, self.warpgroups
-        stage = 2 * HALF * warpgroups * TILE_K + tokens * TILE_K + round_up(4 * tokens, 128)
         facts = 8 * warpgroups * tokens + 4 * tokens * (4 * warpgroups + 4) + 1024
         facts += 24 * FEW_PAIRS if activated else 0
         spare = self._epilogue_bytes(activated) + facts
         room = _SMEM // self.blocks_per_sm - _SYSTEM_SMEM * (self.blocks_per_sm - 1) - spare
-        return min(room // stage, _MOST_STAGES)
+        return min(room // self._stage_bytes(token_groups=True), _MOST_STAGES)
 
     def smem_bytes(self, activated: bool, token_groups: bool) -> int:
         """Return the dynamic shared memory of a block."""
-        tokens = self.tokens
-        stage = 2 * HALF * self.warpgroups * TILE_K + tokens * TILE_K
-        stage += round_up(4 * tokens, 128) if token_groups else 0
-        return self.stages(activated) * stage + self._epilogue_bytes(activated)
+        stages = self.stages(activated) * self._stage_bytes(token_groups)
+        return stages + self._epilogue_bytes(activated)
+
+    def _stage_bytes(self, token_groups: bool) -> int:
+        rows = 2 * HALF * self.warpgroups + self.tokens
+        return rows * TILE_K + (round_up(4 * self.tokens, 128) if token_groups else 0)
 
     def _epilogue_bytes(self, activated: bool) -> int:
         features = HALF if self.swap_ab or not activated else GROUP
