@@ -216,7 +216,8 @@ def load_vllm(folder: Path, libraries: list[Path], device: torch.device) -> Vllm
         name: _tried(operator, folder) for name, operator in _operators(utils, device).items()
     }
     silu = triton_moe.MoEActivation.SILU
-    version = str(getattr(package, "__version__", "present"))
+    # a package of excerpts says so behind a dash
+    version = str(getattr(package, "__version__", "present")).partition("-")[0]
     found = (triton_moe.TritonExperts, config, utils.moe_kernel_quantize_input)
     return Vllm(*found, silu, version, operators)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-import diffusion
-from diffusion import Setup
 from peers import DeclinedError
 from processes import Case
+
+pytest.importorskip("diffusers")
+
+import diffusion
+from diffusion import Setup
 
 EAGER, COMPILED = Case("eager", 1, 24), Case("compiled", 1, 24)
 
