@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,12 @@ def test_scale_shape(shape: tuple[int, ...], group: GroupShape, expected: tuple[
 @pytest.mark.parametrize(("rows", "cols"), [(-1, 1), (0, 1), (1, 0), (-1, 128), (1, -2), (-2, -1)])
 def test_group_shape_refuses_what_has_no_meaning(rows: int, cols: int) -> None:
     with pytest.raises(ValueError, match=rf"Got GroupShape\(rows={rows}, cols={cols}\)"):
+        GroupShape(rows, cols)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [("1", 128), (1, 128.0), (None, None)])
+def test_groups_are_counted_in_integers(rows: Any, cols: Any) -> None:
+    with pytest.raises(TypeError, match="Rows and columns per scale are integers"):
         GroupShape(rows, cols)
 
 

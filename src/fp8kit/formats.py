@@ -25,6 +25,7 @@ class GroupShape:
         cols: columns (along K) per scale; ``-1`` for the whole row.
 
     Raises:
+        TypeError: if one of them is no integer.
         ValueError: for any other combination.
 
     Example:
@@ -36,6 +37,14 @@ class GroupShape:
     cols: int
 
     def __post_init__(self) -> None:
+        if not (hasattr(self.rows, "__index__") and hasattr(self.cols, "__index__")):
+            raise TypeError(
+                teach(
+                    f"Got GroupShape(rows={self.rows!r}, cols={self.cols!r}).",
+                    "Rows and columns per scale are integers.",
+                    "Use fp8kit.TENSOR, ROW, GROUP128, BLOCK or MX, or pass integers.",
+                )
+            )
         whole = self.rows == -1 and self.cols == -1
         if not whole and (self.rows < 1 or (self.cols < 1 and self.cols != -1)):
             raise ValueError(

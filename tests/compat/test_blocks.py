@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -114,3 +116,12 @@ def test_cutlass_scaled_mm_takes_scales_of_blocks(x: Tensor, n: int) -> None:
     assert_matmul(y, *decoded_operands(a, b, a_scale, b_scale), bias)
     with pytest.raises(ValueError, match="one for each of its rows"):
         compat.cutlass_scaled_mm(a, b.t(), a_scale[:, :2], b_scale.t(), torch.float32)
+
+
+@pytest.mark.parametrize("block_size", [128, (128,), (128, 128, 1), None])
+def test_a_block_has_two_sides(x: Tensor, block_size: Any) -> None:
+    codes, scale = compat.per_token_cast_to_fp8(x)
+    with pytest.raises(TypeError, match="A block has two sides"):
+        compat.w8a8_block_fp8_matmul(codes, codes, scale, scale, block_size)
+    with pytest.raises(TypeError, match="A block has two sides"):
+        compat.per_block_cast_to_fp8(x, block_size)

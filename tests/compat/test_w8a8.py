@@ -237,3 +237,14 @@ def test_group_shapes_that_inputs_do_not_have_are_refused() -> None:
     assert compat.Fp8LinearOp(act_quant_group_shape=fp8kit.ROW).per_token
     with pytest.raises(ValueError, match="For groups along K"):
         compat.Fp8LinearOp(act_quant_group_shape=compat.GroupShape(1, 128))
+
+
+def test_a_scale_may_be_a_number(x: Tensor, w: Tensor) -> None:
+    codes, scale = compat.scaled_fp8_quant(x, 0.5)
+    wanted, _ = compat.scaled_fp8_quant(x, torch.tensor(0.5))
+    assert_bits_equal(codes, wanted)
+    assert scale.item() == 0.5
+    w_codes = compat.scaled_fp8_quant(w, 0.25)[0].t()
+    y = compat.cutlass_scaled_mm(codes, w_codes, 0.5, 0.25, torch.bfloat16)
+    given = torch.tensor(0.5), torch.tensor(0.25)
+    assert_bits_equal(y, compat.cutlass_scaled_mm(codes, w_codes, *given, torch.bfloat16))

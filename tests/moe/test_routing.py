@@ -136,3 +136,9 @@ def test_tokens_are_counted() -> None:
     expected = [(ids == i).sum().item() for i in range(8)]
     assert moe.tokens_per_expert(ids, 8).tolist() == expected
     assert moe.tokens_per_expert(ids[:0], 8).tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("top_k", ["2", 2.0, None])
+def test_a_count_that_is_no_integer_is_refused(top_k: Any) -> None:
+    with pytest.raises(TypeError, match="How many experts a token takes is an integer"):
+        moe.route(torch.randn(3, 8), top_k)

@@ -113,7 +113,7 @@ def per_block_cast_to_fp8(
     """
     if isinstance(block_size, bool):
         use_ue8m0, block_size = block_size, (gran_k, gran_k)
-    return _quantized(x, GroupShape(*block_size), _CAST_FLOOR, use_ue8m0)
+    return _quantized(x, _block(block_size), _CAST_FLOOR, use_ue8m0)
 
 
 def w8a8_block_fp8_matmul(
@@ -138,6 +138,7 @@ def w8a8_block_fp8_matmul(
         ``[..., N]``.
 
     Raises:
+        TypeError: if ``block_size`` is not two integers.
         ValueError: if shapes or scales do not fit.
 
     Example:
@@ -157,10 +158,22 @@ def block_product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply ``[..., K]`` by ``[N, K]``, each with its scales; see ``w8a8_block_fp8_matmul``."""
-    rows, cols = block_size
-    x_q = QTensor(x[0], x[1].float(), GroupShape(1, cols))
-    w_q = QTensor(weight[0], weight[1].float(), GroupShape(rows, cols))
+    block = _block(block_size)
+    x_q = QTensor(x[0], x[1].float(), GroupShape(1, block.cols))
+    w_q = QTensor(weight[0], weight[1].float(), block)
     return functional.scaled_mm(x_q, w_q, bias, out_dtype=out_dtype)
+
+
+def _block(block_size: Sequence[int]) -> GroupShape:
+    if not isinstance(block_size, Sequence) or len(block_size) != 2:
+        raise TypeError(
+            teach(
+                f"Got block_size={block_size!r}.",
+                "A block has two sides: rows and columns of the weight.",
+                "Pass block_size=[128, 128].",
+            )
+        )
+    return GroupShape(*block_size)
 
 
 def _quantized(

@@ -42,7 +42,7 @@ GroupShape.PER_TOKEN = GroupShape(1, -1)  # type: ignore[attr-defined]
 
 def scaled_fp8_quant(
     input: Tensor,
-    scale: Tensor | None = None,
+    scale: Tensor | float | None = None,
     num_token_padding: int | None = None,
     scale_ub: Tensor | float | None = None,
     use_per_token_if_dynamic: bool = False,
@@ -79,7 +79,8 @@ def scaled_fp8_quant(
     """
     dtype = output_dtype or torch.float8_e4m3fn
     if scale is not None:
-        codes, given = _static(input, scale, group_shape, dtype), scale
+        given = torch.as_tensor(scale, device=getattr(input, "device", None))
+        codes = _static(input, given, group_shape, dtype)
     else:
         bound = None if scale_ub is None else as_number(scale_ub, input.device)
         group = ROW if use_per_token_if_dynamic else TENSOR
@@ -125,8 +126,8 @@ def _static(
 def cutlass_scaled_mm(
     a: Tensor,
     b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
+    scale_a: Tensor | float,
+    scale_b: Tensor | float,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -153,6 +154,8 @@ def cutlass_scaled_mm(
         >>> y = fp8kit.compat.cutlass_scaled_mm(a, w.t(), one, one, torch.bfloat16)
     """
     bias = as_vector(bias, b.shape[1])
+    scale_a = torch.as_tensor(scale_a, device=a.device)
+    scale_b = torch.as_tensor(scale_b, device=b.device)
     if _by_blocks(a, b, scale_a, scale_b):
         weight = (stored(b), stored(scale_b))
         return block_product((a, scale_a), weight, (BLOCK.rows, BLOCK.cols), out_dtype, bias)

@@ -58,7 +58,8 @@ def route(
         ids ``int64 [M, top_k]`` and weights ``float32 [M, top_k]``.
 
     Raises:
-        TypeError: if ``logits`` is no float tensor, or what ``custom`` gives is of another kind.
+        TypeError: if ``logits`` is no float tensor, ``top_k`` is no integer, or what ``custom``
+            gives is of another kind.
         ValueError: if shapes or options do not fit.
 
     Example:
@@ -161,6 +162,14 @@ def _within_groups(choice: Tensor, groups: int, top_groups: int, summed: bool) -
 
 
 def _check_counts(logits: Tensor, top_k: int) -> None:
+    if not hasattr(top_k, "__index__"):
+        raise TypeError(
+            teach(
+                f"Got top_k={top_k!r}.",
+                "How many experts a token takes is an integer.",
+                "Pass the model's num_experts_per_tok.",
+            )
+        )
     if logits.dim() != 2 or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(
             teach(
