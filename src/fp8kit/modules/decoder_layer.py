@@ -84,10 +84,14 @@ class ResidualForward:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer."""
-        norm = self.layer._modules[self.flow.before_mlp]
-        if args or not isinstance(norm, FusedNorm) or not norm.may_fuse(hidden_states):
+        # torch.compile guards on every attribute read before it turns away, at each call
+        if torch.compiler.is_compiling() or args or not self._may_fuse(hidden_states):
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
         return self.flow.run(self.layer, hidden_states, {**self.defaults, **kwargs})
+
+    def _may_fuse(self, hidden_states: Tensor) -> bool:
+        norm = self.layer._modules[self.flow.before_mlp]
+        return isinstance(norm, FusedNorm) and norm.may_fuse(hidden_states)
 
 
 def install_residual_forwards(layers: Iterable[nn.Module]) -> None:

@@ -186,6 +186,9 @@ class FusedNorm(Producer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Norm ``[..., K]``: the normed tensor, or what stands for it and its offered codes."""
         x = hidden_states
+        if torch.compiler.is_compiling():  # what is read before it turns away costs guards
+            same: Tensor = self.unfused(x)
+            return same
         if self._prepared:
             prepared = self._prepared[:]  # another thread may take it meanwhile
             self._prepared.clear()

@@ -212,9 +212,11 @@ class Fp8Linear(nn.Linear):
 
     def check_input(self, x: Tensor) -> None:
         """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
+        # self.bias goes through __getattr__, on every step of which torch.compile guards
+        codes, _, bias, *_ = self.operands()
         validation.check_float("x", x)
-        validation.check_operands(x, self.codes, self.bias, self.accum)
-        validation.check_codes("the weight of an Fp8Linear", self.codes.dtype, self.scheme)
+        validation.check_operands(x, codes, bias, self.accum)
+        validation.check_codes("the weight of an Fp8Linear", codes.dtype, self.scheme)
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute ``[..., N]`` from an input that is known to fit."""
