@@ -68,7 +68,7 @@ test-gpu:
 # Every size at which a kernel is cut another way; `make test-gpu` takes a sample of them.
 sweep:
 	FP8KIT_SWEEP=all PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal -p no:benchmark \
-		tests/quantizers/test_every_edge.py tests/matmul/test_every_edge.py
+		tests/quantizers/test_every_edge.py tests/matmul/test_every_edge.py tests/moe/test_every_edge.py
 
 # On a Hopper machine; `pip install nvidia-cuda-sanitizer-api` where there is no CUDA toolkit.
 sanitize:

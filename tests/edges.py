@@ -12,7 +12,13 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
+from fp8kit.formats import FP8_FORMATS
+
 REACH = 7
+E8M0_NAN = 0xFF
 EVERYTHING = "FP8KIT_SWEEP"  # set to "all" in the environment, no size is left out
 
 T = TypeVar("T")
@@ -48,3 +54,20 @@ def sampled(sizes: Sequence[T], count: int, seed: object) -> list[T]:
 def dealt(sizes: Sequence[T], hands: int) -> list[list[T]]:
     """Deal sizes into ``hands`` lists of about one length, to be tried side by side."""
     return [list(sizes[i::hands]) for i in range(hands)]
+
+
+def between_nan(values: Tensor) -> Tensor:
+    """Move a tensor, strides and all, into memory that is NaN before it, behind it and in gaps.
+
+    Args:
+        values: codes, E8M0 scales as bytes, or floats.
+    """
+    codes = FP8_FORMATS.get(values.dtype)
+    kind = values.dtype if codes is None else torch.uint8
+    nan = codes.nan_code if codes else E8M0_NAN if kind == torch.uint8 else torch.nan
+    extent = 1 + sum((n - 1) * s for n, s in zip(values.shape, values.stride(), strict=True))
+    # rows that a tile might reach, and a multiple of every alignment
+    beside = 4096 + 16 * 256 * -(-values.shape[-1] // 256)
+    room = torch.full((extent + 2 * beside,), nan, dtype=kind, device=values.device)
+    inside = room[beside:].as_strided(values.shape, values.stride())
+    return inside.copy_(values.view(kind)).view(values.dtype)

@@ -48,8 +48,9 @@ EXPERTS_ERROR = (_GATED / 1.5, (_GATED + 0.5e-2) * 1.5)
 # What the tensor core's short sums may do to a layer of experts. A first product is wrong by up to
 # 2^-10. With a probability of at most 2^-6 it lies that close to a tie between two codes, which are
 # 2^-4 of it apart or more; then it moves by a step of up to 2^-3. The root mean square is 2^-6. The
-# second product adds 2^-10 of its own.
-SHORT_SUMS = 2**-6 + 2**-10
+# second product adds 2^-10 of its own, which is all where the sums of the first one are exact.
+SHORT_SUM = 2**-10
+SHORT_SUMS = 2**-6 + SHORT_SUM
 
 # Mean loss (the logarithm of perplexity) against plain fake quantization of the same layers. The
 # two differ only in the order of sums, but an ulp can move a code by one step, and the steps grow

@@ -1,4 +1,4 @@
-"""A layer of experts token by token and pair by pair, in float64 between the roundings to FP8."""
+"""A layer of experts in float64 between the roundings to FP8: pair by pair, or expert by expert."""
 
 from __future__ import annotations
 
@@ -76,11 +76,9 @@ def slow_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
             if not 0 <= expert < w13.shape[0]:
                 continue
             given = x[token] * weight.to(x.dtype) if layer.on_input else x[token]
-            p = w13[expert] @ _rounded(given, layer.x_group, layer.input_scale, x.dtype)
+            p = w13[expert] @ _rounded(given[None], layer.x_group, layer.input_scale, x.dtype)[0]
             p = p if layer.bias13 is None else p + layer.bias13[expert]
-            group = None if layer.x_group is None else GROUP128
-            group = TENSOR if layer.input_scale is not None else group
-            h = _rounded(layer.activation(p).float(), group, layer.input_scale, x.dtype)
+            h = _intermediate(layer, p[None], x.dtype)[0]
             q = w2[expert] @ h
             q = q if layer.bias2 is None else q + layer.bias2[expert]
             factor = 1.0 if layer.on_input else float(weight)
@@ -89,6 +87,33 @@ def slow_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
             flips[token] += abs(factor) / 8 * (h.abs() * w2[expert].norm(dim=0)).max()
             spread[token] += abs(factor) * float(q.norm())
     return Slow(y, flips, spread.double())
+
+
+def slow_by_expert(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Slow:
+    """Compute the same for all pairs of an expert at once, on the device of the layer."""
+    y = torch.zeros_like(x, dtype=torch.float64)
+    flips, spread = y.new_zeros(x.shape[0]), y.new_zeros(x.shape[0])
+    for expert in ids.unique().tolist():
+        if not 0 <= expert < layer.w13.shape[0]:
+            continue
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        weight = weights[token, place, None]
+        given = x[token] * weight.to(x.dtype) if layer.on_input else x[token]
+        w13, w2 = (
+            fp8kit.dequantize(QTensor(w.data[expert], w.scale[expert], w.group)).double()
+            for w in (layer.w13, layer.w2)
+        )
+        p = _rounded(given, layer.x_group, layer.input_scale, x.dtype) @ w13.t()
+        p = p if layer.bias13 is None else p + layer.bias13[expert]
+        h = _intermediate(layer, p, x.dtype)
+        q = h @ w2.t()
+        q = q if layer.bias2 is None else q + layer.bias2[expert]
+        factor = torch.ones_like(weight) if layer.on_input else weight
+        y.index_add_(0, token, factor * q)
+        size = factor[:, 0].abs().double()
+        flips.index_add_(0, token, size / 8 * (h.abs() * w2.norm(dim=0)).amax(1))
+        spread.index_add_(0, token, size * q.norm(dim=1))
+    return Slow(y, flips, spread)
 
 
 def dense_experts(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -146,9 +171,16 @@ def assert_experts(y: Tensor, slow: Slow, terms: int, short_sums: float = 0.0) -
     assert not wrong, f"tokens {wrong}: {error[wrong]} over {bound[wrong]}"
 
 
+def _intermediate(layer: Layer, p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what the second product reads, for rows of the first."""
+    group = None if layer.x_group is None else GROUP128
+    group = TENSOR if layer.input_scale is not None else group
+    return _rounded(layer.activation(p).float(), group, layer.input_scale, dtype)
+
+
 def _rounded(
     x: Tensor, group: GroupShape | None, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     if group is None:
         return x.to(dtype).double()
-    return fp8kit.dequantize(fp8kit.quantize(x[None], group, scale=scale))[0].double()
+    return fp8kit.dequantize(fp8kit.quantize(x, group, scale=scale)).double()

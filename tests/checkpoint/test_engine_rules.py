@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from engines import are_dense, is_dense, is_listed
+from engines import are_dense, disagreements, is_dense, is_listed
 from fp8kit.checkpoint.dialects import Spec
 from fp8kit.checkpoint.schema.targets import TARGETS, dialect_for
 from fp8kit.checkpoint.translation import convert_checkpoint
@@ -177,3 +177,21 @@ def test_merged_layers_are_listed_with_their_parts() -> None:
         assert is_dense(config, "v.gate_up_proj")
         with pytest.raises(AssertionError, match="some of its parts"):
             is_dense(config, "w.gate_up_proj")
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
+def test_what_an_engine_would_misread_is_named(scheme: str) -> None:
+    dense = dict.fromkeys(["v.gate_proj", "v.up_proj", "v.experts.0.w1", "head", "q_proj"], True)
+    dense |= dict.fromkeys(["v.down_proj", "w.experts.0.w1", "w.shared_experts.up_proj"], False)
+    left = tuple(name for name, kind in dense.items() if kind)
+    config = dialect_for("vllm", SCHEMES[scheme]).render(Spec(SCHEMES[scheme], left))
+    assert disagreements(config, dense) == []
+    wrong = dense | {"head": False, "v.down_proj": True, "w.experts.0.w1": True}
+    assert disagreements(config, wrong) == [
+        "w.experts is taken for FP8",
+        "head is taken for dense",
+        "v.down_proj is taken for FP8",
+    ]
+    part = {"w.gate_proj": False, "w.up_proj": True}
+    config = dialect_for("vllm", SCHEMES[scheme]).render(Spec(SCHEMES[scheme], ("w.up_proj",)))
+    assert "some of its parts are listed" in disagreements(config, part)[0]

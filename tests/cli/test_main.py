@@ -557,6 +557,11 @@ def test_a_destination_that_may_not_be_written(
     assert "cannot be written: Permission denied" in said
     assert f"look at the permissions of {tmp_path}" in said
     assert "Errno" not in said
+    # /proc says so of what it will not make; what is named is what was asked for
+    disk.refuses("mkdir", errno.ENOENT, lambda path: path.name.startswith(".out."))
+    said = failure(run(command, NANO if command == "quantize" else quantized, tmp_path / "out"))
+    assert f"{tmp_path / 'out'} cannot be written: No such file or directory. A checkpoint" in said
+    assert ".partial" not in said
 
 
 def test_a_full_disk_is_told_in_units_for_people(tmp_path: Path, disk: Disk) -> None:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import fp8kit
 from fp8kit.errors import CheckpointError
@@ -33,6 +34,7 @@ from tiny_experts import tiny
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 hub = pytest.importorskip("huggingface_hub")
+tokenizers = pytest.importorskip("tokenizers")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what they warn about on import is not ours to fix
     diffusers = pytest.importorskip("diffusers")
@@ -226,6 +228,27 @@ def load_dcp(model: nn.Module, path: Path) -> nn.Module:
     return model
 
 
+def save_async(model: nn.Module, path: Path) -> None:
+    dcp.async_save(model.state_dict(), checkpoint_id=path / "dcp", no_dist=True).result()
+
+
+def load_states(model: nn.Module, path: Path) -> nn.Module:
+    set_model_state_dict(model, torch.load(path / "model.bin", weights_only=True))
+    return model
+
+
+def save_trained(model: Any, path: Path) -> None:
+    arguments = transformers.TrainingArguments(path / "made", use_cpu=True, report_to=[])
+    transformers.Trainer(model=model, args=arguments).save_model(path)
+    (path / "training_args.bin").unlink()  # they hold the path
+
+
+def save_pipeline(model: Any, path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    transformers.TextGenerationPipeline(model, tokenizer=tokenizer).save_pretrained(path)
+
+
 def load_torch(model: nn.Module, path: Path) -> Any:
     return torch.load(path / "model.bin", weights_only=False)
 
@@ -286,6 +309,8 @@ SAVERS = {
     "torch.distributed.checkpoint": Saver(
         lambda m, p: dcp.save(m.state_dict(), checkpoint_id=p / "dcp", no_dist=True), load_dcp
     ),
+    "torch.distributed.checkpoint.async_save": Saver(save_async, load_dcp),
+    "get_model_state_dict": Saver(torch_save(get_model_state_dict), load_states),
     "fp8kit.save": Saver(save_ours, load_ours),
 }  # fmt: skip
 OF_TRANSFORMERS = {
@@ -295,6 +320,11 @@ OF_TRANSFORMERS = {
     "save_pretrained in shards": Saver(
         lambda m, p: m.save_pretrained(p, max_shard_size="60KB"), lambda _, p: fp8kit.load(p)
     ),
+    "torch.compile's save_pretrained": Saver(
+        lambda m, p: torch.compile(m).save_pretrained(p), lambda _, p: fp8kit.load(p)
+    ),
+    "Trainer.save_model": Saver(save_trained, lambda _, p: fp8kit.load(p)),
+    "pipeline.save_pretrained": Saver(save_pipeline, lambda _, p: fp8kit.load(p)),
 }  # fmt: skip
 OF_DIFFUSERS = {
     "diffusers' save_pretrained": Saver(
@@ -310,12 +340,11 @@ OF_HUB = {
     "PyTorchModelHubMixin": Saver(lambda m, p: m.save_pretrained(p), load_whole),
 }
 NAMED_AND_DATED = (".metadata",)  # holds the path and a number of its own
-OF_EXPERTS = ("torch.save of state_dict", "torch.save of the module", "pickle", "fp8kit.save")
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Saver]]] = {
     "plain": (plain, SAVERS | OF_HUB),
     "llama": (llama, SAVERS | OF_TRANSFORMERS),
     "transformer": (transformer, SAVERS | OF_DIFFUSERS),
-    "qwen3_moe": (qwen3_moe, {n: SAVERS[n] for n in OF_EXPERTS} | OF_TRANSFORMERS),
+    "qwen3_moe": (qwen3_moe, SAVERS | OF_TRANSFORMERS),
 }
 CASES = [(model, name) for model, (_, savers) in MODELS.items() for name in savers]
 
@@ -469,6 +498,38 @@ def test_a_base_is_saved_once_its_adapter_is_gone(tmp_path: Path) -> None:
     assert not list((tmp_path / "wrapped").glob("*.safetensors"))
     bare = model.unload()
     assert written(lambda m, p: m.save_pretrained(p), bare, tmp_path / "after") == before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_merged_model_is_saved_as_one_that_never_ran(tmp_path: Path) -> None:
+    model = adapted(llama())
+    untouched = copy.deepcopy(model).merge_and_unload()
+    before = written(lambda m, p: m.save_pretrained(p), untouched, tmp_path / "before")
+    for use in (without_gradients, in_inference_mode, with_gradients):
+        use(model)
+    merged = model.merge_and_unload()
+    assert written(lambda m, p: m.save_pretrained(p), merged, tmp_path / "after") == before
+    without_gradients(merged)
+    assert written(lambda m, p: m.save_pretrained(p), merged, tmp_path / "run") == before
+    loaded = fp8kit.load(tmp_path / "after")
+    with torch.no_grad():
+        assert_bits_equal(run(loaded, 5), run(merged, 5))
+
+
+@pytest.mark.parametrize("name", ["torch.save of the module", "torch.save of state_dict"])
+def test_one_layer_is_as_large_after_a_call_as_before(name: str, tmp_path: Path) -> None:
+    """Also a sibling, whose weight lies among those of others once they have run."""
+    model, saver = plain(), SAVERS[name]
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    before = {n: written(saver.save, m, tmp_path / f"{n}-before") for n, m in layers.items()}
+    for use in USES:
+        use(model)
+        for n, layer in layers.items():
+            after = written(saver.save, layer, tmp_path / f"{n}-{use.__name__}")
+            sizes = [
+                {file: len(data) for file, data in files.items()} for files in (before[n], after)
+            ]
+            assert sizes[0] == sizes[1], f"{n} {use.__name__}"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from typing import NamedTuple
@@ -13,21 +14,25 @@ import pytest
 import torch
 
 import fp8kit
-from edges import around, dealt, sampled
+from edges import around, between_nan, changes, dealt, sampled
 from fp8kit.dispatch.backends import choose
 from fp8kit.formats import SCHEMES, GroupShape
-from fp8kit.matmul.problem import BACKENDS, MatmulProblem
+from fp8kit.matmul.hopper import heuristics
+from fp8kit.matmul.hopper.device import H200
+from fp8kit.matmul.hopper.tile_config import FEW_ROWS, TILE_K
+from fp8kit.matmul.problem import BACKENDS, MatmulProblem, m_bucket
+from fp8kit.matmul.tma_operands import ALIGN
 from numerics import assert_matmul
+
+triton_gemm = pytest.importorskip("fp8kit.matmul.triton_gemm")
 
 BACKEND_NAMES = [name for name, *_ in BACKENDS]
 QUANTIZED = {name: (s.activation, s.weight) for name, s in SCHEMES.items() if s.activation}
-# tiles of every kernel are made of these: 8 tokens and up, 64 weights and up, 128 of K
-M_EDGES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
-N_EDGES = (8, 16, 64, 128, 192, 256, 384, 512)
-K_EDGES = (16, 32, 128, 256, 384, 512, 1024, 2048, 4096)
+LAYERS = ((512, 512), (1536, 1024), (4096, 4096))  # N and K of which tiles are chosen
+MOST = 4104
 HANDS = 8
 SAMPLE = 24
-NAN_CODE = 0x7F
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Size(NamedTuple):
@@ -38,13 +43,59 @@ class Size(NamedTuple):
     k: int
 
 
+class Edges(NamedTuple):
+    """Where tiles end, and where others are chosen."""
+
+    m: list[int]
+    n: list[int]
+    k: list[int]
+
+
+@functools.cache
+def edges() -> Edges:
+    """Find the edges of the kernels that choose their own tiles: of Hopper's and of Triton's."""
+    tokens, weights, depths, found = {FEW_ROWS}, {ALIGN}, {ALIGN}, Edges([], [], [])
+    counts = [m for power in range(13) for m in {1 << power, 3 << power >> 1}]
+    for (n, k), m in itertools.product(LAYERS, counts):
+        for blocks in (False, True):
+            config = heuristics.choose(m, n, k, H200, blocks)
+            tokens.add(config.tokens)
+            weights.add(config.weights)
+        for groups in QUANTIZED.values():
+            tile = triton_tile(m, n, k, groups)
+            tokens.add(tile.rows)
+            weights.add(tile.cols)
+            depths.update((tile.depth, triton_tile(m, n, k - 1, groups).depth))
+    for n, k in LAYERS:
+        found.m.extend(changes(lambda m, n=n, k=k: heuristics.choose(m, n, k, H200, False), 256))
+        found.n.extend(changes(lambda n, k=k: heuristics.choose(FEW_ROWS, n, k, H200, False), MOST))
+        # the last K of a choice, which knows steps of whole tiles only
+        others = changes(
+            lambda k, n=n: heuristics.choose(FEW_ROWS, n, k, H200, False), MOST, TILE_K
+        )
+        found.k.extend(k - TILE_K for k in others)
+    for values, extents in zip(found, (tokens, weights, depths), strict=True):
+        values.extend(times * extent for extent in extents for times in (1, 2, 3, 8))
+    return Edges(*(sorted({e for e in values if e <= MOST}) for values in found))
+
+
+def triton_tile(
+    m: int, n: int, k: int, groups: tuple[GroupShape, GroupShape]
+) -> triton_gemm.TritonTile:
+    """Return how Triton's kernel cuts a product on an H200."""
+    e4m3, place = torch.float8_e4m3fn, ("cuda", (9, 0))
+    numbers = (e4m3, e4m3, torch.bfloat16, False, "precise", False)
+    problem = MatmulProblem(m_bucket(m), n, k, *groups, *numbers, *place)
+    return triton_gemm.choose_tile(problem, triton_gemm.Device(H200.sm_count, 228 * 1024))
+
+
 def sizes() -> list[Size]:
     """Return sizes that meet every edge of M, of N and of K, and each of their neighbours.
 
     A third of the widths are multiples of 16, which is what the fastest kernels ask for.
     """
     shuffle = random.Random(0)
-    ms, ns, ks = (around(edges, 4104) for edges in (M_EDGES, N_EDGES, K_EDGES))
+    ms, ns, ks = (around(values, MOST) for values in edges())
     pairs = zip(ms, itertools.cycle(ns), strict=False)
     aligned = [Size(m, -(-n // 16) * 16, 16 * (1 + (7 * m + n) % 40)) for m, n in pairs]
     for values in (ms, ns, ks):
@@ -54,26 +105,21 @@ def sizes() -> list[Size]:
     return sorted({*aligned, *odd, *(Size(s.m, s.n, -(-s.k // 128) * 128) for s in odd)})
 
 
-def between_nan(q: fp8kit.QTensor) -> fp8kit.QTensor:
-    """Move codes to memory whose rows before the first and after the last are NaN."""
-    rows, cols = q.data.shape
-    room = torch.full((rows + 32, cols), NAN_CODE, dtype=torch.uint8, device=q.data.device)
-    room[16:-16] = q.data.view(torch.uint8)
-    return fp8kit.QTensor(room[16:-16].view(q.data.dtype), q.scale, q.group)
-
-
-def operands(size: Size, groups: tuple[GroupShape, GroupShape]) -> tuple[fp8kit.QTensor, ...]:
-    x = torch.randn(size.m, size.k, device="cuda")
-    w = torch.randn(size.n, size.k, device="cuda")
-    x *= torch.logspace(-1, 1, size.m, device="cuda")[:, None]
+def operands(
+    size: Size, groups: tuple[GroupShape, GroupShape], device: str
+) -> tuple[fp8kit.QTensor, ...]:
+    """Draw operands whose codes and scales lie between NaN."""
+    x = torch.randn(size.m, size.k, device=device)
+    w = torch.randn(size.n, size.k, device=device)
+    x *= torch.logspace(-1, 1, size.m, device=device)[:, None]
     found = fp8kit.quantize(x, groups[0]), fp8kit.quantize(w, groups[1], role="weight")
-    return tuple(between_nan(q) for q in found)
+    return tuple(fp8kit.QTensor(between_nan(q.data), between_nan(q.scale), q.group) for q in found)
 
 
-def wrong(backend: str, pair: str, size: Size, out_dtype: torch.dtype) -> str:
+def wrong(backend: str, pair: str, size: Size, out_dtype: torch.dtype, device: str = "cuda") -> str:
     """Give how a backend misses the exact product; nothing if it does not, or declines the size."""
     groups = QUANTIZED[pair]
-    x_q, w_q = operands(size, groups)
+    x_q, w_q = operands(size, groups, device)
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, "precise", False)
     if choose(BACKENDS, problem, backend).implementation is None:
         return ""
@@ -92,14 +138,30 @@ def wrong(backend: str, pair: str, size: Size, out_dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
 def test_every_size_is_within_the_bound(backend: str, pair: str, hand: int) -> None:
     found = dealt(sampled(sizes(), SAMPLE, f"{backend} {pair}"), HANDS)[hand]
-    dtypes = (torch.bfloat16, torch.float16)
-    said = [wrong(backend, pair, size, dtypes[i % 2]) for i, size in enumerate(found)]
+    said = [wrong(backend, pair, size, DTYPES[i % 3]) for i, size in enumerate(found)]
     assert not any(said), "\n".join(filter(None, said))
 
 
 def test_sizes_meet_every_edge_and_its_neighbours() -> None:
     found = sizes()
-    for edge, values in ((M_EDGES, {s.m for s in found}), (K_EDGES, {s.k for s in found})):
-        assert set(around(edge, 4104)) <= values
-    assert set(around(N_EDGES, 4104)) <= {s.n for s in found}
+    for beside, values in zip(edges(), zip(*found, strict=True), strict=True):
+        assert len(beside) > 10
+        assert set(around(beside, MOST)) <= set(values)
     assert sum(s.k % 128 == 0 and s.n % 16 == 0 for s in found) > 20
+
+
+@pytest.mark.parametrize("pair", QUANTIZED)
+def test_the_sweep_runs_on_a_cpu(pair: str) -> None:
+    for dtype in DTYPES:
+        assert wrong("reference", pair, Size(9, 40, 161), dtype, "cpu") == ""
+
+
+def test_what_lies_beside_operands_is_nan() -> None:
+    x_q = operands(Size(5, 16, 256), QUANTIZED["FP8_BLOCK"], "cpu")[0]
+    for tensor in x_q.data.float(), x_q.scale:
+        assert tensor.isfinite().all()
+    for tensor in x_q.data, x_q.scale:
+        for row in (-1, tensor.shape[0]):
+            start = tensor.storage_offset() + row * tensor.stride(0)
+            beside = tensor.as_strided(tensor.shape[1:], tensor.stride()[1:], start)
+            assert beside.float().isnan().all()

@@ -97,10 +97,8 @@ def group_cases() -> Iterator[Case]:
                 def choice(k: int, m: int = m, group: int = group, column: bool = column) -> object:
                     return group_tile(m, k, group, 2, column, PROCESSORS)
 
-                # a cut changes with every few groups: those of every sixteenth are edges enough
-                edges = changes(choice, 16384)[::16]
                 kernel = f"{'columns' if column else 'groups'} of {group}"
-                for turn, k in enumerate(around(edges, 16384)):
+                for turn, k in enumerate(around(changes(choice, 16384), 16384)):
                     yield Case(kernel, m, k, DTYPES[turn // 2 % 3], turn)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import re
 import tempfile
 import time
@@ -13,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 import fp8kit
+from engines import disagreements
 from fp8kit.io.models import is_transformers
 from fp8kit.modules.expert_tensors import ExpertTensors
 from numerics import EXPERTS_DIFFERENCE, matmul_bound, relative_error
@@ -98,10 +102,13 @@ def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -
         dense = _dense_weights(model)
         fp8kit.convert(model, scheme)
         stage = "forward"
-        wrong, ran = _compare_layers(model, dense, lambda: arch.run(model, dtype, candidate))
+        run = functools.partial(arch.run, model, dtype, candidate)
+        wrong, ran, compared = _compare_layers(model, dense, run)
         if wrong:
             return f"wrong: {'; '.join(wrong[:3])}"
-        never = len(_fp8(model)) - len(ran)
+        if not compared:
+            return "wrong: no layer was compared: none ran on an input that is finite"
+        never, blind = len(_fp8(model)) - len(ran), len(ran - compared)
         stage = "save"
         with tempfile.TemporaryDirectory() as folder:
             target, said = _save(model, Path(folder) / "fp8")
@@ -126,6 +133,7 @@ def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -
                 if len(found) != len(expected) or not all(map(_equal, found, expected)):
                     return "wrong: what was saved and loaded computes something else"
         unseen = f", {never} layers never ran" if never else ""
+        unseen += f", {blind} layers were not compared" if blind else ""
         return f"passes{unseen}{said}" if target else f"refused{said}"
     except Exception as error:
         return f"{stage}: {_line(error)}"
@@ -146,10 +154,15 @@ def _dense_weights(model: nn.Module) -> Dense:
 
 def _compare_layers(
     model: nn.Module, dense: Dense, run: Callable[[], object]
-) -> tuple[list[str], set[str]]:
-    """Compare each FP8 layer with fake quantization on what it gets; name those that are off."""
+) -> tuple[list[str], set[str], set[str]]:
+    """Compare each FP8 layer with fake quantization on what it gets.
+
+    Returns the layers that are off, those that ran, and those that were compared: no layer is on
+    an input that is empty or not finite.
+    """
     wrong: list[str] = []
     ran: set[str] = set()
+    compared: set[str] = set()
 
     def watch(name: str, module: nn.Module) -> Hook:
         kept = dense[name]
@@ -160,7 +173,10 @@ def _compare_layers(
 
         def hook(_: Any, args: Any, kwargs: Any, y: Tensor) -> None:
             ran.add(name)
-            if said := compare(args, kwargs, y):
+            said = compare(args, kwargs, y)
+            if said is not None:
+                compared.add(name)
+            if said:
                 wrong.append(f"{name} is off by {said}")
 
         return hook
@@ -172,17 +188,17 @@ def _compare_layers(
     finally:
         for handle in handles:
             handle.remove()
-    return wrong, ran
+    return wrong, ran, compared
 
 
-Compare = Callable[[Any, Any, Tensor], str]
+Compare = Callable[[Any, Any, Tensor], str | None]  # how far off, or None: nothing to compare
 
 
 def _of_linear(layer: Any, weight: Tensor, bias: Tensor | None) -> Compare:
-    def compare(args: Any, kwargs: Any, y: Tensor) -> str:
+    def compare(args: Any, kwargs: Any, y: Tensor) -> str | None:
         x = args[0] if args else kwargs["input"]
         if not x.isfinite().all() or not x.numel():
-            return ""
+            return None
         x_q, w_q = operands(x, weight, layer.scheme.name)
         exact = x_q @ w_q.T + (0 if bias is None else bias.double())
         error = (y.reshape(exact.shape).double() - exact).norm(dim=1)
@@ -197,10 +213,10 @@ def _of_linear(layer: Any, weight: Tensor, bias: Tensor | None) -> Compare:
 def _of_experts(layer: Any, dense: nn.Module) -> Compare:
     fake = Fake(dense, layer.stacks.names)
 
-    def compare(args: Any, kwargs: Any, y: Tensor) -> str:
+    def compare(args: Any, kwargs: Any, y: Tensor) -> str | None:
         x = args[0] if args else next(iter(kwargs.values()))
         if not x.isfinite().all() or not x.numel():
-            return ""
+            return None
         apart = x.dtype if layer.stacks.activation is None else None
         exact = fake(args, kwargs, rounding(layer.scheme.name, apart))
         off = relative_error(y.reshape(exact.shape), exact)
@@ -218,8 +234,27 @@ def _save(model: nn.Module, folder: Path) -> tuple[str, str]:
         except fp8kit.CheckpointError as error:
             said += f"; {target}: {_line(error)}"
         else:
+            if target == "vllm" and (wrong := _misread(model, folder)):
+                raise ValueError(f"vLLM would misread the config: {'; '.join(wrong[:3])}")
             return target, said
     return "", said
+
+
+def _misread(model: nn.Module, folder: Path) -> list[str]:
+    """Name the layers that vLLM takes for dense and are FP8, or the other way round."""
+    config = folder / "config.json"
+    if not is_transformers(model) or not config.is_file():
+        return []
+    linear = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    dense = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for key in file.keys():
+                name, _, last = key.rpartition(".")
+                is_fp8 = last == "weight" and file.get_slice(key).get_dtype().startswith("F8")
+                if is_fp8 or (last == "weight" and name in linear):
+                    dense[name] = not is_fp8
+    return disagreements(json.loads(config.read_text())["quantization_config"], dense)
 
 
 def _load(arch: Architecture, model: nn.Module, folder: Path, dtype: torch.dtype) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -194,6 +196,43 @@ def test_a_wrong_layer_is_found() -> None:
     record = altered(lambda layer: layer.weight_scale.data.mul_(1.01))
     assert record["status"] == "fails"
     assert "inner.2 is off by" in record["cases"]["FP8_DYNAMIC fp32"]
+
+
+def test_layers_that_were_not_compared_do_not_pass() -> None:
+    """Nobody can say whether a layer is right that gets NaN, or nothing."""
+
+    class Two(nn.Module):
+        def __init__(self, blind: tuple[bool, bool]) -> None:
+            super().__init__()
+            self.blind, self.inner = blind, nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = (x * math.nan if b else x for b in self.blind)
+            pairs = zip(self.inner, parts, strict=False)
+            return sum(layer(part).nan_to_num() for layer, part in pairs)
+
+    said = []
+    for blind in ((False, True), (True, True)):
+        arch = Architecture("a", partial(Two, blind), lambda _: [{"": (torch.randn(4, 128),)}])
+        said.append(check.check(arch, ONE)["cases"]["FP8_DYNAMIC bf16"])
+    assert said[0].startswith("passes, 1 layers never ran, 1 layers were not compared")
+    assert said[1] == "wrong: no layer was compared: none ran on an input that is finite"
+
+
+def test_what_an_engine_would_misread_fails(
+    known: dict[str, Architecture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = fp8kit.save
+
+    def forgetful(model: nn.Module, folder: Path, **given: Any) -> None:
+        save(model, folder, **given)
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"]["ignore"].append("model.layers.0.self_attn.o_proj")
+        (folder / "config.json").write_text(json.dumps(config))
+
+    monkeypatch.setattr(fp8kit, "save", forgetful)
+    record = check.check(known["transformers/LlamaForCausalLM"], ONE)
+    assert "o_proj is taken for dense" in record["cases"]["FP8_DYNAMIC bf16"]
 
 
 def test_wrong_experts_are_found(known: dict[str, Architecture]) -> None:

@@ -203,12 +203,28 @@ def unwritable(error: OSError, place: Path) -> CheckpointError | None:
         error: what the system said.
         place: what should have been written.
     """
-    if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+    ours = _made_for(place, error.filename)
+    refusing = (errno.EACCES, errno.EPERM, errno.EROFS)
+    # /proc says of a folder that it will not make that it is not there
+    if error.errno not in (*refusing, errno.ENOENT) or (error.errno == errno.ENOENT and not ours):
         return None
     return CheckpointError(
         teach(
-            f"{error.filename or place} cannot be written: {error.strerror}.",
+            f"{place if ours else error.filename} cannot be written: {error.strerror}.",
             "A checkpoint is made beside its destination, and renamed when it is complete.",
             f"Choose a folder that you may write to, or look at the permissions of {place.parent}.",
         )
     )
+
+
+def _made_for(place: Path, name: object) -> bool:
+    """Say whether a file is a place, above or in it, or in what is made beside it."""
+    if not isinstance(name, str):
+        return True
+    path = Path(name)
+    if path in (place, *place.parents):
+        return True
+    if place.parent not in path.parents:
+        return False
+    first = path.relative_to(place.parent).parts[0]
+    return first == place.name or first.startswith(f".{place.name}.")

@@ -34,7 +34,12 @@ from fp8kit.moe.hopper.source import (
 from fp8kit.moe.hopper.tile_config import (
     FEW_PAIRS,
     HALF,
+    MOST_EXPERTS,
     PAIRS_OF_BLOCK,
+    SORT_CLUSTER,
+    SORT_THREADS,
+    THREADS,
+    VECTOR,
     GroupedConfig,
     Products,
     choose,
@@ -49,14 +54,10 @@ from fp8kit.moe.problem import (
 from fp8kit.quantizers.scale_layout import pitch
 from fp8kit.runtime import cuda_launch, nvrtc
 
-_MOST_EXPERTS = 1024
 _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
 _CHECKED_TOKENS = 97  # more pairs than are few
 _SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``pairs.cu`` counts them
-_SORT_THREADS, _THREADS = 1024, 256
-_SORT_CLUSTER = 8  # blocks that sort more pairs than one does
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
-_VECTOR = 8  # values of 16 bytes
 
 
 def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
@@ -100,14 +101,14 @@ def _lacking(problem: ExpertsProblem) -> str | None:
         return f"takes at most {_MOST_PAIRS} pairs"
     if problem.router_weight_on_input:
         return "applies the router's weights to the result"
-    if not 0 < problem.experts <= _MOST_EXPERTS:
-        return f"takes 1 to {_MOST_EXPERTS} experts"
+    if not 0 < problem.experts <= MOST_EXPERTS:
+        return f"takes 1 to {MOST_EXPERTS} experts"
     if not problem.hidden or not inner:
         return "takes weights that are not empty"
     if problem.hidden % ALIGN or inner % (HALF if problem.w_group == BLOCK else ALIGN):
         return f"needs H and I in multiples of {ALIGN}, with blocks I of {HALF}"
-    if problem.hidden > _VECTOR * _THREADS * _MOST_VECTORS:
-        return f"takes tokens of at most {_VECTOR * _THREADS * _MOST_VECTORS} values"
+    if problem.hidden > VECTOR * THREADS * _MOST_VECTORS:
+        return f"takes tokens of at most {VECTOR * THREADS * _MOST_VECTORS} values"
     return nvrtc.missing()
 
 
@@ -241,12 +242,12 @@ def _few(call: _Call) -> bool:
 def _quantization(call: _Call, rows: _Rows) -> list[_Launch]:
     """Sort the pairs, and quantize each token into the rows of its pairs."""
     (x, _, _, ids, _), problem, config, found = call
-    tokens, vectors = x.shape[0], problem.hidden // _VECTOR
+    tokens, vectors = x.shape[0], problem.hidden // VECTOR
     how = (_SCALES[rows.group], config.tokens, x.dtype)
-    variants = [PairsVariant(_THREADS, 1, int(_few(call)), True, -(-vectors // _THREADS), *how)]
+    variants = [PairsVariant(THREADS, 1, int(_few(call)), True, -(-vectors // THREADS), *how)]
     if not _few(call):
-        cluster = 1 if ids.numel() <= PAIRS_OF_BLOCK else _SORT_CLUSTER
-        variants.insert(0, PairsVariant(_SORT_THREADS, cluster, 2, False, 1, *how))
+        cluster = 1 if ids.numel() <= PAIRS_OF_BLOCK else SORT_CLUSTER
+        variants.insert(0, PairsVariant(SORT_THREADS, cluster, 2, False, 1, *how))
     arguments = (
         *_pointers(ids),
         *_integers(ids.element_size(), ids.numel(), problem.top_k, problem.experts),
@@ -390,8 +391,8 @@ def _row_pitch(rows: _Rows) -> int:
 
 def _sum(call: _Call, products: Tensor, y: Tensor) -> _Launch:
     """Add the rows of each token."""
-    vectors = y.shape[1] // _VECTOR
-    threads = min(_THREADS, round_up(vectors, 32))
+    vectors = y.shape[1] // VECTOR
+    threads = min(THREADS, round_up(vectors, 32))
     arguments = (
         *_pointers(products, call.found.row_of_pair, call.operands.weights, y),
         *_integers(call.problem.top_k, vectors),

@@ -11,6 +11,10 @@ from fp8kit.matmul.hopper.tile_config import TILE_K, round_up
 HALF = 64  # weight rows of a consumer warpgroup, in each half of a tile
 FEW_PAIRS = 128  # that each block sorts for itself
 PAIRS_OF_BLOCK = 2048  # that one block sorts
+SORT_THREADS, THREADS = 1024, 256  # of a block that sorts many pairs, and of those beside products
+SORT_CLUSTER = 8  # blocks that sort more pairs than one does
+VECTOR = 8  # values of 16 bytes
+MOST_EXPERTS = 1024
 GROUP = 128  # features that one scale of the intermediate covers
 _SMEM = 227 * 1024  # of an SM, in bytes, without what the system takes of one block
 _SYSTEM_SMEM = 1024  # of each block more
