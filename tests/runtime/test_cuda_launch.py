@@ -119,9 +119,11 @@ def test_a_kernel_is_made_for_its_device_and_allowed_its_memory(
 ) -> None:
     assert fake.bound == ["context of gpu 1"]
     assert fake.loaded == [b"sm_90a"]
-    ((of, what, size),) = fake.allowed
-    assert (of, size) == ("function", 4096)
-    assert what.name == "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+    given = {what.name: (of, value) for of, what, value in fake.allowed}
+    assert given == {
+        "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES": ("function", 4096),
+        "CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT": ("function", 100),
+    }
     assert kernel.device == 1
 
 

@@ -16,15 +16,12 @@ SM_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
 @pytest.mark.parametrize("products", [Products.FIRST, Products.SECOND, Products.BOTH])
-@pytest.mark.parametrize("narrow", [False, True])
-def test_blocks_fit_a_multiprocessor(
-    config: GroupedConfig, products: Products, narrow: bool
-) -> None:
+def test_blocks_fit_a_multiprocessor(config: GroupedConfig, products: Products) -> None:
     room = SM_BYTES // config.blocks_per_sm - SYSTEM_BYTES
-    assert 3 <= config.stages(products, narrow) <= 16
-    bare, grouped = (config.smem_bytes(products, groups, narrow) for groups in (False, True))
+    assert 3 <= config.stages(products) <= 16
+    bare, grouped = (config.smem_bytes(products, groups) for groups in (False, True))
     assert bare <= grouped < room
-    half = config.features(Products.SECOND) // 2
+    half = config.features(Products.SECOND) // (1 if config.narrow else 2)
     assert config.cluster(Products.FIRST) * half == 128 or not config.swap_ab
 
 
@@ -55,5 +52,3 @@ def test_a_product_has_a_block_for_each_part_of_a_tile(config: GroupedConfig) ->
             blocks = config.blocks(pairs, 64, features, product)
             assert blocks % config.cluster(product) == 0
             assert blocks >= config.token_tiles(pairs, 64) * features / config.features(product)
-    narrow = config.blocks(8, 64, 2048, Products.SECOND, narrow=True)
-    assert narrow == 2 * config.blocks(8, 64, 2048, Products.SECOND)

@@ -14,25 +14,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape, min_scale
-from fp8kit.matmul.hopper.gemm import device_record
-from fp8kit.matmul.hopper.tile_config import TILE_K, round_up
+from fp8kit.matmul.hopper.tile_config import round_up
 from fp8kit.matmul.tma_operands import ALIGN
 from fp8kit.moe import self_check
-from fp8kit.moe.hopper.source import (
-    PairsVariant,
-    Variant,
-    combine_source,
-    grouped_source,
-    pairs_source,
+from fp8kit.moe.hopper.launches import (
+    Call,
+    Launch,
+    Rows,
+    Sorted,
+    few,
+    integers,
+    pointers,
+    row_pitch,
 )
+from fp8kit.moe.hopper.products import multiply
+from fp8kit.moe.hopper.source import PairsVariant, combine_source, pairs_source
 from fp8kit.moe.hopper.tile_config import (
-    FEW_PAIRS,
     HALF,
     MOST_EXPERTS,
     PAIRS_OF_BLOCK,
@@ -41,7 +43,6 @@ from fp8kit.moe.hopper.tile_config import (
     THREADS,
     VECTOR,
     GroupedConfig,
-    Products,
     choose,
 )
 from fp8kit.moe.problem import (
@@ -132,14 +133,14 @@ def experts(
     tiles = config.token_tiles(pairs, problem.experts)
     shape, given = (tiles * config.tokens, problem.hidden), operands.w13.input_scale
     with torch.cuda.device(x.device):
-        call = _Call(operands, problem, config, _empty_sorted(pairs, *shape[:1], tiles, x.device))
+        call = Call(operands, problem, config, _empty_sorted(pairs, *shape[:1], tiles, x.device))
         rows = _empty_rows(shape, problem.x_group, given, x.device)
         shape, given = (shape[0], problem.intermediate), operands.w2.input_scale
         h = _empty_rows(shape, problem.intermediate_group, given, x.device)
         products, y = x.new_empty(pairs, problem.hidden), x.new_empty(x.shape)
         launches = (
             *_quantization(call, rows),
-            *_products(call, rows, h, products),
+            *multiply(call, rows, h, products),
             _sum(call, products, y),
         )
         # Products may load weights before the kernel before them has ended: every block of the sort
@@ -147,47 +148,6 @@ def experts(
         for kernel, blocks, arguments in launches:
             kernel.launch(blocks, arguments, overlap=True)
     return y
-
-
-class _Sorted(NamedTuple):
-    """Where pairs lie, and the tiles of tokens.
-
-    Args:
-        row_of_pair: int32 ``[M * k]``, -1 for a pair of no expert.
-        pair_of_row: int32 ``[rows]``.
-        tiles: int32 ``[4 * tiles]``, as ``tiles.cuh`` reads them.
-        tile_count: int32 ``[1]``.
-    """
-
-    row_of_pair: Tensor
-    pair_of_row: Tensor
-    tiles: Tensor
-    tile_count: Tensor
-
-
-class _Rows(NamedTuple):
-    """Codes of rows, with a scale for each, for each group (rows adjacent), or for all."""
-
-    codes: Tensor
-    scale: Tensor
-    group: GroupShape
-
-
-class _Call(NamedTuple):
-    """What all launches of a layer share."""
-
-    operands: ExpertOperands
-    problem: ExpertsProblem
-    config: GroupedConfig
-    found: _Sorted
-
-
-class _Launch(NamedTuple):
-    """A kernel, its grid and its arguments."""
-
-    kernel: cuda_launch.Kernel
-    blocks: int
-    arguments: tuple[Any, ...]
 
 
 def _loadable(operands: ExpertOperands) -> ExpertOperands:
@@ -216,47 +176,43 @@ def _whole_blocks(problem: ExpertsProblem) -> bool:
     return problem.w_group != BLOCK or not problem.intermediate % BLOCK.rows
 
 
-def _empty_sorted(pairs: int, rows: int, tiles: int, device: torch.device) -> _Sorted:
+def _empty_sorted(pairs: int, rows: int, tiles: int, device: torch.device) -> Sorted:
     # one allocation; tiles first, as they are read by 16 bytes
     whole = torch.empty(4 * tiles + pairs + rows + 1, dtype=torch.int32, device=device)
     listed, rest = whole[: 4 * tiles], whole[4 * tiles :]
-    return _Sorted(rest[:pairs], rest[pairs:-1], listed, rest[-1:])
+    return Sorted(rest[:pairs], rest[pairs:-1], listed, rest[-1:])
 
 
 def _empty_rows(
     shape: tuple[int, int], group: GroupShape | None, given: Tensor | None, device: torch.device
-) -> _Rows:
+) -> Rows:
     assert group is not None
     codes = torch.empty(shape, dtype=torch.uint8, device=device)
     if given is not None:
-        return _Rows(codes, given, TENSOR)
+        return Rows(codes, given, TENSOR)
     count, features = shape
     size = (count,) if group == ROW else (-(-features // group.cols), pitch(count))
-    return _Rows(codes, torch.empty(size, dtype=torch.float32, device=device), group)
+    return Rows(codes, torch.empty(size, dtype=torch.float32, device=device), group)
 
 
-def _few(call: _Call) -> bool:
-    return call.operands.ids.numel() <= FEW_PAIRS
-
-
-def _quantization(call: _Call, rows: _Rows) -> list[_Launch]:
+def _quantization(call: Call, rows: Rows) -> list[Launch]:
     """Sort the pairs, and quantize each token into the rows of its pairs."""
     (x, _, _, ids, _), problem, config, found = call
     tokens, vectors = x.shape[0], problem.hidden // VECTOR
     how = (_SCALES[rows.group], config.tokens, x.dtype)
-    variants = [PairsVariant(THREADS, 1, int(_few(call)), True, -(-vectors // THREADS), *how)]
-    if not _few(call):
+    variants = [PairsVariant(THREADS, 1, int(few(call)), True, -(-vectors // THREADS), *how)]
+    if not few(call):
         cluster = 1 if ids.numel() <= PAIRS_OF_BLOCK else SORT_CLUSTER
         variants.insert(0, PairsVariant(SORT_THREADS, cluster, 2, False, 1, *how))
     arguments = (
-        *_pointers(ids),
-        *_integers(ids.element_size(), ids.numel(), problem.top_k, problem.experts),
-        *_pointers(found.row_of_pair, found.pair_of_row, found.tiles, found.tile_count, x),
+        *pointers(ids),
+        *integers(ids.element_size(), ids.numel(), problem.top_k, problem.experts),
+        *pointers(found.row_of_pair, found.pair_of_row, found.tiles, found.tile_count, x),
         ctypes.c_longlong(x.stride(0) * x.element_size()),
-        *_integers(vectors),
-        *_pointers(rows.codes, rows.scale),
-        *_integers(_row_pitch(rows)),
-        *_pointers(rows.scale if rows.group == TENSOR else None),
+        *integers(vectors),
+        *pointers(rows.codes, rows.scale),
+        *integers(row_pitch(rows)),
+        *pointers(rows.scale if rows.group == TENSOR else None),
         ctypes.c_float(min_scale(rows.group, problem.w_dtype, "activation")),
     )
     launches = []
@@ -265,161 +221,20 @@ def _quantization(call: _Call, rows: _Rows) -> list[_Launch]:
         shared = 4 * (counters if variant.sorts == 2 else problem.top_k)
         kernel = _pairs_kernel(variant, shared, x.device.index)
         blocks = tokens if variant.quantizes else variant.cluster
-        launches.append(_Launch(kernel, blocks, arguments))
+        launches.append(Launch(kernel, blocks, arguments))
     return launches
 
 
-def _products(call: _Call, rows: _Rows, h: _Rows, products: Tensor) -> list[_Launch]:
-    """Multiply by gates and ups, activate, quantize, and multiply by the down weights."""
-    if call.config.one_kernel and _few(call):
-        return [_product(call, rows, h, products, Products.BOTH)]
-    return [_product(call, rows, h, products, each) for each in (Products.FIRST, Products.SECOND)]
-
-
-def _product(call: _Call, rows: _Rows, h: _Rows, products: Tensor, which: Products) -> _Launch:
-    (x, w13, w2, ids, _), problem, config, found = call
-    act, device = problem.activation, x.device.index
-    pairs, experts = ids.numel(), problem.experts
-    blocks = config.blocks(pairs, experts, problem.hidden, Products.SECOND)
-    narrow = which == Products.BOTH and blocks <= device_record(device).sm_count
-    variant = Variant(
-        which, narrow, Products.FIRST in which and _few(call), rows.group == GROUP128,
-        h.group == GROUP128, problem.w_group == BLOCK, problem.static_intermediate,
-        act.kind == "gelu_tanh", act.limit is not None, problem.x_dtype,
-        (_bias_dtype(w13), _bias_dtype(w2)),
-    )  # fmt: skip
-    kernel = _grouped_kernel(config, variant, device)
-    arguments: list[Any] = []
-    blocks = 0
-    if Products.FIRST in which:
-        arguments += _first_product(call, rows, h)
-        blocks = config.blocks(pairs, experts, problem.intermediate, Products.FIRST)
-    if Products.SECOND in which:
-        arguments += _second_product(call, h, products, narrow)
-        tiles = config.blocks(pairs, experts, problem.hidden, Products.SECOND, narrow)
-        blocks = max(blocks, tiles)
-    arguments += [
-        *_pointers(found.tiles, found.tile_count, ids),
-        *_integers(ids.element_size(), pairs, experts),
-    ]
-    blocks = round_up(blocks, config.cluster(which))
-    return _Launch(kernel, min(blocks, kernel.most_blocks), tuple(arguments))
-
-
-def _bias_dtype(w: ExpertWeights) -> torch.dtype:
-    return torch.float32 if w.bias is None else w.bias.dtype
-
-
-def _first_product(call: _Call, rows: _Rows, h: _Rows) -> list[Any]:
-    """Return what the kernel reads of the gates and ups, and where it puts the result."""
-    (_, w, *_), problem, config, _ = call
-    act, inner = problem.activation, problem.intermediate
-    # a gate and its up are neighbours, in two maps of every other row; or all gates come first
-    step, up_row, up_map_row = (2, 1, 0) if act.interleaved else (1, inner, inner)
-    return [
-        *_operands(call, w, rows, step, up_map_row, -(-inner // config.features(Products.FIRST))),
-        *_integers(inner, step, up_row, w.data.shape[1]),
-        *_pointers(h.codes, h.scale),
-        *_integers(_row_pitch(h)),
-        ctypes.c_float(act.limit or 0.0),
-        ctypes.c_float(act.alpha),
-        ctypes.c_float(act.up_offset),
-        ctypes.c_float(min_scale(GROUP128, problem.w_dtype, "activation")),
-    ]
-
-
-def _second_product(call: _Call, h: _Rows, products: Tensor, narrow: bool) -> list[Any]:
-    """Return what the kernel reads of the down weights, and where each row of a pair belongs."""
-    (_, _, w, *_), problem, config, found = call
-    features = config.features(Products.SECOND, narrow)
-    return [
-        *_operands(call, w, h, 1, features // 2, -(-problem.hidden // features)),
-        *_integers(problem.hidden, 1, 0, w.data.shape[1]),
-        *_pointers(products, found.pair_of_row),
-    ]
-
-
-def _operands(
-    call: _Call, w: ExpertWeights, rows: _Rows, step: int, second_map_row: int, tiles: int
-) -> list[Any]:
-    """Return maps, factors and biases of a product.
-
-    Args:
-        call: of the layer.
-        w: its weights.
-        rows: what they multiply.
-        step: rows of an expert from feature to feature.
-        second_map_row: rows of a map from the first half of a tile to the second.
-        tiles: of the rows of an expert.
-    """
-    _, n, k = w.data.shape
-    return [
-        *_weight_maps(w.data, step, call.config),
-        *_row_maps(rows, call.config),
-        *_integers(n // step, second_map_row, k, tiles),
-        *_pointers(rows.scale),
-        *_integers(rows.group == ROW),
-        *_pointers(w.scale),
-        *_integers(w.scale.stride(0), call.problem.w_group == ROW),
-        *_pointers(w.bias),
-    ]
-
-
-def _weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
-    """Describe the rows of both halves of a tile: every ``step``-th of all experts."""
-    (count, rows, k), address = data.shape, data.data_ptr()
-    shape = (count * rows // step, k, step * k, config.features(Products.SECOND) // 2, TILE_K)
-    first = cuda_launch.byte_tile_map(address, *shape)
-    return first, first if step == 1 else cuda_launch.byte_tile_map(address + k, *shape)
-
-
-def _row_maps(rows: _Rows, config: GroupedConfig) -> tuple[Any, Any]:
-    """Describe rows and the scales of their groups; without groups the second map is not read."""
-    count, k = rows.codes.shape
-    codes = cuda_launch.byte_tile_map(rows.codes.data_ptr(), count, k, k, config.tokens, TILE_K)
-    if rows.group != GROUP128:
-        return codes, codes
-    groups, apart = rows.scale.shape
-    return codes, cuda_launch.float_row_map(
-        rows.scale.data_ptr(), groups, count, apart, config.tokens
-    )
-
-
-def _row_pitch(rows: _Rows) -> int:
-    return rows.scale.stride(0) if rows.group == GROUP128 else 0
-
-
-def _sum(call: _Call, products: Tensor, y: Tensor) -> _Launch:
+def _sum(call: Call, products: Tensor, y: Tensor) -> Launch:
     """Add the rows of each token."""
     vectors = y.shape[1] // VECTOR
     threads = min(THREADS, round_up(vectors, 32))
     arguments = (
-        *_pointers(products, call.found.row_of_pair, call.operands.weights, y),
-        *_integers(call.problem.top_k, vectors),
+        *pointers(products, call.found.row_of_pair, call.operands.weights, y),
+        *integers(call.problem.top_k, vectors),
     )
     kernel = _combine_kernel(threads, y.dtype, y.device.index)
-    return _Launch(kernel, y.shape[0] * -(-vectors // threads), arguments)
-
-
-def _pointers(*tensors: Tensor | None) -> list[Any]:
-    return [cuda_launch.pointer(t) for t in tensors]
-
-
-def _integers(*values: int) -> list[Any]:
-    return [ctypes.c_int(v) for v in values]
-
-
-@functools.cache
-def _grouped_kernel(config: GroupedConfig, variant: Variant, device: int) -> cuda_launch.Kernel:
-    return cuda_launch.Kernel(
-        grouped_source(config, variant),
-        "grouped_gemm",
-        block=config.threads,
-        cluster=config.cluster(variant.products),
-        shared_bytes=config.smem_bytes(variant.products, variant.token_groups, variant.narrow),
-        device=torch.device("cuda", device),
-        cooperative=variant.products == Products.BOTH,
-    )
+    return Launch(kernel, y.shape[0] * -(-vectors // threads), arguments)
 
 
 @functools.cache

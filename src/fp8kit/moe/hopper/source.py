@@ -26,7 +26,6 @@ class Variant(NamedTuple):
 
     Args:
         products: that the kernel computes.
-        narrow: tiles of the second product have one half of weight rows.
         lists: it sorts few pairs itself.
         x_groups: rows of the first product have a scale per 128 of K.
         h_groups: rows of the second product, likewise.
@@ -39,7 +38,6 @@ class Variant(NamedTuple):
     """
 
     products: Products
-    narrow: bool
     lists: bool
     x_groups: bool
     h_groups: bool
@@ -91,14 +89,14 @@ def grouped_source(config: GroupedConfig, variant: Variant) -> str:
         "SWAP_AB": int(config.swap_ab),
         "MMA_N": config.mma_n,
         "WARPGROUPS": config.warpgroups,
-        "STAGES": config.stages(variant.products, variant.narrow),
+        "STAGES": config.stages(variant.products),
         "BLOCKS_PER_SM": config.blocks_per_sm,
         "CLUSTER": config.cluster(variant.products),
         "BAND": config.band,
         "PIPELINED_STEPS": config.pipelined_steps,
         "FIRST": int(Products.FIRST in variant.products),
         "SECOND": int(Products.SECOND in variant.products),
-        "NARROW": int(variant.narrow),
+        "NARROW": int(config.narrow),
         "LISTS": int(variant.lists),
         "FEW_PAIRS": FEW_PAIRS,
         "GIVEN_SCALE": int(variant.given_scale),

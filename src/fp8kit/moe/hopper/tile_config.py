@@ -20,6 +20,7 @@ _SMEM = 227 * 1024  # of an SM, in bytes, without what the system takes of one b
 _SYSTEM_SMEM = 1024  # of each block more
 _MOST_STAGES = 16
 _BAND_TOKENS = 1024  # whose codes stay in L2 while all weights of an expert pass
+_NARROW_PAIRS = 4  # with wider tiles the second product of so few leaves SMs without work
 _MANY = 128  # tokens of a tile that are the MMA's rows
 # tokens of a tile, by how many an expert has on average: most experts fill one tile at most
 _TOKENS = ((3.0, 8), (10.0, 16), (20.0, 32), (80.0, 64))
@@ -41,6 +42,7 @@ class GroupedConfig:
         tokens: of a tile: 8, 16, 32, 64 or 128.
         warpgroups: consumers of a block, each with 64 rows of both halves of a tile: 1 or 2.
         blocks_per_sm: occupancy.
+        narrow: tiles of the second product have one half of weight rows, and twice as much of K.
 
     Example:
         >>> GroupedConfig(tokens=16, warpgroups=1, blocks_per_sm=2).stages(Products.BOTH)
@@ -50,6 +52,7 @@ class GroupedConfig:
     tokens: int
     warpgroups: int
     blocks_per_sm: int
+    narrow: bool = False
 
     @property
     def swap_ab(self) -> bool:
@@ -85,27 +88,31 @@ class GroupedConfig:
         """Return how many blocks share the features of a group, in the first product."""
         return 2 // self.warpgroups if Products.FIRST in products else 1
 
-    def features(self, product: Products, narrow: bool = False) -> int:
+    def features(self, product: Products) -> int:
         """Return the features of a tile of a product; in the first one, of a cluster."""
-        return GROUP if product == Products.FIRST else (1 if narrow else 2) * HALF * self.warpgroups
+        return (
+            GROUP
+            if product == Products.FIRST
+            else (1 if self.narrow else 2) * HALF * self.warpgroups
+        )
 
-    def stages(self, products: Products, narrow: bool = False) -> int:
+    def stages(self, products: Products) -> int:
         """Return how many stages shared memory holds, with scales of groups or without."""
         tokens, warpgroups = self.tokens, self.warpgroups
         facts = 8 * warpgroups * tokens + 4 * tokens * (4 * warpgroups + 4) + 1024
         facts += 24 * FEW_PAIRS if Products.FIRST in products else 0
         spare = self._epilogue_bytes(products) + facts
         room = _SMEM // self.blocks_per_sm - _SYSTEM_SMEM * (self.blocks_per_sm - 1) - spare
-        return min(room // self._stage_bytes(token_groups=True, narrow=narrow), _MOST_STAGES)
+        return min(room // self._stage_bytes(token_groups=True), _MOST_STAGES)
 
-    def smem_bytes(self, products: Products, token_groups: bool, narrow: bool = False) -> int:
+    def smem_bytes(self, products: Products, token_groups: bool) -> int:
         """Return the dynamic shared memory of a block."""
-        stages = self.stages(products, narrow) * self._stage_bytes(token_groups, narrow)
+        stages = self.stages(products) * self._stage_bytes(token_groups)
         return stages + self._epilogue_bytes(products)
 
-    def _stage_bytes(self, token_groups: bool, narrow: bool) -> int:
+    def _stage_bytes(self, token_groups: bool) -> int:
         scales = round_up(4 * self.tokens, 128) if token_groups else 0
-        tokens = (self.tokens * TILE_K + scales) * (2 if narrow else 1)
+        tokens = (self.tokens * TILE_K + scales) * (2 if self.narrow else 1)
         return 2 * HALF * self.warpgroups * TILE_K + tokens
 
     def _epilogue_bytes(self, products: Products) -> int:
@@ -118,11 +125,9 @@ class GroupedConfig:
         used = min(pairs, experts)
         return (pairs - used) // self.tokens + used
 
-    def blocks(
-        self, pairs: int, experts: int, features: int, product: Products, narrow: bool = False
-    ) -> int:
+    def blocks(self, pairs: int, experts: int, features: int, product: Products) -> int:
         """Return how many blocks a product has work for."""
-        tiles = self.token_tiles(pairs, experts) * -(-features // self.features(product, narrow))
+        tiles = self.token_tiles(pairs, experts) * -(-features // self.features(product))
         return tiles * self.cluster(product)
 
 
@@ -137,9 +142,10 @@ def choose(pairs: int, experts: int, many: bool = True) -> GroupedConfig:
 
     Example:
         >>> choose(128, 128)
-        GroupedConfig(tokens=8, warpgroups=1, blocks_per_sm=2)
+        GroupedConfig(tokens=8, warpgroups=1, blocks_per_sm=2, narrow=False)
     """
     each = pairs / experts
     tokens = next((n for most, n in _TOKENS if each <= most), _MANY if many else _MANY // 2)
     few = tokens <= 32
-    return GroupedConfig(tokens=tokens, warpgroups=1 if few else 2, blocks_per_sm=2 if few else 1)
+    blocks = {"warpgroups": 1, "blocks_per_sm": 2} if few else {"warpgroups": 2, "blocks_per_sm": 1}
+    return GroupedConfig(tokens=tokens, narrow=pairs <= _NARROW_PAIRS, **blocks)

@@ -1,0 +1,74 @@
+"""What the launches of a layer of experts share: operands, where pairs lie, and rows of codes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fp8kit.formats import GROUP128, GroupShape
+from fp8kit.moe.hopper.tile_config import FEW_PAIRS, GroupedConfig
+from fp8kit.moe.problem import ExpertOperands, ExpertsProblem
+from fp8kit.runtime import cuda_launch
+
+
+class Sorted(NamedTuple):
+    """Where pairs lie, and the tiles of tokens.
+
+    Args:
+        row_of_pair: int32 ``[M * k]``, -1 for a pair of no expert.
+        pair_of_row: int32 ``[rows]``.
+        tiles: int32 ``[4 * tiles]``, as ``tiles.cuh`` reads them.
+        tile_count: int32 ``[1]``.
+    """
+
+    row_of_pair: Tensor
+    pair_of_row: Tensor
+    tiles: Tensor
+    tile_count: Tensor
+
+
+class Rows(NamedTuple):
+    """Codes of rows, with a scale for each, for each group (rows adjacent), or for all."""
+
+    codes: Tensor
+    scale: Tensor
+    group: GroupShape
+
+
+class Call(NamedTuple):
+    """What all launches of a layer share."""
+
+    operands: ExpertOperands
+    problem: ExpertsProblem
+    config: GroupedConfig
+    found: Sorted
+
+
+class Launch(NamedTuple):
+    """A kernel, its grid and its arguments."""
+
+    kernel: cuda_launch.Kernel
+    blocks: int
+    arguments: tuple[Any, ...]
+
+
+def few(call: Call) -> bool:
+    """Return whether each block sorts all pairs for itself."""
+    return call.operands.ids.numel() <= FEW_PAIRS
+
+
+def row_pitch(rows: Rows) -> int:
+    """Return the elements from group to group of scales; 0 without groups."""
+    return rows.scale.stride(0) if rows.group == GROUP128 else 0
+
+
+def pointers(*tensors: Tensor | None) -> list[Any]:
+    """Return the addresses of tensors as arguments of a kernel."""
+    return [cuda_launch.pointer(t) for t in tensors]
+
+
+def integers(*values: int) -> list[Any]:
+    """Return 32-bit numbers as arguments of a kernel."""
+    return [ctypes.c_int(v) for v in values]

@@ -1,0 +1,153 @@
+"""The launches of both products: one kernel for few pairs, else one for each."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8kit.formats import BLOCK, GROUP128, ROW, min_scale
+from fp8kit.matmul.hopper.tile_config import TILE_K, round_up
+from fp8kit.moe.hopper.launches import Call, Launch, Rows, few, integers, pointers, row_pitch
+from fp8kit.moe.hopper.source import Variant, grouped_source
+from fp8kit.moe.hopper.tile_config import GroupedConfig, Products
+from fp8kit.moe.problem import ExpertWeights
+from fp8kit.runtime import cuda_launch
+
+
+def multiply(call: Call, rows: Rows, h: Rows, products: Tensor) -> list[Launch]:
+    """Multiply by gates and ups, activate, quantize, and multiply by the down weights.
+
+    Args:
+        call: of the layer.
+        rows: quantized rows of pairs.
+        h: takes the intermediate.
+        products: takes the rows of pairs, ``[M * k, H]``.
+    """
+    if call.config.one_kernel and few(call):
+        return [_product(call, rows, h, products, Products.BOTH)]
+    call = call._replace(config=replace(call.config, narrow=False))
+    return [_product(call, rows, h, products, each) for each in (Products.FIRST, Products.SECOND)]
+
+
+def _product(call: Call, rows: Rows, h: Rows, products: Tensor, which: Products) -> Launch:
+    (x, w13, w2, ids, _), problem, config, found = call
+    act, device = problem.activation, x.device.index
+    pairs, experts = ids.numel(), problem.experts
+    variant = Variant(
+        which, Products.FIRST in which and few(call), rows.group == GROUP128,
+        h.group == GROUP128, problem.w_group == BLOCK, problem.static_intermediate,
+        act.kind == "gelu_tanh", act.limit is not None, problem.x_dtype,
+        (_bias_dtype(w13), _bias_dtype(w2)),
+    )  # fmt: skip
+    kernel = _grouped_kernel(config, variant, device)
+    arguments: list[Any] = []
+    blocks = 0
+    if Products.FIRST in which:
+        arguments += _first_product(call, rows, h)
+        blocks = config.blocks(pairs, experts, problem.intermediate, Products.FIRST)
+    if Products.SECOND in which:
+        arguments += _second_product(call, h, products)
+        blocks = max(blocks, config.blocks(pairs, experts, problem.hidden, Products.SECOND))
+    arguments += [
+        *pointers(found.tiles, found.tile_count, ids),
+        *integers(ids.element_size(), pairs, experts),
+    ]
+    blocks = round_up(blocks, config.cluster(which))
+    return Launch(kernel, min(blocks, kernel.most_blocks), tuple(arguments))
+
+
+def _bias_dtype(w: ExpertWeights) -> torch.dtype:
+    return torch.float32 if w.bias is None else w.bias.dtype
+
+
+def _first_product(call: Call, rows: Rows, h: Rows) -> list[Any]:
+    """Return what the kernel reads of the gates and ups, and where it puts the result."""
+    (_, w, *_), problem, config, _ = call
+    act, inner = problem.activation, problem.intermediate
+    # a gate and its up are neighbours, in two maps of every other row; or all gates come first
+    step, up_row, up_map_row = (2, 1, 0) if act.interleaved else (1, inner, inner)
+    return [
+        *_operands(call, w, rows, step, up_map_row, -(-inner // config.features(Products.FIRST))),
+        *integers(inner, step, up_row, w.data.shape[1]),
+        *pointers(h.codes, h.scale),
+        *integers(row_pitch(h)),
+        ctypes.c_float(act.limit or 0.0),
+        ctypes.c_float(act.alpha),
+        ctypes.c_float(act.up_offset),
+        ctypes.c_float(min_scale(GROUP128, problem.w_dtype, "activation")),
+    ]
+
+
+def _second_product(call: Call, h: Rows, products: Tensor) -> list[Any]:
+    """Return what the kernel reads of the down weights, and where each row of a pair belongs."""
+    (_, _, w, *_), problem, config, found = call
+    features = config.features(Products.SECOND)
+    return [
+        *_operands(call, w, h, 1, features // 2, -(-problem.hidden // features)),
+        *integers(problem.hidden, 1, 0, w.data.shape[1]),
+        *pointers(products, found.pair_of_row),
+    ]
+
+
+def _operands(
+    call: Call, w: ExpertWeights, rows: Rows, step: int, second_map_row: int, tiles: int
+) -> list[Any]:
+    """Return maps, factors and biases of a product.
+
+    Args:
+        call: of the layer.
+        w: its weights.
+        rows: what they multiply.
+        step: rows of an expert from feature to feature.
+        second_map_row: rows of a map from the first half of a tile to the second.
+        tiles: of the rows of an expert.
+    """
+    _, n, k = w.data.shape
+    return [
+        *_weight_maps(w.data, step, call.config),
+        *_row_maps(rows, call.config),
+        *integers(n // step, second_map_row, k, tiles),
+        *pointers(rows.scale),
+        *integers(rows.group == ROW),
+        *pointers(w.scale),
+        *integers(w.scale.stride(0), call.problem.w_group == ROW),
+        *pointers(w.bias),
+    ]
+
+
+def _weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
+    """Describe the rows of both halves of a tile: every ``step``-th of all experts."""
+    (count, rows, k), address = data.shape, data.data_ptr()
+    shape = (count * rows // step, k, step * k, config.features(Products.SECOND) // 2, TILE_K)
+    first = cuda_launch.byte_tile_map(address, *shape)
+    return first, first if step == 1 else cuda_launch.byte_tile_map(address + k, *shape)
+
+
+def _row_maps(rows: Rows, config: GroupedConfig) -> tuple[Any, Any]:
+    """Describe rows and the scales of their groups; without groups the second map is not read."""
+    count, k = rows.codes.shape
+    codes = cuda_launch.byte_tile_map(rows.codes.data_ptr(), count, k, k, config.tokens, TILE_K)
+    if rows.group != GROUP128:
+        return codes, codes
+    groups, apart = rows.scale.shape
+    return codes, cuda_launch.float_row_map(
+        rows.scale.data_ptr(), groups, count, apart, config.tokens
+    )
+
+
+@functools.cache
+def _grouped_kernel(config: GroupedConfig, variant: Variant, device: int) -> cuda_launch.Kernel:
+    return cuda_launch.Kernel(
+        grouped_source(config, variant),
+        "grouped_gemm",
+        block=config.threads,
+        cluster=config.cluster(variant.products),
+        shared_bytes=config.smem_bytes(variant.products, variant.token_groups),
+        device=torch.device("cuda", device),
+        cooperative=variant.products == Products.BOTH,
+    )
