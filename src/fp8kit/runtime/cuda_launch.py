@@ -26,6 +26,7 @@ _LEGACY_STREAM = int(driver.CU_STREAM_LEGACY)
 _NO_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
 _ATTRIBUTE = driver.CUlaunchAttributeID
 _DYNAMIC_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 
 
 class Function:
@@ -38,6 +39,7 @@ class Function:
         shared_bytes: dynamic shared memory per block, which the function has been allowed.
         device: index of its device.
         owner: what unloads the function when it goes, if anything does.
+        cooperative: all blocks of a grid run at the same time, or none.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class Function:
         shared_bytes: int,
         device: int,
         owner: object = None,
+        cooperative: bool = False,
     ) -> None:
         self.handle, self.device, self._owner = handle, device, owner
+        self._cooperative = cooperative
         self._block, self._cluster, self._shared_bytes = block, cluster, shared_bytes
 
     def parameter_bytes(self) -> list[int]:
@@ -70,6 +74,8 @@ class Function:
         config.blockDimY = config.blockDimZ = 1
         config.sharedMemBytes = self._shared_bytes
         attributes = [_overlap_attribute()] if overlap else []
+        if self._cooperative:
+            attributes.append(_cooperative_attribute())
         if self._cluster:
             attributes.append(_cluster_attribute(self._cluster))
         config.attrs = attributes
@@ -87,6 +93,7 @@ class Kernel(Function):
         cluster: blocks per cluster along x.
         shared_bytes: dynamic shared memory per block.
         device: where it runs.
+        cooperative: all blocks of a grid run at the same time, or none.
 
     Raises:
         RuntimeError: if the source does not compile, with the compiler's log, or CUDA fails.
@@ -100,6 +107,7 @@ class Kernel(Function):
         cluster: int,
         shared_bytes: int,
         device: torch.device,
+        cooperative: bool = False,
     ) -> None:
         with torch.cuda.device(device):
             _bind(device.index)
@@ -109,10 +117,22 @@ class Kernel(Function):
             module = checked(driver.cuModuleLoadData(image))
             function = checked(driver.cuModuleGetFunction(module, name.encode()))
             checked(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared_bytes))
-        super().__init__(function, block, cluster, shared_bytes, device.index)
+            # an SM with another size of shared memory must run empty before the next kernel starts
+            checked(driver.cuFuncSetAttribute(function, _CARVEOUT, 100))
+        sizes = (block, cluster, shared_bytes)
+        super().__init__(function, *sizes, device.index, cooperative=cooperative)
         self.name = name
         self._configs = {overlap: self.config(overlap) for overlap in (False, True)}
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def most_blocks(self) -> int:
+        """How many blocks can run at the same time, in whole clusters."""
+        config = self.config(overlap=False)
+        config.gridDimX = max(self._cluster, 1)
+        with torch.cuda.device(self.device):
+            clusters = checked(driver.cuOccupancyMaxActiveClusters(self.handle, config))
+        return int(clusters) * max(self._cluster, 1)
 
     def launch(self, blocks: int, arguments: Sequence[Any], *, overlap: bool) -> None:
         """Launch on torch's current stream of the current device.
@@ -327,6 +347,13 @@ def _overlap_attribute() -> Any:
     attribute = driver.CUlaunchAttribute()
     attribute.id = _ATTRIBUTE.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def _cooperative_attribute() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = _ATTRIBUTE.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    attribute.value.cooperative = 1
     return attribute
 
 

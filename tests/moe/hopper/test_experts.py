@@ -119,8 +119,9 @@ def run(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, config: Any = Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("case", CASES)
-def test_every_configuration_computes_the_layer(case: str, routing: str) -> None:
-    given = make(case, 45, routing)
+@pytest.mark.parametrize("tokens", [2, 42, 45])  # up to 42, products of few tokens are one kernel
+def test_every_configuration_computes_the_layer(tokens: int, case: str, routing: str) -> None:
+    given = make(case, tokens, routing)
     slow, sums = slow_experts(*given), given[1].shape[1] + given[0].w2.shape[2]
     blocks = given[0].w13.group == BLOCK and given[0].w2.shape[2] % 128
     found = []
@@ -174,6 +175,31 @@ def test_layers_that_follow_each_other_read_their_own_routes() -> None:
         graph.replay()
         for y, alone in zip(found, expected, strict=True):
             assert_bits_equal(y, alone)
+
+
+@pytest.mark.gpu
+def test_layers_on_two_streams_do_not_wait_for_each_other() -> None:
+    layer, *given = make("rows", 40)
+    there, x, ids, weights = on_device(layer, "cuda"), *(t.cuda() for t in given)
+    expected = moe.experts(x, there.w13, there.w2, ids, weights, backend="hopper_experts")
+    graphs, results, streams = [], [], [torch.cuda.Stream() for _ in range(2)]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin()
+            for _ in range(20):
+                y = moe.experts(x, there.w13, there.w2, ids, weights, backend="hopper_experts")
+            graph.capture_end()
+            graphs.append(graph)
+            results.append(y)
+    for _ in range(100):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for y in results:
+        assert_bits_equal(y, expected)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ahead import cuda_resources, without_nvrtc
-from fp8kit.moe.hopper.tile_config import GroupedConfig
+from fp8kit.moe.hopper.tile_config import GroupedConfig, Products
 from grouped_configs import CONFIGS, label
 
 sources = pytest.importorskip("fp8kit.moe.hopper.source", reason="no cuda-bindings")
@@ -16,19 +16,32 @@ pytestmark = pytest.mark.skipif(without_nvrtc() is not None, reason=str(without_
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 STATIC_BYTES = 12 * 1024  # that dynamic shared memory leaves beside it
-GELU_STATIC = sources.Variant(True, False, False, False, True, True, True, F16, F16)
-FIRST = sources.Variant(True, True, False, False, False, False, False, BF16, F32)
-FIRST_BLOCKS = FIRST._replace(token_groups=True, weight_blocks=True, bias_dtype=BF16)
-SECOND = sources.Variant(False, False, True, False, False, False, False, BF16, BF16)
+FIRST = sources.Variant(
+    Products.FIRST, False, True, False, True, False, False, False, False, BF16, (F32, F32)
+)
+GELU_STATIC = FIRST._replace(
+    lists=False, h_groups=False, given_scale=True, gelu=True, limited=True, bias_dtypes=(F16, F16)
+)
+FIRST_BLOCKS = FIRST._replace(x_groups=True, weight_blocks=True, bias_dtypes=(BF16, F32))
+SECOND = FIRST._replace(products=Products.SECOND, lists=False, bias_dtypes=(F32, BF16))
 SECOND_BLOCKS = SECOND._replace(weight_blocks=True, dtype=F16)
+BOTH = FIRST._replace(products=Products.BOTH)
+BOTH_BLOCKS = FIRST_BLOCKS._replace(products=Products.BOTH, bias_dtypes=(BF16, F16))
+BOTH_STATIC = GELU_STATIC._replace(products=Products.BOTH, lists=True)
 VARIANTS = (GELU_STATIC, FIRST, FIRST_BLOCKS, SECOND, SECOND_BLOCKS)
+IN_ONE_KERNEL = tuple(
+    variant._replace(narrow=narrow)
+    for variant in (BOTH, BOTH_BLOCKS, BOTH_STATIC)
+    for narrow in (False, True)
+)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
 def test_products_compile(config: GroupedConfig) -> None:
-    for variant in VARIANTS:
+    for variant in (*VARIANTS, *(IN_ONE_KERNEL if config.one_kernel else ())):
         found = cuda_resources(sources.grouped_source(config, variant))
-        total = found["shared"] + config.smem_bytes(variant.activated, variant.token_groups)
+        asked = (variant.products, variant.token_groups, variant.narrow)
+        total = found["shared"] + config.smem_bytes(*asked)
         assert total <= 228 * 1024 // config.blocks_per_sm
         assert found["registers"] * config.threads * config.blocks_per_sm <= 65536
 

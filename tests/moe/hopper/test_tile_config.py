@@ -8,19 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8kit.moe.hopper.tile_config import GroupedConfig, choose
+from fp8kit.moe.hopper.tile_config import GroupedConfig, Products, choose
 from grouped_configs import CONFIGS, label
 
 SM_BYTES, SYSTEM_BYTES = 228 * 1024, 1024
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
-@pytest.mark.parametrize("activated", [True, False])
-def test_blocks_fit_a_multiprocessor(config: GroupedConfig, activated: bool) -> None:
+@pytest.mark.parametrize("products", [Products.FIRST, Products.SECOND, Products.BOTH])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_blocks_fit_a_multiprocessor(
+    config: GroupedConfig, products: Products, narrow: bool
+) -> None:
     room = SM_BYTES // config.blocks_per_sm - SYSTEM_BYTES
-    assert 3 <= config.stages(activated) <= 16
-    assert config.smem_bytes(activated, False) <= config.smem_bytes(activated, True) < room
-    assert config.cluster * config.features(False) // 2 == 128 or not config.swap_ab
+    assert 3 <= config.stages(products, narrow) <= 16
+    bare, grouped = (config.smem_bytes(products, groups, narrow) for groups in (False, True))
+    assert bare <= grouped < room
+    half = config.features(Products.SECOND) // 2
+    assert config.cluster(Products.FIRST) * half == 128 or not config.swap_ab
 
 
 @given(st.integers(1, 200_000), st.integers(1, 1024))
@@ -44,10 +49,11 @@ def test_tiles_of_any_routing_have_room(data: st.DataObject, config: GroupedConf
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=label)
-def test_a_grid_has_whole_clusters_and_no_more_than_fit(config: GroupedConfig) -> None:
-    for activated in (True, False):
-        cluster = config.cluster if activated else 1
+def test_a_product_has_a_block_for_each_part_of_a_tile(config: GroupedConfig) -> None:
+    for product, features in ((Products.FIRST, 768), (Products.SECOND, 2048)):
         for pairs in (1, 8, 4096):
-            grid = config.grid(pairs, 64, 768, activated, sms=132)
-            assert grid % cluster == 0
-            assert cluster <= grid <= 132 * config.blocks_per_sm
+            blocks = config.blocks(pairs, 64, features, product)
+            assert blocks % config.cluster(product) == 0
+            assert blocks >= config.token_tiles(pairs, 64) * features / config.features(product)
+    narrow = config.blocks(8, 64, 2048, Products.SECOND, narrow=True)
+    assert narrow == 2 * config.blocks(8, 64, 2048, Products.SECOND)

@@ -35,6 +35,7 @@ __device__ __forceinline__ u32 add_scaled(float (&acc)[ACC], const float (&sum)[
   return read;
 }
 
+template <typename Product>
 struct Epilogue {
   SharedFacts& facts;
   u8* buffer;
@@ -43,49 +44,53 @@ struct Epilogue {
   u32 parity;
   float weight[2][2], bias[2][2];  // of features g and g + 8, by half
 
+  __device__ static Epilogue make(SharedFacts& facts, u8* buffer, u32 received, int rank) {
+    return {facts, buffer, received, rank};
+  }
+
   // Loads what the tile needs, so that nothing waits for memory behind the MMAs.
-  __device__ void load(const TileWalk& tile, const Factors& factors, const Features& features, int feature,
-                       const Destination& to) {
-    facts.tokens[threadIdx.x / 128].load(tile.row, tile.end, factors, to.pair_of_row);
+  __device__ void load(const TileWalk& tile, const Operands<Product>& of, int feature) {
+    facts.tokens[threadIdx.x / 128].template load<Product>(tile.row, tile.end, of.factors, of.to.pair_of_row);
     const int of_thread = feature + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int half = 0; half < 2; half++)
+    for (int half = 0; half < Product::HALVES; half++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const int row = features.row(of_thread + i * 8, half);
-        if (!WEIGHT_BLOCKS) weight[half][i] = *factors.weight_of(tile.expert, row);
-        bias[half][i] = factors.bias_of(tile.expert, features.rows, row);
+        const int row = of.features.template row<Product>(of_thread + i * 8, half);
+        if (!WEIGHT_BLOCKS) weight[half][i] = *of.factors.weight_of(tile.expert, row);
+        bias[half][i] = of.factors.template bias_of<Product>(tile.expert, of.features.rows, row);
       }
   }
 
-  __device__ void store(float (&acc)[2][ACC], const TileWalk& tile, const Factors& factors,
-                        const Features& features, int feature, const Gate& gate, const Destination& to) {
+  __device__ void store(float (&acc)[2][ACC], const TileWalk& tile, const Operands<Product>& of, int feature) {
+    const int features = of.features.count;
+    const Destination& to = of.to;
     const int q = threadIdx.x % 4, g = threadIdx.x % 32 / 4, warpgroup = threadIdx.x / 128;
     const TokenFacts& tokens = facts.tokens[warpgroup];
     asm volatile("cp.async.wait_all;" ::: "memory");
     warpgroup_barrier(warpgroup);
 #pragma unroll
-    for (int half = 0; half < 2; half++)
+    for (int half = 0; half < Product::HALVES; half++)
 #pragma unroll
       for (int i = 0; i < ACC; i++)
-        acc[half][i] = factors.apply(acc[half][i], tokens.scale[i / 4 * 8 + q * 2 + i % 2],
-                                     weight[half][i % 4 / 2], bias[half][i % 4 / 2]);
-    if (ACTIVATED) {
+        acc[half][i] = of.factors.template apply<Product>(acc[half][i], tokens.scale[i / 4 * 8 + q * 2 + i % 2],
+                                              weight[half][i % 4 / 2], bias[half][i % 4 / 2]);
+    if constexpr (Product::ACTIVATED) {
       const int of_thread = feature + threadIdx.x % 128 / 32 * 16 + g;
 #pragma unroll
       for (int i = 0; i < ACC; i++)
-        acc[0][i] = of_thread + i % 4 / 2 * 8 < features.count ? activated(acc[0][i], acc[1][i], gate) : 0.0f;
+        acc[0][i] = of_thread + i % 4 / 2 * 8 < features ? activated(acc[0][i], acc[1][i], of.gate) : 0.0f;
       if (GIVEN_SCALE) {
         if (threadIdx.x < MMA_N) facts.scale[threadIdx.x] = *to.scale;
         all_consumers();
       } else {
         scale_tokens(acc[0], tile, to);
       }
-      store_codes(acc[0], tile, feature, features.count, to);
+      store_codes(acc[0], tile, feature, features, to);
     } else {
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        store_numbers(acc[half], tile, feature + half * HALF_ROWS, features.count, to);
+      for (int half = 0; half < Product::HALVES; half++)
+        store_numbers(acc[half], tile, feature + half * HALF_ROWS, features, to);
     }
   }
 
@@ -142,12 +147,12 @@ struct Epilogue {
         // lanes of neighbouring features exchange a token each: two features of one token remain
         const u32 mine = low | high << 16, theirs = __shfl_xor_sync(~0u, mine, 4);
         const u32 pairs = g % 2 ? __byte_perm(mine, theirs, 0x3715) : __byte_perm(mine, theirs, 0x6240);
-        u8* const line = buffer + (c + q * 2 + g % 2) * LINE_BYTES + warp * 16 + g / 2 * 2;
+        u8* const line = buffer + (c + q * 2 + g % 2) * LINE_BYTES<Product> + warp * 16 + g / 2 * 2;
         *(u16*)line = (u16)pairs;
         *(u16*)(line + 8) = (u16)(pairs >> 16);
       }
       warpgroup_barrier(warpgroup);
-      copy_lines(buffer, facts.tokens[warpgroup], tile.row, tile.end, from, feature, features, to);
+      copy_lines<Product>(buffer, facts.tokens[warpgroup], tile.row, tile.end, from, feature, features, to);
       // the next tile passes other barriers before its first store
       if (from + EPILOGUE_TOKENS < MMA_N) warpgroup_barrier(warpgroup);
     }
@@ -162,7 +167,7 @@ struct Epilogue {
 #pragma unroll
       for (int c = 0; c < EPILOGUE_TOKENS; c += 16) {
         const float* v = acc + (from + c) / 2;
-        const u32 line = shared(buffer) + (c + matrix / 2 * 8 + lane % 8) * LINE_BYTES + (warp * 2 + matrix % 2) * 16;
+        const u32 line = shared(buffer) + (c + matrix / 2 * 8 + lane % 8) * LINE_BYTES<Product> + (warp * 2 + matrix % 2) * 16;
         if (MMA_N == 8)
           asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(line),
                        "r"(pack(v[0], v[1])), "r"(pack(v[2], v[3])) : "memory");
@@ -172,7 +177,7 @@ struct Epilogue {
                        "r"(pack(v[4], v[5])), "r"(pack(v[6], v[7])) : "memory");
       }
       warpgroup_barrier(warpgroup);
-      copy_lines(buffer, facts.tokens[warpgroup], tile.row, tile.end, from, feature, features, to);
+      copy_lines<Product>(buffer, facts.tokens[warpgroup], tile.row, tile.end, from, feature, features, to);
       warpgroup_barrier(warpgroup);
     }
   }

@@ -1,26 +1,47 @@
 // Constants derived from the macros, whose table stands in grouped_gemm.cu.
 //
 // A stage has 128 along K of two halves of weight rows, gates and ups of the same features or rows that
-// follow one another, and of tokens. With SWAP_AB the MMA's rows are weights, 64 of a half for each
+// follow one another, and of tokens. A NARROW second product has one half, and 256 along K. With SWAP_AB the MMA's rows are weights, 64 of a half for each
 // consumer warpgroup, and its columns the tokens. Without, its rows are tokens, 64 for each warpgroup,
 // and its columns a half of the weights.
 
 constexpr int TILE_K = 128, CONSUMERS = 128 * WARPGROUPS, ACC = MMA_N / 2;
 constexpr int TILE_TOKENS = SWAP_AB ? MMA_N : 64 * WARPGROUPS, TOKENS = SWAP_AB ? MMA_N : 64;  // of a warpgroup
 constexpr int HALF_ROWS = SWAP_AB ? 64 * WARPGROUPS : MMA_N, HALF_BYTES = HALF_ROWS * TILE_K;
-constexpr int W_BYTES = 2 * HALF_BYTES, X_BYTES = TILE_TOKENS * TILE_K;  // of one stage
-constexpr int SCALE_BYTES = TOKEN_GROUPS ? (TILE_TOKENS * 4 + 127) / 128 * 128 : 0;
+constexpr int W_BYTES = 2 * HALF_BYTES, X_BYTES = TILE_TOKENS * TILE_K;
+constexpr int SCALE_BYTES =
+    (FIRST && X_GROUPS) || (SECOND && H_GROUPS) ? (TILE_TOKENS * 4 + 127) / 128 * 128 : 0;
+constexpr int X_STAGE_BYTES = X_BYTES << NARROW, SCALE_STAGE_BYTES = SCALE_BYTES << NARROW;
+constexpr int STAGE_BYTES = W_BYTES + X_STAGE_BYTES + SCALE_STAGE_BYTES;
 // two warpgroups of consumers take registers from one of producers
 constexpr bool MOVE_REGISTERS = WARPGROUPS == 2;
 constexpr int PRODUCER_THREADS = MOVE_REGISTERS ? 128 : 64;
-// partial sums: with two, the half that is promoted is not the half that is multiplied
-constexpr int PARTIALS = SWAP_AB ? 2 : 1, LAST = PARTIALS - 1;
-constexpr int TILE_FEATURES = ACTIVATED ? 128 : 2 * HALF_ROWS;  // of a cluster
-// epilogue: tokens that move at once, in lines of results that are padded against bank conflicts
+// partial sums: with two, the half that is promoted is not the half that is multiplied; with four, two steps are in flight
+constexpr int PARTIALS = !SWAP_AB ? 1 : MMA_N <= 32 ? 4 : 2, LAST = PARTIALS - 1;
+// epilogue: tokens that move at once
 constexpr int EPILOGUE_TOKENS = TOKENS < 64 ? TOKENS : 64;
-constexpr int LINE_FEATURES = SWAP_AB || !ACTIVATED ? 64 : 128, LINE_VECTORS = LINE_FEATURES * (ACTIVATED ? 1 : 2) / 16;
-constexpr int LINE_BYTES = LINE_VECTORS * 16 + 16, EPILOGUE_BYTES = EPILOGUE_TOKENS * LINE_BYTES;
+
+// x by gates and ups, activated and quantized in groups.
+struct FirstProduct {
+  static constexpr bool ACTIVATED = true, TOKEN_GROUPS = X_GROUPS;
+  static constexpr int BIAS_KIND = BIAS_KIND_13, TILE_FEATURES = 128, HALVES = 2;
+  static constexpr int LINE_FEATURES = SWAP_AB ? 64 : 128, LINE_VECTORS = LINE_FEATURES / 16;
+};
+
+// That by the down weights, each row to the place of its pair.
+struct SecondProduct {
+  static constexpr bool ACTIVATED = false, TOKEN_GROUPS = H_GROUPS;
+  static constexpr int BIAS_KIND = BIAS_KIND_2, HALVES = NARROW ? 1 : 2, TILE_FEATURES = HALVES * HALF_ROWS;
+  static constexpr int LINE_FEATURES = 64, LINE_VECTORS = LINE_FEATURES * 2 / 16;
+};
+
+// Lines of results are padded against bank conflicts.
+template <typename Product>
+constexpr int LINE_BYTES = Product::LINE_VECTORS * 16 + 16;
+constexpr int MOST_LINE_BYTES = SECOND ? LINE_BYTES<SecondProduct> : LINE_BYTES<FirstProduct>;
+constexpr int EPILOGUE_BYTES = EPILOGUE_TOKENS * MOST_LINE_BYTES;
 
 static_assert(MMA_N % 8 == 0 && MMA_N <= 128, "a thread scales one token");
-static_assert(!ACTIVATED || CLUSTER * HALF_ROWS == 128, "a cluster has the 128 features of a group");
-static_assert(ACTIVATED || CLUSTER == 1, "only groups are shared");
+static_assert(!FIRST || CLUSTER * HALF_ROWS == 128, "a cluster has the 128 features of a group");
+static_assert(!NARROW || (FIRST && SECOND && PARTIALS == 4), "few tokens alone are worth it");
+static_assert(LINE_BYTES<SecondProduct> >= LINE_BYTES<FirstProduct>, "both fit");

@@ -4,12 +4,14 @@
 struct Features {
   int count;   // I, or H
   int step;    // rows from feature to feature
-  int second;  // with ACTIVATED, rows from a gate to its up
+  int second;  // of gates and ups, rows from a gate to its up
   int rows;    // of an expert
 
   // The row of a half for a feature of the first half.
+  template <typename Product>
   __device__ int row(int feature, int half) const {
-    return min(feature + (ACTIVATED ? 0 : half * HALF_ROWS), count - 1) * step + (ACTIVATED ? half * second : 0);
+    constexpr bool PAIRED = Product::ACTIVATED;
+    return min(feature + (PAIRED ? 0 : half * HALF_ROWS), count - 1) * step + (PAIRED ? half * second : 0);
   }
 };
 
@@ -23,19 +25,21 @@ struct Factors {
   __device__ const float* weight_of(int expert, long long row) const {
     return weight + (long long)expert * expert_stride + row * row_stride;
   }
+  template <typename Product>
   __device__ float bias_of(int expert, int rows, int row) const {
     const long long at = (long long)expert * rows + row;
     if (!bias) return 0.0f;
-    if (BIAS_KIND == F32) return ((const float*)bias)[at];
+    if (Product::BIAS_KIND == F32) return ((const float*)bias)[at];
     const u16 bits = ((const u16*)bias)[at];
-    if (BIAS_KIND == BF16) return __uint_as_float((u32)bits << 16);
+    if (Product::BIAS_KIND == BF16) return __uint_as_float((u32)bits << 16);
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
   }
   // The fp32 result of a sum, rounded as in the dense GEMM.
+  template <typename Product>
   __device__ float apply(float sum, float token_factor, float weight_factor, float added) const {
-    if (!TOKEN_GROUPS) sum = __fmul_rn(sum, token_factor);
+    if (!Product::TOKEN_GROUPS) sum = __fmul_rn(sum, token_factor);
     if (WEIGHT_BLOCKS) return bias ? sum + added : sum;
     return bias ? __fmaf_rn(sum, weight_factor, added) : __fmul_rn(sum, weight_factor);
   }
@@ -52,6 +56,27 @@ struct Destination {
   int pitch;
   const int* pair_of_row;
   float min_scale;
+};
+
+// A product as the blocks compute it. Two maps: of the first half of a tile's weight rows, and of the second.
+template <typename Product>
+struct Operands {
+  const TensorMap *first_map, *second_map, *token_map, *token_scale_map;
+  int map_rows, second_map_row;  // rows of a map: of an expert, and from the first half to the second
+  int k, w_tiles;
+  Factors factors;
+  Features features;
+  Gate gate;  // of the first product
+  Destination to;
+
+  static constexpr int CHUNKS = 2 / Product::HALVES;  // of TILE_K in a step
+
+  __device__ int scale_steps() const { return (k + TILE_K - 1) / TILE_K; }
+  // Steps beyond K load zeros.
+  __device__ int steps() const {
+    constexpr int TOGETHER = PIPELINED_STEPS * CHUNKS;
+    return (scale_steps() + TOGETHER - 1) / TOGETHER * PIPELINED_STEPS;
+  }
 };
 
 __device__ __forceinline__ u32 pack(float low, float high) {
@@ -101,24 +126,26 @@ struct TokenFacts {
   float scale[TOKENS];
   int pair[TOKENS];
 
+  template <typename Product>
   __device__ void load(int row, int end, const Factors& factors, const int* pair_of_row) {
     for (int i = threadIdx.x % 128; i < TOKENS; i += 128) {
       const int at = min(row + i, end - 1);
-      if (!TOKEN_GROUPS) copy_async(&scale[i], factors.token + (long long)at * factors.token_stride);
-      if (!ACTIVATED) copy_async(&pair[i], pair_of_row + at);
+      if (!Product::TOKEN_GROUPS) copy_async(&scale[i], factors.token + (long long)at * factors.token_stride);
+      if (!Product::ACTIVATED) copy_async(&pair[i], pair_of_row + at);
     }
   }
 };
 
 // Copies lines of a warpgroup's buffer to global memory: codes to their rows, numbers to their pairs.
+template <typename Product>
 __device__ __forceinline__ void copy_lines(const u8* buffer, const TokenFacts& tokens, int row, int end,
                                            int from, int feature, int features, const Destination& to) {
-  constexpr int EACH_VECTOR = ACTIVATED ? 16 : 8;
-  for (int i = threadIdx.x % 128; i < EPILOGUE_TOKENS * LINE_VECTORS; i += 128) {
-    const int token = from + i / LINE_VECTORS, at = feature + i % LINE_VECTORS * EACH_VECTOR;
+  constexpr int VECTORS = Product::LINE_VECTORS, EACH_VECTOR = Product::ACTIVATED ? 16 : 8;
+  for (int i = threadIdx.x % 128; i < EPILOGUE_TOKENS * VECTORS; i += 128) {
+    const int token = from + i / VECTORS, at = feature + i % VECTORS * EACH_VECTOR;
     if (row + token >= end || at >= features) continue;
-    const long long line = ACTIVATED ? row + token : tokens.pair[token];
+    const long long line = Product::ACTIVATED ? row + token : tokens.pair[token];
     *(uint4*)((u8*)to.y + (line * features + at) * (16 / EACH_VECTOR)) =
-        *(const uint4*)(buffer + i / LINE_VECTORS * LINE_BYTES + i % LINE_VECTORS * 16);
+        *(const uint4*)(buffer + i / VECTORS * LINE_BYTES<Product> + i % VECTORS * 16);
   }
 }

@@ -1,9 +1,10 @@
-"""The layer of experts on Hopper in four kernels, chained by programmatic dependent launch.
+"""The layer of experts on Hopper in a few kernels, chained by programmatic dependent launch.
 
 Pairs of a token and an expert are sorted, and tokens are quantized into rows in that order
 (``pairs.cu``; many pairs are sorted by a kernel of their own). One grouped GEMM multiplies them by
 gates and ups, activates and quantizes; one multiplies the result and puts each row where its pair
-belongs (``grouped_gemm.cu``). The rows of each token are added in their order (``combine.cu``).
+belongs (``grouped_gemm.cu``; for few pairs both are one kernel). The rows of each token are added
+in their order (``combine.cu``).
 
 Nothing waits for the host. Rows of pairs have the dtype of the input. The bits of a token's result
 depend on nothing but the token.
@@ -40,6 +41,7 @@ from fp8kit.moe.hopper.tile_config import (
     THREADS,
     VECTOR,
     GroupedConfig,
+    Products,
     choose,
 )
 from fp8kit.moe.problem import (
@@ -137,8 +139,7 @@ def experts(
         products, y = x.new_empty(pairs, problem.hidden), x.new_empty(x.shape)
         launches = (
             *_quantization(call, rows),
-            _first_product(call, rows, h),
-            _second_product(call, h, products),
+            *_products(call, rows, h, products),
             _sum(call, products, y),
         )
         # Products may load weights before the kernel before them has ended: every block of the sort
@@ -268,89 +269,106 @@ def _quantization(call: _Call, rows: _Rows) -> list[_Launch]:
     return launches
 
 
-def _first_product(call: _Call, rows: _Rows, h: _Rows) -> _Launch:
-    """Multiply by gates and ups, activate and quantize."""
-    (_, w, *_), problem, *_ = call
-    act, lists = problem.activation, _few(call)
+def _products(call: _Call, rows: _Rows, h: _Rows, products: Tensor) -> list[_Launch]:
+    """Multiply by gates and ups, activate, quantize, and multiply by the down weights."""
+    if call.config.one_kernel and _few(call):
+        return [_product(call, rows, h, products, Products.BOTH)]
+    return [_product(call, rows, h, products, each) for each in (Products.FIRST, Products.SECOND)]
+
+
+def _product(call: _Call, rows: _Rows, h: _Rows, products: Tensor, which: Products) -> _Launch:
+    (x, w13, w2, ids, _), problem, config, found = call
+    act, device = problem.activation, x.device.index
+    pairs, experts = ids.numel(), problem.experts
+    blocks = config.blocks(pairs, experts, problem.hidden, Products.SECOND)
+    narrow = which == Products.BOTH and blocks <= device_record(device).sm_count
     variant = Variant(
-        True, lists, rows.group == GROUP128, problem.w_group == BLOCK,
-        problem.static_intermediate, act.kind == "gelu_tanh", act.limit is not None,
-        problem.x_dtype, torch.float32 if w.bias is None else w.bias.dtype,
+        which, narrow, Products.FIRST in which and _few(call), rows.group == GROUP128,
+        h.group == GROUP128, problem.w_group == BLOCK, problem.static_intermediate,
+        act.kind == "gelu_tanh", act.limit is not None, problem.x_dtype,
+        (_bias_dtype(w13), _bias_dtype(w2)),
     )  # fmt: skip
-    inner = problem.intermediate
+    kernel = _grouped_kernel(config, variant, device)
+    arguments: list[Any] = []
+    blocks = 0
+    if Products.FIRST in which:
+        arguments += _first_product(call, rows, h)
+        blocks = config.blocks(pairs, experts, problem.intermediate, Products.FIRST)
+    if Products.SECOND in which:
+        arguments += _second_product(call, h, products, narrow)
+        tiles = config.blocks(pairs, experts, problem.hidden, Products.SECOND, narrow)
+        blocks = max(blocks, tiles)
+    arguments += [
+        *_pointers(found.tiles, found.tile_count, ids),
+        *_integers(ids.element_size(), pairs, experts),
+    ]
+    blocks = round_up(blocks, config.cluster(which))
+    return _Launch(kernel, min(blocks, kernel.most_blocks), tuple(arguments))
+
+
+def _bias_dtype(w: ExpertWeights) -> torch.dtype:
+    return torch.float32 if w.bias is None else w.bias.dtype
+
+
+def _first_product(call: _Call, rows: _Rows, h: _Rows) -> list[Any]:
+    """Return what the kernel reads of the gates and ups, and where it puts the result."""
+    (_, w, *_), problem, config, _ = call
+    act, inner = problem.activation, problem.intermediate
     # a gate and its up are neighbours, in two maps of every other row; or all gates come first
-    step, second, second_map_row = (2, 1, 0) if act.interleaved else (1, inner, inner)
-    layout = _Layout(inner, step, second, second_map_row)
-    return _product(call, w, rows, variant, layout, (h.codes, h.scale, _row_pitch(h)))
-
-
-def _second_product(call: _Call, h: _Rows, products: Tensor) -> _Launch:
-    """Multiply by the down weights, and put each row where its pair belongs."""
-    (_, _, w, *_), problem, config, _ = call
-    variant = Variant(
-        False, False, h.group == GROUP128, problem.w_group == BLOCK, False, False, False,
-        problem.x_dtype, torch.float32 if w.bias is None else w.bias.dtype,
-    )  # fmt: skip
-    half = config.features(activated=False) // 2
-    layout = _Layout(problem.hidden, 1, 0, half)
-    return _product(call, w, h, variant, layout, (products, None, 0))
-
-
-class _Layout(NamedTuple):
-    """Where features of a result lie among the rows of a weight.
-
-    Args:
-        features: of the result.
-        step: rows from feature to feature.
-        second: rows from a gate to its up.
-        second_map_row: rows of a map from the first half of a tile to the second.
-    """
-
-    features: int
-    step: int
-    second: int
-    second_map_row: int
-
-
-def _product(
-    call: _Call,
-    w: ExpertWeights,
-    rows: _Rows,
-    variant: Variant,
-    layout: _Layout,
-    result: tuple[Tensor, Tensor | None, int],
-) -> _Launch:
-    (x, _, _, ids, _), problem, config, found = call
-    act, k, device = problem.activation, w.data.shape[2], x.device.index
-    y, y_scale, y_pitch = result
-    maps = (*_weight_maps(w.data, layout.step, config), *_row_maps(rows, config))
-    sms = device_record(device).sm_count
-    grid = config.grid(ids.numel(), problem.experts, layout.features, variant.activated, sms)
-    arguments = (
-        *maps,
-        *_pointers(rows.scale),
-        *_integers(rows.group == ROW),
-        *_pointers(w.scale),
-        *_integers(w.scale.stride(0), problem.w_group == ROW),
-        *_pointers(w.bias, y, y_scale),
-        *_integers(y_pitch),
-        *_pointers(found.pair_of_row, found.tiles, found.tile_count, ids),
-        *_integers(ids.element_size(), ids.numel(), problem.experts),
-        *_integers(layout.features, layout.step, layout.second),
-        *_integers(w.data.shape[1], w.data.shape[1] // layout.step, layout.second_map_row, k),
-        *_integers(-(-layout.features // config.features(variant.activated))),
-        ctypes.c_float(min_scale(GROUP128, problem.w_dtype, "activation")),
+    step, up_row, up_map_row = (2, 1, 0) if act.interleaved else (1, inner, inner)
+    return [
+        *_operands(call, w, rows, step, up_map_row, -(-inner // config.features(Products.FIRST))),
+        *_integers(inner, step, up_row, w.data.shape[1]),
+        *_pointers(h.codes, h.scale),
+        *_integers(_row_pitch(h)),
         ctypes.c_float(act.limit or 0.0),
         ctypes.c_float(act.alpha),
         ctypes.c_float(act.up_offset),
-    )
-    return _Launch(_grouped_kernel(config, variant, device), grid, arguments)
+        ctypes.c_float(min_scale(GROUP128, problem.w_dtype, "activation")),
+    ]
+
+
+def _second_product(call: _Call, h: _Rows, products: Tensor, narrow: bool) -> list[Any]:
+    """Return what the kernel reads of the down weights, and where each row of a pair belongs."""
+    (_, _, w, *_), problem, config, found = call
+    features = config.features(Products.SECOND, narrow)
+    return [
+        *_operands(call, w, h, 1, features // 2, -(-problem.hidden // features)),
+        *_integers(problem.hidden, 1, 0, w.data.shape[1]),
+        *_pointers(products, found.pair_of_row),
+    ]
+
+
+def _operands(
+    call: _Call, w: ExpertWeights, rows: _Rows, step: int, second_map_row: int, tiles: int
+) -> list[Any]:
+    """Return maps, factors and biases of a product.
+
+    Args:
+        call: of the layer.
+        w: its weights.
+        rows: what they multiply.
+        step: rows of an expert from feature to feature.
+        second_map_row: rows of a map from the first half of a tile to the second.
+        tiles: of the rows of an expert.
+    """
+    _, n, k = w.data.shape
+    return [
+        *_weight_maps(w.data, step, call.config),
+        *_row_maps(rows, call.config),
+        *_integers(n // step, second_map_row, k, tiles),
+        *_pointers(rows.scale),
+        *_integers(rows.group == ROW),
+        *_pointers(w.scale),
+        *_integers(w.scale.stride(0), call.problem.w_group == ROW),
+        *_pointers(w.bias),
+    ]
 
 
 def _weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
     """Describe the rows of both halves of a tile: every ``step``-th of all experts."""
     (count, rows, k), address = data.shape, data.data_ptr()
-    shape = (count * rows // step, k, step * k, config.features(activated=False) // 2, TILE_K)
+    shape = (count * rows // step, k, step * k, config.features(Products.SECOND) // 2, TILE_K)
     first = cuda_launch.byte_tile_map(address, *shape)
     return first, first if step == 1 else cuda_launch.byte_tile_map(address + k, *shape)
 
@@ -397,9 +415,10 @@ def _grouped_kernel(config: GroupedConfig, variant: Variant, device: int) -> cud
         grouped_source(config, variant),
         "grouped_gemm",
         block=config.threads,
-        cluster=config.cluster if variant.activated else 1,
-        shared_bytes=config.smem_bytes(variant.activated, variant.token_groups),
+        cluster=config.cluster(variant.products),
+        shared_bytes=config.smem_bytes(variant.products, variant.token_groups, variant.narrow),
         device=torch.device("cuda", device),
+        cooperative=variant.products == Products.BOTH,
     )
 
 

@@ -1,6 +1,6 @@
 // Products of rows by the weights of their experts on Hopper: warp-specialized and persistent.
 //
-// First product (ACTIVATED): rows of x by gates and ups, activated and quantized in groups of 1x128.
+// First product: rows of x by gates and ups, activated and quantized in groups of 1x128.
 // Second product: rows of that by the down weights, stored where each pair belongs.
 //
 // A tile has tokens of one expert. Its rows past the expert's last one are multiplied, as no token
@@ -12,9 +12,15 @@
 // loaded before the previous kernel has ended (PDL): the second product finds the tiles that the kernel
 // before that has listed, the first one lists them itself if pairs are few.
 //
+// Both products of few tokens are one kernel, in which the ring runs on: down weights are on their way
+// while the last rows of the first product are multiplied. A block counts itself in at each tile whose
+// rows it has stored, and whoever loads these rows waits for the count. All blocks are resident, which
+// a cooperative launch guarantees, and none waits before it has stored its own rows.
+//
 // Main loop: as in the dense GEMM, each K step of 128 starts from zero and is promoted to fp32 registers.
-// With SWAP_AB the half that is promoted is not the half that is multiplied. Without, there are registers
-// for one partial sum, and one warpgroup promotes while the other multiplies.
+// With SWAP_AB the half that is promoted is not the half that is multiplied; of 32 tokens or fewer, the
+// MMAs of two steps are in flight. Without, there are registers for one partial sum, and one
+// warpgroup promotes while the other multiplies.
 //
 // Schedule: see scheduler.cuh. Sums along K are never split, so the bits of a row depend on nothing else.
 //
@@ -23,157 +29,135 @@
 // rows_epilogue.cuh, grouped_gemm.cu.
 //
 //   macro             unit        meaning
+//   FIRST, SECOND     0 or 1      the products that the kernel computes
 //   SWAP_AB           0 or 1      the MMA's columns are tokens, else a half of the weights
 //   MMA_N             columns     of the MMA
 //   WARPGROUPS        warpgroups  consumers; each has 64 of the MMA's rows
 //   STAGES            stages      of the ring
 //   BLOCKS_PER_SM     blocks      occupancy
-//   CLUSTER           blocks      that share the 128 features of a group
+//   CLUSTER           blocks      of a cluster; in the first product they share the 128 features of a group
 //   BAND              tiles       of tokens that all weights of an expert pass together
 //   PIPELINED_STEPS   K steps     whose promotions overlap the next MMA
-//   ACTIVATED         0 or 1      first or second product
+//   NARROW            0 or 1      tiles of the second product have one half of weight rows
 //   LISTS             0 or 1      sort few pairs here, to load weights before the tokens are quantized
 //   FEW_PAIRS         pairs       that are few
 //   GIVEN_SCALE       0 or 1      the result of the first product has a static scale
 //   GELU, LIMITED     0 or 1      the activation
-//   TOKEN_GROUPS      0 or 1      tokens have a scale per 128 of K, else one
+//   X_GROUPS          0 or 1      rows of the first product have a scale per 128 of K, else one
+//   H_GROUPS          0 or 1      rows of the second product, likewise
 //   WEIGHT_BLOCKS     0 or 1      weights have a scale per 128x128 block, else per row or tensor
-//   BIAS_KIND         dtype tag   of the bias
+//   BIAS_KIND_13, BIAS_KIND_2   dtype tag   of the biases of the products
 //   KIND              dtype tag   of the second product's result
 //   WGMMA, WGMMA_ADD, WGMMA_REGISTERS   the MMA, see source.py
 
-extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCKS_PER_SM) grouped_gemm(
-    const __grid_constant__ TensorMap first_map, const __grid_constant__ TensorMap second_map,
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap x_scale_map,
-    const float* x_scale, int x_stride, const float* w_scale, int w_expert_stride, int w_row_stride,
-    const void* bias, void* y, float* y_scale, int y_scale_pitch, const int* pair_of_row,
-    const TokenTile* tiles, const int* tile_count, const void* ids, int id_bytes, int pairs, int experts,
-    int features, int feature_step, int second_row, int expert_rows, int map_rows, int second_map_row,
-    int k, int w_tiles, float min_scale, float limit, float alpha, float up_offset) {
-  extern __shared__ __align__(1024) u8 smem[];  // aligned to the pattern of the swizzle
-  __shared__ alignas(8) u64 barriers[2 * STAGES];
-  __shared__ alignas(8) u64 maxima_received;
-  __shared__ SharedFacts facts;
-  const Barriers full(barriers), empty = full.after(STAGES);
-  const u32 w_ring = shared(smem), x_ring = w_ring + STAGES * W_BYTES, scale_ring = x_ring + STAGES * X_BYTES;
-  u8* const after_rings = smem + STAGES * (W_BYTES + X_BYTES + SCALE_BYTES);
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform
-  int rank = 0;
-  if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  if (threadIdx.x == 0) {
-    auto init = [](u32 barrier, int arrivals) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-    };
-    for (int s = 0; s < STAGES; s++) {
-      init(full[s], 2);
-      init(empty[s], 4 * WARPGROUPS);
-    }
-    init(shared(&maxima_received), 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  __syncthreads();
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#if LISTS
-  __shared__ FewPairs few;
-  few.sort({ids, id_bytes, pairs, experts}, CONSUMERS + PRODUCER_THREADS, [](int, int) {});
-#endif
-  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-  const int scale_steps = (k + TILE_K - 1) / TILE_K;
-  // steps beyond K load zeros
-  const int steps = (scale_steps + PIPELINED_STEPS - 1) / PIPELINED_STEPS * PIPELINED_STEPS;
-  const int feature_of_block = rank * HALF_ROWS;  // in a tile of features
-  const bool producer = warp >= 4 * WARPGROUPS, loads_weights = warp == 4 * WARPGROUPS;
-  if (producer && elect_one()) {
-    tma_prefetch(loads_weights ? &first_map : &x_map);
-    if (loads_weights || TOKEN_GROUPS) tma_prefetch(loads_weights ? &second_map : &x_scale_map);
-  }
-  if (MOVE_REGISTERS && producer) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-  if (producer && warp > 4 * WARPGROUPS + 1) return;
-  // what is older than the kernel before this one needs no wait: routes, and for the second product tiles
-  if (!(LISTS || !ACTIVATED) || !loads_weights) asm volatile("griddepcontrol.wait;" ::: "memory");
-#if LISTS
-  TileWalk tile(few.tiles, few.count, w_tiles, BAND, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
-#else
-  TileWalk tile(tiles, __ldcg(tile_count), w_tiles, BAND, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
-#endif
+template <typename Product>
+__device__ __forceinline__ void prefetch_maps(const Operands<Product>& of, bool weights) {
+  tma_prefetch(weights ? of.first_map : of.token_map);
+  if (weights || Product::TOKEN_GROUPS) tma_prefetch(weights ? of.second_map : of.token_scale_map);
+}
 
-  if (producer) {
-    const u64 evict_last = 0x14F0000000000000ull;  // L2 policy
-    Stage<STAGES> next;
-    // With one tile for each block the next kernel finds room while this one loads, and would delay it.
-    const bool several = tile.total > tile.stride;
-    if (!loads_weights && several) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    for (; tile.more(); tile.next()) {
-      const int w_row = tile.expert * map_rows + tile.w * TILE_FEATURES + feature_of_block;
+struct Ring {
+  Barriers full, empty;
+  u32 w, x, scales;
+};
+
+constexpr u64 EVICT_LAST = 0x14F0000000000000ull;  // L2 policy
+
+template <typename Product>
+__device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWalk tile, const Ring& ring,
+                                             int feature_of_block, Stage<STAGES>& next) {
+  const int steps = of.steps();
+  for (; tile.more(); tile.next()) {
+    const int row = tile.expert * of.map_rows + tile.w * Product::TILE_FEATURES + feature_of_block;
 #pragma unroll 1
-      for (int step = 0; step < steps; step++) {
-        barrier_wait(empty[next.index], next.parity ^ 1);
-        if (elect_one()) {
-          const u32 ready = full[next.index], at = w_ring + next.index * W_BYTES;
-          if (loads_weights) {
-            barrier_expect(ready, W_BYTES);
-            tma_load(at, &first_map, step * TILE_K, w_row, ready, evict_last);
-            tma_load(at + HALF_BYTES, &second_map, step * TILE_K, w_row + second_map_row, ready, evict_last);
-          } else {
-            barrier_expect(ready, X_BYTES + (TOKEN_GROUPS ? TILE_TOKENS * 4 : 0));
-            tma_load(x_ring + next.index * X_BYTES, &x_map, step * TILE_K, tile.row, ready, evict_last);
-            if (TOKEN_GROUPS)
-              tma_load(scale_ring + next.index * SCALE_BYTES, &x_scale_map, tile.row, step, ready, evict_last);
-          }
-        }
-        next.advance();
+    for (int step = 0; step < steps; step++) {
+      barrier_wait(ring.empty[next.index], next.parity ^ 1);
+      if (elect_one()) {
+        const u32 ready = ring.full[next.index], at = ring.w + next.index * W_BYTES;
+        barrier_expect(ready, W_BYTES);
+        constexpr int CHUNKS = Operands<Product>::CHUNKS;
+        const int col = step * CHUNKS * TILE_K;
+        tma_load(at, of.first_map, col, row, ready, EVICT_LAST);
+        if (CHUNKS == 1)
+          tma_load(at + HALF_BYTES, of.second_map, col, row + of.second_map_row, ready, EVICT_LAST);
+        else
+          tma_load(at + HALF_BYTES, of.first_map, col + TILE_K, row, ready, EVICT_LAST);
       }
+      next.advance();
     }
-    if (!loads_weights && !several) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    return;
   }
+}
 
-  if (MOVE_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-  const int warpgroup = warp / 4;
-  const u32 w_tiles_at = descriptor_low(w_ring) + (SWAP_AB ? warpgroup * (64 * TILE_K / 16) : 0);
-  const u32 x_tiles_at = descriptor_low(x_ring) + (SWAP_AB ? 0 : warpgroup * (64 * TILE_K / 16));
-  const Factors factors = {x_scale, x_stride, w_scale, w_expert_stride, w_row_stride, bias};
-  const Features rows = {features, feature_step, second_row, expert_rows};
-  const Gate gate = {limit, alpha, up_offset};
-  const Destination to = {y, y_scale, y_scale_pitch, pair_of_row, min_scale};
-#if SWAP_AB
-  Epilogue epilogue = {facts, after_rings + warpgroup * EPILOGUE_BYTES, shared(&maxima_received), rank};
-#else
-  Epilogue epilogue = {facts, after_rings + warpgroup * EPILOGUE_BYTES};
-#endif
+// stored_parts: of the tile's rows; 0 if an earlier kernel has stored them.
+template <typename Product>
+__device__ __forceinline__ void load_tokens(const Operands<Product>& of, TileWalk tile, const Ring& ring,
+                                            const TokenTile* listed, int stored_parts, Stage<STAGES>& next) {
+  const int steps = of.steps();
+  for (; tile.more(); tile.next()) {
+    if (stored_parts) await_rows(listed + tile.row / TILE_TOKENS, stored_parts);
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      barrier_wait(ring.empty[next.index], next.parity ^ 1);
+      if (elect_one()) {
+        constexpr int CHUNKS = Operands<Product>::CHUNKS;
+        const u32 ready = ring.full[next.index], x = ring.x + next.index * X_STAGE_BYTES;
+        barrier_expect(ready, CHUNKS * (X_BYTES + (Product::TOKEN_GROUPS ? TILE_TOKENS * 4 : 0)));
+#pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+          const int chunk = step * CHUNKS + i;
+          tma_load(x + i * X_BYTES, of.token_map, chunk * TILE_K, tile.row, ready, EVICT_LAST);
+          if (Product::TOKEN_GROUPS)
+            tma_load(ring.scales + next.index * SCALE_STAGE_BYTES + i * SCALE_BYTES, of.token_scale_map,
+                     tile.row, chunk, ready, EVICT_LAST);
+        }
+      }
+      next.advance();
+    }
+  }
+}
+
+// Multiplies tiles, and calls stored(tile) behind each. `now` is the stage to multiply, `done` the one to promote.
+template <typename Product, typename Done>
+__device__ __forceinline__ void multiply_tiles(const Operands<Product>& of, TileWalk tile, const Ring& ring,
+                                               int warpgroup, int feature_of_block, Epilogue<Product>& epilogue,
+                                               Stage<STAGES>& now, Stage<STAGES>& done, Done stored) {
+  constexpr int CHUNKS = Operands<Product>::CHUNKS;
+  const int lane = threadIdx.x % 32, steps = of.steps(), scale_steps = of.scale_steps();
+  const u32 w_tiles_at = descriptor_low(ring.w) + (SWAP_AB ? warpgroup * (64 * TILE_K / 16) : 0);
+  const u32 x_tiles_at = descriptor_low(ring.x) + (SWAP_AB ? 0 : warpgroup * (64 * TILE_K / 16));
   float acc[2][ACC], partial[PARTIALS][ACC];
-  Stage<STAGES> now, done;  // the stage to multiply, the one to promote
   // warpgroups that share nothing work apart, so that one runs MMAs while another runs its epilogue
-  if (!(SWAP_AB && ACTIVATED) && warpgroup > 0 && steps > STAGES / 2 && tile.more())
-    barrier_wait(full[STAGES / 2], 0);
+  if (!(SWAP_AB && Product::ACTIVATED) && warpgroup > 0 && steps > STAGES / 2 && tile.more())
+    barrier_wait(ring.full[STAGES / 2], 0);
   for (; tile.more(); tile.next()) {
     // feature of the warpgroup's first row or column, in the first half
-    const int feature = tile.w * TILE_FEATURES + feature_of_block + (SWAP_AB ? warpgroup * 64 : 0);
+    const int feature = tile.w * Product::TILE_FEATURES + feature_of_block + (SWAP_AB ? warpgroup * 64 : 0);
 #if !SWAP_AB
     if (tile.row + warpgroup * 64 >= tile.end) {  // the warpgroup has no tokens
       for (int step = 0; step < steps; step++) {
-        barrier_wait(full[now.index], now.parity);
-        if (lane == 0) barrier_arrive(empty[now.index]);
+        barrier_wait(ring.full[now.index], now.parity);
+        if (lane == 0) barrier_arrive(ring.empty[now.index]);
         now.advance();
         done.advance();
       }
       continue;
     }
 #endif
-    epilogue.load(tile, factors, rows, feature, to);
+    epilogue.load(tile, of, feature);
     const float* w_scales[2];
     float w_s[2] = {1.0f, 1.0f}, w_next[2] = {1.0f, 1.0f};
     if (WEIGHT_BLOCKS) {
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        w_scales[half] = w_scale + (long long)tile.expert * w_expert_stride +
-                         (long long)(rows.row(feature, half) / 128) * scale_steps;
-        w_next[half] = w_scales[half][0];
+        const int row = of.features.template row<Product>(feature, CHUNKS == 2 ? 0 : half);
+        w_scales[half] = of.factors.weight + (long long)tile.expert * of.factors.expert_stride +
+                         (long long)(row / 128) * scale_steps;
+        w_next[half] = w_scales[half][CHUNKS == 2 ? min(half, scale_steps - 1) : 0];
       }
     }
     auto multiply = [&](float (&sum)[ACC], int half) {
       const u32 w = w_tiles_at + now.index * (W_BYTES / 16) + half * (HALF_BYTES / 16);
-      const u32 x = x_tiles_at + now.index * (X_BYTES / 16);
+      const u32 x = x_tiles_at + now.index * (X_STAGE_BYTES / 16) + (CHUNKS == 2 ? half * (X_BYTES / 16) : 0);
       const u32 a = SWAP_AB ? w : x, b = SWAP_AB ? x : w;
       wgmma_fence_registers(sum);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -184,56 +168,227 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     auto promote = [&](float (&sum)[ACC], int half, float w) {
       wgmma_fence_registers(sum);
       u32 read = 0;
-      if (TOKEN_GROUPS) {
-        read = add_scaled(acc[half], sum, scale_ring + done.index * SCALE_BYTES, w);
+      float(&into)[ACC] = acc[CHUNKS == 2 ? 0 : half];
+      if (Product::TOKEN_GROUPS) {
+        const u32 scales = ring.scales + done.index * SCALE_STAGE_BYTES;
+        read = add_scaled(into, sum, scales + (CHUNKS == 2 ? half * SCALE_BYTES : 0), w);
       } else {
 #pragma unroll
-        for (int i = 0; i < ACC; i++) acc[half][i] += sum[i];
+        for (int i = 0; i < ACC; i++) into[i] += sum[i];
       }
       if (half == 0) return;
       __syncwarp();
-      if (lane == 0) barrier_arrive_after(empty[done.index], read);
+      if (lane == 0) barrier_arrive_after(ring.empty[done.index], read);
       done.advance();
     };
 #pragma unroll
     for (int i = 0; i < ACC; i++) acc[0][i] = acc[1][i] = 0;
+    if constexpr (PARTIALS == 4) {
 #pragma unroll 1
-    for (int step = 0; step < steps; step += PIPELINED_STEPS) {
+      for (int step = 0; step < steps; step += 2) {
+        float w_of[4] = {1.0f, 1.0f, 1.0f, 1.0f};  // by partial sum
 #pragma unroll
-      for (int i = 0; i < PIPELINED_STEPS; i++) {
-        const float w_before = w_s[1];
-        if (WEIGHT_BLOCKS) {
+        for (int i = 0; i < 2; i++) {
+          barrier_wait(ring.full[now.index], now.parity);
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            w_s[half] = w_next[half];
-            w_next[half] = w_scales[half][min(step + i + 1, scale_steps - 1)];
+            multiply(partial[2 * i + half], half);
+            if (!WEIGHT_BLOCKS) continue;
+            w_of[2 * i + half] = w_next[half];
+            const int chunk = (step + i + 1) * CHUNKS + (CHUNKS == 2 ? half : 0);
+            w_next[half] = w_scales[half][min(chunk, scale_steps - 1)];
           }
+          now.advance();
         }
-        barrier_wait(full[now.index], now.parity);
-        multiply(partial[0], 0);
-        if (PARTIALS == 1) {
-          wgmma_wait<0>();
-        } else {
-          if (i > 0) {
-            wgmma_wait<1>();
-            promote(partial[LAST], 1, w_before);
-          }
-          multiply(partial[LAST], 1);
-          wgmma_wait<1>();
-        }
-        promote(partial[0], 0, w_s[0]);
-        if (PARTIALS == 1) {
-          multiply(partial[0], 1);
-          wgmma_wait<0>();
-          promote(partial[0], 1, w_s[1]);
-        }
-        now.advance();
-      }
-      if (PARTIALS == 2) {
+        wgmma_wait<3>();
+        promote(partial[0], 0, w_of[0]);
+        wgmma_wait<2>();
+        promote(partial[1], 1, w_of[1]);
+        wgmma_wait<1>();
+        promote(partial[2], 0, w_of[2]);
         wgmma_wait<0>();
-        promote(partial[LAST], 1, w_s[1]);
+        promote(partial[3], 1, w_of[3]);
+      }
+    } else {
+#pragma unroll 1
+      for (int step = 0; step < steps; step += PIPELINED_STEPS) {
+#pragma unroll
+        for (int i = 0; i < PIPELINED_STEPS; i++) {
+          const float w_before = w_s[1];
+          if (WEIGHT_BLOCKS) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              w_s[half] = w_next[half];
+              w_next[half] = w_scales[half][min(step + i + 1, scale_steps - 1)];
+            }
+          }
+          barrier_wait(ring.full[now.index], now.parity);
+          multiply(partial[0], 0);
+          if (PARTIALS == 1) {
+            wgmma_wait<0>();
+          } else {
+            if (i > 0) {
+              wgmma_wait<1>();
+              promote(partial[LAST], 1, w_before);
+            }
+            multiply(partial[LAST], 1);
+            wgmma_wait<1>();
+          }
+          promote(partial[0], 0, w_s[0]);
+          if (PARTIALS == 1) {
+            multiply(partial[0], 1);
+            wgmma_wait<0>();
+            promote(partial[0], 1, w_s[1]);
+          }
+          now.advance();
+        }
+        if (PARTIALS == 2) {
+          wgmma_wait<0>();
+          promote(partial[LAST], 1, w_s[1]);
+        }
       }
     }
-    epilogue.store(acc, tile, factors, rows, feature, gate, to);
+    epilogue.store(acc, tile, of, feature);
+    stored(tile);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCKS_PER_SM) grouped_gemm(
+#if FIRST
+    const __grid_constant__ TensorMap gate_map, const __grid_constant__ TensorMap up_map,
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap x_scale_map,
+    int w13_map_rows, int up_map_row, int hidden, int w13_tiles, const float* x_scale, int x_stride,
+    const float* w13_scale, int w13_expert_stride, int w13_row_stride, const void* bias13, int intermediate,
+    int gate_step, int up_row, int w13_rows, void* h, float* h_scale, int h_pitch, float limit, float alpha,
+    float up_offset, float min_scale,
+#endif
+#if SECOND
+    const __grid_constant__ TensorMap low_map, const __grid_constant__ TensorMap high_map,
+    const __grid_constant__ TensorMap h_map, const __grid_constant__ TensorMap h_scale_map,
+    int w2_map_rows, int high_map_row, int w2_k, int w2_tiles, const float* h_token_scale, int h_stride,
+    const float* w2_scale, int w2_expert_stride, int w2_row_stride, const void* bias2, int features,
+    int w2_step, int w2_second, int w2_rows, void* products, const int* pair_of_row,
+#endif
+    TokenTile* tiles, const int* tile_count, const void* ids, int id_bytes, int pairs, int experts) {
+  extern __shared__ __align__(1024) u8 smem[];  // aligned to the pattern of the swizzle
+  __shared__ alignas(8) u64 barriers[2 * STAGES];
+  __shared__ alignas(8) u64 maxima_received;
+  __shared__ SharedFacts facts;
+  const Barriers full(barriers);
+  const u32 w_ring = shared(smem), x_ring = w_ring + STAGES * W_BYTES;
+  const Ring ring = {full, full.after(STAGES), w_ring, x_ring, x_ring + STAGES * X_STAGE_BYTES};
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform
+  const bool producer = warp >= 4 * WARPGROUPS, loads_weights = warp == 4 * WARPGROUPS;
+  [[maybe_unused]] int rank = 0;
+  if (CLUSTER > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  if (threadIdx.x == 0) {
+    auto init = [](u32 barrier, int arrivals) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+    };
+    for (int s = 0; s < STAGES; s++) {
+      init(ring.full[s], 2);
+      init(ring.empty[s], 4 * WARPGROUPS);
+    }
+    init(shared(&maxima_received), 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+#if FIRST
+  const Operands<FirstProduct> up = {
+      &gate_map, &up_map, &x_map, &x_scale_map, w13_map_rows, up_map_row, hidden, w13_tiles,
+      {x_scale, x_stride, w13_scale, w13_expert_stride, w13_row_stride, bias13},
+      {intermediate, gate_step, up_row, w13_rows},
+      {limit, alpha, up_offset},
+      {h, h_scale, h_pitch, nullptr, min_scale}};
+  if (producer && elect_one()) prefetch_maps(up, loads_weights);
+#endif
+#if SECOND
+  const Operands<SecondProduct> down = {
+      &low_map, &high_map, &h_map, &h_scale_map, w2_map_rows, high_map_row, w2_k, w2_tiles,
+      {h_token_scale, h_stride, w2_scale, w2_expert_stride, w2_row_stride, bias2},
+      {features, w2_step, w2_second, w2_rows},
+      {},
+      {products, nullptr, 0, pair_of_row, 0.0f}};
+  if (producer && elect_one()) prefetch_maps(down, loads_weights);
+#endif
+  __syncthreads();
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#if LISTS
+  __shared__ FewPairs few;
+  few.sort({ids, id_bytes, pairs, experts}, CONSUMERS + PRODUCER_THREADS, [](int, int) {});
+#endif
+  if (MOVE_REGISTERS && producer) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+  if (producer && warp > 4 * WARPGROUPS + 1) return;
+  // what is older than the kernel before this one needs no wait: routes, and for the second product tiles
+  const bool tiles_are_known = LISTS || !FIRST;
+  if (!tiles_are_known || !loads_weights) asm volatile("griddepcontrol.wait;" ::: "memory");
+#if LISTS
+  const TokenTile* const listed = few.tiles;
+  const int count = few.count;
+#else
+  const TokenTile* const listed = tiles;
+  const int count = __ldcg(tile_count);
+#endif
+#if FIRST
+  const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
+  const TileWalk up_tiles(listed, count, w13_tiles, BAND, cluster, clusters);
+#endif
+#if FIRST && SECOND
+  // In the last round of the first product some clusters have no tile. As many bytes as one is, they load
+  // of the down weights instead.
+  const int row_parts = w13_tiles * CLUSTER;
+  auto down_tiles = [&] {
+    const int busy = up_tiles.total % clusters, rounds = (hidden + w2_k / 2) / w2_k * (2 / SecondProduct::HALVES);
+    const int order = ((cluster < busy ? clusters : 0) + cluster - busy) * CLUSTER + rank;
+    const int free_blocks = up_tiles.total > clusters && busy ? (clusters - busy) * CLUSTER : 0;
+    return TileWalk(listed, count, w2_tiles, BAND, order, gridDim.x, free_blocks, rounds);
+  };
+#elif SECOND
+  const int row_parts = 0;  // an earlier kernel has stored them
+  auto down_tiles = [&] { return TileWalk(listed, count, w2_tiles, BAND, blockIdx.x, gridDim.x); };
+#endif
+
+  if (producer) {
+    Stage<STAGES> next;
+    if (loads_weights) {
+#if FIRST
+      load_weights(up, up_tiles, ring, rank * HALF_ROWS, next);
+#endif
+#if SECOND
+      // blocks without a tile of the first product would delay the tokens that others wait for
+      if (FIRST) asm volatile("griddepcontrol.wait;" ::: "memory");
+      load_weights(down, down_tiles(), ring, 0, next);
+#endif
+      return;
+    }
+    // With one tile for each block the next kernel finds room while this one loads, and would delay it.
+    auto launch_dependents = [] { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); };
+#if FIRST
+    if (!SECOND && up_tiles.total > up_tiles.stride) launch_dependents();
+    load_tokens(up, up_tiles, ring, tiles, 0, next);
+#endif
+#if SECOND
+    const TileWalk walk = down_tiles();
+    if (FIRST || walk.total > walk.stride) launch_dependents();
+    load_tokens(down, walk, ring, tiles, row_parts, next);
+#endif
+    launch_dependents();
+    return;
+  }
+
+  if (MOVE_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  // the other block's barrier is there before maxima are sent to it
+  if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+  const int warpgroup = warp / 4;
+  u8* const buffer = smem + STAGES * STAGE_BYTES + warpgroup * EPILOGUE_BYTES;
+  Stage<STAGES> now, done;
+#if FIRST
+  auto up_epilogue = Epilogue<FirstProduct>::make(facts, buffer, shared(&maxima_received), rank);
+  multiply_tiles(up, up_tiles, ring, warpgroup, rank * HALF_ROWS, up_epilogue, now, done, [&](const TileWalk& tile) {
+    if (SECOND) count_stored(tiles + tile.row / TILE_TOKENS);
+  });
+#endif
+#if SECOND
+  auto down_epilogue = Epilogue<SecondProduct>::make(facts, buffer, 0, 0);
+  multiply_tiles(down, down_tiles(), ring, warpgroup, 0, down_epilogue, now, done, [](const TileWalk&) {});
+#endif
 }

@@ -24,30 +24,34 @@ __device__ __forceinline__ u32 add_scaled(float (&acc)[ACC], const float (&sum)[
   return read;
 }
 
+template <typename Product>
 struct Epilogue {
+  static constexpr int LINE_FEATURES = Product::LINE_FEATURES;
   SharedFacts& facts;
   u8* buffer;
   float bias[2];  // of the feature that this thread loads, by half
 
+  __device__ static Epilogue make(SharedFacts& facts, u8* buffer, u32, int) { return {facts, buffer}; }
+
   // Loads what the tile needs, so that nothing waits for memory behind the MMAs.
-  __device__ void load(const TileWalk& tile, const Factors& factors, const Features& features, int feature,
-                       const Destination& to) {
+  __device__ void load(const TileWalk& tile, const Operands<Product>& of, int feature) {
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
-    facts.tokens[warpgroup].load(tile.row + warpgroup * 64, tile.end, factors, to.pair_of_row);
+    facts.tokens[warpgroup].template load<Product>(tile.row + warpgroup * 64, tile.end, of.factors, of.to.pair_of_row);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const int row = features.row(feature + thread, half);
-      if (!WEIGHT_BLOCKS) copy_async(&facts.weight[warpgroup][half][thread], factors.weight_of(tile.expert, row));
-      bias[half] = factors.bias_of(tile.expert, features.rows, row);
+      const int row = of.features.template row<Product>(feature + thread, half);
+      if (!WEIGHT_BLOCKS) copy_async(&facts.weight[warpgroup][half][thread], of.factors.weight_of(tile.expert, row));
+      bias[half] = of.factors.template bias_of<Product>(tile.expert, of.features.rows, row);
     }
   }
 
-  __device__ void store(float (&acc)[2][ACC], const TileWalk& tile, const Factors& factors,
-                        const Features& features, int feature, const Gate& gate, const Destination& to) {
+  __device__ void store(float (&acc)[2][ACC], const TileWalk& tile, const Operands<Product>& of, int feature) {
+    const int features = of.features.count;
+    const Destination& to = of.to;
     const int q = threadIdx.x % 4, g = threadIdx.x % 32 / 4, warp = threadIdx.x % 128 / 32;
     const int warpgroup = threadIdx.x / 128, row = tile.row + warpgroup * 64;
     const TokenFacts& tokens = facts.tokens[warpgroup];
-    if (factors.bias)
+    if (of.factors.bias)
 #pragma unroll
       for (int half = 0; half < 2; half++) facts.bias[warpgroup][half][threadIdx.x % 128] = bias[half];
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -58,20 +62,20 @@ struct Epilogue {
 #pragma unroll
       for (int i = 0; i < ACC; i++) {
         const int of_half = i / 4 * 8 + q * 2 + i % 2;
-        acc[half][i] = factors.apply(acc[half][i], token_factor[i % 4 / 2], facts.weight[warpgroup][half][of_half],
+        acc[half][i] = of.factors.template apply<Product>(acc[half][i], token_factor[i % 4 / 2], facts.weight[warpgroup][half][of_half],
                                      facts.bias[warpgroup][half][of_half]);
       }
-    if (ACTIVATED) {
+    if constexpr (Product::ACTIVATED) {
 #pragma unroll
       for (int i = 0; i < ACC; i++)
-        acc[0][i] = feature + i / 4 * 8 + q * 2 + i % 2 < features.count ? activated(acc[0][i], acc[1][i], gate) : 0.0f;
-      store_codes(acc[0], tile, row, feature, features.count, to);
+        acc[0][i] = feature + i / 4 * 8 + q * 2 + i % 2 < features ? activated(acc[0][i], acc[1][i], of.gate) : 0.0f;
+      store_codes(acc[0], tile, row, feature, features, to);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int from = 0; from < MMA_N; from += LINE_FEATURES)
-          store_numbers(acc[half] + from / 2, tile, row, feature + half * HALF_ROWS + from, features.count, to);
+          store_numbers(acc[half] + from / 2, tile, row, feature + half * HALF_ROWS + from, features, to);
     }
   }
 
@@ -99,12 +103,12 @@ struct Epilogue {
       }
 #pragma unroll
       for (int j = 2 * i; j < ACC; j += 4)
-        *(u16*)(buffer + token * LINE_BYTES + j / 4 * 8 + q * 2) =
+        *(u16*)(buffer + token * LINE_BYTES<Product> + j / 4 * 8 + q * 2) =
             encode_pair(acc[j], acc[j + 1], scale, scale, reciprocal, reciprocal);
     }
     const int warpgroup = threadIdx.x / 128;
     warpgroup_barrier(warpgroup);
-    copy_lines(buffer, facts.tokens[warpgroup], row, tile.end, 0, feature, features, to);
+    copy_lines<Product>(buffer, facts.tokens[warpgroup], row, tile.end, 0, feature, features, to);
     warpgroup_barrier(warpgroup);
   }
 
@@ -115,13 +119,13 @@ struct Epilogue {
 #pragma unroll
     for (int c = 0; c < LINE_FEATURES; c += 16) {
       const float* v = acc + c / 2;
-      const u32 line = shared(buffer) + (warp * 16 + lane % 16) * LINE_BYTES + (c / 8 + lane / 16) * 16;
+      const u32 line = shared(buffer) + (warp * 16 + lane % 16) * LINE_BYTES<Product> + (c / 8 + lane / 16) * 16;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
                    "r"(pack(v[0], v[1])), "r"(pack(v[2], v[3])),
                    "r"(pack(v[4], v[5])), "r"(pack(v[6], v[7])) : "memory");
     }
     warpgroup_barrier(warpgroup);
-    copy_lines(buffer, facts.tokens[warpgroup], row, tile.end, 0, feature, features, to);
+    copy_lines<Product>(buffer, facts.tokens[warpgroup], row, tile.end, 0, feature, features, to);
     warpgroup_barrier(warpgroup);
   }
 };

@@ -1,20 +1,29 @@
-// The order in which blocks take tiles.
+// The order in which blocks take tiles, and what one waits for.
 
 // Walks over (token tile, weight tile). All weights of an expert pass a band of its token tiles, then
-// the next band, so that what a band reads stays in L2.
+// the next band, so that what a band reads stays in L2. Blocks that have less else to do come first in
+// the order, and take some tiles by themselves before all take turns.
 struct TileWalk {
   const TokenTile* tiles;
-  int w_tiles, band_tiles, at, stride, total;
+  int w_tiles, band_tiles, order, early, early_stride, stride, total, at;
   int expert, row, end, w;  // of the present tile
 
-  __device__ TileWalk(const TokenTile* tiles, int count, int w_tiles, int band_tiles, int at, int stride)
-      : tiles(tiles), w_tiles(w_tiles), band_tiles(band_tiles), at(at), stride(stride),
-        total(count * w_tiles) {
+  __device__ TileWalk(const TokenTile* tiles, int count, int w_tiles, int band_tiles, int order, int stride,
+                      int early_blocks = 0, int early_rounds = 0)
+      : tiles(tiles), w_tiles(w_tiles), band_tiles(band_tiles), order(order),
+        early(early_blocks * early_rounds), early_stride(early_blocks), stride(stride), total(count * w_tiles),
+        at(order < early_blocks ? order : early + order) {
+    if (early == 0) at = order;
     locate();
   }
   __device__ bool more() const { return at < total; }
   __device__ void next() {
-    at += stride;
+    if (at < early) {
+      at += early_stride;
+      if (at >= early) at = early + order;
+    } else {
+      at += stride;
+    }
     locate();
   }
   __device__ void locate() {
@@ -32,3 +41,20 @@ struct TileWalk {
     end = row + min(TILE_TOKENS, loaded.y - chosen * TILE_TOKENS);
   }
 };
+
+// Counts a part of a tile's rows that all consumers of this block have stored.
+__device__ __forceinline__ void count_stored(TokenTile* tile) {
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA will read what these threads stored
+  asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+  if (threadIdx.x == 0)
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&tile->stored) : "memory");
+}
+
+// Waits until all parts of a tile's rows are stored.
+__device__ __forceinline__ void await_rows(const TokenTile* tile, int parts) {
+  int stored;
+  do
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(stored) : "l"(&tile->stored) : "memory");
+  while (stored < parts);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}

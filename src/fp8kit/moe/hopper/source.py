@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp8kit.moe.hopper.tile_config import FEW_PAIRS, GroupedConfig
+from fp8kit.moe.hopper.tile_config import FEW_PAIRS, GroupedConfig, Products
 from fp8kit.runtime import nvrtc
 
 _BEFORE = (
@@ -25,26 +25,36 @@ class Variant(NamedTuple):
     """What a grouped GEMM is compiled for beside its tile configuration.
 
     Args:
-        activated: the first product, or the second.
+        products: that the kernel computes.
+        narrow: tiles of the second product have one half of weight rows.
         lists: it sorts few pairs itself.
-        token_groups: tokens have a scale per 128 of K.
+        x_groups: rows of the first product have a scale per 128 of K.
+        h_groups: rows of the second product, likewise.
         weight_blocks: weights have a scale per 128x128 block.
         given_scale: the result of the first product has a static scale.
         gelu: the activation is GELU by tanh instead of SiLU.
         limited: it has a limit.
         dtype: of the second product's result.
-        bias_dtype: of the bias; float32 without one.
+        bias_dtypes: of the biases of both products; float32 without one.
     """
 
-    activated: bool
+    products: Products
+    narrow: bool
     lists: bool
-    token_groups: bool
+    x_groups: bool
+    h_groups: bool
     weight_blocks: bool
     given_scale: bool
     gelu: bool
     limited: bool
     dtype: torch.dtype
-    bias_dtype: torch.dtype
+    bias_dtypes: tuple[torch.dtype, torch.dtype]
+
+    @property
+    def token_groups(self) -> bool:
+        """Whether a stage has scales of tokens."""
+        groups = {Products.FIRST: self.x_groups, Products.SECOND: self.h_groups}
+        return any(groups[product] for product in groups if product in self.products)
 
 
 class PairsVariant(NamedTuple):
@@ -81,20 +91,24 @@ def grouped_source(config: GroupedConfig, variant: Variant) -> str:
         "SWAP_AB": int(config.swap_ab),
         "MMA_N": config.mma_n,
         "WARPGROUPS": config.warpgroups,
-        "STAGES": config.stages(variant.activated),
+        "STAGES": config.stages(variant.products, variant.narrow),
         "BLOCKS_PER_SM": config.blocks_per_sm,
-        "CLUSTER": config.cluster if variant.activated else 1,
+        "CLUSTER": config.cluster(variant.products),
         "BAND": config.band,
         "PIPELINED_STEPS": config.pipelined_steps,
-        "ACTIVATED": int(variant.activated),
+        "FIRST": int(Products.FIRST in variant.products),
+        "SECOND": int(Products.SECOND in variant.products),
+        "NARROW": int(variant.narrow),
         "LISTS": int(variant.lists),
         "FEW_PAIRS": FEW_PAIRS,
         "GIVEN_SCALE": int(variant.given_scale),
         "GELU": int(variant.gelu),
         "LIMITED": int(variant.limited),
-        "TOKEN_GROUPS": int(variant.token_groups),
+        "X_GROUPS": int(variant.x_groups),
+        "H_GROUPS": int(variant.h_groups),
         "WEIGHT_BLOCKS": int(variant.weight_blocks),
-        "BIAS_KIND": KINDS[variant.bias_dtype],
+        "BIAS_KIND_13": KINDS[variant.bias_dtypes[0]],
+        "BIAS_KIND_2": KINDS[variant.bias_dtypes[1]],
         "KIND": KINDS[variant.dtype],
         "WGMMA": f'"{instruction} {{{operands}}}, {a}, {b}, add, 1, 1;"',
         "WGMMA_ADD": f'"{add}"',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from dataclasses import dataclass
 
@@ -24,6 +25,14 @@ _MANY = 128  # tokens of a tile that are the MMA's rows
 _TOKENS = ((3.0, 8), (10.0, 16), (20.0, 32), (80.0, 64))
 
 
+class Products(enum.IntFlag):
+    """The products of a layer that one kernel computes: gates and ups, downs, or both."""
+
+    FIRST = 1
+    SECOND = 2
+    BOTH = 3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedConfig:
     """A configuration of both grouped GEMMs.
@@ -34,7 +43,7 @@ class GroupedConfig:
         blocks_per_sm: occupancy.
 
     Example:
-        >>> GroupedConfig(tokens=16, warpgroups=1, blocks_per_sm=2).stages(True)
+        >>> GroupedConfig(tokens=16, warpgroups=1, blocks_per_sm=2).stages(Products.BOTH)
         6
     """
 
@@ -58,9 +67,9 @@ class GroupedConfig:
         return 2 if self.swap_ab else 1
 
     @property
-    def cluster(self) -> int:
-        """Blocks that share the features of a group, in the first product."""
-        return 2 // self.warpgroups
+    def one_kernel(self) -> bool:
+        """Whether both products are one kernel."""
+        return self.warpgroups == 1 and self.tokens <= 32
 
     @property
     def threads(self) -> int:
@@ -72,31 +81,36 @@ class GroupedConfig:
         """Tiles of tokens that all weights of an expert pass together."""
         return _BAND_TOKENS // self.tokens
 
-    def features(self, activated: bool) -> int:
-        """Return the features of a tile of a cluster."""
-        return GROUP if activated else 2 * HALF * self.warpgroups
+    def cluster(self, products: Products) -> int:
+        """Return how many blocks share the features of a group, in the first product."""
+        return 2 // self.warpgroups if Products.FIRST in products else 1
 
-    def stages(self, activated: bool) -> int:
+    def features(self, product: Products, narrow: bool = False) -> int:
+        """Return the features of a tile of a product; in the first one, of a cluster."""
+        return GROUP if product == Products.FIRST else (1 if narrow else 2) * HALF * self.warpgroups
+
+    def stages(self, products: Products, narrow: bool = False) -> int:
         """Return how many stages shared memory holds, with scales of groups or without."""
         tokens, warpgroups = self.tokens, self.warpgroups
         facts = 8 * warpgroups * tokens + 4 * tokens * (4 * warpgroups + 4) + 1024
-        facts += 24 * FEW_PAIRS if activated else 0
-        spare = self._epilogue_bytes(activated) + facts
+        facts += 24 * FEW_PAIRS if Products.FIRST in products else 0
+        spare = self._epilogue_bytes(products) + facts
         room = _SMEM // self.blocks_per_sm - _SYSTEM_SMEM * (self.blocks_per_sm - 1) - spare
-        return min(room // self._stage_bytes(token_groups=True), _MOST_STAGES)
+        return min(room // self._stage_bytes(token_groups=True, narrow=narrow), _MOST_STAGES)
 
-    def smem_bytes(self, activated: bool, token_groups: bool) -> int:
+    def smem_bytes(self, products: Products, token_groups: bool, narrow: bool = False) -> int:
         """Return the dynamic shared memory of a block."""
-        stages = self.stages(activated) * self._stage_bytes(token_groups)
-        return stages + self._epilogue_bytes(activated)
+        stages = self.stages(products, narrow) * self._stage_bytes(token_groups, narrow)
+        return stages + self._epilogue_bytes(products)
 
-    def _stage_bytes(self, token_groups: bool) -> int:
-        rows = 2 * HALF * self.warpgroups + self.tokens
-        return rows * TILE_K + (round_up(4 * self.tokens, 128) if token_groups else 0)
+    def _stage_bytes(self, token_groups: bool, narrow: bool) -> int:
+        scales = round_up(4 * self.tokens, 128) if token_groups else 0
+        tokens = (self.tokens * TILE_K + scales) * (2 if narrow else 1)
+        return 2 * HALF * self.warpgroups * TILE_K + tokens
 
-    def _epilogue_bytes(self, activated: bool) -> int:
-        features = HALF if self.swap_ab or not activated else GROUP
-        line = features * (1 if activated else 2) + 16
+    def _epilogue_bytes(self, products: Products) -> int:
+        features = HALF if self.swap_ab or Products.SECOND in products else GROUP
+        line = features * (2 if Products.SECOND in products else 1) + 16
         return self.warpgroups * min(self.tokens, 64) * line
 
     def token_tiles(self, pairs: int, experts: int) -> int:
@@ -104,11 +118,12 @@ class GroupedConfig:
         used = min(pairs, experts)
         return (pairs - used) // self.tokens + used
 
-    def grid(self, pairs: int, experts: int, features: int, activated: bool, sms: int) -> int:
-        """Return the blocks to launch: as many as there is room and work for."""
-        cluster = self.cluster if activated else 1
-        tiles = self.token_tiles(pairs, experts) * -(-features // self.features(activated))
-        return min(tiles, sms * self.blocks_per_sm // cluster) * cluster
+    def blocks(
+        self, pairs: int, experts: int, features: int, product: Products, narrow: bool = False
+    ) -> int:
+        """Return how many blocks a product has work for."""
+        tiles = self.token_tiles(pairs, experts) * -(-features // self.features(product, narrow))
+        return tiles * self.cluster(product)
 
 
 @functools.lru_cache(maxsize=1024)

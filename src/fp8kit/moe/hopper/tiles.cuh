@@ -8,7 +8,7 @@
 struct TokenTile {
   int expert, rows;  // rows are those of all tiles of the expert
   int place;         // among the tiles of the expert << 16 | how many it has
-  int unused;
+  int stored;        // parts of the rows of the intermediate, counted by the blocks that store them
 };
 
 struct Routes {
