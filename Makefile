@@ -51,7 +51,9 @@ $(ZOO)/.installed: pyproject.toml constraints.txt
 	$(ZOO)/bin/pip --disable-pip-version-check install --quiet -c constraints.txt --no-deps timm torchvision
 	touch $@
 
+# Its tests first: those that need timm or torchvision are skipped everywhere else.
 zoo: $(ZOO)/.installed  ## hundreds of tiny architectures, into docs/zoo.md; an hour of two cores
+	$(ZOO)/bin/python -m pytest -n $(WORKERS) -m "not gpu" tests/zoo tests/conversion/test_roles.py
 	$(ZOO)/bin/python tests/zoo --processes $(WORKERS)
 
 check: $(VENV)/.installed

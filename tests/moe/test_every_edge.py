@@ -223,9 +223,9 @@ def routes() -> list[Routes]:
 def aligned_sizes() -> list[tuple[int, int]]:
     """Return H and I that Hopper's kernels take, all up to where their pipelines are full."""
     stages = max(
-        tile_config.choose(tokens, 1).stages(activated)
-        for tokens in tiles().values()
-        for activated in (False, True)
+        tile_config.choose(each, 1).stages(products)
+        for each in tiles().values()
+        for products in tile_config.Products
     )
     short = range(16, (stages + 1) * TILE_K + 1, 16)
     longest = 8 * tile_config.VECTOR * tile_config.THREADS

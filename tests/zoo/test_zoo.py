@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers.models.mixtral import modeling_mixtral as mixtral
 
 import fp8kit
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -25,6 +24,9 @@ from zoo import check, of_torch, of_transformers, of_vision, page
 from zoo.architecture import Architecture
 from zoo.fake_experts import EXACT, Fake
 from zoo.pool import run
+
+of_vision.install_stand_ins()  # before Transformers imports torchvision, which wants them
+from transformers.models.mixtral import modeling_mixtral as mixtral  # noqa: E402
 
 ONE = (("FP8_DYNAMIC", "bf16"),)
 PLAIN = {a.name: a for a in of_torch.architectures()}
@@ -219,20 +221,16 @@ def test_layers_that_were_not_compared_do_not_pass() -> None:
     assert said[1] == "wrong: no layer was compared: none ran on an input that is finite"
 
 
-def test_what_an_engine_would_misread_fails(
-    known: dict[str, Architecture], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save = fp8kit.save
-
-    def forgetful(model: nn.Module, folder: Path, **given: Any) -> None:
-        save(model, folder, **given)
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"]["ignore"].append("model.layers.0.self_attn.o_proj")
-        (folder / "config.json").write_text(json.dumps(config))
-
-    monkeypatch.setattr(fp8kit, "save", forgetful)
-    record = check.check(known["transformers/LlamaForCausalLM"], ONE)
-    assert "o_proj is taken for dense" in record["cases"]["FP8_DYNAMIC bf16"]
+def test_what_an_engine_would_misread_fails(known: dict[str, Architecture], tmp_path: Path) -> None:
+    model = known["transformers/LlamaForCausalLM"].model(torch.bfloat16)
+    fp8kit.convert(model)
+    fp8kit.save(model, tmp_path / "c")
+    assert check._misread(model, tmp_path / "c") == []
+    config = json.loads((tmp_path / "c/config.json").read_text())
+    config["quantization_config"]["ignore"].append("model.layers.0.self_attn.o_proj")
+    (tmp_path / "c/config.json").write_text(json.dumps(config))
+    said = check._misread(model, tmp_path / "c")
+    assert said == ["model.layers.0.self_attn.o_proj is taken for dense"]
 
 
 def test_wrong_experts_are_found(known: dict[str, Architecture]) -> None:
