@@ -88,7 +88,7 @@ def _second_product(call: Call, h: Rows, products: Tensor) -> list[Any]:
     (_, _, w, *_), problem, config, found = call
     features = config.features(Products.SECOND)
     return [
-        *_operands(call, w, h, 1, features // 2, -(-problem.hidden // features)),
+        *_operands(call, w, h, 1, config.half_rows, -(-problem.hidden // features)),
         *integers(problem.hidden, 1, 0, w.data.shape[1]),
         *pointers(products, found.pair_of_row),
     ]
@@ -123,7 +123,7 @@ def _operands(
 def _weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
     """Describe the rows of both halves of a tile: every ``step``-th of all experts."""
     (count, rows, k), address = data.shape, data.data_ptr()
-    shape = (count * rows // step, k, step * k, config.features(Products.SECOND) // 2, TILE_K)
+    shape = (count * rows // step, k, step * k, config.half_rows, TILE_K)
     first = cuda_launch.byte_tile_map(address, *shape)
     return first, first if step == 1 else cuda_launch.byte_tile_map(address + k, *shape)
 

@@ -60,6 +60,11 @@ class GroupedConfig:
         return self.tokens < _MANY
 
     @property
+    def half_rows(self) -> int:
+        """Weight rows of each half of a stage, which one TMA load brings."""
+        return HALF * self.warpgroups
+
+    @property
     def mma_n(self) -> int:
         """Columns of the MMA: tokens, or a half of the weights."""
         return self.tokens if self.swap_ab else GROUP
@@ -90,11 +95,8 @@ class GroupedConfig:
 
     def features(self, product: Products) -> int:
         """Return the features of a tile of a product; in the first one, of a cluster."""
-        return (
-            GROUP
-            if product == Products.FIRST
-            else (1 if self.narrow else 2) * HALF * self.warpgroups
-        )
+        halves = 1 if self.narrow else 2
+        return GROUP if product == Products.FIRST else halves * self.half_rows
 
     def stages(self, products: Products) -> int:
         """Return how many stages shared memory holds, with scales of groups or without."""
@@ -113,7 +115,7 @@ class GroupedConfig:
     def _stage_bytes(self, token_groups: bool) -> int:
         scales = round_up(4 * self.tokens, 128) if token_groups else 0
         tokens = (self.tokens * TILE_K + scales) * (2 if self.narrow else 1)
-        return 2 * HALF * self.warpgroups * TILE_K + tokens
+        return 2 * self.half_rows * TILE_K + tokens
 
     def _epilogue_bytes(self, products: Products) -> int:
         features = HALF if self.swap_ab or Products.SECOND in products else GROUP
