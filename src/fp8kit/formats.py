@@ -292,8 +292,25 @@ class Scheme:
         """The scheme of the checkpoint that such layers come from and go to."""
         return SCHEMES["MXFP8"] if self in MX_FORMS.values() else self
 
+    @property
+    def numbers(self) -> str:
+        """What weights and activations are, in words, as plans and ``fp8kit.explain`` tell it."""
+        weight = {TENSOR: "tensor", ROW: "row"}.get(self.weight, _extent(self.weight))
+        whole = {TENSOR: "tensor", ROW: "token"}
+        x = self.activation
+        if x is None:
+            acts = "in 16 bit"
+        else:
+            acts = "by a given scale" if self.static else f"per {whole.get(x, _extent(x))}"
+        held = "MXFP8 weights rebased to scales" if self.rebased else "weights with scales"
+        return f"{self.name}: {held} per {weight}, activations {acts}"
+
     def __str__(self) -> str:
         return self.name
+
+
+def _extent(group: GroupShape) -> str:
+    return f"{group.rows}x{group.cols}"
 
 
 SCHEMES: dict[str, Scheme] = {

@@ -100,7 +100,7 @@ def test_convert_rebases_and_tells_it() -> None:
     dense, model = Model(), Model()
     x = torch.randn(9, K)
     plan = fp8kit.plan(model, "MXFP8", exclude=[])
-    assert "MXFP8 weights are rebased" in str(plan)
+    assert "MXFP8 weights rebased to scales per row" in str(plan)
     report = plan.apply()
     assert model.up.scheme.name == "MXFP8_ROW"
     assert model.up.weight_scale.shape == (N, 1)

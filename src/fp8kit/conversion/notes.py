@@ -12,11 +12,13 @@ from fp8kit.conversion.layers_by_name import linear_at
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.backends import choose
+from fp8kit.dispatch.device import capability
 from fp8kit.errors import teach
-from fp8kit.formats import MX, Scheme
+from fp8kit.formats import MX, SCHEMES, Scheme
 from fp8kit.matmul.problem import BACKENDS, DECODING, TIMED_DTYPES, linear_problem
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.mx_forms import MX_CORES
 
 UNTRIED_RULES = (
     "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
@@ -27,12 +29,23 @@ _FP8 = (Fp8Linear, ExpertTensors)
 _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 
 
-def rebased(device: torch.device, scheme: Scheme) -> str:
-    """Say how MX weights compute on a device that does not multiply them as they are."""
-    return (
-        f"On {device.type} {scheme} weights are rebased, which keeps nearly all values: one "
-        "power of two for each row, and activations quantized per token."
-    )
+def mx_numbers(device: torch.device, asked: Scheme, form: Scheme) -> list[str]:
+    """Say what numbers MX layers compute with on a device, and whether it multiplies MX itself.
+
+    Args:
+        device: of the model.
+        asked: the scheme that was named.
+        form: the one that layers get.
+    """
+    if asked.stored != SCHEMES["MXFP8"]:
+        return []
+    if form.rebased:
+        how = "rebasing keeps nearly all values, and the report tells how many change"
+    elif (capability(device) or (0, 0)) >= MX_CORES:
+        how = "tensor cores multiply both natively"
+    else:
+        how = "no tensor core multiplies both, so that products are emulated, which saves no time"
+    return [f"On {device.type} {asked} layers compute as {form.numbers}; {how}."]
 
 
 def decoded_weights(

@@ -169,7 +169,7 @@ def plan(
     dense = [name for name, module in modules if holds_matrix(module)]
     exclude = _patterns("exclude", exclude, named, dense)
     report = Report(str(asked), model_bytes_before=_model_bytes(model))
-    report.notes += [notes.rebased(device, asked)] if scheme != asked else []
+    report.notes += notes.mx_numbers(device, asked, scheme)
     report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
     links = [] if isinstance(fuse, str) else fusion.user_links(model, fuse, calibrate)
     if level and can_share(scheme):
