@@ -294,23 +294,15 @@ class Scheme:
 
     @property
     def numbers(self) -> str:
-        """What weights and activations are, in words, as plans and ``fp8kit.explain`` tell it."""
-        weight = {TENSOR: "tensor", ROW: "row"}.get(self.weight, _extent(self.weight))
-        whole = {TENSOR: "tensor", ROW: "token"}
-        x = self.activation
-        if x is None:
-            acts = "in 16 bit"
-        else:
-            acts = "by a given scale" if self.static else f"per {whole.get(x, _extent(x))}"
+        """Name, and what weights and activations are, in the words of plans and explanations."""
         held = "MXFP8 weights rebased to scales" if self.rebased else "weights with scales"
-        return f"{self.name}: {held} per {weight}, activations {acts}"
+        acts = "in 16 bit" if self.activation is None else f"per {self.activation}"
+        acts = "by a given scale" if self.static else acts.replace("per row", "per token")
+        words = f"{self.name}: {held} per {self.weight}, activations {acts}"
+        return words.replace("per mx", "per 1x32")
 
     def __str__(self) -> str:
         return self.name
-
-
-def _extent(group: GroupShape) -> str:
-    return f"{group.rows}x{group.cols}"
 
 
 SCHEMES: dict[str, Scheme] = {

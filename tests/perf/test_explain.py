@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import fp8kit
+from fp8kit.conversion.notes import mx_numbers
 from fp8kit.dispatch.timings import table_for
+from fp8kit.formats import SCHEMES
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
 from fp8kit.moe import operators
 from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
@@ -174,30 +176,31 @@ def test_experts_are_explained_like_layers(device: torch.device) -> None:
     assert list(entry["declined"]) == [n for n, *_ in MOE_BACKENDS if n != entry["backend"]]  # type: ignore[call-overload]
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Collect the problems of experts that run."""
+    found: list[object] = []
+    real = operators.require
+    monkeypatch.setattr(operators, "require", lambda *a: (found.append(a[1]), real(*a))[1])
+    return found
+
+
 @pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"shared": 1}])
 def test_the_experts_problem_is_the_one_that_runs(
-    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, object], seen: list[object]
 ) -> None:
     layer = stack("FP8_DYNAMIC", routing=functools.partial(fp8kit.moe.route, top_k=2), **options)
     ((_, choice),) = fp8kit.explain(layer, m=3).entries
-    seen: list[object] = []
-    real = operators.require
-    monkeypatch.setattr(operators, "require", lambda *a: (seen.append(a[1]), real(*a))[1])
     layer(torch.randn(3, 128), logits=torch.randn(3, 4 - int("shared" in options)))
     assert seen == [choice.problem]
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss", "Llama4Text", "NemotronH"])
-def test_experts_of_transformers_are_explained_as_they_run(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_of_transformers_are_explained_as_they_run(kind: str, seen: list[object]) -> None:
     pytest.importorskip("transformers")
     net = tiny(kind)
     fp8kit.convert(net)
     found = [c.problem for _, c in fp8kit.explain(net, m=16).entries]
-    seen: list[object] = []
-    real = operators.require
-    monkeypatch.setattr(operators, "require", lambda *a: (seen.append(a[1]), real(*a))[1])
     with torch.no_grad():
         net(torch.arange(16).view(1, -1))
     assert set(seen) == {p for p in found if isinstance(p, ExpertsProblem)} != set()
@@ -258,10 +261,8 @@ def test_a_plan_tells_the_numbers_of_every_form_of_mx(scheme: str, words: str) -
     assert words in str(fp8kit.plan(nn.Sequential(nn.Linear(128, 128)), scheme))
 
 
-def test_a_plan_for_blackwell_says_that_mx_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("conversion.plan", "conversion.notes"):
-        monkeypatch.setattr(f"fp8kit.{place}.capability", lambda _: (10, 0))
-    told = str(fp8kit.plan(nn.Sequential(nn.Linear(128, 128)), "MXFP8"))
+def test_a_plan_for_blackwell_says_that_mx_is_native() -> None:
+    (told,) = mx_numbers("cuda", (10, 0), SCHEMES["MXFP8"], SCHEMES["MXFP8"])
     assert "MXFP8 layers compute as MXFP8: weights with scales per 1x32" in told
     assert "tensor cores multiply both natively" in told
 

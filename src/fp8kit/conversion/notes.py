@@ -12,7 +12,6 @@ from fp8kit.conversion.layers_by_name import linear_at
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.backends import choose
-from fp8kit.dispatch.device import capability
 from fp8kit.errors import teach
 from fp8kit.formats import MX, SCHEMES, Scheme
 from fp8kit.matmul.problem import BACKENDS, DECODING, TIMED_DTYPES, linear_problem
@@ -29,11 +28,14 @@ _FP8 = (Fp8Linear, ExpertTensors)
 _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 
 
-def mx_numbers(device: torch.device, asked: Scheme, form: Scheme) -> list[str]:
+def mx_numbers(
+    place: str, capability: tuple[int, int] | None, asked: Scheme, form: Scheme
+) -> list[str]:
     """Say what numbers MX layers compute with on a device, and whether it multiplies MX itself.
 
     Args:
-        device: of the model.
+        place: type of the device.
+        capability: CUDA compute capability, ``None`` elsewhere.
         asked: the scheme that was named.
         form: the one that layers get.
     """
@@ -41,11 +43,11 @@ def mx_numbers(device: torch.device, asked: Scheme, form: Scheme) -> list[str]:
         return []
     if form.rebased:
         how = "rebasing keeps nearly all values, and the report tells how many change"
-    elif (capability(device) or (0, 0)) >= MX_CORES:
+    elif capability is not None and capability >= MX_CORES:
         how = "tensor cores multiply both natively"
     else:
         how = "no tensor core multiplies both, so that products are emulated, which saves no time"
-    return [f"On {device.type} {asked} layers compute as {form.numbers}; {how}."]
+    return [f"On {place} {asked} layers compute as {form.numbers}; {how}."]
 
 
 def decoded_weights(
