@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,66 +89,84 @@ def test_only_mx_weights_get_another_scheme(tmp_path: Path) -> None:
         fp8kit.convert_checkpoint(path, tmp_path / "c", scheme="FP8")
 
 
-def gpt_oss(path: Path) -> tuple[nn.Module, set[str]]:
-    """Write a tiny GPT-OSS with packed experts; return its dequantized model, names on disk."""
+def as_kernels_hold(tensor: Tensor) -> SimpleNamespace:
+    """Hold a tensor as the kernels of GPT-OSS do, K before N, in a layout that changes nothing."""
+    layout = SimpleNamespace(unswizzle_data=lambda data: data)
+    return SimpleNamespace(storage=SimpleNamespace(layout=layout, data=tensor.transpose(-1, -2)))
+
+
+def gpt_oss(path: Path) -> nn.Module:
+    """Let Transformers write a tiny GPT-OSS with packed experts; return its dense reading."""
     transformers = pytest.importorskip("transformers")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    quantizers = pytest.importorskip("transformers.quantizers.quantizer_mxfp4")
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
         vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=16,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
         sliding_window=16, dtype="float32", pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    dense = transformers.GptOssForCausalLM(config).eval()
-    state = dict(dense.state_dict())
-    tensors = {}
-    for name in [n for n in state if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, k, n = state.pop(name).shape
-        pairs, exponents, values = packed(experts, n, k)
-        tensors[f"{name}_blocks"] = pairs.view(experts, n, k // 32, 16)
-        tensors[f"{name}_scales"] = exponents
-        dense.get_parameter(name).data.copy_(values.transpose(1, 2))
-        theirs = mxfp4.convert_moe_packed_tensors(
-            tensors[f"{name}_blocks"], exponents, dtype=torch.float32
-        )
-        assert torch.equal(theirs, values.transpose(1, 2))
-    tensors |= {n: t.contiguous().clone() for n, t in state.items()}
-    config.save_pretrained(path)
-    written = json.loads((path / "config.json").read_text())
-    written["architectures"] = ["GptOssForCausalLM"]
-    written["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
-                                   "model.embed_tokens", "lm_head"],
-    }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(written))
-    save_file(tensors, path / "model.safetensors")
-    return dense, set(tensors)
+    model, kinds = transformers.GptOssForCausalLM(config), transformers.Mxfp4Config
+    values = {}
+    for i, layer in enumerate(model.model.layers):
+        experts = mxfp4.Mxfp4GptOssExperts(config)
+        for name in ("gate_up_proj", "down_proj"):
+            count, k, n = getattr(layer.mlp.experts, name).shape
+            pairs, exponents, weight = packed(count, n, k)
+            values[f"model.layers.{i}.mlp.experts.{name}"] = weight.transpose(1, 2)
+            delattr(experts, name)
+            setattr(experts, name, as_kernels_hold(pairs))
+            held = SimpleNamespace(weight_scale=as_kernels_hold(exponents))
+            setattr(experts, f"{name}_precision_config", held)
+            getattr(experts, f"{name}_bias").data.normal_(std=0.1)
+        layer.mlp = mxfp4.Mxfp4GptOssMLP(layer.mlp.router, experts)
+    model.config.quantization_config = kinds()
+    model.hf_quantizer = quantizers.Mxfp4HfQuantizer(kinds(), pre_quantized=True)
+    model.save_pretrained(path)
+    dense = transformers.GptOssForCausalLM.from_pretrained(
+        path, quantization_config=kinds(dequantize=True)
+    )
+    for name, weight in values.items():
+        assert torch.equal(dense.get_parameter(name), weight)
+    return dense.eval()
 
 
 def test_experts_of_gpt_oss_give_the_logits_of_their_values(tmp_path: Path) -> None:
     path = tmp_path / "gpt-oss"
-    dense, tensors = gpt_oss(path)
-    model = fp8kit.load(path)
+    dense, model = gpt_oss(path), fp8kit.load(path)
+    tokens = torch.randint(0, 64, (4, 16))
+    with torch.no_grad():
+        wanted, found = dense(tokens).logits, model(tokens).logits
+    least, most = activation_noise(layers=2)
+    assert least < relative_error(found, wanted) < most
     for name, module in model.named_modules():
         if isinstance(module, ExpertTensors):
             assert module.scheme.name == "MXFP8_ROW"
             for stack in module.stacks.names:
                 values = dense.get_parameter(f"{name}.{stack}").transpose(1, 2)
                 assert torch.equal(fp8kit.dequantize(module.quantized(stack)), values)
-    others = set(dict(dense.named_parameters())) & tensors
-    for name in others:
-        assert torch.equal(model.get_parameter(name), dense.get_parameter(name)), name
-    tokens = torch.randint(0, 64, (4, 16))
+            module.to_dense()
+    for name, parameter in dense.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
     with torch.no_grad():
-        error = relative_error(model(tokens).logits, dense(tokens).logits)
-    least, most = activation_noise(layers=2)
-    assert least < error < most
+        assert_bits_equal(model(tokens).logits, wanted)
+
+
+def test_experts_of_gpt_oss_are_exact_under_16_bit_activations(tmp_path: Path) -> None:
+    """Nothing but fp32 sums, in another order at most, stands between the two models."""
+    dense = gpt_oss(tmp_path / "a")
+    how = {"scheme": "FP8_WEIGHT_ONLY", "dialect": "compressed-tensors"}
+    fp8kit.convert_checkpoint(tmp_path / "a", tmp_path / "b", **how)
+    model, tokens = fp8kit.load(tmp_path / "b"), torch.randint(0, 64, (4, 16))
+    schemes = {m.scheme.name for m in model.modules() if isinstance(m, ExpertTensors)}
+    assert schemes == {"FP8_WEIGHT_ONLY"}
+    with torch.no_grad():
+        assert relative_error(model(tokens).logits, dense(tokens).logits) < 2**-20
 
 
 def test_experts_of_gpt_oss_are_written_whole_or_in_high_precision(tmp_path: Path) -> None:
     path = tmp_path / "gpt-oss"
-    dense, _ = gpt_oss(path)
+    dense = gpt_oss(path)
     with pytest.raises(fp8kit.CheckpointError, match="No engine loads such experts"):
         fp8kit.convert_checkpoint(path, tmp_path / "b", scheme="FP8_DYNAMIC")
     with pytest.raises(fp8kit.CheckpointError, match="Something has to stay FP8"):
