@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,3 +227,71 @@ def test_packed_single_experts_become_fp8_experts(four: str, tmp_path: Path) -> 
             assert_bits_equal(found, wanted)
         else:
             assert 0 < relative_error(found, wanted) < 1.5 * ONE_OPERAND
+
+
+def deepseek_v4(path: Path, scale: str) -> None:
+    """Write a tiny DeepSeek V4 under the names of its makers: FP4 experts, the rest in blocks."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.DeepseekV4Config(
+        vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=64,
+        moe_intermediate_size=128, n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=128,
+        o_lora_rank=128, o_groups=1, qk_rope_head_dim=32, num_key_value_heads=1,
+    )  # fmt: skip
+    model = transformers.DeepseekV4ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    tensors = {}
+    for own, tensor in load_file(path / "model.safetensors").items():
+        name = own.removeprefix("model.").replace("embed_tokens", "embed")
+        layer = name.rpartition(".")[0]
+        tensors[name] = tensor
+        if ".ffn.experts." in name:
+            pairs, exponents, _ = packed(*tensor.shape)
+            tensors[name] = pairs.view(torch.int8)
+        elif (
+            kind == "weight" and layer.rpartition(".")[2] in V4_LAYERS and "compressor" not in name
+        ):
+            q = fp8kit.quantize(tensor, fp8kit.BLOCK, scale_rounding="up", role="weight")
+            tensors[name], exponents = q.data, (torch.log2(q.scale) + 127).to(torch.uint8)
+        else:
+            continue
+        tensors[f"{layer}.{scale}"] = exponents.view(torch.float8_e8m0fnu)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+    fp8 |= {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    written = json.loads((path / "config.json").read_text())
+    written |= {"expert_dtype": "fp4", "quantization_config": fp8}
+    (path / "config.json").write_text(json.dumps(written))
+
+
+V4_LAYER = re.compile(r"\.(wq_[ab]|wkv|wo_[ab]|w[123])\.weight$")
+
+
+@pytest.mark.parametrize("scale", ["scale", "weight_scale_inv"])
+def test_fp4_experts_of_deepseek_v4_are_read_beside_fp8_blocks(scale: str, tmp_path: Path) -> None:
+    path = tmp_path / "v4"
+    deepseek_v4(path, scale)
+    found = open_checkpoint(path)
+    assert not found.problems
+    schemes = {n: layer.scheme.name for n, layer in found.layers.items()}
+    assert {s for n, s in schemes.items() if ".experts." in n} == {"MXFP8"}
+    assert {s for n, s in schemes.items() if ".experts." not in n} == {"FP8_BLOCK_UE8M0"}
+    transformers = pytest.importorskip("transformers")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # wo_a is no plain linear layer, and is decoded
+        model = fp8kit.load(path)
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
+    assert [m.scheme.name for m in experts.values()] == ["MXFP8_ROW"] * 2
+    for name, module in experts.items():
+        for stack in module.stacks.names:
+            values = fp8kit.dequantize(module.quantized(stack), torch.bfloat16)
+            assert_bits_equal(values, dense.get_parameter(f"{name}.{stack}").detach())
+    for name, layer in model.named_modules():
+        if isinstance(layer, fp8kit.Fp8Linear):
+            assert layer.scheme.name == "FP8_BLOCK_UE8M0"
+            weight = layer.to_linear(torch.bfloat16).weight
+            assert_bits_equal(weight.detach(), dense.get_parameter(f"{name}.weight").detach())
+    assert model(torch.arange(16).view(1, -1)).logits.isfinite().all()

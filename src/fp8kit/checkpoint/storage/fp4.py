@@ -19,13 +19,17 @@ from fp8kit.formats import MX
 _CODES = torch.float8_e4m3fn
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, in the order of the codes
 
+# names of a matrix of bytes, and those of its exponents
+_BESIDE = {"weight_packed": ("weight_scale",), "weight": ("scale", "weight_scale_inv")}
+
 
 def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return MXFP4 weights as the FP8 tensors that reading makes of them.
 
     GPT-OSS stacks experts as ``X_blocks [E, N, K / 32, 16]`` beside ``X_scales``; its model holds
     them as ``X [E, K, N]``, which is what they become. compressed-tensors packs a matrix as
-    ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``.
+    ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``; DeepSeek V4 as ``X.weight`` of int8
+    beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers' name.
 
     Args:
         tensors: name on disk of each tensor to where it is.
@@ -42,8 +46,10 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             shape = (experts, groups * MX.cols, rows)
             found[stack] = replace(found.pop(name), dtype=_CODES, shape=shape, packed=True)
             found[f"{stack}_scale"] = found.pop(f"{stack}_scales")
-        layer = name.removesuffix(".weight_packed")
-        if layer != name and _is_matrix(info, tensors.get(f"{layer}.weight_scale")):
+        layer, _, kind = name.rpartition(".")
+        if any(
+            _is_matrix(info, tensors.get(f"{layer}.{beside}")) for beside in _BESIDE.get(kind, ())
+        ):
             sides = (info.shape[0], 2 * info.shape[1])
             held = replace(found.pop(name), dtype=_CODES, shape=sides, packed=True)
             found[f"{layer}.weight"] = held
@@ -81,7 +87,7 @@ def _are_blocks(blocks: TensorInfo, scales: TensorInfo | None) -> bool:
 
 
 def _is_matrix(packed: TensorInfo, scales: TensorInfo | None) -> bool:
-    if packed.dtype != torch.uint8 or len(packed.shape) != 2 or scales is None:
+    if packed.dtype not in (torch.uint8, torch.int8) or len(packed.shape) != 2 or scales is None:
         return False
     rows, half = packed.shape
     return half % 16 == 0 and _bytes_of(scales, (rows, half // 16))
