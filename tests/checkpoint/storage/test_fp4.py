@@ -248,9 +248,7 @@ def deepseek_v4(path: Path, scale: str) -> None:
         if ".ffn.experts." in name:
             pairs, exponents, _ = packed(*tensor.shape)
             tensors[name] = pairs.view(torch.int8)
-        elif (
-            kind == "weight" and layer.rpartition(".")[2] in V4_LAYERS and "compressor" not in name
-        ):
+        elif V4_LAYER.search(name) and "compressor" not in name:
             q = fp8kit.quantize(tensor, fp8kit.BLOCK, scale_rounding="up", role="weight")
             tensors[name], exponents = q.data, (torch.log2(q.scale) + 127).to(torch.uint8)
         else:
@@ -295,3 +293,28 @@ def test_fp4_experts_of_deepseek_v4_are_read_beside_fp8_blocks(scale: str, tmp_p
             weight = layer.to_linear(torch.bfloat16).weight
             assert_bits_equal(weight.detach(), dense.get_parameter(f"{name}.weight").detach())
     assert model(torch.arange(16).view(1, -1)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("four", ["MXFP4", "NVFP4"])
+@pytest.mark.parametrize(
+    ("codes", "scale"),
+    [
+        (".weight_packed", ".weight_scale"), ("_packed", "_scale"), (".weight", ".weight_scale"),
+        ("", "_weight_scale"), ("", "_scale_inv"),
+    ],
+)  # fmt: skip
+def test_stacks_of_fp4_in_other_layouts_are_refused_by_name(
+    codes: str, scale: str, four: str, tmp_path: Path
+) -> None:
+    pairs, exponents, _ = packed(4, 32, 64)
+    groups = torch.rand(4, 32, 4).to(torch.float8_e4m3fn)
+    tensors = {f"experts.up_proj{codes}": pairs}
+    tensors[f"experts.up_proj{scale}"] = exponents if four == "MXFP4" else groups
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CT}))
+    with pytest.raises(fp8kit.CheckpointError) as error:
+        fp8kit.load(tmp_path, nn.ModuleDict({"experts": nn.Linear(64, 32)}))
+    said = str(error.value)
+    assert f"experts.up_proj{codes} is a stack [4, 32, 64] of {four} codes" in said
+    assert "Stacks of FP4 are read as X_blocks [E, N, K / 32, 16] with X_scales" in said
+    assert "one matrix per expert" in said
