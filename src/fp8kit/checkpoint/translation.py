@@ -64,7 +64,8 @@ def convert_checkpoint(
             all values; by default they stay MX. NVFP4 weights are quantized to it, by default to
             FP8_DYNAMIC, and a warning tells the error.
         unfit: what happens to layers that the target cannot load: ``"refuse"``, or
-            ``"dequantize"`` to write them in the model's high precision.
+            ``"dequantize"`` to write them in the model's high precision. Stacks of experts that no
+            engine loads (GPT-OSS) are written with a warning, as by ``fp8kit.save``.
         overwrite: replace a destination that is a checkpoint.
         max_shard_bytes: start a new file before this size is exceeded.
 

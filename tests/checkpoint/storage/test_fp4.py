@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import warnings
@@ -168,13 +169,18 @@ def test_experts_of_gpt_oss_are_exact_under_16_bit_activations(tmp_path: Path) -
 def test_experts_of_gpt_oss_are_written_whole_or_in_high_precision(tmp_path: Path) -> None:
     path = tmp_path / "gpt-oss"
     dense = gpt_oss(path)
-    with pytest.raises(fp8kit.CheckpointError, match="No engine loads such experts"):
-        fp8kit.convert_checkpoint(path, tmp_path / "b", scheme="FP8_DYNAMIC")
     with pytest.raises(fp8kit.CheckpointError, match="Something has to stay FP8"):
         fp8kit.convert_checkpoint(path, tmp_path / "b", unfit="dequantize")
-    for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
-        place = tmp_path / scheme
-        fp8kit.convert_checkpoint(path, place, dialect="compressed-tensors", scheme=scheme)
+    ways = (
+        {"dialect": "compressed-tensors"}, {"target": "vllm"}, {"target": "sglang"}, {}
+    )  # fmt: skip
+    for way, scheme in itertools.product(ways, ("FP8_DYNAMIC", "FP8_BLOCK")):
+        place = tmp_path / f"{scheme}{len(list(tmp_path.iterdir()))}"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fp8kit.convert_checkpoint(path, place, scheme=scheme, **way)
+        said = ["stacks of codes, which fp8kit.load reads" in str(w.message) for w in told]
+        assert said == ([] if "dialect" in way else [True])
         model = fp8kit.load(place)
         found = {n: m for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
         assert {m.scheme.name for m in found.values()} == {scheme}
@@ -182,6 +188,25 @@ def test_experts_of_gpt_oss_are_written_whole_or_in_high_precision(tmp_path: Pat
             for stack in module.stacks.names:
                 values = dense.get_parameter(f"{name}.{stack}").transpose(1, 2)
                 assert torch.equal(fp8kit.dequantize(module.quantized(stack)), values)
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
+def test_saving_and_converting_gpt_oss_agree(target: str, tmp_path: Path) -> None:
+    gpt_oss(tmp_path / "a")
+    model = fp8kit.load(tmp_path / "a")
+    for i, write in enumerate((
+        lambda place: fp8kit.save(model, place, target=target),
+        lambda place: fp8kit.convert_checkpoint(tmp_path / "a", place, target=target),
+    )):  # fmt: skip
+        if target == "transformers":
+            with pytest.raises(fp8kit.CheckpointError, match="would draw them at random"):
+                write(tmp_path / f"b{i}")
+            continue
+        with pytest.warns(UserWarning, match="stacks of codes, which fp8kit.load reads"):
+            write(tmp_path / f"b{i}")
+        found = fp8kit.load(tmp_path / f"b{i}").state_dict()
+        for name, tensor in model.state_dict().items():
+            assert_bits_equal(found[name], tensor)
 
 
 @pytest.mark.parametrize("four", ["mxfp4", "nvfp4"])
