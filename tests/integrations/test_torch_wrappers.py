@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fp8kit
 from fp8kit import CheckpointError, UnsupportedError
+from fp8kit.integrations.torch_wrappers import tell
 from fp8kit.runtime.weight_hazards import MARK, mark_synchronized
 from numerics import assert_bits_equal
 
@@ -165,7 +166,7 @@ def test_fully_shard_casts_no_codes(mesh: Any) -> None:
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     ignoring = copy.deepcopy(model)
     fully_shard(model.base[0], mesh=mesh, mp_policy=half)
-    with pytest.raises(UnsupportedError, match=r"fully_shard gathered the weight of 0 .*ignored_p"):
+    with pytest.raises(ValueError, match=r"It holds torch\.float8_e4m3fn codes"):
         model(x)
     fully_shard(ignoring, mesh=mesh, mp_policy=half, ignored_params=set(frozen(ignoring)))
     ignoring(x).sum().backward()
@@ -196,12 +197,26 @@ def test_averages_leave_codes_as_they_are(how: str) -> None:
 def test_averages_of_other_codes_are_refused() -> None:
     model, other, dense = Adapted(), Adapted(seed=1), nn.Sequential(nn.Linear(128, 256))
     average = AveragedModel(model)
-    average.update_parameters(other)  # the first one is copied
-    assert_bits_equal(average.module.base(inputs()), other.base(inputs()))
-    with pytest.raises(UnsupportedError, match=r"got another weight of .* convert the average"):
-        average.update_parameters(model)
-    assert model.base[0].codes is not None
+    average.update_parameters(model)
+    with pytest.raises(
+        UnsupportedError, match=r"got a model with other FP8 .* convert the average"
+    ):
+        average.update_parameters(other)
+    assert_bits_equal(average.module(inputs()), model(inputs()))
     average = AveragedModel(dense)
-    fp8kit.convert(dense, strict=False)
-    with pytest.raises(UnsupportedError, match="FP8 layers on one side"):
+    fp8kit.convert(dense)
+    with pytest.raises(UnsupportedError, match="got a model with other FP8 weights"):
         average.update_parameters(dense)
+
+
+def test_wrappers_are_told_once() -> None:
+    tell()
+    tell()
+    assert "_fp8kit" not in vars(DistributedDataParallel.__init__.__wrapped__)
+
+
+@pytest.mark.usefixtures("mesh")
+def test_ddp_leaves_no_name_behind() -> None:
+    model = Adapted()
+    DistributedDataParallel(model)
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")

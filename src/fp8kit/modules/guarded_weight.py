@@ -7,9 +7,8 @@ copies, moves, views of the bytes, writing other codes, serialization, ``isinsta
 ``nn.Parameter``. What is derived from it without a cast (``detach()``, ``data``, ``t()``, parts,
 stacks) is guarded in turn. Attributes that are set, and changes in place, reach the Parameter.
 
-Torch's Python interface asks the view before it runs anything. What passes that by, as the
-constructors of tensors (``torch.tensor``, ``asarray``, ``new_tensor``), transforms (``vmap``,
-``torch.func``) and scripts do, is met by the dispatcher, which asks the view, too.
+Torch's Python interface asks the view first. What passes that by (constructors such as
+``torch.tensor`` and ``asarray``, ``vmap``, ``torch.func``, scripts) meets it in the dispatcher.
 
 The module itself holds the plain Parameter, so nothing of this is seen, and nothing guarded, where
 tensors come from ``parameters()``, ``named_parameters()``, ``state_dict()``, ``_parameters`` or
@@ -23,7 +22,6 @@ Parameter of (``nn.Parameter(layer.weight)``, ``deepcopy``) is plain, as are the
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,6 +72,14 @@ _IN_PLACE = frozenset(
 _views: weakref.WeakValueDictionary[int, GuardedCodes] = weakref.WeakValueDictionary()
 
 
+class _BelowPython:
+    """What the dispatcher asks; hidden from compilers, to which a view that has it is no tensor."""
+
+    def __get__(self, _: Any, kind: Any = None) -> Any:
+        compiling = torch._guards.TracingContext.try_get() is not None
+        return Tensor.__torch_dispatch__ if compiling else kind.__torch_function__
+
+
 class GuardedCodes(Tensor):
     """FP8 codes that raise where they would be taken for numbers; see the module.
 
@@ -84,7 +90,7 @@ class GuardedCodes(Tensor):
         fp8kit.errors.UnsupportedError: Code calls float on the weight of ...
     """
 
-    __torch_dispatch__: Any  # set below the class
+    __torch_dispatch__ = _BelowPython()
 
     @staticmethod
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Any:
@@ -164,28 +170,6 @@ class GuardedCodes(Tensor):
                 raise _refused(name, owner)
             seen = {id(plain(t)): t for t in given}
             return _guarded(result, seen, owner)
-
-
-class _BelowPython:
-    """What the dispatcher finds as ``__torch_dispatch__``; to a compiler a view has none.
-
-    A compiler that finds one takes the view for no tensor at all, and cannot call a layer with it.
-    """
-
-    def __get__(self, _: Any, kind: Any = None) -> Any:
-        if torch._guards.TracingContext.try_get() is not None:
-            return Tensor.__torch_dispatch__
-        return functools.partial(_dispatched, kind)
-
-
-def _dispatched(
-    kind: type[GuardedCodes], func: Any, types: Any, args: Any = (), kwargs: Any = None
-) -> Any:
-    """Decide as for calls in Python."""
-    return kind.__torch_function__(func, types, args, kwargs)
-
-
-GuardedCodes.__torch_dispatch__ = _BelowPython()
 
 
 def guarded(parameter: Tensor, owner: str) -> Tensor:

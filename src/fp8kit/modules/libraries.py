@@ -2,8 +2,8 @@
 
 Their ``save_pretrained`` writes the ``state_dict`` and a config; of codes without a config they
 would make a dense model of wrong numbers. PEFT puts layers of its own around ours, and computes
-with their weights when it merges; torch's wrappers send or average all parameters alike. A library
-that is not loaded is not touched.
+with their weights when it merges; torch's wrappers send or average them. A library that is not
+loaded is not touched.
 """
 
 from __future__ import annotations

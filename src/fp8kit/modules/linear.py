@@ -340,12 +340,8 @@ class Fp8Linear(nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Hold a plain Parameter, also where what ``layer.weight`` gave is assigned."""
-        if param is not None and name in _FROZEN:
-            held = self._parameters.get(name)
-            if type(self).__name__.startswith("FSDP") and held is not None:
-                if held.dtype != param.dtype:
-                    raise refusals.cast_by_fsdp(self._described(), name, param.dtype)
-                invalidate(param)  # fully_shard gathers weights past their counters of changes
+        if param is not None:
+            invalidate(param)  # fully_shard gathers weights past their counters of changes
         super().register_parameter(name, plain(param))
 
     def __prepare_scriptable__(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from fp8kit.errors import UnsupportedError, teach
 
 
@@ -26,17 +24,5 @@ def tensor_parallel(layer: str) -> UnsupportedError:
             "Its styles split each parameter alike; codes and scales split differently.",
             "Split the dense model and convert each rank's part, or leave the layer dense with "
             "exclude=.",
-        )
-    )
-
-
-def cast_by_fsdp(layer: str, name: str, dtype: torch.dtype) -> UnsupportedError:
-    """Return why ``fully_shard`` may not cast what a layer, which is named, holds."""
-    return UnsupportedError(
-        teach(
-            f"fully_shard gathered the {name} of {layer} as {dtype}.",
-            "Codes and scales keep their dtype: cast, they are other numbers.",
-            "Shard without param_dtype in its MixedPrecisionPolicy, or pass fully_shard(model, "
-            "ignored_params={p for p in model.parameters() if not p.requires_grad}).",
         )
     )
