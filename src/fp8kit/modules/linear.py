@@ -31,7 +31,7 @@ from fp8kit.ops import operators, validation
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import Options, ReplayCache
-from fp8kit.runtime.weight_hazards import version
+from fp8kit.runtime.weight_hazards import invalidate, version
 
 _is_compiling = torch.compiler.is_compiling  # bound once, as every call asks
 _FROZEN = ("weight", "weight_scale", "weight_exponents", "input_scale")
@@ -341,6 +341,8 @@ class Fp8Linear(nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Hold a plain Parameter, also where what ``layer.weight`` gave is assigned."""
+        if param is not None:
+            invalidate(param)  # fully_shard gathers weights past their counters of changes
         super().register_parameter(name, plain(param))
 
     def __prepare_scriptable__(self) -> None:
