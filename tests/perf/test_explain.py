@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+import backend_tables
 import fp8kit
 from fp8kit.conversion.notes import mx_numbers
 from fp8kit.dispatch.timings import table_for
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
-from fp8kit.moe import operators
-from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
+from fp8kit.moe import reference
+from fp8kit.moe.problem import MOE_BACKENDS, ExpertOperands, ExpertsProblem
 from tiny_experts import tiny
 
 
@@ -180,8 +181,13 @@ def test_experts_are_explained_like_layers(device: torch.device) -> None:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Collect the problems of experts that run."""
     found: list[object] = []
-    real = operators.require
-    monkeypatch.setattr(operators, "require", lambda *a: (found.append(a[1]), real(*a))[1])
+
+    def experts(operands: ExpertOperands, problem: ExpertsProblem) -> torch.Tensor:
+        found.append(problem)
+        return reference.BACKEND.experts(operands, problem)
+
+    recording = dataclasses.replace(reference.BACKEND, experts=experts)
+    backend_tables.install(monkeypatch, moe={"recording": recording})
     return found
 
 
