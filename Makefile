@@ -63,13 +63,16 @@ check: $(VENV)/.installed
 	$(BIN)/python benchmarks/tables.py --check
 	$(BIN)/python benchmarks/plot.py --check
 
-# On a GPU machine the environment (torch with CUDA, triton) is the machine's own.
+# On a GPU machine the environment (torch with CUDA, triton) is the machine's own. A signal does not
+# end a call that waits for a kernel for ever; a thread ends the process, and the test is named.
+GPU_TESTS = PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal -p no:benchmark --timeout-method thread
+
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal -p no:benchmark
+	$(GPU_TESTS)
 
 # Every size at which a kernel is cut another way; `make test-gpu` takes a sample of them.
 sweep:
-	FP8KIT_SWEEP=all PYTHONPATH=src $(PYTHON) -m pytest -m gpu -n $(WORKERS) --dist worksteal -p no:benchmark \
+	FP8KIT_SWEEP=all $(GPU_TESTS) \
 		tests/quantizers/test_every_edge.py tests/matmul/test_every_edge.py tests/moe/test_every_edge.py
 
 # On a Hopper machine; `pip install nvidia-cuda-sanitizer-api` where there is no CUDA toolkit.

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -130,6 +129,8 @@ def changes(matrices: dict[str, Tensor]) -> list[dict[str, Any]]:
 
 
 def measured(folder: str, text: str, sequences: int) -> dict[str, Any]:
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"

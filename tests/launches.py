@@ -35,11 +35,16 @@ def fake(
         (gemm, "_kernel"): kernel or (lambda *_: plain),
         (gemm, "device_record"): lambda _: record,
         (torch.cuda, "device"): lambda _: contextlib.nullcontext(),
-        (gemm.cuda_launch, "byte_tile_map"): lambda *shape: shape,
-        (gemm.cuda_launch, "float_row_map"): lambda *shape: shape,
     }
     _put(monkeypatch, fakes)
+    fake_maps(monkeypatch)
     return early
+
+
+def fake_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each tile map be what it is made from: an address, and a shape."""
+    makers = ("byte_tile_map", "float_row_map")
+    _put(monkeypatch, {(gemm.cuda_launch, name): lambda *shape: shape for name in makers})
 
 
 def on_driver(monkeypatch: pytest.MonkeyPatch, driver: object, stream: int = 0) -> None:

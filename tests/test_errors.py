@@ -429,7 +429,7 @@ CASES: list[tuple[str, Callable[[], object], type[Exception], str, str, str]] = 
         "explain-dense",
         lambda: fp8kit.explain(mlp()),
         ValueError,
-        "Sequential holds no Fp8Linear.",
+        "Sequential holds no Fp8Linear and no FP8 experts.",
         "only for FP8 layers",
         "Call fp8kit.convert(model) first.",
     ),

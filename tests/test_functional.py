@@ -54,6 +54,17 @@ def test_quantize_dequantize_is_within_one_rounding(x: Tensor, group: GroupShape
     assert ((value - x.float()).abs() <= x.float().abs() * 2.0**-4 + step).all()
 
 
+@pytest.mark.parametrize("group", [ROW, GROUP128, MX], ids=str)
+def test_ceil_is_another_name_of_up(group: GroupShape) -> None:
+    x = torch.randn(4, 256)
+    up, ceil = (fp8kit.quantize(x, group, scale_rounding=name) for name in ("up", "ceil"))
+    assert_bits_equal(ceil.data, up.data)
+    assert_bits_equal(ceil.scale, up.scale)
+    fused = fp8kit.fused.gelu_quantize
+    up, ceil = (fused(x, group=group, scale_rounding=name) for name in ("up", "ceil"))
+    assert_bits_equal(ceil.scale, up.scale)
+
+
 @given(tensors(rows=True), st.sampled_from(NAMED))
 def test_quantize_is_idempotent_on_its_own_values(x: Tensor, group: GroupShape) -> None:
     q = fp8kit.quantize(x, group)

@@ -37,10 +37,10 @@ REASONS = {
     "_kernel": "a cache of kernels that were compiled without their wait",
     "_limits": "a device on which power limits the clock",
     "_moves": "a move of an address that fails",
+    "_pending": "a trace leaves nothing behind",
     "_product": "a process looks for the library once",
     "_rows_kernel": "what was watched is left as it was",
     "_told": "another test may have told the libraries",
-    "_traced": "a trace leaves nothing behind",
     "_watch_capture": "a graph that is captured where there is no GPU",
 }
 

@@ -292,6 +292,15 @@ class Scheme:
         """The scheme of the checkpoint that such layers come from and go to."""
         return SCHEMES["MXFP8"] if self in MX_FORMS.values() else self
 
+    @property
+    def numbers(self) -> str:
+        """Name, and what weights and activations are, in the words of plans and explanations."""
+        held = "MXFP8 weights rebased to scales" if self.rebased else "weights with scales"
+        acts = "in 16 bit" if self.activation is None else f"per {self.activation}"
+        acts = "by a given scale" if self.static else acts.replace("per row", "per token")
+        words = f"{self.name}: {held} per {self.weight}, activations {acts}"
+        return words.replace("per mx", "per 1x32")
+
     def __str__(self) -> str:
         return self.name
 

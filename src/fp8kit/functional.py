@@ -63,7 +63,8 @@ def quantize(
         scale_ub: fp32 scalar tensor, positive (looked at on a CPU only), that bounds amax from
             above before the division.
         scale_rounding: ``"exact"`` or ``"up"`` (to a power of two, UE8M0); for MX ``"up"``
-            (the default; never saturates) or ``"floor"`` (the rule of OCP MX v1.0).
+            (the default; never saturates) or ``"floor"`` (the rule of OCP MX v1.0). ``"ceil"``
+            is another name of ``"up"``.
         scale_layout: ``"row"``, or ``"column"`` for groups along a row: the same scales with rows
             adjacent and columns a multiple of four apart, as block-scaled products load them.
         role: ``"activation"`` or ``"weight"``: which floor a per-row scale has.

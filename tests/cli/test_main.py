@@ -25,6 +25,7 @@ from fp8kit.cli.main import _in_shell_words, main
 from fp8kit.dispatch.timings import Case, Table, table_for
 from fp8kit.io import checkpoints, models
 from fp8kit.perf import tune as tuning
+from tiny_experts import tiny
 
 NANO = Path(__file__).parents[2] / "examples" / "nano"
 
@@ -255,6 +256,20 @@ def test_explain_takes_several_row_counts(quantized: Path) -> None:
     assert "[M<=16, K=256]" in result.stdout
     both = json.loads(run("explain", quantized, "-m", "1,16", "--json").stdout)
     assert [p["problem"].startswith("[M<=1,") for p in both].count(True) == len(both) // 2
+
+
+def test_explain_tells_of_experts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = tiny("Qwen3Moe")
+    fp8kit.convert(model, "MXFP8")
+    fp8kit.save(model, tmp_path / "a", target="sglang")
+    result = run("explain", tmp_path / "a", "-m", "1,16")
+    assert result.exit_code == 0, result.output
+    for m in (1, 16):
+        assert f"4 experts, 2 for each of M<={m} tokens" in result.stdout
+    assert "MXFP8_ROW: MXFP8 weights rebased to scales per row" in result.stdout
+    found = json.loads(run("explain", tmp_path / "a", "-m", "1,16", "--json").stdout)
+    assert ["by_expert"] * 2 == [e["backend"] for e in found if "mlp.experts" in e["layers"][0]]
 
 
 def test_plan_for_row_counts_says_what_was_not_measured() -> None:

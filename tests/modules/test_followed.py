@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 
 import fp8kit
 from fp8kit import UnsupportedError
@@ -82,30 +80,11 @@ def test_torch_script_is_refused_and_its_traces_work() -> None:
     assert_bits_equal(traced(x[:2]), model(x[:2]))
 
 
-def test_averages_of_codes_are_refused() -> None:
-    model = model_of()
-    average = AveragedModel(model)
-    average.update_parameters(model)
-    with pytest.raises(NotImplementedError, match="Float8_e4m3fn"):
-        average.update_parameters(model)
-
-
 @pytest.fixture
 def gloo(tmp_path: Path) -> Any:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("gloo")
-def test_ddp_over_gloo_trains_what_is_left_when_codes_are_ignored() -> None:
-    model = model_of()
-    with pytest.raises(RuntimeError, match="Invalid scalar type"):
-        DistributedDataParallel(copy.deepcopy(model))
-    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
-    DistributedDataParallel(model)(torch.randn(3, 128)).sum().backward()
-    assert model[2].bias.grad is not None
 
 
 @pytest.mark.usefixtures("gloo")

@@ -48,6 +48,26 @@ def indexed(layer: Any, x: Tensor) -> None:
         layer.weight[0] = torch.randn(SIZE)
 
 
+def replaced(layer: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight.set_(torch.randn(SIZE, SIZE).to(torch.float8_e5m2))
+
+
+def under_autocast(layer: Any, x: Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        F.linear(x, layer.weight)
+
+
+def scripted(w: torch.Tensor) -> torch.Tensor:
+    return w.to(torch.float32)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Any:
+        return x @ weight.float().t()
+
+
 def decayed(layer: Any, x: Tensor) -> None:
     with torch.no_grad():
         layer.weight *= 0.9
@@ -98,10 +118,36 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "prune": lambda m, x: prune.l1_unstructured(m, "weight", 0.5),
     "weight norm": lambda m, x: parametrizations.weight_norm(m),
     "spectral norm": lambda m, x: parametrizations.spectral_norm(m),
+    "tensor": lambda m, x: torch.tensor(m.weight, dtype=x.dtype),
+    "asarray": lambda m, x: torch.asarray(m.weight, dtype=x.dtype),
+    "as_tensor": lambda m, x: torch.as_tensor(m.weight, dtype=x.dtype),
+    "as_tensor, then cast": lambda m, x: torch.as_tensor(m.weight).float(),
+    "Tensor()": lambda m, x: Tensor(m.weight).float(),
+    "as_subclass": lambda m, x: m.weight.as_subclass(Tensor).float(),
+    "new_tensor": lambda m, x: x.new_tensor(m.weight),
+    "vmap": lambda m, x: torch.vmap(lambda row: row.float())(m.weight),
+    "vmap over another": lambda m, x: torch.vmap(lambda r: m.weight.to(r.dtype) @ r)(x),
+    "func.grad": lambda m, x: torch.func.grad(lambda w: w.to(x.dtype).sum())(m.weight),
+    "func.vjp": lambda m, x: torch.func.vjp(lambda w: w.to(x.dtype), m.weight),
+    "func.functionalize": lambda m, x: torch.func.functionalize(lambda w: w.float())(m.weight),
+    "functional_call of another": lambda m, x: torch.func.functional_call(
+        nn.Linear(SIZE, SIZE), {"weight": m.weight}, (x,)
+    ),
+    "autograd.Function": lambda m, x: Product.apply(x, m.weight),
+    "autocast": under_autocast,
+    "foreach_mul": lambda m, x: torch._foreach_mul([m.weight], 2.0),
+    "foreach_copy": lambda m, x: torch._foreach_copy_([torch.empty(SIZE, SIZE)], [m.weight]),
+    "foreach_norm": lambda m, x: torch._foreach_norm([m.weight]),
+    "out=": lambda m, x: torch.add(m.weight, 0, out=torch.empty(SIZE, SIZE)),
+    "out= of the weight": lambda m, x: torch.mul(torch.randn(SIZE, SIZE), 2, out=m.weight),
+    "foreach_copy into it": lambda m, x: torch._foreach_copy_([m.weight], [torch.randn(128, 128)]),
+    "aten": lambda m, x: torch.ops.aten._to_copy(m.weight, dtype=x.dtype),
+    "text": lambda m, x: f"{m.weight[0, 0]:.3f}",
     "batch norm": lambda m, x: fuse_linear_bn_eval(m.eval(), nn.BatchNorm1d(SIZE).eval()),
 }
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("name", REFUSED)
 def test_reading_codes_as_numbers_raises_and_changes_nothing(name: str) -> None:
     model, x = model_of(), torch.randn(3, SIZE)
@@ -109,6 +155,23 @@ def test_reading_codes_as_numbers_raises_and_changes_nothing(name: str) -> None:
     with pytest.raises(UnsupportedError, match=TAUGHT):
         REFUSED[name](model["proj"], x)
     assert_bits_equal(model["proj"].codes.detach(), before)
+
+
+def test_codes_of_another_dtype_cannot_be_put_in_its_place() -> None:
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+    y = layer(x)
+    with pytest.raises(RuntimeError, match=r"Could not set tensor|to the weight of proj"):
+        replaced(layer, x)
+    assert torch.equal(layer(x), y)
+    with torch.no_grad():
+        layer.weight.set_(torch.zeros(SIZE, SIZE).to(layer.weight.dtype))
+    assert torch.equal(layer(x), layer.bias.expand(3, SIZE))  # it reached the layer
+
+
+def test_scripts_read_no_codes() -> None:
+    layer, script = model_of()["proj"], torch.jit.script(scripted)
+    with pytest.raises(RuntimeError, match="TorchScript interpreter"):  # it drops the words
+        script(layer.weight)
 
 
 def test_facts_of_a_weight_are_as_ever() -> None:
@@ -178,6 +241,7 @@ def test_copies_of_a_weight_are_plain(how: str) -> None:
     }
     made = makers[how]()
     assert type(made) is nn.Parameter
+    assert made.float().dtype == torch.float32  # nothing of the guard is left in it
     assert_bits_equal(made.detach(), model_of()["proj"].codes.detach())
 
 
@@ -303,6 +367,23 @@ def test_a_graph_of_a_compiler_is_not_guarded() -> None:
 
     compiled = torch.compile(reads, fullgraph=True, backend="eager")
     assert_bits_equal(compiled(x), F.linear(x, layer.codes.to(x.dtype)))
+
+
+@pytest.mark.filterwarnings("ignore")  # what the compiler warns about is not ours to fix
+@pytest.mark.parametrize("how", ["inside", "closure", "argument", "detached"])
+def test_compiled_functional_calls_take_it(how: str) -> None:
+    layer, x = model_of()["proj"], torch.randn(3, SIZE)
+    y, weight = layer(x), layer.weight
+
+    def call(x: Tensor, given: Any = None) -> Any:
+        w = {"inside": None, "closure": weight, "argument": given, "detached": given}[how]
+        w = layer.weight if how == "inside" else w.detach() if how == "detached" else w
+        return torch.func.functional_call(layer, {"weight": w}, (x,))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=how == "inside")
+    given = () if how in ("inside", "closure") else (weight,)
+    assert torch.equal(compiled(x, *given), y)
 
 
 def test_layers_run_under_a_compiler_without_a_guard_in_the_graph() -> None:

@@ -20,6 +20,7 @@ import backend_tables
 import fp8kit
 from fp8kit.dispatch.backends import choose
 from fp8kit.matmul.problem import BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
+from fp8kit.modules import tracing
 from fp8kit.modules.joining import can_join
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.quantizers.problem import BACKENDS as QUANTIZERS
@@ -324,7 +325,7 @@ def compiled_trio(model: Trio, x: Tensor) -> tuple[Tensor, list[str]]:
         return graph.forward
 
     y = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)(x)
-    assert model.group._traced is None
+    assert tracing._pending is None
     return y, calls
 
 

@@ -69,7 +69,7 @@ def test_short_sums_of_a_tensor_core_pass(
     kind: str, activation: Activation, on_input: bool
 ) -> None:
     problem = dataclasses.replace(layer(kind, activation), router_weight_on_input=on_input)
-    for tokens in (33, 97):
+    for tokens in (2, 33, 97):
         assert self_check.difference(problem, short_sums.EXPERTS.experts, CPU, tokens) is None
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 
@@ -9,8 +10,13 @@ import torch
 from torch import nn
 
 import fp8kit
+from fp8kit.conversion.notes import mx_numbers
 from fp8kit.dispatch.timings import table_for
+from fp8kit.formats import SCHEMES
 from fp8kit.matmul.problem import BACKENDS, MatmulProblem
+from fp8kit.moe import operators
+from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
+from tiny_experts import tiny
 
 
 def model() -> nn.Sequential:
@@ -139,3 +145,130 @@ def test_a_gpu_names_its_tiles(scheme: str) -> None:
 
 def test_zero_rows_can_be_explained() -> None:
     assert fp8kit.explain(model(), m=0).entries[0][1].problem.m == 0
+
+
+def stack(scheme: str, **options: object) -> fp8kit.Fp8Experts:
+    torch.manual_seed(0)
+    shapes = (4, 256, 128), (4, 128, 128)
+    layer = fp8kit.Fp8Experts.from_dense(*(torch.randn(s) * 0.1 for s in shapes), scheme)
+    for name, value in options.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def test_experts_are_explained_like_layers(device: torch.device) -> None:
+    route = functools.partial(fp8kit.moe.route, top_k=2)
+    first, second = (stack("FP8_BLOCK", routing=route) for _ in range(2))
+    net = nn.ModuleDict({"a": first, "b": second, "c": nn.Linear(128, 128)}).to(device)
+    fp8kit.convert(net, include=["c"])
+    explanation = fp8kit.explain(net, m=5)
+    (_, _), (names, choice) = explanation.entries
+    assert names == ("a", "b")
+    problem = choice.problem
+    assert (problem.m, problem.experts, problem.top_k, problem.hidden) == (8, 4, 2, 128)
+    text = str(explanation).split("\n\n")[1]
+    assert "FP8_BLOCK: weights with scales per 128x128, activations per 1x128" in text
+    assert "between the products per 1x128" in text
+    if device.type == "cpu":
+        assert "hopper_experts declined: runs on cuda, not on cpu" in text
+        assert choice.backend == "by_expert"
+    entry = explanation.to_dict()[1]
+    assert list(entry["declined"]) == [n for n, *_ in MOE_BACKENDS if n != entry["backend"]]  # type: ignore[call-overload]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Collect the problems of experts that run."""
+    found: list[object] = []
+    real = operators.require
+    monkeypatch.setattr(operators, "require", lambda *a: (found.append(a[1]), real(*a))[1])
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"shared": 1}])
+def test_the_experts_problem_is_the_one_that_runs(
+    options: dict[str, object], seen: list[object]
+) -> None:
+    layer = stack("FP8_DYNAMIC", routing=functools.partial(fp8kit.moe.route, top_k=2), **options)
+    ((_, choice),) = fp8kit.explain(layer, m=3).entries
+    layer(torch.randn(3, 128), logits=torch.randn(3, 4 - int("shared" in options)))
+    assert seen == [choice.problem]
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss", "Llama4Text", "NemotronH"])
+def test_experts_of_transformers_are_explained_as_they_run(kind: str, seen: list[object]) -> None:
+    pytest.importorskip("transformers")
+    net = tiny(kind)
+    fp8kit.convert(net)
+    found = [c.problem for _, c in fp8kit.explain(net, m=16).entries]
+    with torch.no_grad():
+        net(torch.arange(16).view(1, -1))
+    assert set(seen) == {p for p in found if isinstance(p, ExpertsProblem)} != set()
+
+
+def test_experts_with_a_gate_of_their_own_are_explained_by_their_products() -> None:
+    layer = stack("FP8_DYNAMIC")
+    layer.stacks = dataclasses.replace(layer.stacks, activation=None)
+    entries = fp8kit.explain(nn.ModuleDict({"e": layer}), m=4).entries
+    assert [(names, c.problem.n, c.problem.m) for names, c in entries] == [
+        (("e.gate_up_proj",), 256, 4),
+        (("e.down_proj",), 128, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("MXFP8", "weights with scales per 1x32, activations per 1x32{}; emulated"),
+        ("MXFP8_EMULATED", "weights with scales per 1x32, activations per 1x32{}; emulated"),
+        ("MXFP8_ROW", "MXFP8 weights rebased to scales per row, activations per token"),
+        ("MXFP8_BLOCK", "rebased to scales per 128x128, activations per 1x128"),
+        ("FP8_WEIGHT_ONLY", "weights with scales per row, activations in 16 bit"),
+    ],
+)
+def test_the_numbers_and_the_form_of_mx_are_told(scheme: str, words: str) -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(128, 128), scheme)
+    assert f"{scheme}: " in str(fp8kit.explain(layer))
+    assert words.format("") in str(fp8kit.explain(layer))
+    between = ", between the products per 1x128"
+    assert words.format(between) in str(fp8kit.explain(stack(scheme)))
+
+
+def test_mx_weights_under_16_bit_activations_are_called_weight_only() -> None:
+    own = fp8kit.Scheme("own", fp8kit.MX, None)
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(128, 128), own)
+    assert "activations in 16 bit; weight-only" in str(fp8kit.explain(layer))
+
+
+def test_tensor_cores_of_blackwell_run_mx_natively(
+    describe_layers_as: Callable[[MatmulProblem], None],
+) -> None:
+    layer = fp8kit.Fp8Linear(4096, 4096, False, "MXFP8", device="meta", dtype=torch.bfloat16)
+    found = layer.problem(64)
+    describe_layers_as(dataclasses.replace(found, device_type="cuda", capability=(10, 0)))
+    assert "activations per 1x32; native" in str(fp8kit.explain(layer))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        ("MXFP8", "MXFP8 layers compute as MXFP8_ROW: MXFP8 weights rebased to scales per row"),
+        ("MXFP8_BLOCK", "MXFP8 weights rebased to scales per 128x128, activations per 1x128"),
+        ("MXFP8_EMULATED", "weights with scales per 1x32, activations per 1x32; no tensor core"),
+    ],
+)
+def test_a_plan_tells_the_numbers_of_every_form_of_mx(scheme: str, words: str) -> None:
+    assert words in str(fp8kit.plan(nn.Sequential(nn.Linear(128, 128)), scheme))
+
+
+def test_a_plan_for_blackwell_says_that_mx_is_native() -> None:
+    (told,) = mx_numbers("cuda", (10, 0), SCHEMES["MXFP8"], SCHEMES["MXFP8"])
+    assert "MXFP8 layers compute as MXFP8: weights with scales per 1x32" in told
+    assert "tensor cores multiply both natively" in told
+
+
+@pytest.mark.parametrize("word", ["emulation", "emulated"])
+def test_the_way_to_ask_for_emulation_is_named(word: str) -> None:
+    w = fp8kit.quantize(torch.randn(32, 64), fp8kit.MX, role="weight")
+    with pytest.raises(ValueError, match="scheme='MXFP8_EMULATED'"):
+        fp8kit.scaled_mm(fp8kit.quantize(torch.randn(2, 64), fp8kit.MX), w, backend=word)

@@ -45,7 +45,7 @@ def test_every_code_at_every_distance_keeps_its_value_or_is_rounded_once() -> No
     shifts = torch.log2(found.q.scale).int().flatten().tolist()
     data = found.q.data.view(torch.uint8).tolist()
     lost = 0
-    for row in range(0, 255, 3):
+    for row in range(255):
         ratio = Fraction(2) ** (row - 127 - shifts[row])
         anchor = Fraction(2) ** (200 - 127 - shifts[row])
         largest, lost = max(anchor, 448 * ratio), lost + (anchor != value_of(data[row][0]))
@@ -57,7 +57,7 @@ def test_every_code_at_every_distance_keeps_its_value_or_is_rounded_once() -> No
             assert abs(exact * ratio - held) <= Fraction(1, 1024), "half a smallest step"
             assert (exact * ratio * 512).denominator > 1 or exact * ratio == held
             lost += exact * ratio != held
-    counted = fp8kit.rebase(QTensor(q.data[::3], q.scale[::3], MX)).changed
+    counted = fp8kit.rebase(q).changed
     assert counted == lost > 0
 
 

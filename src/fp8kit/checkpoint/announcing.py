@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,9 +79,25 @@ def check_unknown(names: Sequence[str], target: str) -> None:
             teach(
                 f"{some_of(names)} are FP8 experts.",
                 "Transformers has no rule to load these: it would draw them at random.",
-                "Save with fp8kit.save(model, directory), which fp8kit.load reads, or exclude "
-                "these experts when converting.",
+                "Write for target='vllm', which fp8kit.save does by default and fp8kit.load reads, "
+                "or leave these experts in high precision.",
             )
+        )
+
+
+def tell_of_stacks(names: Sequence[str]) -> None:
+    """Warn of stacks of experts that are written whole, for ``fp8kit.load`` alone.
+
+    Args:
+        names: of the stacks; empty for nothing to tell.
+    """
+    if names:
+        warnings.warn(
+            f"{some_of(names)} are written as stacks of codes, which fp8kit.load reads and no "
+            "engine is known to: they have biases, gates that alternate with ups, a gate of their "
+            "own, or blocks that reach from gates into ups. For an engine, exclude these experts "
+            "when converting; convert_checkpoint writes them dense with unfit='dequantize'.",
+            stacklevel=4,
         )
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from fp8kit.checkpoint.announcing import check_unknown, tell_of_stacks
 from fp8kit.checkpoint.dialects import Dialect, scheme_of
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.schema.layers import Layer
@@ -86,7 +87,13 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
             continue
         if str(checkpoint.config.get("model_type")) == "gpt_oss":
             if layer.group != MX:
-                raise _interleaved(layer.name, "Keep this checkpoint as it is.")
+                raise CheckpointError(
+                    teach(
+                        f"{layer.name} interleaves the rows of two projections (GPT-OSS).",
+                        "No engine loads such experts in FP8 by a dialect that is written here.",
+                        "Keep this checkpoint as it is.",
+                    )
+                )
             yield Matrix(layer.name, layer.scheme, layer, 0, layer.shape[1])
             continue
         parent, _, last = layer.name.rpartition(".")
@@ -98,16 +105,6 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
                     named(parent, f"{expert}.{part}"), str(checkpoint.config.get("model_type"))
                 )
                 yield Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
-
-
-def _interleaved(name: str, remedy: str) -> CheckpointError:
-    return CheckpointError(
-        teach(
-            f"{name} interleaves the rows of two projections (GPT-OSS).",
-            "No engine loads such experts in FP8 by a dialect that is written here.",
-            remedy,
-        )
-    )
 
 
 def check_target(job: Translation, target: str, dense: list[str], unfit: str) -> None:
@@ -138,12 +135,9 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
             if m.scheme == SCHEMES["FP8_TENSOR"]:
                 job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
     stacks = [m for m in job.matrices if m.whole]
-    if stacks and unfit == "refuse":
-        raise _interleaved(
-            stacks[0].name,
-            "Pass unfit='dequantize' to write them in high precision, or a dialect instead of a "
-            "target for stacks of codes, which fp8kit.load reads.",
-        )
+    if unfit == "refuse":
+        check_unknown([m.name for m in stacks], target)
+        tell_of_stacks([m.name for m in stacks])
     if unfit == "dequantize":
         every, job.matrices = job.matrices, []
         names = {*dense, *(m.name for m in every)}
@@ -152,14 +146,15 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
             (job.matrices if fits else job.unfit).append(m)
         dense += [m.name for m in job.unfit]
     for scheme in {m.scheme for m in job.matrices}:
-        shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme}
+        shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme and not m.whole}
         check_layers(target, scheme, shapes, dense, dialect=job.dialect)
     if job.dialect.name == "compressed-tensors":
         if target == "vllm":
             _check_input_scales(job)
         if target == "transformers":
             _drop_input_scales(job)
-    odd = [m.name for m in job.matrices if experts_of(m.name) and not _EXPERT.fullmatch(m.name)]
+    single = [m.name for m in job.matrices if experts_of(m.name) and not m.whole]
+    odd = [name for name in single if not _EXPERT.fullmatch(name)]
     if odd:
         warnings.warn(
             f"{odd[0]} and {len(odd) - 1} more layers of experts have names that no engine is "

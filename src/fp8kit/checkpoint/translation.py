@@ -29,7 +29,7 @@ from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_chec
 from fp8kit.checkpoint.translated import Matrix, Translation, check_target, matrices_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
-from fp8kit.modules.mx_forms import LARGEST_CHANGE
+from fp8kit.modules.mx_forms import LARGEST_CHANGE, told_change
 from fp8kit.moe.arguments import stacked_scale
 from fp8kit.quantizers.rebase import rebase
 
@@ -64,7 +64,8 @@ def convert_checkpoint(
             all values; by default they stay MX. NVFP4 weights are quantized to it, by default to
             FP8_DYNAMIC, and a warning tells the error.
         unfit: what happens to layers that the target cannot load: ``"refuse"``, or
-            ``"dequantize"`` to write them in the model's high precision.
+            ``"dequantize"`` to write them in the model's high precision. Stacks of experts that no
+            engine loads (GPT-OSS) are written with a warning, as by ``fp8kit.save``.
         overwrite: replace a destination that is a checkpoint.
         max_shard_bytes: start a new file before this size is exceeded.
 
@@ -264,8 +265,7 @@ def _part(m: Matrix, codes: Tensor, scale: Tensor) -> QTensor:
         found = rebase(q, m.scheme.weight)
         if found.largest_change > LARGEST_CHANGE:
             warnings.warn(
-                f"{m.name}: one power of two per {m.scheme.weight} changed {found.changed} of "
-                f"{q.data.numel()} values, by {found.largest_change:.1e} at most.",
+                f"{m.name}: one power of two per {m.scheme.weight} changed {told_change([found])}.",
                 stacklevel=2,
             )
         scale = stacked_scale(found.q).contiguous() if m.whole else found.q.scale

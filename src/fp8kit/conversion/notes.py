@@ -13,10 +13,11 @@ from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.backends import choose
 from fp8kit.errors import teach
-from fp8kit.formats import MX, Scheme
+from fp8kit.formats import MX, SCHEMES, Scheme
 from fp8kit.matmul.problem import BACKENDS, DECODING, TIMED_DTYPES, linear_problem
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.mx_forms import MX_CORES
 
 UNTRIED_RULES = (
     "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
@@ -27,12 +28,26 @@ _FP8 = (Fp8Linear, ExpertTensors)
 _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 
 
-def rebased(device: torch.device, scheme: Scheme) -> str:
-    """Say how MX weights compute on a device that does not multiply them as they are."""
-    return (
-        f"On {device.type} {scheme} weights are rebased, which keeps nearly all values: one "
-        "power of two for each row, and activations quantized per token."
-    )
+def mx_numbers(
+    place: str, capability: tuple[int, int] | None, asked: Scheme, form: Scheme
+) -> list[str]:
+    """Say what numbers MX layers compute with on a device, and whether it multiplies MX itself.
+
+    Args:
+        place: type of the device.
+        capability: CUDA compute capability, ``None`` elsewhere.
+        asked: the scheme that was named.
+        form: the one that layers get.
+    """
+    if asked.stored != SCHEMES["MXFP8"]:
+        return []
+    if form.rebased:
+        how = "rebasing keeps nearly all values, and the report tells how many change"
+    elif capability is not None and capability >= MX_CORES:
+        how = "tensor cores multiply both natively"
+    else:
+        how = "no tensor core multiplies both, so that products are emulated, which saves no time"
+    return [f"On {place} {asked} layers compute as {form.numbers}; {how}."]
 
 
 def decoded_weights(

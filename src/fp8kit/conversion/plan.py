@@ -161,7 +161,8 @@ def plan(
     _check_arguments(model, calibrate)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     asked = native_scheme(scheme, device)
-    scheme = mx_forms.form_on(asked, capability(device))
+    cores = capability(device)
+    scheme = mx_forms.form_on(asked, cores)
     level, candidates = fusion.level(fuse), Candidates.of(model)
     named = candidates.named()
     include = _patterns("include", include, named)
@@ -169,7 +170,7 @@ def plan(
     dense = [name for name, module in modules if holds_matrix(module)]
     exclude = _patterns("exclude", exclude, named, dense)
     report = Report(str(asked), model_bytes_before=_model_bytes(model))
-    report.notes += [notes.rebased(device, asked)] if scheme != asked else []
+    report.notes += notes.mx_numbers(device.type, cores, asked, scheme)
     report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
     links = [] if isinstance(fuse, str) else fusion.user_links(model, fuse, calibrate)
     if level and can_share(scheme):

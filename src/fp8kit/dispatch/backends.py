@@ -24,6 +24,11 @@ from fp8kit.runtime.replay_cache import forget_choices
 # (name, path of its module, device types), the best first; no device types means any device
 BackendTable = tuple[tuple[str, str, tuple[str, ...]], ...]
 
+_EMULATED = (  # what was emulated is a matter of numbers, which schemes name
+    "Use scheme='MXFP8_EMULATED' for MX activations on a GPU without MX tensor cores. On one that "
+    "has them, backend='triton_gemm' decodes both operands; for experts 'triton_experts'."
+)
+
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Backend:
@@ -226,7 +231,9 @@ def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice
             teach(
                 f"Unknown backend {only!r}.",
                 f"Known are {names}.",
-                "Pass one of these or None." + did_you_mean(only, (name for name, *_ in table)),
+                _EMULATED
+                if only in ("emulation", "emulated")
+                else "Pass one of these or None." + did_you_mean(only, (n for n, *_ in table)),
             )
         )
     reasons = "\n".join(f"  {name}: {why}" for name, why in choice.declined)

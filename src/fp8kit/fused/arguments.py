@@ -29,7 +29,8 @@ class QuantizeOptions(TypedDict, total=False):
     ``dtype``: dtype of the codes, by default ``float8_e4m3fn``.
     ``scale``: static ``float32 [1, 1]``, only and always with ``TENSOR``.
     ``scale_ub``: ``float32`` scalar tensor that bounds amax from above before the division.
-    ``scale_rounding``: ``"exact"`` or ``"up"``; for ``MX`` ``"floor"`` or ``"up"``.
+    ``scale_rounding``: ``"exact"`` or ``"up"``, also named ``"ceil"``; for ``MX`` ``"floor"`` or
+    ``"up"``.
     ``scale_layout``: ``"row"``, or ``"column"`` for groups along a row.
     """
 

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from fp8kit.checkpoint import exporting
-from fp8kit.checkpoint.announcing import announce, check_unknown
+from fp8kit.checkpoint.announcing import announce, check_unknown, tell_of_stacks
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
-from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
 from fp8kit.modules.linear import Fp8Linear
@@ -83,7 +82,7 @@ def save(
         source = source or (known if known.name and known.is_dir() else None)
     check_unknown(exported.unknown, target)
     announced = announce(model, exported, target)
-    _tell_of_stacks(exported.whole)
+    tell_of_stacks(exported.whole)
     tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
     quantization = announced.config(exported.dense)
     return write_checkpoint(
@@ -233,17 +232,6 @@ def integration(name: str = "transformers") -> ModuleType:
             ),
             name=error.name,
         ) from error
-
-
-def _tell_of_stacks(whole: Sequence[str]) -> None:
-    if whole:
-        warnings.warn(
-            f"{some_of(whole)} are written as stacks of codes, which fp8kit.load reads and no "
-            "engine is known to: they have biases, gates that alternate with ups, a gate of their "
-            "own, or blocks that reach from gates into ups. Exclude these experts when converting "
-            "for an engine.",
-            stacklevel=3,
-        )
 
 
 def _bound_inputs(checkpoint: Checkpoint, model: nn.Module) -> None:

@@ -10,14 +10,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fp8kit.dispatch.device import capability
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, scale_dtype, stack_scale_shape
+from fp8kit.matmul.problem import m_bucket
 from fp8kit.modules.entries import quantize_weight, stored_entries, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
 from fp8kit.moe.activation import Activation
+from fp8kit.moe.problem import ExpertsProblem
+from fp8kit.ops.validation import default_rounding
 from fp8kit.quantizers.rebase import restore
 
 CALLS = ("routed", "sorted")
@@ -104,6 +108,21 @@ class ExpertTensors(nn.Module):
         """Return a stack as checkpoints hold it: a view, or the MX weights it was made of."""
         q, exponents = self.quantized(name), self.beside(name, "exponents")
         return q if exponents is None else restore(q, exponents.detach())
+
+    def problem(self, m: int, top_k: int) -> ExpertsProblem:
+        """Describe the layer for ``m`` tokens of ``top_k`` experts (see ``fp8kit.explain``)."""
+        (up, down), scheme = self.stacks.names, self.scheme
+        count, hidden, inner = self.codes(down).shape
+        place, static = self.codes(down).device, self.beside(up, "input_scale") is not None
+        rounding = default_rounding(scheme.activation, scheme.ue8m0)
+        return ExpertsProblem(
+            m_bucket(m * count if self.stacks.call == "sorted" else m), count, top_k, hidden, inner,
+            cast(Activation, self.stacks.activation), scheme.activation, scheme.weight,
+            self.compute_dtype, scheme.dtype, rounding, static,
+            self.beside(down, "input_scale") is not None,
+            getattr(self, "router_weight_on_input", False), getattr(self, "batch_invariant", False),
+            place.type, capability(place),
+        )  # fmt: skip
 
     def tensors(self) -> Iterator[tuple[str, str]]:
         """Name each stack with each of its tensors that are frozen."""

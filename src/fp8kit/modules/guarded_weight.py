@@ -7,10 +7,16 @@ copies, moves, views of the bytes, writing other codes, serialization, ``isinsta
 ``nn.Parameter``. What is derived from it without a cast (``detach()``, ``data``, ``t()``, parts,
 stacks) is guarded in turn. Attributes that are set, and changes in place, reach the Parameter.
 
+Torch's Python interface asks the view first. What passes that by (constructors such as
+``torch.tensor`` and ``asarray``, ``vmap``, ``torch.func``, scripts) meets it in the dispatcher.
+
 The module itself holds the plain Parameter, so nothing of this is seen, and nothing guarded, where
-tensors come from ``parameters()``, ``named_parameters()`` or ``state_dict()``, in the graph of a
-compiler, under a mode that makes fake tensors, and below torch's Python interface (C++ code,
-DLPack, a raw address).
+tensors come from ``parameters()``, ``named_parameters()``, ``state_dict()``, ``_parameters`` or
+``nn.Module.__getattr__(layer, "weight")``, in the graph of a compiler, and under a mode that makes
+fake tensors. Nor can bytes be guarded that leave torch: ``storage()`` and ``untyped_storage()``,
+DLPack, a raw address, integers that ``view`` makes of the codes. A copy that somebody makes a
+Parameter of (``nn.Parameter(layer.weight)``, ``deepcopy``) is plain, as are the shards of
+``fully_shard``.
 """
 
 from __future__ import annotations
@@ -66,6 +72,14 @@ _IN_PLACE = frozenset(
 _views: weakref.WeakValueDictionary[int, GuardedCodes] = weakref.WeakValueDictionary()
 
 
+class _BelowPython:
+    """What the dispatcher asks; hidden from compilers, to which a view that has it is no tensor."""
+
+    def __get__(self, _: Any, kind: Any = None) -> Any:
+        compiling = torch._guards.TracingContext.try_get() is not None
+        return Tensor.__torch_dispatch__ if compiling else kind.__torch_function__
+
+
 class GuardedCodes(Tensor):
     """FP8 codes that raise where they would be taken for numbers; see the module.
 
@@ -75,6 +89,8 @@ class GuardedCodes(Tensor):
         Traceback (most recent call last):
         fp8kit.errors.UnsupportedError: Code calls float on the weight of ...
     """
+
+    __torch_dispatch__ = _BelowPython()
 
     @staticmethod
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Any:
@@ -89,8 +105,10 @@ class GuardedCodes(Tensor):
     @_is_param.setter
     def _is_param(self, _: bool) -> None:
         # nn.Parameter(codes) ends here, and what it makes belongs to a module: a plain one
+        bare = plain(self)
         self.__dict__.clear()
         self.__class__ = nn.Parameter  # type: ignore[assignment]
+        torch._C._swap_tensor_impl(self, bare)
 
     def __getattr__(self, name: str) -> Any:
         """Look up what somebody hung on the Parameter."""
@@ -134,7 +152,9 @@ class GuardedCodes(Tensor):
         if name == "__iter__":
             return iter(args[0].unbind(0))
         taught = _is_taught(func)
-        if name in _NUMBERS or (not taught and _spoils(name, given)):
+        out = any(isinstance(t, GuardedCodes) for t in _tensors(kwargs.get("out")))
+        text = name == "__format__" and not args[0].dim()
+        if name in _NUMBERS or out or text or (not taught and _spoils(name, given)):
             raise _refused(name, owner)
         with torch._C.DisableTorchFunctionSubclass():
             try:
@@ -178,11 +198,8 @@ def guarded(parameter: Tensor, owner: str) -> Tensor:
 def plain(value: Any) -> Any:
     """Return what is guarded as it is, also in lists, tuples and dicts."""
     if isinstance(value, GuardedCodes):
-        codes = value.__dict__.get("_codes")
-        if codes is not None:
-            return codes
-        with torch._C.DisableTorchFunctionSubclass():
-            return value.as_subclass(Tensor)
+        own = value.__dict__
+        return own["_codes"] if "_codes" in own else own["_part"]
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -258,8 +275,9 @@ def _guarded(result: Any, originals: dict[int, Any], owner: str) -> Any:
             return originals[id(result)]
         if result.dtype not in FP8_FORMATS:
             return result
-        view = result.detach().as_subclass(GuardedCodes)
-        view.__dict__["_owner"] = owner
+        part = result.detach()
+        view = part.as_subclass(GuardedCodes)
+        view.__dict__.update(_part=part, _owner=owner)
         return view
     if isinstance(result, list | tuple):
         parts = [_guarded(r, originals, owner) for r in result]

@@ -2,7 +2,8 @@
 
 Their ``save_pretrained`` writes the ``state_dict`` and a config; of codes without a config they
 would make a dense model of wrong numbers. PEFT puts layers of its own around ours, and computes
-with their weights when it merges. A library that is not loaded is not touched.
+with their weights when it merges; torch's wrappers send or average them. A library that is not
+loaded is not touched.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _TOLD_BY = {
     "transformers.modeling_utils": "fp8kit.integrations.transformers_quantizer",
     "diffusers.models.modeling_utils": "fp8kit.integrations.diffusers",
     "peft.tuners.lora.model": "fp8kit.integrations.peft",
+    "torch.nn.parallel.distributed": "fp8kit.integrations.torch_wrappers",
+    "torch.distributed.fsdp.fully_sharded_data_parallel": "fp8kit.integrations.torch_wrappers",
 }
 _told: set[str] = set()
 # finds a quantization method in dictionaries of its own, and looks for no plugins

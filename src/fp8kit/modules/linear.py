@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import FP8_FORMATS, QTensor, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme, scale_dtype, scale_shape
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight as quantize_weight
@@ -26,11 +26,12 @@ from fp8kit.modules.parameters import (
     empty_exponents,
     frozen,
 )
+from fp8kit.modules.tracing import traced
 from fp8kit.ops import operators, validation
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import Options, ReplayCache
-from fp8kit.runtime.weight_hazards import version
+from fp8kit.runtime.weight_hazards import invalidate, version
 
 _is_compiling = torch.compiler.is_compiling  # bound once, as every call asks
 _FROZEN = ("weight", "weight_scale", "weight_exponents", "input_scale")
@@ -77,6 +78,7 @@ class Fp8Linear(nn.Linear):
     scale_ub: float | None = None
     _bound: Tensor | None = None  # scale_ub on the device of the weight
     form_note = ""  # why an MX weight has the form it has
+    place = ""  # among siblings whose input is known not to change: "first", "middle" or "last"
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
@@ -198,11 +200,10 @@ class Fp8Linear(nn.Linear):
             return y
         if self.original_weight is not None:
             follow_original(self)
+        if _is_compiling():
+            return traced(self, input)
         if self.shared is not None:
             return self.shared(self, input)
-        if _is_compiling():  # and would guard on the number of recordings
-            self.check_input(input)
-            return self.compute(input)
         inputs, constants, options = (input,), self.operands(), self._options
         y = self.replays.replay(operators.LINEAR, inputs, constants, options)
         if y is None:
@@ -253,10 +254,10 @@ class Fp8Linear(nn.Linear):
 
     def quantize_input(self, x: Tensor) -> RowCodes:
         """Quantize an input for ``multiply``, so that siblings can share it; no gradient flows."""
-        scheme, bound = self.scheme, self.operands()[4]
-        assert scheme.activation is not None
-        rounding = validation.default_rounding(scheme.activation, scheme.ue8m0)
-        return operators.quantize_rows(x, scheme.activation, scheme.dtype, rounding, None, bound)
+        codes, _, _, _, bound = self.operands()
+        group, _, rounding, *_ = self._options
+        assert group is not None
+        return operators.quantize_rows(x, GroupShape(*group), codes.dtype, rounding, None, bound)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Return a dense layer: the original weight if it was kept, else the dequantized one.
@@ -340,6 +341,8 @@ class Fp8Linear(nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Hold a plain Parameter, also where what ``layer.weight`` gave is assigned."""
+        if param is not None:
+            invalidate(param)  # fully_shard gathers weights past their counters of changes
         super().register_parameter(name, plain(param))
 
     def __prepare_scriptable__(self) -> None:

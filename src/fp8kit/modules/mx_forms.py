@@ -117,7 +117,7 @@ def _rebased(
 
 
 def told_change(weights: Iterable[Rebased]) -> str:
-    """Say how many values of weights changed, and by how much.
+    """Say how many values of weights changed, and by how much (see ``Rebased.largest_change``).
 
     Args:
         weights: of one layer.
@@ -125,4 +125,4 @@ def told_change(weights: Iterable[Rebased]) -> str:
     every = list(weights)
     changed, count = sum(x.changed for x in every), sum(x.q.data.numel() for x in every)
     largest = max(x.largest_change for x in every)
-    return f"{changed} of {count} values, by {largest:.1e} at most"
+    return f"{changed} of {count} values, in no row by more than {largest:.1e} of its groups' norms"

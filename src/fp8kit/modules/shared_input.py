@@ -83,8 +83,12 @@ class SharedInput:
         self.members = tuple(members)
         self.unchanging = unchanging
         self._forget()
-        for member in self.members:
+        for i, member in enumerate(self.members):
             member.shared = self
+            if unchanging:
+                member.place = "first" if i == 0 else "middle"
+        if unchanging:
+            self.members[-1].place = "last"
 
     @property
     def _pending(self) -> _Pending | None:
@@ -96,9 +100,6 @@ class SharedInput:
 
     def __call__(self, member: Fp8Linear, x: Tensor) -> Tensor:
         """Give the result of one member for ``x``, computing its siblings' along with the first."""
-        if torch.compiler.is_compiling():
-            member.check_input(x)
-            return self._trace(member, x)
         waiting = self._take(member, x)
         if waiting is not None:
             return waiting
@@ -129,27 +130,8 @@ class SharedInput:
     def _forget(self) -> None:
         self.replays = ReplayCache()
         self._local = _Local()
-        self._traced: tuple[Tensor, RowCodes] | None = None
         self._homes: dict[str, Any] = {}  # weak references to storages
         self._captured = False
-
-    def _trace(self, member: Fp8Linear, x: Tensor) -> Tensor:
-        """Compute a member in a graph. Inductor has no common subexpressions between kernels.
-
-        What is shared lives from the first sibling to the last within one trace, and is None again
-        at its end, so that the graph keeps no state. Changes of ``x`` go unseen while tracing.
-        """
-        if not (self.unchanging and _is_compiled()):
-            return member.compute(x)
-        if member is self.members[0]:
-            shared = x.shape[-1] > 0 and not self._trained(x) and self._alike()
-            self._traced = (x, member.quantize_input(x)) if shared else None
-        codes = None
-        if self._traced is not None and self._traced[0] is x:
-            codes = self._traced[1]
-        if member is self.members[-1]:
-            self._traced = None
-        return member.compute(x) if codes is None else member.multiply(codes)
 
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
         """Hand out a result that waits for exactly this call; nothing may have changed since."""
@@ -327,13 +309,6 @@ class SharedInput:
         first = parts[0].detach()
         rows = sum(p.shape[0] for p in parts)
         return first.new_empty(0).set_(memory, 0, (rows, *first.shape[1:]), first.stride())
-
-
-def _is_compiled() -> bool:
-    """Return whether ``torch.compile`` is tracing, and not ``torch.export``."""
-    # what is_exporting() returns; torch 2.11 folds that call to True in every trace
-    exporting = getattr(torch.compiler, "_is_exporting_flag", False)
-    return torch.compiler.is_dynamo_compiling() and not exporting
 
 
 def _with_own_storage(part: Tensor) -> Tensor:

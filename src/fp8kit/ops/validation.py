@@ -163,6 +163,7 @@ def check_out_dtype(dtype: torch.dtype) -> None:
 def check_rounding(rounding: str | None, group: GroupShape) -> str:
     """Resolve the scale rounding, refusing one that the granularity does not have."""
     legal = ("up", "floor") if group == MX else ("exact", "up")
+    rounding = "up" if rounding == "ceil" else rounding
     if rounding is not None and rounding not in legal:
         raise ValueError(
             teach(

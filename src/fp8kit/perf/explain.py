@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from torch import nn
 
-from fp8kit.dispatch.backends import Choice, choose
+from fp8kit.dispatch.backends import BackendTable, Choice, choose
 from fp8kit.errors import teach
-from fp8kit.matmul.problem import BACKENDS
+from fp8kit.formats import MX, Scheme
+from fp8kit.matmul.problem import BACKENDS, linear_problem
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
+from fp8kit.perf.warmup_experts import experts_of, pairs_of_a_token
 
 _SHOWN = 3  # notes of layers that share an entry
+_ALONE = "this layer"
+_Layer = Fp8Linear | ExpertTensors
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The choice made for each distinct matmul of a model.
+    """The choice made for each distinct matmul, and each distinct layer of experts, of a model.
 
     Args:
         entries: pairs of layer names and the choice they share.
-        notes: of layers with an MXFP8 weight by name: in which form they compute.
+        notes: of layers with an MXFP8 weight by name: why they compute in the form they have.
+        numbers: of all layers by name: scheme, scales, activations, and in which form MX runs.
     """
 
     entries: tuple[tuple[tuple[str, ...], Choice], ...]
     notes: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> list[dict[str, object]]:
         """Return everything as plain data for JSON."""
         return [
             {
                 "layers": list(names),
+                "numbers": self.numbers.get(names[0], ""),
                 "problem": str(choice.problem),
                 "backend": choice.backend,
                 "configuration": choice.configuration,
@@ -55,19 +63,26 @@ class Explanation:
 
     def _told(self, names: Sequence[str]) -> list[str]:
         notes = [f"  {n}: {self.notes[n]}" for n in names if n in self.notes]
-        more = len(notes) - _SHOWN
-        return notes[:_SHOWN] + ([f"  and {more} more layers like it"] if more > 0 else [])
+        more, numbers = len(notes) - _SHOWN, self.numbers.get(names[0])
+        return (
+            [f"  {numbers}"] * bool(numbers)
+            + notes[:_SHOWN]
+            + ([f"  and {more} more layers like it"] if more > 0 else [])
+        )
 
 
 def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
     """Tell which backend each FP8 layer uses for ``m`` rows, its expected time, and why no other.
 
-    Choices and times are of powers of two, to which ``m`` is rounded up, as are the tiles named.
-    The time is that of the layer alone with cold weights, from the measured table of the device;
-    joined siblings and fused producers are faster.
+    It also says what the numbers are: the scales of weights and activations, and whether MX weights
+    run natively, rebased, emulated or weight-only. Experts are explained for ``m`` tokens, each of
+    which takes as many as the model says, else up to 8; their times are not measured. Choices and
+    times are of powers of two, to which ``m`` is rounded up, as are the tiles named. The time is
+    that of the layer alone with cold weights, from the measured table of the device; joined
+    siblings and fused producers are faster.
 
     Args:
-        layer_or_model: an ``Fp8Linear``, or a module that holds some.
+        layer_or_model: an ``Fp8Linear``, FP8 experts, or a module that holds some.
         m: number of rows (tokens) of the input.
 
     Returns:
@@ -80,7 +95,7 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
     Example:
         >>> print(fp8kit.explain(model, m=1))
     """
-    if not isinstance(m, numbers.Integral):
+    if not isinstance(m, Integral):
         raise TypeError(
             teach(
                 f"Got m={m!r}.",
@@ -92,25 +107,57 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
         raise ValueError(
             teach(f"Got m={m}.", "A row count is not negative.", "Pass the number of tokens.")
         )
-    layers = [(n, mod) for n, mod in layer_or_model.named_modules() if isinstance(mod, Fp8Linear)]
-    if not layers:
+    asked = list(_asked(layer_or_model, m))
+    if not asked:
         raise ValueError(
             teach(
-                f"{type(layer_or_model).__name__} holds no Fp8Linear.",
+                f"{type(layer_or_model).__name__} holds no Fp8Linear and no FP8 experts.",
                 "There is a choice to explain only for FP8 layers.",
                 "Call fp8kit.convert(model) first.",
             )
         )
-    names: dict[Choice, list[str]] = {}
-    for name, layer in layers:
-        names.setdefault(choose(BACKENDS, layer.problem(m)), []).append(name or "this layer")
-    every = [
-        (n, mod)
-        for n, mod in layer_or_model.named_modules()
-        if isinstance(mod, (Fp8Linear, ExpertTensors))
-    ]
-    notes = {name or "this layer": layer.form_note for name, layer in every if layer.form_note}
-    return Explanation(tuple((tuple(found), choice) for choice, found in names.items()), notes)
+    names: dict[tuple[Choice, str], list[str]] = {}
+    notes, numbers = {}, {}
+    for name, layer, table, problem in asked:
+        choice = choose(table, problem)
+        numbers[name] = _numbers(layer.scheme, choice)
+        if layer.form_note:
+            notes[name] = layer.form_note
+        names.setdefault((choice, numbers[name]), []).append(name)
+    entries = tuple((tuple(found), choice) for (choice, _), found in names.items())
+    return Explanation(entries, notes, numbers)
+
+
+def _asked(model: nn.Module, m: int) -> Iterator[tuple[str, _Layer, BackendTable, object]]:
+    """Give each product of ``m`` tokens with the backends that are asked for it."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, Fp8Linear):
+            yield name or _ALONE, layer, BACKENDS, layer.problem(m)
+    for name, experts, taken in experts_of(model):
+        if experts.stacks.activation is not None:
+            most = pairs_of_a_token(experts, taken[-1])[0]
+            yield name or _ALONE, experts, MOE_BACKENDS, experts.problem(m, most)
+            continue
+        place, kind = experts.codes(experts.stacks.down).device, experts.compute_dtype
+        for own in experts.stacks.names:  # with the module's own gate between two products
+            n, k = experts.codes(own).shape[1:]
+            bias = experts.beside(own, "bias") is not None
+            product = linear_problem((n, k), experts.scheme, kind, place, bias, m)
+            yield f"{name}.{own}".lstrip("."), experts, BACKENDS, product
+
+
+def _numbers(scheme: Scheme, choice: Choice) -> str:
+    """Say what is multiplied, and of MX weights whether tensor cores read them as they are."""
+    told = scheme.numbers
+    if isinstance(choice.problem, ExpertsProblem) and choice.problem.x_group is not None:
+        between = "by a given scale" if choice.problem.static_intermediate else "per 1x128"
+        told += f", between the products {between}"
+    if scheme.weight != MX:
+        return told
+    if scheme.activation is None:
+        return f"{told}; weight-only, decoded as it is multiplied"
+    native = choice.backend == "torch_native"
+    return f"{told}; {'native' if native else 'emulated: both are decoded to be multiplied'}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -27,25 +27,34 @@ def run_experts(model: nn.Module, m: Sequence[int]) -> int:
         model: holds experts, or none.
         m: counts of tokens to expect.
     """
-    parents = {child: mod for mod in model.modules() for child in mod.children()}
     done, calls = set[object](), 0
-    for module in model.modules():
-        if not isinstance(module, ExpertTensors):
-            continue
-        near: list[nn.Module] = [module]
-        if module in parents:
-            near += [parents[module], *parents[module].children()]
-        for top_k in experts_per_token(module, near, model):
+    for _, module, taken in experts_of(model):
+        for top_k in taken:
             kind = (*_kind(module), top_k)
             if kind in done:
                 continue
             done.add(kind)
-            takes = _pairs_of_a_token(module, top_k)
+            takes = pairs_of_a_token(module, top_k)
             counts = (count for tokens in m for count in expert_counts(module, takes, tokens))
             for tokens in dict.fromkeys(counts):
                 _run(module, tokens, top_k)
                 calls += 1
     return calls
+
+
+def experts_of(model: nn.Module) -> Iterator[tuple[str, ExpertTensors, tuple[int, ...]]]:
+    """Give the FP8 experts of a model by name, with how many of them a token may take.
+
+    Args:
+        model: holds experts, or none.
+    """
+    parents = {child: mod for mod in model.modules() for child in mod.children()}
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertTensors):
+            near: list[nn.Module] = [module]
+            if module in parents:
+                near += [parents[module], *parents[module].children()]
+            yield name, module, experts_per_token(module, near, model)
 
 
 def experts_per_token(
@@ -88,8 +97,13 @@ def _routed(module: ExpertTensors) -> int:
     return module.expert_count
 
 
-def _pairs_of_a_token(module: ExpertTensors, top_k: int) -> tuple[int, ...]:
-    """Return the pairs of a token in each call: all, or routed and shared experts apart."""
+def pairs_of_a_token(module: ExpertTensors, top_k: int) -> tuple[int, ...]:
+    """Return the pairs of a token in each call: all, or routed and shared experts apart.
+
+    Args:
+        module: of experts.
+        top_k: experts that its router gives to a token.
+    """
     if isinstance(module, Fp8Experts) and module.shared:
         return (top_k + module.shared, top_k, module.shared)
     return (top_k,)

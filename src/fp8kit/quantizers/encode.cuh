@@ -19,12 +19,30 @@ __device__ __forceinline__ u32 in_block(u32 address, int rank) {
   return remote;
 }
 
+// A value of 16 bits, the lower ones of a word.
+template <int KIND_ = KIND>
 __device__ __forceinline__ float widen(u32 half_bits) {
-  if (KIND == BF16) return __uint_as_float(half_bits << 16);
+  if (KIND_ == BF16) return __uint_as_float(half_bits << 16);
   float value;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.f32.f16 %0, low;\n}"
       : "=f"(value) : "r"(half_bits));
   return value;
+}
+
+template <int KIND_>
+__device__ __forceinline__ float load_value(const void* values, long long at) {
+  return KIND_ == F32 ? ((const float*)values)[at] : widen<KIND_>(((const u16*)values)[at]);
+}
+
+// Two values of 16 bits.
+template <int KIND_ = KIND>
+__device__ __forceinline__ u32 narrow(float low, float high) {
+  u32 bits;
+  if (KIND_ == BF16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
 }
 
 // Magnitudes are ordered like their bits, with NaN above infinity; those of 16 bits come in pairs.
@@ -45,8 +63,10 @@ __device__ __forceinline__ u32 largest(const uint4 (&held)[VECTORS_]) {
   return KIND == F32 ? magnitude : max(magnitude & 0xffff, magnitude >> 16);
 }
 
+// The scale of a largest magnitude, which is the bits of a value.
+template <int KIND_ = KIND>
 __device__ __forceinline__ float scale_of(u32 magnitude, float min_scale) {
-  const float amax = KIND == F32 ? __uint_as_float(magnitude) : widen(magnitude);
+  const float amax = KIND_ == F32 ? __uint_as_float(magnitude) : widen<KIND_>(magnitude);
   const float scale = fmaxf(__fdiv_rn(amax, 448.0f), min_scale);
   return amax < __uint_as_float(0x7f800000) ? scale : __uint_as_float(0x7fc00000);
 }

@@ -157,8 +157,8 @@ def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool 
         (FP8 | {"weight_block_size": "big"}, "two positive integers"),
         (FP8 | {"ignored_layers": "lm_head"}, "a list of names"),
         (
-            FP8 | {"weight_block_size": [128, 128], "expert_dtype": "fp4"},
-            "FP4 experts are not read",
+            FP8 | {"weight_block_size": [128, 128], "expert_dtype": "fp6"},
+            "expert_dtype = 'fp6'",
         ),
         ({"quant_method": "mxfp8", "weight_block_size": [1, 16]}, r"\[1, 32\]"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "a positive number"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,73 +91,96 @@ def test_only_mx_weights_get_another_scheme(tmp_path: Path) -> None:
         fp8kit.convert_checkpoint(path, tmp_path / "c", scheme="FP8")
 
 
-def gpt_oss(path: Path) -> tuple[nn.Module, set[str]]:
-    """Write a tiny GPT-OSS with packed experts; return its dequantized model, names on disk."""
+def as_kernels_hold(tensor: Tensor) -> SimpleNamespace:
+    """Hold a tensor as the kernels of GPT-OSS do, K before N, in a layout that changes nothing."""
+    layout = SimpleNamespace(unswizzle_data=lambda data: data)
+    return SimpleNamespace(storage=SimpleNamespace(layout=layout, data=tensor.transpose(-1, -2)))
+
+
+def gpt_oss(path: Path) -> nn.Module:
+    """Let Transformers write a tiny GPT-OSS with packed experts; return its dense reading."""
     transformers = pytest.importorskip("transformers")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    quantizers = pytest.importorskip("transformers.quantizers.quantizer_mxfp4")
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
         vocab_size=64, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=16,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
         sliding_window=16, dtype="float32", pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
-    dense = transformers.GptOssForCausalLM(config).eval()
-    state = dict(dense.state_dict())
-    tensors = {}
-    for name in [n for n in state if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, k, n = state.pop(name).shape
-        pairs, exponents, values = packed(experts, n, k)
-        tensors[f"{name}_blocks"] = pairs.view(experts, n, k // 32, 16)
-        tensors[f"{name}_scales"] = exponents
-        dense.get_parameter(name).data.copy_(values.transpose(1, 2))
-        theirs = mxfp4.convert_moe_packed_tensors(
-            tensors[f"{name}_blocks"], exponents, dtype=torch.float32
-        )
-        assert torch.equal(theirs, values.transpose(1, 2))
-    tensors |= {n: t.contiguous().clone() for n, t in state.items()}
-    config.save_pretrained(path)
-    written = json.loads((path / "config.json").read_text())
-    written["architectures"] = ["GptOssForCausalLM"]
-    written["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router",
-                                   "model.embed_tokens", "lm_head"],
-    }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(written))
-    save_file(tensors, path / "model.safetensors")
-    return dense, set(tensors)
+    model, kinds = transformers.GptOssForCausalLM(config), transformers.Mxfp4Config
+    values = {}
+    for i, layer in enumerate(model.model.layers):
+        experts = mxfp4.Mxfp4GptOssExperts(config)
+        for name in ("gate_up_proj", "down_proj"):
+            count, k, n = getattr(layer.mlp.experts, name).shape
+            pairs, exponents, weight = packed(count, n, k)
+            values[f"model.layers.{i}.mlp.experts.{name}"] = weight.transpose(1, 2)
+            delattr(experts, name)
+            setattr(experts, name, as_kernels_hold(pairs))
+            held = SimpleNamespace(weight_scale=as_kernels_hold(exponents))
+            setattr(experts, f"{name}_precision_config", held)
+            getattr(experts, f"{name}_bias").data.normal_(std=0.1)
+        layer.mlp = mxfp4.Mxfp4GptOssMLP(layer.mlp.router, experts)
+    model.config.quantization_config = kinds()
+    model.hf_quantizer = quantizers.Mxfp4HfQuantizer(kinds(), pre_quantized=True)
+    model.save_pretrained(path)
+    dense = transformers.GptOssForCausalLM.from_pretrained(
+        path, quantization_config=kinds(dequantize=True)
+    )
+    for name, weight in values.items():
+        assert torch.equal(dense.get_parameter(name), weight)
+    return dense.eval()
 
 
 def test_experts_of_gpt_oss_give_the_logits_of_their_values(tmp_path: Path) -> None:
     path = tmp_path / "gpt-oss"
-    dense, tensors = gpt_oss(path)
-    model = fp8kit.load(path)
+    dense, model = gpt_oss(path), fp8kit.load(path)
+    tokens = torch.randint(0, 64, (4, 16))
+    with torch.no_grad():
+        wanted, found = dense(tokens).logits, model(tokens).logits
+    least, most = activation_noise(layers=2)
+    assert least < relative_error(found, wanted) < most
     for name, module in model.named_modules():
         if isinstance(module, ExpertTensors):
             assert module.scheme.name == "MXFP8_ROW"
             for stack in module.stacks.names:
                 values = dense.get_parameter(f"{name}.{stack}").transpose(1, 2)
                 assert torch.equal(fp8kit.dequantize(module.quantized(stack)), values)
-    others = set(dict(dense.named_parameters())) & tensors
-    for name in others:
-        assert torch.equal(model.get_parameter(name), dense.get_parameter(name)), name
-    tokens = torch.randint(0, 64, (4, 16))
+            module.to_dense()
+    for name, parameter in dense.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
     with torch.no_grad():
-        error = relative_error(model(tokens).logits, dense(tokens).logits)
-    least, most = activation_noise(layers=2)
-    assert least < error < most
+        assert_bits_equal(model(tokens).logits, wanted)
+
+
+def test_experts_of_gpt_oss_are_exact_under_16_bit_activations(tmp_path: Path) -> None:
+    """Nothing but fp32 sums, in another order at most, stands between the two models."""
+    dense = gpt_oss(tmp_path / "a")
+    how = {"scheme": "FP8_WEIGHT_ONLY", "dialect": "compressed-tensors"}
+    fp8kit.convert_checkpoint(tmp_path / "a", tmp_path / "b", **how)
+    model, tokens = fp8kit.load(tmp_path / "b"), torch.randint(0, 64, (4, 16))
+    schemes = {m.scheme.name for m in model.modules() if isinstance(m, ExpertTensors)}
+    assert schemes == {"FP8_WEIGHT_ONLY"}
+    with torch.no_grad():
+        assert relative_error(model(tokens).logits, dense(tokens).logits) < 2**-20
 
 
 def test_experts_of_gpt_oss_are_written_whole_or_in_high_precision(tmp_path: Path) -> None:
     path = tmp_path / "gpt-oss"
-    dense, _ = gpt_oss(path)
-    with pytest.raises(fp8kit.CheckpointError, match="No engine loads such experts"):
-        fp8kit.convert_checkpoint(path, tmp_path / "b", scheme="FP8_DYNAMIC")
+    dense = gpt_oss(path)
     with pytest.raises(fp8kit.CheckpointError, match="Something has to stay FP8"):
         fp8kit.convert_checkpoint(path, tmp_path / "b", unfit="dequantize")
-    for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
-        place = tmp_path / scheme
-        fp8kit.convert_checkpoint(path, place, dialect="compressed-tensors", scheme=scheme)
+    ways = (
+        {"dialect": "compressed-tensors"}, {"target": "vllm"}, {"target": "sglang"}, {}
+    )  # fmt: skip
+    for way, scheme in itertools.product(ways, ("FP8_DYNAMIC", "FP8_BLOCK")):
+        place = tmp_path / f"{scheme}{len(list(tmp_path.iterdir()))}"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            fp8kit.convert_checkpoint(path, place, scheme=scheme, **way)
+        said = ["stacks of codes, which fp8kit.load reads" in str(w.message) for w in told]
+        assert said == ([] if "dialect" in way else [True])
         model = fp8kit.load(place)
         found = {n: m for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
         assert {m.scheme.name for m in found.values()} == {scheme}
@@ -162,6 +188,25 @@ def test_experts_of_gpt_oss_are_written_whole_or_in_high_precision(tmp_path: Pat
             for stack in module.stacks.names:
                 values = dense.get_parameter(f"{name}.{stack}").transpose(1, 2)
                 assert torch.equal(fp8kit.dequantize(module.quantized(stack)), values)
+
+
+@pytest.mark.parametrize("target", ["vllm", "sglang", "transformers"])
+def test_saving_and_converting_gpt_oss_agree(target: str, tmp_path: Path) -> None:
+    gpt_oss(tmp_path / "a")
+    model = fp8kit.load(tmp_path / "a")
+    for i, write in enumerate((
+        lambda place: fp8kit.save(model, place, target=target),
+        lambda place: fp8kit.convert_checkpoint(tmp_path / "a", place, target=target),
+    )):  # fmt: skip
+        if target == "transformers":
+            with pytest.raises(fp8kit.CheckpointError, match="would draw them at random"):
+                write(tmp_path / f"b{i}")
+            continue
+        with pytest.warns(UserWarning, match="stacks of codes, which fp8kit.load reads"):
+            write(tmp_path / f"b{i}")
+        found = fp8kit.load(tmp_path / f"b{i}").state_dict()
+        for name, tensor in model.state_dict().items():
+            assert_bits_equal(found[name], tensor)
 
 
 @pytest.mark.parametrize("four", ["mxfp4", "nvfp4"])
@@ -207,3 +252,94 @@ def test_packed_single_experts_become_fp8_experts(four: str, tmp_path: Path) -> 
             assert_bits_equal(found, wanted)
         else:
             assert 0 < relative_error(found, wanted) < 1.5 * ONE_OPERAND
+
+
+def deepseek_v4(path: Path, scale: str) -> None:
+    """Write a tiny DeepSeek V4 under the names of its makers: FP4 experts, the rest in blocks."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.DeepseekV4Config(
+        vocab_size=64, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, head_dim=64,
+        moe_intermediate_size=128, n_routed_experts=4, num_experts_per_tok=2, q_lora_rank=128,
+        o_lora_rank=128, o_groups=1, qk_rope_head_dim=32, num_key_value_heads=1,
+    )  # fmt: skip
+    model = transformers.DeepseekV4ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path)
+    tensors = {}
+    for own, tensor in load_file(path / "model.safetensors").items():
+        name = own.removeprefix("model.").replace("embed_tokens", "embed")
+        layer = name.rpartition(".")[0]
+        tensors[name] = tensor
+        if ".ffn.experts." in name:
+            pairs, exponents, _ = packed(*tensor.shape)
+            tensors[name] = pairs.view(torch.int8)
+        elif V4_LAYER.search(name) and "compressor" not in name:
+            q = fp8kit.quantize(tensor, fp8kit.BLOCK, scale_rounding="up", role="weight")
+            tensors[name], exponents = q.data, (torch.log2(q.scale) + 127).to(torch.uint8)
+        else:
+            continue
+        tensors[f"{layer}.{scale}"] = exponents.view(torch.float8_e8m0fnu)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+    fp8 |= {"activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    written = json.loads((path / "config.json").read_text())
+    written |= {"expert_dtype": "fp4", "quantization_config": fp8}
+    (path / "config.json").write_text(json.dumps(written))
+
+
+V4_LAYER = re.compile(r"\.(wq_[ab]|wkv|wo_[ab]|w[123])\.weight$")
+
+
+@pytest.mark.parametrize("scale", ["scale", "weight_scale_inv"])
+def test_fp4_experts_of_deepseek_v4_are_read_beside_fp8_blocks(scale: str, tmp_path: Path) -> None:
+    path = tmp_path / "v4"
+    deepseek_v4(path, scale)
+    found = open_checkpoint(path)
+    assert not found.problems
+    schemes = {n: layer.scheme.name for n, layer in found.layers.items()}
+    assert {s for n, s in schemes.items() if ".experts." in n} == {"MXFP8"}
+    assert {s for n, s in schemes.items() if ".experts." not in n} == {"FP8_BLOCK_UE8M0"}
+    transformers = pytest.importorskip("transformers")
+    dense = transformers.AutoModelForCausalLM.from_pretrained(
+        path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # wo_a is no plain linear layer, and is decoded
+        model = fp8kit.load(path)
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
+    assert [m.scheme.name for m in experts.values()] == ["MXFP8_ROW"] * 2
+    for name, module in experts.items():
+        for stack in module.stacks.names:
+            values = fp8kit.dequantize(module.quantized(stack), torch.bfloat16)
+            assert_bits_equal(values, dense.get_parameter(f"{name}.{stack}").detach())
+    for name, layer in model.named_modules():
+        if isinstance(layer, fp8kit.Fp8Linear):
+            assert layer.scheme.name == "FP8_BLOCK_UE8M0"
+            weight = layer.to_linear(torch.bfloat16).weight
+            assert_bits_equal(weight.detach(), dense.get_parameter(f"{name}.weight").detach())
+    assert model(torch.arange(16).view(1, -1)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("four", ["MXFP4", "NVFP4"])
+@pytest.mark.parametrize(
+    ("codes", "scale"),
+    [
+        (".weight_packed", ".weight_scale"), ("_packed", "_scale"), (".weight", ".weight_scale"),
+        ("", "_weight_scale"), ("", "_scale_inv"),
+    ],
+)  # fmt: skip
+def test_stacks_of_fp4_in_other_layouts_are_refused_by_name(
+    codes: str, scale: str, four: str, tmp_path: Path
+) -> None:
+    pairs, exponents, _ = packed(4, 32, 64)
+    groups = torch.rand(4, 32, 4).to(torch.float8_e4m3fn)
+    tensors = {f"experts.up_proj{codes}": pairs}
+    tensors[f"experts.up_proj{scale}"] = exponents if four == "MXFP4" else groups
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CT}))
+    with pytest.raises(fp8kit.CheckpointError) as error:
+        fp8kit.load(tmp_path, nn.ModuleDict({"experts": nn.Linear(64, 32)}))
+    said = str(error.value)
+    assert f"experts.up_proj{codes} is a stack [4, 32, 64] of {four} codes" in said
+    assert "Stacks of FP4 are read as X_blocks [E, N, K / 32, 16] with X_scales" in said
+    assert "one matrix per expert" in said

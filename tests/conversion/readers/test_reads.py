@@ -6,6 +6,7 @@ What no code of the model shows raises when it happens: ``tests/modules/test_gua
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +150,55 @@ def keywords(self: Any, x: Tensor) -> Tensor:
     return multiplied(x, **options)
 
 
+def matched(self: Any, x: Tensor) -> Tensor:
+    match self.proj:
+        case nn.Linear() as layer:
+            return F.linear(x, layer.weight.to(x.dtype))
+    return x
+
+
+def matched_attribute(self: Any, x: Tensor) -> Tensor:
+    match self.proj:
+        case nn.Linear(weight=w):
+            return F.linear(x, w.to(x.dtype))
+    return x
+
+
+def matched_parts(self: Any, x: Tensor) -> Tensor:
+    match (self.proj, self.other):
+        case (layer, *_) if x.numel():
+            return F.linear(x, layer.weight.to(x.dtype))
+    return x
+
+
+def turned(self: Any, x: Tensor) -> Tensor:
+    turns = 0
+    while turns < 2:
+        x, turns = F.linear(x, self.proj.weight.to(x.dtype)), turns + 1
+    return x
+
+
+def applied(self: Any, x: Tensor) -> Tensor:
+    weights: list[Tensor] = []
+    self.proj.apply(lambda module: weights.append(module.weight))
+    return F.linear(x, weights[0].to(x.dtype))
+
+
+def applied_to_all(self: Any, x: Tensor) -> Tensor:
+    def take(module: nn.Module) -> None:
+        if module is self.proj:
+            weights.append(module.weight)
+
+    weights: list[Any] = []
+    self.apply(take)
+    return F.linear(x, weights[0].to(x.dtype))
+
+
+def got(self: Any, x: Tensor) -> Tensor:
+    weight, bias = operator.attrgetter("weight", "bias")(self.proj)
+    return F.linear(x, weight.to(x.dtype), bias)
+
+
 FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "F.linear": lambda self, x: F.linear(x, self.proj.weight),
     "matmul": lambda self, x: x @ self.proj.weight.t(),
@@ -180,6 +230,31 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "embedding": lambda self, x: F.embedding(torch.arange(3), self.proj.weight).to(x.dtype),
     "dtype": lambda self, x: self.proj(x.to(self.proj.weight.dtype)),
     "getattr": lambda self, x: F.linear(x, getattr(self.proj, "weight").to(x.dtype)),  # noqa: B009
+    "__getattr__": lambda self, x: self.proj.__getattr__("weight").to(x.dtype) @ x.T,
+    "nn.Module.__getattr__": lambda self, x: F.linear(
+        x, nn.Module.__getattr__(self.proj, "weight").to(x.dtype)
+    ),
+    "object.__getattribute__": lambda self, x: F.linear(
+        x, object.__getattribute__(self.proj, "_parameters")["weight"].to(x.dtype)
+    ),
+    "__dict__": lambda self, x: F.linear(
+        x, self.proj.__dict__["_parameters"]["weight"].to(x.dtype)
+    ),
+    "get_parameter": lambda self, x: F.linear(x, self.proj.get_parameter("weight").to(x.dtype)),
+    "get_parameter of the holder": lambda self, x: F.linear(
+        x, self.get_parameter("proj.weight").to(x.dtype)
+    ),
+    "attrgetter": lambda self, x: operator.attrgetter("weight")(self.proj).to(x.dtype) @ x.T,
+    "attrgetter of a path": lambda self, x: F.linear(
+        x, operator.attrgetter("proj.weight")(self).to(x.dtype)
+    ),
+    "map of an attrgetter": lambda self, x: F.linear(
+        x, next(map(operator.attrgetter("weight"), [self.proj])).to(x.dtype)
+    ),
+    "partial of getattr": lambda self, x: F.linear(
+        x, functools.partial(getattr, self.proj)("weight").to(x.dtype)
+    ),
+    "comprehension": lambda self, x: sum([layer.weight.float() @ x.T for layer in [self.proj]]),
     "getattr of the layer": lambda self, x: weighed(getattr(self, "proj"), x),  # noqa: B009
     "computed name": lambda self, x: weighed(getattr(self, "pr" + "oj"), x),
     "state_dict": lambda self, x: F.linear(x, self.proj.state_dict()["weight"].to(x.dtype)),
@@ -215,6 +290,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
         for f in (
             *(nested, local, by_layer, copied, loop, zipped, walked, collected, orthogonal),
             *(standardized, recomputed, walrus, unpacked, keywords),
+            *(matched, matched_attribute, matched_parts, turned, applied, applied_to_all, got),
         )
     },
 }
@@ -249,8 +325,78 @@ def test_the_bound_helper_of_a_holder_keeps_its_dense_layer() -> None:
     torch.testing.assert_close(model(x), expected)
 
 
+class Hook:
+    def __call__(self, module: Any, args: Any, result: Tensor) -> Tensor:
+        return F.linear(args[0], module.weight.to(args[0].dtype))
+
+    def method(self, module: Any, args: Any, result: Tensor) -> Tensor:
+        return self(module, args, result)
+
+
+def before(module: Any, args: Any) -> Any:
+    return (args[0] * module.weight.float().norm(),)
+
+
+def after_the_holder(module: Any, args: Any, result: Tensor) -> Tensor:
+    return result + module.proj.weight.float().norm()
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "before": lambda m: m.proj.register_forward_pre_hook(before),
+    "object": lambda m: m.proj.register_forward_hook(Hook()),
+    "method": lambda m: m.proj.register_forward_hook(Hook().method),
+    "partial": lambda m: m.proj.register_forward_hook(functools.partial(Hook.__call__, Hook())),
+    "lambda": lambda m: m.proj.register_forward_hook(lambda own, args, y: y * own.weight[0, 0]),
+    "holder": lambda m: m.register_forward_hook(after_the_holder),
+    "closure": lambda m: m.other.register_forward_hook(lambda own, args, y: y + m.proj.weight),
+    "backward": lambda m: m.proj.register_full_backward_hook(
+        lambda own, given, grads: (grads[0] @ own.weight.float(),)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_layers_whose_weight_hooks_read_stay_dense(name: str) -> None:
+    model = holder(lambda self, x: self.other(self.proj(x)))
+    HOOKS[name](model)
+    report = fp8kit.convert(model)
+    kept = {r.name: r.reason for r in report.skipped if r.name in ("proj", "other")}
+    assert list(kept) == ["proj"]
+    assert READS in kept["proj"]
+
+
+def test_hooks_that_read_no_weight_leave_no_layer_dense() -> None:
+    model = holder(lambda self, x: self.other(self.proj(x)))
+    model.proj.register_forward_hook(lambda own, args, y: y * own.weight.shape[0])
+    model.register_forward_pre_hook(lambda own, args: (args[0].to(own.proj.weight.device),))
+    assert len(fp8kit.convert(model).converted) == 5
+
+
+UNSEEN: dict[str, Callable[[Any, Tensor], Any]] = {
+    "eval": lambda self, x: eval("self.proj.weight.to(x.dtype)"),
+    "exec": lambda self, x: exec("self.proj.weight.to(x.dtype)"),
+    "methodcaller": lambda self, x: operator.methodcaller("get_parameter", "weight")(self.proj).to(
+        x.dtype
+    ),
+    "default": lambda self, x: (lambda w=self.proj.weight: w.to(x.dtype))(),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_is_not_followed_raises_when_it_runs(name: str) -> None:
+    model = holder(UNSEEN[name])
+    fp8kit.convert(model)
+    with pytest.raises(fp8kit.UnsupportedError, match="Call the layer instead"):
+        model(torch.randn(3, SIZE))
+
+
 HARMLESS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "call": lambda self, x: self.proj(x),
+    "getattr": lambda self, x: nn.Module.__getattr__(self, "proj")(x),
+    "attrgetter": lambda self, x: operator.attrgetter("proj")(self)(x),
+    "apply": lambda self, x: (
+        self.apply(lambda module: module.weight.shape).proj(x) if not x.numel() else self.proj(x)
+    ),
     "device": lambda self, x: self.proj(x.to(self.proj.weight.device)),
     "shape": lambda self, x: self.proj(x) * self.proj.weight.shape[0],
     "size": lambda self, x: self.proj(x) * self.proj.weight.size(1) * self.proj.weight.ndim,

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import pytest
 import torch
 
+import launches
 from fp8kit.matmul.hopper.tile_config import TILE_K
 from fp8kit.moe.hopper import products
-from fp8kit.moe.hopper.tile_config import GroupedConfig, Products
-from fp8kit.runtime import cuda_launch
+from fp8kit.moe.hopper.tile_config import GroupedConfig
 from grouped_configs import CONFIGS, label
-
-
-class Tile(NamedTuple):
-    """The arguments of ``byte_tile_map`` but for the address."""
-
-    rows: int
-    cols: int
-    pitch: int
-    tile_rows: int
-    tile_cols: int
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["gates then ups", "interleaved"])
@@ -29,16 +17,11 @@ class Tile(NamedTuple):
 def test_two_loads_of_weights_fill_a_stage(
     config: GroupedConfig, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def noted(address: int, *tile: int) -> Any:
-        return address, Tile(*tile)
-
-    monkeypatch.setattr(cuda_launch, "byte_tile_map", noted)
+    launches.fake_maps(monkeypatch)
     data = torch.empty(3, 512, 256, dtype=torch.uint8)
-    maps = products._weight_maps(data, step, config)
-    assert [place - data.data_ptr() for place, _ in maps] == [0, 256 * (step - 1)]
-    for _, tile in maps:
-        assert tile == (3 * 512 // step, 256, 256 * step, config.half_rows, TILE_K)
+    first, second = products.weight_maps(data, step, config)
+    assert (first[0], second[0]) == (data.data_ptr(), data.data_ptr() + 256 * (step - 1))
+    assert first[1:] == second[1:] == (3 * 512 // step, 256, 256 * step, *first[4:])
+    rows, bytes_of_row = first[4:]
     tokens = config.tokens * TILE_K * (2 if config.narrow else 1)
-    stages = config.stages(Products.BOTH)
-    ring = config.smem_bytes(Products.BOTH, False) - config._epilogue_bytes(Products.BOTH)
-    assert sum(tile.tile_rows * tile.tile_cols for _, tile in maps) == ring // stages - tokens
+    assert 2 * rows * bytes_of_row + tokens == config.stage_bytes(token_groups=False)

@@ -1,9 +1,10 @@
 """``fp8`` with ``weight_scale_inv``: DeepSeek, Transformers' finegrained FP8, Mistral on the hub.
 
 The name says inverse, the value multiplies. ``scale_fmt: ue8m0`` makes scales powers of two, kept
-in F32 (DeepSeek V3.1) or as E8M0 under the name ``scale`` (V4). ``weight_block_size: null`` is one
-scale per tensor, then with ``activation_scale`` if ``activation_scheme`` is static. AutoRound's
-``auto_round:fp8`` packs weights alike.
+in F32 (DeepSeek V3.1) or as E8M0 under the name ``scale`` (V4, whose experts may be FP4 with a
+scale for every 32 columns, read as MXFP8). ``weight_block_size: null`` is one scale per tensor,
+then with ``activation_scale`` if ``activation_scheme`` is static. AutoRound's ``auto_round:fp8``
+packs weights alike.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from fp8kit.checkpoint.dialects.base import (
     Source,
     Spec,
     block_shape,
-    broken,
     choice,
     listed,
     strings,
 )
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import BLOCK, TENSOR, GroupShape
+from fp8kit.formats import BLOCK, MX, TENSOR, GroupShape, scale_shape
+
+_BYTES = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def _detect(source: Source) -> bool:
@@ -45,11 +47,17 @@ def _detect(source: Source) -> bool:
 def _parse(source: Source) -> Announcement:
     found = source.quantization
     numbers = fp8_numbers(found)
-    if found.get("expert_dtype") not in (None, "fp8"):
-        raise broken("expert_dtype", found["expert_dtype"], "'fp8': FP4 experts are not read")
-    return Announcement(
-        lambda _: numbers, strings(found, "ignored_layers", "modules_to_not_convert")
-    )
+    choice(found, "expert_dtype", ("fp8", "fp4", None))
+    ignore = strings(found, "ignored_layers", "modules_to_not_convert")
+    return Announcement(lambda n: Numbers(MX, MX) if _is_mx(n, source) else numbers, ignore)
+
+
+def _is_mx(layer: str, source: Source) -> bool:
+    """Return whether a layer is an FP4 expert of DeepSeek V4, which was unpacked to MX."""
+    shape = source.kinds.get(f"{layer}.weight", (None, ()))[1]
+    scales = (source.kinds.get(f"{layer}.{kind}") for kind in ("scale", "weight_scale_inv"))
+    wanted = {(dtype, scale_shape(shape, MX)) for dtype in _BYTES} if shape else set()
+    return any(scale in wanted for scale in scales)
 
 
 def fp8_numbers(found: JsonObject) -> Numbers:

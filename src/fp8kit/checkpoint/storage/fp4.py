@@ -14,10 +14,16 @@ import torch
 from torch import Tensor
 
 from fp8kit.checkpoint.storage.headers import TensorInfo
+from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX
 
 _CODES = torch.float8_e4m3fn
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, in the order of the codes
+
+_PACKED = (torch.uint8, torch.int8)
+_OF_STACKS = (".weight_scale", "_scale", "_scales", "_scale_inv", "_weight_scale")
+# names of a matrix of bytes, and those of its exponents
+_BESIDE = {"weight_packed": ("weight_scale",), "weight": ("scale", "weight_scale_inv")}
 
 
 def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -25,10 +31,14 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
     GPT-OSS stacks experts as ``X_blocks [E, N, K / 32, 16]`` beside ``X_scales``; its model holds
     them as ``X [E, K, N]``, which is what they become. compressed-tensors packs a matrix as
-    ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``.
+    ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``; DeepSeek V4 as ``X.weight`` of int8
+    beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers' name.
 
     Args:
         tensors: name on disk of each tensor to where it is.
+
+    Raises:
+        CheckpointError: for stacks of FP4 matrices in another layout.
 
     Example:
         >>> sorted(unpacked(tensors))
@@ -42,11 +52,16 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             shape = (experts, groups * MX.cols, rows)
             found[stack] = replace(found.pop(name), dtype=_CODES, shape=shape, packed=True)
             found[f"{stack}_scale"] = found.pop(f"{stack}_scales")
-        layer = name.removesuffix(".weight_packed")
-        if layer != name and _is_matrix(info, tensors.get(f"{layer}.weight_scale")):
+        layer, _, kind = name.rpartition(".")
+        if any(
+            _is_matrix(info, tensors.get(f"{layer}.{beside}")) for beside in _BESIDE.get(kind, ())
+        ):
             sides = (info.shape[0], 2 * info.shape[1])
             held = replace(found.pop(name), dtype=_CODES, shape=sides, packed=True)
             found[f"{layer}.weight"] = held
+    for name, info in found.items():
+        if info.dtype in _PACKED and len(info.shape) == 3:
+            _refuse_stack(name, info, found)
     return found
 
 
@@ -81,7 +96,7 @@ def _are_blocks(blocks: TensorInfo, scales: TensorInfo | None) -> bool:
 
 
 def _is_matrix(packed: TensorInfo, scales: TensorInfo | None) -> bool:
-    if packed.dtype != torch.uint8 or len(packed.shape) != 2 or scales is None:
+    if packed.dtype not in _PACKED or len(packed.shape) != 2 or scales is None:
         return False
     rows, half = packed.shape
     return half % 16 == 0 and _bytes_of(scales, (rows, half // 16))
@@ -89,3 +104,20 @@ def _is_matrix(packed: TensorInfo, scales: TensorInfo | None) -> bool:
 
 def _bytes_of(scales: TensorInfo, shape: tuple[int, ...]) -> bool:
     return scales.dtype in (torch.uint8, torch.float8_e8m0fnu) and scales.shape == shape
+
+
+def _refuse_stack(name: str, codes: TensorInfo, tensors: Mapping[str, TensorInfo]) -> None:
+    *stack, half = codes.shape
+    layer = name.removesuffix("_packed").removesuffix(".weight")
+    for scale in filter(None, (tensors.get(layer + ending) for ending in _OF_STACKS)):
+        nv = scale.dtype == torch.float8_e4m3fn and scale.shape == (*stack, half // 8)
+        if nv or _bytes_of(scale, (*stack, half // 16)):
+            raise CheckpointError(
+                teach(
+                    f"{name} is a stack {[*stack, 2 * half]} of {'NV' if nv else 'MX'}FP4 codes.",
+                    "Stacks of FP4 are read as X_blocks [E, N, K / 32, 16] with X_scales, as "
+                    "GPT-OSS is published; others as one matrix per expert.",
+                    "Export the model with one matrix per expert (experts.0.up_proj...), as "
+                    "llm-compressor and ModelOpt do.",
+                )
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import operator
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from fp8kit.conversion.readers.values import (
     closure,
     constant,
     elements,
+    held_by,
     leaves,
     parameters_of,
     united,
@@ -78,8 +80,7 @@ class Calls(Expressions):
             known, attribute = constant(args[1])
             if known:
                 return True, united(self.attribute(args[0], attribute), *args[2:])
-            owned = [v for o in args[0] for v in _everything(o)]
-            return True, united(owned)
+            return True, united(*map(held_by, args[0]))
         if name == "super":
             after: Any = closure(self.scope.function).get("__class__")
             owners = self.scope.first() if after is not None else ()
@@ -92,7 +93,7 @@ class Calls(Expressions):
             values = united(*[elements((v,)) for a in args for v in map(_ahead, a)])
             return True, values
         if name == "vars":
-            return True, (Items(united([v for o in args[0] for v in _everything(o)])),)
+            return True, (Items(united(*map(held_by, args[0]))),)
         if name == "iter":
             return True, args[0] if args else ()
         if name in _ITERATES:
@@ -109,8 +110,16 @@ class Calls(Expressions):
         name, modules = function.attr, [o for o in owners if isinstance(o, nn.Module)]
         if modules and name in _INSIDE:
             return True, (Items(united(*[_INSIDE[name](m) for m in modules])),)
+        if name in ("__getattr__", "__getattribute__") and args:
+            bound = not all(isinstance(o, type) for o in owners)
+            return self.builtin("getattr", [owners, *args] if bound else args)
+        if modules and name == "apply" and args and self.reader.running:
+            self.callback(args[0], [united(*[m.modules() for m in modules])])
+            return True, owners
         if modules and name == "get_submodule" and constant(args[0] if args else ())[0]:
             return True, tuple(m.get_submodule(args[0][0]) for m in modules)
+        if modules and name == "get_parameter" and constant(args[0] if args else ())[0]:
+            return True, functools.reduce(self.attribute, args[0][0].split("."), owners)
         if modules and name in TENSORS:
             # apart from the forward pass, holders are asked for them to count or to train them
             wanted = [m for m in modules if self.reader.running or isinstance(m, nn.Linear)]
@@ -118,7 +127,10 @@ class Calls(Expressions):
         held = [o for o in owners if isinstance(o, (Items, list, tuple, dict, *CONTAINERS))]
         if name in _GROWS and isinstance(function.value, ast.Name):
             added = (Items(united(elements(owners), *args, *[elements(a) for a in args])),)
-            self.bind(function.value, added if elements(added) else ())
+            scope, name = self.scope, function.value.id
+            while scope.outer is not None and name not in scope.names:
+                scope = scope.outer  # the list may be of a function around
+            scope.names[name] = united(scope.names.get(name, ()), added if elements(added) else ())
             return True, ()
         if held and len(held) == len(owners) and name in _TAKES:
             return True, elements(owners)
@@ -136,6 +148,13 @@ class Calls(Expressions):
                 given = [*[(a,) for a in callee.args], *args]
                 named = {k: (v,) for k, v in callee.keywords.items()}
                 results.append(self.call((callee.func,), given, {**named, **kwargs}))
+            elif callee is operator.attrgetter and all(constant(a)[0] for a in args):
+                results.append((operator.attrgetter(*[a[0] for a in args]),))
+            elif isinstance(callee, operator.attrgetter) and args:
+                for path in callee.__reduce__()[1]:
+                    results.append(functools.reduce(self.attribute, path.split("."), args[0]))
+            elif callee is getattr and args:
+                results.append(self.builtin("getattr", [*args, ()])[1])
             elif callee is functools.partial and args:
                 results.append((Items(self.callback(args[0], args[1:], kwargs)),))
             elif function is None or not self.reader.is_followed(function):
@@ -187,12 +206,6 @@ def _bound(callee: Any) -> tuple[Any, list[Any]]:
     name = "forward" if isinstance(callee, nn.Module) else "__call__"
     function = inspect.getattr_static(type(callee), name, None)
     return (function, [callee]) if isinstance(function, types.FunctionType) else (None, [])
-
-
-def _everything(owner: Any) -> list[Any]:
-    if isinstance(owner, nn.Module):
-        return [*owner.children(), *([Weight(owner)] if isinstance(owner, nn.Linear) else [])]
-    return []
 
 
 def _ahead(value: Any) -> Any:

@@ -20,6 +20,7 @@ from fp8kit.conversion.readers.values import (
     Weight,
     constant,
     elements,
+    held_by,
     item,
     lookup,
     united,
@@ -216,6 +217,9 @@ class Expressions:
                 continue
             if name == "_parameters" and isinstance(owner, nn.Linear):
                 found.append((Items((Weight(owner),)),))
+                continue
+            if name == "__dict__" and isinstance(owner, nn.Module):
+                found.append((Items(held_by(owner)),))
                 continue
             for value in lookup(owner, name):
                 if isinstance(value, Property):

@@ -2,14 +2,15 @@
 
 FP8 codes have another meaning than the weight they stand for, so a layer whose ``weight`` is read
 by the code around it must stay dense. ``weight_reads`` follows the source of every module of a
-model: ``forward``, whatever it calls, and the other methods that may run instead of it. Modules are
+model: ``forward``, whatever it calls, and the other methods and hooks that may run. Modules are
 the actual ones, so ``self.layers[i]``, loops, helpers, closures, processors and holders further up
 are resolved to layers; branches that the model's own settings exclude are not followed. Where
 source is not at hand, names in the bytecode decide, on the side of caution.
 
-Not seen are: code outside the model, functions that are only passed as tensors' hooks, names that
-are computed, ``parameters()`` and ``state_dict()`` of modules with more than one layer, and what
-torch's own modules read. What is left is caught when it happens: see ``modules.guarded_weight``.
+Not seen are: code outside the model, functions that are only passed as tensors' hooks, hooks of all
+modules, text that is run as code, names that are computed, ``parameters()`` and ``state_dict()`` of
+modules with more than one layer, and what torch's own modules read. What is left is caught when it
+happens: see ``modules.guarded_weight``.
 """
 
 from __future__ import annotations
@@ -80,7 +81,19 @@ def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
                 reader.running = name in ("forward", "__call__")
                 result = reader.follow(function, [tuple(modules)], {}, 0)
                 reader.escape(result, function.__qualname__)
+    for module in model.modules():
+        reader.running = True
+        for hook in _hooks(module):
+            where = f"a hook of {type(module).__name__}"
+            values = Walk(reader, Scope(where, {}, _hooks), 0).call((hook,), [(module,)], {})
+            reader.escape(values, where)
     return reader.found
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    """Return what is called with a module, before or after it."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+    return [hook for kind in (*kinds, module._backward_pre_hooks) for hook in kind.values()]
 
 
 def _kind(module: nn.Module) -> Any:

@@ -15,7 +15,8 @@ from fp8kit.conversion.readers.values import Items, Values, elements, united
 @functools.lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
     """Return every name and word that a code object holds, also in functions inside it."""
-    words = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
+    consts = [c for held in code.co_consts for c in (held if isinstance(held, tuple) else (held,))]
+    words = {w for c in consts if isinstance(c, str) for w in c.split(".") if w.isidentifier()}
     inner = [names_in(c) for c in code.co_consts if isinstance(c, CodeType)]
     return frozenset(words | set(code.co_names)).union(*inner)
 

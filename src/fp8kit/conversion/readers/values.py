@@ -162,6 +162,13 @@ def parameters_of(module: nn.Module) -> Parameters:
     )
 
 
+def held_by(owner: Any) -> Values:
+    """Return the modules in a module, and its weight if it is a layer."""
+    if isinstance(owner, nn.Module):
+        return (*owner.children(), *([Weight(owner)] if isinstance(owner, nn.Linear) else []))
+    return ()
+
+
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
     """Return all candidates, also those inside stand-ins for containers."""
     for value in values:

@@ -77,6 +77,27 @@ class Walk(Calls):
         for statement in (*(node.orelse if not truth or not known else ()),):
             self.visit(statement)
 
+    def _visit_Match(self, node: ast.Match) -> None:
+        subject = self.value(node.subject)
+        for case in node.cases:
+            self.capture(case.pattern, subject)
+            self.value(case.guard)
+            for statement in case.body:
+                self.visit(statement)
+
+    def capture(self, pattern: Any, values: Values) -> None:
+        """Assign values, and what is in them, to the names in a pattern of ``match``."""
+        if isinstance(pattern, ast.MatchClass):
+            for attribute, inner in zip(pattern.kwd_attrs, pattern.kwd_patterns, strict=True):
+                self.capture(inner, self.attribute(values, attribute))
+            return
+        name = getattr(pattern, "name", None) or getattr(pattern, "rest", None)
+        if name is not None:
+            self.bind(ast.Name(name), values)
+        apart = isinstance(pattern, ast.MatchSequence | ast.MatchMapping)
+        for part in ast.iter_child_nodes(pattern):
+            self.capture(part, elements(values) if apart else values)
+
     def _visit_With(self, node: ast.With) -> None:
         for part in node.items:
             values = self.value(part.context_expr)

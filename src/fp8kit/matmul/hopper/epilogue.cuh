@@ -8,24 +8,6 @@ struct Output {
   int m, n, row_stride, col_stride;
 };
 
-__device__ __forceinline__ float load_bias(const void* bias, int n) {
-  if (BIAS_KIND == F32) return ((const float*)bias)[n];
-  u16 bits = ((const u16*)bias)[n];
-  if (BIAS_KIND == BF16) return __uint_as_float((u32)bits << 16);
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 bits;
-  if (OUT_KIND == BF16)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  return bits;
-}
-
 // Scales and bias of a tile, loaded while the MMAs run. Asynchronous copies move at least 4 bytes, so
 // a bias, which may have 16 bits, waits in registers until the tile is done.
 struct ScalesAndBias {
@@ -35,15 +17,11 @@ struct ScalesAndBias {
     if (BLOCK_SCALES) return;
     const int warpgroup = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int rows = SWAP_AB ? out.n : out.m, cols = SWAP_AB ? out.m : out.n;
-    auto copy = [](float* to, const float* from) {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared(to)), "l"(from)
-                   : "memory");
-    };
     for (int i = thread; i < MMA_N && !QUANTIZE_ROWS; i += 128)
-      copy(&col[warpgroup][i], out.col_scale + (long long)min(col0 + i, cols - 1) * out.col_stride);
+      copy_async(&col[warpgroup][i], out.col_scale + (long long)min(col0 + i, cols - 1) * out.col_stride);
     if (thread < 64) {
       const int i = warpgroup * 64 + thread;
-      copy(&row[i], out.row_scale + (long long)min(row0 + i, rows - 1) * out.row_stride);
+      copy_async(&row[i], out.row_scale + (long long)min(row0 + i, rows - 1) * out.row_stride);
     }
   }
   __device__ static void load_biases(const Output& out, float (&registers)[THREAD_BIASES], int n0) {
@@ -51,7 +29,7 @@ struct ScalesAndBias {
 #pragma unroll
     for (int i = 0; i < THREAD_BIASES; i++)
       if (out.bias && thread + i * 128 < BIASES)
-        registers[i] = load_bias(out.bias, min(first + thread + i * 128, out.n - 1));
+        registers[i] = load_value<BIAS_KIND>(out.bias, min(first + thread + i * 128, out.n - 1));
   }
   // Waits for the loads; the warpgroup sees them after its next barrier.
   __device__ void finish_loads(const Output& out, const float (&registers)[THREAD_BIASES]) {
@@ -114,15 +92,15 @@ __device__ __forceinline__ void store_shared(const float (&acc)[ACC], u8* buffer
                                              : vector_offset(warp * 16 + lane % 16, i / 8 + lane / 16));
     if (MMA_N == 8)
       asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(to),
-                   "r"(pack(v[0], v[1])), "r"(pack(v[2], v[3])) : "memory");
+                   "r"(narrow<OUT_KIND>(v[0], v[1])), "r"(narrow<OUT_KIND>(v[2], v[3])) : "memory");
     else if (SWAP_AB)
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                   "r"(pack(v[0], v[1])), "r"(pack(v[2], v[3])),
-                   "r"(pack(v[4], v[5])), "r"(pack(v[6], v[7])) : "memory");
+                   "r"(narrow<OUT_KIND>(v[0], v[1])), "r"(narrow<OUT_KIND>(v[2], v[3])),
+                   "r"(narrow<OUT_KIND>(v[4], v[5])), "r"(narrow<OUT_KIND>(v[6], v[7])) : "memory");
     else
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
-                   "r"(pack(v[0], v[1])), "r"(pack(v[2], v[3])),
-                   "r"(pack(v[4], v[5])), "r"(pack(v[6], v[7])) : "memory");
+                   "r"(narrow<OUT_KIND>(v[0], v[1])), "r"(narrow<OUT_KIND>(v[2], v[3])),
+                   "r"(narrow<OUT_KIND>(v[4], v[5])), "r"(narrow<OUT_KIND>(v[6], v[7])) : "memory");
   }
 }
 

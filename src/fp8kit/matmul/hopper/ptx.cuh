@@ -49,6 +49,11 @@ __device__ __forceinline__ void barrier_arrive_after(u32 barrier, u32 read) {
       : "memory");
 }
 
+// Copies 4 bytes to shared memory, for cp.async.wait_all.
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared(to)), "l"(from) : "memory");
+}
+
 // True in one lane of a converged warp. Values that depend on the block alone stay in uniform
 // registers, which TMA needs; with `lane == 0` the compiler wraps each TMA in a loop.
 __device__ __forceinline__ bool elect_one() {

@@ -121,7 +121,7 @@ struct Epilogue {
         barrier_wait_cluster(received, parity);
         magnitude = max(magnitude, *(volatile u32*)&facts.of_peer[parity][token]);
       }
-      const float scale = group_scale(magnitude, to.min_scale);
+      const float scale = scale_of<F32>(magnitude, to.min_scale);
       facts.scale[token] = scale;
       facts.reciprocal[token] = __frcp_rn(scale);
       if (rank == 0 && tile.row + token < tile.end)
@@ -170,11 +170,11 @@ struct Epilogue {
         const u32 line = shared(buffer) + (c + matrix / 2 * 8 + lane % 8) * LINE_BYTES<Product> + (warp * 2 + matrix % 2) * 16;
         if (MMA_N == 8)
           asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(line),
-                       "r"(pack(v[0], v[1])), "r"(pack(v[2], v[3])) : "memory");
+                       "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])) : "memory");
         else
           asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
-                       "r"(pack(v[0], v[1])), "r"(pack(v[2], v[3])),
-                       "r"(pack(v[4], v[5])), "r"(pack(v[6], v[7])) : "memory");
+                       "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
+                       "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
       }
       warpgroup_barrier(warpgroup);
       copy_lines<Product>(buffer, facts.tokens[warpgroup], tile.row, tile.end, from, feature, features, to);

@@ -42,11 +42,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_rows(
   }
   u32 out[4];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (KIND == BF16)
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out[i]) : "f"(sum[2 * i + 1]), "f"(sum[2 * i]));
-    else
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out[i]) : "f"(sum[2 * i + 1]), "f"(sum[2 * i]));
-  }
+  for (int i = 0; i < 4; i++) out[i] = narrow(sum[2 * i], sum[2 * i + 1]);
   y[token * vectors + at] = make_uint4(out[0], out[1], out[2], out[3]);
 }

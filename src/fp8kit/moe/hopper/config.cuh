@@ -1,9 +1,9 @@
 // Constants derived from the macros, whose table stands in grouped_gemm.cu.
 //
 // A stage has 128 along K of two halves of weight rows, gates and ups of the same features or rows that
-// follow one another, and of tokens. A NARROW second product has one half, and 256 along K. With SWAP_AB the MMA's rows are weights, 64 of a half for each
-// consumer warpgroup, and its columns the tokens. Without, its rows are tokens, 64 for each warpgroup,
-// and its columns a half of the weights.
+// follow one another, and of tokens. A NARROW second product has one half, and 256 along K. With SWAP_AB
+// the MMA's rows are weights, 64 of a half for each consumer warpgroup, and its columns the tokens.
+// Without, its rows are tokens, 64 for each warpgroup, and its columns a half of the weights.
 
 constexpr int TILE_K = 128, CONSUMERS = 128 * WARPGROUPS, ACC = MMA_N / 2;
 constexpr int TILE_TOKENS = SWAP_AB ? MMA_N : 64 * WARPGROUPS, TOKENS = SWAP_AB ? MMA_N : 64;  // of a warpgroup
@@ -16,7 +16,8 @@ constexpr int STAGE_BYTES = W_BYTES + X_STAGE_BYTES + SCALE_STAGE_BYTES;
 // two warpgroups of consumers take registers from one of producers
 constexpr bool MOVE_REGISTERS = WARPGROUPS == 2;
 constexpr int PRODUCER_THREADS = MOVE_REGISTERS ? 128 : 64;
-// partial sums: with two, the half that is promoted is not the half that is multiplied; with four, two steps are in flight
+// partial sums: with two, the half that is promoted is not the half that is multiplied; with four, two
+// steps are in flight
 constexpr int PARTIALS = !SWAP_AB ? 1 : MMA_N <= 32 ? 4 : 2, LAST = PARTIALS - 1;
 // epilogue: tokens that move at once
 constexpr int EPILOGUE_TOKENS = TOKENS < 64 ? TOKENS : 64;

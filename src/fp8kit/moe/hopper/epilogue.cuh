@@ -29,12 +29,7 @@ struct Factors {
   __device__ float bias_of(int expert, int rows, int row) const {
     const long long at = (long long)expert * rows + row;
     if (!bias) return 0.0f;
-    if (Product::BIAS_KIND == F32) return ((const float*)bias)[at];
-    const u16 bits = ((const u16*)bias)[at];
-    if (Product::BIAS_KIND == BF16) return __uint_as_float((u32)bits << 16);
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
+    return load_value<Product::BIAS_KIND>(bias, at);
   }
   // The fp32 result of a sum, rounded as in the dense GEMM.
   template <typename Product>
@@ -79,19 +74,6 @@ struct Operands {
   }
 };
 
-__device__ __forceinline__ u32 pack(float low, float high) {
-  u32 bits;
-  if (KIND == BF16)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  return bits;
-}
-
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared(to)), "l"(from) : "memory");
-}
-
 // Return act(gate) * (up + up_offset), both bounded: SiLU with alpha in its sigmoid, or GELU by tanh.
 __device__ __forceinline__ float activated(float gate, float up, const Gate& by) {
   if (LIMITED) {
@@ -103,12 +85,6 @@ __device__ __forceinline__ float activated(float gate, float up, const Gate& by)
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * exponent));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
   return gate * sigmoid * (up + by.up_offset);
-}
-
-__device__ __forceinline__ float group_scale(u32 magnitude, float min_scale) {
-  const float amax = __uint_as_float(magnitude);
-  const float scale = fmaxf(__fdiv_rn(amax, 448.0f), min_scale);
-  return amax < __uint_as_float(0x7f800000) ? scale : __uint_as_float(0x7fc00000);
 }
 
 // Two codes of one scale each. A given scale may be any number: by IEEE division, as the reference.

@@ -57,6 +57,7 @@ from fp8kit.runtime import cuda_launch, nvrtc
 
 _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
 _CHECKED_TOKENS = 97  # more pairs than are few
+_CHECKED_FEW = 2  # whose pairs have narrow tiles
 _SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``pairs.cu`` counts them
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
 
@@ -68,8 +69,10 @@ def supports(problem: ExpertsProblem | GroupedProblem) -> str | None:
     lacking = _lacking(problem)
     if lacking or not torch.cuda.is_available():
         return lacking
-    return self_check.failure(problem, experts) or self_check.failure(
-        problem, _in_large_tiles, _CHECKED_TOKENS
+    return (
+        self_check.failure(problem, experts)
+        or self_check.failure(problem, experts, _CHECKED_FEW)
+        or self_check.failure(problem, _in_large_tiles, _CHECKED_TOKENS)
     )
 
 

@@ -3,10 +3,10 @@
 // First product: rows of x by gates and ups, activated and quantized in groups of 1x128.
 // Second product: rows of that by the down weights, stored where each pair belongs.
 //
-// A tile has tokens of one expert. Its rows past the expert's last one are multiplied, as no token
-// depends on another, and not stored. A stage holds 128 along K of two halves of weight rows, loaded from
-// the checkpoint's own layout, and of the tokens. Few tokens are the MMA's columns, so that they waste no
-// MMA; many are its rows, where a warp has whole groups and a thread needs two scales per step.
+// A tile has tokens of one expert. Its rows past the expert's last one are multiplied, as no token depends
+// on another, and not stored. A stage holds 128 along K of two halves of weight rows, loaded from the
+// checkpoint's own layout, and of the tokens. Few tokens are the MMA's columns, so that they waste no MMA;
+// many are its rows, where a warp has whole groups and a thread needs two scales per step.
 //
 // Pipeline: one producer warp loads weights and one loads tokens, by TMA into one ring. Weights are
 // loaded before the previous kernel has ended (PDL): the second product finds the tiles that the kernel

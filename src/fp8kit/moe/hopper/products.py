@@ -109,7 +109,7 @@ def _operands(
     """
     _, n, k = w.data.shape
     return [
-        *_weight_maps(w.data, step, call.config),
+        *weight_maps(w.data, step, call.config),
         *_row_maps(rows, call.config),
         *integers(n // step, second_map_row, k, tiles),
         *pointers(rows.scale),
@@ -120,8 +120,14 @@ def _operands(
     ]
 
 
-def _weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
-    """Describe the rows of both halves of a tile: every ``step``-th of all experts."""
+def weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
+    """Describe the rows of both halves of a stage: every ``step``-th of all experts.
+
+    Args:
+        data: codes ``[E, N, K]``.
+        step: 2 if gates and ups are neighbours, and each half has one of them.
+        config: the tile configuration.
+    """
     (count, rows, k), address = data.shape, data.data_ptr()
     shape = (count * rows // step, k, step * k, config.half_rows, TILE_K)
     first = cuda_launch.byte_tile_map(address, *shape)

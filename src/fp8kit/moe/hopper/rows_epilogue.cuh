@@ -97,7 +97,7 @@ struct Epilogue {
         }
         magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, 1));
         magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, 2));
-        scale = group_scale(magnitude, to.min_scale);
+        scale = scale_of<F32>(magnitude, to.min_scale);
         reciprocal = __frcp_rn(scale);
         if (q == 0 && row + token < tile.end) to.scale[(long long)tile.w * to.pitch + row + token] = scale;
       }
@@ -121,8 +121,8 @@ struct Epilogue {
       const float* v = acc + c / 2;
       const u32 line = shared(buffer) + (warp * 16 + lane % 16) * LINE_BYTES<Product> + (c / 8 + lane / 16) * 16;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
-                   "r"(pack(v[0], v[1])), "r"(pack(v[2], v[3])),
-                   "r"(pack(v[4], v[5])), "r"(pack(v[6], v[7])) : "memory");
+                   "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
+                   "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
     }
     warpgroup_barrier(warpgroup);
     copy_lines<Product>(buffer, facts.tokens[warpgroup], row, tile.end, 0, feature, features, to);

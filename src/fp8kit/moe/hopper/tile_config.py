@@ -105,14 +105,15 @@ class GroupedConfig:
         facts += 24 * FEW_PAIRS if Products.FIRST in products else 0
         spare = self._epilogue_bytes(products) + facts
         room = _SMEM // self.blocks_per_sm - _SYSTEM_SMEM * (self.blocks_per_sm - 1) - spare
-        return min(room // self._stage_bytes(token_groups=True), _MOST_STAGES)
+        return min(room // self.stage_bytes(token_groups=True), _MOST_STAGES)
 
     def smem_bytes(self, products: Products, token_groups: bool) -> int:
         """Return the dynamic shared memory of a block."""
-        stages = self.stages(products) * self._stage_bytes(token_groups)
+        stages = self.stages(products) * self.stage_bytes(token_groups)
         return stages + self._epilogue_bytes(products)
 
-    def _stage_bytes(self, token_groups: bool) -> int:
+    def stage_bytes(self, token_groups: bool) -> int:
+        """Return the bytes of a stage: two halves of weight rows, and what they multiply."""
         scales = round_up(4 * self.tokens, 128) if token_groups else 0
         tokens = (self.tokens * TILE_K + scales) * (2 if self.narrow else 1)
         return 2 * self.half_rows * TILE_K + tokens

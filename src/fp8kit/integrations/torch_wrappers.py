@@ -1,0 +1,117 @@
+"""torch's wrappers of models: DDP, FSDP and averages of weights, around FP8 layers.
+
+Each of them sends, joins or averages all parameters alike, and none of that is defined for codes.
+Codes and their scales are frozen, so DDP trains the rest, and gives each rank the codes of its
+first as bytes; an average averages the rest. FSDP1 is refused until it is told to ignore them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from fp8kit.errors import UnsupportedError, teach
+from fp8kit.formats import FP8_FORMATS
+
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # DDP looks for it on the module it gets
+
+
+def tell() -> None:
+    """Let the wrappers of torch that are loaded know FP8 layers."""
+    _wrap(nn.parallel.DistributedDataParallel, "__init__", _distribute)
+    _wrap(torch.optim.swa_utils.AveragedModel, "update_parameters", _average)
+    if _FSDP in sys.modules:
+        _wrap(sys.modules[_FSDP].FullyShardedDataParallel, "__init__", _shard)
+
+
+def _wrap(kind: type, name: str, ours: Callable[..., None]) -> None:
+    own = getattr(kind, name)
+    if not hasattr(own, "_fp8kit"):
+
+        @functools.wraps(own)
+        def wrapper(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            ours(own, self, module, *args, **kwargs)
+
+        wrapper._fp8kit = True  # type: ignore[attr-defined]
+        setattr(kind, name, wrapper)
+
+
+def _frozen(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return codes and what belongs to them; biases are numbers of their own."""
+    held = [(m, {n: p for n, p in m._parameters.items() if p is not None}) for m in model.modules()]
+    return [
+        (module, name, p)
+        for module, own in held
+        if any(p.dtype in FP8_FORMATS for p in own.values())
+        for name, p in own.items()
+        if not p.requires_grad and not name.endswith("bias")
+    ]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def _distribute(own: Any, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    held = {id(p): p for _, _, p in _frozen(module)}
+    given = inspect.signature(own).bind(self, module, *args, **kwargs).arguments
+    before = vars(module).get(_IGNORED, ())
+    named = {n: p for n, p in module.named_parameters(remove_duplicate=False) if id(p) in held}
+    if given.get("mixed_precision") is not None:
+        for p in held.values():  # it casts parameters by themselves, and looks for this mark
+            p._ddp_ignored = True  # type: ignore[attr-defined]
+    setattr(module, _IGNORED, [*before, *named])
+    try:
+        own(self, module, *args, **kwargs)
+    finally:
+        setattr(module, _IGNORED, before) if before else delattr(module, _IGNORED)
+    sent = {id(p): p for name, p in named.items() if name not in before}.values()
+    for p in sent if given.get("init_sync", True) else ():
+        arriving = _bytes(p).clone()
+        dist.broadcast(arriving, group=self.process_group, group_src=0)
+        p.copy_(arriving.view(p.dtype).view(p.shape))  # torch counts this write
+
+
+def _shard(own: Any, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    try:
+        own(self, module, *args, **kwargs)
+    except ValueError as error:
+        if "dtype" not in str(error) or not _frozen(module):
+            raise
+        raise UnsupportedError(
+            teach(
+                f"FullyShardedDataParallel got FP8 layers of {type(module).__name__}: {error}.",
+                "It joins parameters into one tensor of one dtype; codes and scales differ.",
+                "Pass ignored_states=[p for p in model.parameters() if not p.requires_grad], "
+                "which leaves them whole on each rank; or use fully_shard.",
+            )
+        ) from error
+
+
+def _average(own: Any, self: Any, model: nn.Module) -> None:
+    ours, theirs = _frozen(self.module), _frozen(model)
+    pairs = [(p, q) for (*_, p), (*_, q) in zip(ours, theirs, strict=False)]
+    same = all(torch.equal(_bytes(p), _bytes(q.to(p.device))) for p, q in pairs)
+    if len(ours) != len(theirs) or not same:
+        raise UnsupportedError(
+            teach(
+                "AveragedModel.update_parameters got a model with other FP8 weights than its own.",
+                "Codes have no average: they and their scales must be the same at every update.",
+                "Average the dense model and convert the average; or train adapters and biases.",
+            )
+        )
+    for module, name, _ in (*ours, *theirs):
+        module._parameters[name] = None
+    try:
+        own(self, model)
+    finally:
+        for module, name, p in (*ours, *theirs):
+            module._parameters[name] = p  # type: ignore[assignment]
