@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="run only names that contain one of these")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="three cases instead of eight")
+    parser.add_argument("--seconds", type=float, default=pool.SECONDS, help="of an architecture")
     parser.add_argument("--json", type=Path, default=ROOT / "docs" / "zoo.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "zoo.md")
     given = parser.parse_args()
@@ -29,7 +30,8 @@ def main() -> None:
     random.Random(0).shuffle(names)  # the big ones of one family are not all at the end
     old = json.loads(given.json.read_text()) if given.words and given.json.exists() else []
     records = {r["name"]: r for r in old}
-    for done, record in enumerate(pool.run(found, names, given.processes, given.quick), 1):
+    run = pool.run(found, names, given.processes, given.quick, given.seconds)
+    for done, record in enumerate(run, 1):
         records[record["name"]] = record | {"run": date.today().isoformat()}
         print(f"{done}/{len(names)} {record['name']}: {record['status']} "
               f"{record.get('why', '')} ({record['seconds']} s)", flush=True)  # fmt: skip
