@@ -307,12 +307,15 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("FP8_WEIGHT_ONLY", ROW, None),
     )
 }
-# ways to compute with an MXFP8 weight; plain MXFP8 takes the fastest that the device has
+# ways to compute with an MXFP8 weight; plain MXFP8 takes the fastest that the device has, and a
+# weight that no row or block can hold is MXFP8_WEIGHT_ONLY, which changes nothing
 MX_FORMS: dict[str, Scheme] = {
     s.name: s
     for s in (
         Scheme("MXFP8_ROW", ROW, ROW, rebased=True),
         Scheme("MXFP8_BLOCK", BLOCK, GROUP128, rebased=True),
+        Scheme("MXFP8_ROW_WEIGHT_ONLY", ROW, None, rebased=True),
+        Scheme("MXFP8_WEIGHT_ONLY", MX, None),
         Scheme("MXFP8_EMULATED", MX, MX),
     )
 }

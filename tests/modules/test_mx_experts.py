@@ -93,7 +93,7 @@ def test_experts_that_would_lose_too_much_fall_back_by_name() -> None:
     assert fits.scheme.name == "MXFP8_ROW"
     assert "rebased to one power of two per row" in fits.form_note
     assert told.startswith("b: one power of two per row would change")
-    assert wild.scheme.name == "MXFP8_EMULATED"
+    assert wild.scheme.name == "MXFP8_WEIGHT_ONLY"
     assert wild(*routed(4)).isfinite().all()
 
 

@@ -75,7 +75,8 @@ def outlying(kind: str) -> dict[str, QTensor]:
 @pytest.mark.parametrize(
     ("capability", "form"),
     [
-        (None, "MXFP8_ROW"), ((8, 0), "MXFP8_ROW"), ((8, 9), "MXFP8_ROW"), ((9, 0), "MXFP8_ROW"),
+        (None, "MXFP8_ROW"), ((8, 0), "MXFP8_ROW_WEIGHT_ONLY"),
+        ((8, 6), "MXFP8_ROW_WEIGHT_ONLY"), ((8, 9), "MXFP8_ROW"), ((9, 0), "MXFP8_ROW"),
         ((10, 0), "MXFP8"), ((12, 0), "MXFP8"),
     ],
 )  # fmt: skip
@@ -83,17 +84,20 @@ def test_the_device_decides_unless_a_form_is_named(
     capability: tuple[int, int] | None, form: str
 ) -> None:
     assert form_on(SCHEMES["MXFP8"], capability).name == form
+    experts = form_on(SCHEMES["MXFP8"], capability, experts=True).name
+    assert experts == ("MXFP8_ROW" if form == "MXFP8" else form)  # no kernel of experts reads MX
     for named in (*MX_FORMS.values(), SCHEMES["FP8_DYNAMIC"]):
         assert form_on(named, capability) == named
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("m", [1, 4096])
 def test_tensor_cores_compute_the_form_of_every_device(capability: tuple[int, int], m: int) -> None:
     form = form_on(SCHEMES["MXFP8"], capability)
     problem = linear_problem((N, K), form, torch.bfloat16, torch.device("cpu"), False, m)
     problem = replace(problem, device_type="cuda", capability=capability)
-    assert torch_native.supports(problem) is None or triton_gemm.supports(problem) is None
+    many = form.activation is None and m > 64  # decodes its weight once, for a dense product
+    assert many or None in (torch_native.supports(problem), triton_gemm.supports(problem))
 
 
 def test_convert_rebases_and_tells_it() -> None:
@@ -115,11 +119,19 @@ def test_convert_rebases_and_tells_it() -> None:
     assert_scheme_error(model.up(x), dense.up(x), "FP8_DYNAMIC")
 
 
-@pytest.mark.parametrize("form", ["MXFP8", "MXFP8_ROW", "MXFP8_BLOCK", "MXFP8_EMULATED"])
+AS_FP8 = {
+    "FP8_DYNAMIC": "MXFP8_ROW",
+    "FP8_BLOCK": "MXFP8_BLOCK",
+    "FP8_WEIGHT_ONLY": "MXFP8_ROW_WEIGHT_ONLY",
+}
+
+
+@pytest.mark.parametrize("form", ["MXFP8", *MX_FORMS, *AS_FP8])
 def test_what_is_loaded_is_saved_bit_for_bit(form: str, tmp_path: Path) -> None:
     source = directory(tmp_path / "a", trained())
     model = fp8kit.load(source, Model(), scheme=form)
-    assert model.up.scheme.name == ("MXFP8_ROW" if form == "MXFP8" else form)
+    assert model.up.scheme.name == {"MXFP8": "MXFP8_ROW", **AS_FP8}.get(form, form)
+    assert ("values, by" in model.up.form_note) == model.up.scheme.rebased
     assert model(torch.randn(3, K)).isfinite().all()
     model.bfloat16()
     fp8kit.save(model, tmp_path / "b", target="sglang")
@@ -127,7 +139,7 @@ def test_what_is_loaded_is_saved_bit_for_bit(form: str, tmp_path: Path) -> None:
     for name, q in trained().items():
         assert_bits_equal(back.get_submodule(name).weight_scale.detach(), q.scale)
         codes = stored_weight(back.get_submodule(name)).data
-        if form == "MXFP8_BLOCK":  # a few of its values lose their last bits
+        if form in ("MXFP8_BLOCK", "FP8_BLOCK"):  # a few of its values lose their last bits
             assert (codes.view(torch.uint8) != q.data.view(torch.uint8)).sum() < 20
         else:
             assert_bits_equal(codes, q.data)
@@ -153,10 +165,48 @@ def test_weights_that_would_lose_too_much_fall_back_by_name(tmp_path: Path) -> N
     assert (model.up.scheme.name, model.down.scheme.name) == ("MXFP8_BLOCK", "MXFP8_ROW")
     assert model(torch.randn(2, K)).isfinite().all()
     source = directory(tmp_path / "b", outlying("everywhere"))
-    with pytest.warns(UserWarning, match="so it stays MX and is emulated"):
+    with pytest.warns(UserWarning, match="up: one power of .*it stays MX, with activations in"):
         model = fp8kit.load(source, Model())
-    assert model.up.scheme.name == "MXFP8_EMULATED"
+    assert model.up.scheme.name == "MXFP8_WEIGHT_ONLY"
     assert "stays MX" in str(fp8kit.explain(model))
+
+
+def wild() -> Model:
+    model = Model()
+    model.up.weight.data.copy_(fp8kit.dequantize(outlying("columns")["up"]))
+    return model
+
+
+@pytest.mark.parametrize("form", ["MXFP8_ROW", "MXFP8_ROW_WEIGHT_ONLY"])
+def test_a_form_that_is_named_is_counted_and_falls_back_as_well(form: str, tmp_path: Path) -> None:
+    wanted = "MXFP8_BLOCK" if form == "MXFP8_ROW" else "MXFP8_WEIGHT_ONLY"
+    model = wild()
+    report = fp8kit.convert(model, form, exclude=[])
+    assert (model.up.scheme.name, model.down.scheme.name) == (wanted, form)
+    assert "one power of two per row would change" in str(report)
+    assert "values, by" in report.converted[1].reason
+    tensors = {n: t.detach() for n, t in wild().state_dict().items()}
+    layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    write_checkpoint(tmp_path / "a", layout, tensors.items(), config={})
+    with pytest.warns(UserWarning, match="up: one power of two per row would change"):
+        loaded = fp8kit.load(tmp_path / "a", Model(), scheme=form, exclude=[])
+    assert (loaded.up.scheme.name, loaded.down.scheme.name) == (wanted, form)
+
+
+def test_a_weight_that_does_not_fit_the_form_of_its_layer_is_named() -> None:
+    model = Model()
+    fp8kit.convert(model, "MXFP8", exclude=[], weight_storage="keep")
+    dense = wild().up.weight.detach()
+    said = r"up.weight in the form MXFP8_ROW would change \d+ of"
+    with pytest.warns(UserWarning, match=said):
+        model.load_state_dict({"up.weight": dense}, strict=False)
+    with pytest.warns(UserWarning, match=said):
+        fp8kit.load_weights(model, [("up.weight", dense)])
+    model = Model()
+    fp8kit.convert(model, "MXFP8", exclude=[], weight_storage="keep")
+    model.up.original_weight.copy_(dense)
+    with pytest.warns(UserWarning, match=said):
+        model.up.quantized_weight()
 
 
 def test_rebased_layers_move_copy_and_reload() -> None:

@@ -29,7 +29,6 @@ from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_chec
 from fp8kit.checkpoint.translated import Matrix, Translation, check_target, matrices_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
-from fp8kit.modules.mx_forms import LARGEST_CHANGE
 from fp8kit.moe.arguments import stacked_scale
 from fp8kit.quantizers.rebase import rebase
 
@@ -262,10 +261,9 @@ def _part(m: Matrix, codes: Tensor, scale: Tensor) -> QTensor:
     q = whole if m.whole else rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
     if q.group == MX and m.scheme.weight != MX:
         found = rebase(q, m.scheme.weight)
-        if found.largest_change > LARGEST_CHANGE:
+        if found.loses:
             warnings.warn(
-                f"{m.name}: one power of two per {m.scheme.weight} changed {found.changed} of "
-                f"{q.data.numel()} values, by {found.largest_change:.1e} at most.",
+                f"{m.name}: one power of two per {m.scheme.weight} {found.loses}.",
                 stacklevel=2,
             )
         scale = stacked_scale(found.q).contiguous() if m.whole else found.q.scale

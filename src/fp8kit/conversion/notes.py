@@ -27,11 +27,12 @@ _FP8 = (Fp8Linear, ExpertTensors)
 _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 
 
-def rebased(device: torch.device, scheme: Scheme) -> str:
+def rebased(device: torch.device, asked: Scheme, form: Scheme, which: str = "") -> str:
     """Say how MX weights compute on a device that does not multiply them as they are."""
+    inputs = "stay in 16 bits" if form.activation is None else "are quantized per token"
     return (
-        f"On {device.type} {scheme} weights are rebased, which keeps nearly all values: one "
-        "power of two for each row, and activations quantized per token."
+        f"On {device.type} {asked} weights {which}are rebased, which keeps nearly all values: one "
+        f"power of two for each row; activations {inputs}."
     )
 
 

@@ -161,7 +161,8 @@ def plan(
     _check_arguments(model, calibrate)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     asked = native_scheme(scheme, device)
-    scheme = mx_forms.form_on(asked, capability(device))
+    cores = capability(device)
+    scheme, of_experts = (mx_forms.form_on(asked, cores, experts) for experts in (False, True))
     level, candidates = fusion.level(fuse), Candidates.of(model)
     named = candidates.named()
     include = _patterns("include", include, named)
@@ -169,8 +170,10 @@ def plan(
     dense = [name for name, module in modules if holds_matrix(module)]
     exclude = _patterns("exclude", exclude, named, dense)
     report = Report(str(asked), model_bytes_before=_model_bytes(model))
-    report.notes += [notes.rebased(device, asked)] if scheme != asked else []
+    report.notes += [notes.rebased(device, asked, scheme)] if scheme != asked else []
     report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
+    if report.stacks and of_experts != scheme:
+        report.notes.append(notes.rebased(device, asked, of_experts, "of experts "))
     links = [] if isinstance(fuse, str) else fusion.user_links(model, fuse, calibrate)
     if level and can_share(scheme):
         names_to_group = [r.name for r in report.linears]

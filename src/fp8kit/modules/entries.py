@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,17 +83,29 @@ def quantized_entries(
     return entries
 
 
-def stored_tensors(weight: QTensor, scheme: Scheme, name: str = "weight") -> dict[str, Tensor]:
+def stored_tensors(
+    weight: QTensor, scheme: Scheme, name: str = "weight", layer: str = ""
+) -> dict[str, Tensor]:
     """Return the tensors by which a layer holds a weight, by name.
+
+    A layer keeps its form when it gets another weight, so a warning tells of one that loses by it.
 
     Args:
         weight: as ``quantize_weight`` gives it: for a rebased scheme in MX groups.
         scheme: of the layer.
         name: of the weight in the layer; a stack of experts has its own.
+        layer: its name, for the warning.
     """
     if not scheme.rebased:
         return {name: weight.data, f"{name}_scale": weight.scale}
-    return rebased_tensors(rebase(weight, scheme.weight), name)
+    found = rebase(weight, scheme.weight)
+    if found.loses:
+        warnings.warn(
+            f"{layer}{'.' * bool(layer)}{name} in the form {scheme} {found.loses}; convert or load "
+            "the model anew with MXFP8, which then leaves this weight as it is.",
+            stacklevel=3,
+        )
+    return rebased_tensors(found, name)
 
 
 def rebased_tensors(weight: Rebased, name: str = "weight") -> dict[str, Tensor]:
@@ -117,7 +130,7 @@ def stored_entries(
         prefix: of the layer's names.
         name: of the weight in the layer.
     """
-    found = stored_tensors(weight, scheme, name)
+    found = stored_tensors(weight, scheme, name, prefix.rstrip("."))
     return {prefix + own: tensor for own, tensor in found.items()}
 
 
