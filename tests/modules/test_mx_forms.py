@@ -9,67 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import fp8kit
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.storage.writer import write_checkpoint
-from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor, Scheme
+from fp8kit.formats import MX, MX_FORMS, SCHEMES, Scheme
 from fp8kit.matmul import torch_native, triton_gemm
 from fp8kit.matmul.problem import linear_problem
 from fp8kit.modules.mx_forms import form_on, stored_weight
+from mx_checkpoints import K, Model, N, directory, outlying, trained
 from numerics import assert_bits_equal, assert_scheme_error
-
-N, K = 128, 256
-CONFIG = {
-    "quantization_config": {
-        "quant_method": "mxfp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [1, 32],
-        "scale_fmt": "ue8m0",
-    }
-}
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(K, N), nn.Linear(N, K, bias=False)
-        nn.init.normal_(self.up.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x))
-
-
-def directory(path: Path, weights: dict[str, QTensor]) -> Path:
-    tensors = {f"{n}.weight": q.data for n, q in weights.items()}
-    tensors |= {f"{n}.weight_scale_inv": q.scale for n, q in weights.items()}
-    tensors["up.bias"] = torch.zeros(N)
-    layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-    write_checkpoint(path, layout, tensors.items(), config=CONFIG)
-    return path
-
-
-def trained() -> dict[str, QTensor]:
-    torch.manual_seed(0)
-    shapes = {"up": (N, K), "down": (K, N)}
-    found = {}
-    for name, shape in shapes.items():
-        weight = torch.randn(shape) * 0.02
-        weight[weight.abs() < 1e-4] = 0  # the smallest values of a row would lose bits
-        found[name] = fp8kit.quantize(weight, MX, role="weight")
-    return found
-
-
-def outlying(kind: str) -> dict[str, QTensor]:
-    """Return weights one of which has columns, or values in every group, of another size."""
-    found = trained()
-    wild = torch.randn(N, K) * 0.02
-    wild[:, : 128 if kind == "columns" else 1] *= 2.0**12
-    if kind == "everywhere":
-        wild[:, ::64] *= 2.0**14
-    return found | {"up": fp8kit.quantize(wild, MX, role="weight")}
 
 
 @pytest.mark.parametrize(

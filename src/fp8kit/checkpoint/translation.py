@@ -14,8 +14,7 @@ from torch import Tensor
 from fp8kit import functional
 from fp8kit.checkpoint.dialects import FBGEMM, Spec, dialect_named
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
-from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, rows_of
-from fp8kit.checkpoint.schema.decoding import check_codes
+from fp8kit.checkpoint.rebasing import fall_back, weights_of
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
 from fp8kit.checkpoint.schema.targets import (
     check_cache,
@@ -51,7 +50,7 @@ def convert_checkpoint(
 
     Codes and scales keep their bits; stacks of experts become one matrix per expert, and one scale
     per tensor becomes one per row where the target needs it. Tensors are read, renamed and written
-    one at a time; the destination appears complete or not at all.
+    one at a time, those to rebase twice; the destination appears complete or not at all.
 
     Args:
         source: a directory, or a safetensors file, of any dialect this package reads.
@@ -60,8 +59,10 @@ def convert_checkpoint(
             ``"vllm"``, unless a dialect is named.
         dialect: name of the dialect to write, if not the target's own.
         scheme: what MX weights become, e.g. ``"FP8_DYNAMIC"``: they are rebased, which keeps nearly
-            all values; by default they stay MX. NVFP4 weights are quantized to it, by default to
-            FP8_DYNAMIC, and a warning tells the error.
+            all values, and a warning counts the others; by default they stay MX. A layer that would
+            change by more than 1e-4 becomes blocks, else MX with 16-bit activations, else high
+            precision, whichever the target has, and a warning names it. NVFP4 weights are quantized
+            to it, by default to FP8_DYNAMIC, and a warning tells the error.
         unfit: what happens to layers that the target cannot load: ``"refuse"``, or
             ``"dequantize"`` to write them in the model's high precision.
         overwrite: replace a destination that is a checkpoint.
@@ -73,8 +74,8 @@ def convert_checkpoint(
     Raises:
         ValueError: for an unknown target, dialect or ``unfit``.
         CheckpointError: if the source is damaged, in high precision, or not MX and given a scheme,
-            if the numbers do not go
-            into the dialect, if the target cannot load them, or if the destination is in the way.
+            if the numbers do not go into the dialect, if the target cannot load them, or if the
+            destination is in the way.
 
     Example:
         >>> convert_checkpoint("modelopt-dir", "dir", target="transformers")
@@ -101,6 +102,7 @@ def convert_checkpoint(
     dense = _dense(checkpoint)
     if target is not None:
         check_target(job, target, dense, unfit)
+    dense += fall_back(job, target)
     spec = _spec(job, dense)
     quantization = written.render(spec)
     layout = _layout(job)
@@ -165,7 +167,7 @@ def _spec(job: Translation, dense: list[str]) -> Spec:
             teach(
                 f"No layer of {job.checkpoint.path} loads in the target.",
                 "Something has to stay FP8.",
-                "Name another target.",
+                "Name another target or scheme.",
             )
         )
     apart = [m for m in job.matrices if m in job.apart]
@@ -232,42 +234,25 @@ def _stream(job: Translation) -> Iterator[tuple[str, Tensor]]:
     for name in checkpoint.kv_scales:
         yield _cache_scale(job, name, checkpoint.read(name))
     unfit = {m.name for m in job.unfit}
-    by_layer: dict[str, list[Matrix]] = {}
-    for m in (*job.matrices, *job.unfit):
-        by_layer.setdefault(m.layer.name, []).append(m)
-    for matrices in by_layer.values():
-        layer = matrices[0].layer
-        codes, scale = checkpoint.read(layer.weight), checkpoint.read(layer.scale)
-        check_codes(codes, f"{checkpoint.tensors[layer.weight].shard}: {layer.weight}")
-        inputs = checkpoint.read(layer.input_scale) if layer.input_scale else None
-        for m in matrices:
-            part = _part(m, codes, scale)
-            if m.name in unfit:
-                yield _dense_weight(m, functional.dequantize(part, checkpoint.dtype))
-                continue
-            yield _renamed(job, m, "weight", part.data)
-            yield _renamed(job, m, "weight_scale", part.scale)
-            if inputs is not None and m.scheme.static:
-                one = inputs[m.expert if len(inputs) > 1 else 0].reshape(1, 1)
-                yield _renamed(job, m, "input_scale", one)
+    for m, q in weights_of(checkpoint, (*job.matrices, *job.unfit)):
+        if m.name in unfit:
+            yield _dense_weight(m, functional.dequantize(q, checkpoint.dtype))
+            continue
+        part = _part(m, q)
+        yield _renamed(job, m, "weight", part.data)
+        yield _renamed(job, m, "weight_scale", part.scale)
+        if m.layer.input_scale is not None and m.scheme.static:
+            inputs = checkpoint.read(m.layer.input_scale)
+            one = inputs[m.expert if len(inputs) > 1 else 0].reshape(1, 1)
+            yield _renamed(job, m, "input_scale", one)
 
 
-def _part(m: Matrix, codes: Tensor, scale: Tensor) -> QTensor:
-    """Cut one matrix out of a layer, with scales as fine as its scheme has them."""
-    stacked = m.expert >= 0
-    whole = QTensor(
-        codes[m.expert] if stacked else codes, scale[m.expert] if stacked else scale, m.layer.group
-    )
-    q = whole if m.whole else rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
+def _part(m: Matrix, q: QTensor) -> QTensor:
+    """Give one matrix of a layer scales as fine as its scheme has them."""
     if q.group == MX and m.scheme.weight != MX:
-        found = rebase(q, m.scheme.weight)
-        if found.loses:
-            warnings.warn(
-                f"{m.name}: one power of two per {m.scheme.weight} {found.loses}.",
-                stacklevel=2,
-            )
-        scale = stacked_scale(found.q).contiguous() if m.whole else found.q.scale
-        return QTensor(found.q.data, scale, m.scheme.weight)
+        found = rebase(q, m.scheme.weight).q
+        scale = stacked_scale(found).contiguous() if m.whole else found.scale
+        return QTensor(found.data, scale, m.scheme.weight)
     if (q.group, m.scheme.weight) == (ROW, TENSOR):  # spread over the rows of a stack when read
         return QTensor(q.data, q.scale[:1], TENSOR)
     if (q.group, m.scheme.weight) == (TENSOR, ROW):
