@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.checkpoint.dialects import FBGEMM, Spec, dialect_named
+from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, Spec, dialect_named
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.rebasing import fall_back, weights_of
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
@@ -59,7 +59,8 @@ def convert_checkpoint(
             ``"vllm"``, unless a dialect is named.
         dialect: name of the dialect to write, if not the target's own.
         scheme: what MX weights become, e.g. ``"FP8_DYNAMIC"``: they are rebased, which keeps nearly
-            all values, and a warning counts the others; by default they stay MX. A layer that would
+            all values, and a warning counts the others; by default they stay MX, and other FP8
+            weights stay what they are. A layer that would
             change by more than 1e-4 becomes blocks, else MX with 16-bit activations, else high
             precision, whichever the target has, and a warning names it. NVFP4 weights are quantized
             to it, by default to FP8_DYNAMIC, and a warning tells the error.
@@ -91,14 +92,16 @@ def convert_checkpoint(
         )
     checkpoint = open_checkpoint(source, scheme=None if scheme is None else Scheme.of(scheme))
     held = _scheme(checkpoint)
-    wanted = held if scheme is None else _rebased_scheme(checkpoint, Scheme.of(scheme))
+    wanted = held if scheme is None else _wanted(checkpoint, Scheme.of(scheme))
     if target is None and dialect is None:
         target = "vllm"
     if target is not None:
         checkpoint = checkpoint.for_engines()
-    written = dialect_named(dialect) if dialect else dialect_for(target or "vllm", wanted)
-    every = (replace(m, scheme=wanted) if m.scheme == held else m for m in matrices_of(checkpoint))
-    job = Translation(checkpoint, written, list(every))
+    every = list(matrices_of(checkpoint))
+    if scheme is not None:
+        every = [replace(m, scheme=wanted) if m.layer.group == MX else m for m in every]
+    written = dialect_named(dialect) if dialect else _dialect(target or "vllm", every)
+    job = Translation(checkpoint, written, every)
     dense = _dense(checkpoint)
     if target is not None:
         check_target(job, target, dense, unfit)
@@ -132,19 +135,26 @@ def _scheme(checkpoint: Checkpoint) -> Scheme:
     return checkpoint.spec.scheme
 
 
-def _rebased_scheme(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
-    assert checkpoint.spec is not None
-    held = checkpoint.spec.scheme
-    if scheme != held and (held.weight != MX or scheme.static or scheme.rebased):
+def _wanted(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
+    """Return the scheme that MX weights become, or that all have."""
+    held = {layer.scheme for layer in checkpoint.layers.values()}
+    mx = any(s.weight == MX for s in held)
+    if (scheme.static or scheme.rebased) if mx else scheme not in held:
         raise CheckpointError(
             teach(
-                f"Got scheme={scheme} for {checkpoint.path}, which is {held}.",
+                f"Got scheme={scheme} for {checkpoint.path}, which is {_scheme(checkpoint)}.",
                 "MX weights become FP8_DYNAMIC, FP8_BLOCK, FP8_TENSOR or FP8_WEIGHT_ONLY; others "
                 "would be quantized again.",
                 "Leave scheme out, or start from the original checkpoint.",
             )
         )
     return scheme
+
+
+def _dialect(target: str, matrices: Iterable[Matrix]) -> Dialect:
+    """Choose how to write what the target loads; compressed-tensors has several schemes."""
+    found = [dialect_for(target, scheme) for scheme in {m.scheme for m in matrices}]
+    return found[0] if len(found) == 1 else COMPRESSED_TENSORS
 
 
 def _dense(checkpoint: Checkpoint) -> list[str]:

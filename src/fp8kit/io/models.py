@@ -297,9 +297,8 @@ def _check_request(
     wanted = None if scheme is None else Scheme.of(scheme)
     held = checkpoint.spec.scheme if checkpoint.spec else None
     fits = wanted is None or held is None or wanted.stored == held
+    every, mx = {layer.scheme for layer in checkpoint.layers.values()}, SCHEMES["MXFP8"]
     if wanted is not None and not fits:
-        every = {layer.scheme for layer in checkpoint.layers.values()}
-        mx = SCHEMES["MXFP8"]
         fits = mx in every and wanted.stored == mx
         fits |= every == {mx} and named_form(wanted, of_fp8=True) is not None
     if not fits:
@@ -307,7 +306,9 @@ def _check_request(
             teach(
                 f"Got scheme={wanted} for {checkpoint.path}, which is {held}.",
                 "Quantizing FP8 weights again would lose accuracy.",
-                f"Leave scheme out to load it as {held}, or start from the original checkpoint.",
+                f"Leave scheme out to load it as {held}, "
+                + ("name a form of its MX layers such as MXFP8_ROW, " if mx in every else "")
+                + "or start from the original checkpoint.",
             )
         )
     if held is not None and (include is not None or exclude is not None):
