@@ -18,7 +18,7 @@ from fp8kit.matmul import torch_native, triton_gemm
 from fp8kit.matmul.problem import linear_problem
 from fp8kit.modules.mx_forms import form_on, stored_weight
 from mx_checkpoints import K, Model, N, directory, outlying, trained
-from numerics import assert_bits_equal, assert_scheme_error
+from numerics import ONE_OPERAND, assert_bits_equal, assert_scheme_error, relative_error
 
 
 @pytest.mark.parametrize(
@@ -193,3 +193,47 @@ def test_a_kept_dense_weight_is_followed() -> None:
 def test_only_mx_weights_are_rebased() -> None:
     with pytest.raises(ValueError, match="rebased to rows or blocks"):
         Scheme("own", MX, MX, rebased=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("form", ["MXFP8", *MX_FORMS])
+def test_a_layer_made_by_hand_is_filled_by_load_state_dict(form: str, device: str) -> None:
+    def filled(state: dict[str, torch.Tensor]) -> fp8kit.Fp8Linear:
+        layer = fp8kit.Fp8Linear(K, N, False, form, device=device, dtype=torch.float32)
+        layer.load_state_dict(state, assign=device == "meta")
+        assert layer.scheme.name == form
+        return layer
+
+    q = trained()["up"]
+    layer = filled({"weight": q.data, "weight_scale": q.scale})
+    assert_bits_equal(stored_weight(layer).data, q.data)
+    assert_bits_equal(stored_weight(layer).scale, q.scale)
+    x = torch.randn(3, K)
+    y = layer(x)
+    error = relative_error(y, x @ fp8kit.dequantize(q).T)  # activations alone are rounded
+    assert error < 1e-5 if layer.scheme.activation is None else 0.5 < error / ONE_OPERAND < 1.5
+    assert_bits_equal(filled(layer.state_dict())(x), y)
+    values = fp8kit.dequantize(q)  # of a dense weight, quantized to MX as it arrives
+    wanted = fp8kit.dequantize(fp8kit.quantize(values, MX, role="weight"))
+    dense = filled({"weight": values})
+    assert_bits_equal(fp8kit.dequantize(stored_weight(dense)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("form", "held", "said"),
+    [
+        ("MXFP8", "MXFP8_ROW", "weight_exponents, and the layer is MXFP8. MX weights that were"),
+        ("MXFP8_WEIGHT_ONLY", "MXFP8_BLOCK", "Make the layer with the scheme of the one that was"),
+        ("MXFP8_ROW", "FP8_DYNAMIC", "no weight_exponents, and the layer is MXFP8_ROW. It holds"),
+        ("MXFP8_BLOCK", "FP8_BLOCK", "no MX scales and no weight_exponents"),
+        ("MXFP8", "FP8_DYNAMIC", "The scale must be torch.uint8"),
+    ],
+)
+def test_what_another_form_holds_is_refused(form: str, held: str, said: str) -> None:
+    state = fp8kit.Fp8Linear.from_linear(Model().up, held).state_dict()
+    layer = fp8kit.Fp8Linear(K, N, True, form, dtype=torch.float32)
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    with pytest.raises(RuntimeError, match=said):
+        layer.load_state_dict(state)
+    for name, tensor in before.items():
+        assert_bits_equal(layer.state_dict()[name], tensor)

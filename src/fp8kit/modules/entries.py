@@ -55,6 +55,9 @@ def quantized_entries(
             )
         validation.check_codes(f"{prefix}weight", weight.dtype, layer.scheme)
         as_mx = layer.scheme.rebased and scale.dtype == torch.uint8
+        _check_form(
+            layer.scheme, as_mx, prefix + "weight", prefix + "weight_exponents" in state_dict
+        )
         group = MX if as_mx else layer.scheme.weight
         check_scale(scale, weight.shape, group, weight.device)
         layer.original_weight = None  # it is not what these codes were made from
@@ -81,6 +84,26 @@ def quantized_entries(
         layer.original_weight.copy_(weight.detach())
         layer.keep(layer.original_weight)
     return entries
+
+
+def _check_form(scheme: Scheme, as_mx: bool, name: str, with_exponents: bool) -> None:
+    """Refuse what another form of MXFP8 holds, or other FP8 weights for a rebased layer."""
+    if with_exponents and not scheme.rebased:
+        raise CheckpointError(
+            teach(
+                f"{name} comes with {name}_exponents, and the layer is {scheme}.",
+                "MX weights that were rebased have such exponents, and load into rebased layers.",
+                "Make the layer with the scheme of the one that was saved, such as MXFP8_ROW.",
+            )
+        )
+    if scheme.rebased and not (as_mx or with_exponents):
+        raise CheckpointError(
+            teach(
+                f"{name} has no MX scales and no {name}_exponents, and the layer is {scheme}.",
+                "It holds an MX weight: codes with E8M0 bytes, or rebased ones with exponents.",
+                "Load such a weight, or make the layer with FP8_DYNAMIC or another FP8 scheme.",
+            )
+        )
 
 
 def stored_tensors(
