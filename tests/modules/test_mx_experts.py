@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.formats import MX, QTensor
+from fp8kit.conversion.notes import rebased
+from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.mx_forms import settle
+from fp8kit.modules.mx_forms import form_on, settle
+from fp8kit.moe import triton
+from fp8kit.moe.activation import Activation
+from fp8kit.moe.problem import ExpertsProblem
 from numerics import assert_bits_equal
 from tiny_experts import tiny
 
@@ -154,3 +158,28 @@ def test_a_value_of_another_group_is_refused() -> None:
     row = fp8kit.quantize(torch.randn(HIDDEN, INNER), role="weight")
     with pytest.raises(ValueError, match="rebased"):
         layer.store("down_proj", 0, QTensor(row.data, row.scale, row.group))
+
+
+@pytest.mark.parametrize(
+    ("capability", "which", "inputs"),
+    [
+        ((8, 0), "", "stay in 16 bits"), ((8, 9), "", "are quantized per token"),
+        ((9, 0), "", "are quantized per token"), ((10, 0), "of experts ", "are quantized per token"),
+        ((12, 0), "of experts ", "are quantized per token"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("m", [1, 4096])
+def test_kernels_compute_experts_on_every_device_and_the_plan_says_how(
+    capability: tuple[int, int], which: str, inputs: str, m: int
+) -> None:
+    asked, place = SCHEMES["MXFP8"], torch.device("cuda")
+    (said,) = rebased(place, capability, asked, experts=True)
+    assert said.startswith(f"On cuda MXFP8 weights {which}are rebased")
+    assert said.endswith(f"activations {inputs}.")
+    by_hand = (asked, MX_FORMS["MXFP8_WEIGHT_ONLY"], MX_FORMS["MXFP8_EMULATED"])
+    for form in (form_on(asked, capability, experts=True), *by_hand):
+        kind = (form.activation, form.weight, torch.bfloat16, form.dtype, "up")
+        rest = (False, False, False, False, "cuda", capability)
+        problem = ExpertsProblem(m, 128, 8, 2048, 768, Activation(), *kind, *rest)
+        assert triton.supports(problem) is None
+    assert form_on(asked, capability, experts=True).rebased

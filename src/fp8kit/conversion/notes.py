@@ -17,6 +17,7 @@ from fp8kit.formats import MX, Scheme
 from fp8kit.matmul.problem import BACKENDS, DECODING, TIMED_DTYPES, linear_problem
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.mx_forms import form_on
 
 UNTRIED_RULES = (
     "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
@@ -27,13 +28,27 @@ _FP8 = (Fp8Linear, ExpertTensors)
 _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 
 
-def rebased(device: torch.device, asked: Scheme, form: Scheme, which: str = "") -> str:
-    """Say how MX weights compute on a device that does not multiply them as they are."""
-    inputs = "stay in 16 bits" if form.activation is None else "are quantized per token"
-    return (
-        f"On {device.type} {asked} weights {which}are rebased, which keeps nearly all values: one "
-        f"power of two for each row; activations {inputs}."
-    )
+def rebased(
+    device: torch.device, cores: tuple[int, int] | None, asked: Scheme, experts: bool
+) -> Iterator[str]:
+    """Say how MX weights compute on a device that does not multiply them as they are.
+
+    Args:
+        device: of the model.
+        cores: its compute capability, as in ``form_on``.
+        asked: what layers become.
+        experts: there are experts among them.
+    """
+    forms = {"": form_on(asked, cores)}
+    if experts and (own := form_on(asked, cores, experts=True)) != forms[""]:
+        forms["of experts "] = own
+    for which, form in forms.items():
+        if form != asked:
+            inputs = "stay in 16 bits" if form.activation is None else "are quantized per token"
+            yield (
+                f"On {device.type} {asked} weights {which}are rebased, which keeps nearly all "
+                f"values: one power of two for each row; activations {inputs}."
+            )
 
 
 def decoded_weights(

@@ -162,7 +162,7 @@ def plan(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     asked = native_scheme(scheme, device)
     cores = capability(device)
-    scheme, of_experts = (mx_forms.form_on(asked, cores, experts) for experts in (False, True))
+    scheme = mx_forms.form_on(asked, cores)
     level, candidates = fusion.level(fuse), Candidates.of(model)
     named = candidates.named()
     include = _patterns("include", include, named)
@@ -170,10 +170,8 @@ def plan(
     dense = [name for name, module in modules if holds_matrix(module)]
     exclude = _patterns("exclude", exclude, named, dense)
     report = Report(str(asked), model_bytes_before=_model_bytes(model))
-    report.notes += [notes.rebased(device, asked, scheme)] if scheme != asked else []
     report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
-    if report.stacks and of_experts != scheme:
-        report.notes.append(notes.rebased(device, asked, of_experts, "of experts "))
+    report.notes += notes.rebased(device, cores, asked, bool(report.stacks))
     links = [] if isinstance(fuse, str) else fusion.user_links(model, fuse, calibrate)
     if level and can_share(scheme):
         names_to_group = [r.name for r in report.linears]
