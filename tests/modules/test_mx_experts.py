@@ -163,11 +163,13 @@ def test_a_value_of_another_group_is_refused() -> None:
 @pytest.mark.parametrize(
     ("capability", "which", "inputs"),
     [
-        ((8, 0), "", "stay in 16 bits"), ((8, 9), "", "are quantized per token"),
-        ((9, 0), "", "are quantized per token"), ((10, 0), "of experts ", "are quantized per token"),
+        ((8, 0), "", "stay in 16 bits"),
+        ((8, 9), "", "are quantized per token"),
+        ((9, 0), "", "are quantized per token"),
+        ((10, 0), "of experts ", "are quantized per token"),
         ((12, 0), "of experts ", "are quantized per token"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("m", [1, 4096])
 def test_kernels_compute_experts_on_every_device_and_the_plan_says_how(
     capability: tuple[int, int], which: str, inputs: str, m: int

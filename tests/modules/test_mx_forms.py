@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fp8kit
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.storage.writer import write_checkpoint
-from fp8kit.formats import MX, MX_FORMS, SCHEMES, Scheme
+from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor, Scheme
 from fp8kit.matmul import torch_native, triton_gemm
 from fp8kit.matmul.problem import linear_problem
-from fp8kit.modules.mx_forms import form_on, stored_weight
+from fp8kit.modules.mx_forms import form_on, settle, stored_weight
 from mx_checkpoints import K, Model, N, directory, outlying, trained
 from numerics import ONE_OPERAND, assert_bits_equal, assert_scheme_error, relative_error
 
@@ -237,3 +238,48 @@ def test_what_another_form_holds_is_refused(form: str, held: str, said: str) -> 
         layer.load_state_dict(state)
     for name, tensor in before.items():
         assert_bits_equal(layer.state_dict()[name], tensor)
+
+
+def with_nan_group() -> QTensor:
+    q = trained()["up"]
+    q.scale[3, 2] = 255
+    return q
+
+
+@pytest.mark.parametrize("form", ["MXFP8", *MX_FORMS])
+@pytest.mark.filterwarnings("ignore:.*would lose the codes of NaN groups")
+def test_groups_of_nan_stay_nan_in_every_form(form: str) -> None:
+    q = with_nan_group()
+    layer = fp8kit.Fp8Linear(K, N, False, form, dtype=torch.float32)
+    layer.load_state_dict({"weight": q.data, "weight_scale": q.scale})
+    nan = fp8kit.dequantize(q).isnan()
+    assert int(nan.sum()) == 32
+    for held in (layer.quantized_weight(), stored_weight(layer)):
+        assert torch.equal(fp8kit.dequantize(held).isnan(), nan)
+    assert_bits_equal(stored_weight(layer).scale, q.scale)
+    rows = layer(torch.randn(2, K)).isnan().all(0)
+    assert rows.nonzero().tolist() == [[3]]
+
+
+def test_a_weight_with_groups_of_nan_is_not_rebased() -> None:
+    q = with_nan_group()
+    layer = fp8kit.Fp8Linear.from_quantized(q, scheme="MXFP8")
+    (told,) = settle({"up": layer})
+    assert told.startswith("up: one power of two per row would lose the codes of NaN groups")
+    assert layer.scheme.name == "MXFP8_WEIGHT_ONLY"
+    assert_bits_equal(stored_weight(layer).data, q.data)
+
+
+def test_checkpoints_with_groups_of_nan_are_refused_by_name(tmp_path: Path) -> None:
+    said = "up.weight_scale_inv holds NaN"
+    with pytest.raises(fp8kit.CheckpointError, match=said):
+        directory(tmp_path / "a", trained() | {"up": with_nan_group()})
+    source = directory(tmp_path / "b", trained())
+    file = source / "model.safetensors"
+    tensors = load_file(file) | {"up.weight_scale_inv": with_nan_group().scale}
+    save_file(tensors, file)
+    with pytest.raises(fp8kit.CheckpointError, match=said):
+        fp8kit.load(source, Model())
+    for scheme in (None, "FP8_DYNAMIC"):
+        with pytest.raises(fp8kit.CheckpointError, match=said):
+            fp8kit.convert_checkpoint(source, tmp_path / "c", scheme=scheme)
