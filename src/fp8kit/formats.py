@@ -269,18 +269,17 @@ class Scheme:
         """Resolve a preset by name; raises ``ValueError`` listing the presets if unknown."""
         if isinstance(scheme, Scheme):
             return scheme
-        if scheme in MX_FORMS:
-            return MX_FORMS[scheme]
-        if scheme not in SCHEMES:
+        known = SCHEMES | MX_FORMS
+        if scheme not in known:
             raise ValueError(
                 teach(
                     f"Unknown scheme {scheme!r}.",
-                    f"Known schemes are {', '.join(SCHEMES | MX_FORMS)}.",
+                    f"Known schemes are {', '.join(known)}.",
                     "Pass one of these names, or a fp8kit.Scheme of your own."
-                    + did_you_mean(str(scheme), SCHEMES | MX_FORMS),
+                    + did_you_mean(str(scheme), known),
                 )
             )
-        return SCHEMES[scheme]
+        return known[scheme]
 
     def __setstate__(self, state: Sequence[object]) -> None:
         """Take the fields of a pickle; one of before there were rebased schemes has one less."""
@@ -298,8 +297,8 @@ class Scheme:
         held = "MXFP8 weights rebased to scales" if self.rebased else "weights with scales"
         acts = "in 16 bit" if self.activation is None else f"per {self.activation}"
         acts = "by a given scale" if self.static else acts.replace("per row", "per token")
-        words = f"{self.name}: {held} per {self.weight}, activations {acts}"
-        return words.replace("per mx", "per 1x32")
+        words = f"{held} per {self.weight}, activations {acts}".replace("per mx", "per 1x32")
+        return f"{self.name}: {words}"
 
     def __str__(self) -> str:
         return self.name
@@ -322,6 +321,8 @@ MX_FORMS: dict[str, Scheme] = {
     for s in (
         Scheme("MXFP8_ROW", ROW, ROW, rebased=True),
         Scheme("MXFP8_BLOCK", BLOCK, GROUP128, rebased=True),
+        Scheme("MXFP8_ROW_WEIGHT_ONLY", ROW, None, rebased=True),
+        Scheme("MXFP8_WEIGHT_ONLY", MX, None),
         Scheme("MXFP8_EMULATED", MX, MX),
     )
 }

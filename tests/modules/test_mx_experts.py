@@ -13,9 +13,13 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.formats import MX, QTensor
+from fp8kit.conversion.notes import mx_numbers
+from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.mx_forms import settle
+from fp8kit.modules.mx_forms import form_on, settle
+from fp8kit.moe import triton
+from fp8kit.moe.activation import Activation
+from fp8kit.moe.problem import ExpertsProblem
 from numerics import assert_bits_equal
 from tiny_experts import tiny
 
@@ -93,7 +97,7 @@ def test_experts_that_would_lose_too_much_fall_back_by_name() -> None:
     assert fits.scheme.name == "MXFP8_ROW"
     assert "rebased to one power of two per row" in fits.form_note
     assert told.startswith("b: one power of two per row would change")
-    assert wild.scheme.name == "MXFP8_EMULATED"
+    assert wild.scheme.name == "MXFP8_WEIGHT_ONLY"
     assert wild(*routed(4)).isfinite().all()
 
 
@@ -154,3 +158,31 @@ def test_a_value_of_another_group_is_refused() -> None:
     row = fp8kit.quantize(torch.randn(HIDDEN, INNER), role="weight")
     with pytest.raises(ValueError, match="rebased"):
         layer.store("down_proj", 0, QTensor(row.data, row.scale, row.group))
+
+
+@pytest.mark.parametrize(
+    ("capability", "inputs"),
+    [
+        ((8, 0), "activations in 16 bit"),
+        ((8, 9), "activations per token"),
+        ((9, 0), "activations per token"),
+        ((10, 0), "activations per token"),
+        ((12, 0), "activations per token"),
+    ],
+)
+@pytest.mark.parametrize("m", [1, 4096])
+def test_kernels_compute_experts_on_every_device_and_the_plan_says_how(
+    capability: tuple[int, int], inputs: str, m: int
+) -> None:
+    asked = SCHEMES["MXFP8"]
+    *layers, said = mx_numbers("cuda", capability, asked, experts=True)
+    assert len(layers) == (capability >= (10, 0))
+    assert f"MXFP8 {'experts' if layers else 'layers'} compute as MXFP8_ROW" in said
+    assert inputs in said
+    by_hand = (asked, MX_FORMS["MXFP8_WEIGHT_ONLY"], MX_FORMS["MXFP8_EMULATED"])
+    for form in (form_on(asked, capability, experts=True), *by_hand):
+        kind = (form.activation, form.weight, torch.bfloat16, form.dtype, "up")
+        rest = (False, False, False, False, "cuda", capability)
+        problem = ExpertsProblem(m, 128, 8, 2048, 768, Activation(), *kind, *rest)
+        assert triton.supports(problem) is None
+    assert form_on(asked, capability, experts=True).rebased

@@ -268,7 +268,7 @@ def test_a_plan_tells_the_numbers_of_every_form_of_mx(scheme: str, words: str) -
 
 
 def test_a_plan_for_blackwell_says_that_mx_is_native() -> None:
-    (told,) = mx_numbers("cuda", (10, 0), SCHEMES["MXFP8"], SCHEMES["MXFP8"])
+    (told,) = mx_numbers("cuda", (10, 0), SCHEMES["MXFP8"])
     assert "MXFP8 layers compute as MXFP8: weights with scales per 1x32" in told
     assert "tensor cores multiply both natively" in told
 

@@ -147,7 +147,8 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
         dense += [m.name for m in job.unfit]
     for scheme in {m.scheme for m in job.matrices}:
         shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme and not m.whole}
-        check_layers(target, scheme, shapes, dense, dialect=job.dialect)
+        others = {m.name: m.scheme for m in job.matrices if m.scheme != scheme}
+        check_layers(target, scheme, shapes, dense, dialect=job.dialect, others=others)
     if job.dialect.name == "compressed-tensors":
         if target == "vllm":
             _check_input_scales(job)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.checkpoint.dialects import FBGEMM, Spec, dialect_named
+from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, Spec, dialect_named
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
-from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, rows_of
-from fp8kit.checkpoint.schema.decoding import check_codes
+from fp8kit.checkpoint.rebasing import fall_back, weights_of
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
 from fp8kit.checkpoint.schema.targets import (
     check_cache,
@@ -29,7 +28,6 @@ from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_chec
 from fp8kit.checkpoint.translated import Matrix, Translation, check_target, matrices_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
-from fp8kit.modules.mx_forms import LARGEST_CHANGE, told_change
 from fp8kit.moe.arguments import stacked_scale
 from fp8kit.quantizers.rebase import rebase
 
@@ -52,7 +50,7 @@ def convert_checkpoint(
 
     Codes and scales keep their bits; stacks of experts become one matrix per expert, and one scale
     per tensor becomes one per row where the target needs it. Tensors are read, renamed and written
-    one at a time; the destination appears complete or not at all.
+    one at a time, those to rebase twice; the destination appears complete or not at all.
 
     Args:
         source: a directory, or a safetensors file, of any dialect this package reads.
@@ -61,8 +59,11 @@ def convert_checkpoint(
             ``"vllm"``, unless a dialect is named.
         dialect: name of the dialect to write, if not the target's own.
         scheme: what MX weights become, e.g. ``"FP8_DYNAMIC"``: they are rebased, which keeps nearly
-            all values; by default they stay MX. NVFP4 weights are quantized to it, by default to
-            FP8_DYNAMIC, and a warning tells the error.
+            all values, and a warning counts the others. By default they stay MX; other FP8 weights
+            always stay what they are. A layer that would change by more than 1e-4 becomes blocks,
+            else MX with 16-bit activations, else high precision, whichever the target has, and a
+            warning names it. NVFP4 weights are quantized to it, by default to FP8_DYNAMIC, and a
+            warning tells the error.
         unfit: what happens to layers that the target cannot load: ``"refuse"``, or
             ``"dequantize"`` to write them in the model's high precision. Stacks of experts that no
             engine loads (GPT-OSS) are written with a warning, as by ``fp8kit.save``.
@@ -75,8 +76,8 @@ def convert_checkpoint(
     Raises:
         ValueError: for an unknown target, dialect or ``unfit``.
         CheckpointError: if the source is damaged, in high precision, or not MX and given a scheme,
-            if the numbers do not go
-            into the dialect, if the target cannot load them, or if the destination is in the way.
+            if the numbers do not go into the dialect, if the target cannot load them, or if the
+            destination is in the way.
 
     Example:
         >>> convert_checkpoint("modelopt-dir", "dir", target="transformers")
@@ -92,17 +93,20 @@ def convert_checkpoint(
         )
     checkpoint = open_checkpoint(source, scheme=None if scheme is None else Scheme.of(scheme))
     held = _scheme(checkpoint)
-    wanted = held if scheme is None else _rebased_scheme(checkpoint, Scheme.of(scheme))
+    wanted = held if scheme is None else _wanted(checkpoint, Scheme.of(scheme))
     if target is None and dialect is None:
         target = "vllm"
     if target is not None:
         checkpoint = checkpoint.for_engines()
-    written = dialect_named(dialect) if dialect else dialect_for(target or "vllm", wanted)
-    every = (replace(m, scheme=wanted) if m.scheme == held else m for m in matrices_of(checkpoint))
-    job = Translation(checkpoint, written, list(every))
+    every = list(matrices_of(checkpoint))
+    if scheme is not None:
+        every = [replace(m, scheme=wanted) if m.layer.group == MX else m for m in every]
+    written = dialect_named(dialect) if dialect else _dialect(target or "vllm", every)
+    job = Translation(checkpoint, written, every)
     dense = _dense(checkpoint)
     if target is not None:
         check_target(job, target, dense, unfit)
+    dense += fall_back(job, target)
     spec = _spec(job, dense)
     quantization = written.render(spec)
     layout = _layout(job)
@@ -132,19 +136,26 @@ def _scheme(checkpoint: Checkpoint) -> Scheme:
     return checkpoint.spec.scheme
 
 
-def _rebased_scheme(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
-    assert checkpoint.spec is not None
-    held = checkpoint.spec.scheme
-    if scheme != held and (held.weight != MX or scheme.static or scheme.rebased):
+def _wanted(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
+    """Return the scheme that MX weights become, or that all have."""
+    held = {layer.scheme for layer in checkpoint.layers.values()}
+    mx = any(s.weight == MX for s in held)
+    if (scheme.static or scheme.rebased) if mx else scheme not in held:
         raise CheckpointError(
             teach(
-                f"Got scheme={scheme} for {checkpoint.path}, which is {held}.",
+                f"Got scheme={scheme} for {checkpoint.path}, which is {_scheme(checkpoint)}.",
                 "MX weights become FP8_DYNAMIC, FP8_BLOCK, FP8_TENSOR or FP8_WEIGHT_ONLY; others "
                 "would be quantized again.",
                 "Leave scheme out, or start from the original checkpoint.",
             )
         )
     return scheme
+
+
+def _dialect(target: str, matrices: Iterable[Matrix]) -> Dialect:
+    """Choose how to write what the target loads; compressed-tensors has several schemes."""
+    found = [dialect_for(target, scheme) for scheme in {m.scheme for m in matrices}]
+    return found[0] if len(found) == 1 else COMPRESSED_TENSORS
 
 
 def _dense(checkpoint: Checkpoint) -> list[str]:
@@ -167,7 +178,7 @@ def _spec(job: Translation, dense: list[str]) -> Spec:
             teach(
                 f"No layer of {job.checkpoint.path} loads in the target.",
                 "Something has to stay FP8.",
-                "Name another target.",
+                "Name another target or scheme.",
             )
         )
     apart = [m for m in job.matrices if m in job.apart]
@@ -234,42 +245,25 @@ def _stream(job: Translation) -> Iterator[tuple[str, Tensor]]:
     for name in checkpoint.kv_scales:
         yield _cache_scale(job, name, checkpoint.read(name))
     unfit = {m.name for m in job.unfit}
-    by_layer: dict[str, list[Matrix]] = {}
-    for m in (*job.matrices, *job.unfit):
-        by_layer.setdefault(m.layer.name, []).append(m)
-    for matrices in by_layer.values():
-        layer = matrices[0].layer
-        codes, scale = checkpoint.read(layer.weight), checkpoint.read(layer.scale)
-        check_codes(codes, f"{checkpoint.tensors[layer.weight].shard}: {layer.weight}")
-        inputs = checkpoint.read(layer.input_scale) if layer.input_scale else None
-        for m in matrices:
-            part = _part(m, codes, scale)
-            if m.name in unfit:
-                yield _dense_weight(m, functional.dequantize(part, checkpoint.dtype))
-                continue
-            yield _renamed(job, m, "weight", part.data)
-            yield _renamed(job, m, "weight_scale", part.scale)
-            if inputs is not None and m.scheme.static:
-                one = inputs[m.expert if len(inputs) > 1 else 0].reshape(1, 1)
-                yield _renamed(job, m, "input_scale", one)
+    for m, q in weights_of(checkpoint, (*job.matrices, *job.unfit)):
+        if m.name in unfit:
+            yield _dense_weight(m, functional.dequantize(q, checkpoint.dtype))
+            continue
+        part = _part(m, q)
+        yield _renamed(job, m, "weight", part.data)
+        yield _renamed(job, m, "weight_scale", part.scale)
+        if m.layer.input_scale is not None and m.scheme.static:
+            inputs = checkpoint.read(m.layer.input_scale)
+            one = inputs[m.expert if len(inputs) > 1 else 0].reshape(1, 1)
+            yield _renamed(job, m, "input_scale", one)
 
 
-def _part(m: Matrix, codes: Tensor, scale: Tensor) -> QTensor:
-    """Cut one matrix out of a layer, with scales as fine as its scheme has them."""
-    stacked = m.expert >= 0
-    whole = QTensor(
-        codes[m.expert] if stacked else codes, scale[m.expert] if stacked else scale, m.layer.group
-    )
-    q = whole if m.whole else rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
+def _part(m: Matrix, q: QTensor) -> QTensor:
+    """Give one matrix of a layer scales as fine as its scheme has them."""
     if q.group == MX and m.scheme.weight != MX:
-        found = rebase(q, m.scheme.weight)
-        if found.largest_change > LARGEST_CHANGE:
-            warnings.warn(
-                f"{m.name}: one power of two per {m.scheme.weight} changed {told_change([found])}.",
-                stacklevel=2,
-            )
-        scale = stacked_scale(found.q).contiguous() if m.whole else found.q.scale
-        return QTensor(found.q.data, scale, m.scheme.weight)
+        found = rebase(q, m.scheme.weight).q
+        scale = stacked_scale(found).contiguous() if m.whole else found.scale
+        return QTensor(found.data, scale, m.scheme.weight)
     if (q.group, m.scheme.weight) == (ROW, TENSOR):  # spread over the rows of a stack when read
         return QTensor(q.data, q.scale[:1], TENSOR)
     if (q.group, m.scheme.weight) == (TENSOR, ROW):

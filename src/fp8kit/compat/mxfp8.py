@@ -16,7 +16,7 @@ from fp8kit import functional
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.dispatch.device import capability
 from fp8kit.errors import teach
-from fp8kit.formats import MX, QTensor, Scheme
+from fp8kit.formats import MX, MX_FORMS, QTensor
 from fp8kit.modules.parameters import frozen
 from fp8kit.ops.validation import check_options
 from fp8kit.quantizers.scale_layout import swizzle_scales, unswizzle_scales
@@ -24,7 +24,7 @@ from fp8kit.quantizers.scale_layout import swizzle_scales, unswizzle_scales
 MXFP8_VALUE_DTYPE = torch.float8_e4m3fn
 MXFP8_SCALE_DTYPE = torch.uint8
 MXFP8_BLOCK_SIZE = 32
-_WEIGHT_ONLY = Scheme("MXFP8_WEIGHT_ONLY", MX, None)
+_WEIGHT_ONLY = MX_FORMS["MXFP8_WEIGHT_ONLY"]
 _SIZES = ("size_n", "size_k", "out_features", "in_features")
 _TILE_ROWS, _TILE_COLS = 128, 4
 _NATIVE, _WIDE = (10, 0), (8, 0)

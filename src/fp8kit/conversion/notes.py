@@ -17,7 +17,7 @@ from fp8kit.formats import MX, SCHEMES, Scheme
 from fp8kit.matmul.problem import BACKENDS, DECODING, TIMED_DTYPES, linear_problem
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.mx_forms import MX_CORES
+from fp8kit.modules.mx_forms import MX_CORES, form_on
 
 UNTRIED_RULES = (
     "The rules of fuse= were not tried: calibrate= runs the model and checks them. A layer "
@@ -29,25 +29,31 @@ _FEW_AND_MANY = (16, 4096)  # rows for which a backend may decode weights
 
 
 def mx_numbers(
-    place: str, capability: tuple[int, int] | None, asked: Scheme, form: Scheme
-) -> list[str]:
+    place: str, capability: tuple[int, int] | None, asked: Scheme, experts: bool = False
+) -> Iterator[str]:
     """Say what numbers MX layers compute with on a device, and whether it multiplies MX itself.
 
     Args:
         place: type of the device.
         capability: CUDA compute capability, ``None`` elsewhere.
         asked: the scheme that was named.
-        form: the one that layers get.
+        experts: there are experts among the layers.
     """
     if asked.stored != SCHEMES["MXFP8"]:
-        return []
-    if form.rebased:
-        how = "rebasing keeps nearly all values, and the report tells how many change"
-    elif capability is not None and capability >= MX_CORES:
-        how = "tensor cores multiply both natively"
-    else:
-        how = "no tensor core multiplies both, so that products are emulated, which saves no time"
-    return [f"On {place} {asked} layers compute as {form.numbers}; {how}."]
+        return
+    forms = {"layers": form_on(asked, capability)}
+    if experts and (own := form_on(asked, capability, experts=True)) not in forms.values():
+        forms["experts"] = own
+    for which, form in forms.items():
+        if form.rebased:
+            how = "rebasing keeps nearly all values, and the report tells how many change"
+        elif form.activation is None:
+            how = "weights are decoded as they are multiplied"
+        elif capability is not None and capability >= MX_CORES:
+            how = "tensor cores multiply both natively"
+        else:
+            how = "no tensor core multiplies both, so products are emulated, which saves no time"
+        yield f"On {place} {asked} {which} compute as {form.numbers}; {how}."
 
 
 def decoded_weights(

@@ -170,8 +170,8 @@ def plan(
     dense = [name for name, module in modules if holds_matrix(module)]
     exclude = _patterns("exclude", exclude, named, dense)
     report = Report(str(asked), model_bytes_before=_model_bytes(model))
-    report.notes += notes.mx_numbers(device.type, cores, asked, scheme)
     report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
+    report.notes += notes.mx_numbers(device.type, cores, asked, bool(report.stacks))
     links = [] if isinstance(fuse, str) else fusion.user_links(model, fuse, calibrate)
     if level and can_share(scheme):
         names_to_group = [r.name for r in report.linears]

@@ -44,6 +44,7 @@ def replace_layers(
     experts = _unchanged_experts(model, report)
     _check_values(model, report)
     scales = _input_scales(model, scheme, report, calibrate)
+    form, scheme = mx_forms.named_form(scheme), scheme.stored  # rebased below, by what that changes
     for module, stacks in experts:
         convert_experts(module, stacks, scheme, weight_storage)
     layers: dict[str, Fp8Linear] = {}
@@ -66,7 +67,7 @@ def replace_layers(
         held = model.get_submodule(record.name)
         assert isinstance(held, ExpertTensors)
         made[record.name] = held
-    mx_forms.settle(made)
+    mx_forms.settle(made, form)
     for record in (*report.linears, *report.stacks):
         record.reason = made[record.name].form_note
 

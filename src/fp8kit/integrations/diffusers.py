@@ -5,6 +5,7 @@ Importing this module registers it: diffusers has two dictionaries for that and 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -124,6 +125,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **kwargs)
         self.dtype = torch.float32
         self.not_finite: list[str] = []
+        self.form: Scheme | None = None
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Refuse to quantize into weights that live on disk: they would stay as in the file."""
@@ -188,7 +190,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             self.report.groups = siblings.find_groups(
                 model, [r.name for r in self.report.converted]
             )
-            return {n: scheme for r in self.report.converted for n in (r.name, *r.aliases)}
+            self.form = mx_forms.named_form(scheme)
+            return {n: scheme.stored for r in self.report.converted for n in (r.name, *r.aliases)}
         if not self.single_file:
             return dict(config.schemes)
         names = [n.removesuffix(".weight") for n, value in state_dict.items() if is_bundle(value)]
@@ -272,7 +275,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         for layer in layers.values():
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
-        mx_forms.settle(layers)
+        for sentence in mx_forms.settle(layers, self.form):
+            warnings.warn(sentence, stacklevel=2)
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
         siblings.share_inputs(model, groups)
         fusion.fuse_producers(model)

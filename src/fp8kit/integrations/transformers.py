@@ -216,7 +216,7 @@ def _model_class(checkpoint: Checkpoint) -> Any:
 def _taken(checkpoint: Checkpoint, model: Any, config: Fp8KitConfig | None) -> Taken:
     if config is None:
         return take_experts(checkpoint, model, None)
-    scheme = scheme_of_plain(config.scheme)
+    scheme = scheme_of_plain(config.scheme).stored
     stacks = decide(model, config).stacks
     return take_experts(checkpoint, model, chosen_experts(model, {r.name: scheme for r in stacks}))
 

@@ -46,7 +46,7 @@ from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.mx_forms import settle
+from fp8kit.modules.mx_forms import named_form, settle
 from fp8kit.modules.parameters import frozen
 
 if METHOD not in ALL_EXPERTS_FUNCTIONS:
@@ -163,7 +163,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: Fp8KitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.scheme = scheme_of_plain(quantization_config.scheme)
+        asked = scheme_of_plain(quantization_config.scheme)
+        self.scheme, self.form = asked.stored, named_form(asked)
         self.not_finite: list[str] = []
         self.told: list[str] = []
         self.unfilled: list[str] = []
@@ -255,7 +256,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             for parameter in layer.parameters(recurse=False):
                 parameter.requires_grad_(False)
         form = self.quantization_config.mx_form
-        self.told = settle({**layers, **experts}, Scheme.of(form) if form else None)
+        self.told = settle({**layers, **experts}, Scheme.of(form) if form else self.form)
         groups = self.report.groups if self.report else siblings.find_groups(model, list(layers))
         siblings.share_inputs(model, groups)
         fusion.fuse_producers(model)

@@ -21,6 +21,7 @@ from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.mx_forms import named_form
 from fp8kit.modules.weight_parts import recode_for_devices
 
 
@@ -121,8 +122,9 @@ def load(
         model: the module to fill, in place; its parameters may be on meta. Without it, the
             directory is a Transformers one, and the Transformers model is made.
         scheme: what a high-precision checkpoint becomes, by the rules of ``fp8kit.plan``; for one
-            of MXFP8 how its layers compute: ``"MXFP8_ROW"``, ``"MXFP8_BLOCK"`` or
-            ``"MXFP8_EMULATED"``, by default what is fastest on the device.
+            of MXFP8 how its layers compute, by default as is fastest on the device: as
+            ``"FP8_DYNAMIC"`` (or ``"MXFP8_ROW"``), ``"FP8_BLOCK"`` or ``"FP8_WEIGHT_ONLY"`` ones
+            do, rebased; as ``"MXFP8_WEIGHT_ONLY"`` or ``"MXFP8_EMULATED"``, not rebased.
         include: as in ``fp8kit.plan``; only with ``scheme``.
         exclude: as in ``fp8kit.plan``; only with ``scheme``.
         device: where the model goes.
@@ -159,7 +161,7 @@ def load(
     checkpoint = open_checkpoint(source, widths, wanted)
     _check_request(checkpoint, model, scheme, include, exclude)
     where = None if device is None else torch.device(device)
-    form = MX_FORMS.get(str(scheme)) if checkpoint.spec else None
+    form = None if scheme is None else named_form(Scheme.of(scheme), bool(checkpoint.spec))
     if model is not None:
         chosen = None if checkpoint.spec or scheme is None else scheme
         selection = (
@@ -282,12 +284,19 @@ def _check_request(
 ) -> None:
     wanted = None if scheme is None else Scheme.of(scheme)
     held = checkpoint.spec.scheme if checkpoint.spec else None
-    if held is not None and wanted is not None and wanted.stored != held:
+    fits = wanted is None or held is None or wanted.stored == held
+    every, mx = {layer.scheme for layer in checkpoint.layers.values()}, SCHEMES["MXFP8"]
+    if wanted is not None and not fits:
+        fits = mx in every and wanted.stored == mx
+        fits |= every == {mx} and named_form(wanted, of_fp8=True) is not None
+    if not fits:
         raise CheckpointError(
             teach(
                 f"Got scheme={wanted} for {checkpoint.path}, which is {held}.",
                 "Quantizing FP8 weights again would lose accuracy.",
-                f"Leave scheme out to load it as {held}, or start from the original checkpoint.",
+                f"Leave scheme out to load it as {held}, "
+                + ("name a form of its MX layers such as MXFP8_ROW, " if mx in every else "")
+                + "or start from the original checkpoint.",
             )
         )
     if held is not None and (include is not None or exclude is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,9 @@ def quantized_entries(
             )
         validation.check_codes(f"{prefix}weight", weight.dtype, layer.scheme)
         as_mx = layer.scheme.rebased and scale.dtype == torch.uint8
+        _check_form(
+            layer.scheme, as_mx, prefix + "weight", prefix + "weight_exponents" in state_dict
+        )
         group = MX if as_mx else layer.scheme.weight
         check_scale(scale, weight.shape, group, weight.device)
         layer.original_weight = None  # it is not what these codes were made from
@@ -82,17 +86,49 @@ def quantized_entries(
     return entries
 
 
-def stored_tensors(weight: QTensor, scheme: Scheme, name: str = "weight") -> dict[str, Tensor]:
+def _check_form(scheme: Scheme, as_mx: bool, name: str, with_exponents: bool) -> None:
+    """Refuse what another form of MXFP8 holds, or other FP8 weights for a rebased layer."""
+    if with_exponents and not scheme.rebased:
+        raise CheckpointError(
+            teach(
+                f"{name} comes with {name}_exponents, and the layer is {scheme}.",
+                "MX weights that were rebased have such exponents, and load into rebased layers.",
+                "Make the layer with the scheme of the one that was saved, such as MXFP8_ROW.",
+            )
+        )
+    if scheme.rebased and not (as_mx or with_exponents):
+        raise CheckpointError(
+            teach(
+                f"{name} has no MX scales and no {name}_exponents, and the layer is {scheme}.",
+                "It holds an MX weight: codes with E8M0 bytes, or rebased ones with exponents.",
+                "Load such a weight, or make the layer with FP8_DYNAMIC or another FP8 scheme.",
+            )
+        )
+
+
+def stored_tensors(
+    weight: QTensor, scheme: Scheme, name: str = "weight", layer: str = ""
+) -> dict[str, Tensor]:
     """Return the tensors by which a layer holds a weight, by name.
+
+    A layer keeps its form when it gets another weight, so a warning tells of one that loses by it.
 
     Args:
         weight: as ``quantize_weight`` gives it: for a rebased scheme in MX groups.
         scheme: of the layer.
         name: of the weight in the layer; a stack of experts has its own.
+        layer: its name, for the warning.
     """
     if not scheme.rebased:
         return {name: weight.data, f"{name}_scale": weight.scale}
-    return rebased_tensors(rebase(weight, scheme.weight), name)
+    found = rebase(weight, scheme.weight)
+    if found.loses:
+        warnings.warn(
+            f"{layer}{'.' * bool(layer)}{name} in the form {scheme} {found.loses}; convert or load "
+            "the model anew with MXFP8, which then leaves this weight as it is.",
+            stacklevel=3,
+        )
+    return rebased_tensors(found, name)
 
 
 def rebased_tensors(weight: Rebased, name: str = "weight") -> dict[str, Tensor]:
@@ -117,7 +153,7 @@ def stored_entries(
         prefix: of the layer's names.
         name: of the weight in the layer.
     """
-    found = stored_tensors(weight, scheme, name)
+    found = stored_tensors(weight, scheme, name, prefix.rstrip("."))
     return {prefix + own: tensor for own, tensor in found.items()}
 
 

@@ -24,6 +24,6 @@ def follow_original(layer: Fp8Linear) -> None:
         return
     with torch.no_grad():
         q = quantize_weight(original.to(layer.codes.device), layer.scheme)
-        for name, tensor in stored_tensors(q, layer.scheme).items():
+        for name, tensor in stored_tensors(q, layer.scheme, layer=layer.qualified_name).items():
             getattr(layer, "codes" if name == "weight" else name).copy_(tensor)
     layer.keep(original)

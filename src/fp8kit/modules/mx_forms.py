@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
-import torch
+from collections.abc import Mapping
 
 from fp8kit.dispatch.device import capability
 from fp8kit.formats import MX_FORMS, SCHEMES, QTensor, Scheme
@@ -12,28 +10,47 @@ from fp8kit.modules.entries import rebased_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
-from fp8kit.quantizers.rebase import Rebased, rebase, restore
+from fp8kit.quantizers.rebase import Rebased, rebase_or_decline, restore
 from fp8kit.runtime.replay_cache import ReplayCache
 
 MX_CORES = (10, 0)  # the first compute capability whose tensor cores read MX scales
-LARGEST_CHANGE = 1e-4
-_ROW, _BLOCK, _EMULATED = MX_FORMS.values()
-_UNITS = {_ROW: "row", _BLOCK: "128x128 block"}
+FP8_CORES = (8, 9)  # the first whose tensor cores read FP8
+_ROW, _BLOCK, _ROW_WEIGHT_ONLY, _WEIGHT_ONLY, _EMULATED = MX_FORMS.values()
+_FORMS = {_ROW: (_ROW, _BLOCK), _BLOCK: (_BLOCK, _ROW), _ROW_WEIGHT_ONLY: (_ROW_WEIGHT_ONLY,)}
 
 
-def form_on(scheme: Scheme, capability: tuple[int, int] | None) -> Scheme:
+def form_on(scheme: Scheme, capability: tuple[int, int] | None, experts: bool = False) -> Scheme:
     """Return the scheme that layers of a scheme compute with on a device.
 
     Args:
         scheme: what was asked for; only plain ``MXFP8`` leaves a choice.
         capability: CUDA compute capability, ``None`` elsewhere.
+        experts: the layers are experts, whose kernels multiply MX on no device.
 
     Example:
         >>> form_on(Scheme.of("MXFP8"), (9, 0)).name
         'MXFP8_ROW'
     """
-    chooses = scheme == SCHEMES["MXFP8"] and (capability is None or capability < MX_CORES)
-    return _ROW if chooses else scheme
+    if scheme != SCHEMES["MXFP8"] or (capability and capability >= MX_CORES and not experts):
+        return scheme
+    return _ROW_WEIGHT_ONLY if capability and capability < FP8_CORES else _ROW
+
+
+def named_form(scheme: Scheme, of_fp8: bool = False) -> Scheme | None:
+    """Return the form of MXFP8 layers that a scheme asks for; ``None`` leaves it to the device.
+
+    Args:
+        scheme: what was asked for.
+        of_fp8: FP8_DYNAMIC, FP8_BLOCK and FP8_WEIGHT_ONLY ask for the forms with their numbers.
+
+    Example:
+        >>> named_form(Scheme.of("FP8_BLOCK"), of_fp8=True).name
+        'MXFP8_BLOCK'
+    """
+    alike = (f for f in _FORMS if (f.weight, f.activation) == (scheme.weight, scheme.activation))
+    if scheme in MX_FORMS.values():
+        return scheme
+    return next(alike, None) if of_fp8 and scheme in SCHEMES.values() else None
 
 
 def settle(
@@ -45,8 +62,7 @@ def settle(
 
     Args:
         layers: by name, with weights in memory; others than plain ``MXFP8`` stay as they are.
-        form: one of ``MX_FORMS``; by default layers are rebased whose device has no tensor cores
-            for MX.
+        form: one of ``MX_FORMS``; by default ``form_on`` their device.
 
     Returns:
         A sentence for each layer that did not get the wanted form, by name, with the reason.
@@ -56,7 +72,7 @@ def settle(
     for name, layer in layers.items():
         weights = _weights(layer)
         where = next(iter(weights.values())).device
-        wanted = form or form_on(layer.scheme, capability(where))
+        wanted = form or form_on(layer.scheme, capability(where), isinstance(layer, ExpertTensors))
         if where.type == "meta" or layer.scheme != SCHEMES["MXFP8"] or wanted == layer.scheme:
             continue
         if id(layer) in seen:
@@ -97,32 +113,16 @@ def _take_form(
         layer.replays = ReplayCache()
 
 
-@torch.no_grad()
 def _rebased(
     weights: Mapping[str, QTensor], wanted: Scheme
 ) -> tuple[Scheme, dict[str, Rebased], str]:
     """Return the first form that keeps all weights, and what it changes or why it is no other."""
     if wanted == _EMULATED:
         return wanted, {}, "as asked, activations are quantized to MX and products are emulated"
-    said: list[str] = []
-    for form in (wanted, _BLOCK if wanted == _ROW else _ROW):
-        found = {name: rebase(q, form.weight) for name, q in weights.items()}
-        size = told_change(found.values())
-        if max(x.largest_change for x in found.values()) <= LARGEST_CHANGE:
-            told = "".join(f"{reason}; " for reason in said)
-            unit = f"MXFP8 rebased to one power of two per {_UNITS[form]}"
-            return form, found, f"{told}{unit}, which changes {size}"
-        said.append(f"one power of two per {_UNITS[form]} would change {size}")
-    return _EMULATED, {}, f"{'; '.join(said)}; so it stays MX and is emulated"
-
-
-def told_change(weights: Iterable[Rebased]) -> str:
-    """Say how many values of weights changed, and by how much (see ``Rebased.largest_change``).
-
-    Args:
-        weights: of one layer.
-    """
-    every = list(weights)
-    changed, count = sum(x.changed for x in every), sum(x.q.data.numel() for x in every)
-    largest = max(x.largest_change for x in every)
-    return f"{changed} of {count} values, in no row by more than {largest:.1e} of its groups' norms"
+    if wanted == _WEIGHT_ONLY:
+        return wanted, {}, "as asked, the weight stays MX and activations have 16 bits"
+    forms = {form.weight: form for form in _FORMS[wanted]}
+    group, found, note = rebase_or_decline(weights, forms)
+    if group is None:
+        return _WEIGHT_ONLY, {}, f"{note}; so it stays MX, with activations in 16 bits"
+    return forms[group], found, note

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from fp8kit.errors import teach
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape, QTensor, scale_shape
 
+LARGEST_CHANGE = 1e-4  # of a weight that is held rebased
 _LARGEST, _SMALLEST_STEP = 448.0, 2.0**-9
 _NAN, _E8M0_NAN, _BIAS = 0x7F, 255, 127
 # farther down every code is zero; a single smallest step may move up this far
@@ -47,6 +48,52 @@ class Rebased:
     exponents: Tensor
     changed: int
     largest_change: float
+
+    @property
+    def loses(self) -> str:
+        """Why a layer should not hold its weight so; empty if it may."""
+        if (self.exponents == _E8M0_NAN).any():
+            return "would lose the codes of NaN groups"
+        return f"would change {told_change([self])}" if self.largest_change > LARGEST_CHANGE else ""
+
+
+def told_change(weights: Iterable[Rebased]) -> str:
+    """Say how many values of weights changed, and by how much (see ``Rebased.largest_change``).
+
+    Args:
+        weights: of one layer.
+    """
+    every = list(weights)
+    changed, count = sum(x.changed for x in every), sum(x.q.data.numel() for x in every)
+    largest = max(x.largest_change for x in every)
+    size = f", in no row by more than {largest:.1e} of its groups' norms" if changed else ""
+    return f"{changed} of {count} values{size}"
+
+
+@torch.no_grad()
+def rebase_or_decline(
+    weights: Mapping[str, QTensor], groups: Iterable[GroupShape]
+) -> tuple[GroupShape | None, dict[str, Rebased], str]:
+    """Rebase the MX weights of a layer to the first of several groups that loses next to nothing.
+
+    Args:
+        weights: by any name; all of them get the same groups.
+        groups: of the new scales, in the order of preference.
+
+    Returns:
+        The groups, ``None`` if there are none such; the new weights; and a sentence with the count
+        of changed values and the largest change, or with what each of the groups would change.
+    """
+    said: list[str] = []
+    for group in groups:
+        found = {name: rebase(q, group) for name, q in weights.items()}
+        unit = f"one power of two per {group}{' block' if group.rows > 1 else ''}"
+        if not (worst := [x for x in found.values() if x.loses]):
+            told = "".join(f"{reason}; " for reason in said)
+            size = told_change(found.values())
+            return group, found, f"{told}MXFP8 rebased to {unit}, which changes {size}"
+        said.append(f"{unit} {max(worst, key=lambda x: x.largest_change).loses}")
+    return None, {}, "; ".join(said)
 
 
 def rebase(q: QTensor, group: GroupShape = ROW) -> Rebased:

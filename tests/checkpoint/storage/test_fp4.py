@@ -18,34 +18,9 @@ import fp8kit
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.formats import MX
 from fp8kit.modules.expert_tensors import ExpertTensors
+from mx_checkpoints import CT, packed
 from numerics import ONE_OPERAND, activation_noise, assert_bits_equal, relative_error
 from tiny_experts import tiny
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-CT = {
-    "quant_method": "compressed-tensors",
-    "format": "mxfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group",
-                "group_size": 32, "dynamic": False, "scale_dtype": "torch.uint8",
-            },
-        }
-    },
-    "ignore": ["lm_head"],
-}  # fmt: skip
-
-
-def packed(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return packed codes ``[..., K / 2]``, exponents, and the values they mean, value by value."""
-    codes = torch.randint(0, 16, shape)
-    exponents = torch.randint(110, 124, (*shape[:-1], shape[-1] // 32))
-    values = torch.tensor([*E2M1, *(-v for v in E2M1)])[codes]
-    values = values * 2.0 ** (exponents - 127).repeat_interleave(32, -1)
-    pairs = codes[..., 0::2] + 16 * codes[..., 1::2]  # the first value is the low half
-    return pairs.to(torch.uint8), exponents.to(torch.uint8), values
 
 
 def dense_directory(path: Path) -> tuple[Path, Tensor]:

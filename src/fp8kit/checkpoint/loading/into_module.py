@@ -129,7 +129,7 @@ def fill(
         layers = _layers_in_checkpoint(model, checkpoint, high)
     else:
         layers = layers_by_plan(model, selection, high)
-    layers.form = form
+    layers.form = form or layers.form
     unused = check_fit(model, checkpoint, layers, strict)
     arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
     for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
@@ -293,7 +293,8 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
         )
     report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
     warn_of_nothing(report)
-    found = Layers(groups=report.groups)
+    found = Layers(groups=report.groups, form=mx_forms.named_form(scheme))
+    scheme = scheme.stored
     for record in report.stacks:
         stacks = recognize(model.get_submodule(record.name))
         assert isinstance(stacks, ExpertStacks)

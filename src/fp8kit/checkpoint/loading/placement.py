@@ -303,7 +303,7 @@ class Placement:
             if value.q.group != layer.scheme.stored.weight:
                 value = join([value], layer.scheme.stored.weight, name)
             layer.original_weight = None  # it is not what these codes were made from
-            found = stored_tensors(value.q, layer.scheme)
+            found = stored_tensors(value.q, layer.scheme, layer=name)
             if value.input_scale is not None and layer.input_scale is not None:
                 found["input_scale"] = value.input_scale
         else:
@@ -318,7 +318,7 @@ class Placement:
                 )
             if layer.original_weight is not None:
                 layer.original_weight.copy_(value)
-            found = stored_tensors(q, layer.scheme)
+            found = stored_tensors(q, layer.scheme, layer=name)
         for kind, tensor in found.items():
             self._set(layer, kind, tensor, fresh=isinstance(value, Tensor))
             self.placed.add(named(name, kind))
