@@ -5,7 +5,9 @@
 
 The MXFP8 weight computes in the form that ``fp8kit.load`` would give it on this device. Every layer
 is compared with the fp32 product before it is timed, and the weights are cold. Prints a line per
-layer and row count, then both comparisons by row count: geometric mean and worst layer.
+layer and row count, then all comparisons by row count: geometric mean and worst layer.
+
+Humming, which vLLM uses for MXFP8 on Hopper, is timed too where ``peers.py`` finds it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +24,18 @@ import torch
 from torch import nn
 
 import fp8kit
-from checking import Checked
+from checking import Checked, reason
 from fp8kit.modules.mx_forms import settle
 from fp8kit.perf.timing import QUICK, THOROUGH, Effort
 from layers import chosen
 from linear import DENSE_ERROR, FP8_ERROR, integers
+from peers import Libraries, humming_mx, load_libraries
 from summary import MX_COMPARISONS, Row, compared
 from timing import copies_past_cache, time_cases, write_results
 
 ROWS = "1,4,16,64,256,1024,4096,16384"
 SCHEMES = ("FP8_DYNAMIC", "MXFP8")
+PEERS = ("humming",)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,16 +53,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     effort, device = QUICK if arguments.quick else THOROUGH, torch.device(arguments.device)
     deadline = time.monotonic() + arguments.seconds
     rows: list[Row] = []
+    libraries = load_libraries(PEERS)
     torch.manual_seed(0)
     for name, shape in chosen(arguments.shapes).items():
         if time.monotonic() > deadline:
             print(f"{name}: skipped, out of time", flush=True)
             continue
-        for row in measured(shape, arguments.rows, effort, device):
+        for row in measured(shape, arguments.rows, effort, device, libraries):
             rows.append({"shape": name, **row})
             print(told(rows[-1]), flush=True)
             what = "layers as modules, bf16 in and out, weights cold, microseconds"
-            write_results(arguments.out, rows, what=what)
+            write_results(arguments.out, rows, what=what, peers=libraries.versions())
     for line in summed_up(rows):
         print(line, flush=True)
     stop_if_broken(rows)
@@ -66,12 +71,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @torch.no_grad()
 def measured(
-    shape: tuple[int, int], counts: Sequence[int], effort: Effort, device: torch.device
+    shape: tuple[int, int],
+    counts: Sequence[int],
+    effort: Effort,
+    device: torch.device,
+    libraries: Libraries,
 ) -> Iterator[Row]:
     """Yield a row for each row count of one layer."""
     n, k = shape
     layers = layers_of(shape, copies_past_cache(n * k, device), device)
     form = layers["MXFP8"][0].form_note
+    declined = {}
+    for peer in libraries.found:
+        try:
+            layers[peer] = [humming_mx(mx_weight(dense)) for dense in layers["bf16"]]
+        except Exception as broken:
+            # a peer that does not serve a shape is a result
+            declined[peer] = reason(broken)
     for m in counts:
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
         exact = x.float() @ layers["bf16"][0].weight.float().t()
@@ -82,16 +98,14 @@ def measured(
         del exact
         us = time_cases(checked.cases, len(layers["bf16"]), effort, device)
         row: Row = {"m": m, "n": n, "k": k, "us": us, "relative_error": checked.errors}
-        failed = {"failed": checked.failed} if checked.failed else {}
-        yield row | {"form": form} | failed
+        failed = checked.failed | declined
+        yield row | {"form": form} | ({"failed": failed} if failed else {})
     del layers
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def layers_of(
-    shape: tuple[int, int], copies: int, device: torch.device
-) -> Mapping[str, Sequence[nn.Linear]]:
+def layers_of(shape: tuple[int, int], copies: int, device: torch.device) -> dict[str, list[Any]]:
     """Return copies of a bf16 layer with random weights, and its FP8 layers, by scheme."""
     n, k = shape
     found: dict[str, list[Any]] = {name: [] for name in ("bf16", *SCHEMES)}
@@ -105,6 +119,11 @@ def layers_of(
     return found
 
 
+def mx_weight(dense: nn.Linear) -> fp8kit.QTensor:
+    """Return the MXFP8 weight that a checkpoint of the layer holds."""
+    return fp8kit.quantize(dense.weight, fp8kit.MX, role="weight")
+
+
 def told(row: Row) -> str:
     """Return one measurement as a line."""
     us = row["us"]
@@ -116,8 +135,11 @@ def told(row: Row) -> str:
 
 
 def stop_if_broken(rows: Sequence[Row]) -> None:
-    """End with an error if a layer could not be timed: none of them is a peer's."""
-    broken = [f"{row['shape']} m={row['m']}: {row['failed']}" for row in rows if "failed" in row]
+    """End with an error if a layer of ours, or a dense one, could not be timed."""
+    failed = [
+        (row, {n: w for n, w in row.get("failed", {}).items() if n not in PEERS}) for row in rows
+    ]
+    broken = [f"{row['shape']} m={row['m']}: {whys}" for row, whys in failed if whys]
     if broken:
         raise SystemExit("a layer failed: " + "; ".join(broken))
 

@@ -7,6 +7,7 @@ it is fastest: torch and DeepGEMM have no quantizer, so vLLM's runs before their
 * vLLM 0.25: ``VLLM_SO=/path/to/_C_stable_libtorch.abi3.so``, out of its wheel.
 * DeepGEMM: ``DG_ROOT=`` the folder that holds ``deep_gemm``, and ``CUDA_HOME``.
 * torchao 0.18: ``TORCHAO=1``, or the folder that holds ``torchao``.
+* Humming 0.1.19: ``HUMMING=1``, or the folder that holds ``humming``. It calls nvcc.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ LOADERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "vllm": ("VLLM_SO", _load_vllm),
     "deepgemm": ("DG_ROOT", _import("deep_gemm")),
     "torchao": ("TORCHAO", _import("torchao")),
+    "humming": ("HUMMING", _import("humming")),
 }
 
 
@@ -286,6 +288,20 @@ def torchao_weights(dense: list[Tensor], granularity: str) -> list[Tensor]:
         if not isinstance(module.weight, quantization.Float8Tensor):
             raise DeclinedError(f"torchao leaves a weight of {n} x {k} in bf16")
         found.append(module.weight)
+    return found
+
+
+def humming_mx(weight: fp8kit.QTensor) -> nn.Module:
+    """Return Humming's layer for an MXFP8 weight ``[N, K]`` and bf16 inputs, as vLLM builds it."""
+    n, k = weight.data.shape
+    config = {"quant_method": "modelopt", "quant_algo": "mxfp8"}
+    layer = importlib.import_module("humming.layer").HummingLayer(
+        n, k, config, torch_dtype=torch.bfloat16
+    )
+    layer.to(weight.data.device)
+    layer.load_from_tensors({"weight": weight.data, "weight_scale": weight.scale})
+    layer.transform()
+    found: nn.Module = layer
     return found
 
 

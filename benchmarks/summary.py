@@ -37,6 +37,7 @@ COMPARISONS: dict[str, tuple[str, ...]] = {
 MX_COMPARISONS = {
     "MXFP8 / FP8_DYNAMIC": ("MXFP8", "FP8_DYNAMIC"),
     "bf16 / MXFP8": ("bf16", "MXFP8"),
+    "Humming / MXFP8": ("humming", "MXFP8"),
 }
 # the same of layers of experts
 EXPERT_COMPARISONS: dict[str, tuple[str, ...]] = {

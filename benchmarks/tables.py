@@ -381,8 +381,9 @@ def mx_speed(found: dict[str, Any]) -> str:
     """Layers of an MXFP8 weight against the default scheme and bf16."""
     columns, lines = ["M"], {}
     for name, (over, under) in MX_COMPARISONS.items():
-        columns += [name, "least", "largest"]
-        for m, (mean, least, most) in compared(found["rows"], over, under).items():
+        by_rows = compared(found["rows"], over, under)
+        columns += [name, "least", "largest"] if by_rows else []
+        for m, (mean, least, most) in by_rows.items():
             cells = lines.setdefault(m, [str(m)])
             cells += [f"{mean:.3f}", *(f"{part:.3f} ({shape})" for part, shape in (least, most))]
     text = (

@@ -39,11 +39,50 @@ def test_every_layer_is_compared_and_timed(
         assert row["relative_error"]["bf16"] < 0.01 < row["relative_error"]["MXFP8"]
         assert min(row["us"].values()) > 0
         assert "rebased" in row["form"]
-    said = capsys.readouterr().out.splitlines()
+    absent, *said = capsys.readouterr().out.splitlines()
+    assert absent == "humming: not asked for (HUMMING)"
     assert len(said) == len(rows) + 4
     ratio = rows[0]["us"]["MXFP8"] / rows[0]["us"]["FP8_DYNAMIC"]
     assert f"MXFP8 / FP8_DYNAMIC {ratio:.3f}" in said[0]
     assert said[-1].startswith("bf16 / MXFP8 m=5 ")
+
+
+# a layer that is called like Humming's, in plain torch
+HUMMING = """
+import torch
+class HummingLayer(torch.nn.Module):
+    def __init__(self, n, k, config, torch_dtype):
+        super().__init__()
+        assert config == {"quant_method": "modelopt", "quant_algo": "mxfp8"}
+        assert torch_dtype == torch.bfloat16
+    def load_from_tensors(self, tensors):
+        self.tensors = tensors
+    def transform(self):
+        if self.tensors["weight"].shape[0] == 48:
+            raise ValueError("48 rows")
+        scales = torch.exp2(self.tensors["weight_scale"].float() - 127)
+        self.dense = self.tensors["weight"].float() * scales.repeat_interleave(32, 1)
+    def forward(self, x):
+        return (x.float() @ self.dense.t()).bfloat16()
+"""
+
+
+def test_a_peer_is_timed_with_the_same_weight_or_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "humming"
+    package.mkdir()
+    (package / "__init__.py").write_text('__version__ = "0.1"\n')
+    (package / "layer.py").write_text(HUMMING)
+    monkeypatch.setenv("HUMMING", "1")
+    monkeypatch.syspath_prepend(tmp_path)
+    run(tmp_path / "mx.json", "--quick")
+    document = json.loads((tmp_path / "mx.json").read_text())
+    assert document["peers"] == {"humming": "0.1"}
+    served, *_, declined = document["rows"]
+    assert 0 < served["relative_error"]["humming"] < served["relative_error"]["MXFP8"]
+    assert "Humming / MXFP8 m=1 " in capsys.readouterr().out
+    assert declined["failed"] == {"humming": "ValueError: 48 rows"}
 
 
 def test_layers_have_one_weight_and_the_form_of_the_device() -> None:
