@@ -343,6 +343,19 @@ def missing_paths(text: str, folder: Path) -> list[str]:
     return found
 
 
+def missing_names(text: str) -> list[str]:
+    """Find names that a document places in a file of the package which does not have them."""
+    span = r"`(\w+)`"
+    placed = re.compile(rf"{span}(?:(?:, | and ){span})* in `(src/[\w./]+)`")
+    found = []
+    for match in placed.finditer(text):
+        path = ROOT / match[3]
+        content = path.read_text() if path.is_file() else ""
+        names = re.findall(span, match[0].rpartition(" in ")[0])
+        found += [f"{name} in {match[3]}" for name in names if name not in content]
+    return found
+
+
 PROBE = """
 import json, os, sys, warnings
 import torch
@@ -566,6 +579,16 @@ def test_the_search_for_paths_can_fail() -> None:
         "```\npython examples/gone.py model/out\n```\n"
     )
     assert missing_paths(text, ROOT) == ["src/fp8kit/gone.py", "docs/gone.md", "examples/gone.py"]
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_documents_name_what_a_file_has(path: Path) -> None:
+    assert missing_names(path.read_text()) == []
+
+
+def test_the_search_for_names_can_fail() -> None:
+    text = "`teach` and `Gone` in `src/fp8kit/errors.py`, `Scheme` in `src/fp8kit/formats.py`"
+    assert missing_names(text) == ["Gone in src/fp8kit/errors.py"]
 
 
 def test_import_is_inert(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Eligibility:
         model: the module that ``plan`` got; its weights may be on the meta device.
 
     Example:
-        >>> Obstacles(nn.Sequential(nn.Linear(8, 8))).of(["0"])
+        >>> Eligibility(nn.Sequential(nn.Linear(8, 8))).of(["0"])
         'too small to gain: a side under 64 or under 16384 weights'
     """
 

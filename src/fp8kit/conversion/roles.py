@@ -1,7 +1,7 @@
 """What linear layers do in the model that holds them, for those that stay in high precision.
 
 An output head, a projection of the time step or a vision tower is known by the class that holds it,
-in the libraries whose classes say so, and by its name elsewhere (``selection.DEFAULT_EXCLUDE``).
+in the libraries whose classes say so, and by its name elsewhere (``patterns.DEFAULT_EXCLUDE``).
 Classes are told by the names of their modules: no library is imported to look for its models.
 """
 

@@ -175,6 +175,8 @@ def _fastest(
     for name in fits:
         if name in times and us is not None:
             reasons[name] = f"{times[name][0]:.1f} µs, slower than {chosen}"
+        elif fits[name].yields_to(problem) == chosen:
+            reasons[name] = f"not measured, and yields to {chosen} for such a problem"
         elif fits[name].pads(problem):
             reasons[name] = f"not measured, would pad the weight, and after {chosen} in the order"
         else:

@@ -71,8 +71,8 @@ def quantized_intermediate(
     group = problem.intermediate_group
     if group is None:
         return h.to(problem.x_dtype), None
-    rounding = "up" if problem.scale_rounding == "up" else "exact"
-    return bodies.quantize_rows(h, group, problem.w_dtype, input_scale, None, rounding)
+    settings = (problem.w_dtype, input_scale, None, problem.intermediate_rounding)
+    return bodies.quantize_rows(h, group, *settings)
 
 
 def looping(

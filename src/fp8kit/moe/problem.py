@@ -76,6 +76,11 @@ class ExpertsProblem:
             return None
         return TENSOR if self.static_intermediate else GROUP128
 
+    @property
+    def intermediate_rounding(self) -> str:
+        """How scales of ``intermediate_group`` are rounded: MX's floor is of groups of 32 alone."""
+        return "exact" if self.scale_rounding == "floor" else self.scale_rounding
+
     def __str__(self) -> str:
         x = "unquantized" if self.x_group is None else f"per {self.x_group}"
         return (

@@ -291,12 +291,11 @@ def intermediate_constants(problem: ExpertsProblem) -> dict[str, Any]:
     """Give what ``activated_kernel`` compiles in about its result."""
     group, act = problem.intermediate_group, problem.activation
     scales = "none" if group is None else "static" if group == TENSOR else "group"
-    rounding = "up" if problem.scale_rounding == "up" else "exact"
     floor = min_scale(GROUP128, problem.w_dtype, "activation")
     return {
         "ACT": act.kind, "GATED": act.gated, "INTERLEAVED": act.interleaved,
         "LIMITED": act.limit is not None, "SCALES": scales,
-        "DIVISION": division_of(GROUP128, floor, None, rounding),
+        "DIVISION": division_of(GROUP128, floor, None, problem.intermediate_rounding),
         "FP8_MAX": fp8_format(problem.w_dtype).max,
     }  # fmt: skip
 

@@ -41,7 +41,7 @@ def supports(problem: MatmulProblem) -> str | None:
     if problem.m > MAX_ROWS:
         return f"made for at most {MAX_ROWS} rows"
     if problem.batch_invariant:
-        return "more rows than it takes would go to another kernel"
+        return f"batch_invariant=True: more than {MAX_ROWS} rows would run on another kernel"
     if (problem.x_group, problem.w_group) not in _GRANULARITIES:
         return f"has no {problem.x_group} by {problem.w_group} scales"
     if problem.x_dtype != torch.float8_e4m3fn or problem.w_dtype != torch.float8_e4m3fn:
