@@ -221,9 +221,10 @@ def _is_of(view: GuardedCodes, parameter: Tensor) -> bool:
 def _spoils(name: str, given: Sequence[Tensor]) -> bool:
     """Return whether an operation would write into codes what is none."""
     if name in _WRITES:
-        return any(t.dtype not in FP8_FORMATS for t in given if t.is_floating_point()) or (
-            name in ("copy_", "__setitem__") and len(given) < 2
-        )
+        if len(given) < 2 and name != "set_":
+            return True  # a number
+        others = [t for t in given if t.is_floating_point() and t.dtype not in FP8_FORMATS]
+        return bool(others) or given[-1].dtype not in FP8_FORMATS  # the last is what is written
     in_place = name.endswith("_") and not name.endswith("__")
     if in_place or (name.startswith("__i") and name not in ("__index__", "__int__", "__iter__")):
         return name not in _IN_PLACE and not all(t.is_meta for t in given)
