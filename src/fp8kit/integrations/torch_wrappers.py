@@ -37,8 +37,8 @@ def _wrap(kind: type, name: str, ours: Callable[..., None]) -> None:
     if not hasattr(own, "_fp8kit"):
 
         @functools.wraps(own)
-        def wrapper(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            ours(own, self, module, *args, **kwargs)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+            ours(own, self, *args, **kwargs)
 
         wrapper._fp8kit = True  # type: ignore[attr-defined]
         setattr(kind, name, wrapper)
