@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import os
 import random
+import runpy
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +19,7 @@ import hypothesis
 import pytest
 import torch
 
+import recorded_calls
 from disks import Disk
 from fp8kit.dispatch import backends
 from fp8kit.runtime import launch_recording, settings
@@ -115,7 +119,7 @@ def _empty_strided(
 @pytest.fixture
 def fuses_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the fused path on a CPU too, where the reference computes it."""
-    monkeypatch.setattr("fp8kit.modules.fused_producers.FUSED_DEVICES", ("cpu", "cuda"))
+    recorded_calls.fuse_on_cpu(monkeypatch)
 
 
 @pytest.fixture
@@ -169,6 +173,22 @@ def triton_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = SimpleNamespace(value=False)
     for module in ("quantizers.triton", "matmul.triton_gemm"):
         monkeypatch.setattr(f"fp8kit.{module}.INTERPRETED", compiled)
+
+
+@pytest.fixture
+def run_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Return a function that runs a script as a user does, and returns what it prints."""
+
+    def run(path: Path, *arguments: str, typed: str = "") -> str:
+        given = {"argv": [path.name, *arguments], "stdin": io.StringIO(typed)}
+        for name, value in given.items():
+            monkeypatch.setattr(sys, name, value)
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture

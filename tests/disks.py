@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -16,11 +17,13 @@ CALLS: dict[str, Any] = {
     "open": os,
     "replace": os,
     "fsync": os,
+    "flock": fcntl,
     "copyfile": shutil,
     "disk_usage": shutil,
     "mkdir": Path,
     "rename": Path,
 }
+ON_HANDLES = {"fsync", "flock"}
 
 
 class Disk:
@@ -45,13 +48,14 @@ class Disk:
         Args:
             call: one of ``CALLS``.
             code: of ``errno``.
-            when: given the call's paths, whether it fails; of ``fsync`` the file behind the handle.
+            when: given the call's paths, whether it fails; the file behind a handle.
         """
         whole = self._whole[call]
 
         def faulty(*given: Any, **options: Any) -> Any:
             paths = [
-                Path(os.readlink(f"/proc/self/fd/{p}")) if call == "fsync" else p for p in given
+                Path(os.readlink(f"/proc/self/fd/{p}")) if call in ON_HANDLES and not i else p
+                for i, p in enumerate(given)
             ]
             if when(*paths):
                 raise OSError(code, os.strerror(code), str(paths[0]))

@@ -207,11 +207,15 @@ def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
             memory.copy_(value)
 
 
+def fuse_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let norms and activations be fused on a CPU too, where the reference computes them."""
+    monkeypatch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
+
+
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls on a CPU be recorded, and norms and activations be fused there."""
-    lists = {"RECORDED_DEVICES": replay_cache, "FUSED_DEVICES": fused_producers}
-    for name, home in lists.items():
-        monkeypatch.setattr(home, name, ("cpu",))
+    monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
+    fuse_on_cpu(monkeypatch)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:

@@ -2,60 +2,38 @@
 
 from __future__ import annotations
 
-import io
-import runpy
-import sys
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"
 
 
-def output(
-    script: str,
-    *arguments: str,
-    typed: str = "",
-    patch: pytest.MonkeyPatch,
-    captured: pytest.CaptureFixture[str],
-) -> str:
-    """Run a script as a user does, and return what it prints."""
-    patch.setattr(sys, "argv", [script, *arguments])
-    patch.setattr(sys, "stdin", io.StringIO(typed))
-    runpy.run_path(str(FOLDER / script), run_name="__main__")
-    return captured.readouterr().out
-
-
-def test_lora_finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    said = output("lora_finetune.py", "--steps", "4", patch=monkeypatch, captured=capsys)
+def test_lora_finetune(run_script: Callable[..., str]) -> None:
+    said = run_script(FOLDER / "lora_finetune.py", "--steps", "4")
     assert "trainable params: 155,648" in said
     assert "step    3  loss" in said
     assert "merged:   56 tensors of the base differ" in said  # codes and scales of 28 layers
     assert "unmerged: 0 tensors of the base differ" in said
 
 
-def test_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat(run_script: Callable[..., str]) -> None:
     typed = "def main(\nimport \n\nnever read\n"
-    said = output("chat.py", "--tokens", "6", typed=typed, patch=monkeypatch, captured=capsys)
+    said = run_script(FOLDER / "chat.py", "--tokens", "6", typed=typed)
     assert "28 layers converted" in said
     assert len(said.splitlines()) >= 3
 
 
-def test_checkpoint_for_vllm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoint_for_vllm(tmp_path: Path, run_script: Callable[..., str]) -> None:
     source, destination = str(FOLDER / "nano"), str(tmp_path / "fp8")
-    script = "checkpoint_for_vllm.py"
-    said = output(script, source, destination, patch=monkeypatch, captured=capsys)
+    script = FOLDER / "checkpoint_for_vllm.py"
+    said = run_script(script, source, destination)
     assert "28 layers" in said
     assert f"vllm serve {destination}" in said
     assert (tmp_path / "fp8" / "model.safetensors").is_file()
 
 
-def test_train_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = output("train_experts.py", str(tmp_path), "2", patch=monkeypatch, captured=capsys)
+def test_train_experts(tmp_path: Path, run_script: Callable[..., str]) -> None:
+    said = run_script(FOLDER / "train_experts.py", str(tmp_path), "2")
     assert said.startswith("0 5.")  # of bytes nothing is known: log 256 is 5.5
     assert {path.name for path in tmp_path.iterdir()} >= {"model.safetensors", "training.json"}
 

@@ -12,7 +12,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "fp8kit"
-PATCHES, PRIVATE_READS = 70, 30
+PATCHES, PRIVATE_READS = 58, 30
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 # attributes of torch that the package sets or reads, too
 OF_TORCH = {"_parameters", "_version", "_apply"}
@@ -36,7 +36,6 @@ REASONS = {
     "_joined": "where joined weights lie",
     "_kernel": "a cache of kernels that were compiled without their wait",
     "_limits": "a device on which power limits the clock",
-    "_moves": "a move of an address that fails",
     "_pending": "a trace leaves nothing behind",
     "_product": "a process looks for the library once",
     "_rows_kernel": "what was watched is left as it was",

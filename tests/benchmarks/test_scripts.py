@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,10 @@ def scripts() -> list[Path]:
 
 @pytest.mark.parametrize("path", scripts(), ids=lambda p: p.stem)
 def test_help(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path, run_script: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(path), run_name="__main__")
+        run_script(path, "--help")
     assert stopped.value.code == 0
     assert f"usage: {path.name}" in capsys.readouterr().out
 

@@ -20,7 +20,6 @@ from click.testing import CliRunner, Result
 import fp8kit
 from checkpoint_samples import edit_tensors
 from disks import Disk
-from fp8kit.checkpoint.streaming import executor
 from fp8kit.cli.main import _in_shell_words, main
 from fp8kit.dispatch.timings import Case, Table, table_for
 from fp8kit.io import checkpoints, models
@@ -128,13 +127,14 @@ def test_quantize_casts_the_rest(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
 
 
-def test_quantize_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+def test_quantize_says_how_to_continue(tmp_path: Path, disk: Disk) -> None:
+    def interrupted(written: Path) -> None:
+        if written.name.startswith(".model"):
+            raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(executor, "write_shards", interrupted)
-        said = failure(run("quantize", NANO, tmp_path / "out"))
+    disk.notes("fsync", interrupted)
+    said = failure(run("quantize", NANO, tmp_path / "out"))
+    disk.mend()
     assert "the same command continues" in said
     options = ("--scheme", "FP8_BLOCK", "--exclude", "*.o_proj", "--max-shard-size", "1GB")
     other = failure(run("quantize", NANO, tmp_path / "out", *options))

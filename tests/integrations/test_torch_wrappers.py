@@ -186,7 +186,7 @@ def test_averages_leave_codes_as_they_are(how: str) -> None:
     average.update_parameters(model)
     with torch.no_grad():
         model.adapters[1].weight.zero_()
-    average.update_parameters(model)
+    average.update_parameters(model=model)
     kept = 0.9 if how == "one by one" else 0.5
     trained = Adapted().adapters[1].weight
     torch.testing.assert_close(average.module.adapters[1].weight, kept * trained)

@@ -25,7 +25,6 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 import fp8kit
 from checkpoint_samples import NANO, all_bytes, edit_json, edit_tensors
 from disks import Disk
-from fp8kit.checkpoint.storage import directory
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.streaming import journal
 from fp8kit.errors import CheckpointError, ConversionError
@@ -444,24 +443,23 @@ def test_two_runs_at_once(nano: Path, tmp_path: Path) -> None:
     stream(nano, tmp_path / "out")
 
 
-def test_a_run_that_was_refused_leaves_no_lock(nano: Path, tmp_path: Path) -> None:
-    """It comes when another one has just ended: too late to be told of by the lock."""
-    out, check, calls = tmp_path / "out", directory.check_destination, []
+def test_a_destination_that_appears_meanwhile_stays_and_no_lock_is_left(
+    nano: Path, tmp_path: Path, disk: Disk
+) -> None:
+    """Another run ends between the first look and the lock, too late to be told of by that."""
+    out, others = tmp_path / "out", []
 
-    def after_another(*arguments: Any) -> None:
-        calls.append(arguments)
-        if len(calls) == 1:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(directory, "check_destination", check)
-                stream(nano, out)
-        else:
-            check(*arguments)
+    def another(made: Path) -> None:
+        if made.name == ".out.partial" and not others:
+            others.append(made)
+            stream(nano, out, "FP8_BLOCK")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directory, "check_destination", after_another)
-        with pytest.raises(CheckpointError, match="exists and is not empty"):
-            stream(nano, out)
+    disk.notes("mkdir", another)
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        stream(nano, out)
+    assert others
     assert only(out) == ["out"]
+    assert open_checkpoint(out).spec.scheme.name == "FP8_BLOCK"
 
 
 @pytest.mark.parametrize(
@@ -491,34 +489,20 @@ def test_links_that_somebody_put_in_the_way_lead_nowhere(
     assert all_bytes(elsewhere) == before
 
 
-def test_a_destination_that_appears_meanwhile_stays(
-    nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = checkpoints.plan_work
-
-    def slowly(*args: Any) -> Any:
-        monkeypatch.setattr(checkpoints, "plan_work", plan)
-        stream(nano, tmp_path / "out", "FP8_BLOCK")
-        return plan(*args)
-
-    monkeypatch.setattr(checkpoints, "plan_work", slowly)
-    with pytest.raises(CheckpointError, match="exists and is not empty"):
-        stream(nano, tmp_path / "out")
-    assert open_checkpoint(tmp_path / "out").spec.scheme.name == "FP8_BLOCK"
-
-
 @pytest.mark.parametrize(("scheme", "again"), [("FP8_BLOCK", True), ("FP8_DYNAMIC", False)])
 def test_traces_of_a_finished_run_belong_to_it_alone(
-    scheme: str, again: bool, nano: Path, tmp_path: Path
+    scheme: str, again: bool, nano: Path, tmp_path: Path, disk: Disk
 ) -> None:
-    def killed(_: journal.Partial) -> None:
-        raise Stop
-
     out = tmp_path / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal.Partial, "forget", killed)
-        with pytest.raises(Stop):
-            stream(nano, out)
+
+    def killed(synced: Path) -> None:
+        if synced == out.parent:  # the last step: the new name is made durable
+            raise Stop
+
+    disk.notes("fsync", killed)
+    with pytest.raises(Stop):
+        stream(nano, out)
+    disk.mend()
     number = out.stat().st_ino
     if again:
         with pytest.raises(CheckpointError, match="exists and is not empty"):

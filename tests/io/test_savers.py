@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 import fp8kit
 from fp8kit.errors import CheckpointError
-from fp8kit.modules import fused_producers
 from fp8kit.modules.linear import Fp8Linear
 from numerics import assert_bits_equal
+from recorded_calls import fuse_on_cpu
 from tiny_experts import tiny
 
 transformers = pytest.importorskip("transformers")
@@ -157,7 +157,7 @@ def in_every_order(model: nn.Module) -> None:
 
 def fused_and_moved(model: nn.Module) -> None:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(fused_producers, "FUSED_DEVICES", ("cpu", "cuda"))
+        fuse_on_cpu(patch)
         run(model, 5)
         device = next(model.parameters()).device
         model.cpu().to(device)

@@ -48,6 +48,16 @@ def indexed(layer: Any, x: Tensor) -> None:
         layer.weight[0] = torch.randn(SIZE)
 
 
+def numbered(layer: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight[torch.tensor([0])] = 0.5
+
+
+def filled(layer: Any, x: Tensor) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(layer.weight.view(torch.uint8))
+
+
 def replaced(layer: Any, x: Tensor) -> None:
     with torch.no_grad():
         layer.weight.set_(torch.randn(SIZE, SIZE).to(torch.float8_e5m2))
@@ -114,6 +124,8 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "copy_": overwritten,
     "data =": assigned,
     "setitem": indexed,
+    "setitem of a number by an index": numbered,
+    "copy_ of bytes": filled,
     "imul": decayed,
     "prune": lambda m, x: prune.l1_unstructured(m, "weight", 0.5),
     "weight norm": lambda m, x: parametrizations.weight_norm(m),

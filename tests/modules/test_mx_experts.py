@@ -91,6 +91,22 @@ def test_rebased_experts_move_copy_rearrange_and_reload() -> None:
     assert_bits_equal(twin.stored("down_proj").scale[1], layer.stored("down_proj").scale[0])
 
 
+@pytest.mark.parametrize(
+    ("scheme", "other", "said"),
+    [
+        ("MXFP8_ROW", "FP8_DYNAMIC", "no gate_up_proj_exponents, and the layer is MXFP8_ROW"),
+        ("FP8_DYNAMIC", "MXFP8_ROW", "gate_up_proj_exponents, and the layer is FP8_DYNAMIC"),
+    ],
+)
+def test_codes_of_another_form_are_refused(scheme: str, other: str, said: str) -> None:
+    """Their exponents would be missing, or be those of other codes."""
+    layer, given = experts(scheme), routed(4)
+    y = layer(*given)
+    with pytest.raises(RuntimeError, match=said):
+        layer.load_state_dict(experts(other).state_dict(), strict=False)
+    assert_bits_equal(layer(*given), y)
+
+
 def test_experts_that_would_lose_too_much_fall_back_by_name() -> None:
     fits, wild = experts("MXFP8"), experts("MXFP8", outliers=64)
     (told,) = settle({"a": fits, "b": wild})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,8 +161,7 @@ def test_the_kernels_pass_on_this_gpu(kind: str) -> None:
     assert self_check.difference(product(kind), triton.grouped, cuda) is None
 
 
-def test_nothing_is_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    capturing = SimpleNamespace(current_device=lambda: 0, is_current_stream_capturing=lambda: True)
-    monkeypatch.setattr(torch, "cuda", capturing)
+def test_nothing_is_tried_while_a_graph_is_captured(faked_cuda: Callable[..., None]) -> None:
+    faked_cuda(is_current_stream_capturing=lambda: True)
     with pytest.raises(RuntimeError, match="Call the layer once before the capture"):
         self_check.failure(layer("FP8_BLOCK"), reference.BACKEND.experts)

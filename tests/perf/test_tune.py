@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import backend_tables
 import fp8kit
 from fp8kit.dispatch import timings
-from fp8kit.dispatch.backends import choose
-from fp8kit.dispatch.timings import DENSE, REJECTED, Table, table_for
+from fp8kit.dispatch.backends import choose, renew
+from fp8kit.dispatch.timings import DENSE, REJECTED, Table, table_for, tuned_path
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.matmul import problem as matmul
 from fp8kit.matmul import reference
@@ -378,7 +378,7 @@ def test_times_are_stored_shape_by_shape(backends: Callable[[Spoil], None]) -> N
 
 
 def test_what_was_rejected_is_not_dispatched(
-    backends: Callable[[Spoil], None], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    backends: Callable[[Spoil], None], cache_dir: Path
 ) -> None:
     """Neither for want of a time, nor by the time that the wheel's table has."""
     backends(one_row)
@@ -389,8 +389,9 @@ def test_what_was_rejected_is_not_dispatched(
     problem = benched.operands(
         benched.dense_weights(SHAPE, CPU), 70, Scheme.of("FP8_DYNAMIC"), "precise"
     ).problem()
-    monkeypatch.setattr("fp8kit.matmul.problem.table_for", lambda _: shipped)
-    choose.cache_clear()
+    shipped.write(tuned_path("Toy"))
+    renew()
+    problem = dataclasses.replace(problem, device="Toy")
     choice = choose(benched.BACKENDS, problem)
     assert choice.backend == "torch_native"
     assert "computed something else" in dict(choice.declined)["hopper_gemm"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import subprocess
@@ -68,19 +67,17 @@ def test_who_does_not_wait_is_told(tmp_path: Path) -> None:
         locked(tmp_path / "lock", wait=False).__enter__()
 
 
-def test_a_lock_that_its_owner_removed_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_its_owner_removed_is_made_again(tmp_path: Path, disk: Disk) -> None:
     """Who opened it before that would have a lock that nobody else sees."""
-    lock, flock, removed = tmp_path / "folder" / "lock", fcntl.flock, []
+    lock, removed = tmp_path / "folder" / "lock", []
 
-    def late(handle: int, how: int) -> None:
-        flock(handle, how)
+    def remove(opened: Path, *_: object) -> None:
         if not removed:
+            assert opened == lock
             removed.append(lock.unlink())
             lock.parent.rmdir()
 
-    monkeypatch.setattr(fcntl, "flock", late)
+    disk.notes("flock", remove)
     with locked(lock):
         assert removed
         assert lock.exists()

@@ -1,8 +1,9 @@
-"""What ``load_state_dict`` makes of the entries of an FP8 layer, and how a weight is quantized."""
+"""How ``load_state_dict`` fills an FP8 layer, and how a dense weight is quantized."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,10 +55,7 @@ def quantized_entries(
                 )
             )
         validation.check_codes(f"{prefix}weight", weight.dtype, layer.scheme)
-        as_mx = layer.scheme.rebased and scale.dtype == torch.uint8
-        _check_form(
-            layer.scheme, as_mx, prefix + "weight", prefix + "weight_exponents" in state_dict
-        )
+        as_mx = check_form(layer.scheme, prefix + "weight", state_dict)
         group = MX if as_mx else layer.scheme.weight
         check_scale(scale, weight.shape, group, weight.device)
         layer.original_weight = None  # it is not what these codes were made from
@@ -86,8 +84,22 @@ def quantized_entries(
     return entries
 
 
-def _check_form(scheme: Scheme, as_mx: bool, name: str, with_exponents: bool) -> None:
-    """Refuse what another form of MXFP8 holds, or other FP8 weights for a rebased layer."""
+def check_form(scheme: Scheme, name: str, state_dict: Mapping[str, Any]) -> bool:
+    """Refuse what another form of MXFP8 holds, or other FP8 weights for a rebased layer.
+
+    Args:
+        scheme: of the layer.
+        name: of the codes in the ``state_dict``, which has their scales, too.
+        state_dict: what is loaded.
+
+    Returns:
+        Whether they are MX weights that are still to be rebased.
+
+    Raises:
+        CheckpointError: if they do not go into the layer.
+    """
+    as_mx = scheme.rebased and state_dict[f"{name}_scale"].dtype == torch.uint8
+    with_exponents = f"{name}_exponents" in state_dict
     if with_exponents and not scheme.rebased:
         raise CheckpointError(
             teach(
@@ -104,6 +116,7 @@ def _check_form(scheme: Scheme, as_mx: bool, name: str, with_exponents: bool) ->
                 "Load such a weight, or make the layer with FP8_DYNAMIC or another FP8 scheme.",
             )
         )
+    return as_mx
 
 
 def stored_tensors(

@@ -1,8 +1,7 @@
-"""Experts as FP8 codes and scales under the names of their stacks: what every such module has."""
+"""The base of all modules of FP8 experts: codes and scales under the names of their stacks."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,11 +13,11 @@ from fp8kit.dispatch.device import capability
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.matmul.problem import m_bucket
-from fp8kit.modules.entries import quantize_weight, stored_entries, stored_tensors
+from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.guarded_weight import guarded, plain
 from fp8kit.modules.libraries import tell_libraries
-from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, frozen
+from fp8kit.modules.parameters import apply_without_casts, as_bytes, cast_dtype, deepcopied, frozen
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.problem import ExpertsProblem
 from fp8kit.ops.validation import default_rounding
@@ -170,12 +169,7 @@ class ExpertTensors(nn.Module):
         self.compute_dtype = cast_dtype(fn, self.compute_dtype, device)
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertTensors:
-        """Copy like any module, so that modules with one Parameter keep one."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+    __deepcopy__ = deepcopied
 
     def __getstate__(self) -> dict[str, Any]:
         """Show codes as bytes: plain pickle has no storage type for FP8."""
@@ -219,8 +213,9 @@ class ExpertTensors(nn.Module):
                 )
             )
         if coded:
+            as_mx = check_form(self.scheme, key, state)
             self.originals.pop(name, None)
-            if self.scheme.rebased and scale is not None and scale.dtype == torch.uint8:
+            if as_mx:
                 q = QTensor(weight.detach(), scale.detach(), MX)
                 state |= stored_entries(q, self.scheme, prefix, name)
             return

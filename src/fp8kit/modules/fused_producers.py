@@ -1,10 +1,10 @@
-"""Norms, activations and feed-forwards whose result goes straight into FP8.
+"""Norms, activations and feed-forwards that write FP8.
 
-A fused producer writes codes and scales and nothing else. What it returns stands for the tensor
-that was never written: a NaN, expanded to its shape. The layers behind it know it by identity and
-take the codes instead; anything else that read it would see NaN at once, not a wrong number. Where
-that could happen, because a layer was wrapped or a hook looks on, and where gradients are wanted,
-the input is not on a GPU, or a compiler fuses by itself, the module that was replaced computes.
+A fused producer writes only codes and scales. In place of the tensor that was never written it
+returns a NaN, expanded to its shape. The layers behind it recognise that stand-in by identity and
+take the codes; any other reader would see NaN, not a plausible wrong number. Where that could
+happen (a layer was wrapped, or has a hook), and where gradients are needed, the input is not on a
+GPU, or a compiler fuses by itself, the replaced module computes instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FUSED_DEVICES = ("cuda",)
 # attributes of fused modules themselves, whatever the modules they replace have
 _OWN = frozenset(
     """
-    altered consumers embedding formula gated kind modulation names positional replaced replays
+    altered consumers embedding formula gated kind modulation positional replaced replays
     """.split()
 )
 
@@ -244,29 +244,23 @@ class FusedGatedMlp(Fused):
     Args:
         mlp: the feed-forward it replaces.
         kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
-        names: its children that are the gate, up and down projections.
     """
 
-    def __init__(
-        self,
-        mlp: nn.Module,
-        kind: str,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    ) -> None:
+    def __init__(self, mlp: nn.Module, kind: str) -> None:
         super().__init__(mlp)
         self.kind = kind
-        self.names = names
 
     def is_converted(self) -> bool:
         """Return whether the last projection takes codes."""
-        return can_multiply(self.get_submodule(self.names[2]))
+        return can_multiply(self.get_submodule("down_proj"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[..., K]`` from ``[..., K]``."""
         if not self.may_fuse(x):
             same: Tensor = self.unfused(x)
             return same
-        gate_proj, up_proj, down, act_fn = map(self._modules.get, (*self.names, "act_fn"))
+        names = ("gate_proj", "up_proj", "down_proj", "act_fn")
+        gate_proj, up_proj, down, act_fn = map(self._modules.get, names)
         assert gate_proj is not None
         assert up_proj is not None
         assert down is not None

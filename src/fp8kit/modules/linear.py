@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from fp8kit.modules.parameters import (
     apply_without_casts,
     as_bytes,
     cast_dtype,
+    deepcopied,
     empty_exponents,
     frozen,
 )
@@ -361,12 +361,7 @@ class Fp8Linear(nn.Linear):
             self.keep(fn(self.original_weight))
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:
-        """Copy like any module, so that layers with one Parameter keep one."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
+    __deepcopy__ = deepcopied
 
     def __getstate__(self) -> dict[str, Any]:
         """Show codes as bytes: plain pickle has no storage type for FP8."""
@@ -386,14 +381,7 @@ class Fp8Linear(nn.Linear):
         self._parameters["weight"] = frozen(weight.detach().view(self.scheme.dtype))
 
     def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Accept FP8 codes with scales, or a dense weight, which is quantized into place."""
         try:
@@ -401,8 +389,6 @@ class Fp8Linear(nn.Linear):
             assign = local_metadata.get("assign_to_params_buffers", False)
             state_dict = quantized_entries(self, state_dict, prefix, assign)
         except (CheckpointError, TypeError, ValueError) as error:
-            error_msgs.append(str(error))
+            rest[-1].append(str(error))  # the messages of errors
             return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -71,6 +72,13 @@ def cast_dtype(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) 
     """Return the dtype that a function gives a tensor of a compute dtype, if it is one."""
     cast = fn(torch.empty(0, dtype=dtype, device=device)).dtype
     return cast if cast.is_floating_point else dtype
+
+
+def deepcopied(module: Any, memo: dict[int, Any]) -> Any:
+    """Copy like any module, past ``__getstate__``: modules with one Parameter keep one."""
+    memo[id(module)] = twin = type(module).__new__(type(module))
+    twin.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return twin
 
 
 def as_bytes(parameters: dict[str, Any]) -> dict[str, Any]:

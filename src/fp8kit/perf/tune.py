@@ -1,10 +1,10 @@
-"""Measure every candidate of dispatch on layers of interest; only right ones may win.
+"""Time every candidate of dispatch on given layers; only candidates with right results may win.
 
-A candidate is held to the fp32 product of the dequantized operands before it is timed: on normal
-data, and on data of one sign, where an accumulator that is too short shows as a bias. Both limits
-are relative errors of a row in the 2-norm. The result is rounded once to bf16, which costs at most
+Before it is timed, a candidate is compared with the fp32 product of the dequantized operands: on
+normal data, and on same-sign data, where a short accumulator shows as a bias. Both limits are
+relative errors of a row in the 2-norm. The result is rounded once to bf16, which costs at most
 2^-8; a precise sum may lose 1e-3 (promoted every 128 of K, Hopper loses 6e-4), a fast one 8e-3 on
-normal data (Hopper loses 5e-3 at K = 28672) and what it likes on data of one sign.
+normal data (Hopper loses 5e-3 at K = 28672) and any amount on same-sign data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from fp8kit.perf.operands import (
     dense_weights,
     exact_rows,
     operands,
-    unique,
 )
 from fp8kit.perf.timing import QUICK, SUSTAINED, Case, Timer, time_cases
 from fp8kit.runtime.atomic_files import locked
@@ -105,15 +104,15 @@ def wishes_of(
         scheme: how all are quantized.
         accum: ``"precise"`` or ``"fast"``.
     """
-    yield Wish(unique(alone), rows, [scheme], accum)
+    yield Wish(list(dict.fromkeys(alone)), rows, [scheme], accum)
     few = [m for m in rows if m <= MOST_JOINED_ROWS]
-    if few and (matrices := unique(joined)):
+    if few and (matrices := list(dict.fromkeys(joined))):
         yield Wish(matrices, few, [scheme], accum)
 
 
 def shipped_wishes() -> list[Wish]:
     """Return what the tables in the wheel hold: the shapes of known models, by every scheme."""
-    every = unique(s for shapes in MODEL_SHAPES.values() for s in shapes)
+    every = list(dict.fromkeys(s for shapes in MODEL_SHAPES.values() for s in shapes))
     llama = MODEL_SHAPES["Llama 8B"] + MODEL_SHAPES["Llama 70B"]
     main = [Scheme.of("FP8_DYNAMIC"), Scheme.of("FP8_BLOCK")]
     rest = [Scheme.of("FP8_TENSOR"), Scheme.of("FP8"), Scheme.of("FP8_WEIGHT_ONLY")]

@@ -60,6 +60,10 @@ def multiplied(x: Tensor, matrix: Tensor) -> Tensor:
     return x @ matrix.to(x.dtype).T
 
 
+def first_rows(x: Tensor, matrix: Tensor) -> Tensor:
+    return matrix.to(torch.float32)[: x.shape[0]]
+
+
 def weighed_by(weight: Tensor, x: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
@@ -143,6 +147,10 @@ def walrus(self: Any, x: Tensor) -> Tensor:
 
 def unpacked(self: Any, x: Tensor) -> Tensor:
     return multiplied(*(x, self.proj.weight))
+
+
+def after_unpacked(self: Any, x: Tensor) -> Tensor:
+    return first_rows(*[x], self.proj.weight)
 
 
 def keywords(self: Any, x: Tensor) -> Tensor:
@@ -289,7 +297,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
         f.__name__: f
         for f in (
             *(nested, local, by_layer, copied, loop, zipped, walked, collected, orthogonal),
-            *(standardized, recomputed, walrus, unpacked, keywords),
+            *(standardized, recomputed, walrus, unpacked, after_unpacked, keywords),
             *(matched, matched_attribute, matched_parts, turned, applied, applied_to_all, got),
         )
     },

@@ -1,4 +1,4 @@
-"""What calls in the source of a model may give, and which weights they read."""
+"""What calls in a model's source may return, and which weights they read."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ class Calls(Expressions):
     """Calls: of what the model holds, of helpers, of what Python has built in."""
 
     def _value_Call(self, node: ast.Call) -> Values:
-        args = [self.value(a) for a in node.args if not isinstance(a, ast.Starred)]
+        starred = (i for i, a in enumerate(node.args) if isinstance(a, ast.Starred))
+        placed = next(starred, len(node.args))  # how many arguments have a known place
+        args = [self.value(a) for a in node.args[:placed]]
         kwargs = {k.arg or "**": self.value(k.value) for k in node.keywords}
-        starred = [self.value(a.value) for a in node.args if isinstance(a, ast.Starred)]
-        if starred:
-            kwargs["*"] = united(*starred)
+        if node.args[placed:]:
+            kwargs["*"] = (Items(united(*map(self.value, node.args[placed:]))),)
         if isinstance(node.func, ast.Name) and not self.scope.is_local(node.func.id):
             known, values = self.builtin(node.func.id, args)
             if known:
