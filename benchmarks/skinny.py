@@ -27,7 +27,7 @@ from checking import Checked
 from fp8kit.dispatch.backends import choose
 from fp8kit.formats import GroupShape
 from fp8kit.matmul import triton_gemm
-from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
+from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulOperands, MatmulProblem
 from layers import BANDWIDTH, FLOPS, chosen
 from timing import Case, copies_past_cache, time_cases, write_results
 
@@ -38,7 +38,7 @@ SCHEMES: dict[str, tuple[GroupShape | None, GroupShape]] = {
     "weight_only": (None, fp8kit.ROW),
 }
 SWEPT = ("row", "block", "weight_only")
-TIMED = tuple(name for name, *_ in BACKENDS if name != "reference")
+TIMED = tuple(name for name, *_ in MATMUL_BACKENDS if name != "reference")
 # against the exact product of the same operands: the rounding of a bf16 result is 1.7e-3
 LARGEST_ERROR = 4e-3
 
@@ -144,7 +144,7 @@ def backend_cases(scheme: str, operands: Operands) -> Iterator[tuple[str, Case]]
     for name in TIMED:
         for invariant in (False, True) if name == "triton_gemm" else (False,):
             problem = operands.problem(invariant)
-            backend = choose(BACKENDS, problem, name).implementation
+            backend = choose(MATMUL_BACKENDS, problem, name).implementation
             if backend is not None:
                 label = f"{scheme}/{name}" + ("_invariant" if invariant else "")
                 yield label, run_case(backend.run, operands, (problem,))

@@ -13,13 +13,13 @@ from fp8kit.dispatch.backends import BackendTable, choose
 
 # who reads which table
 HOMES = {
-    "matmul": ("fp8kit.ops.bodies.MATMUL_BACKENDS", "fp8kit.perf.operands.BACKENDS"),
+    "matmul": ("fp8kit.ops.bodies.MATMUL_BACKENDS", "fp8kit.perf.operands.MATMUL_BACKENDS"),
     "quantizers": ("fp8kit.ops.bodies.QUANTIZER_BACKENDS",),
     "moe": ("fp8kit.moe.operators.MOE_BACKENDS",),
     "fused": ("fp8kit.fused.operators.FUSED_BACKENDS",),
-    "plan": ("fp8kit.conversion.notes.BACKENDS",),
-    "profitability": ("fp8kit.conversion.profitability.BACKENDS",),
-    "warmup": ("fp8kit.perf.row_counts.BACKENDS",),
+    "plan": ("fp8kit.conversion.notes.MATMUL_BACKENDS",),
+    "profitability": ("fp8kit.conversion.profitability.MATMUL_BACKENDS",),
+    "warmup": ("fp8kit.perf.row_counts.MATMUL_BACKENDS",),
 }
 _NUMBERS = itertools.count()  # choices are kept by table: no two tests may have equal ones
 

@@ -14,7 +14,7 @@ from fp8kit.conversion.fusible_modules import (
     can_produce,
     fuse_feed_forward,
     make_producer,
-    norm_formula,
+    recognize_norm,
 )
 from fp8kit.fused import reference
 from fp8kit.modules.fused_producers import Consumers
@@ -70,7 +70,7 @@ CASES = {
 def test_formulas(name: str) -> None:
     norm, expected = CASES[name]
     before = torch.get_rng_state()
-    assert norm_formula(norm) == expected
+    assert recognize_norm(norm) == expected
     assert can_produce(norm) == (expected is not None)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -80,7 +80,7 @@ def test_a_norm_without_epsilon_equals_its_formula(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     norm = nn.RMSNorm(256, device=device, dtype=dtype)
-    formula = norm_formula(norm)
+    formula = recognize_norm(norm)
     assert formula is not None
     whole = torch.randint(-8, 9, (32, 256), device=device)  # sums are exact in any order
     for x in (whole.to(dtype), (whole * 2.0**-12).to(dtype)):  # epsilon matters in the second
@@ -91,14 +91,16 @@ def test_a_norm_without_epsilon_equals_its_formula(
 
 
 def test_a_norm_without_values_is_tried_too() -> None:
-    assert norm_formula(GemmaRMSNorm(256).to("meta")) == NormFormula("rms_norm", 1e-6, 1.0, "once")
+    assert recognize_norm(GemmaRMSNorm(256).to("meta")) == NormFormula(
+        "rms_norm", 1e-6, 1.0, "once"
+    )
 
 
 def test_a_norm_is_left_as_it_was() -> None:
     norm = LlamaRMSNorm(256)
     weight, calls = norm.weight, []
     norm.register_forward_hook(lambda m, a, y: calls.append(y))
-    norm_formula(norm)
+    recognize_norm(norm)
     assert norm.weight is weight
     assert bool((weight == 1).all())
     assert calls == []

@@ -92,13 +92,13 @@ def faked(scheme: str, place: str, /, **changes: object) -> matmul.MatmulProblem
 
 @pytest.mark.parametrize(("backend", "device", "scheme"), MUST_RUN_ROWS)
 def test_must_run(backend: str, device: str, scheme: str) -> None:
-    choice = choose(matmul.BACKENDS, faked(scheme, device), backend)
+    choice = choose(matmul.MATMUL_BACKENDS, faked(scheme, device), backend)
     assert choice.backend == backend, choice.declined
 
 
 @pytest.mark.parametrize(("backend", "device", "scheme", "word"), MUST_DECLINE_ROWS)
 def test_must_decline_and_say_why(backend: str, device: str, scheme: str, word: str) -> None:
-    choice = choose(matmul.BACKENDS, faked(scheme, device), backend)
+    choice = choose(matmul.MATMUL_BACKENDS, faked(scheme, device), backend)
     assert choice.implementation is None
     assert word in dict(choice.declined)[backend]
 
@@ -113,9 +113,9 @@ def test_the_must_run_table_notices_what_does_not_run() -> None:
 def test_other_codes_run_without_torch_native(scheme: str, dtype: torch.dtype) -> None:
     x_dtype = torch.bfloat16 if SCHEMES[scheme].activation is None else dtype
     problem = faked(scheme, "sm90", w_dtype=dtype, x_dtype=x_dtype)
-    assert choose(matmul.BACKENDS, problem, "torch_native").implementation is None
-    assert choose(matmul.BACKENDS, problem, "reference").backend == "reference"
-    assert choose(matmul.BACKENDS, problem).backend
+    assert choose(matmul.MATMUL_BACKENDS, problem, "torch_native").implementation is None
+    assert choose(matmul.MATMUL_BACKENDS, problem, "reference").backend == "reference"
+    assert choose(matmul.MATMUL_BACKENDS, problem).backend
 
 
 AMD = {
@@ -131,21 +131,21 @@ def test_amd_multiplies_its_own_codes_by_tensor_and_row(scheme: str, known: str)
     codes = {"x_dtype": AMD[known], "w_dtype": AMD[known]}
     problem = faked(scheme, "gpu", architecture=known, **codes)
     assert dispatch_device.native_codes(known) == AMD[known]
-    assert choose(matmul.BACKENDS, problem).backend == "torch_native"
+    assert choose(matmul.MATMUL_BACKENDS, problem).backend == "torch_native"
     assert known in str(problem)
     other = next(dtype for dtype in AMD.values() if dtype != AMD[known])
     problem = dataclasses.replace(problem, x_dtype=other, w_dtype=other)
-    choice = choose(matmul.BACKENDS, problem)
+    choice = choose(matmul.MATMUL_BACKENDS, problem)
     assert choice.backend == "dequantized"
     assert "fp8kit.recode" in dict(choice.declined)["torch_native"]
 
 
 @pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8"])
 def test_amd_has_no_blocks_and_older_ones_have_no_fp8(scheme: str) -> None:
-    choice = choose(matmul.BACKENDS, faked(scheme, "gpu", architecture="gfx950"))
+    choice = choose(matmul.MATMUL_BACKENDS, faked(scheme, "gpu", architecture="gfx950"))
     assert choice.backend == "dequantized"
     assert "per tensor and per row" in dict(choice.declined)["torch_native"]
-    older = choose(matmul.BACKENDS, faked("FP8_DYNAMIC", "gpu", architecture="gfx90a"))
+    older = choose(matmul.MATMUL_BACKENDS, faked("FP8_DYNAMIC", "gpu", architecture="gfx90a"))
     assert older.backend == "dequantized"
     assert "not of gfx90a" in dict(older.declined)["torch_native"]
 
@@ -159,8 +159,8 @@ def test_ampere_decodes_weights_of_rows_and_blocks_in_registers(
     kind = {"x_group": None, "w_group": group, "x_dtype": out_dtype, "out_dtype": out_dtype}
     for m in (1, 16, 64):
         problem = faked("FP8_WEIGHT_ONLY", "sm80", m=m, **(kind | {"capability": capability}))
-        assert choose(matmul.BACKENDS, problem).backend == "triton_gemm"
-    choice = choose(matmul.BACKENDS, dataclasses.replace(problem, m=128))
+        assert choose(matmul.MATMUL_BACKENDS, problem).backend == "triton_gemm"
+    choice = choose(matmul.MATMUL_BACKENDS, dataclasses.replace(problem, m=128))
     assert choice.backend == "dequantized"
     assert "over 64 rows" in dict(choice.declined)["triton_gemm"]
 
@@ -171,7 +171,11 @@ def test_batch_invariance_is_served_everywhere_and_never_by_a_library(
     scheme: str, device: str
 ) -> None:
     problem = faked(scheme, device, batch_invariant=True)
-    assert choose(matmul.BACKENDS, problem).backend not in ("", "torch_native", "dequantized")
+    assert choose(matmul.MATMUL_BACKENDS, problem).backend not in (
+        "",
+        "torch_native",
+        "dequantized",
+    )
 
 
 # whose sums have one order whatever M is; everyone else declines with a reason
@@ -179,14 +183,14 @@ INVARIANT = ("triton_gemm", "reference")
 
 
 @pytest.mark.parametrize("place", [*GPU, "cpu"])
-@pytest.mark.parametrize("backend", [name for name, *_ in matmul.BACKENDS])
+@pytest.mark.parametrize("backend", [name for name, *_ in matmul.MATMUL_BACKENDS])
 def test_batch_invariance_is_promised_or_declined(backend: str, place: str) -> None:
     for scheme in SCHEMES:
-        if choose(matmul.BACKENDS, faked(scheme, place), backend).implementation is None:
+        if choose(matmul.MATMUL_BACKENDS, faked(scheme, place), backend).implementation is None:
             continue
         for m in (1, 64, 4096):
             problem = faked(scheme, place, batch_invariant=True, m=m)
-            choice = choose(matmul.BACKENDS, problem, backend)
+            choice = choose(matmul.MATMUL_BACKENDS, problem, backend)
             assert (choice.implementation is not None) == (backend in INVARIANT)
             assert backend in INVARIANT or len(dict(choice.declined)[backend]) > 10
 
@@ -198,15 +202,15 @@ def test_invariance_reaches_one_backend_at_every_row_count(place: str) -> None:
         problems = [
             faked(scheme, place, batch_invariant=True, m=2**i, device=device) for i in range(15)
         ]
-        assert len({choose(matmul.BACKENDS, p).backend for p in problems}) == 1
+        assert len({choose(matmul.MATMUL_BACKENDS, p).backend for p in problems}) == 1
 
 
 @pytest.mark.parametrize("place", [*GPU, "cpu"])
-@pytest.mark.parametrize("backend", [name for name, *_ in matmul.BACKENDS])
+@pytest.mark.parametrize("backend", [name for name, *_ in matmul.MATMUL_BACKENDS])
 def test_every_backend_that_runs_takes_both_kinds_of_sums(backend: str, place: str) -> None:
     for scheme, accum in itertools.product(SCHEMES, ("precise", "fast")):
-        plain = choose(matmul.BACKENDS, faked(scheme, place), backend)
-        asked = choose(matmul.BACKENDS, faked(scheme, place, accum=accum), backend)
+        plain = choose(matmul.MATMUL_BACKENDS, faked(scheme, place), backend)
+        asked = choose(matmul.MATMUL_BACKENDS, faked(scheme, place, accum=accum), backend)
         assert asked.backend == plain.backend
         assert asked.implementation is None or asked.problem.accum == accum
 
@@ -226,14 +230,14 @@ def test_every_backend_that_runs_takes_both_kinds_of_sums(backend: str, place: s
     ],
 )
 def test_triton_serves_what_torch_lacks(device: str, scheme: str, m: int, backend: str) -> None:
-    assert choose(matmul.BACKENDS, faked(scheme, device, m=m)).backend == backend
+    assert choose(matmul.MATMUL_BACKENDS, faked(scheme, device, m=m)).backend == backend
 
 
 @pytest.mark.parametrize(("m", "backend"), [(512, "triton_gemm"), (1024, "torch_native")])
 def test_few_rows_are_no_reason_to_copy_a_weight(m: int, backend: str) -> None:
     for device in ("sm89", "sm90"):
         problem = faked("FP8_DYNAMIC", device, m=m, k=4104)
-        assert choose(matmul.BACKENDS, problem).backend == backend
+        assert choose(matmul.MATMUL_BACKENDS, problem).backend == backend
 
 
 @pytest.mark.parametrize("device", GPU)
@@ -241,14 +245,16 @@ def test_few_rows_are_no_reason_to_copy_a_weight(m: int, backend: str) -> None:
 def test_batch_invariance_has_tensor_cores(device: str, m: int) -> None:
     for scheme in SCHEMES:
         problem = faked(scheme, device, m=m, batch_invariant=True)
-        assert choose(matmul.BACKENDS, problem).backend == "triton_gemm"
+        assert choose(matmul.MATMUL_BACKENDS, problem).backend == "triton_gemm"
 
 
 def test_cpu_prefers_the_dense_matmul_to_the_definition() -> None:
-    assert choose(matmul.BACKENDS, faked("FP8_DYNAMIC", "cpu")).backend == "dequantized"
+    assert choose(matmul.MATMUL_BACKENDS, faked("FP8_DYNAMIC", "cpu")).backend == "dequantized"
 
 
-@pytest.mark.parametrize("table", [matmul.BACKENDS, quantizers.BACKENDS], ids=["mm", "quantize"])
+@pytest.mark.parametrize(
+    "table", [matmul.MATMUL_BACKENDS, quantizers.QUANTIZER_BACKENDS], ids=["mm", "quantize"]
+)
 def test_every_table_ends_with_the_definition_and_has_unique_names(
     table: dispatch.BackendTable,
 ) -> None:
@@ -416,7 +422,7 @@ def test_torch_comes_first_where_its_sums_take_less_time(
     changes = dict(changes)
     scheme = str(changes.pop("scheme", "FP8_DYNAMIC"))
     problem = faked(scheme, "sm90", **{"m": 4096, **changes})
-    choice = choose.__wrapped__(matmul.BACKENDS, problem)
+    choice = choose.__wrapped__(matmul.MATMUL_BACKENDS, problem)
     assert choice.backend == backend
     other = {"hopper_gemm": "torch_native", "torch_native": "hopper_gemm"}[backend]
     assert "in the order" in dict(choice.declined)[other]
@@ -434,13 +440,15 @@ def test_groups_along_k_have_no_fast_sums_of_their_own(scheme: str, accum: str) 
 def test_measured_times_of_the_h200_choose_what_was_fastest() -> None:
     table = table_for("NVIDIA H200")
     assert table is not None
-    order = [name for name, *_ in matmul.BACKENDS]
+    order = [name for name, *_ in matmul.MATMUL_BACKENDS]
     for case in table.rows:
         scheme = {"row*row": "FP8_DYNAMIC", "1x128*128x128": "FP8_BLOCK"}.get(case.scales)
         if scheme is None:
             continue
         changes = {"m": case.m, "n": case.n, "k": case.k, "accum": case.accum}
-        choice = choose(matmul.BACKENDS, faked(scheme, "sm90", device=table.device, **changes))
+        choice = choose(
+            matmul.MATMUL_BACKENDS, faked(scheme, "sm90", device=table.device, **changes)
+        )
         if choice.us is None:  # one that was not measured stands before all that were
             assert choice.backend == order[0] or choice.backend not in table.rows[case]
         else:
@@ -480,7 +488,7 @@ def test_tables_speak_of_16_bit_layers_alone() -> None:
 )
 def test_a_layer_that_libraries_pad_runs_on_the_own_kernel(n: int, k: int, m: int) -> None:
     choice = choose(
-        matmul.BACKENDS, faked("FP8_DYNAMIC", "sm90", device="NVIDIA H200", n=n, k=k, m=m)
+        matmul.MATMUL_BACKENDS, faked("FP8_DYNAMIC", "sm90", device="NVIDIA H200", n=n, k=k, m=m)
     )
     assert choice.backend == "hopper_gemm"
 
@@ -504,9 +512,9 @@ def test_device_types_are_checked_before_loading() -> None:
 
 def test_only_considers_one_backend() -> None:
     problem = faked("FP8_DYNAMIC", "cpu")
-    assert choose(matmul.BACKENDS, problem, "reference").backend == "reference"
-    assert choose(matmul.BACKENDS, problem, "reference").declined == ()
-    declined = choose(matmul.BACKENDS, problem, "torch_native").declined
+    assert choose(matmul.MATMUL_BACKENDS, problem, "reference").backend == "reference"
+    assert choose(matmul.MATMUL_BACKENDS, problem, "reference").declined == ()
+    declined = choose(matmul.MATMUL_BACKENDS, problem, "torch_native").declined
     assert [name for name, _ in declined] == ["torch_native"]
 
 
@@ -542,7 +550,7 @@ def test_a_backend_that_is_disabled_when_imported_is_a_reason() -> None:
 
 
 def test_choice_prints_the_decision_and_the_reasons() -> None:
-    text = str(choose(matmul.BACKENDS, faked("FP8_BLOCK", "cpu", bias=True)))
+    text = str(choose(matmul.MATMUL_BACKENDS, faked("FP8_BLOCK", "cpu", bias=True)))
     lines = text.splitlines()
     assert lines[0] == (
         "[M<=16, K=4096] per 1x128 @ [N=4096, K] per 128x128 -> bfloat16 + bias, precise, on cpu"
@@ -580,7 +588,7 @@ def test_a_described_layer_is_the_problem_that_runs(device: torch.device) -> Non
 
 
 def test_every_backend_can_be_disabled_by_name() -> None:
-    tables = (matmul.BACKENDS, quantizers.BACKENDS, FUSED_BACKENDS, MOE_BACKENDS)
+    tables = (matmul.MATMUL_BACKENDS, quantizers.QUANTIZER_BACKENDS, FUSED_BACKENDS, MOE_BACKENDS)
     assert {name for table in tables for name, *_ in table} == set(settings.BACKEND_NAMES)
 
 
@@ -596,5 +604,5 @@ def test_a_gpu_of_amd_is_no_hopper(
     assert dispatch_device.capability(gpu) is None
     for scheme in SCHEMES:
         problem = faked(scheme, "sm90", capability=dispatch_device.capability(gpu))
-        chosen = choose(matmul.BACKENDS, problem).backend
+        chosen = choose(matmul.MATMUL_BACKENDS, problem).backend
         assert chosen in ("triton_gemm", "dequantized")  # the former in its interpreter alone

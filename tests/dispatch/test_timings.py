@@ -12,7 +12,7 @@ import pytest
 
 from fp8kit.dispatch import timings
 from fp8kit.dispatch.timings import DENSE, REJECTED, Case, Table, table_for
-from fp8kit.matmul.problem import BACKENDS
+from fp8kit.matmul.problem import MATMUL_BACKENDS
 
 H200 = "NVIDIA H200"
 SHIPPED = sorted(p.name for p in resources.files("fp8kit").joinpath("dispatch", "tables").iterdir())
@@ -34,7 +34,7 @@ def test_a_shipped_table_names_its_device_and_versions(name: str) -> None:
     table = shipped(name)
     assert table_for(table.device) == table
     assert {"driver", "torch", "triton"} <= set(table.facts)
-    known = {backend for backend, *_ in BACKENDS} | {DENSE}
+    known = {backend for backend, *_ in MATMUL_BACKENDS} | {DENSE}
     for case, times in table.rows.items():
         assert {c.partition(":")[0] for c in times} <= known, case
         assert DENSE in times, case

@@ -15,7 +15,7 @@ import fp8kit
 from fp8kit.dispatch.backends import choose
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 from fp8kit.matmul import torch_native
-from fp8kit.matmul.problem import BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
+from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
 from grids import COMPILED, pairwise
 from numerics import (
     assert_bits_equal,
@@ -27,7 +27,7 @@ from numerics import (
 from shapes import REGIMES, ROW_COUNTS, Regime
 
 # without a GPU the others decline whatever they are asked, as the tests of dispatch say
-BACKEND_NAMES = [name for name, _, devices in BACKENDS if COMPILED or not devices]
+BACKEND_NAMES = [name for name, _, devices in MATMUL_BACKENDS if COMPILED or not devices]
 QUANTIZED = {name: (s.activation, s.weight) for name, s in SCHEMES.items() if s.activation}
 PAIRS = {
     **QUANTIZED,
@@ -65,7 +65,7 @@ def skip_if_declined(
     problem = MatmulProblem.of(
         x_q.data, w_q.data, groups, out_dtype, None, "precise", batch_invariant
     )
-    choice = choose(BACKENDS, problem, backend)
+    choice = choose(MATMUL_BACKENDS, problem, backend)
     if choice.implementation is None:
         pytest.skip(f"{backend}: {choice.declined[0][1]}")
 
@@ -372,7 +372,7 @@ def test_every_configuration_matches_the_exact_product(
     skip_if_declined(backend, x_q, w_q, torch.bfloat16)
     groups = PAIRS[pair]
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, "precise", False)
-    module = choose(BACKENDS, problem, backend).implementation
+    module = choose(MATMUL_BACKENDS, problem, backend).implementation
     for name in ("", *module.configurations(problem)):
         cut = dataclasses.replace(problem, configuration=name)
         y = module.run(MatmulOperands(x_q.data, x_q.scale, w_q.data, w_q.scale), cut)

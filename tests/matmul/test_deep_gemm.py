@@ -23,7 +23,7 @@ import fp8kit
 from fp8kit.dispatch.backends import choose
 from fp8kit.formats import BLOCK, GROUP128, SCHEMES
 from fp8kit.matmul import deep_gemm
-from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
+from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
 from fp8kit.quantizers import reference
 from fp8kit.runtime.launch_recording import record
@@ -107,7 +107,7 @@ def declined(scheme: str = "FP8_BLOCK", **changes: object) -> str | None:
         "batch_invariant": False, "device_type": "cuda", "capability": (9, 0),
     }  # fmt: skip
     problem = MatmulProblem(**{**values, **changes})  # type: ignore[arg-type]
-    return dict(choose(BACKENDS, problem, "deep_gemm").declined).get("deep_gemm")
+    return dict(choose(MATMUL_BACKENDS, problem, "deep_gemm").declined).get("deep_gemm")
 
 
 def operands(
@@ -207,7 +207,7 @@ def test_it_takes_what_engines_give_it_where_it_was_measured(library: Library) -
     x_q, w_q, _ = operands(64, 128, 256)
     problem = MatmulProblem.of(x_q.data, w_q.data, GROUPS, torch.bfloat16, None, "precise", False)
     on_h200 = dataclasses.replace(problem, device_type="cuda", capability=(9, 0))
-    assert "not measured" in dict(choose(BACKENDS, on_h200).declined)["deep_gemm"]
+    assert "not measured" in dict(choose(MATMUL_BACKENDS, on_h200).declined)["deep_gemm"]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def real(m: int, n: int, k: int) -> tuple[fp8kit.QTensor, fp8kit.QTensor]:
     look_again()
     with warnings.catch_warnings():  # those of its import are not ours
         warnings.simplefilter("ignore")
-        choice = choose(BACKENDS, problem, "deep_gemm")
+        choice = choose(MATMUL_BACKENDS, problem, "deep_gemm")
     if choice.implementation is None:
         pytest.skip(dict(choice.declined)["deep_gemm"])
     return x_q, w_q

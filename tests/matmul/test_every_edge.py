@@ -20,13 +20,13 @@ from fp8kit.formats import SCHEMES, GroupShape
 from fp8kit.matmul.hopper import heuristics
 from fp8kit.matmul.hopper.device import H200
 from fp8kit.matmul.hopper.tile_config import FEW_ROWS, TILE_K
-from fp8kit.matmul.problem import BACKENDS, MatmulProblem, m_bucket
+from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulProblem, m_bucket
 from fp8kit.matmul.tma_operands import ALIGN
 from numerics import assert_matmul
 
 triton_gemm = pytest.importorskip("fp8kit.matmul.triton_gemm")
 
-BACKEND_NAMES = [name for name, *_ in BACKENDS]
+BACKEND_NAMES = [name for name, *_ in MATMUL_BACKENDS]
 QUANTIZED = {name: (s.activation, s.weight) for name, s in SCHEMES.items() if s.activation}
 LAYERS = ((512, 512), (1536, 1024), (4096, 4096))  # N and K of which tiles are chosen
 MOST = 4104
@@ -121,7 +121,7 @@ def wrong(backend: str, pair: str, size: Size, out_dtype: torch.dtype, device: s
     groups = QUANTIZED[pair]
     x_q, w_q = operands(size, groups, device)
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, out_dtype, None, "precise", False)
-    if choose(BACKENDS, problem, backend).implementation is None:
+    if choose(MATMUL_BACKENDS, problem, backend).implementation is None:
         return ""
     y = fp8kit.scaled_mm(x_q, w_q, out_dtype=out_dtype, backend=backend)
     try:

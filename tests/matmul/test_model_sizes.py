@@ -12,7 +12,7 @@ from torch import Tensor
 import fp8kit
 from fp8kit.dispatch.backends import choose
 from fp8kit.formats import BLOCK, GROUP128, ROW, TENSOR, GroupShape
-from fp8kit.matmul.problem import BACKENDS, DECODING, MatmulOperands, MatmulProblem
+from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, MatmulOperands, MatmulProblem
 from numerics import assert_fast_sums, assert_matmul, assert_no_drift, exact_product
 
 PAIRS = {"row": (ROW, ROW), "block": (GROUP128, BLOCK), "tensor": (TENSOR, TENSOR)}
@@ -41,8 +41,8 @@ def results(
     groups: tuple[GroupShape, GroupShape] = (x_q.group, w_q.group)
     problem = MatmulProblem.of(x_q.data, w_q.data, groups, torch.bfloat16, None, accum, False)
     found = 0
-    for backend, *_ in BACKENDS:
-        module = choose(BACKENDS, problem, backend).implementation
+    for backend, *_ in MATMUL_BACKENDS:
+        module = choose(MATMUL_BACKENDS, problem, backend).implementation
         if module is None or (backend in DECODING and not decoding):
             continue
         for name in ("", *module.configurations(problem)):

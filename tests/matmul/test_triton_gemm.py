@@ -15,7 +15,7 @@ from ahead import compiled_by
 from fp8kit.dispatch.backends import choose
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, QTensor
 from fp8kit.matmul import triton_gemm
-from fp8kit.matmul.problem import BACKENDS, MatmulOperands, MatmulProblem
+from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulOperands, MatmulProblem
 from grids import diagonal, pairwise
 from numerics import assert_bits_equal, assert_matmul, assert_no_drift, exact_product
 from shapes import REGIMES, Regime
@@ -454,7 +454,7 @@ def test_weight_only_layers_stream_the_weight_for_few_rows() -> None:
     layer = torch.nn.Linear(512, 256, device="cuda", dtype=torch.bfloat16)
     quantized = fp8kit.Fp8Linear.from_linear(layer, "FP8_WEIGHT_ONLY")
     for m, expected in ((1, "triton_gemm"), (64, "triton_gemm"), (65, "dequantized")):
-        assert choose(BACKENDS, quantized.problem(m)).backend == expected
+        assert choose(MATMUL_BACKENDS, quantized.problem(m)).backend == expected
         x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
         w = fp8kit.dequantize(quantized.quantized_weight())
         assert_matmul(quantized(x), x.float(), w, layer.bias, "triton_gemm")

@@ -19,12 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import backend_tables
 import fp8kit
 from fp8kit.dispatch.backends import choose
-from fp8kit.matmul.problem import BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
+from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.modules import tracing
 from fp8kit.modules.joining import can_join
 from fp8kit.modules.shared_input import SharedInput
-from fp8kit.quantizers.problem import BACKENDS as QUANTIZERS
-from fp8kit.quantizers.problem import QuantizeProblem
+from fp8kit.quantizers.problem import QUANTIZER_BACKENDS, QuantizeProblem
 from numerics import assert_bits_equal
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
@@ -64,7 +63,7 @@ def test_shared_multiplies_once(device: torch.device, monkeypatch: pytest.Monkey
     layers = siblings(device)
     x = tokens(device)
     calls: list[int] = []
-    chosen = choose(BACKENDS, layers[0].problem(10)).implementation
+    chosen = choose(MATMUL_BACKENDS, layers[0].problem(10)).implementation
 
     def counted(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
         calls.append(problem.n)
@@ -385,7 +384,7 @@ def test_shared_many_rows_quantize_once_and_multiply_apart(
     separate = [layer(x) for layer in layers]
     quantized: list[Tensor] = []
     problem = QuantizeProblem.of(x, fp8kit.ROW, torch.float8_e4m3fn)
-    chosen = choose(QUANTIZERS, problem).implementation
+    chosen = choose(QUANTIZER_BACKENDS, problem).implementation
 
     def counted(x: Tensor, *others: Any) -> Any:
         quantized.append(x)

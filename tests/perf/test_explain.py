@@ -14,7 +14,7 @@ import fp8kit
 from fp8kit.conversion.notes import mx_numbers
 from fp8kit.dispatch.timings import table_for
 from fp8kit.formats import SCHEMES
-from fp8kit.matmul.problem import BACKENDS, MatmulProblem
+from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulProblem
 from fp8kit.moe import reference
 from fp8kit.moe.problem import MOE_BACKENDS, ExpertOperands, ExpertsProblem
 from tiny_experts import tiny
@@ -54,7 +54,7 @@ def test_data_is_plain_and_complete() -> None:
     data = json.loads(json.dumps(fp8kit.explain(model()).to_dict()))
     assert data[0]["layers"] == ["0", "1", "2"]
     assert data[0]["backend"] == "dequantized"
-    others = [name for name, *_ in BACKENDS if name != "dequantized"]
+    others = [name for name, *_ in MATMUL_BACKENDS if name != "dequantized"]
     assert list(data[0]["declined"]) == others
     assert data[0]["declined"]["reference"] == "not measured, and after dequantized in the order"
     assert (data[0]["us"], data[0]["bf16_us"], data[0]["configuration"]) == (None, None, "")

@@ -175,7 +175,7 @@ def test_the_layer_that_is_timed_is_the_layer_that_runs(scheme: str) -> None:
     layer = benched.operands(dense, 5, Scheme.of(scheme), "precise")
     weight = layer.weights[1]
     wanted = fp8kit.linear(layer.x, weight, scheme=scheme, input_scale=layer.input_scale)
-    backend = choose(matmul.BACKENDS, layer.problem()).backend
+    backend = choose(matmul.MATMUL_BACKENDS, layer.problem()).backend
     assert torch.equal(layer.layer(backend)(1), wanted)
 
 
@@ -268,7 +268,7 @@ def test_warmup_runs_every_distinct_problem_once(monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(Block(), Block())
     fp8kit.convert(model)
     ran: list[tuple[int, int, int]] = []
-    dequantized = choose(matmul.BACKENDS, model[0].o_proj.problem(1)).implementation
+    dequantized = choose(matmul.MATMUL_BACKENDS, model[0].o_proj.problem(1)).implementation
 
     def run(operands: matmul.MatmulOperands, problem: matmul.MatmulProblem) -> Tensor:
         ran.append((operands.x.shape[0], operands.w.shape[0], operands.x.shape[1]))
@@ -392,7 +392,7 @@ def test_what_was_rejected_is_not_dispatched(
     shipped.write(tuned_path("Toy"))
     renew()
     problem = dataclasses.replace(problem, device="Toy")
-    choice = choose(benched.BACKENDS, problem)
+    choice = choose(benched.MATMUL_BACKENDS, problem)
     assert choice.backend == "torch_native"
     assert "computed something else" in dict(choice.declined)["hopper_gemm"]
     # a tuning of its own still tries it

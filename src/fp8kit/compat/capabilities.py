@@ -12,7 +12,7 @@ from fp8kit import functional
 from fp8kit.dispatch.backends import choose
 from fp8kit.errors import did_you_mean, teach
 from fp8kit.formats import BLOCK, GROUP128, SCHEMES, Scheme
-from fp8kit.matmul.problem import BACKENDS, DECODING, linear_problem
+from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, linear_problem
 from fp8kit.moe.functional import grouped_scaled_mm
 from fp8kit.moe.problem import MOE_BACKENDS, GroupedProblem
 
@@ -72,7 +72,7 @@ def _probed(kind: str, device: torch.device) -> bool:
     if kind == "torch_rowwise":
         return _product_runs(scheme, device, "torch_native")
     problem = linear_problem((_N, _K), scheme, torch.bfloat16, device, False, _M)
-    chosen = choose(BACKENDS, problem).backend
+    chosen = choose(MATMUL_BACKENDS, problem).backend
     return chosen not in DECODING and _product_runs(scheme, device, chosen)
 
 

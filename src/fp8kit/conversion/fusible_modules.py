@@ -50,7 +50,7 @@ def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
         return None
     modulation = _ADAPTIVE.get(_full_name(module))
     if modulation is not None:
-        inner = norm_formula(module.get_submodule("norm"))
+        inner = recognize_norm(module.get_submodule("norm"))
         embedded = getattr(module, "emb", None) is not None
         if inner is None or inner.kind != "layer_norm" or embedded:
             return None
@@ -58,17 +58,17 @@ def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
     kind = activation_kind(module)
     if kind is not None:
         return FusedActivation(module, kind, consumers)
-    formula = norm_formula(module)
+    formula = recognize_norm(module)
     return None if formula is None else FusedNorm(module, formula, consumers)
 
 
 def can_produce(module: nn.Module) -> bool:
     """Return whether a module has a fused form."""
     known = _full_name(module) in _ADAPTIVE or activation_kind(module) is not None
-    return known or norm_formula(module) is not None
+    return known or recognize_norm(module) is not None
 
 
-def norm_formula(norm: nn.Module) -> NormFormula | None:
+def recognize_norm(norm: nn.Module) -> NormFormula | None:
     """Find out what a norm computes, by trying it on random numbers and weights.
 
     Names do not say whether a weight is added to one, or where 16-bit results are rounded; one

@@ -14,7 +14,7 @@ from fp8kit.conversion.report import Report
 from fp8kit.dispatch.backends import choose
 from fp8kit.errors import teach
 from fp8kit.formats import MX, SCHEMES, Scheme
-from fp8kit.matmul.problem import BACKENDS, DECODING, TIMED_DTYPES, linear_problem
+from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, TIMED_DTYPES, linear_problem
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import MX_CORES, form_on
@@ -76,7 +76,9 @@ def decoded_weights(
         shape = (dense.out_features, dense.in_features)
         kind = (scheme, dense.weight.dtype, dense.weight.device, dense.bias is not None)
         decoded = tuple(
-            m for m in rows if choose(BACKENDS, linear_problem(shape, *kind, m)).backend in DECODING
+            m
+            for m in rows
+            if choose(MATMUL_BACKENDS, linear_problem(shape, *kind, m)).backend in DECODING
         )
         if decoded:
             slow[dense.weight.device.type, decoded].append(record.name)

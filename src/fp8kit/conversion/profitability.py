@@ -15,7 +15,7 @@ from torch import nn
 from fp8kit.dispatch.backends import Choice, choose
 from fp8kit.dispatch.timings import table_for
 from fp8kit.formats import Scheme
-from fp8kit.matmul.problem import BACKENDS, linear_problem
+from fp8kit.matmul.problem import MATMUL_BACKENDS, linear_problem
 from fp8kit.modules.joining import MOST_JOINED_ROWS, joined_shape, would_join
 
 # rows from which decoding a weight takes longer than reading it in 16 bits saves: all but one of
@@ -96,4 +96,4 @@ def _choice(
     shape: tuple[int, int], layer: nn.Linear, scheme: Scheme, device: torch.device, m: int
 ) -> Choice:
     kind = (scheme, layer.weight.dtype, device, layer.bias is not None)
-    return choose(BACKENDS, linear_problem(shape, *kind, m))
+    return choose(MATMUL_BACKENDS, linear_problem(shape, *kind, m))

@@ -14,7 +14,7 @@ from fp8kit.dispatch.device import architecture, capability, device_name
 from fp8kit.dispatch.timings import DENSE, Case, Measured, table_for
 from fp8kit.formats import ROW, TENSOR, GroupShape, Scheme
 
-BACKENDS: BackendTable = (
+MATMUL_BACKENDS: BackendTable = (
     ("hopper_gemm", "fp8kit.matmul.hopper.gemm", ("cuda",)),
     ("torch_native", "fp8kit.matmul.torch_native", ("cuda",)),
     ("triton_gemm", "fp8kit.matmul.triton_gemm", ("cuda",)),

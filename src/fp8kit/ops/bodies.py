@@ -14,10 +14,19 @@ from torch import Tensor
 
 from fp8kit.dispatch.backends import decide, require
 from fp8kit.formats import GroupShape, min_scale
-from fp8kit.matmul.problem import BACKENDS as MATMUL_BACKENDS
-from fp8kit.matmul.problem import IN_GEMM_ROWS, MatmulBackend, MatmulOperands, MatmulProblem
-from fp8kit.quantizers.problem import BACKENDS as QUANTIZER_BACKENDS
-from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
+from fp8kit.matmul.problem import (
+    IN_GEMM_ROWS,
+    MATMUL_BACKENDS,
+    MatmulBackend,
+    MatmulOperands,
+    MatmulProblem,
+)
+from fp8kit.quantizers.problem import (
+    QUANTIZER_BACKENDS,
+    DequantizeProblem,
+    QuantizeProblem,
+    QuantizerBackend,
+)
 from fp8kit.quantizers.scale_layout import empty_codes, product_layout
 
 Group = Sequence[int]  # rows and columns of a ``GroupShape``

@@ -12,7 +12,7 @@ from fp8kit.conversion.report import table
 from fp8kit.dispatch.backends import choose
 from fp8kit.dispatch.timings import Case
 from fp8kit.formats import Scheme
-from fp8kit.matmul.problem import BACKENDS
+from fp8kit.matmul.problem import MATMUL_BACKENDS
 from fp8kit.perf.operands import Operands, Shape, dense_layer, dense_weights, operands
 from fp8kit.perf.timing import THOROUGH, Effort, Timer, time_cases
 from fp8kit.perf.timing import Case as Run
@@ -90,7 +90,7 @@ def bench(
             cases: dict[str, Run] = {"bf16": dense_layer(layer.x, dense), "fp8": run}
             times = timer(cases, len(dense), effort, device)
             case = Case("", accum, m, *shape)
-            backend = choose(BACKENDS, layer.problem()).backend
+            backend = choose(MATMUL_BACKENDS, layer.problem()).backend
             facts = (m, *shape, scheme.name, backend, times["fp8"], times["bf16"])
             found.append(Timing(*facts, ceiling.roofline(case)))
     return found

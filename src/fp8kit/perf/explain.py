@@ -11,7 +11,7 @@ from torch import nn
 from fp8kit.dispatch.backends import BackendTable, Choice, choose
 from fp8kit.errors import teach
 from fp8kit.formats import MX, Scheme
-from fp8kit.matmul.problem import BACKENDS, linear_problem
+from fp8kit.matmul.problem import MATMUL_BACKENDS, linear_problem
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
@@ -132,7 +132,7 @@ def _asked(model: nn.Module, m: int) -> Iterator[tuple[str, _Layer, BackendTable
     """Give each product of ``m`` tokens with the backends that are asked for it."""
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Linear):
-            yield name or _ALONE, layer, BACKENDS, layer.problem(m)
+            yield name or _ALONE, layer, MATMUL_BACKENDS, layer.problem(m)
     for name, experts, taken in experts_of(model):
         if experts.stacks.activation is not None:
             most = pairs_of_a_token(experts, taken[-1])[0]
@@ -143,7 +143,7 @@ def _asked(model: nn.Module, m: int) -> Iterator[tuple[str, _Layer, BackendTable
             n, k = experts.codes(own).shape[1:]
             bias = experts.beside(own, "bias") is not None
             product = linear_problem((n, k), experts.scheme, kind, place, bias, m)
-            yield f"{name}.{own}".lstrip("."), experts, BACKENDS, product
+            yield f"{name}.{own}".lstrip("."), experts, MATMUL_BACKENDS, product
 
 
 def _numbers(scheme: Scheme, choice: Choice) -> str:

@@ -13,7 +13,7 @@ from fp8kit import functional
 from fp8kit.dispatch.backends import choose
 from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme, fp8_format
-from fp8kit.matmul.problem import BACKENDS, DECODING, MatmulProblem
+from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, MatmulProblem
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.ops import bodies
 from fp8kit.ops.validation import default_rounding
@@ -145,8 +145,8 @@ def candidates(problem: MatmulProblem) -> list[tuple[str, str]]:
     Backends that decode the weight first are no candidates where another one fits.
     """
     found = []
-    for name, *_ in BACKENDS:
-        chosen = choose(BACKENDS, replace(problem, configuration=None), name).implementation
+    for name, *_ in MATMUL_BACKENDS:
+        chosen = choose(MATMUL_BACKENDS, replace(problem, configuration=None), name).implementation
         if chosen is not None:
             found += [(name, cut) for cut in ("", *chosen.configurations(problem))]
     fitting = [c for c in found if c[0] not in DECODING]

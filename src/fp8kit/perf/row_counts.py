@@ -9,7 +9,7 @@ import torch
 from fp8kit.dispatch.backends import choose
 from fp8kit.dispatch.device import capability, current
 from fp8kit.matmul.problem import (
-    BACKENDS,
+    MATMUL_BACKENDS,
     MatmulBackend,
     MatmulProblem,
     linear_problem,
@@ -30,7 +30,7 @@ def layer_counts(problems: Iterable[MatmulProblem], rows: int, device: torch.dev
     found = [rows]
     with current(device):
         for problem in problems:
-            chosen: MatmulBackend | None = choose(BACKENDS, problem).implementation
+            chosen: MatmulBackend | None = choose(MATMUL_BACKENDS, problem).implementation
             found += [] if chosen is None else chosen.row_counts(problem)
     return list(dict.fromkeys(found))
 

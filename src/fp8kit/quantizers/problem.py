@@ -12,7 +12,7 @@ from fp8kit.dispatch.backends import Backend, BackendTable
 from fp8kit.dispatch.device import capability
 from fp8kit.formats import GroupShape
 
-BACKENDS: BackendTable = (
+QUANTIZER_BACKENDS: BackendTable = (
     ("triton", "fp8kit.quantizers.triton", ("cuda",)),
     ("cpu", "fp8kit.quantizers.cpu", ("cpu",)),
     ("reference", "fp8kit.quantizers.reference", ()),
