@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -184,6 +184,11 @@ def parse_shapes(text: str) -> list[Shape]:
                 )
             )
         shapes.append((n, k))
+    return unique(shapes)
+
+
+def unique(shapes: Iterable[Shape]) -> list[Shape]:
+    """Drop repetitions and keep the order."""
     return list(dict.fromkeys(shapes))
 
 
