@@ -40,7 +40,7 @@ def fall_back(job: Translation, target: str | None) -> list[str]:
     mx = [m for m in job.matrices if m.layer.group == MX and m.scheme.weight != MX]
     told, dense = dict[str, str](), list[str]()
     for key, reason in _losses(job.checkpoint, mx, told).items():
-        team = [m for m in mx if _team(m) == key]
+        team = dict.fromkeys(m for m in mx if _team(m) == key)
         names = [m.name for m in team]
         job.matrices = [m for m in job.matrices if m not in team]
         for scheme in _instead(job, target, team):
@@ -57,7 +57,7 @@ def fall_back(job: Translation, target: str | None) -> list[str]:
             f"{some_of(names)}.",
             stacklevel=3,
         )
-    changed = [f"{n}: {change}" for n, change in told.items() if change and n not in dense]
+    changed = [f"{n}: {change}" for n, change in told.items() if n not in dense]
     if changed:
         more = f"; and {len(changed) - _TOLD} more" if len(changed) > _TOLD else ""
         listed = "; ".join(changed[:_TOLD]) + more

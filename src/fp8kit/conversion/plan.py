@@ -263,6 +263,18 @@ def _patterns(
     return patterns
 
 
+def refuse_static(scheme: Scheme) -> None:
+    """Refuse to quantize to a static scheme while loading; raises ``ConversionError``."""
+    if scheme.static:
+        raise ConversionError(
+            teach(
+                f"Got scheme {scheme} for quantization while loading.",
+                "Its input scales come from calibration, which needs the loaded model.",
+                f"Load the model, then fp8kit.convert(model, {scheme.name!r}, calibrate=...).",
+            )
+        )
+
+
 def warn_of_nothing(report: Report, fuse: str | Mapping[str, Sequence[str]] = "all") -> None:
     """Warn the caller of the caller that no layer is FP8, or none in the scheme asked for.
 

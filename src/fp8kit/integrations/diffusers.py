@@ -25,7 +25,7 @@ from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import some_of
-from fp8kit.conversion.plan import warn_of_nothing
+from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, teach
 from fp8kit.formats import SCHEMES, Scheme
@@ -78,14 +78,8 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quant_method: str = METHOD,
         mx_form: str | None = None,  # noqa: ARG002
     ) -> None:
-        if layers is None and scheme_of_plain(scheme).static:
-            raise ValueError(
-                teach(
-                    f"Got scheme {scheme} for quantization while loading.",
-                    "Its input scales come from calibration, which needs the loaded model.",
-                    f"Load the model, then fp8kit.convert(model, {scheme!r}, calibrate=...).",
-                )
-            )
+        if layers is None:
+            refuse_static(scheme_of_plain(scheme))
         self.quant_method = _Method(quant_method)
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
         self.layers = layers

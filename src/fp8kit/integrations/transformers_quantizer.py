@@ -34,7 +34,7 @@ from fp8kit.checkpoint.expert_names import stacks_in
 from fp8kit.checkpoint.loading.merged_weights import is_finite
 from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
-from fp8kit.conversion.plan import warn_of_nothing
+from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, Scheme
@@ -89,14 +89,8 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         quant_method: str = METHOD,
         mx_form: str | None = None,
     ) -> None:
-        if scheme_of_plain(scheme).static and layers is None:
-            raise ValueError(
-                teach(
-                    f"Got scheme {scheme} for quantization while loading.",
-                    "Its input scales come from calibration, which needs the loaded model.",
-                    f"Load the model, then fp8kit.convert(model, {scheme!r}, calibrate=...).",
-                )
-            )
+        if layers is None:
+            refuse_static(scheme_of_plain(scheme))
         self.quant_method = quant_method
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
         self.layers, self.experts, self.mx_form = layers, experts or {}, mx_form

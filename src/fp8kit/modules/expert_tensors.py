@@ -216,7 +216,7 @@ class ExpertTensors(nn.Module):
             as_mx = check_form(self.scheme, key, state)
             self.originals.pop(name, None)
             if as_mx:
-                q = QTensor(weight.detach(), scale.detach(), MX)
+                q = QTensor(weight.detach(), state[scale_key].detach(), MX)
                 state |= stored_entries(q, self.scheme, prefix, name)
             return
         n, k = self.codes(name).shape[1:]

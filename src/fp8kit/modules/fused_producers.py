@@ -31,7 +31,7 @@ FUSED_DEVICES = ("cuda",)
 # attributes of fused modules themselves, whatever the modules they replace have
 _OWN = frozenset(
     """
-    altered consumers embedding formula gated kind modulation names positional replaced replays
+    altered consumers embedding formula gated kind modulation positional replaced replays
     """.split()
 )
 
@@ -244,29 +244,23 @@ class FusedGatedMlp(Fused):
     Args:
         mlp: the feed-forward it replaces.
         kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
-        names: its children that are the gate, up and down projections.
     """
 
-    def __init__(
-        self,
-        mlp: nn.Module,
-        kind: str,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    ) -> None:
+    def __init__(self, mlp: nn.Module, kind: str) -> None:
         super().__init__(mlp)
         self.kind = kind
-        self.names = names
 
     def is_converted(self) -> bool:
         """Return whether the last projection takes codes."""
-        return can_multiply(self.get_submodule(self.names[2]))
+        return can_multiply(self.get_submodule("down_proj"))
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute ``[..., K]`` from ``[..., K]``."""
         if not self.may_fuse(x):
             same: Tensor = self.unfused(x)
             return same
-        gate_proj, up_proj, down, act_fn = map(self._modules.get, (*self.names, "act_fn"))
+        names = ("gate_proj", "up_proj", "down_proj", "act_fn")
+        gate_proj, up_proj, down, act_fn = map(self._modules.get, names)
         assert gate_proj is not None
         assert up_proj is not None
         assert down is not None

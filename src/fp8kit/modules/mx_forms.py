@@ -68,16 +68,12 @@ def settle(
         A sentence for each layer that did not get the wanted form, by name, with the reason.
     """
     fallen = []
-    seen: set[int] = set()
     for name, layer in layers.items():
         weights = _weights(layer)
         where = next(iter(weights.values())).device
         wanted = form or form_on(layer.scheme, capability(where), isinstance(layer, ExpertTensors))
         if where.type == "meta" or layer.scheme != SCHEMES["MXFP8"] or wanted == layer.scheme:
             continue
-        if id(layer) in seen:
-            continue
-        seen.add(id(layer))
         taken, found, note = _rebased(weights, wanted)
         _take_form(layer, taken, found, note)
         if taken != wanted:

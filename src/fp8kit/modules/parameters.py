@@ -74,7 +74,7 @@ def cast_dtype(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: Any) 
     return cast if cast.is_floating_point else dtype
 
 
-def deepcopied(module: Any, memo: dict[int, Any]) -> Any:
+def deepcopied(module: nn.Module, memo: dict[int, Any]) -> Any:
     """Copy like any module, past ``__getstate__``: modules with one Parameter keep one."""
     memo[id(module)] = twin = type(module).__new__(type(module))
     twin.__dict__.update(copy.deepcopy(module.__dict__, memo))

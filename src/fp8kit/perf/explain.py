@@ -1,4 +1,4 @@
-"""Return which backend computes a layer, how long it should take, and why the others do not."""
+"""Explain which backend computes a layer, how long it takes, and why the others decline."""
 
 from __future__ import annotations
 

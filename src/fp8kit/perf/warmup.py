@@ -179,7 +179,7 @@ def _producer_kind(module: Producer) -> tuple[object, ...]:
 def _projections(module: FusedGatedMlp | FusedFeedForward) -> tuple[nn.Linear, Fp8Linear]:
     """Give the layer that reads the input of a feed-forward, and the one that gives its result."""
     gated = isinstance(module, FusedGatedMlp)
-    names = (module.names[0], module.names[2]) if gated else ("net.0.proj", "net.2")
+    names = ("gate_proj", "down_proj") if gated else ("net.0.proj", "net.2")
     first, down = (module.get_submodule(name) for name in names)
     assert isinstance(first, nn.Linear)
     assert isinstance(down, Fp8Linear)

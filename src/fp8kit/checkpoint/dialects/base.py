@@ -311,17 +311,16 @@ def objects(config: JsonObject, key: str) -> JsonObject:
     return found
 
 
-def block_shape(config: JsonObject, key: str = "weight_block_size") -> GroupShape | None:
+def block_shape(config: JsonObject) -> GroupShape | None:
     """Read a block size ``[rows, columns]``; ``None`` if it is absent or null.
 
     Args:
-        config: the object it stands in.
-        key: its name.
+        config: the object it stands in, as ``weight_block_size``.
 
     Raises:
         CheckpointError: if it is not two positive integers.
     """
-    found = config.get(key)
+    found = config.get(key := "weight_block_size")
     if found is None:
         return None
     sides = found if isinstance(found, list) and len(found) == 2 else ()

@@ -30,8 +30,8 @@ from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.patterns import some_of
-from fp8kit.conversion.plan import warn_of_nothing
-from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.conversion.plan import refuse_static, warn_of_nothing
+from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import computes_linear
@@ -283,14 +283,7 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
         ConversionError: if the scheme is static, and as ``fp8kit.plan`` raises it.
     """
     scheme = Scheme.of(selection.scheme)
-    if scheme.static:
-        raise ConversionError(
-            teach(
-                f"Got scheme {scheme} for quantization while loading.",
-                "Its input scales come from calibration, which needs the loaded model.",
-                f"Load the model, then fp8kit.convert(model, {scheme.name!r}, calibrate=...).",
-            )
-        )
+    refuse_static(scheme)
     report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
     warn_of_nothing(report)
     found = Layers(groups=report.groups, form=mx_forms.named_form(scheme))
