@@ -1,4 +1,4 @@
-"""What a quantized tensor is: codes, scales, and two integers that say how they belong together.
+"""What a quantized tensor is: codes, scales, and the two integers of its granularity.
 
 Everything here is frozen data. Nothing else in the package may guess a granularity from the shape
 of a scale or from a dtype: it is carried by ``GroupShape``, ``QTensor`` and ``Scheme``.

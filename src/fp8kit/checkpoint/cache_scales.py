@@ -1,4 +1,4 @@
-"""Scales of the KV cache between ``load`` and ``save``: data that the model itself does not use."""
+"""KV cache scales of a checkpoint, kept from ``load`` to ``save``; the model does not use them."""
 
 from __future__ import annotations
 

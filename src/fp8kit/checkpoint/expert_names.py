@@ -1,4 +1,4 @@
-"""Modules of FP8 experts taken apart into one layer for each matrix, as engines read them."""
+"""Split modules of FP8 experts into one layer per matrix, as engines read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Take a module apart into what goes to disk."""
+"""Collect the tensors of a module as they are written to disk."""
 
 from __future__ import annotations
 

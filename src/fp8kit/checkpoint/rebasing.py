@@ -1,4 +1,4 @@
-"""Which MX weights of a checkpoint other FP8 schemes can hold, and what is written of the rest."""
+"""Which MX weights of a checkpoint can be rebased, and how the others are written."""
 
 from __future__ import annotations
 

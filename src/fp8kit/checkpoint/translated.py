@@ -1,4 +1,4 @@
-"""The matrices of a checkpoint that is written in another dialect, and which targets take them."""
+"""The matrices of a checkpoint to write in another dialect, and checks that targets load them."""
 
 from __future__ import annotations
 

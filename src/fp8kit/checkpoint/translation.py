@@ -1,4 +1,4 @@
-"""Write an FP8 checkpoint again in another dialect: the same numbers, without a model."""
+"""Write an FP8 checkpoint in another dialect: the same numbers, without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs on a device, under the names of vLLM; probed once per device, never looked up."""
+"""What runs on a device, under vLLM's names; probed once per device, not looked up in a table."""
 
 from __future__ import annotations
 

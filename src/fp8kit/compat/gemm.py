@@ -1,7 +1,7 @@
 """``enable_fp8_gemm``: the interface of the ``fp8_gemm.py`` that diffusion projects copy.
 
 Source: ``telefuser/ops/fp8_gemm.py`` of Tele-AI/TeleFuser, and the file of that name beside
-Soul-AILab/SoulX-LiveAct. Other than there, the default filter keeps sensitive layers.
+Soul-AILab/SoulX-LiveAct. Unlike there, the default filter keeps sensitive layers in high precision.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Weights in the core's form, made once: the core recognises a weight by its tensor object.
+"""Weights converted to the core's form once, because the core identifies a weight by its tensor.
 
-Ported code passes the view ``[K, N]`` and its scale at every call. A fresh ``QTensor`` each time
-would be computed right, and never replayed (``fp8kit.runtime.replay_cache.call_on``).
+Ported code passes the view ``[K, N]`` and its scale at every call. With a fresh ``QTensor`` each
+time, results would be right but launches never replayed (``fp8kit.runtime.replay_cache.call_on``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scales, weights and biases in the shapes that ported code has, as the core has them.
+"""Convert scales, weights and biases from the shapes of ported code to those of the core.
 
 Engines hold one scale per tensor as ``()``, ``(1,)`` or ``(1, 1)`` and one per row as ``(N,)``,
 ``(N, 1)`` or ``(1, N)``, in fp32 or bf16; the core knows ``[1, 1]`` and ``[N, 1]`` in fp32 alone.

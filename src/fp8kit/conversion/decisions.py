@@ -1,4 +1,4 @@
-"""What is decided about each layer, linear or of experts, and what it would weigh."""
+"""The decision for each linear layer and module of experts, and its size afterwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Recognise modules of stacked experts: by their Parameters, and by a run on random numbers.
+"""Recognise modules of stacked experts by their Parameters and a run on random numbers.
 
-A class says neither how its stacks lie nor what its gate computes. Its own ``forward``, run on a
-small twin, does: what agrees with it is what the FP8 form computes, anything else stays dense.
+A class does not declare the layout of its stacks or what its gate computes. Running its own
+``forward`` on a small copy shows both: the FP8 form must agree with it, anything else stays dense.
 """
 
 from __future__ import annotations

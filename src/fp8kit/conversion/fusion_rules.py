@@ -1,4 +1,4 @@
-"""Which module feeds which layers: blocks whose code is known, and what users say of their own.
+"""Which module feeds which layers: in blocks whose code is known, and by users' own rules.
 
 A link is written as in ``"norm1 -> attn.q attn.k attn.v"``: the norm or activation ``norm1`` of a
 block is read by these three linear layers of it, in this order, and by nothing else. Without an

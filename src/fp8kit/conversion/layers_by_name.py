@@ -1,4 +1,4 @@
-"""Dense layers by their qualified names: in a model, or of a file that tells names and shapes."""
+"""Dense layers by qualified name, in a model or from the names and shapes of a file."""
 
 from __future__ import annotations
 

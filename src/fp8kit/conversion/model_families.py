@@ -1,6 +1,6 @@
 """What is known of models by their names: one table for conversion, checkpoints and engines.
 
-Everything else finds out by looking at a model or at shapes; what cannot be seen stands here.
+Everything else is found by inspecting a model or shapes; this table holds what cannot be found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sentences of a report about a whole model: what to know about the layers that become FP8."""
+"""Notes of a report about a whole model: what to know about the layers that become FP8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers a user means: patterns on names, and the safe defaults that protect layers."""
+"""Patterns that select layers by name, and the defaults that protect sensitive layers."""
 
 from __future__ import annotations
 

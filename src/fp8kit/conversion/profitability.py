@@ -1,7 +1,7 @@
 """Whether FP8 makes a layer faster, as far as measured times can tell.
 
-A layer is judged by the times of that very layer in the table of its GPU; other layers tell nothing
-of it. Siblings that will share their input are judged together, because together they run.
+A layer is judged only by the times of that exact layer in the table of its GPU. Siblings that will
+share their input are judged together, because they run together.
 """
 
 from __future__ import annotations

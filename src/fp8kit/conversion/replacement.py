@@ -1,4 +1,4 @@
-"""Carry out what was decided: each planned layer of a model is replaced by its FP8 form."""
+"""Carry out a plan: replace each planned layer of a model by its FP8 form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was decided for every layer and why: one record a layer, as a table, text or JSON."""
+"""The decision for every layer and its reason: one record per layer, as table, text or JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What linear layers do in the model that holds them, for those that stay in high precision.
+"""The roles of linear layers that stay in high precision, such as output heads and routers.
 
 An output head, a projection of the time step or a vision tower is known by the class that holds it,
 in the libraries whose classes say so, and by its name elsewhere (``selection.DEFAULT_EXCLUDE``).

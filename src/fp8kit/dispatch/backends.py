@@ -3,9 +3,9 @@
 A backend is a module that names its functions in ``BACKEND``, a ``Backend``. Loading one is the
 package's only lazy import, so a missing triton is a reason, not an exception.
 
-Of the backends that take a problem the first of the order runs, unless the times that
-``problem.measured()`` returns say that another one is faster. A first one that was not measured
-runs, too: a table can only reorder what it knows, and leave out what it knows to be wrong.
+Of the backends that support a problem the first in order runs, unless the times of
+``problem.measured()`` show that another one is faster. An unmeasured first one runs too: a table
+can only reorder backends that it has times for, and exclude those that it knows to be wrong.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Return what a device is: its compute capability and its name."""
+"""The compute capability and the name of a device."""
 
 from __future__ import annotations
 

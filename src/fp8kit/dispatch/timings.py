@@ -1,10 +1,10 @@
-"""Measured times of linear layers per device: a table in the wheel, and what ``fp8kit tune`` adds.
+"""Measured times of linear layers per device: the shipped table, and what ``fp8kit tune`` adds.
 
 A time is that of a whole linear layer, 16 bit in and out with cold weights, by each backend and by
-a dense bf16 layer. A table speaks of the layers in it alone. Their row counts lie up to two octaves
-apart; between two of them the times of one within an octave stand for the layer. Of any other layer
-nothing is claimed, and dispatch goes by the order of its backends, which on an H200 is within half
-a per cent of the best choice in the mean.
+a dense bf16 layer. A table applies only to the layers in it. Its row counts are up to a factor of
+four apart; in between, the times of one within a factor of two are used. For any other layer
+dispatch follows the order of its backends, which on an H200 is within half a per cent of the best
+choice on average.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of the fused producers: checked, and in the order of their operators."""
+"""Check the arguments of the fused producers, and put them in the order of their operators."""
 
 from __future__ import annotations
 

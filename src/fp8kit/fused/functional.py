@@ -1,4 +1,4 @@
-"""Norms and activations that end in FP8, for layers whose input is quantized anyway.
+"""Norms and activations that write FP8, for layers whose input is quantized anyway.
 
 Each function equals ``quantize`` of the unfused result, rounded to the dtype of its input, in one
 pass over memory; ``fused/reference.py`` defines every rounding. Codes and scales have no

@@ -1,4 +1,4 @@
-"""What is asked of a fused producer, as frozen data, and the ordered implementations.
+"""A fused producer's problem as frozen data, and its backends in order.
 
 A fused producer computes a norm or an activation and quantizes its result in one pass.
 """

@@ -1,4 +1,4 @@
-"""What libraries ask of a model with FP8 layers: its quantizer, and its dense form."""
+"""What libraries need from a model with FP8 layers: its quantizer, and its dense form."""
 
 from __future__ import annotations
 

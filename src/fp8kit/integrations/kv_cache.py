@@ -1,8 +1,8 @@
 """KV caches of Transformers that hold keys and values as FP8 codes and scales.
 
-A layer is the one of Transformers of the same kind, filled with codes as bytes (torch has no
-``index_copy_`` of FP8 on a CPU), and beside it one more such layer with the scales. Both see every
-token at the same place, so growing, windows and masks are those of Transformers.
+A layer subclasses the Transformers cache layer of its kind, filled with codes as bytes (torch has
+no ``index_copy_`` of FP8 on a CPU), and owns a second such layer for the scales. Both get every
+token at the same position, so growth, windows and masks are those of Transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""LoRA on FP8 layers: adapters that merge, and come out again to the byte; DoRA.
+"""LoRA and DoRA on FP8 layers: adapters that merge, and unmerge to the same bytes.
 
-An adapter runs beside its layer and needs no help. Where PEFT computes with the weight of the
-layer, it gets the numbers that the codes stand for, or a refusal.
+An adapter runs beside its layer without changes here. Where PEFT computes with the layer's weight,
+it gets the dequantized weight, or an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Spread the files of a checkpoint over the machines of a Ray cluster: one file, one task.
 
-The plan is made before, so who writes a file changes nothing about it. Every machine sees source
-and destination under the same paths. A task whose worker is lost runs again elsewhere; it writes
-under a name of its own, so the lost one cannot harm it.
+The plan is made first, so the result does not depend on which machine writes a file. Every machine
+sees source and destination under the same paths. A task whose worker is lost runs again elsewhere,
+under a temporary name of its own, so the lost one cannot corrupt it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""torch's wrappers of models: DDP, FSDP and averages of weights, around FP8 layers.
+"""torch's model wrappers around FP8 layers: DDP, FSDP1 and averages of weights.
 
-Each of them sends, joins or averages all parameters alike, and none of that is defined for codes.
-Codes and their scales are frozen, so DDP trains the rest, and gives each rank the codes of its
-first as bytes; an average averages the rest. FSDP1 is refused until it is told to ignore them.
+Each of them broadcasts, flattens or averages all parameters, none of which is defined for codes.
+Codes and their scales are frozen: DDP trains the rest, and broadcasts the first rank's codes as
+bytes; an average covers the rest. FSDP1 is refused unless it is told to ignore them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What it takes to evaluate a language model of Transformers: its dense original, and batches."""
+"""Evaluation of a Transformers language model: its dense original, and batches of text."""
 
 from __future__ import annotations
 

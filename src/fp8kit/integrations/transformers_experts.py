@@ -1,7 +1,7 @@
-"""Experts of a Transformers model that are read from a checkpoint straight into FP8 stacks.
+"""Read the experts of a Transformers model from a checkpoint straight into FP8 stacks.
 
-Transformers puts all experts of a layer together before it hands them on; here each is read,
-quantized and placed alone, and its loader sees a model without these stacks.
+The loader of Transformers joins all experts of a layer before it passes them on. Here each is read,
+quantized and placed alone, and that loader sees a model without these stacks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The quantization method ``fp8kit`` of Transformers: layers become FP8 while a model loads.
 
 Importing this module registers it, so that ``from_pretrained(...,
-quantization_config=Fp8KitConfig())`` quantizes while loading. What is saved announces itself as
-compressed-tensors: nobody needs this package to load it.
+quantization_config=Fp8KitConfig())`` quantizes while loading. Saved models declare
+compressed-tensors, so loading them does not need this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Transformers models taken apart into what is written to disk."""
+"""Collect the tensors of Transformers models as they are written to disk."""
 
 from __future__ import annotations
 

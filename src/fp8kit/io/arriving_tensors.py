@@ -1,4 +1,4 @@
-"""``load_weights``: tensors from anywhere into a model, in any order, any number of times."""
+"""``load_weights``: load tensors from any source into a model, in any order, repeatedly."""
 
 from __future__ import annotations
 

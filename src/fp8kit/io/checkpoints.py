@@ -1,4 +1,4 @@
-"""``quantize_checkpoint``, ``verify_checkpoint``: directories, without a model in memory."""
+"""``quantize_checkpoint`` and ``verify_checkpoint``: on directories, without a model in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes where earlier versions had them, for their pickles and ``torch.save`` files.
+"""Classes under their paths in earlier versions, so that old pickles load.
 
 Such files name a class by module and name. ``register`` puts a stand-in for each old module into
 ``sys.modules``; it imports the new one when a class is looked up, so an import of the package pays

@@ -1,4 +1,4 @@
-"""What is asked of a matmul, as frozen data, and the ordered backends."""
+"""A matmul's problem as frozen data, and the backends in order."""
 
 from __future__ import annotations
 

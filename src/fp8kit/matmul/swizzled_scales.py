@@ -1,9 +1,9 @@
 """MX scales of weights as Blackwell's tensor cores load them, rearranged once and kept.
 
-What is kept belongs to the scale tensor and to its state: it is made anew when the scales are
-written or lie elsewhere, goes when they go, and no saver, copy or pickle sees it. While a CUDA
-graph is captured the rearrangement becomes part of the graph, so that a replay follows weights that
-were reloaded in place.
+The cache belongs to one state of the scale tensor: it is made again when the scales are written or
+moved, freed with them, and never saved, copied or pickled. During CUDA graph capture the
+rearrangement becomes part of the graph, so that a replay follows weights that were reloaded in
+place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decoder layers that add, norm and quantize in one pass between attention and feed-forward.
 
-The sum before the second norm is an operator in a layer's ``forward``, out of reach of any child.
-A layer keeps its class, children and hooks, and gets a ``forward`` of its own that does the same.
-That it does the same is not believed but tried, on children that compute something random: another
-order of operations, another argument or result, and the layer stays as it is.
+The residual sum before the second norm is an operator in a layer's ``forward``, so no child module
+can fuse it. A layer keeps its class, children and hooks, and gets a new ``forward``. Both are run
+on children that compute something random: if order, arguments or results differ, the layer stays as
+it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modules in high precision that compute ``x @ W.T + b``: ``nn.Linear`` and what stands for it."""
+"""High-precision modules that compute ``x @ W.T + b``: ``nn.Linear`` and its equivalents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adaptive norms and feed-forwards of diffusers whose result goes straight into FP8."""
+"""Adaptive norms and feed-forwards of diffusers that write FP8."""
 
 from __future__ import annotations
 

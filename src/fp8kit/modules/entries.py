@@ -1,4 +1,4 @@
-"""What ``load_state_dict`` makes of the entries of an FP8 layer, and how a weight is quantized."""
+"""How ``load_state_dict`` fills an FP8 layer, and how a dense weight is quantized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks of experts: quantized one by one, and rearranged."""
+"""Quantize stacks of experts one by one, and rearrange them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts as FP8 codes and scales under the names of their stacks: what every such module has."""
+"""The base of all modules of FP8 experts: codes and scales under the names of their stacks."""
 
 from __future__ import annotations
 

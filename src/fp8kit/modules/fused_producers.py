@@ -1,10 +1,10 @@
-"""Norms, activations and feed-forwards whose result goes straight into FP8.
+"""Norms, activations and feed-forwards that write FP8.
 
-A fused producer writes codes and scales and nothing else. What it returns stands for the tensor
-that was never written: a NaN, expanded to its shape. The layers behind it know it by identity and
-take the codes instead; anything else that read it would see NaN at once, not a wrong number. Where
-that could happen, because a layer was wrapped or a hook looks on, and where gradients are wanted,
-the input is not on a GPU, or a compiler fuses by itself, the module that was replaced computes.
+A fused producer writes only codes and scales. In place of the tensor that was never written it
+returns a NaN, expanded to its shape. The layers behind it recognise that stand-in by identity and
+take the codes; any other reader would see NaN, not a plausible wrong number. Where that could
+happen (a layer was wrapped, or has a hook), and where gradients are needed, the input is not on a
+GPU, or a compiler fuses by itself, the replaced module computes instead.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""What ``layer.weight`` gives: the Parameter of codes, guarded against being taken for numbers.
+"""What ``layer.weight`` returns: the Parameter of codes, guarded against use as numbers.
 
 Codes mean nothing without their scales. Code that casts the weight of an ``Fp8Linear``, or computes
-with it, would get wrong numbers and no error, so attribute access gives a view of the Parameter
-that raises there. Whatever does not read values works as ever: shape, dtype, device, addresses,
+with it, would get wrong numbers and no error, so attribute access returns a view of the Parameter
+that raises instead. Whatever does not read values still works: shape, dtype, device, addresses,
 copies, moves, views of the bytes, writing other codes, serialization, ``isinstance`` of
-``nn.Parameter``. What is derived from it without a cast (``detach()``, ``data``, ``t()``, parts,
-stacks) is guarded in turn. Attributes that are set, and changes in place, reach the Parameter.
+``nn.Parameter``. Tensors derived from it without a cast (``detach()``, ``data``, ``t()``, parts,
+stacks) are guarded too. Setting attributes and changes in place reach the Parameter.
 
-Torch's Python interface asks the view first. What passes that by (constructors such as
-``torch.tensor`` and ``asarray``, ``vmap``, ``torch.func``, scripts) meets it in the dispatcher.
+torch's Python functions reach the view by ``__torch_function__``. What bypasses that (constructors
+such as ``torch.tensor`` and ``asarray``, ``vmap``, ``torch.func``, scripts) reaches it in the
+dispatcher.
 
-The module itself holds the plain Parameter, so nothing of this is seen, and nothing guarded, where
-tensors come from ``parameters()``, ``named_parameters()``, ``state_dict()``, ``_parameters`` or
+The module itself holds the plain Parameter, so nothing is guarded where tensors come from
+``parameters()``, ``named_parameters()``, ``state_dict()``, ``_parameters`` or
 ``nn.Module.__getattr__(layer, "weight")``, in the graph of a compiler, and under a mode that makes
-fake tensors. Nor can bytes be guarded that leave torch: ``storage()`` and ``untyped_storage()``,
-DLPack, a raw address, integers that ``view`` makes of the codes. A copy that somebody makes a
-Parameter of (``nn.Parameter(layer.weight)``, ``deepcopy``) is plain, as are the shards of
+fake tensors. Bytes that leave torch cannot be guarded either: ``storage()`` and
+``untyped_storage()``, DLPack, a raw address, integers that ``view`` makes of the codes. A copy that
+becomes a Parameter (``nn.Parameter(layer.weight)``, ``deepcopy``) is plain, as are the shards of
 ``fully_shard``.
 """
 

@@ -1,4 +1,4 @@
-"""Which layers may quantize one input together, and which weights be multiplied as one matrix."""
+"""Which layers may share a quantized input, and which weights may be joined into one GEMM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dense weight that a layer keeps beside its codes: what changes it changes them."""
+"""A dense weight kept beside the codes: when it changes, the codes are made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of an ``Fp8Linear`` that may be set at any time, put together when one is set."""
+"""Options of an ``Fp8Linear`` that may be set at any time, combined whenever one is set."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Libraries that save or change models by means of their own are told of FP8 layers.
+"""Hook libraries that save or change models in their own way, so that they handle FP8 layers.
 
-Their ``save_pretrained`` writes the ``state_dict`` and a config; of codes without a config they
-would make a dense model of wrong numbers. PEFT puts layers of its own around ours, and computes
-with their weights when it merges; torch's wrappers send or average them. A library that is not
+Their ``save_pretrained`` writes the ``state_dict`` and a config; codes without a quantization
+config would load as a dense model with wrong numbers. PEFT wraps our layers, and computes with
+their weights when it merges; torch's wrappers broadcast or average them. A library that is not
 loaded is not touched.
 """
 

@@ -1,4 +1,4 @@
-"""In which form MXFP8 layers and experts compute: as they are, or rebased to rows or blocks."""
+"""The form in which MXFP8 layers and experts compute: as they are, or rebased."""
 
 from __future__ import annotations
 

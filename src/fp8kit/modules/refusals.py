@@ -1,4 +1,4 @@
-"""What torch may ask of an FP8 layer and does not get, in words."""
+"""Errors for what torch may request of an FP8 layer and cannot get."""
 
 from __future__ import annotations
 

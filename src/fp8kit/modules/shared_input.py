@@ -1,14 +1,14 @@
 """Layers that read the same tensor: quantize it once, and multiply once where that is faster.
 
-Sibling layers (q/k/v, gate/up) are called one after another with the same tensor. With few rows
-the first call multiplies the joined weights, and the others find their result waiting. With many
-rows it leaves the codes, and each layer multiplies its own weight into a contiguous result: one
-wide product saves nothing there, and its slices slow down whatever reads them. A call with any
-other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
-costs time, never correctness. Where gradients are wanted every layer computes alone. What no
-tensor can tell, a weight or bias written through ``.data`` between two siblings, goes unseen.
-Under ``torch.compile`` siblings share codes where the calling code is known not to change their
-input: the graph then holds one quantization, but each layer's own product.
+Sibling layers (q/k/v, gate/up) are called one after another with the same tensor. With few rows the
+first call multiplies the joined weights, and the others return their columns of that result. With
+many rows it only shares the codes, and each layer multiplies its own weight into a contiguous
+result: one wide GEMM saves nothing there, and its slices slow down whatever reads them. A call with
+any other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
+costs time, never correctness. With gradients every layer computes alone. A weight or bias written
+through ``.data`` between two siblings, which no version counter shows, goes unnoticed. Under
+``torch.compile`` siblings share codes where the calling code is known not to change their input:
+the graph then has one quantization, but one GEMM per layer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Experts of other libraries in FP8: a class of its own for each class, with the same names.
+"""FP8 experts of other libraries: a subclass for each of their classes, with the same names.
 
-A module of experts becomes FP8 in place. It keeps its class, as a base, its Parameters' names, its
-activation and everything else it has; codes ``[E, N, K]`` stand where the dense stacks stood, with
-scales beside them, and ``forward`` computes with these.
+A module of experts becomes FP8 in place. It keeps its class (as a base class), its Parameter names,
+its activation and all other attributes; codes ``[E, N, K]`` replace the dense stacks, with scales
+beside them, and ``forward`` computes with these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights that are made of parts with one scale each, and codes of the other e4m3 encoding.
+"""Weights joined from parts with one scale each, and conversion between the e4m3 encodings.
 
 Fused modules, such as q/k/v in one matrix, come from checkpoints with one scale for each part. A
 product wants one scale per row, or one for the tensor. The rules are those of vLLM

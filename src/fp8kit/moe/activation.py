@@ -1,4 +1,4 @@
-"""What stands between the two products of an expert, as data and as a formula in plain torch.
+"""The activation between an expert's two GEMMs, as data and as a formula in plain torch.
 
 gated      (up + up_offset) * f(gate)      after  gate <= limit, -limit <= up <= limit
 ungated    f(x)                            after  x <= limit

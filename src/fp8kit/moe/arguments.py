@@ -1,4 +1,4 @@
-"""Checks of what the experts get, each with an error that teaches."""
+"""Checks of the experts' arguments, each with an error that teaches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts of a CPU: one dense product after the other, for the experts that tokens take.
+"""Experts on a CPU: one dense GEMM after the other, for the experts in use.
 
 Weights are decoded one expert at a time, and only those that are used.
 """

@@ -1,4 +1,4 @@
-"""The layer of experts as a loop over those that are used, with any dense product inside."""
+"""The layer of experts as a loop over the experts in use, with any dense GEMM inside."""
 
 from __future__ import annotations
 

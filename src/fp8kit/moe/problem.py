@@ -1,4 +1,4 @@
-"""What is asked of the experts, as frozen data, and the ordered implementations.
+"""The experts' problem as frozen data, and the backends in order.
 
 Two questions: the whole layer, and one product of rows that lie sorted by expert.
 """

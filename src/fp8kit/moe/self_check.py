@@ -1,12 +1,12 @@
-"""Kernels are tried once on each GPU before they may compute experts there.
+"""Check the kernels of experts once on each GPU before they compute there.
 
-They are compiled for GPUs on which nobody has run them. A few rows are compared with the reference;
+They compile for GPUs on which they were never run. A few rows are compared with the reference;
 kernels that fail, or compute something else, decline with that reason.
 
-FP8 tensor cores keep about 14 bits of a sum. On random numbers the first product is then off by
-2^-12 or so, and one code in a hundred of what is made of it moves to its neighbour. If that is one
-of a token's largest, the token is off by some per cent, and nothing is wrong. So the numbers here
-are such that 14 bits hold the sums of the first product, and no code moves.
+FP8 tensor cores keep about 14 bits of a sum. On random numbers the first GEMM is then off by about
+2^-12, and one code in a hundred of the intermediate moves to its neighbour. If that is one of a
+token's largest, the token is off by some per cent although nothing is wrong. So the numbers here
+are such that 14 bits hold the sums of the first GEMM, and no code moves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each operator in two forms: its body, and what is called where somebody looks on.
+"""Each operator in two forms: its body, and the registered form that compilers and autograd see.
 
 Arguments are inputs, then constants, then options, in the order of the schemas; all are known to
 fit.

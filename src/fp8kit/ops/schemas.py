@@ -1,4 +1,4 @@
-"""The registered operators: all that ``torch.compile`` and ``torch.export`` see of the package.
+"""The registered operators, which ``torch.compile`` and ``torch.export`` see.
 
 Each has a schema, one implementation for every device, a fake, and an autograd rule. The choice
 of a backend happens inside the implementation, so a graph never depends on M. Groups travel as

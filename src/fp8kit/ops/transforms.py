@@ -1,7 +1,7 @@
 """``linear`` under the transforms of ``torch.func``: ``grad``, ``vjp``, ``jacrev``, ``vmap``.
 
-A registered operator's autograd is none that these transforms accept, so they get the same rules as
-a ``torch.autograd.Function`` of their kind.
+These transforms do not accept a registered operator's autograd, so they get the same rules as a
+``torch.autograd.Function``.
 """
 
 from __future__ import annotations

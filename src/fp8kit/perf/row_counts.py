@@ -1,4 +1,4 @@
-"""Row counts that between them run every kernel which a power of two of rows needs."""
+"""Row counts that together run every kernel that a power of two of rows needs."""
 
 from __future__ import annotations
 

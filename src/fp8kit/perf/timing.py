@@ -2,9 +2,9 @@
 
 On a GPU each case is captured into a CUDA graph of many calls that rotate over copies of its
 operands, so that nothing it reads is left in the L2 cache. The graphs of all cases are then
-replayed in turn, round after round, and the median of a case's rounds is its time: drift of clocks
-and power hits all alike. What the host needs counts nowhere: graphs are as long on the GPU, and are
-on their way before the clock starts. On a CPU the calls themselves take turns.
+replayed in turn, round after round, and the median of a case's rounds is its time, so drift of
+clocks and power affects all alike. Host time is not included: graphs run longer than their launch
+takes, and are launched before the clock starts. On a CPU the calls themselves alternate.
 """
 
 from __future__ import annotations

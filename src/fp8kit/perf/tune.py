@@ -1,10 +1,10 @@
-"""Measure every candidate of dispatch on layers of interest; only right ones may win.
+"""Time every candidate of dispatch on given layers; only candidates with right results may win.
 
-A candidate is held to the fp32 product of the dequantized operands before it is timed: on normal
-data, and on data of one sign, where an accumulator that is too short shows as a bias. Both limits
-are relative errors of a row in the 2-norm. The result is rounded once to bf16, which costs at most
+Before it is timed, a candidate is compared with the fp32 product of the dequantized operands: on
+normal data, and on same-sign data, where a short accumulator shows as a bias. Both limits are
+relative errors of a row in the 2-norm. The result is rounded once to bf16, which costs at most
 2^-8; a precise sum may lose 1e-3 (promoted every 128 of K, Hopper loses 6e-4), a fast one 8e-3 on
-normal data (Hopper loses 5e-3 at K = 28672) and what it likes on data of one sign.
+normal data (Hopper loses 5e-3 at K = 28672) and any amount on same-sign data.
 """
 
 from __future__ import annotations

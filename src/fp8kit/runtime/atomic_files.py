@@ -1,4 +1,4 @@
-"""Files that several processes may write: they appear whole, and one at a time changes them."""
+"""Files that several processes may write: they appear whole, under a lock."""
 
 from __future__ import annotations
 

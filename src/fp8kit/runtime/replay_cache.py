@@ -1,17 +1,17 @@
-"""Repeat the launches of an earlier call, where that is the same call with another input.
+"""Replay the launches of an earlier call that differs only in its input.
 
 An ``Operator`` is one computation in two forms. Its *registered* form is what compilers, tracers,
 autograd, autocast, modes and subclasses see. Its *body* is the Python function that launches
-kernels. Where nobody is there to see the registered form, the body is called directly: this is
-the package's one bypass of ``torch.library``.
+kernels. Where none of these is active, the body is called directly: this is the package's one
+bypass of ``torch.library``.
 
-A ``ReplayCache`` remembers calls that took the bypass, by ``key``. The first call of a key runs the
-body. The second one runs the body and records its launches. From the third on the recording
-repeats them, if the ``guards`` still hold; a call whose guards do not hold is a first one again. A
-call that does more than launch kernels of this package cannot be recorded, and runs the body.
+A ``ReplayCache`` remembers calls that took the bypass, by ``key``. The first call with a key runs
+the body. The second one runs the body and records its launches. From the third on they are
+replayed, if the ``guards`` still hold; a call whose guards fail counts as a first one again. A call
+that does more than launch kernels of this package cannot be recorded, and runs the body.
 
 Layers own a cache, as do groups of joined layers and fused norms and activations; functions and
-compiled graphs use one that hangs on the weight.
+compiled graphs use one that is stored on the weight.
 """
 
 from __future__ import annotations

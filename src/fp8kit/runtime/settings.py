@@ -1,7 +1,7 @@
 """Environment variables, read once at import and validated here and nowhere else.
 
 ``FP8KIT_DISABLE``: comma-separated names of backends that dispatch must not choose.
-``FP8KIT_ACCUM``: ``precise`` or ``fast``; how layers and functions add up where nobody says it.
+``FP8KIT_ACCUM``: ``precise`` or ``fast``, the default accumulation of layers and functions.
 ``FP8KIT_BATCH_INVARIANT``: ``1`` gives a row the same bits whatever other rows there are, where
     nobody says otherwise; ``0`` is the default.
 ``FP8KIT_CACHE_DIR``: where compiled kernels and tuned times are kept; by default below the

@@ -1,8 +1,8 @@
-"""The languages that FP8 checkpoints are written in: one file and one row per dialect.
+"""The dialects in which FP8 checkpoints are written: one file and one row each.
 
-A dialect says how a checkpoint announces its numbers (``parse``, ``render``) and what the tensors
-beside a weight are called when it is written (``suffixes``). Everything else in the package speaks
-of ``weight``, ``weight_scale`` and ``input_scale``, in the shapes of ``formats.scale_shape``.
+A dialect reads and writes the quantization config (``parse``, ``render``) and names the tensors
+beside a weight when it is written (``suffixes``). Everything else in the package uses the names
+``weight``, ``weight_scale`` and ``input_scale``, in the shapes of ``formats.scale_shape``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FP8 weights and scales without a word in any config: LoRAX, and SGLang's ``w8a8_fp8``."""
+"""FP8 weights and scales without a quantization config: LoRAX, and SGLang's ``w8a8_fp8``."""
 
 from __future__ import annotations
 

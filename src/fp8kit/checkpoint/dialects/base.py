@@ -1,4 +1,4 @@
-"""What a dialect is: how a checkpoint says what its FP8 codes mean, in words of this package."""
+"""What a dialect is: the mapping between a checkpoint's own format and this package's terms."""
 
 from __future__ import annotations
 

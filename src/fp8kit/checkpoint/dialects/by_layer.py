@@ -1,4 +1,4 @@
-"""Our own words in a diffusers model: each FP8 layer by its name, with its scheme.
+"""Our own format in a diffusers model: each FP8 layer by name, with its scheme.
 
 diffusers has no public format that holds FP8 layers. What it writes with the quantization method
 ``fp8kit`` has the names and shapes of ``Fp8Linear``, and loads nowhere else without an error.

@@ -1,4 +1,4 @@
-"""The tensors that a model will hold once its layers are swapped, and whether they are there."""
+"""The tensors that a model will hold with its FP8 layers, and whether a checkpoint has them."""
 
 from __future__ import annotations
 

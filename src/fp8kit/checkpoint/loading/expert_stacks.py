@@ -1,4 +1,4 @@
-"""Experts that arrive one by one, in parts or as stacks, and go into modules of FP8 experts."""
+"""Place experts that arrive one by one, in parts or as stacks into modules of FP8 experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of a model of which some parts have arrived: rows, or single experts of a stack."""
+"""Tensors of which only some parts have arrived: rows, or single experts of a stack."""
 
 from __future__ import annotations
 

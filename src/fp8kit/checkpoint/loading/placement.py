@@ -1,4 +1,4 @@
-"""Tensors that arrive one by one, in any order, and become weights once they are whole."""
+"""Place tensors that arrive one by one, in any order; weights are stored when complete."""
 
 from __future__ import annotations
 

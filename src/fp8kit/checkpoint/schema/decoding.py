@@ -1,4 +1,4 @@
-"""From bytes on disk to codes and scales in the shapes and dtypes of this package."""
+"""Decode what is on disk to codes and scales in the shapes and dtypes of this package."""
 
 from __future__ import annotations
 

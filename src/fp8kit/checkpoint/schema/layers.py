@@ -1,4 +1,4 @@
-"""What an FP8 layer of a checkpoint is, and whether tensors can be the scales of its weight."""
+"""An FP8 layer of a checkpoint, and checks that tensors can be the scales of its weight."""
 
 from __future__ import annotations
 

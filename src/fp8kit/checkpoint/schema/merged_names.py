@@ -1,4 +1,4 @@
-"""Where a layer of a checkpoint goes in a model that joins, stacks or splits its layers."""
+"""Map a checkpoint's layers to a model that joins, stacks or splits them."""
 
 from __future__ import annotations
 

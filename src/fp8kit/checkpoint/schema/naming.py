@@ -1,6 +1,6 @@
-"""What a tensor is, told from its name: a weight, one of its scales, or a scale of the KV cache.
+"""What a tensor is, by its name: a weight, one of its scales, or a scale of the KV cache.
 
-Exporters use a dozen words for four things. All of them are understood in every dialect; which word
+Exporters use a dozen names for four things. All of them are read in every dialect; which name
 belongs to which dialect matters only when writing.
 """
 

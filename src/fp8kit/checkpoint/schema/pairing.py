@@ -1,4 +1,4 @@
-"""Which weights belong to which scales: found by name, judged by dtype and shape."""
+"""Pair weights with their scales: found by name, checked by dtype and shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shall load a checkpoint: which dialect each target gets, and what it cannot load.
+"""The programs that load a checkpoint: the dialect for each, and what each cannot load.
 
 The rules were read in vLLM 0.33, SGLang 0.5.23 and Transformers 5.23.
 """

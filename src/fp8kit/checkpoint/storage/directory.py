@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what surrounds the tensors, and how a finished folder appears."""
+"""The files beside a checkpoint's tensors, and the rename that makes a finished folder appear."""
 
 from __future__ import annotations
 

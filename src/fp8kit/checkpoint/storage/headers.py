@@ -1,8 +1,8 @@
 """Files of a checkpoint as untrusted input: JSON, safetensors headers, and the bytes of tensors.
 
-The checks follow the safetensors format and are stricter nowhere; they come before its library's
-own, so that a refusal names the file and the field. Symbolic links are followed, because hub caches
-consist of them; what they lead to must be a regular file.
+The checks follow the safetensors format and are nowhere stricter. They run before the library's
+own, so that an error names the file and the field. Symbolic links are followed, because hub caches
+consist of them; the target must be a regular file.
 """
 
 from __future__ import annotations

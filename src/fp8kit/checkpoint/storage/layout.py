@@ -1,7 +1,7 @@
-"""Which tensor lies where in which file of a checkpoint: decided from names and shapes alone.
+"""Which tensor goes where in which file of a checkpoint, decided by names and shapes alone.
 
-The order does not depend on who asks: modules are sorted by name, numbers by value. Whoever writes
-the same tensors, from a model, from a stream or on another machine, writes the same files.
+The order is canonical: modules are sorted by name, numbers by value. So the same tensors give the
+same files, whether they come from a model, from a stream or on another machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weight matrices inside files: where their rows lie, also when many are stacked in one tensor."""
+"""Where the rows of weight matrices are in files, also for several stacked in one tensor."""
 
 from __future__ import annotations
 

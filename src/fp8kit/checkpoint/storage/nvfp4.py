@@ -1,4 +1,4 @@
-"""NVFP4 weights, read as a source: decoded, and quantized to FP8 as they are read.
+"""Read NVFP4 weights: they are decoded and quantized to FP8 on read.
 
     value = e2m1 code * e4m3 scale of its 16 columns * fp32 factor of the tensor
 

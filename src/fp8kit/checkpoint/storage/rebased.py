@@ -1,4 +1,4 @@
-"""MX weights that a model held rebased when diffusers saved it, read as the MX weights they were.
+"""Read rebased MX weights, as diffusers saves them, back as MX weights.
 
 diffusers writes the tensors of a model as they are: codes, a scale for each row or block, and the
 exponents of the groups beside them.

@@ -1,4 +1,4 @@
-"""What is no checkpoint that is read here: named by its kind, with the way to one that is."""
+"""Errors for files that are no readable checkpoint: what they are, and how to get one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scales that a file stacks for all experts while it holds their codes one by one.
+"""Scales stacked for all experts in files that hold the codes expert by expert.
 
 Transformers writes an FP8 mixture of experts so: it splits the codes, ``X.experts.0.gate_proj``,
 and leaves the scales as it holds them, ``X.experts.gate_up_proj_scale_inv`` of ``[E, n, k]``.

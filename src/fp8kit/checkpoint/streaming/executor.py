@@ -1,7 +1,7 @@
-"""Carry out a plan of work: slices flow from the source through a quantizer into new files.
+"""Run a work plan: slices go from the source through a quantizer into new files.
 
-Nothing is held but a slice per worker. A file gets its name when all of it is on the disk, so a
-file with its name is whole, whatever happens in between.
+Memory holds one slice per worker. A file gets its final name when all of it is on disk, so a file
+with that name is complete, even after a crash.
 """
 
 from __future__ import annotations

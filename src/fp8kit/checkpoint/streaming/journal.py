@@ -1,7 +1,7 @@
-"""The folder in which an interrupted conversion waits, and the promise that it is the same one.
+"""The folder of an unfinished conversion, and the journal that lets only the same run continue.
 
-``.<name>.partial`` lies beside the destination and holds ``journal.json`` (source, recipe and plan
-of the run), ``lock`` and ``checkpoint``, the folder that becomes the destination by a rename.
+``.<name>.partial`` is beside the destination and holds ``journal.json`` (source, recipe and plan of
+the run), ``lock`` and ``checkpoint``, the folder that becomes the destination by a rename.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Decoders whose tensors are known without building them: importing their code takes seconds.
+"""Decoders whose tensors are known without importing their code, which takes seconds.
 
-A checkpoint is known only if it has exactly the tensors that its config calls for, each of its
-shape; of any other one Transformers is asked. ``tests/checkpoint/streaming/test_known_decoders.py``
-compares both.
+A checkpoint is known only if it has exactly the tensors that its config implies, in their shapes;
+for any other, Transformers builds the model on meta.
+``tests/checkpoint/streaming/test_known_decoders.py`` compares both.
 """
 
 from __future__ import annotations

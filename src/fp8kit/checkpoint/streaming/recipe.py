@@ -1,4 +1,4 @@
-"""What shall be made of a checkpoint: everything that the bytes of the result depend on."""
+"""How a checkpoint is quantized: every option that the bytes of the result depend on."""
 
 from __future__ import annotations
 

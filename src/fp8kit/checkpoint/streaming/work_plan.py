@@ -1,4 +1,4 @@
-"""The plan of a streamed conversion: every byte of the result accounted for before the first."""
+"""The plan of a streamed conversion: all bytes of the result are planned before one is written."""
 
 from __future__ import annotations
 

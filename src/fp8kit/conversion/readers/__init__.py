@@ -1,1 +1,1 @@
-"""Which layers have their weight read by code that does not call them, found in that code."""
+"""Find, in the source of a model, layers whose weight is read by code that does not call them."""

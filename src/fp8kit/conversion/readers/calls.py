@@ -1,4 +1,4 @@
-"""What calls in the source of a model may give, and which weights they read."""
+"""What calls in a model's source may return, and which weights they read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Which layers tell code the dtype of a module: those that hold its first floating Parameter.
+"""Which layers determine a module's ``dtype``: those that hold its first floating Parameter.
 
 ``model.dtype`` of Transformers and diffusers gives the dtype of the first Parameter, and code casts
-its inputs to it. An ``Fp8Linear`` shows its bias first, which has the right dtype; one without a
-bias would answer with that of its codes. What asks for a Parameter itself, ``weight_reads`` finds.
+its inputs to it. The first Parameter of an ``Fp8Linear`` is its bias, which has the right dtype;
+without a bias it would be the codes. Code that reads a Parameter itself is found by
+``weight_reads``.
 """
 
 from __future__ import annotations

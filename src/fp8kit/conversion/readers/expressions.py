@@ -1,4 +1,4 @@
-"""What expressions in the source of a model may be, and which weights they read."""
+"""The possible values of expressions in a model's source, and which weights they read."""
 
 from __future__ import annotations
 

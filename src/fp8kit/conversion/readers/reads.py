@@ -1,16 +1,16 @@
-"""Which modules have their weight read by code that does not call them.
+"""Find modules whose weight is read by code that does not call them.
 
-FP8 codes have another meaning than the weight they stand for, so a layer whose ``weight`` is read
-by the code around it must stay dense. ``weight_reads`` follows the source of every module of a
-model: ``forward``, whatever it calls, and the other methods and hooks that may run. Modules are
-the actual ones, so ``self.layers[i]``, loops, helpers, closures, processors and holders further up
-are resolved to layers; branches that the model's own settings exclude are not followed. Where
-source is not at hand, names in the bytecode decide, on the side of caution.
+FP8 codes are not the numbers of the weight, so a layer whose ``weight`` is read by the code around
+it must stay dense. ``weight_reads`` follows the source of every module of a model: ``forward``,
+whatever it calls, and the other methods and hooks that may run. Values are the model's actual
+modules, so ``self.layers[i]``, loops, helpers, closures, processors and parent modules are resolved
+to layers; branches that the model's own settings exclude are not followed. Without source, names in
+the bytecode decide conservatively.
 
-Not seen are: code outside the model, functions that are only passed as tensors' hooks, hooks of all
-modules, text that is run as code, names that are computed, ``parameters()`` and ``state_dict()`` of
-modules with more than one layer, and what torch's own modules read. What is left is caught when it
-happens: see ``modules.guarded_weight``.
+Not found are: reads in code outside the model, in tensors' hooks, in global module hooks, in
+``exec``, by computed names, through ``parameters()`` and ``state_dict()`` of modules with more than
+one layer, and in torch's own modules. Most of them raise at run time: see
+``modules.guarded_weight``.
 """
 
 from __future__ import annotations

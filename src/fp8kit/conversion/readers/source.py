@@ -1,4 +1,4 @@
-"""The source of functions as syntax trees, and which value goes to which parameter."""
+"""The source of functions as syntax trees, and the binding of values to parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What expressions of a model's own code may be while the model runs, without running it.
+"""The possible values of expressions in a model's code, found without running it.
 
 A value is a tuple of candidates: modules and whatever else hangs on them, as they are, or one of
 the stand-ins below. An empty tuple is anything that no layer can be reached from. No code of the

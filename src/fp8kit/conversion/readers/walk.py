@@ -1,4 +1,4 @@
-"""A walk through the source of a function, statement by statement.
+"""Walk through the source of a function, statement by statement.
 
 Assignments add to what a name may be, whatever their order, so that a walk needs no flow of
 control; a walk is made twice for what loops carry from one turn to the next.
