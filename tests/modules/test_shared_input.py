@@ -353,6 +353,17 @@ def test_a_graph_shares_nothing_with_another_tensor(device: torch.device) -> Non
     assert calls.count("fp8kit.quantize") + calls.count("fp8kit.linear") >= 3
 
 
+def test_a_graph_shares_nothing_once_layers_are_grouped_without_a_promise(
+    device: torch.device,
+) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", True), tokens(device)
+    SharedInput([model.q, model.k, model.v])  # their input may change in between
+    expected = model(x)
+    y, calls = compiled_trio(model, x)
+    assert_bits_equal(y, expected)
+    assert calls.count("fp8kit.linear") == 3
+
+
 def test_a_graph_with_gradients_shares_nothing(device: torch.device) -> None:
     model, x = Trio(device, "FP8_DYNAMIC", True), tokens(device).requires_grad_()
     y, calls = compiled_trio(model, x)

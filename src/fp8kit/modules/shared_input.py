@@ -83,12 +83,10 @@ class SharedInput:
         self.members = tuple(members)
         self.unchanging = unchanging
         self._forget()
+        ends = {0: "first", len(self.members) - 1: "last"}
         for i, member in enumerate(self.members):
             member.shared = self
-            if unchanging:
-                member.place = "first" if i == 0 else "middle"
-        if unchanging:
-            self.members[-1].place = "last"
+            member.place = ends.get(i, "middle") if unchanging else ""
 
     @property
     def _pending(self) -> _Pending | None:
