@@ -46,7 +46,7 @@ class Holder(nn.Module):
     def own(self, layer: nn.Linear, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight.to(x.dtype), layer.bias)
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _project(self, x: Tensor) -> Tensor:
         return weighed(self.proj, x)
 
     @functools.lru_cache  # noqa: B019  (as models do it)
@@ -315,7 +315,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
         lambda y, w=self.proj.weight: F.linear(y, w.to(y.dtype))
     )(x),
     "lambda in a list": lambda self, x: self.functions[0](x),
-    "method of the class": lambda self, x: type(self)._own(self, x),
+    "method of the class": lambda self, x: type(self)._project(self, x),
     "cached method": lambda self, x: F.linear(x, self._cached().to(x.dtype)),
     "reduce": lambda self, x: functools.reduce(lambda y, m: weighed(m, y), self.many, x),
     "map": lambda self, x: next(weighed(layer, x) for layer in [self.proj]),
