@@ -133,6 +133,21 @@ def test_stacks_with_k_first_are_known_by_their_shapes(kind: str, tmp_path: Path
         assert_bits_equal(found[f"{EXPERTS}.{expert}.down_proj"], last[expert].t().contiguous())
 
 
+@pytest.mark.parametrize("model_type", ["llama4", "llama4_text", "gpt_oss"])
+def test_single_experts_that_transformers_would_draw_at_random(
+    model_type: str, tmp_path: Path
+) -> None:
+    names = [f"{EXPERTS}.{e}.{part}_proj" for e in range(2) for part in ("gate", "up", "down")]
+    tensors = {f"{name}.weight": fp8(codes(128, 128)) for name in names}
+    tensors |= {f"{name}.weight_scale": scales(1) for name in names}
+    source = make(tmp_path / "c", tensors, FP8, model_type=model_type)
+    for unfit in ("refuse", "dequantize"):
+        with pytest.raises(CheckpointError, match=r"no rule to load these: it would draw them at"):
+            convert_checkpoint(source, tmp_path / "d", target="transformers", unfit=unfit)
+    convert_checkpoint(source, tmp_path / "d", target="vllm")
+    assert values(tmp_path / "d").keys() == set(names)
+
+
 def test_blocks_are_not_cut(tmp_path: Path) -> None:
     tensors = {
         f"{EXPERTS}.gate_up_proj": fp8(codes(1, 192, 128)),

@@ -15,6 +15,7 @@ from fp8kit.checkpoint.schema.targets import check_layers
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.streaming.recipe import Recipe
+from fp8kit.conversion.model_families import STACKS_ALONE
 from fp8kit.conversion.patterns import (
     check_patterns,
     exclusion,
@@ -151,6 +152,9 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     """
     model_type = str(checkpoint.config.get("model_type"))
     stacks, odd = stacked_experts(checkpoint.tensors, model_type)
+    if recipe.target == "transformers" and model_type in STACKS_ALONE:
+        why = "Transformers loads experts of this model in high precision alone"
+        stacks, odd = {}, dict.fromkeys(stacks, why) | odd
     layers = {**_experts(checkpoint), **facts.layers}
     layers |= {name: KnownLayer((name,)) for stack in stacks.values() for name in stack}
     _check_patterns(recipe, {**layers, **facts.absent})
