@@ -12,9 +12,9 @@ from fp8kit.checkpoint.dialects import Dialect, scheme_of
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
-from fp8kit.checkpoint.schema.targets import check_layers, misfit
+from fp8kit.checkpoint.schema.targets import check_layers, loads_stacks_alone, misfit
 from fp8kit.checkpoint.storage.reader import Checkpoint
-from fp8kit.conversion.model_families import JOINED, STACKS_ALONE
+from fp8kit.conversion.model_families import JOINED
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX, SCHEMES, Scheme
 
@@ -135,7 +135,7 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
             if m.scheme == SCHEMES["FP8_TENSOR"]:
                 job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
     stacks = [m for m in job.matrices if m.whole]
-    if job.checkpoint.config.get("model_type") in STACKS_ALONE:
+    if loads_stacks_alone(str(job.checkpoint.config.get("model_type")), job.dialect):
         found = [m.name for m in job.matrices if experts_of(m.name) and not m.whole]
         check_unknown(found, target)
     if unfit == "refuse":

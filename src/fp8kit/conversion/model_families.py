@@ -32,8 +32,6 @@ STACKED: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 # the layers of an expert under the names of Mixtral
 MIXTRAL_PARTS = dict(zip((*GATE_UP, "down_proj"), (*_W1_W3, "w2"), strict=True))
-# experts of these models Transformers holds in stacks with K first, and makes of stacks alone
-STACKS_ALONE = ("gpt_oss", "llama4", "llama4_text")
 # layers that serving engines merge into one, which then has one kind of weight
 MERGED_BY_ENGINES = (_QKV, GATE_UP, _W1_W3, ("q_a_proj", "kv_a_proj_with_mqa"))
 
