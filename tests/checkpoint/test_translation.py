@@ -103,6 +103,56 @@ def test_one_scale_becomes_rows_where_engines_need_them(tmp_path: Path) -> None:
     assert schemes == {"FP8_TENSOR"}
 
 
+@pytest.mark.parametrize("kind", ["weight_scale", "scale_inv"])
+def test_stacks_with_k_first_are_known_by_their_shapes(kind: str, tmp_path: Path) -> None:
+    """ModelOpt and Transformers keep the stacks of Llama 4 as its model multiplies by them."""
+    up, down = codes(2, 256, 512), codes(2, 256, 256, seed=4)  # [E, K, N]: H = I = 256
+    one = kind == "weight_scale"
+    config: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    config = config if one else FP8 | {"weight_block_size": [128, 128]}
+    of = {
+        "gate_up": torch.tensor(0.5) if one else scales(2, 2, 4),
+        "down": torch.tensor(0.25) if one else scales(2, 2, 2),
+    }
+    tensors = {f"{EXPERTS}.{n}_proj_{kind}": scale for n, scale in of.items()}
+    tensors |= {f"{EXPERTS}.gate_up_proj": fp8(up), f"{EXPERTS}.down_proj": fp8(down)}
+    if one:
+        tensors |= {f"{EXPERTS}.{n}_proj_input_scale": torch.tensor(0.1) for n in of}
+    source = make(tmp_path / "c", tensors, config)
+    convert_checkpoint(source, tmp_path / "d", target="vllm")
+    found = values(tmp_path / "d")
+    wide = {
+        n: scale.repeat_interleave(128, 1).repeat_interleave(128, 2) if scale.dim() else scale
+        for n, scale in of.items()
+    }
+    gate_up, last = fp8(up).float() * wide["gate_up"], fp8(down).float() * wide["down"]
+    for expert in range(2):
+        gate, above = gate_up[expert].t().contiguous().chunk(2)
+        assert_bits_equal(found[f"{EXPERTS}.{expert}.gate_proj"], gate)
+        assert_bits_equal(found[f"{EXPERTS}.{expert}.up_proj"], above)
+        assert_bits_equal(found[f"{EXPERTS}.{expert}.down_proj"], last[expert].t().contiguous())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dialect"), [("llama4", "fp8"), ("llama4_text", "fp8"), ("gpt_oss", None)]
+)
+def test_single_experts_that_transformers_would_draw_at_random(
+    model_type: str, dialect: str | None, tmp_path: Path
+) -> None:
+    names = [f"{EXPERTS}.{e}.{part}_proj" for e in range(2) for part in ("gate", "up", "down")]
+    tensors = {f"{name}.weight": fp8(codes(128, 128)) for name in names}
+    tensors |= {f"{name}.weight_scale": scales(1) for name in names}
+    source = make(tmp_path / "c", tensors, FP8, model_type=model_type)
+    for unfit in ("refuse", "dequantize"):
+        with pytest.raises(CheckpointError, match=r"no rule to load these: it would draw them at"):
+            convert_checkpoint(
+                source, tmp_path / "d", target="transformers", dialect=dialect, unfit=unfit
+            )
+    fitting = "vllm" if dialect is None else "transformers"  # which splits those of Llama 4
+    convert_checkpoint(source, tmp_path / "d", target=fitting)
+    assert values(tmp_path / "d").keys() == set(names)
+
+
 def test_blocks_are_not_cut(tmp_path: Path) -> None:
     tensors = {
         f"{EXPERTS}.gate_up_proj": fp8(codes(1, 192, 128)),

@@ -12,7 +12,7 @@ from fp8kit.checkpoint.dialects import Dialect, scheme_of
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
-from fp8kit.checkpoint.schema.targets import check_layers, misfit
+from fp8kit.checkpoint.schema.targets import check_layers, loads_stacks_alone, misfit
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.model_families import JOINED
 from fp8kit.errors import CheckpointError, teach
@@ -135,6 +135,9 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
             if m.scheme == SCHEMES["FP8_TENSOR"]:
                 job.matrices[i] = replace(m, scheme=joined_scheme(m.scheme))
     stacks = [m for m in job.matrices if m.whole]
+    if loads_stacks_alone(str(job.checkpoint.config.get("model_type")), job.dialect):
+        found = [m.name for m in job.matrices if experts_of(m.name) and not m.whole]
+        check_unknown(found, target)
     if unfit == "refuse":
         check_unknown([m.name for m in stacks], target)
         tell_of_stacks([m.name for m in stacks])

@@ -73,6 +73,12 @@ def read(config: dict[str, Any], scale: str = "weight_scale", **more: Any) -> tu
             "mxfp8-weight-scale",
             Numbers(MX, MX),
         ),
+        (
+            {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4},
+            "weight_scale",
+            "mxfp8-weight-scale",
+            Numbers(MX, MX),
+        ),
         (FP8 | {"weight_block_size": [1, 32]}, "weight_scale_inv", "mxfp8", Numbers(MX, MX)),
         ({"quant_method": "MXFP8"}, "weight_scale", "mxfp8-weight-scale", Numbers(MX, MX)),
         ({"quant_method": "w8a8_fp8"}, "weight_scale", "bare", Numbers(static=None)),

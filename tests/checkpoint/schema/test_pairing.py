@@ -44,7 +44,7 @@ def test_a_weight_without_its_scale(quantization: Any) -> None:
     assert text.startswith("a.weight is torch.float8_e4m3fn and has no a.weight_scale.")
 
 
-@pytest.mark.parametrize("weight", [None, (BF16, (256, 128)), (torch.int8, (256, 128))])
+@pytest.mark.parametrize("weight", [None, (BF16, (256, 128))])
 def test_a_scale_without_its_weight(weight: Kind | None) -> None:
     kinds = {"a__weight": weight} if weight else {}
     text = problem(read(BLOCK, a__weight_scale_inv=(F32, (2, 1)), **kinds))
@@ -191,9 +191,34 @@ def test_a_parameter_called_scale_is_no_scale_of_a_weight() -> None:
     assert found.layers == {}
 
 
-def test_packed_experts_beside_exponents_are_no_fp8() -> None:
-    found = read(BLOCK, e__weight=(torch.int8, (8, 16)), e__scale=(E8, (8, 1)))
-    assert problem(found).startswith("e.scale has no FP8 e.weight beside it, but one of torch.int8")
+@pytest.mark.parametrize(
+    ("weight", "scale"),
+    [("e.weight", ("e.scale", E8)), ("e._weight_qdata", ("e._weight_scale", F32))],
+)
+def test_packed_and_integer_weights_are_refused_by_name(
+    weight: str, scale: tuple[str, torch.dtype]
+) -> None:
+    found = interpret(
+        Source(
+            {"quantization_config": BLOCK if scale[1] == E8 else {"quant_method": "torchao"}},
+            {weight: (torch.int8, (8, 16)), scale[0]: (scale[1], (8, 1))},
+            metadata={"tensor_names": "[]"},
+        )
+    )
+    assert problem(found).startswith(f"{weight} is torch.int8, with scales beside it. Weights are")
+
+
+def test_scales_that_nobody_set_beside_ragged_dense_weights() -> None:
+    ragged = {"a__weight": (BF16, (160, 256)), "a__weight_scale_inv": (F32, (2, 2))}
+    found = read(BLOCK, b__weight=W, b__weight_scale_inv=(F32, (2, 1)), **ragged)
+    assert found.problems == []
+    assert found.layers.keys() == {"b"}
+    assert "a.weight_scale_inv" not in found.tensors.values()
+    assert found.tensors["a.weight"] == "a.weight"
+    assert found.spec is not None
+    assert found.spec.unread == (
+        "Scales beside weights in high precision say nothing and are ignored: a...",
+    )
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,24 @@ def test_experts_of_a_layer_stay_together() -> None:
     assert len(decided(checkpoint(**shapes), Recipe(include=["*.experts.*"]))) == 3
 
 
+def test_stacks_that_transformers_loads_whole_stay_dense_for_it() -> None:
+    found = checkpoint(
+        {"model_type": "llama4_text"},
+        layers__0__experts__gate_up_proj=(2, 128, 512),
+        layers__0__experts__down_proj=(2, 256, 128),
+        layers__0__self_attn__o_proj__weight=(128, 128),
+    )
+    block = Recipe("FP8_BLOCK", target="transformers")
+    left = {n: r for n, r in decided(found, block).items() if r}
+    why = "Transformers loads experts of this model in high precision alone, in fp8"
+    assert set(left.values()) == {why}
+    assert left.keys() == {"layers.0.experts.gate_up_proj", "layers.0.experts.down_proj"}
+    for target in ("vllm", "transformers"):  # in compressed-tensors it takes single experts
+        assert not any(decided(found, Recipe(target=target)).values())
+    with pytest.raises(CheckpointError, match=r"one by one: it would draw this stack at random"):
+        decided(found, Recipe(target="transformers", exclude=["*.experts.*"]))
+
+
 def test_layers_that_engines_merge_stay_together() -> None:
     shapes = {f"layers__0__{n}_proj__weight": (128, 128) for n in "qkv"}
     with pytest.raises(CheckpointError, match="merges q_proj, k_proj, v_proj"):

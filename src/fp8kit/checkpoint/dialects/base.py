@@ -67,7 +67,7 @@ class Numbers:
         static: activations have an ``input_scale``; ``None`` if its presence says it.
         weight_only: activations are not quantized, unless they are static.
         ue8m0: scales are powers of two.
-        swizzled: MX scales are stored in 128x4 tiles (torchao).
+        swizzled: MX scales are stored in 128x4 tiles (torchao, ComfyUI).
         transposed: stacks of experts are stored with K before N (FBGEMM).
     """
 

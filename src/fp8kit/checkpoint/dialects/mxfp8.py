@@ -26,7 +26,7 @@ from fp8kit.formats import MX, SCHEMES
 def _detect(source: Source) -> bool:
     found = source.quantization
     if source.method in ("auto-round", "intel/auto-round"):
-        return str(found.get("data_type")) == "mx_fp" and found.get("bits") == 8
+        return str(found.get("data_type")) == "mx_fp" and found.get("bits") in (4, 8)
     blocks = found.get("weight_block_size") == [1, 32]
     return source.method == "mxfp8" or (source.method == "fp8" and blocks)
 

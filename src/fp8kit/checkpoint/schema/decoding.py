@@ -73,6 +73,8 @@ def decode_scale(layer: Layer, raw: Tensor, weight: Callable[[], Tensor], where:
     scale = raw.float()
     _check_positive(scale, where)
     scale = scale / 2 if halved else scale
+    if layer.transposed and layer.group.rows > 1:
+        scale = scale.transpose(-1, -2).contiguous()
     if layer.group == ROW and scale.numel() != torch.Size(wanted).numel():
         return _spread(scale, layer, wanted)
     return scale.reshape(wanted)

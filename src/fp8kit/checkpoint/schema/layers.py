@@ -125,10 +125,13 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
     *stack, rows, cols = shape
     if numbers.transposed and stack and group == MX:
         return (scale_shape((*stack, cols, rows), MX),)
-    if numbers.transposed and stack:
-        return ((*stack, 1, cols), (*stack, cols, 1)) if group == ROW else ()
+    if numbers.transposed and stack and group == ROW:
+        return (*stack, 1, cols), (*stack, cols, 1)
+    if numbers.transposed and stack and group.rows != group.cols:
+        return ()
     if numbers.swizzled and group == MX:
-        return (((-(-rows // 128)) * 32, (-(-cols // 128)) * 16),)
+        down, across = -(-rows // 128), -(-cols // 128)
+        return (32 * down, 16 * across), (128 * down, 4 * across)
     if group == TENSOR:
         one: tuple[Shape, ...] = ((1,), (), (1, 1))
         whole = tuple(stack)

@@ -73,8 +73,15 @@ def interpret(source: Source) -> Reading:
     found = Reading(dialect, tensors={n: n for n in names.plain})
     for name in names.stray:
         found.problems.append(_stray(name, source.kinds[name][0]))
+    unset = [n for n, parts in names.layers.items() if _is_unset(n, parts, source, announced)]
+    if unset:
+        said = f"Scales beside weights in high precision say nothing and are ignored: {unset[0]}..."
+        announced = replace(announced, unread=(*announced.unread, said))
     for name, parts in names.layers.items():
-        _add_layer(found, name, parts, source, announced)
+        if name in unset:
+            found.tensors[named(name, "weight")] = named(name, "weight")
+        else:
+            _add_layer(found, name, parts, source, announced)
     for ours, on_disk in sorted(names.kv_scales.items()):
         _add_cache_scale(found, ours, on_disk, source.kinds)
     cache = cache_strategy(source.kinds[found.tensors[n]][1] for n in found.kv_scales)
@@ -172,6 +179,8 @@ def _layer(
     dtype, shape = kinds[parts.weight]
     try:
         numbers = announced.numbers(name)
+        if _is_turned(parts.weight, kinds):
+            numbers = replace(numbers, transposed=True)
         if name in source.made:  # a small weight has one scale for each row, block or tensor
             numbers = replace(numbers, weight=source.made[name])
     except CheckpointError as error:
@@ -212,6 +221,31 @@ def _layer(
     )
 
 
+def _is_unset(name: str, parts: Parts, source: Source, announced: Announcement) -> bool:
+    """Return whether scales belong to a weight that Transformers could not cut into blocks.
+
+    It leaves a weight with ragged sides as it is, and saves memory that nobody set as its scales.
+    """
+    dtype, shape = source.kinds.get(named(name, "weight"), (None, ()))
+    if parts.weight or source.method != "fp8" or dtype not in FLOATS or len(shape) != 2:
+        return False
+    group = announced.numbers(name).weight or TENSOR
+    return group.rows > 1 and (shape[0] % group.rows != 0 or shape[1] % group.cols != 0)
+
+
+def _is_turned(name: str, kinds: Kinds) -> bool:
+    """Return whether a stack of experts has K before N, as Llama 4 and GPT-OSS multiply.
+
+    Exporters that keep the model's own stacks do not say so; the shapes of both stacks do:
+    ``[E, H, 2 I]`` and ``[E, I, H]``, where others have ``[E, 2 I, H]`` and ``[E, H, I]``.
+    """
+    pair = [kinds.get(name.replace(*w)) for w in (("down_", "gate_up_"), ("gate_up_", "down_"))]
+    if not all(kind is not None and kind[0] in CODES and len(kind[1]) == 3 for kind in pair):
+        return False
+    (_, first, width), (_, inner, last) = (kind[1] for kind in pair if kind is not None)
+    return (first, width) == (last, 2 * inner)
+
+
 def _texts(text: str) -> list[str]:
     return [text] if text else []
 
@@ -219,6 +253,16 @@ def _texts(text: str) -> list[str]:
 def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
     weight = named(name, "weight")
     if not parts.weight:
+        packed = next((n for n in (weight, named(name, "_weight_qdata")) if n in kinds), "")
+        if packed and not kinds[packed][0].is_floating_point:
+            return [
+                teach(
+                    f"{packed} is {kinds[packed][0]}, with scales beside it.",
+                    "Weights are read that are FP8 (float8_e4m3fn), not INT8 or INT4; FP4 in the "
+                    "layouts that docs/checkpoints.md lists.",
+                    "Start from the high-precision checkpoint that it was made of.",
+                )
+            ]
         beside = f", but one of {kinds[weight][0]}" if weight in kinds else ""
         return [
             teach(

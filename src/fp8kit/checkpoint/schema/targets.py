@@ -59,6 +59,19 @@ _UNREADABLE = {
 }
 
 
+def loads_stacks_alone(model_type: str, dialect: Dialect) -> bool:
+    """Return whether Transformers takes experts from stacks with K first, never one by one.
+
+    In compressed-tensors it takes those of Llama 4 one by one.
+
+    Args:
+        model_type: of the model, as ``config.json`` says it.
+        dialect: that is written.
+    """
+    split = model_type in ("llama4", "llama4_text") and dialect.name == "compressed-tensors"
+    return model_type in ("gpt_oss", "llama4", "llama4_text") and not split
+
+
 def dialect_for(target: str, scheme: Scheme) -> Dialect:
     """Choose the dialect in which a scheme is written for a target.
 

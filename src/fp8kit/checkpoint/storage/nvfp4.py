@@ -4,7 +4,7 @@
 
 The product of code and scale has up to six significant bits and FP8 has four, so that rounding adds
 an error, which is measured for each layer. ModelOpt stores the factor, compressed-tensors its
-reciprocal.
+reciprocal. ComfyUI has ModelOpt's names, the other half of a byte first, and scales in tiles.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from fp8kit import functional
 from fp8kit.checkpoint.storage import fp4
 from fp8kit.checkpoint.storage.headers import TensorInfo
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import SCHEMES, QTensor, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import SCHEMES, GroupShape, QTensor, Scheme, scale_dtype, scale_shape
 from fp8kit.modules.entries import quantize_weight
+from fp8kit.quantizers.scale_layout import unswizzle_scales
 
 DEFAULT = SCHEMES["FP8_DYNAMIC"]
 _TARGETS = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8")
 _COLUMNS = 16
+_GROUP = GroupShape(1, _COLUMNS)
 # of each exporter: codes, factor, whether it divides, and what belongs to activations
 _LAYOUTS = (
     ("weight_packed", "weight_global_scale", True, "input_global_scale"),
@@ -42,6 +44,7 @@ class Part(TensorInfo):
         groups: e4m3 scales ``[N, K / 16]``.
         factor: one fp32 number.
         divides: scales are divided by the factor.
+        tiled: scales lie in 128x4 tiles, and the high half of a byte is its first value.
         scheme: what the weight becomes.
     """
 
@@ -50,15 +53,19 @@ class Part(TensorInfo):
     groups: TensorInfo
     factor: TensorInfo
     divides: bool
+    tiled: bool
     scheme: Scheme
 
 
-def as_fp8(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> dict[str, TensorInfo]:
+def as_fp8(
+    tensors: Mapping[str, TensorInfo], scheme: Scheme | None, tiled: bool = False
+) -> dict[str, TensorInfo]:
     """Return NVFP4 weights as the FP8 tensors that reading makes of them.
 
     Args:
         tensors: name on disk of each tensor to where it is.
         scheme: what NVFP4 weights become; ``FP8_DYNAMIC`` by default.
+        tiled: the file was packed as ComfyUI does it.
 
     Raises:
         CheckpointError: if there are NVFP4 weights and they cannot become that.
@@ -73,7 +80,9 @@ def as_fp8(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> dict[str
         for codes, factor, divides, inputs in _LAYOUTS:
             groups = tensors.get(f"{layer}.weight_scale")
             whole = tensors.get(f"{layer}.{factor}")
-            if kind != codes or groups is None or whole is None or not _fit(info, groups, whole):
+            if kind != codes or groups is None or whole is None:
+                continue
+            if not _fit(info, groups, whole, tiled):
                 continue
             _check_target(name, wanted)
             shape = (info.shape[0], 2 * info.shape[1])
@@ -81,7 +90,7 @@ def as_fp8(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> dict[str
                 found.pop(f"{layer}.{own}", None)
             part = Part(
                 info.name, info.shard, wanted.dtype, shape, info.offset, layer=layer, codes=info,
-                groups=groups, factor=whole, divides=divides, scheme=wanted,
+                groups=groups, factor=whole, divides=divides, tiled=tiled, scheme=wanted,
             )  # fmt: skip
             group = wanted.weight
             scales = scale_shape(shape, group)
@@ -102,8 +111,13 @@ def convert(part: Part, read: Callable[[TensorInfo], Tensor]) -> tuple[QTensor, 
         CheckpointError: if scales are no finite, or no positive numbers.
     """
     shape = (part.codes.shape[0], 2 * part.codes.shape[1])
-    codes = fp4.unpack(read(part.codes).flatten(), shape).float()
-    groups, factor = read(part.groups).float(), read(part.factor).float().reshape(())
+    packed, groups, factor = (read(info) for info in (part.codes, part.groups, part.factor))
+    if part.tiled:
+        packed = packed >> 4 | packed << 4
+        sides = scale_shape(shape, _GROUP)
+        groups = unswizzle_scales(groups.view(torch.uint8), sides).view(groups.dtype)
+    codes, groups = fp4.unpack(packed.flatten(), shape).float(), groups.float()
+    factor = factor.float().reshape(())
     if not (groups.isfinite().all() and (groups >= 0).all() and 0 < factor < torch.inf):
         raise CheckpointError(
             teach(
@@ -136,10 +150,11 @@ def told(errors: Mapping[str, float], scheme: Scheme) -> list[str]:
     ]
 
 
-def _fit(codes: TensorInfo, groups: TensorInfo, factor: TensorInfo) -> bool:
+def _fit(codes: TensorInfo, groups: TensorInfo, factor: TensorInfo, tiled: bool) -> bool:
     if codes.dtype != torch.uint8 or len(codes.shape) != 2 or codes.shape[1] % (_COLUMNS // 2):
         return False
-    wanted = (codes.shape[0], 2 * codes.shape[1] // _COLUMNS)
+    rows, cols = scale_shape((codes.shape[0], 2 * codes.shape[1]), _GROUP)
+    wanted = (rows + -rows % 128, cols + -cols % 4) if tiled else (rows, cols)
     alike = groups.dtype == torch.float8_e4m3fn and groups.shape == wanted
     return alike and factor.dtype == torch.float32 and factor.shape in ((), (1,))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
+from fp8kit.checkpoint.dialects.comfyui import describes_layers
 from fp8kit.checkpoint.schema.decoding import (
     decode_cache_scale,
     decode_input_scale,
@@ -298,7 +299,8 @@ def _scan(
         metadata.update(texts)
         if index is not None:
             problems += _disagreements(shard, found, index)
-    tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme)))
+    tiled = describes_layers(tensors, metadata)
+    tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme, tiled)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
     parts = (info for info in tensors.values() if isinstance(info, nvfp4.Part))
     made = {part.layer: part.scheme.weight for part in parts}
