@@ -46,11 +46,11 @@ class Holder(nn.Module):
     def own(self, layer: nn.Linear, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight.to(x.dtype), layer.bias)
 
-    def _project(self, x: Tensor) -> Tensor:
+    def _through_itself(self, x: Tensor) -> Tensor:
         return weighed(self.proj, x)
 
     @functools.lru_cache  # noqa: B019  (as models do it)
-    def _cached(self) -> Tensor:
+    def _cached_weight(self) -> Tensor:
         return self.proj.weight.t()
 
     def pick(self) -> nn.Linear:
@@ -315,8 +315,8 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
         lambda y, w=self.proj.weight: F.linear(y, w.to(y.dtype))
     )(x),
     "lambda in a list": lambda self, x: self.functions[0](x),
-    "method of the class": lambda self, x: type(self)._project(self, x),
-    "cached method": lambda self, x: F.linear(x, self._cached().to(x.dtype)),
+    "method of the class": lambda self, x: type(self)._through_itself(self, x),
+    "cached method": lambda self, x: F.linear(x, self._cached_weight().to(x.dtype)),
     "reduce": lambda self, x: functools.reduce(lambda y, m: weighed(m, y), self.many, x),
     "map": lambda self, x: next(weighed(layer, x) for layer in [self.proj]),
     "condition": lambda self, x: weighed(self.proj if x.numel() else self.other, x),
