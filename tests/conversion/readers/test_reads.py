@@ -34,6 +34,7 @@ class Holder(nn.Module):
         self.named = nn.ModuleDict({"a": nn.Linear(SIZE, SIZE)})
         self.bound = functools.partial(weighed, self.proj)
         self.kept = lambda x: F.linear(x, self.proj.weight.to(x.dtype))
+        self.functions = [lambda x: weighed(self.proj, x)]
         self.processor = Processor()
         self.casts = False
         self.bilinear = nn.Bilinear(4, 4, 4)
@@ -44,6 +45,13 @@ class Holder(nn.Module):
 
     def own(self, layer: nn.Linear, x: Tensor) -> Tensor:
         return F.linear(x, layer.weight.to(x.dtype), layer.bias)
+
+    def _through_itself(self, x: Tensor) -> Tensor:
+        return weighed(self.proj, x)
+
+    @functools.lru_cache  # noqa: B019  (as models do it)
+    def _cached_weight(self) -> Tensor:
+        return self.proj.weight.t()
 
     def pick(self) -> nn.Linear:
         return self.proj
@@ -202,6 +210,18 @@ def applied_to_all(self: Any, x: Tensor) -> Tensor:
     return F.linear(x, weights[0].to(x.dtype))
 
 
+def by_default(self: Any, x: Tensor) -> Tensor:
+    def inner(y: Tensor, w: Tensor = self.proj.weight) -> Tensor:
+        return F.linear(y, w.to(y.dtype))
+
+    return inner(x)
+
+
+def sorted_by_norm(self: Any, x: Tensor) -> Tensor:
+    result: Tensor = sorted(self.many, key=lambda layer: layer.weight.detach().norm())[0](x)
+    return result
+
+
 def got(self: Any, x: Tensor) -> Tensor:
     weight, bias = operator.attrgetter("weight", "bias")(self.proj)
     return F.linear(x, weight.to(x.dtype), bias)
@@ -291,6 +311,13 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     )(x),
     "lambda": lambda self, x: (lambda layer: weighed(layer, x))(self.proj),
     "lambda of the holder": lambda self, x: self.kept(x),
+    "default of a lambda": lambda self, x: (
+        lambda y, w=self.proj.weight: F.linear(y, w.to(y.dtype))
+    )(x),
+    "lambda in a list": lambda self, x: self.functions[0](x),
+    "method of the class": lambda self, x: type(self)._through_itself(self, x),
+    "cached method": lambda self, x: F.linear(x, self._cached_weight().to(x.dtype)),
+    "reduce": lambda self, x: functools.reduce(lambda y, m: weighed(m, y), self.many, x),
     "map": lambda self, x: next(weighed(layer, x) for layer in [self.proj]),
     "condition": lambda self, x: weighed(self.proj if x.numel() else self.other, x),
     **{
@@ -299,6 +326,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
             *(nested, local, by_layer, copied, loop, zipped, walked, collected, orthogonal),
             *(standardized, recomputed, walrus, unpacked, after_unpacked, keywords),
             *(matched, matched_attribute, matched_parts, turned, applied, applied_to_all, got),
+            *(by_default, sorted_by_norm),
         )
     },
 }
@@ -386,7 +414,6 @@ UNSEEN: dict[str, Callable[[Any, Tensor], Any]] = {
     "methodcaller": lambda self, x: operator.methodcaller("get_parameter", "weight")(self.proj).to(
         x.dtype
     ),
-    "default": lambda self, x: (lambda w=self.proj.weight: w.to(x.dtype))(),
 }
 
 

@@ -34,7 +34,7 @@ from fp8kit.conversion.readers.values import (
 
 DEPTH = 10  # of calls that are followed
 _MOST_PARAMETERS = 8
-_UNREAD = frozenset("isinstance hasattr callable id type len print repr str".split())
+_UNREAD = frozenset("isinstance hasattr callable id len print repr str".split())
 _ITERATES = frozenset(
     "dict enumerate iter list max min next reversed set sorted sum tuple zip vars".split()
 )
@@ -60,7 +60,7 @@ class Calls(Expressions):
         if node.args[placed:]:
             kwargs["*"] = (Items(united(*map(self.value, node.args[placed:]))),)
         if isinstance(node.func, ast.Name) and not self.scope.is_local(node.func.id):
-            known, values = self.builtin(node.func.id, args)
+            known, values = self.builtin(node.func.id, args, kwargs.get("key", ()))
             if known:
                 return values
         if isinstance(node.func, ast.Attribute):
@@ -75,8 +75,10 @@ class Calls(Expressions):
             return self.opaque(args, kwargs)
         return self.call(callees, args, kwargs)
 
-    def builtin(self, name: str, args: list[Values]) -> tuple[bool, Values]:
+    def builtin(self, name: str, args: list[Values], key: Values = ()) -> tuple[bool, Values]:
         """Call what Python has built in; whether it is known, and what it gives."""
+        if name == "type" and len(args) == 1:
+            return True, tuple(type(v) for v in args[0] if isinstance(v, nn.Module))
         if name == "getattr" and len(args) > 1:
             known, attribute = constant(args[1])
             if known:
@@ -99,6 +101,7 @@ class Calls(Expressions):
             return True, args[0] if args else ()
         if name in _ITERATES:
             values = united(*[elements(a) for a in args])
+            self.callback(key, [values])
             if name in ("max", "min", "sum"):
                 self.reader.escape(values, self.scope.where)
             return True, (Items(values),) if values else ()
@@ -177,7 +180,8 @@ class Calls(Expressions):
         given = united(*args, *kwargs.values())
         self.reader.escape(given, self.scope.where)
         functions = [v for v in leaves(given) if isinstance(v, Local | Method)]
-        others = united([v for v in leaves(given) if isinstance(v, nn.Module)])
+        modules = [v for v in leaves(given) if isinstance(v, nn.Module)]
+        others = united(modules, *[v.children() for v in modules if isinstance(v, CONTAINERS)])
         for function in functions:
             if isinstance(function, Method) and not others:
                 self.call((function,), [], {})

@@ -155,7 +155,8 @@ def _function(value: Any) -> Any:
         value = value.fget
     elif isinstance(value, functools.partial | functools.cached_property):
         value = value.func
-    return inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
+    wrappers = (types.FunctionType, functools._lru_cache_wrapper)
+    return inspect.unwrap(value) if isinstance(value, wrappers) else value
 
 
 def _is_python(function: Any) -> bool:
@@ -170,7 +171,7 @@ class _Reader:
         self._suspects: dict[Any, bool] = {}
         self._changing: dict[type, set[str]] = {}
         self._alive: list[Any] = []  # what ids in keys are of
-        held = [v for m in model.modules() for v in vars(m).values()]
+        held = [v for m in model.modules() for v in leaves(vars(m).values())]
         self._called = [v for v in map(_function, held) if _is_python(v)]
         kinds = {type(m) for m in model.modules()}
         others = {type(v) for v in held} - kinds

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import textwrap
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -88,3 +89,16 @@ def arguments_of(node: Any, args: list[Values], kwargs: dict[str, Values]) -> di
         rest = united(*[v for n, v in kwargs.items() if n not in names], starred)
         bound[given.kwarg.arg] = (Items(rest),) if rest else ()
     return bound
+
+
+def defaults_of(node: Any) -> Iterator[tuple[str, ast.expr]]:
+    """Return the default values in the head of a function, by the names of its parameters."""
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
+    yield from zip(
+        (a.arg for a in positional[len(positional) - len(given.defaults) :]),
+        given.defaults,
+        strict=True,
+    )
+    pairs = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    yield from ((a.arg, default) for a, default in pairs if default is not None)

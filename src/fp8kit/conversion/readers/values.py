@@ -236,8 +236,8 @@ def _of_classes(classes: Iterable[type], owner: Any, name: str) -> Values:
             return (found.__func__,)
         if isinstance(found, classmethod):
             return (Method(type(owner), found.__func__),)
-        if isinstance(found, types.FunctionType):
-            return (Method(owner, found),)
+        if isinstance(found, types.FunctionType | functools._lru_cache_wrapper):
+            return (Method(owner, inspect.unwrap(found)),)
         if found is not None:
             return (found,)
     return ()

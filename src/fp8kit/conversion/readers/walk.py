@@ -10,7 +10,7 @@ import ast
 from typing import Any
 
 from fp8kit.conversion.readers.calls import DEPTH, Calls
-from fp8kit.conversion.readers.source import arguments_of
+from fp8kit.conversion.readers.source import arguments_of, defaults_of
 from fp8kit.conversion.readers.values import Items, Local, Scope, Values, elements, united
 
 
@@ -121,5 +121,8 @@ class Walk(Calls):
         if self.depth > DEPTH:
             return ()
         bound = arguments_of(local.node, args, kwargs)
+        around = Walk(self.reader, local.scope, self.depth)
+        for name, default in defaults_of(local.node):
+            bound[name] = united(bound[name], around.value(default))
         scope = Scope(self.scope.where, bound, self.scope.function, local.scope)
         return Walk(self.reader, scope, self.depth + 1).body(local.node)
