@@ -344,6 +344,13 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "into a model whose layers are `Fp8Linear`",
         ),
         Row(
+            "`load_checkpoint_in_model`, `load_checkpoint_and_dispatch` of dense weights",
+            "works",
+            "integrations/test_accelerate.py"
+            "::test_dense_checkpoints_are_quantized_with_scales_of_their_own",
+            "quantized as they are placed, into CPU or GPU memory; not to disk",
+        ),
+        Row(
             "`infer_auto_device_map` over GPUs",
             "works",
             "integrations/test_accelerate.py::test_a_device_map_counts_codes_as_bytes",

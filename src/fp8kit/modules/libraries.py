@@ -2,8 +2,8 @@
 
 Their ``save_pretrained`` writes the ``state_dict`` and a config; of codes without a config they
 would make a dense model of wrong numbers. PEFT puts layers of its own around ours, and computes
-with their weights when it merges; torch's wrappers send or average them. A library that is not
-loaded is not touched.
+with their weights when it merges; accelerate casts what it places into a model; torch's wrappers
+send or average weights. A library that is not loaded is not touched.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _TOLD_BY = {
     "transformers.modeling_utils": "fp8kit.integrations.transformers_quantizer",
     "diffusers.models.modeling_utils": "fp8kit.integrations.diffusers",
     "peft.tuners.lora.model": "fp8kit.integrations.peft",
+    "accelerate.utils.modeling": "fp8kit.integrations.accelerate",
     "torch.nn.parallel.distributed": "fp8kit.integrations.torch_wrappers",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "fp8kit.integrations.torch_wrappers",
 }
