@@ -114,6 +114,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "by Transformers; `.to(dtype)` casts everything but codes and scales",
         ),
         Row(
+            "`resize_token_embeddings` of a model whose head is FP8",
+            "works",
+            "integrations/test_transformers.py::test_a_model_with_an_fp8_head_gets_other_words",
+            "the head is dequantized, resized and quantized",
+        ),
+        Row(
             "`dequantize()`",
             "works",
             "integrations/test_transformers.py::test_dense_again",

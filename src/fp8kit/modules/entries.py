@@ -73,7 +73,7 @@ def quantized_entries(
             teach(
                 f"{prefix}weight is {weight.dtype} and comes with a weight_scale.",
                 "A dense weight has no scale.",
-                "Drop the scale, or load the FP8 weight it belongs to.",
+                "Drop the scale, load the FP8 weight it belongs to, or view bytes of codes as FP8.",
             )
         )
     device = weight.device if assign else layer.codes.device
