@@ -114,6 +114,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "by Transformers; `.to(dtype)` casts everything but codes and scales",
         ),
         Row(
+            "`resize_token_embeddings` of a model whose head is FP8",
+            "works",
+            "integrations/test_transformers.py::test_a_model_with_an_fp8_head_gets_other_words",
+            "the head is dequantized, resized and quantized",
+        ),
+        Row(
             "`dequantize()`",
             "works",
             "integrations/test_transformers.py::test_dense_again",
@@ -342,6 +348,13 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "works",
             "integrations/test_accelerate.py::test_checkpoints_are_loaded_and_dispatched",
             "into a model whose layers are `Fp8Linear`",
+        ),
+        Row(
+            "`load_checkpoint_in_model`, `load_checkpoint_and_dispatch` of dense weights",
+            "works",
+            "integrations/test_accelerate.py"
+            "::test_dense_checkpoints_are_quantized_with_scales_of_their_own",
+            "quantized as they are placed, into CPU or GPU memory; not to disk",
         ),
         Row(
             "`infer_auto_device_map` over GPUs",

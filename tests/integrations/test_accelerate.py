@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.formats import SCHEMES
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from numerics import assert_bits_equal
+from tiny_experts import tiny
 
 accelerate = pytest.importorskip("accelerate")
-from accelerate import hooks  # noqa: E402
+from accelerate import hooks, utils  # noqa: E402
 from accelerate.utils import compute_module_sizes, set_module_tensor_to_device  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -143,6 +145,54 @@ def test_checkpoints_are_loaded_and_dispatched(place: str, tmp_path: Path) -> No
         offload_folder=tmp_path / "offloaded",
     )
     assert_bits_equal(run(loaded.eval()), run(made))
+
+
+def other(made: nn.Module) -> dict[str, Tensor]:
+    """Dense weights of the shapes of a model, other than those it was made from."""
+    torch.manual_seed(1)
+    return {
+        name: 3 * torch.randn(p.shape)
+        for name, p in made.named_parameters()
+        if not name.endswith(("_scale", "_exponents"))
+    }
+
+
+def with_experts(_: str) -> nn.Module:
+    made = tiny("Qwen3Moe", num_hidden_layers=1).eval()
+    fp8kit.convert(made)
+    assert any(isinstance(m, ExpertTensors) for m in made.modules())
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [None, {"": "cpu"}], ids=["all", "mapped"])
+@pytest.mark.parametrize(
+    ("make", "scheme"),
+    [(model, "FP8_DYNAMIC"), (model, "FP8_BLOCK"), (model, "MXFP8_ROW"), (with_experts, "")],
+)
+def test_dense_checkpoints_are_quantized_with_scales_of_their_own(
+    make: Callable[[str], nn.Module], scheme: str, places: dict[str, str] | None, tmp_path: Path
+) -> None:
+    made, expected = make(scheme), make(scheme)
+    dense = other(made)
+    save_file(dense, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    accelerate.load_checkpoint_in_model(made, str(tmp_path), device_map=places)
+    expected.load_state_dict(dense)
+    for name, tensor in made.state_dict().items():
+        assert_bits_equal(tensor, expected.state_dict()[name])
+        assert tensor.requires_grad == expected.state_dict()[name].requires_grad
+
+
+def test_a_dense_weight_is_placed_on_meta_layers_and_has_to_fit() -> None:
+    layer, weight = Fp8Linear(SIZE, 2 * SIZE, device="meta", bias=False), torch.randn(256, SIZE)
+    utils.set_module_tensor_to_device(layer, "weight", "cpu", value=weight)
+    q = fp8kit.quantize(weight, fp8kit.ROW, role="weight")
+    assert_bits_equal(layer.codes, q.data)
+    assert_bits_equal(layer.weight_scale, q.scale)
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        utils.set_module_tensor_to_device(layer, "weight", "cpu", value=weight.t())
+    with pytest.raises(RuntimeError, match="float"):
+        utils.set_module_tensor_to_device(layer, "weight", "cpu", value=weight.int())
 
 
 def test_a_device_map_counts_codes_as_bytes(faked_cuda: Callable[..., None]) -> None:

@@ -419,8 +419,23 @@ def test_dora_is_that_of_the_dequantized_weight() -> None:
 
 @pytest.mark.parametrize("init", ["pissa", "olora", "orthogonal", "mica"])
 def test_initializations_from_the_weight_are_refused(init: str) -> None:
-    with pytest.raises(UnsupportedError, match=rf"init_lora_weights='{init}'.*Use True"):
+    with pytest.raises(UnsupportedError, match=rf"init_lora_weights='{init}'.*weights True"):
         adapted(pair(), init_lora_weights=init)
+
+
+@pytest.mark.parametrize(
+    "made_in_the_dtype_of_the_weight",
+    [
+        {"velora_config": peft.VeloraConfig(num_groups=2, init_type="random")},
+        {"use_bdlora": peft.BdLoraConfig(target_modules_bd_a=["0"], nblocks=1)},
+    ],
+    ids=["velora", "bdlora"],
+)
+def test_adapters_that_would_be_drawn_in_fp8_are_refused(
+    made_in_the_dtype_of_the_weight: dict[str, Any],
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"takes its dtype. Use LoRA or DoRA"):
+        adapted(pair(), **made_in_the_dtype_of_the_weight)
 
 
 @pytest.mark.parametrize("init", [True, "gaussian", "eva"])
@@ -481,6 +496,17 @@ def test_other_adapters_train_and_are_not_merged(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=r"to_linear\(\)"):
         model.merge_adapter()
     assert_same_state(lora(model).get_base_layer(), before)
+
+
+def test_scales_of_unilora_are_not_rounded_to_fp8() -> None:
+    config = peft.UniLoraConfig(target_modules=["0"], theta_d_length=101)
+
+    def scales(base: nn.Module) -> Tensor:
+        torch.manual_seed(3)
+        held: Tensor = lora(peft.get_peft_model(base, config)).unilora_scales_A["default"]
+        return held
+
+    assert_bits_equal(scales(pair()), scales(nn.Sequential(pair()[0].to_linear())))
 
 
 def test_swapping_an_adapter_compiles_nothing(tmp_path: Path) -> None:

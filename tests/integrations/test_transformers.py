@@ -24,7 +24,12 @@ from fp8kit.formats import ROW
 from fp8kit.io.models import load, save
 from fp8kit.modules.fused_producers import Fused
 from fp8kit.modules.linear import Fp8Linear
-from numerics import assert_bits_equal, assert_logits_of_one_checkpoint, assert_matmul
+from numerics import (
+    assert_bits_equal,
+    assert_logits_of_one_checkpoint,
+    assert_matmul,
+    relative_error,
+)
 
 transformers = pytest.importorskip("transformers")
 from fp8kit.integrations import transformers as plugin  # noqa: E402
@@ -606,3 +611,25 @@ def test_a_first_weight_that_is_fp8_is_no_dtype(tmp_path: Path) -> None:
     model.layer = Fp8Linear.from_linear(model.layer)  # convert would leave it dense
     with pytest.raises(CheckpointError, match=r"first tensor of Bare is FP8.*fp8kit\.save"):
         model.save_pretrained(tmp_path / "d")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "scheme"),
+    [(4096 + 64, "FP8_DYNAMIC"), (4096 - 128, "FP8_WEIGHT_ONLY"), (4096, "FP8_DYNAMIC")],
+)
+def test_a_model_with_an_fp8_head_gets_other_words(words: int, scheme: str, tmp_path: Path) -> None:
+    model = stock(NANO, tie_word_embeddings=False)
+    fp8kit.convert(model, scheme, exclude=[])
+    before, dtype = logits(model), model.lm_head.compute_dtype
+    model.resize_token_embeddings(words)
+    head, kept = model.lm_head, min(words, 4096)
+    assert isinstance(head, Fp8Linear)
+    assert (head.out_features, head.compute_dtype) == (words, dtype)
+    assert not any(p.requires_grad for p in head.parameters())
+    after = logits(model)
+    assert after.shape[-1] == words
+    assert after.isfinite().all()
+    assert relative_error(after[..., :kept], before[..., :kept]) < 2 * torch.finfo(dtype).eps
+    model.save_pretrained(tmp_path)
+    assert_bits_equal(logits(load(tmp_path)), after)

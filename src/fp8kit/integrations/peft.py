@@ -6,6 +6,7 @@ it gets the dequantized weight, or an error.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from peft.tuners.lora import model as lora_model
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.unilora.layer import UniLoraLayer
 from torch import Tensor
 
 from fp8kit import functional
@@ -82,14 +84,11 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
             UnsupportedError: if its initialization would take codes for numbers.
         """
         if config.init_lora_weights not in _INITS:
-            raise UnsupportedError(
-                teach(
-                    f"Got init_lora_weights={config.init_lora_weights!r} on an Fp8Linear.",
-                    "It computes with the weight of the layer, changes it, or takes its dtype.",
-                    "Use True, 'gaussian' or 'eva'; or initialize on the dense model.",
-                )
-            )
-        super().update_layer(adapter_name, *args, config=config, **kwargs)
+            raise _made_from_codes(f"init_lora_weights={config.init_lora_weights!r}")
+        try:
+            super().update_layer(adapter_name, *args, config=config, **kwargs)
+        except NotImplementedError as error:  # no random numbers are drawn in FP8
+            raise _made_from_codes(f"an adapter that cannot be made ({error})") from error
 
     def merge(
         self,
@@ -179,6 +178,17 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         return weight, bias
 
 
+def _made_from_codes(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        teach(
+            f"Got {what} on an Fp8Linear.",
+            "It computes with the weight of the layer, changes it, or takes its dtype.",
+            "Use LoRA or DoRA with init_lora_weights True, 'gaussian' or 'eva'; or attach the "
+            "adapter to the dense model.",
+        )
+    )
+
+
 class _DoraLayer(DoraLinearLayer):  # type: ignore[misc]
     """Computes norms and results from the dequantized weight, which is made for each call."""
 
@@ -222,6 +232,22 @@ def tell() -> None:
             )
         )
     lora_model.dispatch_default = _dispatch
+    UniLoraLayer.update_scaling = _scaled_in_high_precision(UniLoraLayer.update_scaling)
+
+
+def _scaled_in_high_precision(own: Any) -> Any:
+    """Give UniLora's scales, which it casts to the dtype of the weight, the compute dtype."""
+
+    @functools.wraps(own)
+    def update_scaling(layer: Any, adapter_name: str, *scales: Tensor) -> None:
+        own(layer, adapter_name, *scales)
+        base = layer.get_base_layer()
+        held = layer.unilora_scales_A, layer.unilora_scales_B
+        for kept, given in zip(held, scales, strict=True) if isinstance(base, Fp8Linear) else ():
+            if adapter_name in kept:
+                kept[adapter_name] = given.to(base.codes.device, base.compute_dtype)
+
+    return update_scaling
 
 
 def _dispatch(target: Any, adapter_name: str, config: Any, **kwargs: Any) -> Any:

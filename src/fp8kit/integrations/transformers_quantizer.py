@@ -7,6 +7,7 @@ compressed-tensors, so loading them does not need this package.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -294,6 +295,26 @@ def tell() -> None:
     PreTrainedModel.hf_quantizer = QuantizerOfLayers(
         lambda layer: Fp8KitQuantizer(Fp8KitConfig(plain(layer.scheme), layers={}))
     )
+    PreTrainedModel._get_resized_lm_head = _resized_as_numbers(PreTrainedModel._get_resized_lm_head)
+
+
+def _resized_as_numbers(own: Any) -> Any:
+    """Resize an FP8 head, of which Transformers copies rows, as a dense one, and quantize that."""
+
+    @functools.wraps(own)
+    def resized(model: Any, head: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if not isinstance(head, Fp8Linear):
+            made: nn.Module = own(model, head, *args, **kwargs)
+            return made
+        dense = head.to_linear(torch.float32)
+        grown = own(model, dense, *args, **kwargs)
+        if grown is dense:  # it has the size already
+            return head
+        layer = Fp8Linear.from_linear(grown, head.scheme, head.input_scale)
+        layer.qualified_name = head.qualified_name
+        return layer.to(head.compute_dtype).train(head.training)
+
+    return resized
 
 
 def not_quantized(layers: Sequence[str]) -> UnsupportedError:

@@ -65,12 +65,13 @@ def quantized_entries(
     weight = weight.t() if layer.transposed and weight.dim() == 2 else weight
     if tuple(weight.shape) != (layer.out_features, layer.in_features):
         return state_dict
-    if scale is not None:
+    # set_model_state_dict of torch.distributed adds what a layer holds to what it was given
+    if scale is not None and scale is not layer.weight_scale:
         raise CheckpointError(
             teach(
                 f"{prefix}weight is {weight.dtype} and comes with a weight_scale.",
                 "A dense weight has no scale.",
-                "Drop the scale, or load the FP8 weight it belongs to.",
+                "Drop the scale, load the FP8 weight it belongs to, or view bytes of codes as FP8.",
             )
         )
     device = weight.device if assign else layer.codes.device

@@ -203,6 +203,8 @@ class ExpertTensors(nn.Module):
         if weight is None and scale is None:
             return
         coded = weight is not None and weight.dtype in FP8_FORMATS
+        if weight is not None and not coded and scale is self._parameters[f"{name}_scale"]:
+            scale = None  # set_model_state_dict adds what a layer holds to what it was given
         if weight is None or coded != (scale is not None):
             raise CheckpointError(
                 teach(

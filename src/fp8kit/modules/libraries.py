@@ -2,8 +2,8 @@
 
 Their ``save_pretrained`` writes the ``state_dict`` and a config; codes without a quantization
 config would load as a dense model with wrong numbers. PEFT wraps our layers, and computes with
-their weights when it merges; torch's wrappers broadcast or average them. A library that is not
-loaded is not touched.
+their weights when it merges; accelerate casts what it places into a model; torch's wrappers
+broadcast or average weights. A library that is not loaded is not touched.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _TOLD_BY = {
     "transformers.modeling_utils": "fp8kit.integrations.transformers_quantizer",
     "diffusers.models.modeling_utils": "fp8kit.integrations.diffusers",
     "peft.tuners.lora.model": "fp8kit.integrations.peft",
+    "accelerate.utils.modeling": "fp8kit.integrations.accelerate",
     "torch.nn.parallel.distributed": "fp8kit.integrations.torch_wrappers",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "fp8kit.integrations.torch_wrappers",
 }

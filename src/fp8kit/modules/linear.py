@@ -217,7 +217,7 @@ class Fp8Linear(nn.Linear):
         codes, _, bias, *_ = self.operands()
         validation.check_float("x", x)
         validation.check_operands(x, codes, bias, self.accum)
-        validation.check_codes("the weight of an Fp8Linear", codes.dtype, self.scheme)
+        validation.check_codes(f"the weight of {self._described()}", codes.dtype, self.scheme)
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute ``[..., N]`` from an input that is known to fit."""

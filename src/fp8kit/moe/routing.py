@@ -81,7 +81,8 @@ def route(
         ids, weights = custom(logits, top_k)
         check_routing(ids, weights, logits.shape[0])
         return ids.long(), weights.float() * scaling_factor
-    _check_options(logits, scoring, groups, top_groups, correction_bias)
+    _check_options(logits, scoring, correction_bias)
+    _check_groups(logits.shape[1], top_k, groups, top_groups)
     wide = logits.float()
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     choice = scores if correction_bias is None else scores + correction_bias.float()
@@ -180,13 +181,7 @@ def _check_counts(logits: Tensor, top_k: int) -> None:
         )
 
 
-def _check_options(
-    logits: Tensor,
-    scoring: str,
-    groups: int | None,
-    top_groups: int | None,
-    correction_bias: Tensor | None,
-) -> None:
+def _check_options(logits: Tensor, scoring: str, correction_bias: Tensor | None) -> None:
     experts = logits.shape[1]
     if scoring not in _SCORINGS:
         raise ValueError(
@@ -196,7 +191,20 @@ def _check_options(
                 "Pass one of these words, or a custom function.",
             )
         )
-    if (groups is None) != (top_groups is None):
+    if correction_bias is not None and tuple(correction_bias.shape) != (experts,):
+        raise ValueError(
+            teach(
+                f"Got a correction_bias of shape {tuple(correction_bias.shape)}.",
+                f"It has one number for each of {experts} experts.",
+                "Pass a vector.",
+            )
+        )
+
+
+def _check_groups(experts: int, top_k: int, groups: int | None, top_groups: int | None) -> None:
+    if groups is None and top_groups is None:
+        return
+    if groups is None or top_groups is None:
         raise ValueError(
             teach(
                 f"Got groups={groups} and top_groups={top_groups}.",
@@ -204,20 +212,20 @@ def _check_options(
                 "Pass both or neither.",
             )
         )
-    if groups is not None and top_groups is not None:
-        if groups < 1 or experts % groups or not 1 <= top_groups <= groups:
-            raise ValueError(
-                teach(
-                    f"Got {groups} groups, {top_groups} of them taken, for {experts} experts.",
-                    "Groups divide the experts evenly, and 1 to all of them are taken.",
-                    "Check n_group and topk_group of the model's config.",
-                )
-            )
-    if correction_bias is not None and tuple(correction_bias.shape) != (experts,):
+    whole = hasattr(groups, "__index__") and hasattr(top_groups, "__index__")
+    if not whole or groups < 1 or experts % groups or not 1 <= top_groups <= groups:
         raise ValueError(
             teach(
-                f"Got a correction_bias of shape {tuple(correction_bias.shape)}.",
-                f"It has one number for each of {experts} experts.",
-                "Pass a vector.",
+                f"Got {groups} groups, {top_groups} of them taken, for {experts} experts.",
+                "Groups divide the experts evenly, and 1 to all of them are taken.",
+                "Check n_group and topk_group of the model's config.",
+            )
+        )
+    if top_k > (held := experts // groups * top_groups):
+        raise ValueError(
+            teach(
+                f"Got top_k={top_k} and {top_groups} groups of {experts // groups} experts.",
+                f"A token takes its experts from these groups, which hold {held}.",
+                "Check topk_group and num_experts_per_tok of the model's config.",
             )
         )

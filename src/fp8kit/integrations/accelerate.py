@@ -1,0 +1,52 @@
+"""accelerate's loaders, which place the tensors of a checkpoint into a model one by one.
+
+They cast each tensor to the dtype of what is there. A dense weight cast to FP8 would be codes
+under the scales of another weight, so it is quantized with scales of its own instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from accelerate import utils
+from accelerate.utils import modeling
+from torch import Tensor, nn
+
+from fp8kit.formats import FP8_FORMATS
+from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.linear import Fp8Linear
+
+
+def tell() -> None:
+    """Let accelerate quantize a dense weight that it places into an FP8 layer."""
+    own = modeling.set_module_tensor_to_device
+
+    @functools.wraps(own)
+    def place(
+        module: nn.Module,
+        tensor_name: str,
+        device: Any,
+        value: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        owner, _, name = tensor_name.rpartition(".")
+        layer = module.get_submodule(owner)
+        if str(device) == "meta" or not _would_be_cast(layer, name, value):
+            own(module, tensor_name, device, value, *args, **kwargs)
+            return
+        held = layer._parameters[name]
+        assert held is not None
+        layer.load_state_dict({name: value}, strict=False, assign=held.is_meta)
+        layer.to(device)
+
+    utils.set_module_tensor_to_device = modeling.set_module_tensor_to_device = place
+
+
+def _would_be_cast(layer: nn.Module, name: str, value: Any) -> bool:
+    """Return whether a value is no codes and would be placed where a layer of ours holds codes."""
+    if not isinstance(layer, Fp8Linear | ExpertTensors) or not isinstance(value, Tensor):
+        return False
+    held = layer._parameters.get(name)
+    return held is not None and held.dtype in FP8_FORMATS and value.dtype not in FP8_FORMATS
