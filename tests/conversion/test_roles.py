@@ -184,6 +184,7 @@ class AdaptiveLayerNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.to_gamma = nn.Linear(128, 128)
+        self.fn = nn.Sequential(nn.Linear(128, 256))  # what is normed
 
 
 class Language(nn.Module):

@@ -77,8 +77,8 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
 
 def _conditioned(module: nn.Module) -> Iterator[str]:
     """Find what turns a condition into shifts and scales, in code of any library."""
-    if _CONDITIONED.search(type(module).__name__):
-        yield ""
+    if _CONDITIONED.search(type(module).__name__):  # it may hold a whole block, too
+        yield from (name for name, child in module.named_children() if is_linear(child))
     parts = [*module.named_children()] if type(module) is nn.Sequential else []
     if [type(m) for _, m in parts] == [nn.SiLU, nn.Linear]:  # as DiT and U-Nets write it
         yield parts[-1][0]
