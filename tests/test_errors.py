@@ -27,6 +27,12 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
 
 
+def converted() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(256, 128))
+    fp8kit.convert(model)
+    return model
+
+
 def meta_scale_q() -> formats.QTensor:
     return formats.QTensor(Q.data, Q.scale.to("meta"), fp8kit.ROW)
 
@@ -144,6 +150,30 @@ CASES: list[tuple[str, Callable[[], object], type[Exception], str, str, str]] = 
         "Got a bias of type list.",
         "A bias is a float tensor of shape (128,), or None.",
         "Pass a torch.Tensor with one value per output feature.",
+    ),
+    (
+        "layer-codes",
+        lambda: converted()(Q.data),
+        TypeError,
+        "0 (Fp8Linear [128, 256]): Got x of dtype torch.float8_e4m3fn and shape (4, 256)",
+        "bfloat16, float16 or float32, or a QTensor",
+        "the layer's compute_dtype",
+    ),
+    (
+        "layer-nested",
+        lambda: converted()(torch.nested.nested_tensor([X, X], layout=torch.jagged)),
+        TypeError,
+        "0 (Fp8Linear [128, 256]): Got x as a nested tensor.",
+        "one dense tensor",
+        "x.values()",
+    ),
+    (
+        "layer-shape",
+        lambda: converted()(torch.ones(4, 128)),
+        ValueError,
+        "0 (Fp8Linear [128, 256]): Got x of shape (4, 128) and a weight of shape (128, 256).",
+        "x [..., K]",
+        "Check the orientation",
     ),
     (
         "quantize-scalar",

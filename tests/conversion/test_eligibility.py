@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,27 +131,61 @@ def test_strict_names_them() -> None:
         fp8kit.plan(Casting(), strict=True)
 
 
+@dataclass
+class Step:
+    layer: nn.Module
+    scale: float = 1.0
+
+
+def cyclic(layer: nn.Module) -> list[Any]:
+    held: list[Any] = [layer]
+    held.append(held)
+    return held
+
+
+HOLDERS: dict[str, Callable[[nn.Module], Any]] = {
+    "list": cyclic,
+    "dict": lambda layer: {"a": (layer,)},
+    "set": lambda layer: {layer},
+    "deque": lambda layer: deque([layer]),
+    "partial": lambda layer: functools.partial(torch.relu, layer),
+    "argument by name": lambda layer: functools.partial(torch.relu, layer=layer),
+    "bound method": lambda layer: layer.forward,
+    "function": lambda layer: lambda x: layer(x),
+    "object": Step,
+    "method of an object": lambda layer: Step(layer).__eq__,
+    "weak reference": lambda layer: [weakref.proxy(layer)],
+}
+
+
 class Listing(nn.Module):
     """Calls a layer by a plain list or the like, as MaskFormer does."""
 
-    def __init__(self, hold: str) -> None:
+    def __init__(self, hold: Callable[[nn.Module], Any]) -> None:
         super().__init__()
         self.proj, self.other = nn.Linear(128, 128), nn.Linear(128, 128)
-        held: list[Any] = [self.proj]
-        held.append(held)
-        self.steps = {"list": held, "dict": {"a": (self.proj,)}, "nothing": [nn.ReLU()]}[hold]
+        self.steps = hold(self.proj)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self.other(x))
 
 
-@pytest.mark.parametrize("hold", ["list", "dict"])
+@pytest.mark.parametrize("hold", HOLDERS)
 def test_a_layer_that_is_held_elsewhere_too_stays_dense(hold: str) -> None:
-    report = fp8kit.convert(Listing(hold))
+    report = fp8kit.convert(Listing(HOLDERS[hold]))
     assert [r.name for r in report.converted] == ["other"]
     reasons = {r.name: r.reason for r in report.skipped}
     assert reasons["proj"] == "Listing holds it in steps too, where it cannot be replaced"
 
 
 def test_a_list_of_other_things_is_no_obstacle() -> None:
-    assert len(fp8kit.convert(Listing("nothing")).converted) == 2
+    assert len(fp8kit.convert(Listing(lambda layer: [nn.ReLU(), Step(nn.ReLU())])).converted) == 2
+
+
+def test_a_compiled_layer_stays_dense() -> None:
+    model = Listing(lambda layer: None)
+    model.proj = torch.compile(model.proj, backend="eager")  # type: ignore[assignment]
+    x = torch.randn(2, 128)
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.converted] == ["other"]
+    assert torch.equal(model.proj(x), model.get_submodule("proj._orig_mod")(x))

@@ -140,6 +140,9 @@ def test_a_model_of_ones_own_is_judged_by_name_alone() -> None:
         "blocks.0.remodulation.linear",
         "modulations",
         "supervisual.q",
+        "classifier.blocks.0.attn.qkv",
+        "attention.output.dense",
+        "layers.0.output",
         "premodulation.lin",
     ],
 )
@@ -158,6 +161,16 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
         ("transformer_blocks.3.img_mod.1", "modulation"),
         ("norm_out.linear_1", "modulation"),
         ("proj_out_1", "final projection"),
+        ("model.output", "final projection"),
+        ("_orig_mod.head", "final projection"),
+        ("to_logits.1", "output head"),
+        ("vit.mlp_head", "output head"),
+        ("patch_to_embedding.1", "embedding"),
+        ("blocks.0.emb_layers.1", "modulation"),
+        ("down.0.block.0.temb_proj", "time embedding"),
+        ("to_time_cond.0", "time embedding"),
+        ("layers.0.expert_router", "MoE router"),
+        ("moe.gate.to_gates", "MoE router"),
         ("text_projection", "output projection"),
         ("model.vision_embed_tokens", "embedding"),
         ("adaLN_modulation.1", "modulation"),
@@ -165,6 +178,36 @@ def test_names_are_compared_by_whole_components(name: str) -> None:
 )
 def test_roles_by_name(name: str, role: str) -> None:
     assert roles_by_name([name, "layers.0.up_proj"]) == {name: role}
+
+
+class AdaptiveLayerNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_gamma = nn.Linear(128, 128)
+        self.fn = nn.Sequential(nn.Linear(128, 256))  # what is normed
+
+
+class Language(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(512, 128)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(128, 512)) for _ in range(blocks)])
+        self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(128, 256))
+        self.norm = AdaptiveLayerNorm()
+        self.out = nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512))
+
+
+def test_heads_and_modulations_of_ones_own_code_by_structure() -> None:
+    found = {"mlp.1": "modulation", "norm.to_gamma": "modulation"}
+    assert layer_roles(Language(2)) == {**found, "out.1": "output head"}
+    with torch.device("meta"):
+        assert layer_roles(Language(0)) == {**found, "out.1": "output head"}
+    two = Language(0)
+    two.up = nn.Linear(128, 512)  # either may be the head
+    assert layer_roles(two) == found
+    tied = Language(0)
+    tied.get_submodule("out.1").weight = tied.words.weight
+    assert layer_roles(tied) == found
 
 
 def test_exclude_without_patterns_lifts_roles_that_classes_give() -> None:

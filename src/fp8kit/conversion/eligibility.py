@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+import types
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
 from fp8kit.conversion.readers.dtypes import dtype_answers
 from fp8kit.conversion.readers.reads import weight_reads
+from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.modules.dense import computes_linear, extras
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
@@ -196,26 +201,44 @@ def _of_class(module: nn.Module, wanted: bool) -> str:
 
 
 def _held_besides(model: nn.Module) -> dict[nn.Module, str]:
-    """Find layers that are also in a plain attribute, list or dict, where none is replaced.
+    """Find layers that are also in a plain attribute, such as a list, where none is replaced.
 
     MaskFormer calls its prediction heads by such a list: a replaced child would never run.
     """
+    of_every_module = vars(nn.Module())
     return {
         layer: f"{type(holder).__name__} holds it in {attribute} too, where it cannot be replaced"
         for holder in model.modules()
         for attribute, value in vars(holder).items()
-        if attribute != "_modules"
+        if attribute not in of_every_module
         for layer in _linears(value)
     }
 
 
-def _linears(value: object, depth: int = 3) -> Iterator[nn.Module]:
+def _linears(value: Any, depth: int = 3) -> Iterator[nn.Module]:
     """Give the linear layers in a value, down to a depth: a list may hold itself."""
+    if isinstance(value, weakref.ProxyTypes):
+        value = value.__repr__.__self__  # what it stands for
     if isinstance(value, nn.Linear):
         yield value
-    elif isinstance(value, (dict, list, tuple)) and depth:
-        for part in value.values() if isinstance(value, dict) else value:
+    elif depth and not isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)):
+        for part in _parts(value):
             yield from _linears(part, depth - 1)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what a container, a function or another plain object holds."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, Set, deque)):
+        return value
+    if isinstance(value, functools.partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if isinstance(value, types.FunctionType):
+        return closure(value).values()
+    return getattr(value, "__dict__", {}).values()
 
 
 def _kept_in_float32(model: nn.Module) -> set[re.Pattern[str]]:

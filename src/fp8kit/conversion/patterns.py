@@ -21,26 +21,31 @@ SMALLEST_WEIGHT = 128 * 128
 TOWERS = ("vision tower", "audio tower")
 _PROTECTED = (
     (
-        r"(\w+_)?(lm_heads?|class_head|classifier)|output_head|output_projection|logits_dense|score|"
+        # a stack of blocks is no head, whatever its name
+        r"(\w+_)?(lm_heads?|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
+        r"(mlp|linear|logits?)_head|output_head|output_projection|logits_dense|score|"
         r"embed_out|lm_loss|qa_outputs|cls_score|bbox_pred|aux_head|aux\d|AuxLogits|"
         r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc)",
         "output head",
     ),
     (r"(text|visual|vision|image|audio)_projection", "output projection"),
     (
-        r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(embed|proj)\w*|pos_embed\w*|"
-        r"x_embedder|img_in|txt_in|(context|caption|cap|label|class)_embedder|caption_projection",
+        r"(\w+_)?embed_tokens\w*|word_embeddings|(\w+_)?patch_(to_)?(embed|proj)\w*|pos_embed\w*|"
+        r"label_emb|x_embedder|img_in|txt_in|(context|caption|cap|label|class)_embedder|caption_projection",
         "embedding",
     ),
-    (r"router(_mlp)?|mlp\.gate|(gate|wg|shared_expert_gate)$", "MoE router"),
     (
-        r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_mlp\w*)|"
-        r"time_text_embed|t_embedder|t_block|time_in|vector_in|guidance_in|add_embedding",
+        r"(\w+_)?router(_\w+)?|gat(e|ing)_network|mlp\.gate|(gate|to_gates|wg|shared_expert_gate)$",
+        "MoE router",
+    ),
+    (
+        r"(\w+_)?(time_?steps?|time_emb\w*|time_proj|time_step_proj|timestep_\w+|time_mlp\w*|time_cond\w*)|"
+        r"time_text_embed|temb(_\w+)?|t_embedd(er|ing)|t_block|time_in|vector_in|guidance_in|add_embedding",
         "time embedding",
     ),
     (
         r"(?i:(\w+_)?(adaln\w*|ada_?norm\w*|modulation|scale_shift\w*))|(?!_orig_mod)\w+_mod|"
-        r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer",
+        r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer|emb_layers",
         "modulation",
     ),
     (r"\w*hyper_connection\w*", "mixing of residual streams"),
@@ -54,7 +59,11 @@ _PROTECTED = (
 DEFAULT_EXCLUDE: tuple[tuple[str, str], ...] = (
     *((f"re:(.*\\.)?({words})(\\.|$)", role) for words, role in _PROTECTED),
     ("re:proj_in$", "embedding"),
-    ("re:(proj_out(_\\d+)?|final_layer.*|proj_to_clip_embeddings|head)$", "final projection"),
+    (
+        "re:((_orig_mod|module|model)\\.)*(proj_out(_\\d+)?|final_layer.*|proj_to_clip_embeddings|"
+        "head|output)$",
+        "final projection",
+    ),
 )
 
 

@@ -113,7 +113,7 @@ class Report:
             )
         return teach(
             f"No layer becomes FP8: {self.reasons()}.",
-            "The model has linear layers that nothing keeps in high precision.",
+            "FP8 takes over linear layers, and stacks of experts, that nothing keeps dense.",
             "print(fp8kit.plan(model)) lists every layer with its reason.",
         )
 

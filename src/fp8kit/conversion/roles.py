@@ -8,13 +8,14 @@ Classes are told by the names of their modules: no library is imported to look f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.conversion.patterns import TOWERS, roles_by_name
-from fp8kit.modules.dense import is_linear
+from fp8kit.modules.dense import as_linear, is_linear
 
 _HEAD, _PROJECTOR = "output head", "projector"
 _SENSES = {
@@ -28,6 +29,8 @@ _PREPARING = (
     (re.compile(r"Ada(LayerNorm|GroupNorm|LN)|Modulation|NormZero|NormContinuous"), "modulation"),
     (re.compile(r"Embed(ding|der|s)?s?$|TextProjection$|ImageProjection$"), "embedding"),
 )
+# classes of whatever code whose linear layers see a condition, one row for all tokens
+_CONDITIONED = re.compile(r"Ada(ptive)?_?(Layer|RMS|Group|Instance)?_?(Norm|Scale)|AdaLN|FiLM")
 # names of what a model of diffusers begins and ends with; inside its blocks they mean other things
 _ENDS = (
     (re.compile(r"proj_in$"), "embedding"),
@@ -60,12 +63,40 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
             if _is_from(library, module):
                 for path, role in roles_in(module):
                     _assign(found, linears, _joined(name, path), role)
+        for path in _conditioned(module):
+            _assign(found, linears, _joined(name, path), "modulation")
     for name, module in _outermost(model):
         for path, _ in module.named_modules():
             for pattern, role in _ENDS:
                 if pattern.match(path):
                     _assign(found, linears, _joined(name, path), role)
+    if _HEAD not in found.values():
+        found |= dict.fromkeys(_words_as_outputs(model, linears), _HEAD)
     return found
+
+
+def _conditioned(module: nn.Module) -> Iterator[str]:
+    """Find what turns a condition into shifts and scales, in code of any library."""
+    if _CONDITIONED.search(type(module).__name__):  # it may hold a whole block, too
+        yield from (name for name, child in module.named_children() if is_linear(child))
+    parts = [*module.named_children()] if type(module) is nn.Sequential else []
+    if [type(m) for _, m in parts] == [nn.SiLU, nn.Linear]:  # as DiT and U-Nets write it
+        yield parts[-1][0]
+
+
+def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> list[str]:
+    """Return the one layer outside all blocks that turns an embedding back into words."""
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    found = [
+        name
+        for name, linear in linears.items()
+        for weight in [as_linear(linear).weight]
+        if any(weight.shape == t.shape for t in tables)
+        and not is_traceable_wrapper_subclass(weight)  # has no address, and is kept anyway
+        and (weight.is_meta or all(weight.data_ptr() != t.data_ptr() for t in tables))  # tied
+        and not any(part.isdecimal() for part in name.split(".")[:-1])
+    ]
+    return found if len({linears[name] for name in found}) == 1 else []
 
 
 def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -215,9 +215,14 @@ class Fp8Linear(nn.Linear):
         """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
         # self.bias goes through __getattr__, on every step of which torch.compile guards
         codes, _, bias, *_ = self.operands()
-        validation.check_float("x", x)
-        validation.check_operands(x, codes, bias, self.accum)
         validation.check_codes(f"the weight of {self._described()}", codes.dtype, self.scheme)
+        try:
+            validation.check_layer_input(x, codes.dtype)
+            validation.check_operands(x, codes, bias, self.accum)
+        except (TypeError, ValueError) as error:
+            if not self.qualified_name:
+                raise
+            raise type(error)(f"{self._described()}: {error}") from None
 
     def compute(self, x: Tensor) -> Tensor:
         """Compute ``[..., N]`` from an input that is known to fit."""

@@ -148,6 +148,35 @@ def check_float(name: str, x: Tensor) -> None:
         )
 
 
+def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
+    """Refuse what a layer cannot quantize: as ``check_float``, and what code around it caused.
+
+    Args:
+        x: what the layer was called with.
+        codes: the dtype of its weight.
+    """
+    check_tensor("x", x)
+    if x.is_nested:
+        raise TypeError(
+            teach(
+                "Got x as a nested tensor.",
+                "Rows of one dense tensor are quantized.",
+                "Call the layer with x.values(), and put the result together by "
+                "torch.nested.nested_tensor_from_jagged(y, x.offsets()).",
+            )
+        )
+    if x.dtype == codes:
+        raise TypeError(
+            teach(
+                f"Got x of dtype {x.dtype} and shape {tuple(x.shape)}, codes without scales.",
+                "A layer takes bfloat16, float16 or float32, or a QTensor, and quantizes itself.",
+                "Code that casts x to the dtype of an FP8 weight should take that of the layer's "
+                "compute_dtype; else exclude the layer whose dtype it asks for.",
+            )
+        )
+    check_float("x", x)
+
+
 def check_out_dtype(dtype: torch.dtype) -> None:
     """Refuse a result dtype that is not bf16, fp16 or fp32."""
     if dtype not in _FLOATS:

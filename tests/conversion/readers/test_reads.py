@@ -32,7 +32,7 @@ class Holder(nn.Module):
         self.other = nn.Linear(SIZE, SIZE)
         self.many = nn.ModuleList([nn.Linear(SIZE, SIZE) for _ in range(2)])
         self.named = nn.ModuleDict({"a": nn.Linear(SIZE, SIZE)})
-        self.bound = functools.partial(weighed, self.proj)
+        self.bound = functools.partial(weighed_proj, self)
         self.kept = lambda x: F.linear(x, self.proj.weight.to(x.dtype))
         self.functions = [lambda x: weighed(self.proj, x)]
         self.processor = Processor()
@@ -62,6 +62,10 @@ class Holder(nn.Module):
 
 def weighed(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight.to(x.dtype))
+
+
+def weighed_proj(holder: Holder, x: Tensor) -> Tensor:
+    return weighed(holder.proj, x)
 
 
 def multiplied(x: Tensor, matrix: Tensor) -> Tensor:
@@ -471,6 +475,12 @@ class Apart(Holder):
 
     def fuse_projections(self) -> None:
         self.proj.weight.copy_(self.other.weight)
+
+    def clip_(self) -> None:
+        self.proj.weight.clamp_(-1, 1)
+
+    def muon_parameters(self) -> list[nn.Parameter]:
+        return [self.proj.weight]
 
 
 def test_other_methods_count_unless_they_make_or_load_a_model() -> None:

@@ -12,6 +12,8 @@ import inspect
 
 from torch import nn
 
+from fp8kit.conversion.readers.values import first_holder
+
 
 def dtype_answers(model: nn.Module) -> dict[nn.Module, str]:
     """Find the linear layers without a bias whose weight gives a module its ``dtype``.
@@ -29,18 +31,10 @@ def dtype_answers(model: nn.Module) -> dict[nn.Module, str]:
     found: dict[nn.Module, str] = {}
     for module in model.modules():
         if isinstance(inspect.getattr_static(type(module), "dtype", None), property):
-            layer = _first(module)
+            layer = first_holder(module)
             if isinstance(layer, nn.Linear) and layer.bias is None:
                 said = (
                     f"its weight is the first of {type(module).__name__}, whose dtype code asks for"
                 )
                 found.setdefault(layer, said)
     return found
-
-
-def _first(module: nn.Module) -> nn.Module | None:
-    """Return the module that holds the first floating Parameter of a module."""
-    for part in module.modules():
-        if any(p is not None and p.is_floating_point() for p in part._parameters.values()):
-            return part
-    return None

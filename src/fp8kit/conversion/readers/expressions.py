@@ -211,7 +211,7 @@ class Expressions:
         getters: dict[Any, list[Any]] = defaultdict(list)
         for owner in owners:
             if isinstance(owner, Weight):
-                if name not in _HARMLESS:
+                if name not in _HARMLESS and (name != "dtype" or owner.tells_dtype):
                     how = "asks for the dtype of its weight" if name == "dtype" else ""
                     self.reader.escape((owner,), self.scope.where, how)
                 continue

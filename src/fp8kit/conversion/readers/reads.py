@@ -44,7 +44,7 @@ _APART = (
     "__ init reset load save tie untie fuse unfuse merge resize prune set_ add_ extra_repr "
     "state_dict quantize convert export decay param_group pretrained compile apply register "
     "gradient_checkpoint freeze transfer get_input_emb get_output_emb remove replace _hook "
-    "num_param memory push_to unload enable disable switch onnx dummy train"
+    "num_param _parameters memory push_to unload enable disable switch onnx dummy train"
 ).split()
 _LIBRARIES = tuple(
     """
@@ -126,7 +126,9 @@ def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _may_run(name: str) -> bool:
     if name in ("forward", "__call__", "__getitem__"):
         return True
-    return not name.startswith("_") and not any(part in name for part in _APART)
+    if name.startswith("_") or name.endswith("_"):  # private, or it changes the model in place
+        return False
+    return not any(part in name for part in _APART)
 
 
 def _assigned(kind: type) -> set[str]:
@@ -194,13 +196,12 @@ class _Reader:
         key = function.__code__
         if key not in self._suspects:
             seen, ahead = {function.__code__}, [function]
-            has_word = bool(names_in(function.__code__) & _WORDS)
-            while not has_word and ahead and "weight" not in names_in(ahead[-1].__code__):
+            while ahead and not names_in(ahead[-1].__code__) & _WORDS:
                 for other in self._named(ahead.pop()):
                     if other.__code__ not in seen:
                         seen.add(other.__code__)
                         ahead.append(other)
-            self._suspects[key] = has_word or bool(ahead)
+            self._suspects[key] = bool(ahead)
         return self._suspects[key]
 
     def _named(self, function: Any) -> list[Any]:

@@ -29,6 +29,7 @@ class Weight:
     """The weight of a module."""
 
     module: nn.Module
+    tells_dtype: bool = True  # not if code goes through Parameters and meets another one first
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +109,7 @@ def united(*many: Iterable[Any]) -> Values:
 def identity(value: Any) -> Any:
     """Return a key that is equal for the same candidate, whenever it was made."""
     if isinstance(value, Weight):
-        return "weight", id(value.module)
+        return "weight", id(value.module), value.tells_dtype
     if isinstance(value, Items):
         return "items", frozenset(map(identity, value.values))
     if isinstance(value, Method | Property):
@@ -150,11 +151,23 @@ def item(values: Values, key: Any) -> Values:
     return united(found)
 
 
+def first_holder(module: nn.Module) -> nn.Module | None:
+    """Return the module that holds the first floating Parameter of a module."""
+    for part in module.modules():
+        if any(p is not None and p.is_floating_point() for p in part._parameters.values()):
+            return part
+    return None
+
+
 def parameters_of(module: nn.Module) -> Parameters:
     """Return the parameters of a module and of those inside it."""
+    first = first_holder(module)
+    tells = isinstance(first, nn.Linear) and first.bias is None  # FP8 layers show the bias first
     return Parameters(
         tuple(
-            Weight(m) if isinstance(m, nn.Linear) and name == "weight" else None
+            Weight(m, tells and m is first)
+            if isinstance(m, nn.Linear) and name == "weight"
+            else None
             for m in module.modules()
             for name, p in m._parameters.items()
             if p is not None
