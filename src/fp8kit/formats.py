@@ -270,13 +270,13 @@ class Scheme:
         if isinstance(scheme, Scheme):
             return scheme
         known = SCHEMES | MX_FORMS
-        if scheme not in known:
+        if not isinstance(scheme, str) or scheme not in known:
             raise ValueError(
                 teach(
-                    f"Unknown scheme {scheme!r}.",
+                    f"Unknown scheme {scheme!r:.80}.",
                     f"Known schemes are {', '.join(known)}.",
                     "Pass one of these names, or a fp8kit.Scheme of your own."
-                    + did_you_mean(str(scheme), known),
+                    + did_you_mean(str(scheme)[:80], known),
                 )
             )
         return known[scheme]

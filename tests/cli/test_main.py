@@ -79,6 +79,9 @@ def test_quantize_refuses_an_existing_destination(quantized: Path) -> None:
         (("--target", "tensorrt"), "vllm"),
         (("--exclude", "*.nothing"), "matches no linear layer"),
         (("--no-default-exclude", "--exclude", "*.o_proj"), "contradict each other"),
+        (("--exclude", "*.o_proj,*.q_proj"), "Give each pattern by itself"),
+        (("--device", "mps"), "runs on cpu, cuda or cuda:N"),
+        (("--device", "meta"), "runs on cpu, cuda or cuda:N"),
     ],
 )
 def test_quantize_refuses_bad_options(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -186,6 +189,35 @@ def test_inspect_of_damage_fails(quantized: Path, tmp_path: Path) -> None:
     assert "model.safetensors" in result.output
 
 
+@pytest.mark.slow
+def test_forms_of_mxfp8_are_one_on_disk(tmp_path: Path) -> None:
+    written = []
+    for scheme in ("MXFP8", "MXFP8_ROW", "MXFP8_BLOCK"):
+        result = run("quantize", NANO, tmp_path / scheme, "--scheme", scheme, "--json")
+        assert json.loads(result.stdout)["scheme"] == "MXFP8"
+        written.append((tmp_path / scheme / "model.safetensors").read_bytes())
+    assert written[0] == written[1] == written[2]
+
+
+@pytest.mark.parametrize("command", ["quantize", "inspect"])
+def test_an_announcement_without_fp8_weights_is_refused(command: str, tmp_path: Path) -> None:
+    shutil.copytree(NANO, tmp_path / "dense")
+    file = tmp_path / "dense" / "config.json"
+    announced = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    file.write_text(json.dumps(announced))
+    destination = [tmp_path / "out"] * (command == "quantize")
+    said = failure(run(command, tmp_path / "dense", *destination))
+    assert "none of its weights is FP8" in said
+    assert "remove quantization_config" in said
+
+
+def test_eval_without_a_tokenizer_is_refused(quantized: Path, tmp_path: Path) -> None:
+    shutil.copytree(NANO, tmp_path / "bare", ignore=shutil.ignore_patterns("*token*"))
+    (tmp_path / "text.txt").write_text("some words")
+    said = failure(run("eval", tmp_path / "bare", quantized, "--text", tmp_path / "text.txt"))
+    assert "holds no tokenizer" in said
+
+
 def test_plan_reads_no_weights(tmp_path: Path) -> None:
     result = run("plan", NANO, "--json")
     assert result.exit_code == 0, result.output
@@ -227,6 +259,7 @@ def test_explain_of_high_precision_names_the_command(tmp_path: Path) -> None:
         ("Got scheme=FP8_BLOCK for d, which", "Got --scheme FP8_BLOCK for d, which"),
         ("pass overwrite=True.", "pass --overwrite."),
         ("Use fp8kit.load(dir, scheme='FP8').", "Use fp8kit.load(dir, scheme='FP8')."),
+        ("Got unfit='drop'.", "Got --unfit drop."),
         ("Got sideways=3.", "Got sideways=3."),
     ],
 )

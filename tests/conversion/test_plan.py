@@ -539,6 +539,8 @@ def test_a_bare_layer_is_refused() -> None:
 def test_unknown_scheme_and_storage_leave_the_model_alone() -> None:
     model = Model()
     before = snapshot(model)
+    with pytest.raises(ValueError, match=r"Unknown scheme \['FP8'\]"):
+        fp8kit.convert(model, ["FP8"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Unknown scheme 'FP7'"):
         fp8kit.convert(model, "FP7")
     with pytest.raises(ValueError, match="Got weight_storage='gpu'"):

@@ -423,6 +423,13 @@ def test_unknown_target(tmp_path: Path) -> None:
         save(converted(), tmp_path / "c", target="ollama")
 
 
+def test_sizes_and_dtypes_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_shard_bytes='5GB'"):
+        save(converted(), tmp_path / "c", max_shard_bytes="5GB")
+    with pytest.raises(ValueError, match="high precision of the model"):
+        load(NANO, scheme="FP8_DYNAMIC", dtype=torch.float8_e4m3fn)
+
+
 def test_half_converted_siblings(tmp_path: Path) -> None:
     model = nn.Module()
     model.q_proj, model.k_proj, model.v_proj = (nn.Linear(128, 128) for _ in range(3))

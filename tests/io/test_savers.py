@@ -272,6 +272,38 @@ def save_ours(model: nn.Module, path: Path) -> None:
     fp8kit.save(model, path / "saved")
 
 
+def save_compiled(model: nn.Module, path: Path) -> None:
+    fp8kit.save(torch.compile(model), path / "saved")
+
+
+def save_wrapped(model: nn.Module, path: Path) -> None:
+    fp8kit.save(nn.DataParallel(model), path / "saved")
+
+
+def load_compiled(model: nn.Module, path: Path) -> nn.Module:
+    compiled: Any = torch.compile(model)
+    assert fp8kit.load(path / "saved", compiled) is compiled
+    return model
+
+
+def load_mapped(model: nn.Module, path: Path) -> nn.Module:
+    """Take the tensors of the file, as they lie there, in the place of the model's own."""
+    state = torch.load(path / "model.bin", mmap=True, weights_only=True)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def save_one_by_one(model: nn.Module, path: Path) -> None:
+    for name, tensor in model.state_dict().items():
+        torch.save(tensor, path / name)
+
+
+def load_one_by_one(model: nn.Module, path: Path) -> nn.Module:
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(torch.load(path / name, weights_only=True))
+    return model
+
+
 def load_ours(model: nn.Module, path: Path) -> Any:
     return fp8kit.load(path / "saved", model)
 
@@ -312,6 +344,7 @@ SAVERS = {
     "torch.distributed.checkpoint.async_save": Saver(save_async, load_dcp),
     "get_model_state_dict": Saver(torch_save(get_model_state_dict), load_states),
     "fp8kit.save": Saver(save_ours, load_ours),
+    "fp8kit.save of a compiled model": Saver(save_compiled, load_ours),
 }  # fmt: skip
 OF_TRANSFORMERS = {
     "save_pretrained": Saver(
@@ -336,12 +369,16 @@ OF_DIFFUSERS = {
         lambda m, p: type(m).from_pretrained(p, torch_dtype=torch.bfloat16, use_safetensors=False),
     ),
 }
-OF_HUB = {
+OF_PLAIN = {
     "PyTorchModelHubMixin": Saver(lambda m, p: m.save_pretrained(p), load_whole),
+    "fp8kit.save, loaded into a compiled model": Saver(save_ours, load_compiled),
+    "fp8kit.save of DataParallel": Saver(save_wrapped, load_ours),
+    "torch.save, mapped into memory": Saver(torch_save(lambda m: m.state_dict()), load_mapped),
+    "torch.save of each tensor": Saver(save_one_by_one, load_one_by_one),
 }
 NAMED_AND_DATED = (".metadata",)  # holds the path and a number of its own
 MODELS: dict[str, tuple[Callable[..., Any], dict[str, Saver]]] = {
-    "plain": (plain, SAVERS | OF_HUB),
+    "plain": (plain, SAVERS | OF_PLAIN),
     "llama": (llama, SAVERS | OF_TRANSFORMERS),
     "transformer": (transformer, SAVERS | OF_DIFFUSERS),
     "qwen3_moe": (qwen3_moe, SAVERS | OF_TRANSFORMERS),

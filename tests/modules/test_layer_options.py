@@ -162,6 +162,11 @@ def test_a_bound_is_positive_and_of_dynamic_activations(value: float) -> None:
         layer_of().out_dtype = torch.int8
 
 
+def test_a_switch_is_true_or_false() -> None:
+    with pytest.raises(TypeError, match="batch_invariant='yes'"):
+        layer_of().batch_invariant = "yes"
+
+
 @pytest.mark.parametrize("what", [nn.Conv2d(3, 3, 1), nn.Sequential(), torch.ones(3, 3), "linear"])
 def test_what_is_no_linear_layer_is_refused_in_words(what: Any) -> None:
     with pytest.raises(TypeError, match=r"One layer that becomes FP8 is an nn.Linear"):

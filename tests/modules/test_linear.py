@@ -245,6 +245,24 @@ def test_a_scale_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
         layer.load_state_dict(state)
 
 
+@pytest.mark.parametrize("shape", [(N,), (1, N), (1, 1), ()], ids=str)
+@pytest.mark.parametrize("called", [0, 2])
+def test_a_scale_of_another_shape_that_is_set_is_refused(
+    shape: tuple[int, ...], called: int
+) -> None:
+    layer = layer_of()
+    for _ in range(called):
+        layer(torch.ones(2, K))
+    layer.weight_scale = nn.Parameter(torch.ones(shape), requires_grad=False)
+    with pytest.raises(ValueError, match=rf"Codes of shape \({N}, {K}\) in row groups need"):
+        layer(torch.ones(2, K))
+
+
+def test_a_scheme_in_the_place_of_the_bias_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"bias='FP8_BLOCK'.*scheme='FP8_BLOCK'"):
+        Fp8Linear(K, N, "FP8_BLOCK")  # type: ignore[arg-type]
+
+
 def test_a_weight_of_another_shape_is_refused() -> None:
     with pytest.raises(RuntimeError, match="size mismatch"):
         layer_of().load_state_dict(dense(n=N + 1).state_dict())

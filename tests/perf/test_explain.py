@@ -278,3 +278,8 @@ def test_the_way_to_ask_for_emulation_is_named(word: str) -> None:
     w = fp8kit.quantize(torch.randn(32, 64), fp8kit.MX, role="weight")
     with pytest.raises(ValueError, match="scheme='MXFP8_EMULATED'"):
         fp8kit.scaled_mm(fp8kit.quantize(torch.randn(2, 64), fp8kit.MX), w, backend=word)
+
+
+def test_a_directory_is_no_model() -> None:
+    with pytest.raises(TypeError, match=r"Got 'fp8-dir' as the model.*fp8kit.load"):
+        fp8kit.explain("fp8-dir")

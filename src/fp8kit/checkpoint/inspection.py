@@ -148,6 +148,7 @@ def inspect(path: str | Path) -> Inspection:
         found.notes = list(checkpoint.spec.unread)
         found.layers = [_layer(checkpoint, layer) for layer in checkpoint.layers.values()]
         found.notes += _short_scales(checkpoint)
+        found.problems += [checkpoint.announced_alone] * bool(checkpoint.announced_alone)
     if checkpoint.nameless and Path(path).is_dir():
         found.notes.append(checkpoint.nameless)
     if not found.problems:  # a scale of the wrong shape could not be read anyway

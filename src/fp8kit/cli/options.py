@@ -17,6 +17,8 @@ def known_device(context: click.Context, _: click.Parameter, name: str) -> str:
         device = torch.device(name)
     except RuntimeError as error:
         raise click.BadParameter(f"{name!r} is no device; use cpu, cuda or cuda:N.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise click.BadParameter(f"{name!r}: fp8kit runs on cpu, cuda or cuda:N.")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if not count:

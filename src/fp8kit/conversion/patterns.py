@@ -270,6 +270,8 @@ def _closest(pattern: str, names: Sequence[str]) -> str:
     """Offer a name, or the last part of one, for a pattern that matches none."""
     if pattern.startswith("re:"):
         return ""
+    if "," in pattern:  # no name has one
+        return " Give each pattern by itself."
     bare = pattern.strip("*.")
     endings = dict.fromkeys(n.rpartition(".")[2] for n in names)
     return did_you_mean(bare, names if "." in bare else endings)

@@ -35,19 +35,17 @@ def text_batches(
         is one shorter sequence.
 
     Raises:
-        CheckpointError: if the text is no UTF-8, or gives fewer than two tokens.
+        CheckpointError: if there is no tokenizer, or the text is no UTF-8 or gives fewer than two
+            tokens.
     """
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    except (OSError, ValueError) as error:  # it speaks of a network, or of other libraries
+        raise _without_tokenizer(f"{source} holds no tokenizer.") from error
     words = _read(text)
     ids = tokenizer(words, verbose=False)["input_ids"][:tokens]
     if words.strip() and not ids:  # what Transformers makes up where a directory has no tokenizer
-        raise CheckpointError(
-            teach(
-                f"The tokenizer of {source} makes no tokens of {text}.",
-                "The text is read by the tokenizer beside the weights.",
-                "Add it there, or call fp8kit.evaluate(model, dense, batches) with tokens.",
-            )
-        )
+        raise _without_tokenizer(f"The tokenizer of {source} makes no tokens of {text}.")
     pieces = [torch.tensor(ids[i : i + length]) for i in range(0, len(ids), length)]
     batches = [{"input_ids": p[None].to(device)} for p in pieces if len(p) > 1]
     if not batches:
@@ -59,6 +57,16 @@ def text_batches(
             )
         )
     return batches
+
+
+def _without_tokenizer(found: str) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            found,
+            "The text is read by the tokenizer beside the weights.",
+            "Add it there, or call fp8kit.evaluate(model, dense, batches) with tokens.",
+        )
+    )
 
 
 def _read(text: Path) -> str:

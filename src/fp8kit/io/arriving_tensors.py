@@ -17,6 +17,7 @@ from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
+from fp8kit.modules.libraries import unwrapped
 
 _Load = tuple[Layers, Placement]
 # loads of which more parts follow; a model that goes takes its own along
@@ -70,6 +71,7 @@ def load_weights(
         >>> fp8kit.load_weights(model, [])  # all buckets were there: check that nothing waits
     """
     _check_arguments(model, weights)
+    model = unwrapped(model)
     where = None if device is None else torch.device(device)
     load = _UNFINISHED.pop(model, None)
     if load is None:

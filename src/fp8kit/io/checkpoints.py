@@ -157,6 +157,8 @@ def high_precision(source: str | Path) -> Checkpoint:
         >>> checkpoint = high_precision("bf16-dir")
     """
     checkpoint = open_checkpoint(source)
+    if checkpoint.announced_alone:
+        raise CheckpointError(checkpoint.announced_alone)
     if checkpoint.spec is not None:
         raise CheckpointError(
             teach(

@@ -19,7 +19,8 @@ from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
+from fp8kit.formats import FP8_FORMATS, MX_FORMS, SCHEMES, Scheme
+from fp8kit.modules.libraries import unwrapped
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form
 from fp8kit.modules.weight_parts import recode_for_devices
@@ -37,7 +38,8 @@ def save(
     """Save a converted model so that the target loads it; all of it appears at once, or nothing.
 
     Args:
-        model: a Transformers model or any other module, with ``Fp8Linear`` layers.
+        model: a Transformers model or any other module, with ``Fp8Linear`` layers; of what
+            ``torch.compile`` or DDP wraps, the model itself is saved.
         destination: directory to make.
         target: who shall load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; fp8kit reads
             them all.
@@ -76,6 +78,7 @@ def save(
                 "Check the path, or leave source out and copy these files yourself.",
             )
         )
+    model = unwrapped(model)
     is_hf = is_transformers(model)
     exported = integration().export(model) if is_hf else exporting.export_module(model)
     if is_hf:
@@ -144,6 +147,7 @@ def load(
         ConversionError: as ``fp8kit.plan`` raises it.
         ImportError: if Transformers is needed and is not there, or is too old.
         TypeError: if ``model`` is no module.
+        ValueError: for an unknown scheme, or an FP8 ``dtype``.
 
     Example:
         >>> model = fp8kit.load("fp8-dir", device="cuda")
@@ -157,6 +161,7 @@ def load(
                 "Pass scheme='FP8_DYNAMIC' or the like by name.",
             )
         )
+    _check_dtype(dtype)
     wanted = None if scheme is None else Scheme.of(scheme).stored
     checkpoint = open_checkpoint(source, widths, wanted)
     _check_request(checkpoint, model, scheme, include, exclude)
@@ -168,7 +173,13 @@ def load(
             None if chosen is None else into_module.Selection(chosen, include, exclude, strict)
         )
         filled = into_module.fill(
-            model, checkpoint, selection, device=where, dtype=dtype, strict=strict, form=form
+            unwrapped(model),
+            checkpoint,
+            selection,
+            device=where,
+            dtype=dtype,
+            strict=strict,
+            form=form,
         )
         _bound_inputs(checkpoint, model)
         recode_for_devices(model)
@@ -273,6 +284,17 @@ def _preset(scheme: Scheme | str | None) -> str:
             )
         )
     return found.name
+
+
+def _check_dtype(dtype: torch.dtype | None) -> None:
+    if dtype in FP8_FORMATS:
+        raise ValueError(
+            teach(
+                f"Got dtype={dtype}.",
+                "It is the high precision of the model: bfloat16, float16 or float32.",
+                "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'.",
+            )
+        )
 
 
 def _check_request(

@@ -29,11 +29,14 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
         value: what was given.
 
     Raises:
-        TypeError: for an ``out_dtype`` that no result has.
+        TypeError: for an ``out_dtype`` that no result has, or a ``batch_invariant`` that is no
+            switch.
         ValueError: for a ``scale_ub`` that is not positive and finite, or that no activation has.
     """
     if name == "out_dtype" and value is not None:
         validation.check_out_dtype(value)
+    if name == "batch_invariant":
+        check_switch(name, value)
     if name != "scale_ub" or value is None:
         return value
     bound = float(value)
@@ -54,6 +57,18 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
             )
         )
     return bound
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise a ``TypeError`` for what is neither ``True`` nor ``False``, such as a scheme."""
+    if not isinstance(value, bool):
+        raise TypeError(
+            teach(
+                f"Got {name}={value!r:.80}.",
+                "It is True or False.",
+                "Pass one of these, and other arguments by name, such as scheme='FP8_BLOCK'.",
+            )
+        )
 
 
 def options_of(layer: Fp8Linear) -> Options:

@@ -18,6 +18,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import nn
+
 from fp8kit.errors import UnsupportedError, teach
 
 # a module that defines what a library makes, and what tells that library
@@ -66,6 +69,22 @@ def _register_when_chosen(module: ModuleType) -> None:
         own(config)
 
     kind.post_init = post_init
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model in torch's wrappers, which put a word of their own before each name.
+
+    Args:
+        model: that ``torch.compile``, DDP, ``DataParallel`` or ``AveragedModel`` gave; or a bare
+            one.
+    """
+    averaged = torch.optim.swa_utils.AveragedModel
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, averaged)
+    inner: nn.Module | None = model
+    while inner is not None:
+        model = inner
+        inner = model._modules.get("module" if isinstance(model, wrappers) else "_orig_mod")
+    return model
 
 
 class _Finder(MetaPathFinder):

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import FP8_FORMATS, GroupShape, QTensor, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import (
+    FP8_FORMATS,
+    GroupShape,
+    QTensor,
+    Scheme,
+    check_scale,
+    scale_dtype,
+    scale_shape,
+)
 from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight as quantize_weight
@@ -62,6 +70,7 @@ class Fp8Linear(nn.Linear):
         dtype: the compute dtype: that of the bias, and the high precision this layer stands for.
 
     Raises:
+        TypeError: if ``bias`` is neither ``True`` nor ``False``.
         ValueError: if the scheme is unknown.
 
     Example:
@@ -90,6 +99,7 @@ class Fp8Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        layer_options.check_switch("bias", bias)
         nn.Module.__init__(self)
         tell_libraries()
         self.in_features, self.out_features = in_features, out_features
@@ -214,11 +224,12 @@ class Fp8Linear(nn.Linear):
     def check_input(self, x: Tensor) -> None:
         """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
         # self.bias goes through __getattr__, on every step of which torch.compile guards
-        codes, _, bias, *_ = self.operands()
+        codes, scale, bias, *_ = self.operands()
         validation.check_codes(f"the weight of {self._described()}", codes.dtype, self.scheme)
         try:
             validation.check_layer_input(x, codes.dtype)
             validation.check_operands(x, codes, bias, self.accum)
+            check_scale(scale, codes.shape, self.scheme.weight, codes.device)
         except (TypeError, ValueError) as error:
             if not self.qualified_name:
                 raise

@@ -89,12 +89,20 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
         An ``Explanation``: ``print`` it; layers with the same problem share an entry.
 
     Raises:
-        TypeError: if ``m`` is not one integer.
+        TypeError: if ``m`` is not one integer, or there is no module.
         ValueError: if there is no FP8 layer, or ``m`` is negative.
 
     Example:
         >>> print(fp8kit.explain(model, m=1))
     """
+    if not isinstance(layer_or_model, nn.Module):
+        raise TypeError(
+            teach(
+                f"Got {layer_or_model!r:.80} as the model.",
+                "It is an FP8 layer, or a module that holds some.",
+                "Load a checkpoint with fp8kit.load(directory), or run fp8kit explain directory.",
+            )
+        )
     if not isinstance(m, Integral):
         raise TypeError(
             teach(

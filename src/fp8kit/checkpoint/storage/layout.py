@@ -51,18 +51,18 @@ def plan_shards(layout: Layout, max_shard_bytes: int, stem: str = "model") -> li
         The files in the order of their numbers; one is called ``<stem>.safetensors``.
 
     Raises:
-        ValueError: if ``max_shard_bytes`` is not positive.
+        ValueError: if ``max_shard_bytes`` is no positive number.
 
     Example:
         >>> [s.file for s in plan_shards({"a.weight": (torch.uint8, (3, 5))}, 100)]
         ['model.safetensors']
     """
-    if max_shard_bytes < 1:
+    if not isinstance(max_shard_bytes, int | float) or max_shard_bytes < 1:
         raise ValueError(
             teach(
-                f"Got max_shard_bytes={max_shard_bytes}.",
+                f"Got max_shard_bytes={max_shard_bytes!r}.",
                 "It is the size of a file in bytes.",
-                "Pass a positive number, or leave it out.",
+                "Pass a positive number such as 5_000_000_000, or leave it out.",
             )
         )
     modules: dict[str, list[str]] = {}

@@ -90,6 +90,17 @@ class Checkpoint:
         floats = [d for d, _ in count.most_common() if d in FLOATS]
         return floats[0] if floats else torch.bfloat16
 
+    @property
+    def announced_alone(self) -> str:
+        """The text of an error if an FP8 format is announced and no weight has it; else empty."""
+        if self.spec is None or self.layers or self.problems:
+            return ""
+        return teach(
+            f"{self.path} is announced as {self.spec.scheme}, and none of its weights is FP8.",
+            "Whoever loads it looks for codes and scales.",
+            "If its weights were dequantized, remove quantization_config from config.json.",
+        )
+
     def for_engines(self) -> Checkpoint:
         """Return the same checkpoint under the names by which engines and Transformers load it.
 

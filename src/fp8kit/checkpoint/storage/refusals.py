@@ -94,9 +94,10 @@ def no_weights(folder: Path) -> CheckpointError:
         other = _kind_of(name)
         if other is not None:
             return _only(f"{folder} holds no safetensors files, only {name}", other)
+    empty = "" if any(folder.iterdir()) else ": it is empty"
     return CheckpointError(
         teach(
-            f"{folder} holds no safetensors files{'' if files else ': it is empty'}.",
+            f"{folder} holds no safetensors files{empty}.",
             _A_CHECKPOINT,
             "Check the path, or complete the download.",
         )

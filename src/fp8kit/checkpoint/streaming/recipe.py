@@ -46,7 +46,7 @@ class Recipe:
     max_shard_bytes: int = MAX_SHARD_BYTES
 
     def __post_init__(self) -> None:
-        scheme = Scheme.of(self.scheme)
+        scheme = self.resolved
         if scheme.static:
             raise ValueError(
                 teach(
@@ -69,8 +69,8 @@ class Recipe:
 
     @property
     def resolved(self) -> Scheme:
-        """The scheme, whatever it was given as."""
-        return Scheme.of(self.scheme)
+        """The scheme that a file has, whatever it was given as; all forms of MXFP8 are one."""
+        return Scheme.of(self.scheme).stored
 
     def to_dict(self) -> JsonObject:
         """Return everything as plain data, equal for equal recipes."""
