@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations, prune
 import backend_tables
 import fp8kit
 from fp8kit.conversion import plan as conversion
-from fp8kit.conversion.patterns import DEFAULT_EXCLUDE, matches
 from fp8kit.errors import ConversionError
 from fp8kit.formats import SCHEMES
 from fp8kit.matmul.problem import MatmulBackend
@@ -110,83 +109,6 @@ def test_every_scheme_converts_and_computes(scheme: str, device: torch.device) -
     report = fp8kit.convert(model, scheme, calibrate=lambda m: m(x))
     assert report.scheme == scheme
     assert_scheme_error(model(x), before, scheme)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lm_head",
-        "model.lm_head",
-        "score",
-        "model.embed_tokens",
-        "patch_embed.proj",
-        "x_embedder",
-        "layers.3.mlp.gate",
-        "block_sparse_moe.gate",
-        "mlp.router",
-        "mlp.router.linear",
-        "mlp.gate.router_mlp.fc1",
-        "mlp.gate.down_proj",
-        "mlp.shared_expert_gate",
-        "time_embed.0",
-        "time_text_embed.timestep_embedder.linear_1",
-        "t_embedder.mlp.0",
-        "blocks.0.adaLN_modulation.1",
-        "transformer_blocks.0.norm1.linear",
-        "norm_out.linear",
-        "img_mod.modulation.lin",
-        "layers.0.attn_hyper_connection.input_mix_weight_up",
-        "vision_tower.layers.0.q_proj",
-        "visual.blocks.0.attn.qkv",
-        "multi_modal_projector.linear_1",
-        "proj_out",
-        "final_layer.linear",
-        "layers.0.q_proj.lora_A.default",
-    ],
-)
-def test_default_exclusions_cover(name: str) -> None:
-    assert any(matches(pattern, name) for pattern, _ in DEFAULT_EXCLUDE)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layers.0.mlp.gate_proj",
-        "layers.0.mlp.gate_up_proj",
-        "layers.0.mlp_channels.gate.proj",
-        "layers.0.self_attn.q_proj",
-        "layers.0.mlp.experts.3.w1",
-        "layers.0.mlp.shared_expert.down_proj",
-        "transformer_blocks.0.attn.to_q",
-        "transformer_blocks.0.ff.net.0.proj",
-        "transformer_blocks.0.attn.to_out.0",
-        "blocks.0.proj_out",
-        "encoder.layers.0.fc1",
-        "h.0.attn.c_attn",
-    ],
-)
-def test_default_exclusions_spare(name: str) -> None:
-    assert not any(matches(pattern, name) for pattern, _ in DEFAULT_EXCLUDE)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name", "expected"),
-    [
-        ("o_proj", "layers.0.o_proj", True),
-        ("o_proj", "layers.0.to_o_proj", False),
-        ("layers.0.*", "layers.0.o_proj", True),
-        ("layers.0.*", "model.layers.0.o_proj", True),
-        ("layers.0.*", "layers.10.o_proj", False),
-        ("*.mlp.*", "layers.0.mlp.up", True),
-        ("layers.?.o_proj", "layers.7.o_proj", True),
-        ("re:layers\\.[01]\\.", "layers.1.o_proj", True),
-        ("re:o_proj", "layers.1.o_proj", False),
-        ("re:.*o_proj$", "layers.1.o_proj", True),
-        ("O_PROJ", "layers.0.o_proj", False),
-    ],
-)
-def test_patterns(pattern: str, name: str, expected: bool) -> None:
-    assert matches(pattern, name) is expected
 
 
 def test_include_narrows_and_exclude_adds_to_the_defaults() -> None:
@@ -722,11 +644,6 @@ def test_an_empty_string_does_not_switch_the_defaults_off() -> None:
         fp8kit.plan(nn.Sequential(nn.Linear(128, 128)), exclude="")
 
 
-def test_a_broken_regular_expression_is_refused() -> None:
-    with pytest.raises(fp8kit.ConversionError, match="not a regular expression"):
-        fp8kit.plan(nn.Sequential(nn.Linear(128, 128)), exclude=["re:("])
-
-
 def test_static_schemes_share_nothing() -> None:
     class Mlp(nn.Module):
         def __init__(self) -> None:
@@ -743,8 +660,3 @@ def test_static_schemes_share_nothing() -> None:
 def test_layers_of_a_compiled_model_convert() -> None:
     model = torch.compile(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)))
     assert len(fp8kit.plan(model).report.converted) == 2
-
-
-def test_a_pattern_is_a_string() -> None:
-    with pytest.raises(TypeError, match="pattern of type int in exclude"):
-        fp8kit.plan(nn.Sequential(nn.Linear(256, 256)), exclude=[0])  # type: ignore[list-item]
