@@ -53,8 +53,9 @@ def test_heads_of_transformers(name: str, heads: set[str]) -> None:
     )
 
 
-def test_the_head_of_a_transducer() -> None:
-    assert roles_by_name(["joint.head", "joint.header"]) == {"joint.head": "output head"}
+@pytest.mark.parametrize("name", ["joint.head", "decoder.head.linear"])
+def test_heads_of_transducers_and_vocoders(name: str) -> None:
+    assert roles_by_name([name, f"{name}er"]) == {name: "output head"}
 
 
 def test_towers_and_what_connects_them_by_their_inputs() -> None:

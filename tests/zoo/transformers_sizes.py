@@ -189,7 +189,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "text_config.mlp_layer_types": ["dense", "sparse"],
         "text_config.num_experts_per_tok": 2,
     },
-    "depth_pro": {"patch_size": 56, "intermediate_hook_ids": [1, 0]},
     "diffusion_gemma": {
         "text_config.num_experts": 4,
         "text_config.top_k_experts": 2,
