@@ -82,6 +82,7 @@ _DETR = {
     "decoder_in_channels": [128, 128, 128],
 }
 _NARROW = {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640}
+_SMALL_BACKBONE = {"backbone_config.image_size": 64}
 _AHEAD = {
     "prediction_length": 8,
     "context_length": 16,
@@ -195,7 +196,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "text_config.moe_intermediate_size": 128,
     },
     "efficientloftr": {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8},
-    "mask2former": {"backbone_config.image_size": 64},
+    **dict.fromkeys(("mask2former", "maskformer"), _SMALL_BACKBONE),
     "mimo_v2_flash": {"num_attention_heads": 8},
     "mimi": {"codebook_dim": 256},
     "omdet-turbo": {"vision_features_channels": [128, 128, 128]},
