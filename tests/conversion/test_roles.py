@@ -30,6 +30,7 @@ TINY: dict[str, dict[str, Any]] = {
     "XLNetLMHeadModel": {"d_model": 128, "n_layer": 1, "n_head": 2, "d_inner": 256},
     "XLMWithLMHeadModel": {"emb_dim": 128, "n_layers": 1, "n_heads": 2, "vocab_size": 500},
     "ViTForImageClassification": {**TEXT, "num_labels": 100},
+    "MgpstrForSceneTextRecognition": {"hidden_size": 128, "num_hidden_layers": 1},
     "DeiTForImageClassificationWithTeacher": {**TEXT, "num_labels": 100},
 }
 
@@ -42,6 +43,7 @@ TINY: dict[str, dict[str, Any]] = {
         ("XLNetLMHeadModel", {"lm_loss"}),
         ("XLMWithLMHeadModel", {"pred_layer.proj"}),
         ("ViTForImageClassification", {"classifier"}),
+        ("MgpstrForSceneTextRecognition", {"char_head", "bpe_head", "wp_head"}),
         ("DeiTForImageClassificationWithTeacher", {"cls_classifier", "distillation_classifier"}),
     ],
 )
@@ -49,6 +51,11 @@ def test_heads_of_transformers(name: str, heads: set[str]) -> None:
     assert layer_roles(made("transformers", name, **TINY[name])) == dict.fromkeys(
         heads, "output head"
     )
+
+
+@pytest.mark.parametrize("name", ["joint.head", "decoder.head.linear"])
+def test_heads_of_transducers_and_vocoders(name: str) -> None:
+    assert roles_by_name([name, f"{name}er"]) == {name: "output head"}
 
 
 def test_towers_and_what_connects_them_by_their_inputs() -> None:

@@ -94,7 +94,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "CogVideoXTransformer3DModel": (
         "CogVideoXTransformer3DModel",
-        {**_HEADS, "num_layers": 2, "text_embed_dim": 128, "time_embed_dim": 128},
+        {
+            **_HEADS,
+            "num_layers": 2,
+            "text_embed_dim": 128,
+            "time_embed_dim": 128,
+            "sample_width": 16,
+            "sample_height": 16,
+            "sample_frames": 5,
+            "max_text_seq_length": 8,
+        },
     ),
     "LTXVideoTransformer3DModel": (
         "LTXVideoTransformer3DModel",
@@ -163,6 +172,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "cross_attention_dim": 128,
             "patch_size": 2,
             "norm_type": "ada_norm_single",
+            "video_length": 2,
         },
     ),
     "MochiTransformer3DModel": (
@@ -216,7 +226,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "PriorTransformer": (
         "PriorTransformer",
-        {**_HEADS, "num_layers": 2, "embedding_dim": 128, "num_embeddings": 16},
+        {**_HEADS, "num_layers": 2, "embedding_dim": 128, "num_embeddings": 8},
     ),
 }
 

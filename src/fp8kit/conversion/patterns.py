@@ -25,7 +25,7 @@ _PROTECTED = (
         r"(\w+_)?(lm_heads?|class_head|classifier)(?!\.\w*[a-z]\w*\.\d+\.\w)|to_logits|"
         r"(mlp|linear|logits?)_head|output_head|output_projection|logits_dense|score|"
         r"embed_out|lm_loss|qa_outputs|cls_score|bbox_pred|aux_head|aux\d|AuxLogits|"
-        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc)",
+        r"predictions\.decoder|pred_layer\.proj|heads?\.(head|fc|linear)|joint\.head",
         "output head",
     ),
     (r"(text|visual|vision|image|audio)_projection", "output projection"),

@@ -18,6 +18,8 @@ from fp8kit.conversion.patterns import TOWERS, roles_by_name
 from fp8kit.modules.dense import as_linear, is_linear
 
 _HEAD, _PROJECTOR = "output head", "projector"
+# fields of a config that say how many values its task, or one of its tasks, has
+_COUNT = re.compile(r"(\w+_)?vocab_size|num_(\w+_)?labels")
 _SENSES = {
     "pixel_values": TOWERS[0],
     "pixel_values_videos": TOWERS[0],
@@ -161,10 +163,12 @@ def _output_embeddings(module: Any) -> object:
 
 
 def _output_sizes(config: Any) -> set[int]:
-    """Return how many values a task has: words, classes, and classes with one for none."""
+    """Return how many values a task has: words and classes, and classes with one for none."""
     words, labels = (getattr(config, name, None) for name in ("vocab_size", "num_labels"))
-    classes = {labels, labels + 1} if isinstance(labels, int) else set()
-    return classes | ({words} if isinstance(words, int) else set())
+    fields = getattr(config, "__dict__", {})
+    counts = [value for name, value in fields.items() if _COUNT.fullmatch(name)]
+    counts += [words, labels, labels + 1 if isinstance(labels, int) else None]
+    return {count for count in counts if isinstance(count, int)}
 
 
 def _towers(module: nn.Module) -> Iterator[tuple[str, str]]:
