@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fp8kit
 from fp8kit.errors import CheckpointError, ConversionError
 from numerics import assert_bits_equal
+from tiny_experts import tiny
 
 transformers = pytest.importorskip("transformers")
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
@@ -174,3 +175,22 @@ def test_stacks_of_8_bits_in_a_file_run_in_8_bits(tmp_path: Path) -> None:
     x = torch.randn(5, 128).bfloat16()
     assert again.experts.scheme.name == "FP8_DYNAMIC"
     assert_bits_equal(again(x), model(x))
+
+
+@pytest.mark.slow
+def test_dense_stacks_that_transformers_would_draw_are_refused(tmp_path: Path) -> None:
+    model, ids = tiny("Llama4Text"), torch.arange(16).view(2, 8)
+    block = copy.deepcopy(model)
+    stacks = ["*.experts", "*.experts.*"]
+    fp8kit.convert(model, exclude=stacks)
+    with pytest.raises(CheckpointError, match=r"one by one: it would draw these stacks at random"):
+        fp8kit.save(model, tmp_path / "rows", target="transformers")
+    fp8kit.save(model, tmp_path / "rows")
+    assert_bits_equal(fp8kit.load(tmp_path / "rows")(ids).logits, model(ids).logits)
+    fp8kit.convert(block, "FP8_BLOCK", exclude=stacks)
+    fp8kit.save(block, tmp_path / "blocks", target="transformers")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "blocks")
+    own = dict(block.state_dict())
+    for name, stack in again.state_dict().items():
+        if ".experts." in name:
+            assert_bits_equal(stack, own[name])

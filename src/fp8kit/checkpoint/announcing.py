@@ -13,9 +13,21 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, JsonObject, Spec
 from fp8kit.checkpoint.expert_names import stacks_in
-from fp8kit.checkpoint.exporting import Exported, dense_linears, on_disk, refuse_transposed
+from fp8kit.checkpoint.exporting import (
+    Exported,
+    dense_linears,
+    on_disk,
+    refuse_transposed,
+    unquantized_stacks,
+)
 from fp8kit.checkpoint.schema.naming import cache_strategy
-from fp8kit.checkpoint.schema.targets import check_cache, check_layers, dialect_for, output_heads
+from fp8kit.checkpoint.schema.targets import (
+    check_cache,
+    check_dense_stacks,
+    check_layers,
+    dialect_for,
+    output_heads,
+)
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
@@ -163,6 +175,8 @@ def announce(
     for name, one in exported.experts.items():
         held[name] = one.scheme, (one.weight.shape[0], one.weight.shape[1])
     dense = dense_linears(model)
+    model_type = str(exported.config.get("model_type"))
+    check_dense_stacks(unquantized_stacks(exported.tensors), model_type, target, dialect)
     for scheme in counts:
         dialect_for(target, scheme)
         shapes = {n: shape for n, (s, shape) in held.items() if s == scheme}

@@ -138,8 +138,13 @@ def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and t.dim() == 2 and t.dtype not in FP8_FORMATS:
             found |= {layer} - ({layer} if t.data_ptr() in embedded else set())
+    return sorted(found | unquantized_stacks(tensors))
+
+
+def unquantized_stacks(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Name the modules of experts, as the checkpoint does, whose stacks are in high precision."""
     dense = {n: tuple(t.shape) for n, t in tensors.items() if t.dtype not in FP8_FORMATS}
-    return sorted(found | dense_stacks(dense, tensors.keys() - dense.keys()))
+    return dense_stacks(dense, tensors.keys() - dense.keys())
 
 
 def dense_linears(model: nn.Module) -> list[str]:

@@ -115,7 +115,7 @@ def test_stacks_that_transformers_loads_whole_stay_dense_for_it() -> None:
     assert left.keys() == {"layers.0.experts.gate_up_proj", "layers.0.experts.down_proj"}
     for target in ("vllm", "transformers"):  # in compressed-tensors it takes single experts
         assert not any(decided(found, Recipe(target=target)).values())
-    with pytest.raises(CheckpointError, match=r"one by one: it would draw this stack at random"):
+    with pytest.raises(CheckpointError, match=r"one by one: it would draw these stacks at random"):
         decided(found, Recipe(target="transformers", exclude=["*.experts.*"]))
 
 

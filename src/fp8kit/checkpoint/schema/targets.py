@@ -14,6 +14,7 @@ from fp8kit.checkpoint.dialects import AUTOFP8, COMPRESSED_TENSORS, Dialect, Spe
 from fp8kit.checkpoint.dialects import MXFP8_INVERSE as MXFP8
 from fp8kit.checkpoint.dialects import TRANSFORMERS_FP8 as FP8
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, did_you_mean, teach
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
@@ -59,6 +60,9 @@ _UNREADABLE = {
 }
 
 
+_LLAMA4 = ("llama4", "llama4_text")
+
+
 def loads_stacks_alone(model_type: str, dialect: Dialect) -> bool:
     """Return whether Transformers takes experts from stacks with K first, never one by one.
 
@@ -68,8 +72,38 @@ def loads_stacks_alone(model_type: str, dialect: Dialect) -> bool:
         model_type: of the model, as ``config.json`` says it.
         dialect: that is written.
     """
-    split = model_type in ("llama4", "llama4_text") and dialect.name == "compressed-tensors"
-    return model_type in ("gpt_oss", "llama4", "llama4_text") and not split
+    return model_type in ("gpt_oss", *_LLAMA4) and not _parts_stacks(model_type, dialect)
+
+
+def check_dense_stacks(
+    names: Iterable[str], model_type: str, target: str, dialect: Dialect
+) -> None:
+    """Refuse stacks of experts in high precision that Transformers would not find.
+
+    Args:
+        names: of the stacks.
+        model_type: of the model, as ``config.json`` says it.
+        target: who shall load them.
+        dialect: that is written.
+
+    Raises:
+        CheckpointError: if Transformers would draw these experts at random.
+    """
+    stacks = sorted(names)
+    if stacks and target == "transformers" and _parts_stacks(model_type, dialect):
+        raise CheckpointError(
+            teach(
+                f"{some_of(stacks)} stay in high precision.",
+                f"In {dialect.name}, Transformers takes the experts of Llama 4 one by one: it "
+                "would draw these stacks at random.",
+                "Use FP8_BLOCK, in whose dialect they stay whole, or let fp8kit quantize make them "
+                "FP8.",
+            )
+        )
+
+
+def _parts_stacks(model_type: str, dialect: Dialect) -> bool:
+    return model_type in _LLAMA4 and dialect.name == "compressed-tensors"
 
 
 def dialect_for(target: str, scheme: Scheme) -> Dialect:

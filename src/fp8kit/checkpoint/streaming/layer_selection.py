@@ -11,7 +11,12 @@ from dataclasses import dataclass, field, replace
 
 from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.naming import dense_stacks
-from fp8kit.checkpoint.schema.targets import check_layers, dialect_for, loads_stacks_alone
+from fp8kit.checkpoint.schema.targets import (
+    check_dense_stacks,
+    check_layers,
+    dialect_for,
+    loads_stacks_alone,
+)
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.streaming.recipe import Recipe
@@ -152,8 +157,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     model_type = str(checkpoint.config.get("model_type"))
     stacks, odd = stacked_experts(checkpoint.tensors, model_type)
     dialect = dialect_for(recipe.target, recipe.resolved)
-    whole = loads_stacks_alone(model_type, dialect)
-    if recipe.target == "transformers" and whole:
+    if recipe.target == "transformers" and loads_stacks_alone(model_type, dialect):
         why = f"Transformers loads experts of this model in high precision alone, in {dialect.name}"
         stacks, odd = {}, dict.fromkeys(stacks, why) | odd
     layers = {**_experts(checkpoint), **facts.layers}
@@ -173,15 +177,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         elif (experts := stack_of(name)) is not None and len(info.shape) == 3:
             if _decide_stack(choice, info, stacks.get(experts, {}), odd.get(experts, ""), recipe):
                 continue
-            if recipe.target == "transformers" and model_type.startswith("llama4") and not whole:
-                raise CheckpointError(
-                    teach(
-                        f"{name} stays in high precision.",
-                        "With compressed-tensors, Transformers takes the experts of Llama 4 one "
-                        "by one: it would draw this stack at random.",
-                        "Let its experts become FP8, or use FP8_BLOCK, which leaves them dense.",
-                    )
-                )
+            check_dense_stacks([name], model_type, recipe.target, dialect)
             choice.ignore.append(experts)
         elif kind == "weight" and len(info.shape) == 2 and layer not in facts.embeddings:
             choice.ignore.append(layer)
