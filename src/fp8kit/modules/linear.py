@@ -86,6 +86,7 @@ class Fp8Linear(nn.Linear):
     out_dtype: torch.dtype | None = None
     scale_ub: float | None = None
     _bound: Tensor | None = None  # scale_ub on the device of the weight
+    qualified_name = ""  # in the model it was converted in, for errors
     form_note = ""  # why an MX weight has the form it has
     place = ""  # among siblings whose input is known not to change: "first", "middle" or "last"
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
@@ -105,7 +106,6 @@ class Fp8Linear(nn.Linear):
         self.in_features, self.out_features = in_features, out_features
         self.scheme = Scheme.of(scheme)
         self.compute_dtype = dtype or torch.get_default_dtype()
-        self.qualified_name = ""  # in the model it was converted in, for errors
         self.original_weight: Tensor | None = None
         self._quantized_from: tuple[Tensor, int] | None = None  # original weight and its version
         self.replays = ReplayCache()
@@ -225,10 +225,10 @@ class Fp8Linear(nn.Linear):
         """Raise a ``TypeError`` or ``ValueError`` that says why the layer cannot take ``x``."""
         # self.bias goes through __getattr__, on every step of which torch.compile guards
         codes, scale, bias, *_ = self.operands()
-        validation.check_codes(f"the weight of {self._described()}", codes.dtype, self.scheme)
         try:
             validation.check_layer_input(x, codes.dtype)
             validation.check_operands(x, codes, bias, self.accum)
+            validation.check_codes("the weight of an Fp8Linear", codes.dtype, self.scheme)
             check_scale(scale, codes.shape, self.scheme.weight, codes.device)
         except (TypeError, ValueError) as error:
             if not self.qualified_name:
