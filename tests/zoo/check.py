@@ -131,7 +131,10 @@ def _case(arch: Architecture, scheme: str, dtype: torch.dtype, candidate: int) -
                 stage = "second forward"
                 found = arch.run(again, dtype, candidate)
                 if not _same(found, expected):
-                    repeats = _same(arch.run(model, dtype, candidate), expected)
+                    # what reads memory that nobody set repeats itself now and then
+                    repeats = all(
+                        _same(arch.run(model, dtype, candidate), expected) for _ in range(5)
+                    )
                     if repeats or not _same_state(model, again):
                         return "wrong: what was saved and loaded computes something else"
                     said += ", its results differ from call to call"
