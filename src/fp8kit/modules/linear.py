@@ -226,9 +226,9 @@ class Fp8Linear(nn.Linear):
         # self.bias goes through __getattr__, on every step of which torch.compile guards
         codes, scale, bias, *_ = self.operands()
         try:
+            validation.check_codes("the weight of an Fp8Linear", codes.dtype, self.scheme)
             validation.check_layer_input(x, codes.dtype)
             validation.check_operands(x, codes, bias, self.accum)
-            validation.check_codes("the weight of an Fp8Linear", codes.dtype, self.scheme)
             check_scale(scale, codes.shape, self.scheme.weight, codes.device)
         except (TypeError, ValueError) as error:
             if not self.qualified_name:
