@@ -215,6 +215,8 @@ def test_heads_and_modulations_of_ones_own_code_by_structure() -> None:
     tied = Language(0)
     tied.get_submodule("out.1").weight = tied.words.weight
     assert layer_roles(tied) == found
+    parts = {"position_embedding": nn.Embedding(256, 128), "fc1": nn.Linear(128, 256)}
+    assert layer_roles(nn.ModuleDict(parts)) == {}
 
 
 def test_exclude_without_patterns_lifts_roles_that_classes_give() -> None:

@@ -18,6 +18,7 @@ from fp8kit.conversion.patterns import TOWERS, roles_by_name
 from fp8kit.modules.dense import as_linear, is_linear
 
 _HEAD, _PROJECTOR = "output head", "projector"
+_OF_PLACES = re.compile(r"pos|wpe$")  # embeddings of where a word stands
 # fields of a config that say how many values its task, or one of its tasks, has
 _COUNT = re.compile(r"(\w+_)?vocab_size|num_(\w+_)?labels")
 _SENSES = {
@@ -88,7 +89,9 @@ def _conditioned(module: nn.Module) -> Iterator[str]:
 
 def _words_as_outputs(model: nn.Module, linears: Mapping[str, nn.Module]) -> list[str]:
     """Return the one layer outside all blocks that turns an embedding back into words."""
-    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    named = model.named_modules()
+    words = [m for n, m in named if isinstance(m, nn.Embedding) and not _OF_PLACES.search(n)]
+    tables = [m.weight for m in words]
     found = [
         name
         for name, linear in linears.items()
