@@ -23,6 +23,7 @@ from fp8kit.matmul.problem import MATMUL_BACKENDS, MatmulBackend, MatmulOperands
 from fp8kit.modules import tracing
 from fp8kit.modules.joining import can_join
 from fp8kit.modules.shared_input import SharedInput
+from fp8kit.ops import operators
 from fp8kit.quantizers.problem import QUANTIZER_BACKENDS, QuantizeProblem
 from numerics import assert_bits_equal
 
@@ -315,7 +316,7 @@ class Trio(nn.Module):
         return torch.cat([first, self.k(x), self.v(x)], -1)
 
 
-def compiled_trio(model: Trio, x: Tensor) -> tuple[Tensor, list[str]]:
+def compiled_trio(model: Trio, x: Tensor, dynamic: bool = True) -> tuple[Tensor, list[str]]:
     torch._dynamo.reset()
     calls: list[str] = []
 
@@ -323,8 +324,8 @@ def compiled_trio(model: Trio, x: Tensor) -> tuple[Tensor, list[str]]:
         calls.extend(str(n.target) for n in graph.graph.nodes if n.op.startswith("call"))
         return graph.forward
 
-    y = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)(x)
-    assert tracing._pending is None
+    y = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend)(x)
+    assert tracing._left is None
     return y, calls
 
 
@@ -341,6 +342,64 @@ def test_shared_compiles_without_a_break(
     assert products == 3
     shares = unchanging and scheme != "FP8_WEIGHT_ONLY"
     assert calls.count("fp8kit.quantize") == (1 if shares else 0)
+
+
+def follow(part: Tensor, other: Tensor) -> bool:
+    return other.data_ptr() == part.data_ptr() + part.nbytes
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+def test_a_graph_of_few_rows_multiplies_once(scheme: str, device: torch.device) -> None:
+    model, x = Trio(device, scheme, unchanging=True), tokens(device)
+    y, calls = compiled_trio(model, x, dynamic=False)
+    assert [c for c in calls if "fp8kit" in c] == ["fp8kit.joined_linear"]
+    assert follow(model.q.weight, model.k.weight)
+    assert_bits_equal(y, model(x))
+
+
+def test_a_graph_of_many_rows_shares_codes(device: torch.device) -> None:
+    model = Trio(device, "FP8_DYNAMIC", unchanging=True)
+    x = tokens(device).flatten(0, -2)
+    x = x.repeat(-(-513 // x.shape[0]), 1)
+    y, calls = compiled_trio(model, x, dynamic=False)
+    assert calls.count("fp8kit.quantize") == 1
+    assert calls.count("fp8kit.scaled_mm") == 3
+    assert_bits_equal(y, model(x))
+
+
+def test_a_joined_graph_follows_its_layers(device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", unchanging=True), tokens(device)
+    run = torch.compile(model, backend="eager", dynamic=False)
+    assert_bits_equal(run(x), model(x))
+    for change in (
+        lambda: setattr(model.k, "weight", nn.Parameter(model.k.weight.detach().clone(), False)),
+        lambda: model.v.weight_scale.mul_(2),
+        lambda: setattr(model.v, "accum", "fast"),
+        lambda: setattr(model.k, "out_dtype", torch.float32),
+        lambda: setattr(model.v, "scale_ub", 0.25),
+    ):
+        change()
+        expected = torch.cat([layer.compute(x) for layer in (model.q, model.k, model.v)], -1)
+        assert_bits_equal(run(x), expected)
+
+
+def test_weights_that_lie_apart_are_multiplied_one_by_one(device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", unchanging=True), tokens(device)
+    operands = [layer.operands() for layer in (model.q, model.k, model.v)]
+    assert not follow(model.q.weight, model.k.weight)
+    parts = operators.joined_registered(x, operands, model.q.options())
+    for part, layer in zip(parts, (model.q, model.k, model.v), strict=True):
+        assert_bits_equal(part, layer.compute(x))
+
+
+def test_a_graph_with_a_trained_bias_is_not_joined(device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", unchanging=True), tokens(device)
+    assert model.v.bias is not None
+    model.v.bias.requires_grad_()
+    y, calls = compiled_trio(model, x, dynamic=False)
+    assert "fp8kit.joined_linear" not in calls
+    y.float().sum().backward()
+    assert model.v.bias.grad is not None
 
 
 def test_a_graph_shares_nothing_with_another_tensor(device: torch.device) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import fp8kit
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, min_scale
@@ -104,13 +105,16 @@ def matmul_cases(
     for b in (None, bias):
         args = (mm_x, mm_scale, w_q.data, w_q.scale, b, *tail, "precise", False, None)
         cases.append((OPS.scaled_mm, args))
+    for biases in ([], [bias, bias]) if x_group and static is None else ():
+        operands = ([w_q.data, w_q.data.clone()], [w_q.scale, w_q.scale.clone()], biases)
+        cases.append((OPS.joined_linear, (x, *operands, None, *groups, rounding, "precise", False)))
     return cases
 
 
 def assert_op(op: Any, args: tuple[Any, ...]) -> None:
     """Run torch's own checks; where its schema check cannot compare FP8 inputs, do it here."""
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    tensors = [a for a in args if isinstance(a, Tensor)]
+    tensors = [a for a in tree_leaves(args) if isinstance(a, Tensor)]
     if not any(t.dtype == E4M3 for t in tensors):
         checks.append("test_schema")
     torch.library.opcheck(op, args, test_utils=checks)
@@ -162,7 +166,7 @@ def assert_fake_equals_real(op: Callable[..., Any], args: tuple[Any, ...]) -> No
     real = op(*args)
     mode = torch._subclasses.FakeTensorMode()
     with mode:
-        fake_args = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+        fake_args = tree_map_only(Tensor, mode.from_tensor, args)
         fake = op(*fake_args)
     reals = real if isinstance(real, tuple) else (real,)
     fakes = fake if isinstance(fake, tuple) else (fake,)

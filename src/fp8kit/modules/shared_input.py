@@ -7,8 +7,8 @@ result: one wide GEMM saves nothing there, and its slices slow down whatever rea
 any other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
 costs time, never correctness. With gradients every layer computes alone. A weight or bias written
 through ``.data`` between two siblings, which no version counter shows, goes unnoticed. Under
-``torch.compile`` siblings share codes where the calling code is known not to change their input:
-the graph then has one quantization, but one GEMM per layer.
+``torch.compile`` the same holds where the calling code is known not to change their input, and the
+rows of a graph are known to be few; a graph of any number of rows shares codes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing import reductions
 from torch.utils import dlpack
 
 from fp8kit.modules.hooks import arrives_with_its_call
@@ -28,14 +27,13 @@ from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_mo
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.ops import operators
 from fp8kit.ops.operators import RowCodes
+from fp8kit.runtime.joined_memory import as_one
 from fp8kit.runtime.replay_cache import Operator, Options, ReplayCache, is_traced
 from fp8kit.runtime.weight_hazards import invalidate, join, version
 
 _JOINED_DEVICES = ("cpu", "cuda")  # where memory changes hands by DLPack, both ways
 # what torch does not declare for type checkers
 _autocast, _grad_enabled = torch._C._is_any_autocast_enabled, torch.is_grad_enabled
-_UntypedStorage: Any = torch.UntypedStorage
-_weak_reference: Any = reductions.StorageWeakRef
 _dlpack: Any = dlpack
 
 
@@ -128,7 +126,6 @@ class SharedInput:
     def _forget(self) -> None:
         self.replays = ReplayCache()
         self._local = _Local()
-        self._homes: dict[str, Any] = {}  # weak references to storages
         self._captured = False
 
     def _take(self, member: Fp8Linear, x: Tensor) -> Tensor | None:
@@ -189,6 +186,33 @@ class SharedInput:
             and m.scale_ub == first.scale_ub
             for m in self.members
         )
+
+    def joined_in_graph(self, x: Tensor) -> tuple[Tensor, ...] | None:
+        """Compute for all members in a graph, ``None`` where rows may be many."""
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
+
+        few = statically_known_true(x.numel() <= MOST_JOINED_ROWS * x.shape[-1])
+        if not few or not self._may_join_in_graph():
+            return None
+        operands = [member.operands() for member in self.members]
+        return operators.joined_registered(x, operands, self.members[0].options())
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _may_join_in_graph(self) -> bool:
+        """Return whether the weights can be one matrix, and put them together.
+
+        Asked while the graph is traced. Where the weights are later, the operator finds out by
+        itself, and what else may change is guarded.
+        """
+        trained = torch.is_grad_enabled() and any(
+            p is not None and p.requires_grad for m in self.members for p in m.operands()
+        )
+        if trained or not self._alike() or not self._joins():
+            return False
+        for name in ("weight", "weight_scale", "bias"):
+            if getattr(self.members[0], name) is not None:
+                self._joined(name)
+        return True
 
     def _joins(self) -> bool:
         """Return whether this call may multiply the joined weights, and move them if it has to.
@@ -280,7 +304,6 @@ class SharedInput:
             for part, home in zip(parts, homes, strict=True):
                 part.data = _with_own_storage(home).view(part.dtype)
                 invalidate(part)  # written just now, maybe where it was waited for before
-            self._homes[name] = _weak_reference(whole.untyped_storage())
             return whole.view(parts[0].dtype)
 
     def _parts(self, name: str) -> list[Tensor]:
@@ -288,25 +311,8 @@ class SharedInput:
         return [m.codes if name == "weight" else getattr(m, name) for m in self.members]
 
     def _found(self, name: str) -> Tensor | None:
-        """Return the joined tensor if the members still lie in it, and fill it.
-
-        The reference to its memory is weak: where members are offloaded, nothing stays behind.
-        """
-        home = self._homes.get(name)
-        memory = None if home is None else _UntypedStorage._new_with_weak_ptr(home.cdata)
-        if memory is None:
-            return None
-        parts = self._parts(name)
-        end = memory.data_ptr()
-        for part in parts:
-            if part.data_ptr() != end or not part.is_contiguous():
-                return None
-            end += part.nbytes
-        if end != memory.data_ptr() + memory.nbytes():
-            return None
-        first = parts[0].detach()
-        rows = sum(p.shape[0] for p in parts)
-        return first.new_empty(0).set_(memory, 0, (rows, *first.shape[1:]), first.stride())
+        """Return the joined tensor, if the members lie behind one another."""
+        return as_one(self._parts(name))
 
 
 def _with_own_storage(part: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +13,36 @@ from fp8kit.ops.operators import RowCodes
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
 
-# of the siblings that are being traced: their input, how it was quantized, and to what
-_pending: tuple[Tensor, tuple[Any, ...], RowCodes] | None = None
+
+class _Left(NamedTuple):
+    """What the first of the siblings that are being traced has left for the others.
+
+    Args:
+        x: their input.
+        kind: how it was quantized, and by which options it was multiplied if that was done.
+        codes: of the input, if each sibling multiplies them.
+        results: of the next siblings, if the first one computed all.
+    """
+
+    x: Tensor
+    kind: tuple[Any, ...]
+    codes: RowCodes | None
+    results: tuple[Tensor, ...] = ()
+
+
+_left: _Left | None = None
 
 
 def traced(layer: Fp8Linear, x: Tensor) -> Tensor:
     """Compute in a graph; siblings share codes, as Inductor merges no operators of others.
 
+    Of few rows, the first sibling multiplies the weights of all as one matrix.
+
     Whatever is read of a layer is a guard at every call, and what is found in two ways, such as the
     siblings of a group, is another and slower one. So a layer tells the next one through a global,
     which lives from the first sibling to the last within one trace. Changes of ``x`` go unseen.
     """
-    global _pending
+    global _left
     codes, _, bias, input_scale, bound = constants = layer.operands()
     group, _, rounding, accum, *_ = options = layer.options()
     validation.check_float("x", x)
@@ -38,13 +56,27 @@ def traced(layer: Fp8Linear, x: Tensor) -> Tensor:
         kind = (group, rounding, codes.dtype, codes.shape[1], bounded)
         if layer.place == "first":
             shares = x.shape[-1] > 0 and not trained
-            _pending = (x, kind, layer.quantize_input(x)) if shares else None
-        found = _pending
+            _left = _of_all(layer, x, kind) if shares else None
+        found = _left
         if layer.place == "last":
-            _pending = None
-        if found is not None and found[0] is x and found[1] == kind and not trained:
-            return layer.multiply(found[2])
+            _left = None
+        if found is not None and found.x is x and not trained:
+            if found.codes is not None and found.kind == kind:
+                return layer.multiply(found.codes)
+            if found.codes is None and found.kind == (kind, options):
+                if layer.place != "last":
+                    _left = found._replace(results=found.results[1:])
+                return found.results[0]
     return operators.linear_registered(x, *constants, *options)
+
+
+def _of_all(layer: Fp8Linear, x: Tensor, kind: tuple[Any, ...]) -> _Left:
+    """Compute for all siblings what they have in common: everything, or codes of the input."""
+    group: Any = layer.shared
+    results = group.joined_in_graph(x)
+    if results is None:
+        return _Left(x, kind, layer.quantize_input(x))
+    return _Left(x, (kind, layer.options()), None, results)
 
 
 def _is_compiled() -> bool:

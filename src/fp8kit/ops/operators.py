@@ -87,6 +87,29 @@ def codes_registered(
     return bodies.reshaped(y, (*shape[:-1], w.shape[0]))
 
 
+def joined_registered(
+    x: Tensor, operands: Sequence[tuple[Any, ...]], options: Options
+) -> tuple[Tensor, ...]:
+    """Multiply ``x`` by the weights of several layers at once, as one registered operator.
+
+    Weights that lie behind one another in memory are one matrix.
+
+    Args:
+        x: activations ``[..., K]``.
+        operands: of each layer, as ``linear_registered`` takes them.
+        options: as ``linear_registered`` takes them, the same for all.
+
+    Returns:
+        Each layer's columns of one result.
+    """
+    x = autocast(x)
+    weights, scales, biases, _, bounds = map(list, zip(*operands, strict=True))
+    biases = [b for b in biases if b is not None]
+    y = torch.ops.fp8kit.joined_linear(x, weights, scales, biases, bounds[0], *options)
+    parts: tuple[Tensor, ...] = y.split([w.shape[0] for w in weights], -1)
+    return parts
+
+
 QUANTIZE = Operator(bodies.quantize, torch.ops.fp8kit.quantize)
 QUANTIZE_STATIC = Operator(bodies.quantize_static, torch.ops.fp8kit.quantize_static)
 DEQUANTIZE = Operator(bodies.dequantize, torch.ops.fp8kit.dequantize)

@@ -18,11 +18,14 @@ from fp8kit.formats import GroupShape
 from fp8kit.ops import bodies
 from fp8kit.ops.registration import library, register
 from fp8kit.quantizers.scale_layout import empty_scale
-from fp8kit.runtime.replay_cache import Operator, call_on
+from fp8kit.runtime.joined_memory import as_one
+from fp8kit.runtime.replay_cache import Operator, cache_on, call_on
+from fp8kit.runtime.weight_hazards import join
 
 # below torch.library nobody else looks on: where a call cannot be replayed, its body runs
 _SCALED_MM_BODY = Operator(bodies.scaled_mm, bodies.scaled_mm)
 _LINEAR_BODY = Operator(bodies.linear, bodies.linear)
+_JOINED_BODY = Operator(bodies.linear, bodies.linear)
 
 
 def _quantize_fake(
@@ -127,6 +130,47 @@ def _linear_fake(
     return x.new_empty(*x.shape[:-1], w.shape[0], dtype=out_dtype or x.dtype)
 
 
+def _joined_linear(
+    x: Tensor,
+    w: list[Tensor],
+    w_scale: list[Tensor],
+    bias: list[Tensor],
+    scale_ub: Tensor | None,
+    x_group: Sequence[int],
+    w_group: Sequence[int],
+    *rest: Any,
+) -> Tensor:
+    options = (tuple(x_group), tuple(w_group), *rest)
+    held, cache = (*w, *w_scale, *bias, scale_ub), cache_on(w[0])
+    y: Tensor | None = cache.replay(_JOINED_BODY, (x,), held, options)
+    if y is not None:
+        return y
+    weight, scale = as_one(w), as_one(w_scale)
+    biases = as_one(bias) if bias else None
+    if weight is None or scale is None or (bias and biases is None):
+        each = zip(w, w_scale, bias or [None] * len(w), strict=True)
+        return torch.cat([_linear(x, *layer, None, scale_ub, *options) for layer in each], -1)
+    constants = (join(weight, w), scale, biases, None, scale_ub)
+    y = cache.run(_JOINED_BODY, (x,), constants, options, held)
+    return y
+
+
+def _joined_linear_fake(
+    x: Tensor,
+    w: list[Tensor],
+    w_scale: list[Tensor],
+    bias: list[Tensor],
+    scale_ub: Tensor | None,
+    x_group: Sequence[int],
+    w_group: Sequence[int],
+    scale_rounding: str,
+    accum: str,
+    batch_invariant: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(t.shape[0] for t in w), dtype=out_dtype or x.dtype)
+
+
 def _hashable(group: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if group is None else tuple(group)
 
@@ -160,6 +204,13 @@ LINEAR = register(
     " str accum, bool batch_invariant, ScalarType? out_dtype=None) -> Tensor",
     _linear,
     _linear_fake,
+)
+JOINED_LINEAR = register(
+    "joined_linear(Tensor x, Tensor[] w, Tensor[] w_scale, Tensor[] bias, Tensor? scale_ub,"
+    " int[2] x_group, int[2] w_group, str scale_rounding, str accum, bool batch_invariant,"
+    " ScalarType? out_dtype=None) -> Tensor",
+    _joined_linear,
+    _joined_linear_fake,
 )
 
 
@@ -202,5 +253,5 @@ def _refuse_backward(ctx: Any, *grads: Tensor) -> None:
 
 
 torch.library.register_autograd(LINEAR, linear_backward, setup_context=save_for_linear, lib=library)
-for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM):
+for _op in (QUANTIZE, QUANTIZE_STATIC, DEQUANTIZE, SCALED_MM, JOINED_LINEAR):
     torch.library.register_autograd(_op, _refuse_backward, lib=library)

@@ -208,12 +208,18 @@ def call_on(
     """
     if torch.compiler.is_compiling():
         return operator.registered(*inputs, *constants, *options)
+    return cache_on(weight).call(operator, inputs, constants, options)
+
+
+def cache_on(weight: Tensor) -> ReplayCache:
+    """Return the cache that hangs on a weight, a new one if it has none."""
     cache: object = getattr(weight, _CACHE, None)
-    if type(cache) is not _OfWeight:
-        cache = _OfWeight()
-        if type(weight) in _PLAIN and weight.device.type in RECORDED_DEVICES:
-            setattr(weight, _CACHE, cache)
-    return cache.call(operator, inputs, constants, options)
+    if type(cache) is _OfWeight:
+        return cache
+    cache = _OfWeight()
+    if type(weight) in _PLAIN and weight.device.type in RECORDED_DEVICES:
+        setattr(weight, _CACHE, cache)
+    return cache
 
 
 def key(operator: Operator, inputs: Sequence[Tensor], options: Options) -> Key:
