@@ -310,12 +310,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
       {products, nullptr, 0, pair_of_row, 0.0f}};
   if (producer && elect_one()) prefetch_maps(down, loads_weights);
 #endif
-  __syncthreads();
-  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #if LISTS
   __shared__ FewPairs few;
-  few.sort({ids, id_bytes, pairs, experts}, CONSUMERS + PRODUCER_THREADS, [](int, int) {});
+  few.sort({ids, id_bytes, pairs, experts}, CONSUMERS + PRODUCER_THREADS, 4 * WARPGROUPS, [](int, int) {});
+#else
+  __syncthreads();
 #endif
+  if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
   if (MOVE_REGISTERS && producer) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
   if (producer && warp > 4 * WARPGROUPS + 1) return;
   // what is older than the kernel before this one needs no wait: routes, and for the second product tiles

@@ -16,16 +16,6 @@
 //   FEW_PAIRS       pairs        that are few
 //   KIND            dtype tag    of tokens, read by encode.cuh
 
-__device__ __forceinline__ int inclusive_sum(int value) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(~0u, value, d);
-    if (lane >= d) value += other;
-  }
-  return value;
-}
-
 __device__ __forceinline__ void cluster_barrier() {
   if (CLUSTER > 1)
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
@@ -144,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
   });
 #elif SORTS == 1
   __shared__ FewPairs few;
-  few.sort(routes, THREADS, [&](int pair, int row) {
+  few.sort(routes, THREADS, 0, [&](int pair, int row) {
     if (pair / top_k != token) return;
     own_rows[pair % top_k] = row;
     row_of_pair[pair] = row;

@@ -22,15 +22,50 @@ struct Routes {
   }
 };
 
-// Sorts at most FEW_PAIRS pairs by comparing each with each, which takes two barriers.
+__device__ __forceinline__ int inclusive_sum(int value) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, value, d);
+    if (lane >= d) value += other;
+  }
+  return value;
+}
+
+// Sorts at most FEW_PAIRS pairs: as many as a warp has lanes by one warp, more by comparing each with each,
+// which takes two barriers.
 struct FewPairs {
   int4 experts[FEW_PAIRS / 4], ranks[FEW_PAIRS / 4];  // a rank counts earlier pairs of the expert
   TokenTile tiles[FEW_PAIRS];
   int count;  // of tiles
 
-  // Calls store(pair, row) for each pair of this thread, with row -1 if it has no expert.
+  // Calls store(pair, row) for each pair of this thread, with row -1 if it has no expert. Ends with a barrier.
   template <typename Store>
-  __device__ void sort(const Routes& routes, int threads, Store store) {
+  __device__ void sort(const Routes& routes, int threads, int warp_of_block, Store store) {
+    if (routes.pairs > 32)
+      sort_in_block(routes, threads, store);
+    else if (threadIdx.x / 32 == warp_of_block)
+      sort_in_warp(routes, store);
+    __syncthreads();
+  }
+
+  // Experts follow one another as they first occur.
+  template <typename Store>
+  __device__ __forceinline__ void sort_in_warp(const Routes& routes, Store store) {
+    const int lane = threadIdx.x % 32, expert = lane < routes.pairs ? routes.expert(lane) : -1;
+    const u32 same = __match_any_sync(~0u, expert);
+    const int first = __ffs(same) - 1, rank = __popc(same & ((1u << lane) - 1)), rows = __popc(same);
+    const int tiled = expert < 0 ? 0 : (rows + TILE_TOKENS - 1) / TILE_TOKENS, place = rank / TILE_TOKENS;
+    const int through = inclusive_sum(lane == first ? tiled : 0);
+    const int tile = __shfl_sync(~0u, through, first) - tiled + place;
+    if (expert >= 0 && rank % TILE_TOKENS == 0) tiles[tile] = {expert, rows, place << 16 | tiled, 0};
+    if (lane == 31) count = through;
+    if (lane < routes.pairs) store(lane, expert < 0 ? -1 : tile * TILE_TOKENS + rank % TILE_TOKENS);
+  }
+
+  // Experts follow one another by their numbers.
+  template <typename Store>
+  __device__ __forceinline__ void sort_in_block(const Routes& routes, int threads, Store store) {
     int* const expert_of = (int*)experts;
     int* const rank_of = (int*)ranks;
     const int padded = (routes.pairs + 3) / 4;
@@ -71,6 +106,5 @@ struct FewPairs {
       }
       store(i, expert < 0 ? -1 : tile * TILE_TOKENS + rank % TILE_TOKENS);
     }
-    __syncthreads();
   }
 };
