@@ -148,7 +148,8 @@ def _joined_linear(
     weight, scale = as_one(w), as_one(w_scale)
     biases = as_one(bias) if bias else None
     if weight is None or scale is None or (bias and biases is None):
-        each = zip(w, w_scale, bias or [None] * len(w), strict=True)
+        none: list[Tensor | None] = [None] * len(w)
+        each = zip(w, w_scale, bias or none, strict=True)
         return torch.cat([_linear(x, *layer, None, scale_ub, *options) for layer in each], -1)
     constants = (join(weight, w), scale, biases, None, scale_ub)
     y = cache.run(_JOINED_BODY, (x,), constants, options, held)
