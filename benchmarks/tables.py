@@ -516,6 +516,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "linear": ("Whole linear layers", linear),
     "linear_odd": ("Whole linear layers of odd shapes", linear),
     "mx_speed": ("Layers with an MXFP8 weight", mx_speed),
+    "mx_humming": ("Layers with an MXFP8 weight, beside Humming's", mx_speed),
     "experts": ("Whole layers of experts", experts),
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
