@@ -39,6 +39,33 @@ def meta_scale_q() -> formats.QTensor:
 
 # (id, call, exception, arrived, required, remedy)
 CASES: list[tuple[str, Callable[[], object], type[Exception], str, str, str]] = [
+    *(
+        (name, call, TypeError, f"Got None as {what}.", "a str or a pathlib.Path", "'model-fp8'")
+        for name, call, what in (
+            ("load-path", lambda: fp8kit.load(None), "a checkpoint"),
+            ("save-path", lambda: fp8kit.save(converted(), None), "the destination"),
+            ("inspect-path", lambda: fp8kit.inspect(None), "a checkpoint"),
+            ("convert-path", lambda: fp8kit.convert_checkpoint(None, "dir"), "a checkpoint"),
+            ("quantize-path", lambda: fp8kit.quantize_checkpoint(".", None), "the destination"),
+        )
+    ),
+    (
+        "warmup-path",
+        lambda: fp8kit.warmup("dir"),
+        TypeError,
+        "Got a str as the model.",
+        "a module with FP8 layers",
+        "fp8kit.load(directory",
+    ),
+    (
+        "scheme-of-other-codes",
+        lambda: setattr(converted()[0], "scheme", "FP8_BLOCK"),
+        ValueError,
+        "Got scheme FP8_BLOCK for a layer that holds codes and scales of FP8_DYNAMIC.",
+        "quantizes nothing",
+        "Fp8Linear.from_linear(layer.to_linear(), 'FP8_BLOCK')",
+    ),
+    ("rebase-none", lambda: fp8kit.rebase(None), ValueError, "Got None.", "E8M0", "fp8kit.MX"),
     (
         "group-shape",
         lambda: fp8kit.GroupShape(0, 4),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UnsupportedError(RuntimeError):
@@ -34,6 +36,19 @@ def teach(arrived: str, required: str, remedy: str) -> str:
         'Got K = 256. The weight has K = 128. Pass x with 128 columns.'
     """
     return f"{arrived} {required} {remedy}"
+
+
+def as_path(value: object, what: str) -> Path:
+    """Return a path as one object, or raise a ``TypeError`` that says what was meant by it."""
+    if isinstance(value, (str, os.PathLike)):
+        return Path(value)
+    raise TypeError(
+        teach(
+            f"Got {value!r:.80} as {what}.",
+            "It is a path: a str or a pathlib.Path.",
+            "Pass the path of a directory, such as 'model-fp8'.",
+        )
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

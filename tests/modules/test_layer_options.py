@@ -193,3 +193,14 @@ def test_the_process_chooses_sums_and_invariance() -> None:
     assert found.strip() == "fast True fast True ('fast', True)"
     assert run().stdout.strip() == "precise False precise False ('precise', False)"
     assert "FP8KIT_ACCUM is 'quick'" in run(FP8KIT_ACCUM="quick").stderr
+
+
+def test_a_scheme_that_reads_the_same_weight_may_be_set() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(256, 128))
+    x = torch.randn(3, 256)
+    layer.scheme = "FP8_WEIGHT_ONLY"
+    assert layer.scheme is fp8kit.SCHEMES["FP8_WEIGHT_ONLY"]
+    wanted = fp8kit.Fp8Linear.from_quantized(
+        layer.quantized_weight(), layer.bias, scheme="FP8_WEIGHT_ONLY"
+    )
+    assert torch.equal(layer(x), wanted(x))

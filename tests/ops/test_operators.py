@@ -107,7 +107,9 @@ def matmul_cases(
         cases.append((OPS.scaled_mm, args))
     for biases in ([], [bias, bias]) if x_group and static is None else ():
         operands = ([w_q.data, w_q.data.clone()], [w_q.scale, w_q.scale.clone()], biases)
-        cases.append((OPS.joined_linear, (x, *operands, None, *groups, rounding, "precise", False)))
+        cases.append(
+            (OPS.joined_linear, (x, *operands, None, *groups, rounding, "precise", False, None))
+        )
     return cases
 
 

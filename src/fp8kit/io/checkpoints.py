@@ -26,7 +26,7 @@ from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.checkpoint.streaming.verify import Verification, verify
 from fp8kit.checkpoint.streaming.work_plan import Work, plan_work
 from fp8kit.conversion.report import Report
-from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.errors import CheckpointError, UnsupportedError, as_path, teach
 from fp8kit.formats import Scheme
 
 THREADS_PER_GPU = 8
@@ -87,6 +87,7 @@ def quantize_checkpoint(
     """
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     check_source(source)
+    destination = as_path(destination, "the destination")
     origin, goal = directory.resolved(source), Path(os.path.realpath(destination))
     checkpoint, partial = high_precision(origin), journal.Partial(goal)
     if not partial.installed():

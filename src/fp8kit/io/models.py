@@ -18,7 +18,7 @@ from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, as_path, teach
 from fp8kit.formats import FP8_FORMATS, MX_FORMS, SCHEMES, Scheme
 from fp8kit.modules.libraries import unwrapped
 from fp8kit.modules.linear import Fp8Linear
@@ -70,7 +70,8 @@ def save(
                 "Pass the module that fp8kit.convert or fp8kit.load gave.",
             )
         )
-    if source is not None and not Path(source).is_dir():
+    as_path(destination, "the destination")
+    if source is not None and not as_path(source, "source").is_dir():
         raise CheckpointError(
             teach(
                 f"There is no directory {source}.",

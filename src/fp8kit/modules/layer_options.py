@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.errors import teach
-from fp8kit.formats import QTensor
+from fp8kit.formats import QTensor, Scheme, scale_shape
 from fp8kit.ops import validation
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import Options
@@ -25,14 +25,17 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
 
     Args:
         layer: that it is set on.
-        name: one of ``NAMES``.
+        name: one of ``NAMES``, or ``"scheme"``.
         value: what was given.
 
     Raises:
         TypeError: for an ``out_dtype`` that no result has, or a ``batch_invariant`` that is no
             switch.
-        ValueError: for a ``scale_ub`` that is not positive and finite, or that no activation has.
+        ValueError: for a ``scale_ub`` that is not positive and finite, or that no activation has,
+            an unknown scheme, or one that reads other codes or scales than the layer holds.
     """
+    if name == "scheme":
+        return _checked_scheme(layer, value)
     if name == "out_dtype" and value is not None:
         validation.check_out_dtype(value)
     if name == "batch_invariant":
@@ -57,6 +60,23 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
             )
         )
     return bound
+
+
+def _checked_scheme(layer: Fp8Linear, value: Any) -> Scheme:
+    scheme, held = Scheme.of(value), layer._parameters
+    codes, scale = held.get("weight"), held.get("weight_scale")
+    if codes is None or scale is None:  # a new layer, or one whose weight is computed
+        return scheme
+    found = (scale.shape, "weight_exponents" in held, held.get("input_scale") is not None)
+    if found != (scale_shape(codes.shape, scheme.weight), scheme.rebased, scheme.static):
+        raise ValueError(
+            teach(
+                f"Got scheme {scheme} for a layer that holds codes and scales of {layer.scheme}.",
+                "A scheme says how they are read; setting one quantizes nothing.",
+                f"Call Fp8Linear.from_linear(layer.to_linear(), {str(value)!r}).",
+            )
+        )
+    return scheme
 
 
 def check_switch(name: str, value: object) -> None:

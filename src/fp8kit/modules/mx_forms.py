@@ -101,10 +101,10 @@ def _weights(layer: Fp8Linear | ExpertTensors) -> dict[str, QTensor]:
 def _take_form(
     layer: Fp8Linear | ExpertTensors, form: Scheme, found: Mapping[str, Rebased], note: str
 ) -> None:
-    layer.scheme, layer.form_note = form, note
     for name, weight in found.items():
         for key, tensor in rebased_tensors(weight, name).items():
             setattr(layer, key, frozen(tensor))
+    layer.scheme, layer.form_note = form, note
     if isinstance(layer, Fp8Linear):
         layer.replays = ReplayCache()
 

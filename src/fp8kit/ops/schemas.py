@@ -1,8 +1,9 @@
 """The registered operators, which ``torch.compile`` and ``torch.export`` see.
 
 Each has a schema, one implementation for every device, a fake, and an autograd rule. The choice
-of a backend happens inside the implementation, so a graph never depends on M. Groups travel as
-``[rows, cols]``; validation is the caller's (``functional``).
+of a backend happens inside the implementation, so a graph never depends on M. The schemas below
+name the arguments of all of them. Groups travel as ``[rows, cols]``; validation is the caller's
+(``functional``).
 """
 
 from __future__ import annotations
@@ -52,81 +53,32 @@ def _dequantize_fake(
     return data.new_empty(data.shape, dtype=dtype)
 
 
-def _scaled_mm(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    x_group: Sequence[int] | None,
-    w_group: Sequence[int],
-    out_dtype: torch.dtype,
-    accum: str,
-    batch_invariant: bool,
-    backend: str | None,
-) -> Tensor:
+def _scaled_mm(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Tensor:
+    w_scale, bias, x_group, w_group, *rest = others
     inputs: tuple[Tensor, ...] = (x,)
     constants: tuple[Tensor | None, ...] = (w, w_scale, bias)
     if x_scale is None:
         constants = (None, *constants)
     else:
         inputs = (x, x_scale)
-    options = (_hashable(x_group), _hashable(w_group), out_dtype, accum, batch_invariant, backend)
+    options = (_hashable(x_group), _hashable(w_group), *rest)
     y: Tensor = call_on(w, _SCALED_MM_BODY, inputs, constants, options)
     return y
 
 
-def _scaled_mm_fake(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    x_group: Sequence[int] | None,
-    w_group: Sequence[int],
-    out_dtype: torch.dtype,
-    accum: str,
-    batch_invariant: bool,
-    backend: str | None,
-) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
+def _scaled_mm_fake(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0], dtype=others[4])
 
 
-def _linear(
-    x: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    scale_ub: Tensor | None,
-    x_group: Sequence[int] | None,
-    w_group: Sequence[int],
-    scale_rounding: str,
-    accum: str,
-    batch_invariant: bool,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    constants = (w, w_scale, bias, input_scale, scale_ub)
-    groups = (_hashable(x_group), _hashable(w_group))
-    options = (*groups, scale_rounding, accum, batch_invariant, out_dtype)
-    y: Tensor = call_on(w, _LINEAR_BODY, (x,), constants, options)
+def _linear(x: Tensor, *others: Any) -> Tensor:
+    constants, (x_group, w_group, *rest) = others[:5], others[5:]
+    options = (_hashable(x_group), _hashable(w_group), *rest)
+    y: Tensor = call_on(constants[0], _LINEAR_BODY, (x,), constants, options)
     return y
 
 
-def _linear_fake(
-    x: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    input_scale: Tensor | None,
-    scale_ub: Tensor | None,
-    x_group: Sequence[int] | None,
-    w_group: Sequence[int],
-    scale_rounding: str,
-    accum: str,
-    batch_invariant: bool,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
+def _linear_fake(x: Tensor, w: Tensor, *others: Any) -> Tensor:
+    out_dtype = others[9] if len(others) > 9 else None  # torch leaves out what has its default
     return x.new_empty(*x.shape[:-1], w.shape[0], dtype=out_dtype or x.dtype)
 
 
@@ -156,20 +108,8 @@ def _joined_linear(
     return y
 
 
-def _joined_linear_fake(
-    x: Tensor,
-    w: list[Tensor],
-    w_scale: list[Tensor],
-    bias: list[Tensor],
-    scale_ub: Tensor | None,
-    x_group: Sequence[int],
-    w_group: Sequence[int],
-    scale_rounding: str,
-    accum: str,
-    batch_invariant: bool,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], sum(t.shape[0] for t in w), dtype=out_dtype or x.dtype)
+def _joined_linear_fake(x: Tensor, w: list[Tensor], *others: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(t.shape[0] for t in w), dtype=others[-1] or x.dtype)
 
 
 def _hashable(group: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -209,7 +149,7 @@ LINEAR = register(
 JOINED_LINEAR = register(
     "joined_linear(Tensor x, Tensor[] w, Tensor[] w_scale, Tensor[] bias, Tensor? scale_ub,"
     " int[2] x_group, int[2] w_group, str scale_rounding, str accum, bool batch_invariant,"
-    " ScalarType? out_dtype=None) -> Tensor",
+    " ScalarType? out_dtype) -> Tensor",
     _joined_linear,
     _joined_linear_fake,
 )

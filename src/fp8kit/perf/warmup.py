@@ -53,12 +53,20 @@ def warmup(
         How many distinct calls were made.
 
     Raises:
-        TypeError: if a row count is no integer.
+        TypeError: if ``model`` is no module, or a row count no integer.
         ValueError: if there is no FP8 layer, it is on meta, or a row count is not positive.
 
     Example:
         >>> fp8kit.warmup(model, m=[1, 16, 4096])
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            teach(
+                f"Got a {type(model).__name__} as the model.",
+                "What is warmed up is a module with FP8 layers, on its device.",
+                "Load a checkpoint with fp8kit.load(directory, device='cuda') first.",
+            )
+        )
     layers = [mod for mod in model.modules() if isinstance(mod, Fp8Linear)]
     experts = [mod for mod in model.modules() if isinstance(mod, ExpertTensors)]
     held = [layer.codes for layer in layers] + [mod.codes(mod.stacks.down) for mod in experts]

@@ -158,10 +158,10 @@ def restore(q: QTensor, exponents: Tensor) -> QTensor:
 
 
 def _check(q: QTensor, group: GroupShape) -> None:
-    if q.group != MX or q.data.dtype != torch.float8_e4m3fn:
+    if not isinstance(q, QTensor) or q.group != MX or q.data.dtype != torch.float8_e4m3fn:
         raise ValueError(
             teach(
-                f"Got {q}.",
+                f"Got {q!r:.80}.",
                 "E8M0 scales of 32 e4m3fn codes are rebased.",
                 "Quantize with group=fp8kit.MX, or leave other weights as they are.",
             )

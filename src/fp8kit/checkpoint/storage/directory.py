@@ -17,7 +17,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage.layout import Layout, Shard, index_of
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.storage.refusals import check_name, unwritable
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, as_path, teach
 
 # what a model needs beside its weights and config.json, copied from its source directory
 SIDE_FILES = (
@@ -55,7 +55,7 @@ def resolved(source: str | Path) -> Path:
     Args:
         source: a directory or a file.
     """
-    path = Path(source)
+    path = as_path(source, "a checkpoint")
     if path.is_file():
         return Path(os.path.realpath(path.parent)) / path.name
     return Path(os.path.realpath(path))

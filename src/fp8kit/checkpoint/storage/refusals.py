@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from os.path import lexists
 from pathlib import Path
 
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, as_path, teach
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
@@ -28,7 +28,7 @@ def check_source(path: str | Path) -> None:
     Raises:
         CheckpointError: if it is neither a directory that may be read nor a safetensors file.
     """
-    place = Path(path)
+    place = as_path(path, "a checkpoint")
     check_name(place)
     try:
         if place.is_dir():

@@ -23,7 +23,7 @@ from fp8kit.checkpoint.storage.directory import check_destination as check_desti
 from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES as MAX_SHARD_BYTES
 from fp8kit.checkpoint.storage.layout import Layout as Layout
 from fp8kit.checkpoint.storage.layout import Shard, plan_shards
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, as_path, teach
 from fp8kit.runtime.atomic_files import held
 
 
@@ -66,7 +66,7 @@ def write_checkpoint(
         >>> write_checkpoint("dir", layout, state.items(), config={})
         ['config.json', 'model.safetensors']
     """
-    destination = Path(os.path.realpath(destination))
+    destination = Path(os.path.realpath(as_path(destination, "the destination")))
     origin = None if source is None else directory.resolved(source)
     check_destination(destination, origin, overwrite)
     shards = plan_shards(layout, max_shard_bytes)
