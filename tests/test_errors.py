@@ -63,7 +63,7 @@ CASES: list[tuple[str, Callable[[], object], type[Exception], str, str, str]] = 
         ValueError,
         "Got scheme FP8_BLOCK for a layer that holds codes and scales of FP8_DYNAMIC.",
         "quantizes nothing",
-        "Fp8Linear.from_linear(layer.to_linear(), 'FP8_BLOCK')",
+        "Fp8Linear.from_linear(layer.to_linear(), scheme)",
     ),
     ("rebase-none", lambda: fp8kit.rebase(None), ValueError, "Got None.", "E8M0", "fp8kit.MX"),
     (

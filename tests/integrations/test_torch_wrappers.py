@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import fp8kit
 from fp8kit import CheckpointError, UnsupportedError
 from fp8kit.integrations.torch_wrappers import tell
+from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.weight_hazards import MARK, mark_synchronized
 from numerics import assert_bits_equal
 
@@ -159,6 +160,23 @@ def test_fully_shard_gathers_codes(mesh: Any, tmp_path: Path) -> None:
     assert not hasattr(layer.codes, MARK)  # gathered anew, behind the counter of changes
     with pytest.raises(CheckpointError, match="sharded over several"):
         fp8kit.save(model, tmp_path / "saved")
+
+
+def test_siblings_stay_in_the_memory_of_fully_shard(mesh: Any) -> None:
+    layers = [
+        fp8kit.Fp8Linear.from_linear(nn.Linear(64, n)).requires_grad_(False) for n in (64, 32)
+    ]
+    SharedInput(layers, unchanging=True)
+    model, x = nn.Sequential(*layers), torch.randn(4, 64)
+    expected = [layer(x) for layer in layers]
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for factor in (1, 2):
+        model.unshard()
+        for layer, y in zip(layers, expected, strict=True):
+            torch.testing.assert_close(layer(x), factor * (y - layer.bias) + layer.bias)
+        model.reshard()
+        for layer in layers:
+            layer.weight_scale.to_local().mul_(2)
 
 
 def test_fully_shard_casts_no_codes(mesh: Any) -> None:

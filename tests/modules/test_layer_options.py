@@ -195,6 +195,13 @@ def test_the_process_chooses_sums_and_invariance() -> None:
     assert "FP8KIT_ACCUM is 'quick'" in run(FP8KIT_ACCUM="quick").stderr
 
 
+def test_a_scheme_of_other_codes_is_refused() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(256, 128))
+    other = fp8kit.Scheme("E5M2", fp8kit.ROW, fp8kit.ROW, dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match="Got scheme E5M2 for a layer that holds codes"):
+        layer.scheme = other
+
+
 def test_a_scheme_that_reads_the_same_weight_may_be_set() -> None:
     layer = fp8kit.Fp8Linear.from_linear(nn.Linear(256, 128))
     x = torch.randn(3, 256)

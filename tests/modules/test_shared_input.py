@@ -383,6 +383,76 @@ def test_a_joined_graph_follows_its_layers(device: torch.device) -> None:
         assert_bits_equal(run(x), expected)
 
 
+def doubled(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    module.weight_scale.mul_(2)
+
+
+def shifted(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    module.bias.data.add_(1)
+
+
+CHANGED: dict[str, Callable[[Trio], object]] = {
+    "dense again": lambda m: setattr(m, "k", m.k.to_linear()),
+    "quantized again": lambda m: setattr(m, "k", siblings(m.q.codes.device)[1]),
+    "input hook": lambda m: m.k.register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+    "weight hook": lambda m: m.v.register_forward_pre_hook(doubled),
+    "bias hook": lambda m: m.k.register_forward_pre_hook(shifted),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_joined_graph_gives_each_layer_its_own_result(change: str, device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", unchanging=True), tokens(device)
+    CHANGED[change](model)
+    expected = copy.deepcopy(model)(x)
+    y, _ = compiled_trio(model, x, dynamic=False)
+    assert_bits_equal(y, expected)
+
+
+@pytest.mark.parametrize("order", ["qv", "qkkv", "qkkkv", "qvk", "kqv", "qqkv"])
+def test_a_joined_graph_may_be_called_in_any_order(order: str, device: torch.device) -> None:
+    model, x = Trio(device, "FP8_DYNAMIC", unchanging=True), tokens(device)
+
+    def run(x: Tensor) -> list[Tensor]:
+        return [getattr(model, name)(x) for name in order]
+
+    for y, name in zip(torch.compile(run, backend="eager")(x), order, strict=True):
+        assert_bits_equal(y, getattr(model, name).compute(x))
+
+
+def test_joined_results_do_not_outlive_their_graph(device: torch.device) -> None:
+    layers, x = siblings(device), tokens(device)
+    SharedInput(layers, unchanging=True)
+    for layer in layers:
+        layer.compile(backend="eager", dynamic=False)
+    for _ in range(2):
+        layers[0](x)
+        layers[1].weight_scale.mul_(2)
+        assert_bits_equal(layers[1](x), layers[1].compute(x))
+        layers[2].weight_scale.mul_(2)
+        assert_bits_equal(layers[2](x), layers[2].compute(x))
+
+
+def test_scales_of_one_column_are_joined_row_by_row() -> None:
+    codes = [fp8kit.quantize(torch.randn(128, 256) * (i + 1), fp8kit.BLOCK) for i in range(2)]
+    data = torch.cat([q.data.view(torch.uint8) for q in codes]).view(torch.float8_e4m3fn)
+    scales = torch.cat([q.scale.reshape(2, 1) for q in codes])  # [1, 2] of each, strides (1, 1)
+    layers = [
+        fp8kit.Fp8Linear.from_quantized(
+            fp8kit.QTensor(
+                data[128 * i : 128 * i + 128], scales[2 * i : 2 * i + 2].t(), fp8kit.BLOCK
+            ),
+            scheme="FP8_BLOCK",
+        )
+        for i in range(2)
+    ]
+    x = torch.randn(3, 256)
+    expected = [layer.compute(x) for layer in layers]
+    SharedInput(layers, unchanging=True)
+    for layer, y in zip(layers, expected, strict=True):
+        assert_bits_equal(layer(x), y)
+
+
 def test_weights_that_lie_apart_are_multiplied_one_by_one(device: torch.device) -> None:
     model, x = Trio(device, "FP8_DYNAMIC", unchanging=True), tokens(device)
     operands = [layer.operands() for layer in (model.q, model.k, model.v)]

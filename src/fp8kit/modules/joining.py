@@ -71,8 +71,11 @@ def joined_shape(layers: Sequence[nn.Linear]) -> tuple[int, int]:
 def may_move(members: Sequence[Fp8Linear]) -> bool:
     """Return whether what layers hold can be put elsewhere.
 
-    A distributed tensor lives in others, and other processes may look at shared memory.
+    A distributed tensor lives in others, ``fully_shard`` puts the whole weight into memory of its
+    own at each call, and other processes may look at shared memory.
     """
+    if any(m.sharded for m in members):
+        return False
     held = [p for m in members for p in m._parameters.values() if p is not None]
     return not any(
         is_traceable_wrapper_subclass(p)

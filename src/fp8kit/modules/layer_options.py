@@ -67,13 +67,14 @@ def _checked_scheme(layer: Fp8Linear, value: Any) -> Scheme:
     codes, scale = held.get("weight"), held.get("weight_scale")
     if codes is None or scale is None:  # a new layer, or one whose weight is computed
         return scheme
-    found = (scale.shape, "weight_exponents" in held, held.get("input_scale") is not None)
-    if found != (scale_shape(codes.shape, scheme.weight), scheme.rebased, scheme.static):
+    static, rebased = held.get("input_scale") is not None, "weight_exponents" in held
+    wanted = (scheme.dtype, scale_shape(codes.shape, scheme.weight), scheme.static, scheme.rebased)
+    if (codes.dtype, scale.shape, static, rebased) != wanted:
         raise ValueError(
             teach(
                 f"Got scheme {scheme} for a layer that holds codes and scales of {layer.scheme}.",
                 "A scheme says how they are read; setting one quantizes nothing.",
-                f"Call Fp8Linear.from_linear(layer.to_linear(), {str(value)!r}).",
+                "Quantize again: Fp8Linear.from_linear(layer.to_linear(), scheme).",
             )
         )
     return scheme

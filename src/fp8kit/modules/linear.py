@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import (
@@ -89,6 +90,7 @@ class Fp8Linear(nn.Linear):
     qualified_name = ""  # in the model it was converted in, for errors
     form_note = ""  # why an MX weight has the form it has
     place = ""  # among siblings whose input is known not to change: "first", "middle" or "last"
+    sharded = False  # it held parts of distributed tensors, and may only have borrowed the whole
     transposed = False  # the dense layer was a Conv1D of Transformers, which holds [K, N]
 
     def __init__(
@@ -359,6 +361,7 @@ class Fp8Linear(nn.Linear):
         """Hold a plain Parameter, also where what ``layer.weight`` gave is assigned."""
         if param is not None:
             invalidate(param)  # fully_shard gathers weights past their counters of changes
+            self.sharded = self.sharded or is_traceable_wrapper_subclass(param)
         super().register_parameter(name, plain(param))
 
     def __prepare_scriptable__(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from fp8kit.modules.hooks import arrives_with_its_call
+from fp8kit.modules.hooks import arrives_with_its_call, is_watched
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_move
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.ops import operators
@@ -187,15 +187,14 @@ class SharedInput:
             for m in self.members
         )
 
-    def joined_in_graph(self, x: Tensor) -> tuple[Tensor, ...] | None:
-        """Compute for all members in a graph, ``None`` where rows may be many."""
+    def joined_in_graph(self, x: Tensor) -> tuple[tuple[Any, ...], ...] | None:
+        """Return what a graph multiplies as one matrix, ``None`` where rows may be many."""
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy
 
         few = statically_known_true(x.numel() <= MOST_JOINED_ROWS * x.shape[-1])
         if not few or not self._may_join_in_graph():
             return None
-        operands = [member.operands() for member in self.members]
-        return operators.joined_registered(x, operands, self.members[0].options())
+        return tuple([member.operands() for member in self.members])
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _may_join_in_graph(self) -> bool:
@@ -207,7 +206,7 @@ class SharedInput:
         trained = torch.is_grad_enabled() and any(
             p is not None and p.requires_grad for m in self.members for p in m.operands()
         )
-        if trained or not self._alike() or not self._joins():
+        if trained or is_watched(*self.members) or not self._alike() or not self._joins():
             return False
         for name in ("weight", "weight_scale", "bias"):
             if getattr(self.members[0], name) is not None:
@@ -226,7 +225,7 @@ class SharedInput:
         if not can_join(self.members) or not may_move(self.members):
             return False
         return not self._captured or all(
-            self._found(name) is not None
+            as_one(self._parts(name)) is not None
             for name in ("weight", "weight_scale", "bias")
             if getattr(self.members[0], name) is not None
         )
@@ -295,7 +294,7 @@ class SharedInput:
         parts = self._parts(name)
         # changes of parts that are counted stay counted, whatever the mode of this call
         with torch.inference_mode(parts[0].is_inference()):
-            found = self._found(name)
+            found = as_one(parts)
             if found is not None:
                 return found
             bits = [p.detach().view(torch.uint8) for p in parts]  # torch.cat has no FP8 kernel
@@ -309,10 +308,6 @@ class SharedInput:
     def _parts(self, name: str) -> list[Tensor]:
         """Return what the members hold under a name, which each of them holds."""
         return [m.codes if name == "weight" else getattr(m, name) for m in self.members]
-
-    def _found(self, name: str) -> Tensor | None:
-        """Return the joined tensor, if the members lie behind one another."""
-        return as_one(self._parts(name))
 
 
 def _with_own_storage(part: Tensor) -> Tensor:

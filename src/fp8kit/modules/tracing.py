@@ -21,13 +21,17 @@ class _Left(NamedTuple):
         x: their input.
         kind: how it was quantized, and by which options it was multiplied if that was done.
         codes: of the input, if each sibling multiplies them.
-        results: of the next siblings, if the first one computed all.
+        operands: of the siblings whose results wait, if the first one computed all.
+        results: theirs, in the same order.
+        trace: in which they were computed; weights may change between one graph and the next.
     """
 
     x: Tensor
     kind: tuple[Any, ...]
     codes: RowCodes | None
+    operands: tuple[tuple[Any, ...], ...] = ()
     results: tuple[Tensor, ...] = ()
+    trace: str = ""
 
 
 _left: _Left | None = None
@@ -36,11 +40,10 @@ _left: _Left | None = None
 def traced(layer: Fp8Linear, x: Tensor) -> Tensor:
     """Compute in a graph; siblings share codes, as Inductor merges no operators of others.
 
-    Of few rows, the first sibling multiplies the weights of all as one matrix.
-
-    Whatever is read of a layer is a guard at every call, and what is found in two ways, such as the
-    siblings of a group, is another and slower one. So a layer tells the next one through a global,
-    which lives from the first sibling to the last within one trace. Changes of ``x`` go unseen.
+    Of few rows, the first sibling multiplies the weights of all as one matrix. What is read of a
+    layer is a guard at every call, and what is found in two ways, such as the siblings of a group,
+    is another and slower one. So a layer tells the next one through a global, which lives from the
+    first sibling to the last within one trace. Changes of ``x`` go unseen.
     """
     global _left
     codes, _, bias, input_scale, bound = constants = layer.operands()
@@ -63,20 +66,27 @@ def traced(layer: Fp8Linear, x: Tensor) -> Tensor:
         if found is not None and found.x is x and not trained:
             if found.codes is not None and found.kind == kind:
                 return layer.multiply(found.codes)
-            if found.codes is None and found.kind == (kind, options):
-                if layer.place != "last":
-                    _left = found._replace(results=found.results[1:])
-                return found.results[0]
+            if found.codes is None and found.kind == (kind, options) and found.trace == _trace():
+                for held, result in zip(found.operands, found.results, strict=True):
+                    if all(a is b for a, b in zip(held, constants, strict=True)):
+                        return result
     return operators.linear_registered(x, *constants, *options)
 
 
 def _of_all(layer: Fp8Linear, x: Tensor, kind: tuple[Any, ...]) -> _Left:
     """Compute for all siblings what they have in common: everything, or codes of the input."""
     group: Any = layer.shared
-    results = group.joined_in_graph(x)
-    if results is None:
+    operands = group.joined_in_graph(x)
+    if operands is None:
         return _Left(x, kind, layer.quantize_input(x))
-    return _Left(x, (kind, layer.options()), None, results)
+    results = operators.joined_registered(x, operands, layer.options())
+    return _Left(x, (kind, layer.options()), None, operands, results, _trace())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _trace() -> str:
+    """Name the trace that is under way."""
+    return str(torch._guards.CompileContext.current_compile_id())
 
 
 def _is_compiled() -> bool:

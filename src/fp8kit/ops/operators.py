@@ -92,8 +92,6 @@ def joined_registered(
 ) -> tuple[Tensor, ...]:
     """Multiply ``x`` by the weights of several layers at once, as one registered operator.
 
-    Weights that lie behind one another in memory are one matrix.
-
     Args:
         x: activations ``[..., K]``.
         operands: of each layer, as ``linear_registered`` takes them.

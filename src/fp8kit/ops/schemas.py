@@ -97,8 +97,7 @@ def _joined_linear(
     y: Tensor | None = cache.replay(_JOINED_BODY, (x,), held, options)
     if y is not None:
         return y
-    weight, scale = as_one(w), as_one(w_scale)
-    biases = as_one(bias) if bias else None
+    weight, scale, biases = as_one(w), as_one(w_scale), as_one(bias) if bias else None
     if weight is None or scale is None or (bias and biases is None):
         none: list[Tensor | None] = [None] * len(w)
         each = zip(w, w_scale, bias or none, strict=True)

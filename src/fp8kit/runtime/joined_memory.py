@@ -23,4 +23,6 @@ def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     size = end - first.data_ptr()
     memory = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, size)
     rows = sum(part.shape[0] for part in parts)
-    return first.detach().new_empty(0).set_(memory, 0, (rows, *first.shape[1:]), first.stride())
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device).set_(memory, 0, (size,), (1,))
+    # not by the strides of a part: where an extent is 1, they may be any number
+    return whole.view(first.dtype).view(rows, *first.shape[1:])
