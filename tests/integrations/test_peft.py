@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import fp8kit
 import lora as lora_benchmark
@@ -199,6 +200,7 @@ def test_preparing_for_training_leaves_codes_and_their_dtype_alone() -> None:
 
 
 def test_adapters_by_the_methods_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = llama()
     for name in ("a", "b"):
         model.add_adapter(peft.LoraConfig(target_modules=["q_proj"], r=RANK), name)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import fp8kit
 from fp8kit.errors import CheckpointError
@@ -571,6 +572,7 @@ def test_one_layer_is_as_large_after_a_call_as_before(name: str, tmp_path: Path)
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_that_transformers_added_is_saved_alone(tmp_path: Path) -> None:
+    pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)
     model = llama()
     model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"]))
     model.save_pretrained(tmp_path / "c")

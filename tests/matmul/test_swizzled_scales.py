@@ -77,6 +77,9 @@ def test_the_recipe_of_torch_accepts_the_layout(
     assert y.is_contiguous()
 
 
+@pytest.mark.skipif(
+    torch.__version__ >= (2, 14), reason="torch 2.14 looks at no sizes of meta scales"
+)
 def test_the_recipe_of_torch_refuses_another_layout() -> None:
     x, w = (torch.empty(128, 256, dtype=torch.float8_e4m3fn, device="meta") for _ in "xw")
     flat = torch.empty(1024, dtype=torch.uint8, device="meta").view(E8M0)
