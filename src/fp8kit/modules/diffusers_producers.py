@@ -8,16 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp8kit.modules.fused_producers import (
-    Consumers,
-    Fused,
-    Producer,
-    activation_kind,
-    any_trained,
-    can_multiply,
-)
+from fp8kit.modules.fused_producers import Consumers, Fused, Producer, activation_kind, can_multiply
 from fp8kit.modules.hooks import is_watched
 from fp8kit.modules.norm_formula import NormFormula, activation_codes, row_codes
+from fp8kit.modules.parameters import any_trained
 
 _FIRST_LAYERS = ("GELU", "GEGLU", "SwiGLU", "LinearActivation")
 

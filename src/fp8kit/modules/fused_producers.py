@@ -23,6 +23,7 @@ from fp8kit.formats import Scheme
 from fp8kit.modules.hooks import carry_hooks, is_watched
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import NormFormula, activation_codes, takes_codes
+from fp8kit.modules.parameters import any_trained
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.replay_cache import ReplayCache
@@ -286,13 +287,6 @@ def activation_kind(act_fn: object) -> str | None:
     if type(act_fn) is nn.GELU:
         return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
     return "gelu_tanh" if name in ("GELUTanh", "PytorchGELUTanh") else None
-
-
-def any_trained(*layers: nn.Module | None) -> bool:
-    """Return whether a Parameter of these modules collects gradients now."""
-    return torch.is_grad_enabled() and any(
-        p.requires_grad for m in layers if m is not None for p in m.parameters()
-    )
 
 
 @functools.cache

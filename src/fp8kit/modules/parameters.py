@@ -1,4 +1,4 @@
-"""Frozen Parameters of codes and scales: made, moved without a cast, and pickled."""
+"""Parameters of layers, frozen but for some biases: made, moved without a cast, and pickled."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ _BYTES = {1: torch.uint8, 4: torch.int32}
 def frozen(tensor: Tensor) -> nn.Parameter:
     """Make a Parameter without a gradient."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def any_trained(*layers: nn.Module | None) -> bool:
+    """Return whether a Parameter of these modules collects gradients now."""
+    return torch.is_grad_enabled() and any(
+        p.requires_grad for m in layers if m is not None for p in m.parameters()
+    )
 
 
 def empty_exponents(

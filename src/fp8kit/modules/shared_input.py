@@ -25,6 +25,7 @@ from torch.utils import dlpack
 from fp8kit.modules.hooks import arrives_with_its_call, is_watched
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_move
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.parameters import any_trained
 from fp8kit.ops import operators
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.joined_memory import as_one
@@ -203,14 +204,12 @@ class SharedInput:
         Asked while the graph is traced. Where the weights are later, the operator finds out by
         itself, and what else may change is guarded.
         """
-        trained = torch.is_grad_enabled() and any(
-            p is not None and p.requires_grad for m in self.members for p in m.operands()
-        )
-        if trained or is_watched(*self.members) or not self._alike() or not self._joins():
+        if any_trained(*self.members) or is_watched(*self.members):
             return False
-        for name in ("weight", "weight_scale", "bias"):
-            if getattr(self.members[0], name) is not None:
-                self._joined(name)
+        if not self._alike() or not self._joins():
+            return False
+        for name in self._names():
+            self._joined(name)
         return True
 
     def _joins(self) -> bool:
@@ -224,11 +223,8 @@ class SharedInput:
             return False
         if not can_join(self.members) or not may_move(self.members):
             return False
-        return not self._captured or all(
-            as_one(self._parts(name)) is not None
-            for name in ("weight", "weight_scale", "bias")
-            if getattr(self.members[0], name) is not None
-        )
+        together = (as_one(self._parts(name)) is not None for name in self._names())
+        return not self._captured or all(together)
 
     def _watch_capture(self, x: Tensor) -> None:
         """Remember that a graph was captured: its replays read weights where they are now."""
@@ -304,6 +300,11 @@ class SharedInput:
                 part.data = _with_own_storage(home).view(part.dtype)
                 invalidate(part)  # written just now, maybe where it was waited for before
             return whole.view(parts[0].dtype)
+
+    def _names(self) -> list[str]:
+        """Return the names of what a product takes of a member; all have a bias or none has."""
+        bias = [] if self.members[0].bias is None else ["bias"]
+        return ["weight", "weight_scale", *bias]
 
     def _parts(self, name: str) -> list[Tensor]:
         """Return what the members hold under a name, which each of them holds."""

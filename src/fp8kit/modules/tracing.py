@@ -19,7 +19,7 @@ class _Left(NamedTuple):
 
     Args:
         x: their input.
-        kind: how it was quantized, and by which options it was multiplied if that was done.
+        kind: how it was quantized, or the options by which it was multiplied.
         codes: of the input, if each sibling multiplies them.
         operands: of the siblings whose results wait, if the first one computed all.
         results: theirs, in the same order.
@@ -66,7 +66,7 @@ def traced(layer: Fp8Linear, x: Tensor) -> Tensor:
         if found is not None and found.x is x and not trained:
             if found.codes is not None and found.kind == kind:
                 return layer.multiply(found.codes)
-            if found.codes is None and found.kind == (kind, options) and found.trace == _trace():
+            if found.codes is None and found.kind == options and found.trace == _trace():
                 for held, result in zip(found.operands, found.results, strict=True):
                     if all(a is b for a, b in zip(held, constants, strict=True)):
                         return result
@@ -80,7 +80,7 @@ def _of_all(layer: Fp8Linear, x: Tensor, kind: tuple[Any, ...]) -> _Left:
     if operands is None:
         return _Left(x, kind, layer.quantize_input(x))
     results = operators.joined_registered(x, operands, layer.options())
-    return _Left(x, (kind, layer.options()), None, operands, results, _trace())
+    return _Left(x, layer.options(), None, operands, results, _trace())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

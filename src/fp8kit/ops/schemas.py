@@ -67,7 +67,8 @@ def _scaled_mm(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Te
 
 
 def _scaled_mm_fake(x: Tensor, x_scale: Tensor | None, w: Tensor, *others: Any) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[0], dtype=others[4])
+    _w_scale, _bias, _x_group, _w_group, out_dtype, *_ = others
+    return x.new_empty(x.shape[0], w.shape[0], dtype=out_dtype)
 
 
 def _linear(x: Tensor, *others: Any) -> Tensor:
