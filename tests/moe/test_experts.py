@@ -125,6 +125,15 @@ def test_the_check_of_a_layer_can_fail() -> None:
 
 
 @every_backend
+def test_weights_of_a_router_may_be_tiny(backend: str) -> None:
+    layer, x, ids, weights = make("rows")
+    x, weights = x.half(), weights * 2**-20
+    slow = slowly(layer, x, ids, weights)
+    assert slow.y.abs().median() < torch.finfo(torch.float16).smallest_normal
+    assert_experts(BACKENDS[backend](layer, x, ids, weights), slow, 192)
+
+
+@every_backend
 @pytest.mark.parametrize("scale", [0.0, 1e-38, math.nan])
 def test_experts_that_nobody_takes_do_not_leak(backend: str, scale: float) -> None:
     layer, x, ids, weights = make("blocks")
