@@ -19,6 +19,7 @@ import hypothesis
 import pytest
 import torch
 
+import interpret_triton  # noqa: F401  # before those that import Triton
 import recorded_calls
 from disks import Disk
 from fp8kit.dispatch import backends
@@ -26,9 +27,6 @@ from fp8kit.runtime import launch_recording, settings
 
 HAS_FP8_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
-# read when triton is first imported, so it is set before any test module can import it
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 # cuBLAS wants a fixed workspace before it keeps torch's promise of deterministic algorithms
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -22,6 +22,7 @@ from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
 from fp8kit.modules import fused_producers
+from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights, MoeBackend
 from fp8kit.quantizers import reference as quantizer
 from fp8kit.quantizers.problem import QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_scale
@@ -183,6 +184,20 @@ class CpuBackends:
 
         return _fused(kernel, gate, (up,), target)
 
+    def experts(self, operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+        self.calls.append("experts")
+        x, w13, w2, ids, weights = operands
+        y = torch.empty(x.shape, dtype=x.dtype)
+
+        def kernel(x: Tensor, ids: Tensor, weights: Tensor, *memory: Tensor) -> None:
+            *held, y = memory
+            held = [None if part is None else t for part, t in zip((*w13, *w2), held, strict=True)]
+            pair = ExpertWeights(*held[:4]), ExpertWeights(*held[4:])
+            y.copy_(_experts(ExpertOperands(x, *pair, ids, weights), problem))
+
+        launch(kernel, x, ids, weights, *w13, *w2, y)
+        return y
+
     @staticmethod
     def supports(_: object) -> None:
         return None
@@ -199,6 +214,23 @@ def _fused(
     scale = empty_scale(x, target.group, target.scale_layout)
     launch(kernel, x, *operands, data, scale, total)
     return data, scale
+
+
+def _experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
+    """Compute a layer with dense experts: something that reads all of its operands."""
+    x, w13, w2, ids, weights = operands
+    total = torch.zeros(x.shape)
+    for expert in range(problem.experts):
+        h = problem.activation(_product(x.float(), w13, expert, problem.w_group))
+        chosen = (weights * (ids == expert)).sum(1, keepdim=True)
+        total += _product(h, w2, expert, problem.w_group) * chosen
+    return total
+
+
+def _product(x: Tensor, w: ExpertWeights, expert: int, group: GroupShape) -> Tensor:
+    dense = quantizer.dequantize(w.data[expert], w.scale[expert], group, torch.float32)
+    x = x if w.input_scale is None else x * w.input_scale
+    return x @ dense.t() + (0.0 if w.bias is None else w.bias[expert].float())
 
 
 def _write(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
@@ -236,6 +268,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
             activation=made.activation,
         ),
     }
+    backends["moe"] = MoeBackend(supports=made.supports, experts=made.experts, grouped=None)
     tables = {kind: {"reference": backend} for kind, backend in backends.items()}
     backend_tables.install(monkeypatch, **tables)
     record_on_cpu(monkeypatch)

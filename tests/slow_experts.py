@@ -144,8 +144,8 @@ def operator_arguments(layer: Layer, x: Tensor, ids: Tensor, weights: Tensor) ->
     pair = [None if g is None else (g.rows, g.cols) for g in (layer.x_group, layer.w13.group)]
     rounding = "floor" if layer.x_group == MX else "exact"
     return (
-        x, layer.w13.data, layer.w13.scale, layer.bias13, layer.input_scale, layer.w2.data,
-        layer.w2.scale, layer.bias2, layer.input_scale, ids, weights, None, *pair, rounding,
+        x, ids, weights, layer.w13.data, layer.w13.scale, layer.bias13, layer.input_scale,
+        layer.w2.data, layer.w2.scale, layer.bias2, layer.input_scale, None, *pair, rounding,
         *ActivationWords.of(layer.activation), layer.on_input, False, None,
     )  # fmt: skip
 

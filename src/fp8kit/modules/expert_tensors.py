@@ -103,6 +103,11 @@ class ExpertTensors(nn.Module):
         scale = cast(Tensor, self.beside(name, "scale"))
         return QTensor(self.codes(name).detach(), scale.detach(), self.scheme.weight)
 
+    def operand(self, name: str) -> QTensor:
+        """Return a stack as products take it: the Parameters, on which calls are recorded."""
+        scale = cast(Tensor, self.beside(name, "scale"))
+        return QTensor(self.codes(name), scale, self.scheme.weight)
+
     def stored(self, name: str) -> QTensor:
         """Return a stack as checkpoints hold it: a view, or the MX weights it was made of."""
         q, exponents = self.quantized(name), self.beside(name, "exponents")

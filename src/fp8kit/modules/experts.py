@@ -32,7 +32,6 @@ from fp8kit.ops import validation
 
 Routing = Callable[[Tensor], tuple[Tensor, Tensor]]
 _SWIGLU = Activation()
-_BESIDE = ("scale", "bias", "input_scale")
 
 
 class Fp8Experts(ExpertTensors):
@@ -234,7 +233,9 @@ class Fp8Experts(ExpertTensors):
         if self.shared or shared_weights is not None:
             more_ids, more_weights = self._shared_pairs(ids, weights, shared_weights)
             ids, weights = torch.cat([ids, more_ids], 1), torch.cat([weights, more_weights], 1)
-        return self._compute(hidden_states, ids, weights)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        y = experts(rows, ids=ids, weights=weights, **self._options())
+        return y.view(hidden_states.shape)
 
     def apart(
         self,
@@ -259,7 +260,11 @@ class Fp8Experts(ExpertTensors):
         ids, weights = self._routed(top_k_index, top_k_weights, logits)
         also = self._shared_pairs(ids, weights, shared_weights)
         given = hidden_states if shared_input is None else shared_input
-        return self._compute(hidden_states, ids, weights), self._compute(given, *also)
+        routed, common = (
+            experts(x.reshape(-1, x.shape[-1]), ids=i, weights=w, **self._options()).view(x.shape)
+            for x, i, w in ((hidden_states, ids, weights), (given, *also))
+        )
+        return routed, common
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Give ids and weights by ``routing``; raises ``ValueError`` if there is none."""
@@ -367,16 +372,14 @@ class Fp8Experts(ExpertTensors):
             factors = given.reshape(-1, self.shared).to(weights.dtype)
         return every.expand(m, -1), factors
 
-    def _compute(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def _options(self) -> dict[str, Any]:
         (w13, bias13, scale13), (w2, bias2, scale2) = self._operands()
-        y = experts(
-            hidden_states.reshape(-1, hidden_states.shape[-1]), w13, w2, ids, weights,
-            activation=self.activation, scheme=self.scheme, bias13=bias13, bias2=bias2,
-            input_scale13=scale13, input_scale2=scale2, expert_map=self.expert_map,
-            router_weight_on_input=self.router_weight_on_input,
-            batch_invariant=self.batch_invariant,
-        )  # fmt: skip
-        return y.view(hidden_states.shape)
+        return {
+            "w13": w13, "w2": w2, "activation": self.activation, "scheme": self.scheme,
+            "bias13": bias13, "bias2": bias2, "input_scale13": scale13, "input_scale2": scale2,
+            "expert_map": self.expert_map, "router_weight_on_input": self.router_weight_on_input,
+            "batch_invariant": self.batch_invariant,
+        }  # fmt: skip
 
     def extra_repr(self) -> str:
         """Describe the layer in ``print(model)``."""
@@ -397,9 +400,8 @@ class Fp8Experts(ExpertTensors):
     def _operands(self) -> list[tuple[QTensor, Tensor | None, Tensor | None]]:
         found = []
         for name in self._matrices():
-            scale, bias, given = (getattr(self, f"{name}_{kind}") for kind in _BESIDE)
-            # the plain Parameter: what guards it would stand between each call and its operator
-            found.append((QTensor(self.codes(name), scale, self.scheme.weight), bias, given))
+            bias, given = (self.beside(name, kind) for kind in ("bias", "input_scale"))
+            found.append((self.operand(name), bias, given))
         return found
 
     def __prepare_scriptable__(self) -> None:

@@ -50,8 +50,8 @@ class StackedExperts(ExpertTensors):
         else:
             y = run_experts(
                 rows,
-                self.quantized(self.stacks.up),
-                self.quantized(self.stacks.down),
+                self.operand(self.stacks.up),
+                self.operand(self.stacks.down),
                 ids,
                 weights,
                 activation=self.stacks.activation,

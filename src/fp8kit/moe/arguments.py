@@ -11,7 +11,6 @@ from fp8kit.moe.activation import Activation
 from fp8kit.moe.routing import check_routing
 from fp8kit.ops.validation import (
     check_codes,
-    check_float,
     check_input_scale,
     check_operand,
     check_out_dtype,
@@ -23,17 +22,14 @@ _INTEGERS = (torch.int32, torch.int64)
 Weight = tuple[QTensor, Tensor | None, Tensor | None]
 
 
-def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation) -> None:
-    """Refuse an input and weights that do not fit each other.
+def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
+    """Refuse weights that are not quantized, and what is no activation.
 
     Args:
-        x: the input.
-        first: codes, bias and input scale of the first product.
-        second: the same of the second product.
-        activation: says how many columns the first has.
+        w13: of the first product.
+        w2: of the second.
+        activation: what stands between the products.
     """
-    check_float("x", x)
-    w13, w2 = first[0], second[0]
     check_quantized("w13", w13)
     check_quantized("w2", w2)
     if not isinstance(activation, Activation):
@@ -44,6 +40,18 @@ def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation
                 "Pass fp8kit.moe.Activation('silu'), for example.",
             )
         )
+
+
+def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation) -> None:
+    """Refuse an input and weights that do not fit each other.
+
+    Args:
+        x: the input.
+        first: codes, bias and input scale of the first product.
+        second: the same of the second product.
+        activation: says how many columns the first has.
+    """
+    w13, w2 = first[0], second[0]
     if x.dim() != 2:
         raise ValueError(
             teach(

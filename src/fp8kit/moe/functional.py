@@ -10,13 +10,15 @@ from fp8kit.moe import operators
 from fp8kit.moe.activation import Activation, ActivationWords
 from fp8kit.moe.arguments import (
     check_grouped,
+    check_kinds,
     check_layer,
     check_routes,
     check_scheme,
     stacked_scale,
 )
 from fp8kit.ops.operators import autocast
-from fp8kit.ops.validation import activation_format
+from fp8kit.ops.validation import activation_format, check_float
+from fp8kit.runtime.replay_cache import cache_on
 
 _SWIGLU = Activation()
 
@@ -77,19 +79,31 @@ def experts(
         >>> w13, w2 = (fp8kit.quantize(w, fp8kit.ROW, role="weight") for w in (gate_up, down))
         >>> y = fp8kit.moe.experts(x, w13, w2, *fp8kit.moe.route(logits, 2))
     """
-    check_layer(x, (w13, bias13, input_scale13), (w2, bias2, input_scale2), activation)
-    check_routes(x, ids, weights, expert_map)
+    check_float("x", x)
+    check_kinds(w13, w2, activation)
     x_group, rounding = activation_format(w13.group, scheme, input_scale13)
-    check_scheme(scheme, x_group, w13, input_scale2)
+    # before the call is looked for: a recording has no casts
     x = autocast(x)
-    arguments = (
-        x, w13.data, stacked_scale(w13), bias13, input_scale13,
-        w2.data, stacked_scale(w2), bias2, input_scale2, ids, weights.float(), expert_map,
+    if isinstance(weights, Tensor) and weights.is_floating_point():
+        weights = weights.float()
+    constants = (
+        w13.data, stacked_scale(w13), bias13, input_scale13,
+        w2.data, stacked_scale(w2), bias2, input_scale2, expert_map,
+    )  # fmt: skip
+    options = (
         None if x_group is None else (x_group.rows, x_group.cols),
         (w13.group.rows, w13.group.cols), rounding, *ActivationWords.of(activation),
         router_weight_on_input, batch_invariant, backend,
     )  # fmt: skip
-    y: Tensor = operators.LAYER.form(arguments)(*arguments)
+    call = (operators.LAYER, (x, ids, weights), constants, options)
+    cache = None if torch.compiler.is_compiling() else cache_on(w13.data)
+    y: Tensor | None = None if cache is None else cache.replay(*call)
+    if y is None:
+        check_layer(x, (w13, bias13, input_scale13), (w2, bias2, input_scale2), activation)
+        check_routes(x, ids, weights, expert_map)
+        check_scheme(scheme, x_group, w13, input_scale2)
+        arguments = (x, ids, weights, *constants, *options)
+        y = operators.LAYER.registered(*arguments) if cache is None else cache.run(*call)
     return y
 
 

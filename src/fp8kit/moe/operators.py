@@ -33,7 +33,7 @@ from fp8kit.ops.registration import library, register
 from fp8kit.runtime.replay_cache import Operator
 
 _TENSORS = 12  # first arguments of the operator; the others are its options
-_DIFFERENTIABLE = {0: "x", 10: "weights"}
+_X, _WEIGHTS = 0, 2  # which are differentiable
 
 
 def experts(*arguments: Any) -> Tensor:
@@ -57,7 +57,7 @@ def experts_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _experts_backward_fake(_: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    weights: Tensor = rest[9]
+    weights: Tensor = rest[1]
     return x.new_empty(x.shape), weights.new_empty(weights.shape)
 
 
@@ -67,7 +67,7 @@ def described(arguments: Sequence[Any]) -> tuple[ExpertOperands, ExpertsProblem,
     Args:
         arguments: those of ``fp8kit::experts``.
     """
-    x, w13, scale13, bias13, in13, w2, scale2, bias2, in2, ids, weights, expert_map = arguments[
+    x, ids, weights, w13, scale13, bias13, in13, w2, scale2, bias2, in2, expert_map = arguments[
         :_TENSORS
     ]
     x_group, w_group, rounding, *words, on_input, invariant, backend = arguments[_TENSORS:]
@@ -119,8 +119,8 @@ def _grouped_scaled_mm_fake(
 
 
 _LAYER = (
-    "Tensor x, Tensor w13, Tensor w13_scale, Tensor? bias13, Tensor? input_scale13, Tensor w2,"
-    " Tensor w2_scale, Tensor? bias2, Tensor? input_scale2, Tensor ids, Tensor weights,"
+    "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w13_scale, Tensor? bias13,"
+    " Tensor? input_scale13, Tensor w2, Tensor w2_scale, Tensor? bias2, Tensor? input_scale2,"
     " Tensor? expert_map, int[2]? x_group, int[2] w_group, str scale_rounding, str kind,"
     " bool gated, bool interleaved, float? limit, float alpha, float up_offset,"
     " bool router_weight_on_input, bool batch_invariant, str? backend"
@@ -147,7 +147,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needed = ctx.needs_input_grad
-    if any(needed[i] for i in range(_TENSORS) if i not in _DIFFERENTIABLE):
+    if any(needed[i] for i in range(_TENSORS) if i not in (_X, _WEIGHTS)):
         raise RuntimeError(
             teach(
                 "A gradient to FP8 experts, their scales or biases was asked for.",
@@ -158,8 +158,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     grad_x, grad_weights = torch.ops.fp8kit.experts_backward(grad, *tensors, *ctx.options)
     found: list[Tensor | None] = [None] * len(needed)
-    found[0] = grad_x if needed[0] else None
-    found[10] = grad_weights if needed[10] else None
+    found[_X] = grad_x if needed[_X] else None
+    found[_WEIGHTS] = grad_weights if needed[_WEIGHTS] else None
     return tuple(found)
 
 

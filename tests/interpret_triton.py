@@ -1,0 +1,10 @@
+"""Let Triton interpret kernels where there is no GPU: imported before anything imports Triton."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
