@@ -153,6 +153,18 @@ class CpuBackends:
 
         return *_fused(kernel, x, (residual, weight), target, total), total
 
+    def rms_normed(
+        self, x: Tensor, weight: Tensor, eps: float, weight_offset: float, rounding: str
+    ) -> Tensor:
+        self.calls.append("norm")
+        y = torch.empty(x.shape, dtype=x.dtype)
+
+        def kernel(x: Tensor, weight: Tensor, y: Tensor) -> None:
+            y.copy_(reference.rms_normed(x, weight, eps, weight_offset, rounding))
+
+        launch(kernel, x, weight, y)
+        return y
+
     def layer_norm(
         self,
         x: Tensor,
@@ -266,6 +278,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
             rms_norm=made.rms_norm,
             layer_norm=made.layer_norm,
             activation=made.activation,
+            rms_normed=made.rms_normed,
         ),
     }
     backends["moe"] = MoeBackend(supports=made.supports, experts=made.experts, grouped=None)

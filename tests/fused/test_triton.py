@@ -248,6 +248,36 @@ def test_rms_norm_bits(
 
 
 @pytest.mark.parametrize(
+    ("dtype", "shape", "variant"), pairwise(INPUTS, SHAPES, RMS_VARIANTS), ids=str
+)
+def test_bits_of_a_norm_that_is_not_quantized(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    variant: tuple[float, str, bool],
+) -> None:
+    offset, rounding, _ = variant
+    x = poisoned(integers(*shape, dtype, device))[:-1]
+    arguments = (x, torch.randn(shape[1], device=device).to(dtype), EPS, offset, rounding)
+    y = fused.rms_normed(*arguments)
+    assert y.is_contiguous()
+    assert_same((y,), (reference.rms_normed(*arguments),))
+
+
+def test_a_norm_reads_heads_where_they_lie(device: torch.device) -> None:
+    heads, k = 3, 64
+    joined = torch.full((4, (heads + 2) * k), torch.nan, dtype=torch.bfloat16, device=device)
+    x = joined[:, k : k + heads * k].unflatten(1, (heads, k)).unflatten(0, (2, 2))
+    x.copy_(integers(4 * heads, k, torch.bfloat16, device).view(x.shape))
+    weight = torch.randn(k, device=device).bfloat16()
+    for given in (x, x[0, 0], x[0, 0, 0], x.transpose(1, 2), x[..., :0, :]):
+        arguments = (given, weight, EPS, 0.0, "stepwise")
+        assert_same(
+            (fused.rms_normed(*arguments),), (reference.rms_normed(*arguments).contiguous(),)
+        )
+
+
+@pytest.mark.parametrize(
     ("dtype", "group", "shape", "variant"),
     pairwise(INPUTS, GROUPS, SHAPES, LAYER_VARIANTS),
     ids=str,

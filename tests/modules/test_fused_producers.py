@@ -24,9 +24,12 @@ from transformers import (
 )
 
 import fp8kit
+from fp8kit.conversion.fusible_modules import make_plain
 from fp8kit.conversion.fusion import fuse_producers
 from fp8kit.modules import fused_producers
+from fp8kit.modules.fused_producers import PlainNorm
 from numerics import assert_bits_equal, relative_error
+from recorded_calls import install, record_on_cpu
 
 pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 
@@ -88,6 +91,51 @@ def test_fused_models_compute_what_separate_layers_do(name: str, device: torch.d
         assert relative_error(found, expected) < 0.5 * relative_error(
             expected, logits(dense, tokens(device))
         )
+
+
+@pytest.mark.parametrize(("name", "others"), [("llama", 1), ("qwen3", 5), ("gemma2", 5)])
+def test_norms_that_feed_no_fp8_layer_are_one_launch(name: str, others: int) -> None:
+    model = build(name, torch.device("cpu"))
+    fp8kit.convert(model)
+    plain = [n for n, m in model.named_modules() if isinstance(m, PlainNorm)]
+    assert len(plain) == others
+    assert "model.norm" in plain
+    assert fuse_producers(model) == []
+
+
+def plain_norm(rows: tuple[int, ...] = (3, 128)) -> tuple[PlainNorm, nn.Module, Tensor]:
+    dense = build("llama", torch.device("cpu")).model.norm
+    made = make_plain(copy.deepcopy(dense))
+    assert made is not None
+    return made, dense, torch.randn(rows).bfloat16()
+
+
+def test_a_plain_norm_computes_what_the_norm_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = install(monkeypatch)
+    record_on_cpu(monkeypatch)
+    norm, dense, _ = plain_norm()
+    heads = torch.randn(2, 5, 3, 256).bfloat16()[..., 128:]
+    for x in (torch.randn(7, 128).bfloat16(), heads, heads.transpose(1, 2), heads[0, 0, 0]):
+        with torch.no_grad():
+            for _ in range(3):
+                assert_bits_equal(norm(x), dense(x))
+    assert backends.calls == ["norm"] * 8  # twice for each layout, the third call is replayed
+
+
+def test_a_plain_norm_leaves_to_the_norm_what_it_does_not_know() -> None:
+    norm, dense, x = plain_norm()
+    norm.forward(x).float().sum().backward()
+    assert norm.weight.grad is not None
+    with torch.no_grad():
+        assert_bits_equal(norm(x.float()), dense(x.float()))
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            norm(x[:, :64])
+        with pytest.raises(TypeError, match="positional argument"):
+            norm(x, x)
+        norm.variance_epsilon = dense.variance_epsilon = 0.5
+        assert_bits_equal(norm(x), dense(x))
+    assert make_plain(nn.RMSNorm(128)) is None
+    assert make_plain(nn.LayerNorm(128)) is None
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR"])

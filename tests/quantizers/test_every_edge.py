@@ -37,6 +37,7 @@ PROCESSORS = 132
 WIDEST = {2: 40960, 4: 20480}  # rows that a norm holds in registers, by bytes per element
 HANDS = 16
 SAMPLE = 96
+NORMS = ("rms_norm", "add_rms_norm", "layer_norm", "adaptive", "plain_rms_norm")
 
 
 class Case(NamedTuple):
@@ -53,7 +54,7 @@ def norm_cases() -> Iterator[Case]:
     for itemsize, dtypes in ((2, DTYPES[:2]), (4, DTYPES[2:])):
         edges = changes(lambda k, size=itemsize: norm_tile(k, size, 1), WIDEST[itemsize])
         for turn, k in enumerate(around(edges, WIDEST[itemsize])):
-            for i, kernel in enumerate(("rms_norm", "add_rms_norm", "layer_norm", "adaptive")):
+            for i, kernel in enumerate(NORMS):
                 yield Case(kernel, 24, k, dtypes[(turn // 2 + i) % len(dtypes)], turn)
 
 
@@ -157,6 +158,10 @@ def run(case: Case) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...
         t = target(ROW if turn % 3 else FUSED_GROUPS[turn // 3 % 4])
         x, residual = (guarded(m, k, dtype, True) for _ in range(2))
         weight = torch.randn(k, device="cuda").to(dtype)
+        if "plain" in kernel:  # heads, between which another's lie
+            x = guarded(m, 2 * k, dtype, True)[:, k:].reshape(m // 6, 6, k)[:, 1:5]
+            plain = (x, weight, EPS, turn % 2.0, ("stepwise", "once")[turn // 2 % 2])
+            return (fused_triton.rms_normed(*plain),), (fused_reference.rms_normed(*plain),)
         if "rms" in kernel:
             arguments = (x, residual if "add" in kernel else None, weight, EPS, 0.0, "stepwise", t)
             return fused_triton.rms_norm(*arguments), fused_reference.rms_norm(*arguments)

@@ -20,6 +20,7 @@ from fp8kit.modules.fused_producers import (
     FusedActivation,
     FusedGatedMlp,
     FusedNorm,
+    PlainNorm,
     Producer,
     activation_kind,
 )
@@ -29,7 +30,7 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _RMS_FORMULAS = ((0.0, "stepwise"), (0.0, "once"), (1.0, "once"), (1.0, "stepwise"))
 # two orders of summation may round a few results apart; two formulas differ in a quarter of them
 _PROBED_DIFFERENCE = 0.02
-_PROBE_ROWS = 16
+_PROBED = 2**14  # numbers
 _NORMS = "diffusers.models.normalization."
 _ADAPTIVE = {
     f"{_NORMS}AdaLayerNormZero": Modulation(6, 0, 1, (2, 3, 4, 5)),
@@ -60,6 +61,17 @@ def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
         return FusedActivation(module, kind, consumers)
     formula = recognize_norm(module)
     return None if formula is None else FusedNorm(module, formula, consumers)
+
+
+def make_plain(module: nn.Module) -> PlainNorm | None:
+    """Return an RMS norm as one launch, ``None`` for any other module.
+
+    torch's own norms are one launch already.
+    """
+    if "forward" in vars(module) or isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+        return None
+    formula = recognize_norm(module)
+    return None if formula is None or formula.kind != "rms_norm" else PlainNorm(module, formula)
 
 
 def can_produce(module: nn.Module) -> bool:
@@ -98,7 +110,8 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
         n: None if p is None else nn.Parameter(_uniform(p.shape, random), requires_grad=False)
         for n, p in norm._parameters.items()
     }
-    x = 4 * _uniform((_PROBE_ROWS, *shape), random) - 4
+    rows = max(4, min(16, _PROBED // max(shape[0], 1)))
+    x = 4 * _uniform((rows, *shape), random) - 4
     try:
         with torch.no_grad():
             expected = type(norm).forward(twin, x)

@@ -10,6 +10,7 @@ from fp8kit.conversion.fusible_modules import (
     can_produce,
     fuse_feed_forward,
     is_feed_forward,
+    make_plain,
     make_producer,
 )
 from fp8kit.conversion.fusion_rules import Link, family_links, given_links, verify_links
@@ -154,6 +155,11 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
         if fused_producer is not None and link.producer is not None:
             model.set_submodule(link.name(link.producer), fused_producer)
             replaced.append(link.name(link.producer))
+    for name, module in list(model.named_modules()):
+        plain = None if isinstance(module, Fused) or not name else make_plain(module)
+        if plain is not None:
+            model.set_submodule(name, plain)
+            replaced.append(name)
     install_residual_forwards(model.get_submodule(name) for name in sorted(blocks))
     return replaced
 

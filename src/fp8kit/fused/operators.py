@@ -17,6 +17,7 @@ from torch import Tensor
 from fp8kit.dispatch.backends import require
 from fp8kit.errors import teach
 from fp8kit.formats import GroupShape
+from fp8kit.fused import reference
 from fp8kit.fused.problem import FUSED_BACKENDS, FusedBackend, FusedProblem, Target
 from fp8kit.ops.registration import library, register
 from fp8kit.quantizers.scale_layout import empty_scale
@@ -133,9 +134,19 @@ for _schema, _impl, _fake in (
 ):
     torch.library.register_autograd(register(_schema, _impl, _fake), _refuse_backward, lib=library)
 
+
+def rms_normed(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float, rounding: str
+) -> Tensor:
+    """Norm rows that are not quantized, in one launch where there is a kernel for them."""
+    backend = _backend(FusedProblem.plain("rms_norm", x))
+    return backend.rms_normed(x, weight, eps, weight_offset, rounding)
+
+
 RMS_NORM = Operator(rms_norm, torch.ops.fp8kit.rms_norm_quantize)
 LAYER_NORM = Operator(layer_norm, torch.ops.fp8kit.layer_norm_quantize)
 ACTIVATION = Operator(activation, torch.ops.fp8kit.activation_quantize)
+RMS_NORMED = Operator(rms_normed, reference.rms_normed)  # of torch's operators, with gradients
 
 
 def rows_of(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

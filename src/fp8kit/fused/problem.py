@@ -53,7 +53,7 @@ class FusedProblem:
 
     Args:
         producer: ``"rms_norm"``, ``"layer_norm"`` or one of ``ACTIVATIONS``.
-        group: elements per scale.
+        group: elements per scale; ``None`` leaves the result as it is.
         static: the scale is given.
         in_dtype: dtype of the input, and of the result before it is quantized.
         dtype: dtype of the codes.
@@ -63,7 +63,7 @@ class FusedProblem:
     """
 
     producer: str
-    group: GroupShape
+    group: GroupShape | None
     static: bool
     in_dtype: torch.dtype
     dtype: torch.dtype
@@ -78,7 +78,15 @@ class FusedProblem:
         facts = (target.group, static, x.dtype, target.dtype, x.shape[-1])
         return FusedProblem(producer, *facts, *place)
 
+    @staticmethod
+    def plain(producer: str, x: Tensor) -> FusedProblem:
+        """Describe what ``producer`` makes of ``x``, which nobody quantizes."""
+        place = (x.device.type, capability(x.device))
+        return FusedProblem(producer, None, False, x.dtype, x.dtype, x.shape[-1], *place)
+
     def __str__(self) -> str:
+        if self.group is None:
+            return f"{self.producer} in {self.in_dtype}, K = {self.k}, on {self.device_type}"
         kind = "static " if self.static else ""
         numbers = f"{self.in_dtype} to {self.dtype} per {kind}{self.group}"
         return f"{self.producer} and quantize {numbers}, K = {self.k}, on {self.device_type}"
@@ -92,8 +100,10 @@ class FusedBackend(Backend):
         rms_norm: gives codes, scales, and the new residual or ``None``.
         layer_norm: gives codes and scales.
         activation: gives codes and scales.
+        rms_normed: gives the norm itself, which is not quantized.
     """
 
     rms_norm: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     layer_norm: Callable[..., tuple[Tensor, Tensor]]
     activation: Callable[[str, Tensor, Tensor | None, Target], tuple[Tensor, Tensor]]
+    rms_normed: Callable[[Tensor, Tensor, float, float, str], Tensor]

@@ -109,7 +109,7 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tu
 def rms_normed(
     x: Tensor, weight: Tensor, eps: float, weight_offset: float, rounding: str
 ) -> Tensor:
-    """Return the RMS norm that is quantized, in the dtype of ``x``."""
+    """Return the RMS norm itself, in the dtype of ``x``; arguments as of ``rms_norm``."""
     wide = x.float()
     normed = wide * torch.rsqrt(_mean(wide.square()) + eps)
     if rounding == "once":
@@ -166,5 +166,9 @@ def _mean(x: Tensor) -> Tensor:
 
 
 BACKEND = FusedBackend(
-    supports=supports, rms_norm=rms_norm, layer_norm=layer_norm, activation=activation
+    supports=supports,
+    rms_norm=rms_norm,
+    layer_norm=layer_norm,
+    activation=activation,
+    rms_normed=rms_normed,
 )

@@ -18,6 +18,7 @@ from fp8kit.fused.triton_activations import quantize_activation
 from fp8kit.fused.triton_norms import MOST_TILES as MOST_NORM_TILES
 from fp8kit.fused.triton_norms import NormOperands, NormSettings, quantize_norm
 from fp8kit.fused.triton_output import TILE_BYTES, Output
+from fp8kit.fused.triton_plain_norm import norm_rows
 from fp8kit.quantizers.triton_encode import INTERPRETED
 
 _LARGEST_GROUP = 256
@@ -30,13 +31,14 @@ def supports(problem: FusedProblem) -> str | None:
     if not INTERPRETED.value:
         if problem.device_type != "cuda" or torch.version.hip is not None:
             return "needs an NVIDIA GPU"
-        if problem.capability is None or problem.capability < (8, 9):
-            return f"compute capability {problem.capability} has no FP8 conversion, (8, 9) has"
+        least = (8, 0) if problem.group is None else (8, 9)  # bf16 arithmetic, or FP8 conversion
+        if problem.capability is None or problem.capability < least:
+            return f"compute capability {problem.capability}; needs {least}"
     size, norm = problem.k * problem.in_dtype.itemsize, problem.producer not in ACTIVATIONS
     most = TILE_BYTES * (MOST_NORM_TILES if norm else MOST_ACTIVATION_TILES)
     if (norm or problem.group == ROW) and size > most:
         return f"K = {problem.k}: a row of {size} bytes, registers hold {most}"
-    return _group_reason(problem.group, problem.static)
+    return None if problem.group is None else _group_reason(problem.group, problem.static)
 
 
 def _group_reason(group: GroupShape, static: bool) -> str | None:
@@ -105,6 +107,21 @@ def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tu
     return output.data, output.scale
 
 
+def rms_normed(
+    x: Tensor, weight: Tensor, eps: float, weight_offset: float, rounding: str
+) -> Tensor:
+    """Return the RMS norm of ``x``; arguments as in ``reference``."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return y
+    rows = y.shape[-2] if y.dim() > 1 else 1
+    given, found = (t.reshape(-1, rows, t.shape[-1]) for t in (x, y))
+    given = given if given.stride(2) == 1 else given.contiguous()
+    with current(x.device):
+        norm_rows(given, weight.contiguous(), found, eps, weight_offset, rounding == "stepwise")
+    return y
+
+
 def _rows(x: Tensor) -> Tensor:
     """Fold leading dimensions into rows, copying only where strides or a K stride demand it."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -112,5 +129,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 BACKEND = FusedBackend(
-    supports=supports, rms_norm=rms_norm, layer_norm=layer_norm, activation=activation
+    supports=supports,
+    rms_norm=rms_norm,
+    layer_norm=layer_norm,
+    activation=activation,
+    rms_normed=rms_normed,
 )

@@ -104,8 +104,9 @@ def _mean(held, K: tl.constexpr, HELD: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constexpr,
-                          HELD: tl.constexpr):  # fmt: skip
+def reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constexpr,
+                         HELD: tl.constexpr):  # fmt: skip
+    """Return ``1 / sqrt(variance + eps)`` of each row, or of its mean square unless centered."""
     BLOCK_K: tl.constexpr = held[0].shape[1]
     squares = tl.zeros(held[0].shape, tl.float32)
     for i in tl.static_range(HELD):
@@ -119,8 +120,8 @@ def _reciprocal_deviation(held, mean, eps, K: tl.constexpr, CENTERED: tl.constex
 
 
 @triton.jit
-def _weighted(n, weight, offset, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
-    # stepwise the result has DTYPE, otherwise it is float32 and not yet rounded
+def weighted(n, weight, offset, STEPWISE: tl.constexpr, DTYPE: tl.constexpr):
+    """Multiply by the weight: in ``DTYPE`` stepwise, otherwise in ``float32``, not yet rounded."""
     if STEPWISE:
         if offset is not None:
             weight = narrow(widen(weight) + offset, DTYPE)
@@ -152,8 +153,8 @@ def _load_rows(ptr, stride, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD
 
 
 @triton.jit
-def _load_weights(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr):
-    # requested before the sums are taken; every program reads the same ones
+def load_weights(ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, HELD: tl.constexpr):
+    """Load the weights of a row: before the sums are taken; every program reads the same ones."""
     tiles = ()
     if ptr is not None:
         for i in tl.static_range(HELD):
@@ -219,19 +220,19 @@ def _norm_kernel(
     join_stream(OVERLAP)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    weights = _load_weights(weight_ptr, K, BLOCK_K, HELD)
+    weights = load_weights(weight_ptr, K, BLOCK_K, HELD)
     held = _load_rows(x_ptr, stride_xm, row, M, K, BLOCK_K, HELD)
     given = tl.load(scale_ptr) if SCALES == "static" else None
     if residual_ptr is not None:
         held = _add(held, residual_ptr, stride_rm, total_ptr, row, M, K, BLOCK_K, HELD)
     mean = _mean(held, K, HELD) if CENTERED else None
-    inverse = _reciprocal_deviation(held, mean, eps, K, CENTERED, HELD)
+    inverse = reciprocal_deviation(held, mean, eps, K, CENTERED, HELD)
     results = ()
     for i in tl.static_range(HELD):
         col = i * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         n = (widen(held[i]) - mean if CENTERED else widen(held[i])) * inverse
         if weight_ptr is not None:
-            n = _weighted(n, weights[i], offset, STEPWISE and not CENTERED, DTYPE)
+            n = weighted(n, weights[i], offset, STEPWISE and not CENTERED, DTYPE)
         if bias_ptr is not None:
             n += widen(tl.load(bias_ptr + col, mask=col < K, other=0.0))
         if gain_ptr is not None:

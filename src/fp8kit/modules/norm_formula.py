@@ -94,6 +94,16 @@ class NormFormula:
         data, scale, total = self._rms_norm(replays, (x, residual), norm, scheme)
         return _codes(data, scale, x, scheme), total
 
+    def normed(self, replays: ReplayCache, x: Tensor, norm: nn.Module) -> Tensor:
+        """Return the RMS norm of ``x`` itself; arguments as in ``codes``.
+
+        ``x`` has the columns of the weight, and rows that lie apart in two steps at most.
+        """
+        settings = (self.eps, self.weight_offset, self.rounding)
+        weight = norm._parameters["weight"]
+        y: Tensor = replays.call(operators.RMS_NORMED, (x,), (weight,), settings)
+        return y
+
     def _rms_norm(
         self, replays: ReplayCache, inputs: tuple[Tensor, ...], norm: nn.Module, scheme: Scheme
     ) -> list[Tensor]:
