@@ -22,6 +22,8 @@ from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
 from fp8kit.modules import fused_producers
+from fp8kit.moe import choice
+from fp8kit.moe.choice import ChoiceBackend, Formula
 from fp8kit.quantizers import reference as quantizer
 from fp8kit.quantizers.problem import QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_scale
@@ -183,6 +185,17 @@ class CpuBackends:
 
         return _fused(kernel, gate, (up,), target)
 
+    def choose(self, x: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, Tensor]:
+        self.calls.append("choose")
+        ids = torch.empty(x.shape[0], how.top_k, dtype=torch.int64)
+        weights = torch.empty(x.shape[0], how.top_k, dtype=how.dtype)
+
+        def kernel(x: Tensor, bias: Tensor, *results: Tensor) -> None:
+            _write(results, choice.choose(x, bias, how))
+
+        launch(kernel, x, bias, ids, weights)
+        return ids, weights
+
     @staticmethod
     def supports(_: object) -> None:
         return None
@@ -235,6 +248,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
             layer_norm=made.layer_norm,
             activation=made.activation,
         ),
+        "choice": ChoiceBackend(supports=made.supports, choose=made.choose),
     }
     tables = {kind: {"reference": backend} for kind, backend in backends.items()}
     backend_tables.install(monkeypatch, **tables)
