@@ -22,6 +22,8 @@ from fp8kit.matmul import reference as multiplier
 from fp8kit.matmul.problem import MatmulBackend, MatmulOperands, MatmulProblem
 from fp8kit.matmul.tma_operands import by_column
 from fp8kit.modules import fused_producers
+from fp8kit.moe import choice
+from fp8kit.moe.choice import ChoiceBackend, Formula
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, ExpertWeights, MoeBackend
 from fp8kit.quantizers import reference as quantizer
 from fp8kit.quantizers.problem import QuantizerBackend
@@ -210,6 +212,17 @@ class CpuBackends:
         launch(kernel, x, ids, weights, *w13, *w2, y)
         return y
 
+    def choose(self, x: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, Tensor]:
+        self.calls.append("choose")
+        ids = torch.empty(x.shape[0], how.top_k, dtype=torch.int64)
+        weights = torch.empty(x.shape[0], how.top_k, dtype=how.dtype)
+
+        def kernel(x: Tensor, bias: Tensor, *results: Tensor) -> None:
+            _write(results, choice.choose(x, bias, how))
+
+        launch(kernel, x, bias, ids, weights)
+        return ids, weights
+
     @staticmethod
     def supports(_: object) -> None:
         return None
@@ -280,6 +293,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
             activation=made.activation,
             rms_normed=made.rms_normed,
         ),
+        "choice": ChoiceBackend(supports=made.supports, choose=made.choose),
     }
     backends["moe"] = MoeBackend(supports=made.supports, experts=made.experts, grouped=None)
     tables = {kind: {"reference": backend} for kind, backend in backends.items()}

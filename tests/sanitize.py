@@ -35,9 +35,10 @@ from fp8kit.fused import triton as fused_triton
 from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.hopper import gemm, heuristics
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
-from fp8kit.moe import Activation
+from fp8kit.moe import Activation, triton_routing
 from fp8kit.moe import operators as expert_operators
 from fp8kit.moe import triton as moe_triton
+from fp8kit.moe.choice import Formula
 from fp8kit.moe.hopper import experts as hopper_experts
 from fp8kit.quantizers import triton
 from fp8kit.runtime import cuda_launch
@@ -61,6 +62,7 @@ TRITON_KERNELS = (
     "grouped_kernel",
     "activated_kernel",
     "combine_kernel",
+    "_choose_kernel",
 )
 EXPERT_KERNELS = ("sort_and_quantize", "grouped_gemm", "combine_rows")
 OWN_KERNELS = ("hopper_gemm", "cluster_rows_kernel", *EXPERT_KERNELS)
@@ -286,6 +288,13 @@ def expert_calls(device: str) -> Calls:
         given = operator_arguments(layer, x, ids, weights)
         operands, problem, _ = expert_operators.described(given)
         calls[f"{problem}"] = lambda o=operands, p=problem: moe_triton.experts(o, p)
+    for experts, top_k, scoring in ((5, 3, "softmax"), (60, 9, "sigmoid")):
+        bias = torch.randn(experts, device=device) if scoring == "sigmoid" else None
+        formula = Formula(top_k, scoring, True, 1.0, torch.float32)
+        logits = torch.randn(3, experts, device=device)
+        calls[f"choose {formula}"] = lambda given=(logits, bias, formula): triton_routing.choose(
+            *given
+        )
     return calls
 
 

@@ -15,6 +15,7 @@ from fp8kit.conversion.fusible_modules import (
 )
 from fp8kit.conversion.fusion_rules import Link, family_links, given_links, verify_links
 from fp8kit.conversion.patterns import some_of
+from fp8kit.conversion.routers import fuse_routers
 from fp8kit.conversion.siblings import share_inputs
 from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme
@@ -24,6 +25,7 @@ from fp8kit.modules.joining import can_share
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import takes_codes
 from fp8kit.modules.shared_input import SharedInput
+from fp8kit.modules.stacked_experts import StackedExperts
 
 _LEVELS = ("none", "inputs", "all")
 
@@ -124,6 +126,8 @@ def idle_links(
 def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
     """Let norms, activations and feed-forwards write FP8 where it is known who reads them.
 
+    Routers beside experts in FP8 choose in one kernel.
+
     Known are the blocks of ``model_families.BLOCKS``, diffusers' ``FeedForward`` wherever it is
     used, and what users say of their own models.
 
@@ -143,6 +147,8 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
     blocks = {link.block for link in families}
     for name, module in list(model.named_modules()):
         parent = name.rpartition(".")[0]
+        if isinstance(module, StackedExperts) and name:
+            replaced += fuse_routers(model.get_submodule(parent), parent)
         if isinstance(module, (Fused, nn.ModuleList)) or not name:
             continue
         in_block = parent in blocks and name.endswith("mlp")

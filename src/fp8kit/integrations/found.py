@@ -10,6 +10,7 @@ from torch import nn
 
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Fused
+from fp8kit.modules.fused_router import RouterForward
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.stacked_experts import StackedExperts
 
@@ -54,5 +55,7 @@ def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
             module.to_dense(dtype)
         elif isinstance(module, Fused):
             dense[module] = module.replaced[0]
+        elif isinstance(vars(module).get("forward"), RouterForward):
+            del module.forward
         if module in dense:
             model.set_submodule(name, dense[module])

@@ -142,15 +142,7 @@ class Fused(nn.Module):
 
     def may_fuse(self, *inputs: Tensor) -> bool:
         """Return whether device and modes permit codes instead of a result of these inputs."""
-        if torch.compiler.is_compiling() or self.altered or forward_ad._current_level >= 0:
-            return False
-        place = inputs[0].device.type
-        if place not in FUSED_DEVICES or torch.is_autocast_enabled(place):
-            return False
-        if not torch.is_grad_enabled():
-            return True
-        tensors = (*inputs, *self._parameters.values())
-        return not any(t is not None and t.requires_grad for t in tensors)
+        return not self.altered and may_fuse(self, *inputs)
 
 
 class Producer(Fused):
@@ -297,6 +289,19 @@ class FusedGatedMlp(Fused):
             return y
         gate, up = gate_proj(x), up_proj(x)
         return down.multiply(activation_codes(self.replays, self.kind, gate, up, down.scheme))
+
+
+def may_fuse(module: nn.Module, *inputs: Tensor) -> bool:
+    """Return whether device and modes permit a module to compute these inputs with our kernels."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    place = inputs[0].device.type
+    if place not in FUSED_DEVICES or torch.is_autocast_enabled(place):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    tensors = (*inputs, *module._parameters.values())
+    return not any(t is not None and t.requires_grad for t in tensors)
 
 
 def can_multiply(layer: nn.Module) -> TypeGuard[Fp8Linear]:

@@ -1,4 +1,4 @@
-"""Which experts a token takes and with which weights: the formulas of the models, in plain torch.
+"""Which experts a token takes and with which weights: the formulas of the models.
 
 Sources: Mixtral and Qwen3-MoE (softmax, largest k, renormalized), GPT-OSS (softmax of the k largest
 logits, which is the same), Llama-4 (sigmoid), DeepSeek-V2 (a group counts as its best expert) and
@@ -8,16 +8,16 @@ and not the weights).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from fp8kit.errors import teach
+from fp8kit.moe.choice import CHOOSE, SCORINGS, Formula, scores_of, weights_of
 from fp8kit.ops.validation import check_float
 
-_SCORINGS = ("softmax", "sigmoid")
-_TINY = 1e-20  # DeepSeek's, in the denominator of a renormalization
 _BEST_OF_GROUP = 2
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -39,7 +39,8 @@ def route(
     """Choose the experts of each token from the router's logits.
 
     Scores are fp32. The largest ``top_k`` are chosen, of equal ones those that ``torch.topk``
-    takes; ids come in the order of falling scores.
+    takes; ids come in the order of falling scores. Without groups that is one kernel on NVIDIA
+    GPUs, where it may be; of equal scores it takes the lowest id.
 
     Args:
         logits: float ``[M, E]``.
@@ -83,16 +84,14 @@ def route(
         return ids.long(), weights.float() * scaling_factor
     _check_options(logits, scoring, correction_bias)
     _check_groups(logits.shape[1], top_k, groups, top_groups)
-    wide = logits.float()
-    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    how = Formula(operator.index(top_k), scoring, renormalize, scaling_factor, torch.float32)
+    if groups is None or top_groups is None:
+        return CHOOSE(logits, correction_bias, *how)  # type: ignore[no-any-return]
+    scores = scores_of(logits, scoring)
     choice = scores if correction_bias is None else scores + correction_bias.float()
-    if groups is not None and top_groups is not None:
-        choice = _within_groups(choice, groups, top_groups, correction_bias is not None)
+    choice = _within_groups(choice, groups, top_groups, correction_bias is not None)
     ids = choice.topk(top_k, -1).indices
-    weights = scores.gather(-1, ids)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-    return ids, weights * scaling_factor
+    return ids, weights_of(scores, ids, how)
 
 
 def tokens_per_expert(ids: Tensor, experts: int) -> Tensor:
@@ -183,7 +182,7 @@ def _check_counts(logits: Tensor, top_k: int) -> None:
 
 def _check_options(logits: Tensor, scoring: str, correction_bias: Tensor | None) -> None:
     experts = logits.shape[1]
-    if scoring not in _SCORINGS:
+    if scoring not in SCORINGS:
         raise ValueError(
             teach(
                 f"Got scoring={scoring!r}.",

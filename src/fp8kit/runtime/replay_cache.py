@@ -10,8 +10,8 @@ the body. The second one runs the body and records its launches. From the third 
 replayed, if the ``guards`` still hold; a call whose guards fail counts as a first one again. A call
 that does more than launch kernels of this package cannot be recorded, and runs the body.
 
-Layers own a cache, as do groups of joined layers and fused norms and activations; functions and
-compiled graphs use one that is stored on the weight.
+Layers own a cache, as do groups of joined layers, fused norms and activations, and routers;
+functions and compiled graphs use one that is stored on the weight.
 """
 
 from __future__ import annotations

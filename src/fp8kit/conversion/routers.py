@@ -1,0 +1,143 @@
+"""Recognise routers that can choose in one kernel."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp8kit.modules.fused_router import BIAS, RouterFormula, RouterForward, settings
+from fp8kit.moe import choice
+from fp8kit.moe.choice import Formula
+
+_ROWS = 64  # a choice within groups of experts differs in some of them
+_LEAST = -25.0  # a mean logit, for which a sum of sigmoids is far below one
+# a few roundings of a sum in another order; one rounding to 16 bits
+_CLOSE = {torch.float32: 2**-20, torch.bfloat16: 2**-8}
+_PRODUCTS = ((False, False), (True, False), (False, True))  # wide, widened
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A copy of a router on random numbers, what it was given, and what it gave."""
+
+    twin: nn.Module
+    x: Tensor
+    given: tuple[Tensor, ...]
+    logits: Tensor
+    weights: Tensor
+    ids: Tensor
+
+
+def fuse_routers(block: nn.Module, name: str) -> list[str]:
+    """Let the routers of a block of experts choose in one kernel, where they are known.
+
+    Args:
+        block: the module that holds them.
+        name: of the block in the model.
+
+    Returns:
+        Names of the routers.
+    """
+    fused = []
+    for child, router in block.named_children():
+        formula = None if "forward" in vars(router) else recognize_router(router)
+        if formula is not None:
+            router.forward = RouterForward(router, formula)
+            fused.append(f"{name}.{child}" if name else child)
+    return fused
+
+
+def recognize_router(router: nn.Module) -> RouterFormula | None:
+    """Find out what a router computes, by trying it on random numbers and weights.
+
+    It is known if it gives logits, weights and ids, in fp32 and in bf16, in training and in
+    evaluation: the bits of the logits, the experts, and the weights but for rounding.
+
+    Args:
+        router: a module of Parameters and buffers alone, which may be on the meta device.
+    """
+    weight, top_k = router._parameters.get("weight"), vars(router).get("top_k")
+    others = {*router._parameters, *router._buffers} - {"weight", "bias", BIAS}
+    if weight is None or weight.dim() != 2 or router._modules or others or type(top_k) is not int:
+        return None
+    for given in (False, True):
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                trials = [_try(router, weight, dtype, given) for dtype in _CLOSE]
+                flattens = _flattens(trials[-1])
+        except Exception:  # whatever it does with what it does not know, it is another module
+            continue
+        formulas = _candidates(trials[-1], top_k, flattens)
+        return next((f for f in formulas if all(_agrees(f, trial) for trial in trials)), None)
+    return None
+
+
+def _try(router: nn.Module, weight: Tensor, dtype: torch.dtype, given: bool) -> _Trial:
+    experts, width = weight.shape
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(_ROWS, width, generator=random)
+    w = torch.randn(experts, width, generator=random) / width**0.5
+    x[:, 0], w[:, 0] = torch.linspace(_LEAST, 10, _ROWS), 1.0
+    vectors = {n: torch.randn(experts, generator=random).to(dtype) for n in ("bias", BIAS, "given")}
+    twin = copy.copy(router)
+    twin.training = dtype == torch.float32  # so that noise in training shows
+    parameters, buffers = router._parameters, router._buffers
+    numbers = {"weight": w.to(dtype), **vectors}
+    twin._parameters = {
+        n: None if p is None else nn.Parameter(numbers[n], False) for n, p in parameters.items()
+    }
+    twin._buffers = {n: None if b is None else numbers[n] for n, b in buffers.items()}
+    more = (vectors["given"],) if given else ()
+    return _Trial(twin, x.to(dtype), more, *_run(twin, x.to(dtype), *more))
+
+
+def _run(twin: nn.Module, x: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits, weights, ids = type(twin).forward(twin, x.clone(), *given)
+    return logits, weights, ids
+
+
+def _flattens(trial: _Trial) -> bool:
+    found = _run(trial.twin, trial.x.view(2, -1, trial.x.shape[1]), *trial.given)
+    return all(map(_equal, found, (trial.logits, trial.weights, trial.ids)))
+
+
+def _candidates(trial: _Trial, top_k: int, flattens: bool) -> Iterator[RouterFormula]:
+    """Yield the formulas with the same logits; a factor is one or a scale that the router has."""
+    own = settings(trial.twin).items()
+    scales = {float(v) for n, v in own if "scal" in n and isinstance(v, (int, float))}
+    correction = "given" if trial.given else "own" if hasattr(trial.twin, BIAS) else ""
+    how = [*itertools.product(choice.SCORINGS, (True, False), sorted({1.0, *scales}))]
+    for wide, widened in _PRODUCTS:
+        for scoring, renormalize, scale in how:
+            chosen = Formula(top_k, scoring, renormalize, scale, trial.weights.dtype)
+            formula = RouterFormula(wide, widened, flattens, correction, chosen)
+            if not _equal(formula.logits(trial.twin, trial.x), trial.logits):
+                break
+            yield formula
+
+
+def _agrees(formula: RouterFormula, trial: _Trial) -> bool:
+    logits = formula.logits(trial.twin, trial.x)
+    if not _equal(logits, trial.logits):
+        return False
+    bias = formula.bias(trial.twin, trial.given)
+    ids, weights = choice.choose(logits, bias, formula.options(trial.x))
+    dtypes = (ids.dtype, weights.dtype) == (trial.ids.dtype, trial.weights.dtype)
+    if not dtypes or ids.shape != trial.ids.shape or weights.shape != trial.weights.shape:
+        return False
+    order, expected_order = ids.argsort(1), trial.ids.argsort(1)  # ids may come in any order
+    if trial.x.dtype != torch.float32:  # logits may be equal: any of their experts may be chosen
+        order, expected_order = weights.argsort(1), trial.weights.argsort(1)
+    elif not _equal(ids.gather(1, order), trial.ids.gather(1, expected_order)):
+        return False
+    found, expected = weights.gather(1, order), trial.weights.gather(1, expected_order)
+    return torch.allclose(found, expected, rtol=_CLOSE[weights.dtype], atol=0)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)

@@ -1,0 +1,119 @@
+"""Choose experts by the largest scores: the formula in torch, and who computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8kit.dispatch.backends import Backend, BackendTable, require
+from fp8kit.runtime.replay_cache import Operator
+
+CHOICE_BACKENDS: BackendTable = (
+    ("triton", "fp8kit.moe.triton_routing", ("cuda",)),
+    ("reference", "fp8kit.moe.choice", ()),
+)
+SCORINGS = ("softmax", "sigmoid")
+# DeepSeek's, in the denominator of a renormalization. Other models have none; in float32 that is
+# the same unless a sum is below 1e-13, and where all scores are zero this one gives no NaN.
+TINY = 1e-20
+
+
+class Formula(NamedTuple):
+    """How logits become ids and weights; the last arguments of ``CHOOSE``.
+
+    Args:
+        top_k: experts per token.
+        scoring: one of ``SCORINGS``.
+        renormalize: divide the weights of a token by their sum.
+        scaling_factor: multiplies the weights at the end.
+        dtype: of the weights, rounded once.
+    """
+
+    top_k: int
+    scoring: str
+    renormalize: bool
+    scaling_factor: float
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceProblem:
+    """What decides whether a backend can choose.
+
+    Args:
+        experts: E.
+        top_k: experts per token.
+        in_dtype: of the logits.
+        device_type: ``"cpu"``, ``"cuda"``, …
+    """
+
+    experts: int
+    top_k: int
+    in_dtype: torch.dtype
+    device_type: str
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class ChoiceBackend(Backend):
+    """An implementation of the choice.
+
+    Args:
+        choose: takes logits, correction bias and formula, and gives ids and weights.
+    """
+
+    choose: Callable[[Tensor, Tensor | None, Formula], tuple[Tensor, Tensor]]
+
+
+def scores_of(logits: Tensor, scoring: str) -> Tensor:
+    """Return the float32 scores of all experts."""
+    wide = logits.float()
+    return wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+
+
+def weights_of(scores: Tensor, ids: Tensor, how: Formula) -> Tensor:
+    """Return the weights of chosen experts.
+
+    Args:
+        scores: float32 ``[M, E]``.
+        ids: int64 ``[M, k]``.
+        how: the formula.
+    """
+    weights = scores.gather(-1, ids)
+    if how.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+    return (weights * how.scaling_factor).to(how.dtype)
+
+
+def choose(logits: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, Tensor]:
+    """Choose in plain torch: the definition.
+
+    Args:
+        logits: float ``[M, E]``.
+        bias: float ``[E]``, added to the scores for the choice only, or ``None``.
+        how: the formula.
+
+    Returns:
+        ids ``int64 [M, k]`` by falling scores, and weights of ``how.dtype``.
+    """
+    scores = scores_of(logits, how.scoring)
+    ids = (scores if bias is None else scores + bias.float()).topk(how.top_k, -1).indices
+    return ids, weights_of(scores, ids, how)
+
+
+def _registered(logits: Tensor, bias: Tensor | None, *how: object) -> tuple[Tensor, Tensor]:
+    return choose(logits, bias, Formula(*how))  # type: ignore[arg-type]
+
+
+def _body(logits: Tensor, bias: Tensor | None, *how: object) -> tuple[Tensor, Tensor]:
+    formula = Formula(*how)  # type: ignore[arg-type]
+    facts = (logits.shape[1], formula.top_k, logits.dtype, logits.device.type)
+    backend: ChoiceBackend = require(CHOICE_BACKENDS, ChoiceProblem(*facts))
+    return backend.choose(logits, bias, formula)
+
+
+BACKEND = ChoiceBackend(supports=lambda _: None, choose=choose)
+CHOOSE = Operator(_body, _registered)
