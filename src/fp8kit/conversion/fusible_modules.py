@@ -100,27 +100,32 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
         return None
     if isinstance(norm, nn.LayerNorm):
         formulas = [NormFormula("layer_norm", eps)]
-    elif isinstance(weight, Tensor) and set(norm._parameters) == {"weight"}:
+    elif isinstance(weight, Tensor) and _holds_only(norm, "weight"):
         formulas = [NormFormula("rms_norm", eps, *rest) for rest in _RMS_FORMULAS]
     else:
         return None
     random = torch.Generator().manual_seed(0)
-    twin = copy.copy(norm)
-    twin._parameters = {
-        n: None if p is None else nn.Parameter(_uniform(p.shape, random), requires_grad=False)
-        for n, p in norm._parameters.items()
-    }
     rows = max(4, min(16, _PROBED // max(shape[0], 1)))
-    x = 4 * _uniform((rows, *shape), random) - 4
     try:
+        twin = copy.copy(norm)
+        twin._parameters = {
+            n: None if p is None else nn.Parameter(_uniform(p.shape, random), requires_grad=False)
+            for n, p in norm._parameters.items()
+        }
+        x = 4 * _uniform((rows, *shape), random) - 4
         with torch.no_grad():
             expected = type(norm).forward(twin, x)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        return None  # it wants something else than one tensor
+    except Exception:  # it wants something else than one tensor, or is no norm at all
+        return None
     for formula in formulas:
         if _differs(expected, _normed(formula, x, twin)) <= _PROBED_DIFFERENCE:
             return formula
     return None
+
+
+def _holds_only(module: nn.Module, name: str) -> bool:
+    others = (module._buffers, module._modules)
+    return set(module._parameters) == {name} and not any(others)
 
 
 def fuse_feed_forward(module: nn.Module) -> FusedGatedMlp | FusedFeedForward | None:
