@@ -92,6 +92,18 @@ def test_offloaded_layers_compute_the_same(
     assert_bits_equal(run(made), y)
 
 
+@pytest.mark.parametrize("offload", [to_cpu, to_disk, dispatched])
+def test_a_dense_model_that_is_offloaded_is_refused_by_name(
+    offload: Callable[[nn.Module, Path], None], tmp_path: Path
+) -> None:
+    made = nn.Sequential(Block(), Block()).eval()
+    offload(made, tmp_path)
+    with pytest.warns(UserWarning, match="No layer becomes FP8: accelerate dispatched the model"):
+        report = fp8kit.convert(made, exclude=[])
+    assert len(report.skipped) == 6
+    assert not report.converted
+
+
 def test_a_model_may_be_offloaded_again_and_again(tmp_path: Path) -> None:
     made = model()
     y = run(made)

@@ -554,6 +554,9 @@ def test_a_merged_model_is_saved_as_one_that_never_ran(tmp_path: Path) -> None:
         assert_bits_equal(run(loaded, 5), run(merged, 5))
 
 
+ROOM = 8192  # of names, types and the format itself
+
+
 @pytest.mark.parametrize("name", ["torch.save of the module", "torch.save of state_dict"])
 def test_one_layer_is_as_large_after_a_call_as_before(name: str, tmp_path: Path) -> None:
     """Also a sibling, whose weight lies among those of others once they have run."""
@@ -568,6 +571,9 @@ def test_one_layer_is_as_large_after_a_call_as_before(name: str, tmp_path: Path)
                 {file: len(data) for file, data in files.items()} for files in (before[n], after)
             ]
             assert sizes[0] == sizes[1], f"{n} {use.__name__}"
+            (size,) = sizes[1].values()
+            held = sum(t.nbytes for t in layer.state_dict().values())
+            assert size < held + ROOM, f"{n} brings its siblings"
 
 
 @pytest.mark.filterwarnings("ignore")

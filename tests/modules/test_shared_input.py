@@ -255,6 +255,18 @@ def test_shared_survives_copies(copied, device: torch.device) -> None:
         assert_bits_equal(layer(x), expected)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_one_sibling_is_alone(copied, device: torch.device) -> None:
+    layers = siblings(device)
+    group, x = SharedInput(layers, unchanging=True), tokens(device)
+    for twin in (copied(layers[1]), copy.copy(layers[1])):
+        assert twin.shared is None
+        assert not twin.place
+        assert_bits_equal(twin(x), layers[1](x))
+    assert group.members == tuple(layers)
+    assert [layer.shared for layer in layers] == [group] * len(layers)
+
+
 def test_shared_after_casts_and_moves(device: torch.device) -> None:
     model = nn.ModuleList(siblings(device))
     x = tokens(device)

@@ -7,7 +7,7 @@ import re
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -228,7 +228,7 @@ def _linears(value: Any, depth: int = 3) -> Iterator[nn.Module]:
 
 def _parts(value: Any) -> Iterable[Any]:
     """Return what a container, a function or another plain object holds."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # other mappings may load what they give, from a disk for one
         return value.values()
     if isinstance(value, (list, tuple, Set, deque)):
         return value

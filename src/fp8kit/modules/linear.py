@@ -380,11 +380,26 @@ class Fp8Linear(nn.Linear):
             self.keep(fn(self.original_weight))
         return self
 
-    __deepcopy__ = deepcopied
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fp8Linear:
+        """Copy the layer, and of its siblings none that is not copied with it."""
+        twin: Fp8Linear = deepcopied(self, memo)
+        if twin.shared is not None:
+            twin._join_again(twin.shared, self._index())
+        return twin
+
+    def _index(self) -> int | None:
+        members = getattr(self.shared, "members", ())
+        return members.index(self) if self in members else None
+
+    def _join_again(self, group: Any, index: int | None) -> None:
+        self.shared, self.place = None, ""
+        if index is not None:
+            group.adopt(index, self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Show codes as bytes: plain pickle has no storage type for FP8."""
         state = dict(self.__dict__)
+        state["shared"] = self.shared and (self.shared, self._index())
         state["_parameters"] = as_bytes(self._parameters)
         del state["replays"], state["_options"]
         return state
@@ -398,6 +413,8 @@ class Fp8Linear(nn.Linear):
         weight = self._parameters["weight"]
         assert weight is not None
         self._parameters["weight"] = frozen(weight.detach().view(self.scheme.dtype))
+        if isinstance(self.shared, tuple):  # a file from before has the group itself
+            self._join_again(*self.shared)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any

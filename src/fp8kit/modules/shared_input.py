@@ -26,6 +26,7 @@ from fp8kit.modules.hooks import arrives_with_its_call, is_watched
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join, can_share, may_move
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import any_trained
+from fp8kit.modules.tracing import constant_in_graphs
 from fp8kit.ops import operators
 from fp8kit.ops.operators import RowCodes
 from fp8kit.runtime.joined_memory import as_one
@@ -81,6 +82,7 @@ class SharedInput:
     def __init__(self, members: Sequence[Fp8Linear], unchanging: bool = False) -> None:
         self.members = tuple(members)
         self.unchanging = unchanging
+        self._arriving: dict[int, Fp8Linear | None] = {}
         self._forget()
         ends = {0: "first", len(self.members) - 1: "last"}
         for i, member in enumerate(self.members):
@@ -115,14 +117,25 @@ class SharedInput:
             return self._quantized_once(member, x)
         return self._keep(x, self._multiply(operators.LINEAR, (x,), member.options()))
 
-    def __getstate__(self) -> tuple[tuple[Fp8Linear, ...], bool]:
-        """Copy and pickle the members alone: pending results belong to one call."""
-        return self.members, self.unchanging
+    def __getstate__(self) -> tuple[int, bool]:
+        """Copy and pickle no member: each brings itself (``adopt``), and none brings the others."""
+        return len(self.members), self.unchanging
 
-    def __setstate__(self, state: tuple[tuple[Fp8Linear, ...], bool]) -> None:
-        """Undo ``__getstate__``."""
-        self.members, self.unchanging = state
+    def __setstate__(self, state: tuple[int | tuple[Fp8Linear, ...], bool]) -> None:
+        """Undo ``__getstate__``, also of a file from before, which has the members."""
+        members, self.unchanging = state
+        self.members = members if isinstance(members, tuple) else ()
+        self._arriving = {} if isinstance(members, tuple) else dict.fromkeys(range(members))
         self._forget()
+
+    def adopt(self, index: int, member: Fp8Linear) -> None:
+        """Take a member that was copied or loaded; they share again once all of them are here."""
+        if index not in self._arriving:  # a copy of one member of a group that is whole
+            return
+        self._arriving[index] = member
+        arrived = [m for m in self._arriving.values() if m is not None]
+        if len(arrived) == len(self._arriving):
+            SharedInput.__init__(self, arrived, self.unchanging)
 
     def _forget(self) -> None:
         self.replays = ReplayCache()
@@ -197,7 +210,7 @@ class SharedInput:
             return None
         return tuple([member.operands() for member in self.members])
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_in_graphs
     def _may_join_in_graph(self) -> bool:
         """Return whether the weights can be one matrix, and put them together.
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from fp8kit.ops.operators import RowCodes
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _Left(NamedTuple):
@@ -83,7 +86,16 @@ def _of_all(layer: Fp8Linear, x: Tensor, kind: tuple[Any, ...]) -> _Left:
     return _Left(x, layer.options(), None, operands, results, _trace())
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constant_in_graphs(function: Function) -> Function:
+    """Let a trace call a function and keep its result.
+
+    As ``torch.compiler.assume_constant_result`` does, which imports the compiler: two seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_graphs
 def _trace() -> str:
     """Name the trace that is under way."""
     return str(torch._guards.CompileContext.current_compile_id())
