@@ -21,7 +21,7 @@ VARIANTS = (
     ("sigmoid", 1024, 32, torch.float32, torch.bfloat16, True),
     ("softmax", 60, 4, torch.float32, torch.float32, False),
     ("sigmoid", 16, 1, torch.bfloat16, torch.bfloat16, False),
-    ("softmax", 1, 1, torch.float16, torch.float16, False),
+    ("softmax", 1, 1, torch.bfloat16, torch.float32, False),
 )
 
 

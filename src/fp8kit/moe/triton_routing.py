@@ -111,8 +111,8 @@ def choose(logits: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, T
             x, None if bias is None else bias.contiguous(), ids, weights,
             x.stride(0), float(how.scaling_factor),
             E=experts, K=how.top_k, SIGMOID=how.scoring == "sigmoid", RENORMALIZE=how.renormalize,
-            BLOCK_E=triton.next_power_of_2(experts),
-            BLOCK_K=max(2, triton.next_power_of_2(how.top_k)),  # ``narrow`` takes pairs
+            BLOCK_E=max(2, triton.next_power_of_2(experts)),
+            BLOCK_K=max(2, triton.next_power_of_2(how.top_k)),  # casts take pairs
             OVERLAP=overlap, launch_pdl=overlap, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return ids, weights
