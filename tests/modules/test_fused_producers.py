@@ -119,7 +119,7 @@ def test_a_plain_norm_computes_what_the_norm_does(monkeypatch: pytest.MonkeyPatc
         with torch.no_grad():
             for _ in range(3):
                 assert_bits_equal(norm(x), dense(x))
-    assert backends.calls == ["norm"] * 8  # twice for each layout, the third call is replayed
+    assert backends.calls == ["norm 128"] * 8  # twice for each layout, the third call is replayed
 
 
 def test_a_plain_norm_leaves_to_the_norm_what_it_does_not_know() -> None:

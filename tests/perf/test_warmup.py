@@ -24,6 +24,7 @@ from fp8kit.moe.hopper.tile_config import FEW_PAIRS, PAIRS_OF_BLOCK
 from fp8kit.moe.hopper.tile_config import choose as choose_tiles
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, MoeBackend
 from fp8kit.perf.row_counts import counts_of_pairs
+from recorded_calls import install
 from tiny_experts import tiny
 
 pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
@@ -196,6 +197,19 @@ def test_experts_run_beside_linear_layers(calls: list[tuple[int, ExpertsProblem]
     linear = fp8kit.Fp8Linear.from_linear(nn.Linear(128, 128))
     assert fp8kit.warmup(nn.ModuleList([linear, layer()]), m=[1, 16]) == 4
     assert len(calls) == 2
+
+
+def test_norms_of_one_launch_and_routers_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("Qwen3Moe")
+    fp8kit.convert(model)
+    backends = install(monkeypatch)
+    fp8kit.warmup(model, m=6)
+    warm = set(backends.calls)
+    backends.calls.clear()
+    with torch.no_grad():
+        model(torch.arange(6)[None])
+    assert set(backends.calls) <= warm
+    assert {"choose", "experts", "norm 128", "norm 64"} <= warm
 
 
 def test_experts_on_meta_are_refused() -> None:
