@@ -162,6 +162,27 @@ def test_dtype_and_training_are_kept(tmp_path: Path) -> None:
     assert model.up.training
 
 
+@pytest.mark.parametrize("scheme", [None, "FP8_DYNAMIC"], ids=["fp8", "dense"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_biases_stay_trained_or_frozen(scheme: str | None, device: str, tmp_path: Path) -> None:
+    def pair() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).bfloat16()
+
+    model = pair()
+    if scheme is None:
+        fp8kit.convert(model)
+        save(model, tmp_path / "c")
+    else:
+        (tmp_path / "c").mkdir()
+        save_file(model.state_dict(), tmp_path / "c" / "model.safetensors")
+    filled = pair().to(device)
+    filled[1].bias.requires_grad_(False)
+    load(tmp_path / "c", filled, scheme=scheme)
+    assert isinstance(filled[0], Fp8Linear)
+    assert [n for n, p in filled.named_parameters() if p.requires_grad] == ["0.bias"]
+    assert_bits_equal(filled[0].bias.detach(), model[0].bias.detach())
+
+
 def test_hooks_are_kept(tmp_path: Path) -> None:
     model, seen = ragged(), []
     model.up.register_forward_hook(lambda *_: seen.append(1))
