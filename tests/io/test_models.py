@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -481,6 +482,13 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_an_unfit_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fp8kit.integrations.transformers", None)
     with pytest.raises(ImportError, match=r"Transformers is unfit: import of fp8kit"):
+        load(NANO, scheme="FP8_DYNAMIC")
+
+
+def test_with_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "fp8kit.integrations.transformers", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    with pytest.raises(ImportError, match=r"is unfit: cannot import name.* 5\.17 or later"):
         load(NANO, scheme="FP8_DYNAMIC")
 
 
