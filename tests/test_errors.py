@@ -49,6 +49,13 @@ CASES: list[tuple[str, Callable[[], object], type[Exception], str, str, str]] = 
             ("quantize-path", lambda: fp8kit.quantize_checkpoint(".", None), "the destination"),
         )
     ),
+    *(
+        (name, call, ValueError, f"Got an empty path as {what}.", "the path of", "or '.' for")
+        for name, call, what in (
+            ("empty-source", lambda: fp8kit.quantize_checkpoint("", "dir"), "a checkpoint"),
+            ("empty-goal", lambda: fp8kit.quantize_checkpoint(".", ""), "the destination"),
+        )
+    ),
     (
         "warmup-path",
         lambda: fp8kit.warmup("dir"),

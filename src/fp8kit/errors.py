@@ -39,7 +39,15 @@ def teach(arrived: str, required: str, remedy: str) -> str:
 
 
 def as_path(value: object, what: str) -> Path:
-    """Return a path as one object, or raise a ``TypeError`` that says what was meant by it."""
+    """Return a path as one object, or raise an error that says what was meant by it."""
+    if value == "":  # Path takes it for the working directory
+        raise ValueError(
+            teach(
+                f"Got an empty path as {what}.",
+                "It is the path of a directory or a file.",
+                "Pass it, such as 'model-fp8', or '.' for the working directory.",
+            )
+        )
     if isinstance(value, (str, os.PathLike)):
         return Path(value)
     raise TypeError(

@@ -493,6 +493,22 @@ def as_pointer(folder: Path) -> None:
     (folder / "model.safetensors").write_text(POINTER)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "additional_chat_templates/tool.jinja"])
+def test_a_side_file_that_is_a_pointer(name: str, quantized: Path, tmp_path: Path) -> None:
+    for source in (NANO, quantized):
+        folder = tmp_path / source.name
+        shutil.copytree(source, folder)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(POINTER)
+        command = "quantize" if source is NANO else "convert-checkpoint"
+        for said in (run("inspect", folder), run(command, folder, tmp_path / "out")):
+            assert f"{name} is a git-LFS pointer" in failure(said)
+            assert "Get them with git lfs pull" in said.output
+            assert "no problems found" not in said.output
+        assert run("inspect", folder / "model.safetensors").exit_code == 0
+    assert sorted(os.listdir(tmp_path)) == sorted([NANO.name, quantized.name])
+
+
 def as_other(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
@@ -561,7 +577,6 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
         "model.gguf": "that is GGUF",
         "link": "link is a link to gone, which does not exist",
         "~/models/x": f"pass {Path('~/models/x').expanduser()}",
-        "meta-llama/Llama-3.1-8B": "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B",
         "nano/model": "Check the path",
         "a\udcff": "is not UTF-8",
     }
@@ -573,7 +588,74 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
             ("convert-checkpoint", "out"),
         ):
             assert said in failure(run(command[0], source, *command[1:]))
-    assert "hf download" not in failure(run("inspect", "nano/model"))
+    assert not Path("out").exists()
+
+
+HUB = "https://huggingface.co/meta-llama/Llama-3.1-8B"
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"),
+        ("hf://meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"),
+        ("hf://org/x@main/sub", "org/x --revision main --local-dir x"),
+        (HUB, "meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"),
+        (f"{HUB}/", "meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B"),
+        (
+            f"{HUB}/tree/main",
+            "meta-llama/Llama-3.1-8B --revision main --local-dir Llama-3.1-8B",
+        ),
+        (
+            f"{HUB}/blob/refs/pr/7/config.json",
+            "meta-llama/Llama-3.1-8B --revision refs/pr/7 --local-dir Llama-3.1-8B",
+        ),
+        ("org/x@main", "org/x --revision main --local-dir x"),
+        ("gpt2", "gpt2 --local-dir gpt2"),
+        ("gpt2@v1.0", "gpt2 --revision v1.0 --local-dir gpt2"),
+    ],
+)
+def test_a_model_on_a_hub_is_downloaded_first(
+    source: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert failure(run("inspect", source)).endswith(f": hf download {wanted}\n")
+    with pytest.raises(fp8kit.CheckpointError, match=f": hf download {re.escape(wanted)}$"):
+        fp8kit.load(source)
+
+
+@pytest.mark.parametrize(
+    "source", ["nano/model", "nano/model@main", "model.gguf", "a/b/c", "../x", "/x/y", "s3://org/x"]
+)
+def test_a_path_is_no_model_on_a_hub(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("nano").mkdir()
+    said = failure(run("inspect", source))
+    assert "Check the path" in said
+    assert "hf download" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (("quantize", "", "out"), "SOURCE"),
+        (("quantize", NANO, ""), "DESTINATION"),
+        (("convert-checkpoint", "", "out"), "SOURCE"),
+        (("verify", NANO, ""), "RESULT"),
+        (("inspect", ""), "SOURCE"),
+        (("bench", "", "--device", "cpu", "-m", "1"), "SOURCE"),
+    ],
+)
+def test_an_empty_path_is_not_the_working_directory(
+    arguments: tuple[object, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(NANO, tmp_path / "nano")
+    monkeypatch.chdir(tmp_path / "nano")
+    said = failure(run(*arguments))
+    assert f"Got an empty path as {name}." in said
+    assert "'.' for the working directory" in said
     assert not Path("out").exists()
 
 
@@ -587,11 +669,17 @@ def test_a_destination_that_cannot_be(tmp_path: Path, monkeypatch: pytest.Monkey
         "nano/fp8": "lies inside the source",
         ".": "is or holds the source",
         "file": "is a file",
-        "file/out": "Not a directory",
+        "file/out": f"{tmp_path / 'file/out'} lies inside {tmp_path / 'file'}, which is a file. A "
+        "checkpoint is a directory. Choose another path.",
+        "file/deep/out": f"lies inside {tmp_path / 'file'}, which is a file",
+        "/dev/null/x": "/dev/null/x lies inside /dev/null, which is a file",
         "o\udcff": "is not UTF-8",
     }
     for destination, said in expected.items():
         assert said in failure(run("quantize", "nano", destination))
+    for destination in ("file", "file/out", "/dev/null/x"):
+        said = failure(run("convert-checkpoint", GOLDEN / "modelopt-flat", destination))
+        assert expected[destination] in said
     assert sorted(os.listdir()) == ["file", "nano"]
     assert run("quantize", "nano/", "deep/er/out/").exit_code == 0
 
@@ -670,12 +758,17 @@ def test_a_reader_who_has_seen_enough_is_no_error() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_nobody_speaks_of_numpy_where_there_is_none(tmp_path: Path) -> None:
+def test_numpy_is_asked_for_only_where_it_is_needed(quantized: Path, tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')"
     )
     done = fresh("inspect", NANO, path=tmp_path, capture_output=True)
     assert (done.returncode, done.stderr) == (0, "")
+    pytest.importorskip("transformers")
+    done = fresh("explain", quantized, path=tmp_path, capture_output=True)
+    assert done.returncode == 1
+    assert "Error: numpy is not installed, and Transformers needs it. Loading" in done.stderr
+    assert "Run pip install numpy, or" in done.stderr
 
 
 GOLDEN = Path(__file__).parents[1] / "golden"

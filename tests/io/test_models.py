@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -160,6 +161,27 @@ def test_dtype_and_training_are_kept(tmp_path: Path) -> None:
     assert model.up.bias.dtype == model.norm.weight.dtype == torch.float32
     assert model.up.weight.dtype == torch.float8_e4m3fn
     assert model.up.training
+
+
+@pytest.mark.parametrize("scheme", [None, "FP8_DYNAMIC"], ids=["fp8", "dense"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_biases_stay_trained_or_frozen(scheme: str | None, device: str, tmp_path: Path) -> None:
+    def pair() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).bfloat16()
+
+    model = pair()
+    if scheme is None:
+        fp8kit.convert(model)
+        save(model, tmp_path / "c")
+    else:
+        (tmp_path / "c").mkdir()
+        save_file(model.state_dict(), tmp_path / "c" / "model.safetensors")
+    filled = pair().to(device)
+    filled[1].bias.requires_grad_(False)
+    load(tmp_path / "c", filled, scheme=scheme)
+    assert isinstance(filled[0], Fp8Linear)
+    assert [n for n, p in filled.named_parameters() if p.requires_grad] == ["0.bias"]
+    assert_bits_equal(filled[0].bias.detach(), model[0].bias.detach())
 
 
 def test_hooks_are_kept(tmp_path: Path) -> None:
@@ -460,6 +482,13 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_an_unfit_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fp8kit.integrations.transformers", None)
     with pytest.raises(ImportError, match=r"Transformers is unfit: import of fp8kit"):
+        load(NANO, scheme="FP8_DYNAMIC")
+
+
+def test_with_a_transformers_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "fp8kit.integrations.transformers", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    with pytest.raises(ImportError, match=r"is unfit: cannot import name.* 5\.17 or later"):
         load(NANO, scheme="FP8_DYNAMIC")
 
 

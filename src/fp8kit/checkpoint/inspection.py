@@ -10,6 +10,7 @@ from typing import Any
 
 from fp8kit.checkpoint.schema.layers import FLOATS, Layer
 from fp8kit.checkpoint.schema.pairing import group_repeated
+from fp8kit.checkpoint.storage.directory import side_pointers
 from fp8kit.checkpoint.storage.headers import printable
 from fp8kit.checkpoint.storage.reader import Checkpoint, scan
 from fp8kit.conversion.report import table
@@ -153,6 +154,7 @@ def inspect(path: str | Path) -> Inspection:
         found.notes.append(checkpoint.nameless)
     if not found.problems:  # a scale of the wrong shape could not be read anyway
         found.problems = checkpoint.scale_problems()
+    found.problems += side_pointers(Path(path))
     return found
 
 

@@ -27,6 +27,7 @@ from fp8kit.cli.options import byte_count as _byte_count
 from fp8kit.cli.options import json_option as _json
 from fp8kit.cli.options import known_device as _known_device
 from fp8kit.cli.options import known_devices as _known_devices
+from fp8kit.cli.options import path_of as _path
 from fp8kit.cli.options import print_result as _print
 from fp8kit.cli.options import row_counts as _row_counts
 from fp8kit.conversion import slower_layers
@@ -107,7 +108,7 @@ _device = click.option(
     callback=_known_device,
     help="Where to run: cpu, cuda or cuda:N.",
 )
-_source = click.argument("source", type=click.Path(path_type=Path))
+_source = click.argument("source", type=click.Path(), callback=_path)
 
 
 @click.group("fp8kit", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -125,7 +126,7 @@ main.add_command(evaluate)
 
 @main.command()
 @_source
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("destination", type=click.Path(), callback=_path)
 @_selection
 @_target
 @click.option(
@@ -210,7 +211,7 @@ def quantize(
 
 @main.command("convert-checkpoint")
 @_source
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("destination", type=click.Path(), callback=_path)
 @click.option("--target", help=f"Who loads it: {', '.join(TARGETS)}.  [default: vllm]")
 @click.option("--dialect", help="The dialect to write, if not the target's own.")
 @click.option("--scheme", help="What MX weights become, e.g. FP8_DYNAMIC.  [default: they stay MX]")
@@ -248,7 +249,7 @@ def convert_checkpoint(
 
 @main.command()
 @_source
-@click.argument("result", type=click.Path(path_type=Path))
+@click.argument("result", type=click.Path(), callback=_path)
 @click.option("--workers", type=click.IntRange(1), help="Threads.")
 @_json
 def verify(source: Path, result: Path, workers: int | None, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.streaming.recipe import Recipe
-from fp8kit.cli.options import json_option, known_device, print_result, row_counts
+from fp8kit.cli.options import json_option, known_device, path_of, print_result, row_counts
 from fp8kit.conversion.siblings import joined_shapes
 from fp8kit.formats import Scheme
 from fp8kit.io import checkpoints, models
@@ -27,7 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _measured(command: _F) -> _F:
     options = (
-        click.argument("source", type=click.Path(path_type=Path), required=False),
+        click.argument("source", type=click.Path(), callback=path_of, required=False),
         click.option("--shapes", help="NxK or names such as 'Llama 8B', separated by commas."),
         click.option(
             "-m",
@@ -66,8 +66,8 @@ def bench(
 
 
 @click.command("eval")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("result", type=click.Path(path_type=Path))
+@click.argument("source", type=click.Path(), callback=path_of)
+@click.argument("result", type=click.Path(), callback=path_of)
 @click.option(
     "--text",
     required=True,

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import click
 import torch
 
+from fp8kit.errors import as_path
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+
+
+def path_of(_: click.Context, parameter: click.Parameter, text: str | None) -> Path | None:
+    """Make a path of an argument, and refuse an empty one."""
+    return None if text is None else as_path(text, (parameter.name or "").upper())
 
 
 def known_device(context: click.Context, _: click.Parameter, name: str) -> str:

@@ -93,6 +93,7 @@ def quantize_checkpoint(
     if not partial.installed():
         partial.sweep()
         directory.check_destination(goal, origin, overwrite)
+    directory.check_side_files(origin)
     choice = decide(checkpoint, recipe)
     work = plan_work(checkpoint, recipe, choice)
     report = _sized(choice, work)

@@ -236,12 +236,18 @@ def integration(name: str = "transformers") -> ModuleType:
     try:
         return importlib.import_module(f"fp8kit.integrations.{name}")
     except ImportError as error:
-        missing = error.name == "transformers"
+        # an older Transformers lacks names, which is another ImportError
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        arrived = {
+            "transformers": "Transformers is not installed.",
+            "numpy": "numpy is not installed, and Transformers needs it.",
+        }.get(absent or "", f"Transformers is unfit: {error}.")
+        wanted = "numpy" if absent == "numpy" else "'fp8kit[transformers]'"
         raise ImportError(
             teach(
-                "Transformers is not installed." if missing else f"Transformers is unfit: {error}.",
+                arrived,
                 "Loading a model by its directory alone needs Transformers 5.17 or later.",
-                "Run pip install 'fp8kit[transformers]', or pass a module of your own: "
+                f"Run pip install {wanted}, or pass a module of your own: "
                 "fp8kit.load(dir, model=...).",
             ),
             name=error.name,

@@ -321,6 +321,8 @@ def _described(module: nn.Module) -> str:
 def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
     shape = (dense.in_features, dense.out_features)
     layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=dtype)
+    if dense.bias is not None:
+        layer.bias.requires_grad_(dense.bias.requires_grad)
     layer.train(dense.training)
     carry_hooks(dense, layer)
     return layer

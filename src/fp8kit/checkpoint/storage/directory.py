@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage.layout import Layout, Shard, index_of
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.checkpoint.storage.refusals import check_name, unwritable
+from fp8kit.checkpoint.storage.refusals import check_name, pointer, unwritable
 from fp8kit.errors import CheckpointError, as_path, teach
 
 # what a model needs beside its weights and config.json, copied from its source directory
@@ -70,8 +70,9 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
         overwrite: a checkpoint at the destination may be replaced.
 
     Raises:
-        CheckpointError: if the destination is a file, is or holds the source or a file that the
-            source links to, lies inside the source, or is not empty and not replaceable.
+        CheckpointError: if the destination is or lies inside a file, is or holds the source or a
+            file that the source links to, lies inside the source, or is not empty and not
+            replaceable.
     """
     check_name(destination)
     where = ""
@@ -87,10 +88,12 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
                 "Save into another directory.",
             )
         )
-    if destination.exists() and not destination.is_dir():
+    above = next((p for p in (destination, *destination.parents) if p.exists()), None)
+    if above is not None and not above.is_dir():
+        inside = "" if above == destination else f" lies inside {above}, which"
         raise CheckpointError(
             teach(
-                f"The destination {destination} is a file.",
+                f"The destination {destination}{inside} is a file.",
                 "A checkpoint is a directory.",
                 "Choose another path.",
             )
@@ -113,6 +116,28 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
                 "Choose another path, or empty the directory yourself.",
             )
         )
+
+
+def check_side_files(source: Path | None) -> None:
+    """Refuse a source whose tokenizer or the like is a git-LFS pointer, before any work is done."""
+    if pointers := side_pointers(source):
+        raise CheckpointError("\n".join(pointers))
+
+
+def side_pointers(source: Path | None) -> list[str]:
+    """Describe the files beside the weights that are git-LFS pointers."""
+    found = []
+    for name, file in _side_files(source).items():
+        with suppress(OSError), file.open("rb") as opened:  # whoever copies it tells of that
+            found.append(pointer(name, opened.read(64)))
+    return [str(error) for error in found if error is not None]
+
+
+def _side_files(source: Path | None) -> dict[str, Path]:
+    if source is None or not source.is_dir():
+        return {}
+    found = (f for p in SIDE_FILES for f in sorted(source.glob(p)) if f.is_file())
+    return {str(f.relative_to(source)): f for f in found}
 
 
 def _places(source: Path) -> list[Path]:
@@ -202,8 +227,11 @@ def complete(
     write_json(folder / "config.json", config)
     for name, text in (texts or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
-    if source is not None and source.is_dir():
-        _copy_side_files(source, folder)
+    for name, file in _side_files(source).items():
+        copy = folder / name
+        if not copy.exists():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
     problems = open_checkpoint(folder).scale_problems()
     if problems:
         raise CheckpointError("\n".join(problems))
@@ -233,15 +261,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     raw = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
     raw._tensor = flat  # type: ignore[attr-defined]  # keeps the memory while the view lives
     return memoryview(raw)
-
-
-def _copy_side_files(source: Path, folder: Path) -> None:
-    for pattern in SIDE_FILES:
-        for file in sorted(source.glob(pattern)):
-            copy = folder / file.relative_to(source)
-            if file.is_file() and not copy.exists():
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)
 
 
 def install(folder: Path, destination: Path) -> None:

@@ -14,8 +14,14 @@ from fp8kit.errors import CheckpointError, as_path, teach
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
-# owner/name, as hubs write it; what begins with a dot or a slash is meant as a path
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# owner/name, as hubs write it, or a name without a dot; what begins with .. or a slash is meant
+# as a path, and Path leaves one slash where an address has two
+_HUB_ID = re.compile(
+    r"(?:(?:hf:|https?:/+(?:www\.)?huggingface\.co)/+)?"
+    r"(?P<model>[a-z0-9][\w.-]*/(?P<name>[a-z0-9][\w.-]*)|[a-z0-9][\w-]*)"
+    r"(?:(?:@|/(?:tree|blob|resolve)/)(?P<revision>refs/pr/\d+|[\w.-]+)(?:/.*)?)?",
+    re.ASCII | re.IGNORECASE,
+)
 _A_CHECKPOINT = "A checkpoint is a directory with safetensors files, or one such file."
 
 
@@ -130,10 +136,11 @@ def _absent(place: Path) -> CheckpointError:
     remedy = "Check the path; a model from a hub is downloaded first."
     if text.startswith("~"):
         remedy = f"Only a shell replaces ~, and not in quotes: pass {place.expanduser()}."
-    elif _HUB_ID.fullmatch(text) and not lexists(place.parent):
+    elif (hub := _HUB_ID.fullmatch(text)) and not lexists(place.parts[0]):
+        revision = f" --revision {hub['revision']}" if hub["revision"] else ""
         remedy = (
-            "If this is a model on a hub, download it and pass that folder: "
-            f"hf download {text} --local-dir {place.name}"
+            "Check the path. If this is a model on a hub, download it and pass that folder: "
+            f"hf download {hub['model']}{revision} --local-dir {hub['name'] or hub['model']}"
         )
     return CheckpointError(teach(f"There is no directory {text}.", _A_CHECKPOINT, remedy))
 

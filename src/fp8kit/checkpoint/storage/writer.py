@@ -56,9 +56,9 @@ def write_checkpoint(
         The names of the files.
 
     Raises:
-        CheckpointError: if the destination is in the way, is the source, or lacks space; if the
-            tensors are not those of the layout; if the result does not read back. The destination
-            is then untouched and nothing is left behind.
+        CheckpointError: if the destination is in the way, is the source, or lacks space; if a file
+            to copy is a git-LFS pointer; if the tensors are not those of the layout; if the result
+            does not read back. The destination is then untouched and nothing is left behind.
         ValueError: if ``max_shard_bytes`` is not positive.
 
     Example:
@@ -69,6 +69,7 @@ def write_checkpoint(
     destination = Path(os.path.realpath(as_path(destination, "the destination")))
     origin = None if source is None else directory.resolved(source)
     check_destination(destination, origin, overwrite)
+    directory.check_side_files(origin)
     shards = plan_shards(layout, max_shard_bytes)
     nothing = "Nothing is kept. Make room, and run it again, or choose another disk."
     with directory.disk_errors(destination, lambda: nothing), _staging(destination) as folder:
