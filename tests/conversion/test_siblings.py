@@ -14,7 +14,6 @@ from fp8kit import ConversionError
 from fp8kit.conversion.fusion_rules import Link
 from fp8kit.conversion.siblings import find_groups, joined_shapes, sibling_groups, traced_groups
 from fp8kit.formats import SCHEMES
-from fp8kit.modules.fused_producers import Producer
 from numerics import relative_error
 
 
@@ -323,8 +322,7 @@ def test_layers_of_two_schemes_share_nothing() -> None:
     fp8kit.convert(model, "FP8_DYNAMIC", include=["*.heads.b", "*.memory.v"], fuse="none")
     report = fp8kit.convert(model, exclude=["*"], fuse=STATED)
     assert not report.groups
-    assert report.fused == ["blocks.0.before", "blocks.1.before"]  # each in one launch
-    assert not any(isinstance(m, Producer) for m in model.modules())
+    assert not report.fused
     report = fp8kit.convert(model, "MXFP8_EMULATED", fuse={"blocks.0": ["act -> down"]})
     assert "because MXFP8_EMULATED quantizes" in str(report)
 

@@ -257,7 +257,7 @@ def test_copies_pickles_and_files_are_routers_of_their_own(tmp_path: Path) -> No
         expected = model.model.layers[0].mlp.gate(x)
         for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             gate = made.model.layers[0].mlp.gate
-            assert gate.forward.router is gate
+            assert gate.forward.module is gate
             assert list(gate.state_dict()) == names
             assert torch.equal(gate(x)[1], expected[1])
             gate.weight.zero_()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.conversion.experts import recognize
+from fp8kit.formats import BLOCK, QTensor
 from fp8kit.modules.stacked_experts import convert_experts
 from numerics import assert_bits_equal
 from recorded_calls import CpuBackends, install, record_on_cpu
@@ -34,6 +35,23 @@ def routed(m: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(m, H, dtype=torch.bfloat16)
     ids = torch.rand(m, E).argsort(1)[:, :TOP_K].contiguous()
     return x, ids, torch.rand(m, TOP_K)
+
+
+def other_class() -> nn.Module:
+    """Return FP8 experts in a class of Transformers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=H, moe_intermediate_size=INNER, num_experts=E, num_experts_per_tok=TOP_K
+    )
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    dense = Qwen3MoeExperts(config)
+    for weight in dense.parameters():
+        nn.init.normal_(weight, std=0.1)
+    stacks = recognize(dense)
+    assert not isinstance(stacks, str)
+    assert stacks is not None
+    return convert_experts(dense, stacks, fp8kit.Scheme.of("FP8_DYNAMIC"))
 
 
 def unrecorded(layer: nn.Module, *given: Any) -> Tensor:
@@ -77,19 +95,7 @@ def test_a_static_scale_and_biases_are_replayed_too(backends: CpuBackends) -> No
 
 
 def test_experts_in_the_class_of_another_library_are_replayed(backends: CpuBackends) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=H, moe_intermediate_size=INNER, num_experts=E, num_experts_per_tok=TOP_K
-    )
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    dense = Qwen3MoeExperts(config)
-    for weight in dense.parameters():
-        nn.init.normal_(weight, std=0.1)
-    stacks = recognize(dense)
-    assert not isinstance(stacks, str)
-    assert stacks is not None
-    layer = convert_experts(dense, stacks, fp8kit.Scheme.of("FP8_DYNAMIC"))
+    layer = other_class()
     recorded(layer, backends)
     given = routed()
     y = layer(*given)
@@ -163,3 +169,43 @@ def test_gradients_autocast_and_a_map_take_the_long_way(backends: CpuBackends) -
         backends.calls.clear()
         assert_bits_equal(layer(x, ids, weights), unrecorded(layer, x, ids, weights))
         assert backends.calls == ["experts"] * 2
+
+
+def test_a_model_that_is_trained_whole_trains_through_its_experts() -> None:
+    layer = other_class()
+    layer.requires_grad_(True)
+    x, ids, weights = routed()
+    x.requires_grad_()
+    layer(x, ids, weights).float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+
+
+def test_tensors_beside_codes_are_found_wherever_they_are() -> None:
+    up, down = torch.randn(E, 2 * INNER, H) / 8, torch.randn(E, H, INNER) / 11
+    biases = (torch.randn(E, 2 * INNER), torch.randn(E, H))
+    layer, given = fp8kit.Fp8Experts.from_dense(up, down, biases=biases), routed()
+    expected = layer(*given)
+    replica = layer._replicate_for_data_parallel()
+    for name, parameter in layer.named_parameters():
+        replica._parameters.pop(name, None)
+        setattr(replica, name, parameter.detach())
+    assert_bits_equal(replica(*given), expected)
+    nn.utils.parametrize.register_parametrization(layer, "down_proj_bias", nn.Identity())
+    assert_bits_equal(layer(*given), expected)
+
+
+def test_what_is_not_as_it_was_recorded_is_refused(backends: CpuBackends) -> None:
+    layer = make()
+    recorded(layer, backends)
+    x, ids, weights = routed()
+    up, down = layer.operand("gate_up_proj"), layer.operand("down_proj")
+    other = QTensor(down.data, torch.ones(E, 1, 1), BLOCK)
+    with pytest.raises(ValueError, match="Both weights of a layer have one granularity"):
+        fp8kit.moe.experts(x, up, other, ids, weights, scheme="FP8_DYNAMIC")
+    bias = torch.randn(E, H)
+    for _ in range(4):
+        expected = fp8kit.moe.experts(x, up, down, ids, weights, bias2=-bias)
+        fp8kit.moe.experts(x, up, down, ids, weights, bias2=bias)
+    found = fp8kit.moe.experts(x, up, down, ids, weights, bias2=torch._neg_view(bias))
+    assert_bits_equal(found, expected)

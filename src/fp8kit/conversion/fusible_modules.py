@@ -20,11 +20,11 @@ from fp8kit.modules.fused_producers import (
     FusedActivation,
     FusedGatedMlp,
     FusedNorm,
-    PlainNorm,
     Producer,
     activation_kind,
 )
 from fp8kit.modules.norm_formula import NormFormula
+from fp8kit.modules.plain_norm import NormForward
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _RMS_FORMULAS = ((0.0, "stepwise"), (0.0, "once"), (1.0, "once"), (1.0, "stepwise"))
@@ -63,15 +63,20 @@ def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
     return None if formula is None else FusedNorm(module, formula, consumers)
 
 
-def make_plain(module: nn.Module) -> PlainNorm | None:
-    """Return an RMS norm as one launch, ``None`` for any other module.
+def make_plain(module: nn.Module) -> NormForward | None:
+    """Return a ``forward`` for an RMS norm of a known library, ``None`` for any other module.
 
     torch's own norms are one launch already.
     """
-    if "forward" in vars(module) or isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
+    if "forward" in vars(module) or not is_of_library(module):
         return None
     formula = recognize_norm(module)
-    return None if formula is None or formula.kind != "rms_norm" else PlainNorm(module, formula)
+    return None if formula is None or formula.kind != "rms_norm" else NormForward(module, formula)
+
+
+def is_of_library(module: nn.Module) -> bool:
+    """Return whether a run tells all that a module does: others may keep or read a state."""
+    return type(module).__module__.startswith(("transformers.models.", "diffusers."))
 
 
 def can_produce(module: nn.Module) -> bool:
@@ -91,11 +96,14 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
         norm: a module with a ``weight [K]`` or a ``normalized_shape`` and a known epsilon; its
             Parameters may be on the meta device.
     """
-    eps = next((e for n in _EPSILONS if (e := getattr(norm, n, None)) is not None), None)
+    try:
+        eps = next((e for n in _EPSILONS if (e := getattr(norm, n, None)) is not None), None)
+        weight = getattr(norm, "weight", None)
+        shape = tuple(getattr(norm, "normalized_shape", getattr(weight, "shape", ())))
+    except Exception:  # a property that raises, a shape that is a number
+        return None
     if eps is None and isinstance(norm, nn.RMSNorm):
         eps = torch.finfo(torch.float32).eps
-    weight = getattr(norm, "weight", None)
-    shape: tuple[int, ...] = tuple(getattr(norm, "normalized_shape", getattr(weight, "shape", ())))
     if not isinstance(eps, float) or len(shape) != 1:
         return None
     if isinstance(norm, nn.LayerNorm):

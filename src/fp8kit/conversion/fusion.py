@@ -21,10 +21,11 @@ from fp8kit.errors import ConversionError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules.decoder_layer import install_residual_forwards
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.fused_producers import Consumers, Fused, PlainNorm, Producer
+from fp8kit.modules.fused_producers import Consumers, Fused, Producer
 from fp8kit.modules.joining import can_share
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import takes_codes
+from fp8kit.modules.plain_norm import NormForward
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.stacked_experts import StackedExperts
 
@@ -162,19 +163,18 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
         if fused_producer is not None and link.producer is not None:
             model.set_submodule(link.name(link.producer), fused_producer)
             replaced.append(link.name(link.producer))
-    fp8 = any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules())
-    for name, module in list(model.named_modules()) if fp8 else ():
-        plain = None if isinstance(module, Fused) or not name else make_plain(module)
-        if plain is not None:
-            model.set_submodule(name, plain)
-            replaced.append(name)
+    if any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules()):
+        for name, module in model.named_modules():
+            plain = make_plain(module)
+            if plain is not None:
+                module.forward = plain
+                replaced.append(name)
     install_residual_forwards(model.get_submodule(name) for name in sorted(blocks))
     return replaced
 
 
 def _producer(model: nn.Module, link: Link) -> Producer | None:
     module = model.get_submodule(link.name(link.producer or ""))
-    module = module.replaced[0] if isinstance(module, PlainNorm) else module
     members = [model.get_submodule(name) for name in link.layers]
     layers = [m for m in members if isinstance(m, Fp8Linear) and takes_codes(m.scheme)]
     if link.producer is None or isinstance(module, Fused) or len(layers) < len(members):
@@ -184,4 +184,6 @@ def _producer(model: nn.Module, link: Link) -> Producer | None:
     group = layers[0].shared
     if not isinstance(group, SharedInput) or list(group.members) != layers:
         return None
+    if isinstance(vars(module).get("forward"), NormForward):
+        del module.forward
     return make_producer(module, Consumers(group, link.unchanged(model)))

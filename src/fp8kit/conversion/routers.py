@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fp8kit.modules.fused_router import BIAS, RouterFormula, RouterForward, settings
+from fp8kit.conversion.fusible_modules import is_of_library
+from fp8kit.modules.fused_router import BIAS, RouterFormula, RouterForward
+from fp8kit.modules.own_forward import settings
 from fp8kit.moe import choice
 from fp8kit.moe.choice import Formula
 
@@ -45,7 +47,8 @@ def fuse_routers(block: nn.Module, name: str) -> list[str]:
     """
     fused = []
     for child, router in block.named_children():
-        formula = None if "forward" in vars(router) else recognize_router(router)
+        known = is_of_library(router) and "forward" not in vars(router)
+        formula = recognize_router(router) if known else None
         if formula is not None:
             router.forward = RouterForward(router, formula)
             fused.append(f"{name}.{child}" if name else child)

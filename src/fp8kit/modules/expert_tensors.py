@@ -96,7 +96,12 @@ class ExpertTensors(nn.Module):
 
     def beside(self, name: str, kind: str) -> Tensor | None:
         """Return ``bias``, ``scale``, ``exponents`` or ``input_scale`` of a stack, if any."""
-        return self._parameters.get(f"{name}_{kind}")
+        key = f"{name}_{kind}"
+        if key in self._parameters:
+            return self._parameters[key]
+        # a parametrization, a buffer, or a plain tensor in a replica
+        elsewhere = key in self._buffers or key in vars(self) or hasattr(type(self), key)
+        return cast(Tensor, getattr(self, key)) if elsewhere else None
 
     def quantized(self, name: str) -> QTensor:
         """View codes and scales of a stack as a ``QTensor``, without copying."""

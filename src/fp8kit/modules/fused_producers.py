@@ -10,7 +10,6 @@ GPU, or a compiler fuses by itself, the replaced module computes instead.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable
 from typing import Any, TypeGuard
@@ -210,31 +209,6 @@ class FusedNorm(Producer):
         return total
 
 
-class PlainNorm(Fused):
-    """An RMS norm in one launch, for whoever reads its result.
-
-    Args:
-        norm: the norm it replaces.
-        formula: what that computes.
-    """
-
-    def __init__(self, norm: nn.Module, formula: NormFormula) -> None:
-        super().__init__(norm)
-        self.formula = formula
-
-    def forward(self, hidden_states: Tensor, *others: Any, **options: Any) -> Tensor:
-        """Norm ``[..., K]``; with more arguments as the replaced module does."""
-        x = hidden_states
-        if others or options or not (self.may_fuse(x) and self.formula.takes(x, self)):
-            same: Tensor = self.unfused(x, *others, **options)
-            return same
-        weight = self._parameters["weight"]
-        assert weight is not None
-        if not x.dim() or x.shape[-1] != weight.shape[0]:
-            return self.unfused(x)  # type: ignore[no-any-return]
-        return self.formula.normed(self.replays, x if _folds(x) else x.contiguous(), self)
-
-
 class FusedActivation(Producer):
     """An activation that quantizes for the layer behind it.
 
@@ -318,16 +292,6 @@ def activation_kind(act_fn: object) -> str | None:
     if type(act_fn) is nn.GELU:
         return "gelu_tanh" if act_fn.approximate == "tanh" else "gelu"
     return "gelu_tanh" if name in ("GELUTanh", "PytorchGELUTanh") else None
-
-
-def _folds(x: Tensor) -> bool:
-    """Return whether the rows of ``x`` lie apart in two steps: within the last two dimensions, and
-    before them."""
-    if x.is_contiguous():
-        return True
-    lead = [(n, step) for n, step in zip(x.shape[:-2], x.stride()[:-2], strict=True) if n != 1]
-    pairs = itertools.pairwise(lead)
-    return x.stride(-1) == 1 and all(step == n * inner for (_, step), (n, inner) in pairs)
 
 
 @functools.cache

@@ -1,8 +1,4 @@
-"""Routers of Transformers that choose in one kernel behind the product with their weight.
-
-A router keeps its class, so that what looks for it by class finds it: recorders of its logits,
-initializers. It gets a new ``forward``, as decoder layers do (``decoder_layer``).
-"""
+"""Routers of Transformers that choose in one kernel behind the product with their weight."""
 
 from __future__ import annotations
 
@@ -13,12 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8kit.modules.fused_producers import may_fuse
+from fp8kit.modules.own_forward import OwnForward
 from fp8kit.moe.choice import CHOOSE, Formula
-from fp8kit.runtime.replay_cache import ReplayCache
 
 BIAS = "e_score_correction_bias"
-_SCALARS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +51,17 @@ class RouterFormula:
             return own
         return given[0] if given else None
 
-    def takes(self, router: nn.Module, x: Tensor, given: int) -> bool:
-        """Return whether the formula holds for an input, and that many arguments behind it."""
-        weight = router._parameters.get("weight")
-        fits = weight is not None and (self.wide or weight.dtype == x.dtype)
-        return fits and given == (self.correction == "given") and (self.flattens or x.dim() == 2)
+    def takes(self, router: nn.Module, x: Tensor, given: tuple[Any, ...]) -> bool:
+        """Return whether the formula holds for an input, and for what is passed behind it."""
+        weight = router._parameters["weight"]
+        assert weight is not None
+        if len(given) != (self.correction == "given") or not (self.flattens or x.dim() == 2):
+            return False
+        bias = self.bias(router, given)
+        known = bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1])
+        narrow = self.choice.dtype != torch.float32  # by which of both dtypes, no trial has shown
+        wide = self.wide and not narrow
+        return known and (wide or weight.dtype == x.dtype) and x.shape[-1] == weight.shape[1]
 
     def options(self, x: Tensor) -> Formula:
         """Return the choice for an input of its dtype."""
@@ -69,40 +69,25 @@ class RouterFormula:
         return self.choice._replace(dtype=x.dtype) if narrow else self.choice
 
 
-def settings(router: nn.Module) -> dict[str, object]:
-    """Return what a router's own attributes say, by which its class may compute something else."""
-    return {n: v for n, v in vars(router).items() if isinstance(v, _SCALARS) and n != "training"}
-
-
-class RouterForward:
-    """The ``forward`` of a router that is known to follow a formula.
+class RouterForward(OwnForward):
+    """The ``forward`` of a router.
 
     Args:
-        router: the module; its class computes wherever kernels may not.
+        router: holds the weight.
         formula: what it does.
     """
 
     def __init__(self, router: nn.Module, formula: RouterFormula) -> None:
-        self.router = router
+        super().__init__(router)
         self.formula = formula
-        self.settings = settings(router)
-        self.replays = ReplayCache()
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute logits, weights and ids."""
-        # torch.compile guards on every attribute read before it turns away, at each call
-        if torch.compiler.is_compiling() or kwargs or not self._may_fuse(hidden_states, args):
-            return type(self.router).forward(self.router, hidden_states, *args, **kwargs)
-        router, formula = self.router, self.formula
-        logits = formula.logits(router, hidden_states)
-        constants, options = (formula.bias(router, args),), formula.options(hidden_states)
+    def takes(self, x: Tensor, *others: Any) -> bool:
+        """Return whether the formula holds for an input and what comes behind it."""
+        return self.formula.takes(self.module, x, others)
+
+    def compute(self, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits, weights and ids."""
+        logits = self.formula.logits(self.module, x)
+        constants, options = (self.formula.bias(self.module, others),), self.formula.options(x)
         ids, weights = self.replays.call(CHOOSE, (logits,), constants, options)
         return logits, weights, ids
-
-    def _may_fuse(self, x: Tensor, args: tuple[Any, ...]) -> bool:
-        own = vars(self.router)
-        return (
-            may_fuse(self.router, x)
-            and self.formula.takes(self.router, x, len(args))
-            and all(own.get(name) == value for name, value in self.settings.items())
-        )

@@ -48,10 +48,13 @@ class StackedExperts(ExpertTensors):
         if self.stacks.activation is None:
             y = self._in_two_products(rows, ids, weights)
         else:
+            # models are trained whole, with requires_grad on all that they hold
+            frozen = not torch.is_grad_enabled() or not self.codes(self.stacks.down).requires_grad
+            w13, w2 = map(self.operand if frozen else self.quantized, self.stacks.names)
             y = run_experts(
                 rows,
-                self.operand(self.stacks.up),
-                self.operand(self.stacks.down),
+                w13,
+                w2,
                 ids,
                 weights,
                 activation=self.stacks.activation,

@@ -23,7 +23,7 @@ Weight = tuple[QTensor, Tensor | None, Tensor | None]
 
 
 def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
-    """Refuse weights that are not quantized, and what is no activation.
+    """Refuse weights that are not quantized alike, and what is no activation.
 
     Args:
         w13: of the first product.
@@ -32,6 +32,7 @@ def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
     """
     check_quantized("w13", w13)
     check_quantized("w2", w2)
+    _check_alike(w13, w2)
     if not isinstance(activation, Activation):
         raise TypeError(
             teach(
@@ -73,7 +74,6 @@ def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation
                 "Check the orientation: the last dimension is the one that is summed over.",
             )
         )
-    _check_alike(w13, w2)
     for name, (q, bias, input_scale) in (("13", first), ("2", second)):
         _check_device(f"w{name}", q.data, x)
         if bias is not None:

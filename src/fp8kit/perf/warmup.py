@@ -16,12 +16,12 @@ from fp8kit.modules.fused_producers import (
     FusedActivation,
     FusedGatedMlp,
     FusedNorm,
-    PlainNorm,
     Producer,
 )
 from fp8kit.modules.fused_router import RouterForward
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join
 from fp8kit.modules.linear import Fp8Linear
+from fp8kit.modules.plain_norm import NormForward
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.validation import check_row_counts
 from fp8kit.perf import tune as tuning
@@ -171,12 +171,9 @@ def _kind(module: nn.Module) -> object:
         if isinstance(module.shared, SharedInput):
             return ("group", *map(_layer_kind, module.shared.members))
         return alone
-    if isinstance(module, PlainNorm):
+    if isinstance(own := vars(module).get("forward"), NormForward | RouterForward):
         weight = module.get_parameter("weight")
-        return ("norm", module.formula, weight.shape, weight.dtype, weight.device)
-    if isinstance(router := vars(module).get("forward"), RouterForward):
-        weight = module.get_parameter("weight")
-        return ("router", router.formula, weight.shape, weight.dtype, weight.device)
+        return (type(own), own.formula, weight.shape, weight.dtype, weight.device)
     if isinstance(module, Producer):
         members = module.consumers.group.members
         return (*_producer_kind(module), *map(_layer_kind, members))
@@ -216,12 +213,11 @@ def _layer_kind(layer: Fp8Linear) -> tuple[object, ...]:
 def _run(module: nn.Module, rows: int) -> None:
     if isinstance(module, FusedGatedMlp | FusedFeedForward):
         module(_input(_projections(module)[0], rows))
-    elif isinstance(module, PlainNorm):
-        module(_rows_for(module, rows))
-    elif isinstance(router := vars(module).get("forward"), RouterForward):
-        x = _rows_for(module, rows)
-        given = router.formula.correction == "given"
-        module(x, *([x.new_zeros(module.get_parameter("weight").shape[0])] if given else []))
+    elif isinstance(own := vars(module).get("forward"), NormForward | RouterForward):
+        weight = module.get_parameter("weight")
+        x = torch.randn(rows, weight.shape[-1], device=weight.device, dtype=weight.dtype)
+        given = isinstance(own, RouterForward) and own.formula.correction == "given"
+        module(x, *([x.new_zeros(weight.shape[0])] if given else []))
     elif isinstance(module, Producer):
         group = module.consumers.group
         for result in _produced(module, _input(group.members[0], rows)):
@@ -248,11 +244,6 @@ def _produced(module: Producer, x: Tensor) -> Iterator[Tensor]:
     yield module(x)
     if isinstance(module, FusedNorm) and module.formula.kind == "rms_norm":
         yield module(module.add(x, x))  # a residual added in the same pass is another kernel
-
-
-def _rows_for(module: nn.Module, rows: int) -> Tensor:
-    weight = module.get_parameter("weight")
-    return torch.randn(rows, weight.shape[-1], device=weight.device, dtype=weight.dtype)
 
 
 def _input(layer: nn.Linear, rows: int) -> Tensor:

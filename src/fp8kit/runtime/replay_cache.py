@@ -253,6 +253,8 @@ def guards(constants: Operands) -> Guards | None:
             continue
         if type(t) not in _PLAIN or not t.is_contiguous() or (grad and t.requires_grad):
             return None
+        if t.is_neg():  # its values are not in memory
+            return None
         address, mark = t.data_ptr(), getattr(t, MARK, None)
         found.append(address)  # one by one is faster than a tuple of them
         found.append(t.shape)

@@ -1,0 +1,46 @@
+"""RMS norms in one launch, for whoever reads their result."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import Tensor, nn
+
+from fp8kit.modules.norm_formula import NormFormula
+from fp8kit.modules.own_forward import OwnForward
+
+
+class NormForward(OwnForward):
+    """The ``forward`` of an RMS norm.
+
+    Args:
+        norm: holds the weight.
+        formula: what it computes.
+    """
+
+    def __init__(self, norm: nn.Module, formula: NormFormula) -> None:
+        super().__init__(norm)
+        self.formula = formula
+
+    def takes(self, x: Tensor, *others: Any) -> bool:
+        """Return whether ``x`` has the columns of the weight, in an order that results keep."""
+        width = self.module.get_parameter("weight").shape[0]
+        known = not others and x.dim() > 0 and x.shape[-1] == width and _folds(x)
+        return known and self.formula.takes(x, self.module)
+
+    def compute(self, x: Tensor, *others: Any) -> Tensor:
+        """Norm ``[..., K]``; the result is contiguous."""
+        del others
+        return self.formula.normed(self.replays, x, self.module)
+
+
+def _folds(x: Tensor) -> bool:
+    """Return whether rows lie in order, in two steps: of the last dimension of rows, and before."""
+    if x.is_contiguous():
+        return True
+    lead = [(n, step) for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n != 1]
+    ordered = all(one >= other for (_, one), (_, other) in itertools.pairwise(lead))
+    outer = [(n, s) for n, s in zip(x.shape[:-2], x.stride()[:-2], strict=True) if n != 1]
+    pairs = itertools.pairwise(outer)
+    return ordered and x.stride(-1) == 1 and all(s == n * inner for (_, s), (n, inner) in pairs)
