@@ -56,6 +56,7 @@ TRITON_KERNELS = (
     "_amax_kernel",
     "_tensor_kernel",
     "_norm_kernel",
+    "_plain_norm_kernel",
     "_activation_kernel",
     "product_kernel",
     "sum_kernel",
@@ -261,6 +262,10 @@ def triton_calls(device: str) -> Calls:
             f"layer norm {group}": lambda g=group: fused.layer_norm_quantize(x, weight, group=g),
             f"silu {group}": lambda g=group: fused.silu_mul_quantize(x, x, group=g),
         }
+    calls["rms norm, heads"] = lambda: fused_triton.rms_normed(
+        x[:, : x.shape[1] // 3 * 3].unflatten(1, (3, -1))[:, 1:],
+        weight[: x.shape[1] // 3], 1e-6, 1.0, "once",
+    )  # fmt: skip
     by_column = {"group": GROUP128, "scale_layout": "column"}
     calls["rms norm, by column"] = lambda: fused.rms_norm_quantize(x, weight, **by_column)
     calls["silu, by column"] = lambda: fused.silu_mul_quantize(x, x, **by_column)
