@@ -20,7 +20,7 @@ from triton.runtime import JITFunction
 from ahead import dumped, resources
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.fused import triton as fused_triton
-from fp8kit.fused import triton_activations, triton_norms
+from fp8kit.fused import triton_activations, triton_norms, triton_plain_norm
 from fp8kit.fused.problem import Target
 from fp8kit.quantizers import triton as plain
 from fp8kit.quantizers import triton_groups, triton_rows, triton_tensor
@@ -54,7 +54,7 @@ COUNTED = {
 def main() -> None:
     """Print one JSON object: case to counts."""
     found = {}
-    for module in (*PLAIN, triton_activations, triton_norms):
+    for module in (*PLAIN, triton_activations, triton_norms, triton_plain_norm):
         module.overlaps = lambda device: True  # as on the GPU they are compiled for
     for name, case in cases().items():
         compiled: list[Any] = []
@@ -89,6 +89,9 @@ def cases() -> dict[str, Callable[[], object]]:
                 todo[f"adaptive {k} {kind}"] = lambda x=x, p=pair, t=t: fused_triton.layer_norm(
                     x[None], None, None, p, 1e-6, "stepwise", t
                 )
+    for rows, k in ((64, 8192), (4096, 128)):
+        x, w = torch.empty(rows, k).bfloat16(), torch.empty(k).bfloat16()
+        todo[f"plain {k}"] = lambda x=x, w=w: fused_triton.rms_normed(x, w, 1e-6, 0.0, "stepwise")
     for dtype in (torch.bfloat16, torch.float16):  # a last tile that one column reaches
         x, w = torch.empty(512, 1025, dtype=dtype), torch.empty(1025, dtype=dtype)
         t, name = target(ROW, "row"), f"1025 row {TYPES[dtype]}"
