@@ -66,6 +66,14 @@ def recorded(layer: nn.Module, backends: CpuBackends, m: int = 3) -> None:
     backends.calls.clear()
 
 
+def assert_replayed(layer: nn.Module, backends: CpuBackends) -> None:
+    recorded(layer, backends)
+    given = routed()
+    y = layer(*given)
+    assert backends.calls == []
+    assert_bits_equal(y, unrecorded(layer, *given))
+
+
 def test_the_third_call_and_later_ones_launch_without_python(backends: CpuBackends) -> None:
     layer = make()
     backends.calls.clear()
@@ -87,20 +95,12 @@ def test_a_static_scale_and_biases_are_replayed_too(backends: CpuBackends) -> No
         biases=(torch.randn(E, 2 * INNER), torch.randn(E, H)),
         input_scales=(torch.full((1, 1), 0.02), torch.full((1, 1), 0.03)),
     )  # fmt: skip
-    recorded(layer, backends)
-    given = routed()
-    y = layer(*given)
-    assert backends.calls == []
-    assert_bits_equal(y, unrecorded(layer, *given))
+    assert_replayed(layer, backends)
 
 
 def test_experts_in_the_class_of_another_library_are_replayed(backends: CpuBackends) -> None:
     layer = other_class()
-    recorded(layer, backends)
-    given = routed()
-    y = layer(*given)
-    assert backends.calls == []
-    assert_bits_equal(y, unrecorded(layer, *given))
+    assert_replayed(layer, backends)
 
 
 def test_weights_that_are_written_in_place_are_read_anew(backends: CpuBackends) -> None:

@@ -68,15 +68,17 @@ def make_plain(module: nn.Module) -> NormForward | None:
 
     torch's own norms are one launch already.
     """
-    if "forward" in vars(module) or not is_of_library(module):
-        return None
-    formula = recognize_norm(module)
+    formula = recognize_norm(module) if may_own_forward(module) else None
     return None if formula is None or formula.kind != "rms_norm" else NormForward(module, formula)
 
 
-def is_of_library(module: nn.Module) -> bool:
-    """Return whether a run tells all that a module does: others may keep or read a state."""
-    return type(module).__module__.startswith(("transformers.models.", "diffusers."))
+def may_own_forward(module: nn.Module) -> bool:
+    """Return whether a module has its class's ``forward``, of which a run tells all that it does.
+
+    Classes of users may keep or read a state.
+    """
+    known = type(module).__module__.startswith(("transformers.models.", "diffusers."))
+    return known and "forward" not in vars(module)
 
 
 def can_produce(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from fp8kit.modules.fused_producers import Consumers, Fused, Producer
 from fp8kit.modules.joining import can_share
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import takes_codes
-from fp8kit.modules.plain_norm import NormForward
+from fp8kit.modules.own_forward import own_forward
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.stacked_experts import StackedExperts
 
@@ -184,6 +184,6 @@ def _producer(model: nn.Module, link: Link) -> Producer | None:
     group = layers[0].shared
     if not isinstance(group, SharedInput) or list(group.members) != layers:
         return None
-    if isinstance(vars(module).get("forward"), NormForward):
+    if own_forward(module) is not None:
         del module.forward
     return make_producer(module, Consumers(group, link.unchanged(model)))

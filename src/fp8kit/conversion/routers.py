@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fp8kit.conversion.fusible_modules import is_of_library
+from fp8kit.conversion.fusible_modules import may_own_forward
 from fp8kit.modules.fused_router import BIAS, RouterFormula, RouterForward
 from fp8kit.modules.own_forward import settings
 from fp8kit.moe import choice
@@ -47,8 +47,7 @@ def fuse_routers(block: nn.Module, name: str) -> list[str]:
     """
     fused = []
     for child, router in block.named_children():
-        known = is_of_library(router) and "forward" not in vars(router)
-        formula = recognize_router(router) if known else None
+        formula = recognize_router(router) if may_own_forward(router) else None
         if formula is not None:
             router.forward = RouterForward(router, formula)
             fused.append(f"{name}.{child}" if name else child)
@@ -116,12 +115,10 @@ def _candidates(trial: _Trial, top_k: int, flattens: bool) -> Iterator[RouterFor
     correction = "given" if trial.given else "own" if hasattr(trial.twin, BIAS) else ""
     how = [*itertools.product(choice.SCORINGS, (True, False), sorted({1.0, *scales}))]
     for wide, widened in _PRODUCTS:
-        for scoring, renormalize, scale in how:
-            chosen = Formula(top_k, scoring, renormalize, scale, trial.weights.dtype)
-            formula = RouterFormula(wide, widened, flattens, correction, chosen)
-            if not _equal(formula.logits(trial.twin, trial.x), trial.logits):
-                break
-            yield formula
+        choices = (Formula(top_k, *one, trial.weights.dtype) for one in how)
+        known = [RouterFormula(wide, widened, flattens, correction, one) for one in choices]
+        if _equal(known[0].logits(trial.twin, trial.x), trial.logits):
+            yield from known
 
 
 def _agrees(formula: RouterFormula, trial: _Trial) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Fused
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.own_forward import OwnForward
+from fp8kit.modules.own_forward import own_forward
 from fp8kit.modules.stacked_experts import StackedExperts
 
 
@@ -55,7 +55,7 @@ def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
             module.to_dense(dtype)
         elif isinstance(module, Fused):
             dense[module] = module.replaced[0]
-        elif isinstance(vars(module).get("forward"), OwnForward):
+        elif own_forward(module) is not None:
             del module.forward
         if module in dense:
             model.set_submodule(name, dense[module])

@@ -70,16 +70,9 @@ class RouterFormula:
 
 
 class RouterForward(OwnForward):
-    """The ``forward`` of a router.
+    """The ``forward`` of a router."""
 
-    Args:
-        router: holds the weight.
-        formula: what it does.
-    """
-
-    def __init__(self, router: nn.Module, formula: RouterFormula) -> None:
-        super().__init__(router)
-        self.formula = formula
+    formula: RouterFormula
 
     def takes(self, x: Tensor, *others: Any) -> bool:
         """Return whether the formula holds for an input and what comes behind it."""

@@ -22,15 +22,23 @@ def settings(module: nn.Module) -> dict[str, object]:
     return {n: v for n, v in vars(module).items() if isinstance(v, _SCALARS) and n != "training"}
 
 
+def own_forward(module: nn.Module) -> OwnForward | None:
+    """Return the ``forward`` of ours that a module has, if it has one."""
+    found = vars(module).get("forward")
+    return found if isinstance(found, OwnForward) else None
+
+
 class OwnForward:
     """The ``forward`` of a module that is known to follow a formula.
 
     Args:
         module: has a Parameter ``weight``.
+        formula: what it computes.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, formula: Any) -> None:
         self.module = module
+        self.formula = formula
         self.settings = settings(module)
         self.replays = ReplayCache()
 

@@ -5,23 +5,16 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.own_forward import OwnForward
 
 
 class NormForward(OwnForward):
-    """The ``forward`` of an RMS norm.
+    """The ``forward`` of an RMS norm."""
 
-    Args:
-        norm: holds the weight.
-        formula: what it computes.
-    """
-
-    def __init__(self, norm: nn.Module, formula: NormFormula) -> None:
-        super().__init__(norm)
-        self.formula = formula
+    formula: NormFormula
 
     def takes(self, x: Tensor, *others: Any) -> bool:
         """Return whether ``x`` has the columns of the weight, in an order that results keep."""

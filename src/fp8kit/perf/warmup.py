@@ -21,7 +21,7 @@ from fp8kit.modules.fused_producers import (
 from fp8kit.modules.fused_router import RouterForward
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join
 from fp8kit.modules.linear import Fp8Linear
-from fp8kit.modules.plain_norm import NormForward
+from fp8kit.modules.own_forward import own_forward
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.validation import check_row_counts
 from fp8kit.perf import tune as tuning
@@ -171,7 +171,7 @@ def _kind(module: nn.Module) -> object:
         if isinstance(module.shared, SharedInput):
             return ("group", *map(_layer_kind, module.shared.members))
         return alone
-    if isinstance(own := vars(module).get("forward"), NormForward | RouterForward):
+    if (own := own_forward(module)) is not None:
         weight = module.get_parameter("weight")
         return (type(own), own.formula, weight.shape, weight.dtype, weight.device)
     if isinstance(module, Producer):
@@ -213,7 +213,7 @@ def _layer_kind(layer: Fp8Linear) -> tuple[object, ...]:
 def _run(module: nn.Module, rows: int) -> None:
     if isinstance(module, FusedGatedMlp | FusedFeedForward):
         module(_input(_projections(module)[0], rows))
-    elif isinstance(own := vars(module).get("forward"), NormForward | RouterForward):
+    elif (own := own_forward(module)) is not None:
         weight = module.get_parameter("weight")
         x = torch.randn(rows, weight.shape[-1], device=weight.device, dtype=weight.dtype)
         given = isinstance(own, RouterForward) and own.formula.correction == "given"
