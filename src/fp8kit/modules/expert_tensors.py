@@ -113,6 +113,17 @@ class ExpertTensors(nn.Module):
         scale = cast(Tensor, self.beside(name, "scale"))
         return QTensor(self.codes(name), scale, self.scheme.weight)
 
+    def _options(self) -> dict[str, Any]:
+        """Return what ``moe.experts`` takes besides codes, routes and activation, by name."""
+        up, down = self.stacks.names
+        return {
+            "scheme": self.scheme,
+            "bias13": self.beside(up, "bias"),
+            "bias2": self.beside(down, "bias"),
+            "input_scale13": self.beside(up, "input_scale"),
+            "input_scale2": self.beside(down, "input_scale"),
+        }
+
     def stored(self, name: str) -> QTensor:
         """Return a stack as checkpoints hold it: a view, or the MX weights it was made of."""
         q, exponents = self.quantized(name), self.beside(name, "exponents")

@@ -373,10 +373,10 @@ class Fp8Experts(ExpertTensors):
         return every.expand(m, -1), factors
 
     def _options(self) -> dict[str, Any]:
-        (w13, bias13, scale13), (w2, bias2, scale2) = self._operands()
+        """Return all that ``moe.experts`` takes besides the input and its routes, by name."""
+        w13, w2 = map(self.operand, self.stacks.names)
         return {
-            "w13": w13, "w2": w2, "activation": self.activation, "scheme": self.scheme,
-            "bias13": bias13, "bias2": bias2, "input_scale13": scale13, "input_scale2": scale2,
+            **super()._options(), "w13": w13, "w2": w2, "activation": self.activation,
             "expert_map": self.expert_map, "router_weight_on_input": self.router_weight_on_input,
             "batch_invariant": self.batch_invariant,
         }  # fmt: skip
@@ -396,13 +396,6 @@ class Fp8Experts(ExpertTensors):
         if tensor is not None and not isinstance(tensor, nn.Parameter):
             tensor = frozen(tensor)
         self.register_parameter(name, tensor)
-
-    def _operands(self) -> list[tuple[QTensor, Tensor | None, Tensor | None]]:
-        found = []
-        for name in self._matrices():
-            bias, given = (self.beside(name, kind) for kind in ("bias", "input_scale"))
-            found.append((self.operand(name), bias, given))
-        return found
 
     def __prepare_scriptable__(self) -> None:
         """Refuse ``torch.jit.script`` in words."""

@@ -81,16 +81,6 @@ class StackedExperts(ExpertTensors):
         self.__dict__.pop("form_note", None)
         self.__class__ = cast(Any, self.dense_class)
 
-    def _options(self) -> dict[str, Any]:
-        up, down = self.stacks.names
-        return {
-            "scheme": self.scheme,
-            "bias13": self.beside(up, "bias"),
-            "bias2": self.beside(down, "bias"),
-            "input_scale13": self.beside(up, "input_scale"),
-            "input_scale2": self.beside(down, "input_scale"),
-        }
-
     def _in_two_products(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute expert by expert, with the module's own gate between two linear layers."""
         up, down = (self.quantized(name) for name in self.stacks.names)
