@@ -1,4 +1,4 @@
-"""Compile, and on request tune, everything a model will run, before its first request."""
+"""Compile, record, and on request tune what a model will run, before its first request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from fp8kit.perf import tune as tuning
 from fp8kit.perf.row_counts import layer_counts
 from fp8kit.perf.timing import Timer, time_cases
 from fp8kit.perf.tune import Wish
-from fp8kit.perf.warmup_experts import run_experts
+from fp8kit.perf.warmup_experts import record_experts, run_experts
+from fp8kit.runtime import replay_cache
+
+MOST_SEQUENCES = 256  # row counts up to this one may be sequences that decode, one token each
 
 
 def warmup(
@@ -43,6 +46,9 @@ def warmup(
     Compiled kernels are kept on disk, and a power of two stands for all row counts below it down to
     the next, so ``m`` needs one value per size of batch that will come. Where a kernel is cut in
     several ways for these, layers run each of them.
+
+    On a GPU every layer then records its launches (see ``runtime.replay_cache``) for exactly these
+    row counts: for one prompt of ``m`` tokens, and for ``m`` sequences of one token up to 256.
 
     Experts run with as many experts per token as the first of these says: ``top_k`` of a
     ``routing`` that is a ``functools.partial``; ``top_k`` or ``num_experts_per_tok`` of the module,
@@ -96,9 +102,11 @@ def warmup(
                 continue
             done.add(kind)
             for rows in dict.fromkeys(count for most in m for count in _row_counts(module, most)):
-                _run(module, rows)
+                _run(module, (1, rows))
                 calls += 1
         calls += run_experts(model, m)
+        _record(model, m)
+        record_experts(model, m)
     for device in {codes.device for codes in held}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -194,6 +202,14 @@ def _producer_kind(module: Producer) -> tuple[object, ...]:
     return (type(module), module.formula, *weights)
 
 
+def _device(module: nn.Module) -> torch.device:
+    """Return where a module with a kind runs."""
+    if isinstance(module, FusedGatedMlp | FusedFeedForward):
+        return _projections(module)[1].weight.device
+    layer = module.consumers.group.members[0] if isinstance(module, Producer) else module
+    return layer.get_parameter("weight").device
+
+
 def _projections(module: FusedGatedMlp | FusedFeedForward) -> tuple[nn.Linear, Fp8Linear]:
     """Give the layer that reads the input of a feed-forward, and the one that gives its result."""
     gated = isinstance(module, FusedGatedMlp)
@@ -210,21 +226,44 @@ def _layer_kind(layer: Fp8Linear) -> tuple[object, ...]:
     return (layer.scheme, tuple(layer.weight.shape), layer.weight.device, *options)
 
 
-def _run(module: nn.Module, rows: int) -> None:
+def _record(model: nn.Module, m: Sequence[int]) -> None:
+    """Run every module twice in the shapes in which a model calls it: the second call records."""
+    runs_with_another = set[int]()
+    for module in model.modules():
+        if isinstance(module, Producer):
+            runs_with_another |= {id(member) for member in module.consumers.group.members}
+        elif isinstance(module, Fp8Linear) and isinstance(module.shared, SharedInput):
+            runs_with_another |= {id(member) for member in module.shared.members[1:]}
+    for module in model.modules():
+        if id(module) in runs_with_another or _kind(module) is None:
+            continue
+        if _device(module).type not in replay_cache.RECORDED_DEVICES:
+            continue
+        for rows in m:
+            prompt, batch = (1, rows), (rows, 1)
+            for lead in {prompt, batch} if rows <= MOST_SEQUENCES else {prompt}:
+                _run(module, lead)
+                _run(module, lead)
+
+
+def _run(module: nn.Module, lead: tuple[int, int]) -> None:
+    """Run a module on an input ``[*lead, K]``."""
     if isinstance(module, FusedGatedMlp | FusedFeedForward):
-        module(_input(_projections(module)[0], rows))
+        module(_input(_projections(module)[0], lead))
     elif (own := own_forward(module)) is not None:
         weight = module.get_parameter("weight")
-        x = torch.randn(rows, weight.shape[-1], device=weight.device, dtype=weight.dtype)
+        x = torch.randn(*lead, weight.shape[-1], device=weight.device, dtype=weight.dtype)
+        if isinstance(own, RouterForward):
+            x = x.flatten(0, 1)  # as blocks hand it to routers
         given = isinstance(own, RouterForward) and own.formula.correction == "given"
         module(x, *([x.new_zeros(weight.shape[0])] if given else []))
     elif isinstance(module, Producer):
         group = module.consumers.group
-        for result in _produced(module, _input(group.members[0], rows)):
+        for result in _produced(module, _input(group.members[0], lead)):
             for member in group.members:
                 group(member, result)
     elif isinstance(module, Fp8Linear):
-        x = _input(module, rows)
+        x = _input(module, lead)
         if isinstance(module.shared, SharedInput):
             for member in module.shared.members:
                 module.shared(member, x)
@@ -235,17 +274,18 @@ def _run(module: nn.Module, rows: int) -> None:
 def _produced(module: Producer, x: Tensor) -> Iterator[Tensor]:
     """Run a producer in every way that a block calls it, one after the other."""
     if isinstance(module, FusedAdaptiveNorm):
-        emb = x.new_zeros(1, module.linear.in_features)
-        result = module(x[None], **{module.embedding: emb})
+        emb = x.new_zeros(x.shape[0], module.linear.in_features)
+        result = module(x, **{module.embedding: emb})
         yield result[0] if isinstance(result, tuple) else result
         return
     weight = module._parameters.get("weight")
     x = x if weight is None else x.to(weight.dtype)
     yield module(x)
     if isinstance(module, FusedNorm) and module.formula.kind == "rms_norm":
-        yield module(module.add(x, x))  # a residual added in the same pass is another kernel
+        # a residual added in the same pass is another kernel
+        yield module(module.add(x, torch.zeros_like(x)))
 
 
-def _input(layer: nn.Linear, rows: int) -> Tensor:
+def _input(layer: nn.Linear, lead: tuple[int, int]) -> Tensor:
     dtype = layer.compute_dtype if isinstance(layer, Fp8Linear) else layer.weight.dtype
-    return torch.randn(rows, layer.in_features, device=layer.weight.device, dtype=dtype)
+    return torch.randn(*lead, layer.in_features, device=layer.weight.device, dtype=dtype)

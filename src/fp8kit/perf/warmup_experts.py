@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.experts import Fp8Experts
 from fp8kit.perf.row_counts import expert_counts
+from fp8kit.runtime import replay_cache
 
 # how many experts a token takes, where nothing says it
 USUAL = (1, 2, 4, 8)
@@ -40,6 +41,22 @@ def run_experts(model: nn.Module, m: Sequence[int]) -> int:
                 _run(module, tokens, top_k)
                 calls += 1
     return calls
+
+
+def record_experts(model: nn.Module, m: Sequence[int]) -> None:
+    """Run every layer of experts twice, arguments as of ``run_experts``: the second call records.
+
+    Routers give weights in ``float32`` or in the dtype of the model.
+    """
+    for _, module, taken in experts_of(model):
+        device = module.codes(module.stacks.down).device
+        if module.stacks.activation is None or device.type not in replay_cache.RECORDED_DEVICES:
+            continue
+        for tokens in m:
+            for dtype in {torch.float32, module.compute_dtype}:
+                for top_k in taken:
+                    _run(module, tokens, top_k, dtype)
+                    _run(module, tokens, top_k, dtype)
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, ExpertTensors, tuple[int, ...]]]:
@@ -121,7 +138,9 @@ def _kind(module: ExpertTensors) -> tuple[object, ...]:
     return (module.scheme, module.compute_dtype, gate, stacks.call, *held, *options)
 
 
-def _run(module: ExpertTensors, tokens: int, top_k: int) -> None:
+def _run(
+    module: ExpertTensors, tokens: int, top_k: int, dtype: torch.dtype = torch.float32
+) -> None:
     """Run experts as a block does, with pairs spread over all of them."""
     codes = module.codes(module.stacks.down)
     place, hidden = codes.device, codes.shape[1]
@@ -133,7 +152,7 @@ def _run(module: ExpertTensors, tokens: int, top_k: int) -> None:
     ids = torch.arange(tokens * top_k, device=place).view(tokens, top_k) % _routed(module)
     if module.stacks.activation is None:
         ids = torch.zeros_like(ids)  # one expert sees all rows
-    weights = torch.full((tokens, top_k), 1 / top_k, device=place)
+    weights = torch.full((tokens, top_k), 1 / top_k, device=place, dtype=dtype)
     if isinstance(module, Fp8Experts):
         _run_uncounted(module, x, ids, weights)
     else:
