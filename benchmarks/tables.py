@@ -524,7 +524,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "trials": ("What parts of the fusion save", trials),
     "compiled": ("The decoder layer under torch.compile", compiled),
     "generation_llama": ("A Llama-8B, as Transformers runs it", whole_model),
-    "generation_compiled": ("The Llama-8B, compiled, siblings as one product", whole_model),
+    "generation_compiled": ("The whole Llama-8B, all 32 layers", whole_model),
     "generation_qwen": ("A mixture of experts, as Transformers runs it", whole_model),
     "diffusion": ("A Flux transformer, as diffusers runs it", whole_model),
     "host": ("The host's time of an eager call", host),
