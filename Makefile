@@ -8,7 +8,7 @@ NEWEST ?= .venv-newest
 ZOO ?= .venv-zoo
 TESTS ?= tests
 
-.PHONY: demo site test quick slow test-newest test-oldest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
+.PHONY: demo site test test-all quick slow test-newest test-oldest test-gpu sweep zoo sanitize check tables bench bench-streaming clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,7 +22,10 @@ demo: $(VENV)/.installed  ## quantize, save, reload and compare a real trained m
 site: $(VENV)/.installed  ## the documentation as a web site, into ./site
 	$(BIN)/python -m mkdocs build --strict
 
-test: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
+test: $(VENV)/.installed check  ## lint, types, the quick tests and two cases of each slow one
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --cases 2
+
+test-all: $(VENV)/.installed check  ## lint, types and every test that needs no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu"
 
 quick: $(VENV)/.installed  ## the tests of a fraction of a second each, in less than a minute

@@ -21,6 +21,7 @@ import torch
 
 import interpret_triton  # noqa: F401  # before those that import Triton
 import recorded_calls
+from cases import beyond_the_first
 from disks import Disk
 from fp8kit.dispatch import backends
 from fp8kit.runtime import launch_recording, settings
@@ -38,7 +39,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fp8kit")
 
 
-# tests that `make quick` leaves out, by what they took when they were last timed
+# tests of which `make test` runs some cases and `make quick` none, as `make slow` timed them
 SLOW = Path(__file__).with_name("slow.txt")
 SLOW_SECONDS = 0.12
 # fixtures that take long; whichever test of a file comes first pays for all
@@ -49,15 +50,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-slow", action="store_true", help=f"write the tests that took long to {SLOW.name}"
     )
+    parser.addoption("--cases", type=int, help="run so many cases of each slow test, not all")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = set(SLOW.read_text().split())
     for item in items:
         fixtures = SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ()))
         if fixtures or item.nodeid.partition("[")[0] in slow:
             item.add_marker(pytest.mark.slow)
+    most = config.getoption("cases")
+    if most is not None:
+        left_out = beyond_the_first(items, most)
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
     if HAS_FP8_GPU:
         return
     for item in items:

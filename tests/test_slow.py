@@ -1,11 +1,14 @@
-"""The list of slow tests names tests that exist, once each."""
+"""The list of slow tests names tests that exist, once each, and `--cases` runs some of each."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from cases import beyond_the_first
 
 SLOW = Path(__file__).with_name("slow.txt")
 
@@ -43,3 +46,26 @@ def test_a_listed_test_is_marked(request: pytest.FixtureRequest) -> None:
     }
     ran = {item.nodeid.partition("[")[0] for item in request.session.items}
     assert ran & set(SLOW.read_text().split()) <= marked
+
+
+class Case(SimpleNamespace):
+    """A test as pytest collects it."""
+
+    def get_closest_marker(self, name: str) -> bool:
+        """Return whether it has a mark."""
+        return name in self.marks
+
+
+def test_some_cases_of_each_slow_test_are_left_out() -> None:
+    slow = [Case(nodeid=f"tests/a.py::test_a[{i}]", marks={"slow"}) for i in range(9)]
+    other = Case(nodeid="tests/a.py::test_b", marks={"slow"})
+    quick = [Case(nodeid=f"tests/a.py::test_c[{i}]", marks=set()) for i in range(9)]
+    gpu = [Case(nodeid=f"tests/a.py::test_a[cuda-{i}]", marks={"slow", "gpu"}) for i in range(9)]
+    out = beyond_the_first([*slow, other, *quick, *gpu], 2)
+    assert len(out) == 7
+    assert {case.nodeid for case in out} <= {case.nodeid for case in slow}
+    kept = [case for case in slow if case not in out]
+    assert kept != slow[:2]  # neighbours differ in the last parameter only
+    more = Case(nodeid="tests/a.py::test_a[new]", marks={"slow"})
+    assert len({*map(id, beyond_the_first([*slow[::-1], more], 2))} & {*map(id, kept)}) <= 1
+    assert beyond_the_first(slow, 9) == []

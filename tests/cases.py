@@ -1,0 +1,19 @@
+"""Which cases of slow tests `make test` runs."""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+
+def beyond_the_first(items: Iterable[pytest.Item], most: int) -> list[pytest.Item]:
+    """Return all but so many cases of each slow test, in an order that new cases do not change."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    ordered = (sorted(of, key=lambda i: zlib.crc32(i.nodeid.encode())) for of in cases.values())
+    return [item for of in ordered for item in of[most:]]
