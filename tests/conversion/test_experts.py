@@ -312,6 +312,47 @@ def test_a_registered_class_converts_if_it_computes_what_is_said() -> None:
         fp8kit.register_experts(Own, right(Own()))  # type: ignore[arg-type]
 
 
+class Plain(nn.Module):
+    """Experts as model files write them, with one thing more."""
+
+    def __init__(self, more: str = "") -> None:
+        super().__init__()
+        self.num_experts, self.act_fn, self.more = 4, nn.SiLU(), more
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 256, 128) / 11)
+        self.down_proj = nn.Parameter(torch.randn(4, 128, 128) / 11)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        if self.more == "weights":
+            weights = weights.clamp(max=1)
+        for expert in range(self.num_experts):
+            token, slot = torch.where(ids == expert)
+            if self.more == "capacity":
+                token, slot = token[:200], slot[:200]
+            gate, up = (x[token] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            if self.more == "gates":
+                gate, up = gate.clamp(max=100), up.clamp(-100, 100)
+            h = self.act_fn(gate) * up
+            if self.more == "hidden":
+                h = h.clamp(-65504, 65504)
+            if self.more == "dropout":
+                h = F.dropout(h, 0.5, self.training)
+            y = h @ self.down_proj[expert].T
+            if self.more == "result":
+                y = y.clamp(-65504, 65504)
+            total.index_add_(0, token, y * weights[token, slot, None])
+        return total
+
+
+def test_experts_of_a_plain_loop_are_known() -> None:
+    assert isinstance(recognize(Plain()), fp8kit.ExpertStacks)
+
+
+@pytest.mark.parametrize("more", ["weights", "capacity", "gates", "hidden", "dropout", "result"])
+def test_experts_that_do_more_at_large_numbers_or_in_training_stay_dense(more: str) -> None:
+    assert "computes something else" in str(recognize(Plain(more).eval()))
+
+
 def test_a_registered_class_is_tried_in_its_own_sizes_too() -> None:
     class Counted(Own):
         def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -350,12 +350,72 @@ class Restless(nn.Linear):
         return super().forward(nn.functional.dropout(x, 0.1, self.training))
 
 
-@pytest.mark.parametrize("kind", [Switching, Widening, Restless])
+class Bounded(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-65504, 65504)
+
+
+class Guarded(nn.Linear):
+    """Replaces what fp16 cannot hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if y.isfinite().all() else y.nan_to_num()
+
+
+class Masked(nn.Linear):
+    """Leaves rows of zeros without their bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (x != 0).any(-1, keepdim=True)
+
+
+class Images(nn.Linear):
+    """Takes the channels of images from their second dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() < 4:
+            return super().forward(x)
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class Casting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Scaling(nn.Linear):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x) * scale
+
+
+ODD = [Switching, Widening, Restless, Bounded, Guarded, Masked, Images, Casting, Scaling]
+
+
+@pytest.mark.parametrize("kind", ODD)
 def test_the_trial_of_a_subclass_can_fail(kind: type[nn.Linear]) -> None:
     layer = kind(D, D)
     layer.weight.data.zero_()  # on which all of them agree
     report = fp8kit.plan(one(layer)).report
     assert "computes something else" in reasons(report)["fc"]
+
+
+class Folding(nn.Linear):
+    """Takes tokens of sequences only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        return super().forward(x.reshape(batch * tokens, -1)).view(batch, tokens, -1)
+
+
+def test_a_subclass_may_take_inputs_of_one_form_only() -> None:
+    assert fp8kit.plan(one(Folding(D, D))).report.converted
+
+
+def test_a_model_made_in_inference_mode_converts() -> None:
+    with torch.inference_mode():
+        model = one(nn.Linear(D, D))
+    assert [layer.name for layer in fp8kit.convert(model).converted] == ["fc"]
 
 
 def test_attention_of_torch_is_left_alone_by_name() -> None:

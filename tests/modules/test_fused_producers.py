@@ -473,3 +473,67 @@ def test_threads_may_run_a_fused_model_at_once(device: torch.device) -> None:
         with ThreadPoolExecutor(1) as other:  # a whole run between a norm and the layers behind it
             assert_bits_equal(other.submit(logits, model, tokens(device)).result(), expected)
         assert attention.q_proj(normed).isfinite().all()
+
+
+def first_norm(model: nn.Module) -> nn.Module:
+    norm: nn.Module = model.model.layers[0].input_layernorm
+    return norm
+
+
+def prune(norm: nn.Module) -> None:
+    torch.nn.utils.prune.l1_unstructured(norm, "weight", 0.5)
+
+
+def parametrize(norm: nn.Module) -> None:
+    class Half(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    nn.utils.parametrize.register_parametrization(norm, "weight", Half())
+
+
+def replace(norm: nn.Module) -> None:
+    del norm.weight
+    norm.weight = torch.full((128,), 0.5, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("change", [prune, parametrize, replace])
+def test_a_fused_norm_whose_weight_is_no_parameter_computes_with_it(
+    change: Callable[[nn.Module], None], fuses_on_cpu: None
+) -> None:
+    cpu = torch.device("cpu")
+    fused, plain = build("llama", cpu), build("llama", cpu)
+    fp8kit.convert(fused)
+    fp8kit.convert(plain, fuse="inputs")
+    before = logits(fused, tokens(cpu))
+    for model in (fused, plain):
+        change(first_norm(model))
+    assert_bits_equal(logits(fused, tokens(cpu)), logits(plain, tokens(cpu)))
+    assert not torch.equal(logits(fused, tokens(cpu)), before)
+    if change is prune:
+        for model in (fused, plain):
+            torch.nn.utils.prune.remove(first_norm(model), "weight")
+        assert_bits_equal(logits(fused, tokens(cpu)), logits(plain, tokens(cpu)))
+    if change is replace:
+        first_norm(fused).weight = torch.full((128,), 2.0, dtype=torch.bfloat16)
+        first_norm(plain).weight = first_norm(fused).weight
+        assert_bits_equal(logits(fused, tokens(cpu)), logits(plain, tokens(cpu)))
+
+
+def test_replicas_of_other_gpus_hold_nothing_of_the_first(fuses_on_cpu: None) -> None:
+    model = build("qwen3", torch.device("cpu"))
+    fp8kit.convert(model)
+    changed = [m for m in model.modules() if isinstance(m, fused_producers.Fused)]
+    changed += [m for m in model.modules() if "forward" in vars(m)]
+    assert len(changed) > 8
+    for module in changed:
+        replica = module._replicate_for_data_parallel()
+        assert not isinstance(replica, fused_producers.Fused)
+        assert "forward" not in vars(replica)
+        again = replica._replicate_for_data_parallel()
+        assert type(again) is type(replica)
+    norm = model.model.norm
+    replica = norm._replicate_for_data_parallel()
+    replica.weight = torch.full((128,), 5.0)
+    x = torch.randn(3, 128)
+    assert_bits_equal(replica(x), type(norm).forward(replica, x))

@@ -100,6 +100,7 @@ class Eligibility:
         # gate, up and down of one expert are equally large
         return "" if wanted else size_obstacle(tuple(module.get_parameter(stacks.down).shape[1:]))
 
+    @torch.no_grad()  # a model made in inference mode has weights that autograd may not see
     def _of_stack(self, module: nn.Module, stack: str) -> str:
         weight = module.get_parameter(stack)
         if reason := self._of_owner(weight):
@@ -123,6 +124,7 @@ class Eligibility:
             return "its weight is tied to another parameter"
         return ""
 
+    @torch.no_grad()
     def _of_weight(self, weight: nn.Parameter, small: bool) -> str:
         if reason := self._of_owner(weight):
             return reason

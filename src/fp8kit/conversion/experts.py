@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ from fp8kit.moe.activation import KINDS, Activation
 _UP, _DOWN = ("gate_up_proj", "up_proj"), "down_proj"
 _EXPERTS, _HIDDEN, _INNER = 3, 24, 20  # of the twin
 _TOKENS, _TOP_K = 24, 2
+_MANY_TOKENS = 384  # for small twins: an expert may take no more than so many
+# of the rows that are tried: past any bound that a class may set
+_MAGNITUDES = (1.0, 30.0, 1e3, 1e5)
 _LARGEST_TWIN = 2**24  # numbers that are drawn for a class that runs in its own sizes alone
 _CLOSE = 1e-4  # of the largest result; two formulas differ by far more
 _REGISTERED: dict[type[nn.Module], Callable[[Any], ExpertStacks]] = {}
@@ -220,6 +224,7 @@ def _formula(module: nn.Module, gate: Gate | None, gated: bool) -> Activation | 
     numbers = sorted({v for v in vars(module).values() if _is_positive(v)})
     random = torch.Generator().manual_seed(0)
     z = torch.randn(_TOKENS, 2 * _INNER if gated else _INNER, generator=random)
+    z *= _magnitudes(len(z))
     z[::2] *= 2 * max([4.0, *numbers])  # past every limit
     try:
         with torch.no_grad():
@@ -253,20 +258,29 @@ def _agrees(module: nn.Module, stacks: ExpertStacks, small: bool = True) -> bool
         gate: Any = stacks.activation or _gate(twin, is_gated(module, stacks))
         random = torch.Generator().manual_seed(1)
         experts, *sides = twin.get_parameter(stacks.up).shape
-        tokens = experts * math.ceil(_TOKENS / experts)
+        tokens = experts * math.ceil((_MANY_TOKENS if small else _TOKENS) / experts)
         x = torch.randn(tokens, sides[0 if stacks.transposed else 1], generator=random)
+        x *= _magnitudes(tokens)
         ids = torch.rand(tokens, experts, generator=random).topk(min(_TOP_K, experts)).indices
-        weights = torch.rand(ids.shape, generator=random)
+        weights = 3 * torch.rand(ids.shape, generator=random)
         given: tuple[Tensor, ...] = (x, ids, weights)
         if stacks.call == "sorted":
             ids = torch.arange(experts).repeat_interleave(tokens // experts).unsqueeze(1)
             weights, given = torch.ones(tokens, 1), (x,)
         with torch.no_grad():
-            expected = type(module).forward(twin, *(t.clone() for t in given))
             found = _computed(twin, stacks, gate, x, ids, weights)
+            for twin.training in (False, True):
+                expected = type(module).forward(twin, *(t.clone() for t in given))
+                if not _close(expected, found):
+                    return False
     except Exception:  # whatever it does with what it does not know
         return None
-    return _close(expected, found)
+    return True
+
+
+def _magnitudes(rows: int) -> Tensor:
+    """Return a factor for each row, which changes every other row: limits are tried at others."""
+    return torch.tensor(_MAGNITUDES)[torch.arange(rows) // 2 % len(_MAGNITUDES), None]
 
 
 def _twin(module: nn.Module, stacks: ExpertStacks, small: bool) -> nn.Module:
@@ -324,13 +338,13 @@ def _computed(
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     bias_up, bias_down = (held.get(f"{n}_bias") for n in stacks.names)
     total = torch.zeros_like(x)
-    for slot in range(ids.shape[1]):
-        chosen = ids[:, slot]
-        h = torch.einsum("mnk,mk->mn", up[chosen], x)
-        h = h if bias_up is None else h + bias_up[chosen]
-        y = torch.einsum("mnk,mk->mn", down[chosen], gate(h))
-        y = y if bias_down is None else y + bias_down[chosen]
-        total += y * weights[:, slot, None]
+    for slot, expert in itertools.product(range(ids.shape[1]), range(len(up))):
+        rows = ids[:, slot] == expert
+        h = x[rows] @ up[expert].T
+        h = h if bias_up is None else h + bias_up[expert]
+        y = gate(h) @ down[expert].T
+        y = y if bias_down is None else y + bias_down[expert]
+        total[rows] += y * weights[rows, slot, None]
     return total
 
 

@@ -25,7 +25,7 @@ from fp8kit.modules.fused_producers import Consumers, Fused, Producer
 from fp8kit.modules.joining import can_share
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.norm_formula import takes_codes
-from fp8kit.modules.own_forward import own_forward
+from fp8kit.modules.own_forward import own_forward, set_forward
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.stacked_experts import StackedExperts
 
@@ -167,7 +167,7 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
         for name, module in model.named_modules():
             plain = make_plain(module)
             if plain is not None:
-                module.forward = plain
+                set_forward(module, plain)
                 replaced.append(name)
     install_residual_forwards(model.get_submodule(name) for name in sorted(blocks))
     return replaced

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8kit.conversion.fusible_modules import may_own_forward
 from fp8kit.modules.fused_router import BIAS, RouterFormula, RouterForward
-from fp8kit.modules.own_forward import settings
+from fp8kit.modules.own_forward import set_forward, settings
 from fp8kit.moe import choice
 from fp8kit.moe.choice import Formula
 
@@ -49,7 +49,7 @@ def fuse_routers(block: nn.Module, name: str) -> list[str]:
     for child, router in block.named_children():
         formula = recognize_router(router) if may_own_forward(router) else None
         if formula is not None:
-            router.forward = RouterForward(router, formula)
+            set_forward(router, RouterForward(router, formula))
             fused.append(f"{name}.{child}" if name else child)
     return fused
 

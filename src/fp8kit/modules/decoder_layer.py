@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.modules.fused_producers import FusedNorm
+from fp8kit.modules.own_forward import set_forward
 
 _PROBE_WIDTH = 8
 
@@ -103,7 +104,7 @@ def install_residual_forwards(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
         flow = None if "forward" in vars(layer) else find_flow(layer)
         if flow is not None and isinstance(layer._modules[flow.before_mlp], FusedNorm):
-            layer.forward = ResidualForward(layer, flow)
+            set_forward(layer, ResidualForward(layer, flow))
 
 
 def find_flow(layer: nn.Module) -> Flow | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
 
 _TRIED = (24, 40)  # K and N of the layer that a class is tried as
+_LEADS = ((2, 3), (_TRIED[0],), (), (2, _TRIED[0], 1))  # dimensions of its inputs before K
+# of the rows that it is tried on: past any bound that a class may set, and past fp16
+_MAGNITUDES = (1.0, 0.0, 30.0, 1e4, 1e-4, 1e6)
 _LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))
 # what a class may define and still be nn.Linear to whoever uses it
 _PLAIN = frozenset(
@@ -110,17 +114,20 @@ def computes_linear(linear: nn.Linear) -> bool:
     """Return whether the ``forward`` of a layer is the formula of ``nn.Linear``.
 
     The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
-    modes and in two dtypes. The layer itself is neither run nor changed.
+    modes, in three dtypes, on inputs of one to four dimensions whose rows are zeros, small, and
+    beyond what fp16 holds. The layer itself is neither run nor changed.
 
     Args:
         linear: of any subclass; its weight may be on the meta device.
     """
     if type(linear).forward is nn.Linear.forward:
         return True
+    if len(inspect.signature(type(linear).forward).parameters) != 2:  # and they may be passed
+        return False
     with torch.device("cpu"):  # a caller may have made another one, or meta, the default
         return all(
             _agrees(linear, training, dtype)
-            for dtype in (torch.float32, torch.bfloat16)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
             for training in (False, True)
         )
 
@@ -129,20 +136,41 @@ def computes_linear(linear: nn.Linear) -> bool:
 def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     k, n = _TRIED
-    x, weight, bias = (
-        torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, 3, k), (n, k), (n,))
-    )
+    weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((n, k), (n,)))
     own: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(weight)}
     own["bias"] = None if linear.bias is None else nn.Parameter(bias)
     twin = type(linear).__new__(type(linear))
     twin.__dict__.update(vars(linear))
     twin.__dict__ |= {"_parameters": own, "in_features": k, "out_features": n, "training": training}
-    wanted = functional.linear(x, weight, own["bias"])
+    tried = False
+    for lead in _LEADS if dtype == torch.float32 else _LEADS[:1]:
+        x = torch.randn(*lead, k, generator=generator)
+        rows = x.view(-1, k)
+        rows *= torch.tensor(_MAGNITUDES)[torch.arange(len(rows)) % len(_MAGNITUDES), None]
+        x = x.to(dtype)
+        try:
+            y = twin.forward(x.clone())
+        except Exception:  # it needs what a layer of another size or on another device has
+            if not tried:
+                return False
+            continue  # inputs of this form are none of its
+        tried = True
+        if not _close(y, functional.linear(x, weight, own["bias"])):
+            return False
+    other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     try:
-        y = twin.forward(x)
-    except Exception:  # it needs what a layer of another size or on another device has
+        twin.forward(torch.randn(2, k, generator=generator).to(other))
+    except Exception:  # as that of nn.Linear does
+        return True
+    return False  # it casts its input, and its result has another dtype than that
+
+
+def _close(y: object, wanted: torch.Tensor) -> bool:
+    if not isinstance(y, torch.Tensor) or (y.dtype, y.shape) != (wanted.dtype, wanted.shape):
         return False
-    same = isinstance(y, torch.Tensor) and (y.dtype, y.shape) == (wanted.dtype, wanted.shape)
+    y, wanted, eps = y.float(), wanted.float(), torch.finfo(wanted.dtype).eps
+    finite = wanted.isfinite()
+    largest = torch.where(finite, wanted, 0.0).abs().amax(-1, keepdim=True)
     # the sum with the bias may be rounded apart from the product
-    close = 4 * torch.finfo(dtype).eps * float(wanted.abs().max())
-    return same and torch.allclose(y, wanted, rtol=0, atol=close)
+    same = torch.where(finite, (y - wanted).abs() <= 4 * eps * largest, ~y.isfinite())
+    return bool(same.all())

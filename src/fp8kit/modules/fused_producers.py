@@ -32,7 +32,8 @@ FUSED_DEVICES = ("cuda",)
 # attributes of fused modules themselves, whatever the modules they replace have
 _OWN = frozenset(
     """
-    altered consumers embedding formula gated kind modulation positional replaced replays
+    altered consumers embedding formula gated kind modulation parameter_names positional replaced
+    replays
     """.split()
 )
 
@@ -99,6 +100,7 @@ class Fused(nn.Module):
         self._modules = replaced._modules
         self.training = replaced.training
         self.altered = False
+        self.parameter_names = tuple(replaced._parameters)
         self.replaced = (replaced,)  # inside a tuple, it is not registered as a child
         self.replays = ReplayCache()
         carry_hooks(replaced, self)
@@ -107,12 +109,14 @@ class Fused(nn.Module):
         """Start without recordings, also from a file of before they had this name."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__dict__.pop("_tapes", None)
+        self.__dict__.setdefault("parameter_names", tuple(self._parameters))
         self.replays = ReplayCache()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the replaced module has there; what it computes then, it computes itself."""
         replaced = self.__dict__.get("replaced")
-        if replaced is None or name[0] == "_" or name in _OWN or name not in vars(replaced[0]):
+        own = replaced is None or name[0] == "_" or name in _OWN or name in self.parameter_names
+        if own or name not in vars(replaced[0]):
             super().__setattr__(name, value)
             return
         before = getattr(replaced[0], name)
@@ -127,13 +131,21 @@ class Fused(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "replaced":  # a copy that is still empty
+            # a copy that is still empty; or what the replaced module had is gone
+            if name == "replaced" or name in self.__dict__.get("parameter_names", ()):
                 raise
             return getattr(self.replaced[0], name)
 
     def unfused(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module that was replaced does."""
-        return self.replaced[0].forward(*args, **kwargs)
+        replaced = self.replaced[0]
+        for name in () if torch.compiler.is_compiling() else self.parameter_names:
+            # FSDP, pruning and parametrizations put a tensor in the place of a Parameter
+            if name in self._parameters:
+                vars(replaced).pop(name, None)
+            else:
+                vars(replaced)[name] = getattr(self, name)
+        return replaced.forward(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """Name the module in ``print(model)``."""
@@ -141,7 +153,14 @@ class Fused(nn.Module):
 
     def may_fuse(self, *inputs: Tensor) -> bool:
         """Return whether device and modes permit codes instead of a result of these inputs."""
-        return not self.altered and may_fuse(self, *inputs)
+        held = self._parameters
+        same = not self.altered and all(name in held for name in self.parameter_names)
+        return same and may_fuse(self, *inputs)
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        """Replicate what was replaced: codes are offered to the layers of one GPU only."""
+        replica: nn.Module = self.replaced[0]._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        return replica
 
 
 class Producer(Fused):

@@ -6,6 +6,8 @@ optimizers' groups, savers. Where kernels may not compute, the class does.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,12 +16,27 @@ from torch import Tensor, nn
 from fp8kit.modules.fused_producers import may_fuse
 from fp8kit.runtime.replay_cache import ReplayCache
 
+_REPLICATE = "_replicate_for_data_parallel"
 _SCALARS = (bool, int, float, str, type(None))
 
 
 def settings(module: nn.Module) -> dict[str, object]:
     """Return what a module's own attributes say, by which its class may compute something else."""
     return {n: v for n, v in vars(module).items() if isinstance(v, _SCALARS) and n != "training"}
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give a module a ``forward`` of ours, which holds it; its replicas on other GPUs get none."""
+    module.forward = forward
+    setattr(module, _REPLICATE, functools.partial(_replica, module))
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    """Replicate a module for ``DataParallel``: what our ``forward`` holds is on another GPU."""
+    made: nn.Module = getattr(type(module), _REPLICATE)(module)
+    for name in ("forward", _REPLICATE):
+        vars(made).pop(name, None)
+    return made
 
 
 def own_forward(module: nn.Module) -> OwnForward | None:
