@@ -415,7 +415,7 @@ def test_a_subclass_may_take_inputs_of_one_form_only() -> None:
 def test_a_model_made_in_inference_mode_converts() -> None:
     with torch.inference_mode():
         model = one(nn.Linear(D, D))
-    assert [layer.name for layer in fp8kit.convert(model).converted] == ["fc"]
+    assert "fc" in {layer.name for layer in fp8kit.convert(model).converted}
 
 
 def test_attention_of_torch_is_left_alone_by_name() -> None:

@@ -211,6 +211,21 @@ def test_patterns_without_a_match() -> None:
         load(NANO, scheme="FP8_DYNAMIC", exclude=["*.nothing"])
 
 
+def test_layers_that_are_shared_are_told_when_saving(tmp_path: Path) -> None:
+    def made() -> Any:
+        model = stock(NANO)
+        model.model.layers[1] = model.model.layers[0]
+        return model
+
+    model, fresh = made(), made()
+    fp8kit.convert(model)
+    with pytest.warns(UserWarning, match=r"layers\.1\.\S+.* are tensors of other modules, too"):
+        save(model, tmp_path / "out")
+    for parameter in fresh.parameters():
+        parameter.data.zero_()
+    assert_same(load(tmp_path / "out", fresh), model)
+
+
 def test_a_tied_head_stays_dense_even_when_asked_for() -> None:
     model = load(NANO, scheme="FP8_DYNAMIC", exclude=[])
     assert type(model.lm_head) is nn.Linear

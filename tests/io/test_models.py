@@ -677,3 +677,56 @@ def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"There is no directory .*nowhere"):
         fp8kit.save(model, tmp_path / "out", source=tmp_path / "nowhere")
     assert not (tmp_path / "out").exists()
+
+
+class WithOwn(nn.Module):
+    """A module with a layer, and a parameter under a name of formats."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(128, 128)
+        self.register_parameter(name, nn.Parameter(torch.rand(shape)))
+
+
+RESERVED = [
+    ("weight_scale", (128,)), ("input_scale", ()), ("qscale_weight", (1,)), ("k_scale", (32,)),
+    ("v_scale", ()), ("kv_scale", (1,)), ("scaled_fp8", (1,)), ("comfy_quant", (4,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape"), RESERVED)
+def test_parameters_under_names_of_scales_are_refused(
+    name: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = nn.ModuleList([WithOwn(name, shape)])
+    fp8kit.convert(model)
+    with pytest.raises(CheckpointError, match=rf"ModuleList has 0\.{name} of its own.*Rename"):
+        save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "shape"), [("weight_exponents", (128,)), ("q_scale", (1,))])
+def test_parameters_under_other_names_of_formats_come_back(
+    name: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    model, fresh = (nn.ModuleList([WithOwn(name, shape)]) for _ in range(2))
+    fp8kit.convert(model)
+    save(model, tmp_path / "out")
+    load(tmp_path / "out", fresh, strict=True)
+    assert_bits_equal(getattr(fresh[0], name).data, getattr(model[0], name).data)
+
+
+def test_names_that_a_hook_changes_are_no_key_error(tmp_path: Path) -> None:
+    def rename(module: nn.Module, state: Any, *_: Any) -> None:
+        for name in list(state):
+            state[f"other.{name}"] = state.pop(name)
+
+    model, fresh = nn.Sequential(nn.Linear(128, 128)), nn.Sequential(nn.Linear(128, 128))
+    for module in (model, fresh):
+        module._register_state_dict_hook(rename)
+    fp8kit.convert(model)
+    save(model, tmp_path / "out")
+    with pytest.raises(
+        CheckpointError, match=r"tensors of other\.0 in its state_dict, and no such module"
+    ):
+        load(tmp_path / "out", fresh)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.expert_names import ExpertLayer, own_names, split_experts, tensors_of
-from fp8kit.checkpoint.schema.naming import dense_stacks, named
+from fp8kit.checkpoint.schema.naming import MARKERS, dense_stacks, named, sort_names
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
@@ -120,6 +120,34 @@ def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
                     q = layer.stored(stack).to("cpu")
                     found |= {named(name, stack): q.data, named(name, f"{stack}_scale"): q.scale}
     return found
+
+
+def refuse_reserved(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of the model itself that every reader would take for scales.
+
+    Args:
+        model: what is saved.
+        tensors: its tensors as they would be written.
+
+    Raises:
+        CheckpointError: if there are such tensors.
+    """
+    found = sort_names({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()})
+    own = [p for p in found.layers.values() if not p.weight]
+    names = {n for p in own for n in (*p.scales, *p.input_scales)}
+    held = held_cache_scales(model)
+    for scale, on_disk in found.kv_scales.items():
+        # a single number comes back under its name
+        names |= {n for n in on_disk if n != scale or tuple(tensors[n].shape) != (1,)} - held.keys()
+    names |= {n for n in tensors if n.rpartition(".")[2] in MARKERS}
+    if names:
+        raise CheckpointError(
+            teach(
+                f"{type(model).__name__} has {some_of(sorted(names))} of its own.",
+                "In FP8 checkpoints these are names of scales, and readers know no better.",
+                "Rename them in the model.",
+            )
+        )
 
 
 def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -75,7 +76,9 @@ def export(model: Any) -> Exported:
             )
         )
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    kept = untied(model, set(getattr(model, "all_tied_weights_keys", None) or ()))
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    kept = untied(model, tied)
+    _tell_of_shared(model, kept.keys() | tied | ignored)
     layers, whole = split_experts(model, partial(names_on_disk, model))
     ignored |= own_names(model, [])
     tensors = {n: t for n, t in kept.items() if n not in ignored} | held_cache_scales(model)
@@ -89,6 +92,20 @@ def export(model: Any) -> Exported:
         texts["generation_config.json"] = model.generation_config.to_json_string()
     unknown = [*whole, *without_rule(model, layers)]
     return Exported(tensors, unquantized(model, tensors), config, texts, layers, whole, unknown)
+
+
+def _tell_of_shared(model: Any, known: set[str]) -> None:
+    """Warn of tensors that are written under another name only."""
+    shared = [n for n in model.state_dict() if n not in known and not n.endswith("_exponents")]
+    if shared:
+        warnings.warn(
+            teach(
+                f"{some_of(shared)} are tensors of other modules, too.",
+                "A checkpoint has each tensor once; a model built from its config has them apart.",
+                "Load it into a model that shares them: fp8kit.load(directory, model).",
+            ),
+            stacklevel=4,
+        )
 
 
 def names_on_disk(

@@ -55,8 +55,8 @@ def save(
         ValueError: for an unknown target.
         TypeError: if ``model`` is no module.
         CheckpointError: if the model has no FP8 layers, or layers that the target cannot load, or
-            adapters, if there is no such source, or if the destination is in the way or is the
-            source.
+            adapters, or tensors of its own under names of scales, if there is no such source, or
+            if the destination is in the way or is the source.
 
     Example:
         >>> fp8kit.convert(model)
@@ -89,6 +89,7 @@ def save(
     announced = announce(model, exported, target)
     tell_of_stacks(exported.whole)
     tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
+    exporting.refuse_reserved(model, tensors)
     quantization = announced.config(exported.dense)
     return write_checkpoint(
         destination,

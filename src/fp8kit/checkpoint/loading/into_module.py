@@ -245,9 +245,9 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             continue  # a joined layer of one kind cannot hold them: decoded
         scheme = source.scheme if route.split or route.whole else joined_scheme(source.scheme)
         for target in route.split or (route.target,):
-            module = modules[target]
+            module = modules.get(target)
             if not isinstance(module, nn.Linear):
-                continue  # an embedding, say: decoded
+                continue  # an embedding, say, or renamed by a hook of state_dict: decoded
             if (
                 isinstance(module, Fp8Linear)
                 and module.scheme.stored.activation == scheme.activation

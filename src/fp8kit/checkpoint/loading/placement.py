@@ -108,7 +108,8 @@ class Placement:
             )
         tensor = tensor.detach()
         layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
-        route = self._route(layer, "weight" if kind == _EXPONENTS else kind)
+        of_weight = kind == _EXPONENTS and self._route(layer, "weight") is not None
+        route = self._route(layer, "weight" if of_weight else kind)
         if route is None:
             self.unused.append(name)
             return
@@ -159,7 +160,17 @@ class Placement:
     def _submodule(self, name: str) -> nn.Module:
         get = self._module()
         assert get is not None
-        return get(name)
+        try:
+            return get(name)
+        except AttributeError:
+            raise CheckpointError(
+                teach(
+                    f"The model has tensors of {name} in its state_dict, and no such module.",
+                    "Each tensor is placed in the module that its name says.",
+                    "Remove the hooks that rename them, or fill a converted model by its "
+                    "load_state_dict.",
+                )
+            ) from None
 
     def _key(self, layer: str) -> str:
         """Return the last word of the name of a layer's weight; a stack of experts has its own."""

@@ -21,7 +21,7 @@ _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "qscale_we
 _INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "scale_input")
 # words that other parameters have as well: they count beside an FP8 weight only
 _COMMON = ("scale",)
-_MARKERS = ("scaled_fp8", "comfy_quant")
+MARKERS = ("scaled_fp8", "comfy_quant")
 _TORCHAO = re.compile(r"(?P<layer>.*\.)?_(?P<kind>\w+?)_(?P<part>qdata|scale|act_quant_scale)")
 _STACK_SCALES = {
     "_scale": "scale",
@@ -179,7 +179,7 @@ def sort_names(kinds: Kinds) -> Names:
         if dtype in CODES:
             continue
         if not (_add_scale(found, name, kinds) or _add_cache(found, name)):
-            if name.rpartition(".")[2] not in _MARKERS:
+            if name.rpartition(".")[2] not in MARKERS:
                 found.plain.append(name)
     return found
 
@@ -194,7 +194,7 @@ def _add_codes(found: Names, name: str, dims: int) -> None:
     elif stack and dims == 3:
         layer = name
     elif stack:
-        found.stray += [] if kind in _MARKERS else [name]
+        found.stray += [] if kind in MARKERS else [name]
         return
     if layer in found.layers:
         found.stray.append(name)

@@ -268,7 +268,8 @@ def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
             teach(
                 f"{scale} has no FP8 {weight} beside it{beside}.",
                 "A scale belongs to an FP8 weight.",
-                "A shard may be missing or mixed up: get the checkpoint again.",
+                "A shard may be missing or mixed up: get the checkpoint again. Rename it if it is a "
+                "parameter of the model itself.",
             )
             for scale in (*parts.scales, *parts.input_scales)
         ]
@@ -318,6 +319,6 @@ def _add_cache_scale(found: Reading, ours: str, on_disk: list[str], kinds: Kinds
         teach(
             f"The KV cache has {what} for {ours}.",
             f"It has {wanted} for keys and {wanted} for values.",
-            "Export the model again.",
+            "Export the model again. Rename it if it is a parameter of the model itself.",
         )
     )
