@@ -268,8 +268,8 @@ def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
             teach(
                 f"{scale} has no FP8 {weight} beside it{beside}.",
                 "A scale belongs to an FP8 weight.",
-                "A shard may be missing or mixed up: get the checkpoint again. Rename it if it is a "
-                "parameter of the model itself.",
+                "A shard may be missing or mixed up: get the checkpoint again. Rename it if it is "
+                "a parameter of the model itself.",
             )
             for scale in (*parts.scales, *parts.input_scales)
         ]
