@@ -115,8 +115,8 @@ class Fused(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what the replaced module has there; what it computes then, it computes itself."""
         replaced = self.__dict__.get("replaced")
-        own = replaced is None or name[0] == "_" or name in _OWN or name in self.parameter_names
-        if own or name not in vars(replaced[0]):
+        own = name[0] == "_" or name in _OWN or name in vars(self).get("parameter_names", ())
+        if replaced is None or own or name not in vars(replaced[0]):
             super().__setattr__(name, value)
             return
         before = getattr(replaced[0], name)
@@ -159,7 +159,8 @@ class Fused(nn.Module):
 
     def _replicate_for_data_parallel(self) -> nn.Module:
         """Replicate what was replaced: codes are offered to the layers of one GPU only."""
-        replica: nn.Module = self.replaced[0]._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replaced: Any = self.replaced[0]
+        replica: nn.Module = replaced._replicate_for_data_parallel()
         return replica
 
 
