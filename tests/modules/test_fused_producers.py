@@ -537,3 +537,29 @@ def test_replicas_of_other_gpus_hold_nothing_of_the_first(fuses_on_cpu: None) ->
     replica.weight = torch.full((128,), 5.0)
     x = torch.randn(3, 128)
     assert_bits_equal(replica(x), type(norm).forward(replica, x))
+
+
+class Logits(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("fuse", ["all", "none"])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_data_parallel_runs_on_every_gpu(name: str, scheme: str, fuse: str) -> None:
+    model = build(name, torch.device("cuda", 0))
+    fp8kit.convert(model, scheme, fuse=fuse)
+    ids = tokens(torch.device("cuda", 0), 64).view(4, 16)
+    parallel = nn.DataParallel(Logits(model), [0, 1])
+    with torch.no_grad():
+        expected = torch.cat([model(input_ids=half).logits for half in ids.chunk(2)])
+        for _ in range(3):
+            assert relative_error(parallel(ids), expected) < 1e-2
+    assert parallel(ids).requires_grad
