@@ -488,7 +488,8 @@ def whole_model(found: dict[str, Any]) -> str:
         lines(rate, rows),
         "The most memory in GB, with all weights.",
         lines(lambda row, v: f"{row['peak_gb'][v]:.1f}", rows),
-        "The first call divided by a later one; fp8kit was warmed up before.",
+        "The first call divided by a later one; fp8kit was warmed up before. No memory is cached "
+        "then: what a first call allocates comes from the driver.",
         lines(
             lambda row, v: f"{row['first_us'][v] / row['us'][v]:.1f}",
             [row for row in rows if row["way"] in FIRST],

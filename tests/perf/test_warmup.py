@@ -402,7 +402,9 @@ def test_counts_that_are_cut_otherwise_are_run(
     # 3 pairs for each of 8 experts are the most for tiles of 8 tokens
     wanted = [16, 12] if hopper_here else [16]
     assert fp8kit.warmup(experts, m=16) == len(wanted)
-    assert [tokens for tokens, _ in calls] == wanted
+    # on a GPU they run again for their recordings
+    assert [tokens for tokens, _ in calls[: len(wanted)]] == wanted
+    assert {tokens for tokens, _ in calls} == set(wanted)
 
 
 def test_experts_of_sorted_rows_see_the_count_each(
