@@ -93,12 +93,16 @@ def test_shared_with_another_tensor_computes_alone(device: torch.device) -> None
     assert_bits_equal(layers[2](x), expected_last)
 
 
-def test_shared_sees_an_input_changed_in_place(device: torch.device) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_shared_sees_an_input_changed_in_place(replaced: bool, device: torch.device) -> None:
     layers = siblings(device)
     SharedInput(layers)
     x = tokens(device)
     layers[0](x)
-    x.mul_(2)
+    if replaced:
+        x.data = x * 2
+    else:
+        x.mul_(2)
     fresh = siblings_alone(layers[1], x)
     assert_bits_equal(layers[1](x), fresh)
 

@@ -5,8 +5,9 @@ first call multiplies the joined weights, and the others return their columns of
 many rows it only shares the codes, and each layer multiplies its own weight into a contiguous
 result: one wide GEMM saves nothing there, and its slices slow down whatever reads them. A call with
 any other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
-costs time, never correctness. With gradients every layer computes alone. A weight or bias written
-through ``.data`` between two siblings, which no version counter shows, goes unnoticed. Under
+costs time, never correctness. With gradients every layer computes alone. An input, weight or bias
+written where no version counter shows it (``.data``, ``.numpy()``) between two siblings goes
+unnoticed. Under
 ``torch.compile`` the same holds where the calling code is known not to change their input, and the
 rows of a graph are known to be few; a graph of any number of rows shares codes.
 """
@@ -334,7 +335,14 @@ def _input_state(x: Tensor) -> _State:
     dtype = None
     if _autocast() and not x.is_meta and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-    return _grad_enabled(), x.requires_grad, version(x), dtype
+    return _grad_enabled(), x.requires_grad, version(x), _address(x), dtype
+
+
+def _address(x: Tensor) -> int:
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # of a transform or a tracer
+        return 0
 
 
 def _weight_state(member: Fp8Linear) -> _State:
