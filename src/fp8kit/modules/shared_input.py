@@ -340,8 +340,8 @@ def _input_state(x: Tensor) -> _State:
 
 def _address(x: Tensor) -> int:
     try:
-        return x.data_ptr()
-    except RuntimeError:  # of a transform or a tracer
+        return x.data_ptr() if type(x) is Tensor else 0  # a fake one has no data
+    except RuntimeError:  # nor has one of a transform
         return 0
 
 
