@@ -126,6 +126,22 @@ def test_a_layer_with_a_scale_is_static_unless_it_asks(
     assert (found.scheme, found.problems) == ("FP8", [])
 
 
+@pytest.mark.parametrize(("elements", "scheme"), [(0, "FP8"), (2, "FP8_TENSOR_BY_16BIT")])
+def test_a_marker_of_two_elements_asks_for_16_bit(
+    elements: int, scheme: str, tmp_path: Path
+) -> None:
+    q = fp8kit.quantize(torch.ones(16, 16), fp8kit.TENSOR)
+    tensors = {"a.scaled_fp8": q.data[0, :elements].clone(), "b.scaled_fp8": q.data[0, :0].clone()}
+    for name in ("a.fc", "b.fc"):
+        tensors[f"{name}.weight"], tensors[f"{name}.scale_weight"] = q.data.clone(), torch.ones(())
+        tensors[f"{name}.scale_input"] = torch.tensor(0.5)
+    file = tmp_path / "diffusion.safetensors"
+    save_file(tensors, file)
+    found = inspect(file)
+    assert (found.dialect, found.problems) == ("comfyui", [])
+    assert [layer.scheme for layer in found.layers] == [scheme, "FP8"]
+
+
 @pytest.mark.parametrize("announced", ["header", "tensor"])
 @pytest.mark.parametrize("form", ["float8_e5m2", "int8_tensorwise", "nvfp4", 3])
 def test_an_entry_about_other_codes_is_refused(

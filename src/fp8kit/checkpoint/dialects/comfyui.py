@@ -1,8 +1,9 @@
 """ComfyUI: one file, with a ``scaled_fp8`` marker and ``scale_weight``, or ``comfy_quant`` entries.
 
 There is no config. Activations are static where a layer has ``scale_input``, unless its entry asks
-for ``full_precision_matrix_mult``; elsewhere ComfyUI computes in 16 bit unless asked otherwise, and
-so do these layers. Scales of MXFP8 and NVFP4 lie in tiles of 128x4, as tensor cores read them.
+for ``full_precision_matrix_mult``, or a marker of two elements does so for all; elsewhere ComfyUI
+computes in 16 bit unless asked otherwise, and so do these layers. Scales of MXFP8 and NVFP4 lie in
+tiles of 128x4, as tensor cores read them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fp8kit.checkpoint.dialects.base import (
 
 METADATA = "_quantization_metadata"
 ENTRY = "comfy_quant"
+_MARKER = "scaled_fp8"
 
 
 def describes_layers(names: Iterable[str], metadata: Mapping[str, str]) -> bool:
@@ -34,19 +36,22 @@ def describes_layers(names: Iterable[str], metadata: Mapping[str, str]) -> bool:
 
 
 def _detect(source: Source) -> bool:
-    marked = source.has(".scale_weight", ".scaled_fp8") or "scaled_fp8" in source.kinds
+    marked = source.has(".scale_weight", f".{_MARKER}") or _MARKER in source.kinds
     return marked or describes_layers(source.kinds, source.metadata)
 
 
 def _parse(source: Source) -> Announcement:
     said = _object(METADATA, source.metadata.get(METADATA, "{}"))
     layers = _object(f"{METADATA}: layers", said.get("layers", {}))
+    # a file of several models has a marker for each
+    markers = [n for n in source.kinds if n.rpartition(".")[2] == _MARKER]
+    exact_in = tuple(n.removesuffix(_MARKER) for n in markers if source.kinds[n][1] == (2,))
 
     def numbers(layer: str) -> Numbers:
         place = f"{layer}.{ENTRY}".lstrip(".")
         entry = _object(place, source.metadata.get(place, layers.get(layer, {})))
         _check_format(layer, entry.get("format"), source)
-        exact = bool(entry.get("full_precision_matrix_mult"))
+        exact = layer.startswith(exact_in) or bool(entry.get("full_precision_matrix_mult"))
         return Numbers(static=None, weight_only=True, swizzled=True, unscaled=exact)
 
     return Announcement(numbers)
