@@ -178,6 +178,20 @@ def test_a_projection_in_high_precision_among_fp8_experts_is_named(
     assert "not on disk" not in str(caught.value)
 
 
+def test_an_expert_too_many_is_not_used(folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(tiny("Qwen3Moe", folder), tmp_path / "c")
+    tensors = load_file(tmp_path / "c" / SHARD)
+    there = [n for n in tensors if ".experts.0." in n]
+    more = {n.replace(".experts.0.", ".experts.99."): tensors[n].clone() for n in there}
+    save_file(tensors | more, tmp_path / "c" / SHARD, metadata={"format": "pt"})
+    unused = re.escape(f"that the model does not use: {min(more)}, ")
+    with pytest.warns(UserWarning, match=unused) as told:
+        fp8kit.load(tmp_path / "c")
+    assert not any("decoded" in str(w.message) for w in told)
+    with pytest.raises(CheckpointError, match=r"experts\.99\..* not used by the model"):
+        fp8kit.load(tmp_path / "c", strict=True)
+
+
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
 @pytest.mark.parametrize("kind", MIXED)
 def test_a_directory_tells_engines_what_its_experts_are(
