@@ -166,3 +166,4 @@ def test_an_unknown_dialect_is_described(tmp_path: Path) -> None:
     found = inspect(path)
     assert (found.dialect, found.tensors) == ("", 9)
     assert found.problems[0].startswith("config.json says quant_method = 'awq'. This version reads")
+    assert f"{path}: FP8 of no known dialect, 9 tensors" in str(found)

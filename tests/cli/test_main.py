@@ -571,11 +571,18 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     shutil.copytree(NANO, "nano")
     Path("model.gguf").write_bytes(b"GGUF")
     Path("link").symlink_to("gone")
+    Path("loop").symlink_to("pool")
+    Path("pool").symlink_to("loop")
+    os.mkfifo("fifo")
     expected = {
         "nano/config.json": "nano/config.json is a file, and no safetensors file. A checkpoint is a"
         " directory with safetensors files, or one such file. Pass its directory: nano.",
         "model.gguf": "that is GGUF",
         "link": "link is a link to gone, which does not exist",
+        "loop": "loop is a link that leads to itself",
+        "loop/inside": "loop is a link that leads to itself",
+        "fifo": "fifo exists, and is no regular file and no directory",
+        "/dev/null": "/dev/null exists, and is no regular file and no directory",
         "~/models/x": f"pass {Path('~/models/x').expanduser()}",
         "nano/model": "Check the path",
         "a\udcff": "is not UTF-8",
@@ -589,6 +596,17 @@ def test_a_path_that_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
         ):
             assert said in failure(run(command[0], source, *command[1:]))
     assert not Path("out").exists()
+
+
+def test_a_destination_that_leads_to_itself(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    coded = GOLDEN / "compressed-tensors-dynamic"
+    for command in (("quantize", NANO), ("convert-checkpoint", coded)):
+        for destination in (tmp_path / "a", tmp_path / "a" / "inside"):
+            said = failure(run(*command, destination, "--overwrite"))
+            assert f"{tmp_path / 'a'} is a link that leads to itself" in said
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
 HUB = "https://huggingface.co/meta-llama/Llama-3.1-8B"
@@ -721,6 +739,15 @@ def test_errors_of_the_system_are_words(tmp_path: Path, disk: Disk) -> None:
     disk.refuses("fsync", errno.EIO)
     said = failure(run("quantize", NANO, tmp_path / "out"))
     assert re.search(r"Error: .*: Input/output error\.", said)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_behind_standard_output_is_named() -> None:
+    command = [sys.executable, "-m", "fp8kit", "inspect", str(NANO)]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 1
+    assert "Error: Standard output: No space left on device." in result.stderr
 
 
 def test_an_error_leaves_nothing_for_a_reader_of_json(tmp_path: Path) -> None:

@@ -374,6 +374,13 @@ def test_unknown_architecture(tmp_path: Path, nano: Path, named: object) -> None
         load(tmp_path / "c")
 
 
+def test_a_folder_without_a_config(tmp_path: Path, nano: Path) -> None:
+    shutil.copytree(nano, tmp_path / "c")
+    (tmp_path / "c" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"c has no config\.json.*fp8kit\.load\(dir, model="):
+        fp8kit.load(tmp_path / "c")
+
+
 def test_weights_arrive_one_by_one(tmp_path: Path) -> None:
     path = tiny("Qwen3Moe", tmp_path, **MOE)
     wanted = load(path, scheme="FP8_DYNAMIC")

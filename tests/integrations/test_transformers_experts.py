@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,36 @@ def test_an_expert_that_is_missing_is_named(folder: Path, tmp_path: Path) -> Non
     save_file(tensors, tmp_path / "c" / SHARD, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj not on disk"):
         fp8kit.load(tmp_path / "c")
+
+
+def test_a_projection_in_high_precision_among_fp8_experts_is_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    quantize_checkpoint(tiny("Qwen3Moe", folder), tmp_path / "c")
+    tensors = load_file(tmp_path / "c" / SHARD)
+    (name,) = (n for n in tensors if re.search(r"layers\.0.*\.experts\.2\.up_proj\.weight$", n))
+    tensors[name] = tensors[name].bfloat16()
+    del tensors[f"{name}_scale"]
+    save_file(tensors, tmp_path / "c" / SHARD, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        fp8kit.load(tmp_path / "c")
+    assert f"{name} is in high precision, and its siblings are FP8" in str(caught.value)
+    assert "Quantize the original again, with all experts" in str(caught.value)
+    assert "not on disk" not in str(caught.value)
+
+
+def test_an_expert_too_many_is_not_used(folder: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(tiny("Qwen3Moe", folder), tmp_path / "c")
+    tensors = load_file(tmp_path / "c" / SHARD)
+    there = [n for n in tensors if ".experts.0." in n]
+    more = {n.replace(".experts.0.", ".experts.99."): tensors[n].clone() for n in there}
+    save_file(tensors | more, tmp_path / "c" / SHARD, metadata={"format": "pt"})
+    unused = re.escape(f"that the model does not use: {min(more)}, ")
+    with pytest.warns(UserWarning, match=unused) as told:
+        fp8kit.load(tmp_path / "c")
+    assert not any("decoded" in str(w.message) for w in told)
+    with pytest.raises(CheckpointError, match=r"experts\.99\..* not used by the model"):
+        fp8kit.load(tmp_path / "c", strict=True)
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])

@@ -9,8 +9,11 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -728,6 +731,45 @@ def test_progress_counts_every_byte_once(
     interrupted(nano, tmp_path / "out", 3)
     stream(nano, tmp_path / "out")
     assert 0 < bars[-1].initial < bars[-1].n == total
+
+
+def test_without_stderr_there_is_no_bar(nano: Path, tmp_path: Path) -> None:
+    with contextlib.redirect_stderr(None):  # as Python finds it where it is closed
+        quantize_checkpoint(nano, tmp_path / "out", progress=True)
+        assert fp8kit.verify_checkpoint(nano, tmp_path / "out", progress=True).problems == []
+
+
+def test_workers_end_before_an_interrupted_run(nano: Path, tmp_path: Path, disk: Disk) -> None:
+    events: list[str] = []
+
+    def slow(file: Path) -> None:
+        if file.name.startswith(".model") and not events:
+            time.sleep(0.2)  # until all wait for this worker
+            events.append("interrupted")
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.3)
+            events.append("worker ended")
+
+    disk.notes("fsync", slow)
+    with pytest.raises(KeyboardInterrupt):
+        stream(nano, tmp_path / "out", devices=["cpu"])
+    events.append("run ended")
+    assert events == ["interrupted", "worker ended", "run ended"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_threads_that_do_not_start(
+    error: type[BaseException], nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise error
+
+    stream(nano, tmp_path / "first")  # libraries have started threads of their own by then
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(error):
+            stream(nano, tmp_path / "out")
+    stream(nano, tmp_path / "out")
 
 
 def test_threads_are_given_back(nano: Path, tmp_path: Path) -> None:

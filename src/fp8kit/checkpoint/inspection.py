@@ -85,7 +85,9 @@ class Inspection:
         parts = (f"{d} {b / _MIB:.1f} MiB" for d, b in self.bytes_by_dtype.items())
         others = len({layer.scheme for layer in self.layers}) > 1
         kind = f"{self.dialect}, {self.scheme}{' and others' * others}"
-        kind = kind if self.dialect else "high precision"
+        coded = any(d.startswith(("float8_e4m3", "float8_e5m2")) for d in self.bytes_by_dtype)
+        unknown = "FP8 of no known dialect" if coded else "high precision"
+        kind = kind if self.dialect else unknown
         files = f"{self.shards} file{'' if self.shards == 1 else 's'}"
         lines = [
             f"{self.path}: {kind}, {self.tensors} tensors in {files}",

@@ -73,4 +73,8 @@ def row_counts(_: click.Context, __: click.Parameter, text: str | None) -> list[
 
 def print_result(content: object, as_json: bool) -> None:
     """Print a text, or plain data as JSON."""
-    click.echo(json.dumps(content, indent=2) if as_json else content)
+    try:
+        click.echo(json.dumps(content, indent=2) if as_json else content)
+    except OSError as error:
+        error.filename = "Standard output"
+        raise

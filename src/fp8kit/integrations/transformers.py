@@ -23,7 +23,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.loading.into_module import Filled
 from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.errors import CheckpointError, ConversionError, teach
 from fp8kit.formats import QTensor, Scheme
@@ -83,11 +83,13 @@ def load(
     taken = _taken(checkpoint, built, config)
     _check_shapes(checkpoint, built, taken.tensors)
     kept, merged = _layers(checkpoint, built)
-    merged = [n for n in merged if checkpoint.layers[n].weight not in taken.tensors]
+    surplus = _surplus(checkpoint, taken)
+    alone = taken.tensors | surplus
+    merged = [n for n in merged if checkpoint.layers[n].weight not in alone]
     hf_config = _config(checkpoint, kept, taken, form)
     high = dtype or checkpoint.dtype
     places = _cache_places(checkpoint, built)
-    apart = places.keys() | taken.tensors
+    apart = places.keys() | alone
     state = {n: _OnDisk(checkpoint, n) for n in checkpoint.tensors if n not in apart}
     for layer in (checkpoint.layers[name] for name in merged):
         for scale in (layer.scale, layer.input_scale):
@@ -107,6 +109,7 @@ def load(
         ignore_mismatched_sizes=True,  # they are in the info, and refused by name
         **options,
     )
+    info["unexpected_keys"] = [*info["unexpected_keys"], *surplus]
     _check_loaded(model, info, strict)
     taken.fill(model, checkpoint, device, high)
     experts = {name: model.get_submodule(name) for name in taken.experts}
@@ -183,6 +186,19 @@ def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str]]:
     return [weights[w] for w in kept], [weights[w] for w in merged]
 
 
+def _surplus(checkpoint: Checkpoint, taken: Taken) -> set[str]:
+    """Name the tensors of experts beyond the model's, which its loader would stack as it can."""
+
+    def place(name: str) -> tuple[str, str]:
+        holder = experts_of(name)
+        return holder, name.removeprefix(f"{holder}.").partition(".")[0]
+
+    known = {place(name) for name in taken.tensors}
+    holders = {holder for holder, _ in known}
+    rest = {n: place(n) for n in checkpoint.tensors if experts_of(n) in holders}
+    return {n for n, at in rest.items() if at[1].isdigit() and at not in known}
+
+
 def _cache_places(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
     """Name in the model the scales of the KV cache whose module it has and does not use itself."""
     homes = {name.rpartition(".")[0] for name in checkpoint.kv_scales}
@@ -202,11 +218,18 @@ def _model_class(checkpoint: Checkpoint) -> Any:
     name = named[0] if isinstance(named, list) and named else None
     found = getattr(transformers, name, None) if isinstance(name, str) else None
     if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+        what = f"config.json of {checkpoint.path} has architectures = {named!r}."
+        needed = (
+            f"Transformers {transformers.__version__} has no model class of this name; code that "
+            "comes with a checkpoint is not run."
+        )
+        if not checkpoint.config:
+            what = f"{checkpoint.path} has no config.json, or a file in it was passed alone."
+            needed = "It names the class of the model."
         raise CheckpointError(
             teach(
-                f"config.json of {checkpoint.path} has architectures = {named!r}.",
-                f"Transformers {transformers.__version__} has no model class of this name; code "
-                "that comes with a checkpoint is not run.",
+                what,
+                needed,
                 "Build the model yourself and pass it: fp8kit.load(dir, model=...).",
             )
         )

@@ -91,17 +91,34 @@ class Taken:
             n if len(layer.shape) == 3 else named(n, "weight"): layer.shape
             for n, layer in self.layers.items()
         }
-        found = fit({**as_stored(model, self.experts, dense), **coded}, stacks)
-        problems = found.problems + [f"{n}: not on disk" for n in stacks if n not in found.covered]
-        if problems:
-            listed = "\n  ".join(problems[:20])
-            raise CheckpointError(
-                teach(
-                    f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
-                    f"All experts must be there; {len(problems)} stacks are not whole.",
-                    "Complete it, or load with the model class that it was made from.",
-                )
+        here = {**as_stored(model, self.experts, dense), **coded}
+        problems = _missing(here, stacks)
+        if not problems:
+            return
+        rest = [n for n in checkpoint.tensors if n not in self.tensors]
+        beside = names_in_model(model, rest, self.rules).items()
+        mixed = {n: layer for n, layer in beside if _holder(layer, shapes) in self.experts}
+        here |= {named(layer, "weight"): checkpoint.tensors[n].shape for n, layer in mixed.items()}
+        said = [f"{n} is in high precision, and its siblings are FP8" for n in mixed]
+        problems = said + _missing(here, stacks)
+        listed = "\n  ".join(problems[:20])
+        required = f"All experts must be there; {len(problems)} stacks are not whole."
+        remedy = "Complete it, or load with the model class that it was made from."
+        if mixed:
+            required = "The experts of a layer are all there, and all FP8 or none."
+            remedy = "Quantize the original again, with all experts of a layer or with none."
+        raise CheckpointError(
+            teach(
+                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
+                required,
+                remedy,
             )
+        )
+
+
+def _missing(here: Mapping[str, tuple[int, ...]], stacks: dict[str, tuple[int, ...]]) -> list[str]:
+    found = fit(here, stacks)
+    return found.problems + [f"{n}: not on disk" for n in stacks if n not in found.covered]
 
 
 _AWAITED: dict[Any, dict[str, torch.Tensor]] = {}

@@ -277,6 +277,7 @@ def _bar(what: str, total: int, done: int, progress: bool | None) -> Any:
     """Show bytes, rate and the time that is left: a bar, or lines where nothing can be redrawn."""
     from tqdm import tqdm  # a tenth of what importing this package takes
 
+    progress = False if sys.stderr is None else progress  # it was closed before Python started
     lines = bool(progress) and not sys.stderr.isatty()
     return tqdm(
         total=total,

@@ -18,6 +18,11 @@ from fp8kit.quantizers.rebase import Rebased, rebase
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
 
+_BY_SHARDS = (
+    "Of files that divide them, fill the model by fp8kit.load(dir, model) or "
+    "accelerate.load_checkpoint_in_model."
+)
+
 
 def quantized_entries(
     layer: Fp8Linear, state_dict: dict[str, Any], prefix: str, assign: bool
@@ -40,7 +45,7 @@ def quantized_entries(
             teach(
                 f"{prefix}weight_scale comes without {prefix}weight.",
                 "New scales under old codes would change every weight.",
-                "Load both in one call.",
+                f"Load both in one call. {_BY_SHARDS}",
             )
         )
     if weight is None:
@@ -51,7 +56,7 @@ def quantized_entries(
                 teach(
                     f"{prefix}weight is {weight.dtype} and has no {prefix}weight_scale.",
                     "FP8 codes mean nothing without their scales.",
-                    "Load the scale in the same call, or load a dense weight.",
+                    f"Load the scale in the same call, or load a dense weight. {_BY_SHARDS}",
                 )
             )
         validation.check_codes(f"{prefix}weight", weight.dtype, layer.scheme)

@@ -1,17 +1,24 @@
-"""ComfyUI's files with MX and NVFP4 weights: scales in tiles, and the high half of a byte first."""
+"""ComfyUI's files: what a layer says of itself; MX and NVFP4 weights.
+
+Scales lie in tiles, and of two FP4 codes the high half of a byte is the first.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fp8kit
+from fp8kit.checkpoint.inspection import inspect
 from fp8kit.checkpoint.storage.reader import open_checkpoint
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor
 from numerics import assert_bits_equal
 
@@ -32,13 +39,16 @@ def in_tiles(scale: Tensor) -> Tensor:
     return flat.view(scale.dtype).view(down * 128, across * 4)
 
 
-def written(path: Path, announced: str, form: str, **tensors: Tensor) -> Path:
+def written(
+    path: Path, announced: str, form: str, says: Mapping[str, object] = {}, **tensors: Tensor
+) -> Path:
     """Write the file of one layer, which says what it is in its header or in a tensor."""
-    says, metadata = json.dumps({"format": form}), {}
+    entry, metadata = {"format": form, **says}, {}
     if announced == "header":
-        metadata["_quantization_metadata"] = json.dumps({"layers": {"fc": {"format": form}}})
+        metadata["_quantization_metadata"] = json.dumps({"layers": {"fc": entry}})
     else:
-        tensors["comfy_quant"] = torch.tensor(list(says.encode()), dtype=torch.uint8)
+        text = json.dumps(entry).encode()
+        tensors["comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
     file = path / "diffusion.safetensors"
     save_file({f"fc.{name}": value for name, value in tensors.items()}, file, metadata=metadata)
     return file
@@ -81,3 +91,89 @@ def test_nvfp4_is_unpacked_in_its_order(
     q = QTensor(found.read("fc.weight"), found.read("fc.weight_scale"), fp8kit.ROW)
     assert_bits_equal(q.data, wanted.data)
     assert_bits_equal(q.scale, wanted.scale)
+
+
+def scaled(path: Path, announced: str = "tensor", **says: object) -> Path:
+    """Write the file of one layer with a fixed scale of its activations, and what it says."""
+    q = fp8kit.quantize(torch.ones(16, 16), fp8kit.TENSOR)
+    tensors = {"weight": q.data, "weight_scale": q.scale, "input_scale": torch.tensor(0.01)}
+    return written(path, announced, "float8_e4m3fn", **tensors, says=says)
+
+
+@pytest.mark.parametrize("announced", ["header", "tensor"])
+def test_a_layer_may_ask_for_16_bit_in_spite_of_its_scale(announced: str, tmp_path: Path) -> None:
+    file = scaled(tmp_path, announced, full_precision_matrix_mult=True)
+    (layer,) = inspect(file).layers
+    assert (layer.scheme, layer.activation) == ("FP8_TENSOR_BY_16BIT", "16 bit")
+    assert inspect(file).problems == []
+    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(16, 16, bias=False).bfloat16()})
+    fp8kit.load(file, model)
+    x = torch.full((1, 16), 100.0, dtype=torch.bfloat16)  # far beyond 448 * 0.01
+    assert model["fc"](x)[0, 0] == 1600
+    fp8kit.convert_checkpoint(file, tmp_path / "out")
+    (layer,) = inspect(tmp_path / "out").layers
+    assert (layer.scheme, layer.activation) == ("FP8_TENSOR_BY_16BIT", "16 bit")
+    assert "fc.input_scale" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("announced", ["header", "tensor"])
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e4m3fn_rowwise"])
+def test_a_layer_with_a_scale_is_static_unless_it_asks(
+    form: str, announced: str, tmp_path: Path
+) -> None:
+    file = scaled(tmp_path, announced, format=form, full_precision_matrix_mult=False)
+    found = inspect(file)
+    assert (found.scheme, found.problems) == ("FP8", [])
+
+
+@pytest.mark.parametrize(("elements", "scheme"), [(0, "FP8"), (2, "FP8_TENSOR_BY_16BIT")])
+def test_a_marker_of_two_elements_asks_for_16_bit(
+    elements: int, scheme: str, tmp_path: Path
+) -> None:
+    q = fp8kit.quantize(torch.ones(16, 16), fp8kit.TENSOR)
+    tensors = {"a.scaled_fp8": q.data[0, :elements].clone(), "b.scaled_fp8": q.data[0, :0].clone()}
+    for name in ("a.fc", "b.fc"):
+        tensors[f"{name}.weight"], tensors[f"{name}.scale_weight"] = q.data.clone(), torch.ones(())
+        tensors[f"{name}.scale_input"] = torch.tensor(0.5)
+    file = tmp_path / "diffusion.safetensors"
+    save_file(tensors, file)
+    found = inspect(file)
+    assert (found.dialect, found.problems) == ("comfyui", [])
+    assert [layer.scheme for layer in found.layers] == [scheme, "FP8"]
+
+
+@pytest.mark.parametrize("announced", ["header", "tensor"])
+@pytest.mark.parametrize("form", ["float8_e5m2", "int8_tensorwise", "nvfp4", 3])
+def test_an_entry_about_other_codes_is_refused(
+    form: object, announced: str, tmp_path: Path
+) -> None:
+    file = scaled(tmp_path, announced, format=form)
+    wanted = re.escape(f"{file.name}: The file has fc: format = {form!r}. It is the format of fc.w")
+    with pytest.raises(CheckpointError, match=wanted):
+        open_checkpoint(file)
+    (problem,) = inspect(file).problems
+    assert re.match(wanted, problem)
+
+
+@pytest.mark.parametrize(
+    "data", [b'{"format": garbage', b"[3]", b"\xff", b"[" * 9999, b"1" * 2**17]
+)
+def test_an_entry_that_is_no_object_is_refused(data: bytes, tmp_path: Path) -> None:
+    file = scaled(tmp_path)
+    tensors = load_file(file)
+    tensors["fc.comfy_quant"] = torch.tensor(list(data), dtype=torch.uint8)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"has fc\.comfy_quant = .* It is a JSON object\."):
+        open_checkpoint(file)
+    tensors["fc.comfy_quant"] = torch.ones(2)
+    save_file(tensors, file)
+    assert "fc.comfy_quant" in inspect(file).problems[0]
+
+
+@pytest.mark.parametrize("text", ["", "3", '{"layers": 3}', '{"layers": {"fc": 3}}'])
+def test_a_header_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+    file = scaled(tmp_path, "header")
+    save_file(load_file(file), file, metadata={"_quantization_metadata": text})
+    (problem,) = inspect(file).problems
+    assert "It is a JSON object." in problem
+    assert "config.json" not in problem

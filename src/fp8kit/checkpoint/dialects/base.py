@@ -29,7 +29,7 @@ class Source:
         config: ``config.json``, empty if there is none.
         kinds: name of each tensor on disk to its dtype and shape.
         documents: further JSON files by name, such as ``hf_quant_config.json``.
-        metadata: text entries of the safetensors headers.
+        metadata: text entries of the safetensors headers, and texts that are tensors (ComfyUI).
         widths: rows of the parts of fused layers, by patterns of their names; as a user gave them.
         made: granularity of weights that become FP8 as they are read, by the names of their layers.
     """
@@ -69,6 +69,7 @@ class Numbers:
         ue8m0: scales are powers of two.
         swizzled: MX scales are stored in 128x4 tiles (torchao, ComfyUI).
         transposed: stacks of experts are stored with K before N (FBGEMM).
+        unscaled: an ``input_scale`` that is there is not used (ComfyUI).
     """
 
     weight: GroupShape | None = None
@@ -78,6 +79,7 @@ class Numbers:
     ue8m0: bool = False
     swizzled: bool = False
     transposed: bool = False
+    unscaled: bool = False
 
     def scheme(self, weight: GroupShape, has_input_scale: bool) -> Scheme:
         """Return the scheme of a layer once the granularity of its weight is known.

@@ -1,17 +1,28 @@
 """ComfyUI: one file, with a ``scaled_fp8`` marker and ``scale_weight``, or ``comfy_quant`` entries.
 
-There is no config. Activations are static where a layer has ``scale_input``; elsewhere ComfyUI
+There is no config. Activations are static where a layer has ``scale_input``, unless its entry asks
+for ``full_precision_matrix_mult``, or a marker of two elements does so for all; elsewhere ComfyUI
 computes in 16 bit unless asked otherwise, and so do these layers. Scales of MXFP8 and NVFP4 lie in
 tiles of 128x4, as tensor cores read them.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 
-from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Source
+from fp8kit.checkpoint.dialects.base import (
+    Announcement,
+    Dialect,
+    JsonObject,
+    Numbers,
+    Source,
+    broken,
+)
 
-_METADATA = "_quantization_metadata"
+METADATA = "_quantization_metadata"
+ENTRY = "comfy_quant"
+_MARKER = "scaled_fp8"
 
 
 def describes_layers(names: Iterable[str], metadata: Mapping[str, str]) -> bool:
@@ -21,16 +32,50 @@ def describes_layers(names: Iterable[str], metadata: Mapping[str, str]) -> bool:
         names: of its tensors.
         metadata: text entries of its header.
     """
-    return _METADATA in metadata or any(name.endswith(".comfy_quant") for name in names)
+    return METADATA in metadata or any(name.endswith(f".{ENTRY}") for name in names)
 
 
 def _detect(source: Source) -> bool:
-    marked = source.has(".scale_weight", ".scaled_fp8") or "scaled_fp8" in source.kinds
+    marked = source.has(".scale_weight", f".{_MARKER}") or _MARKER in source.kinds
     return marked or describes_layers(source.kinds, source.metadata)
 
 
-def _parse(_: Source) -> Announcement:
-    return Announcement(lambda _: Numbers(static=None, weight_only=True, swizzled=True))
+def _parse(source: Source) -> Announcement:
+    said = _object(METADATA, source.metadata.get(METADATA, "{}"))
+    layers = _object(f"{METADATA}: layers", said.get("layers", {}))
+    # a file of several models has a marker for each
+    markers = [n for n in source.kinds if n.rpartition(".")[2] == _MARKER]
+    exact_in = tuple(n.removesuffix(_MARKER) for n in markers if source.kinds[n][1] == (2,))
+
+    def numbers(layer: str) -> Numbers:
+        place = f"{layer}.{ENTRY}".lstrip(".")
+        entry = _object(place, source.metadata.get(place, layers.get(layer, {})))
+        _check_format(layer, entry.get("format"), source)
+        exact = layer.startswith(exact_in) or bool(entry.get("full_precision_matrix_mult"))
+        return Numbers(static=None, weight_only=True, swizzled=True, unscaled=exact)
+
+    return Announcement(numbers)
+
+
+def _object(place: str, found: object) -> JsonObject:
+    """Return an object, or what a text holds as JSON."""
+    try:
+        read = json.loads(found) if isinstance(found, str) else found
+    except (ValueError, RecursionError):
+        read = None
+    if not isinstance(read, dict):
+        raise broken(place, found, "a JSON object", file="The file")
+    return read
+
+
+def _check_format(layer: str, form: object, source: Source) -> None:
+    """Refuse an entry about other codes than those that are there."""
+    weight = f"{layer}.weight".lstrip(".")
+    codes = str(source.kinds[weight][0]).removeprefix("torch.") if weight in source.kinds else ""
+    # tools add the granularity, as in float8_e4m3fn_rowwise
+    fits = form is None or str(form).startswith(codes) or str(form).endswith("mxfp8")
+    if not fits and not (form == "nvfp4" and layer in source.made):
+        raise broken(f"{layer}: format", form, f"the format of {weight}, {codes}", file="The file")
 
 
 COMFYUI = Dialect("comfyui", _detect, _parse)

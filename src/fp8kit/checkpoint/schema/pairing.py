@@ -186,6 +186,9 @@ def _layer(
     except CheckpointError as error:
         found.problems.append(str(error))
         numbers, sound = Numbers(), False
+    if numbers.unscaled and parts.input_scales:
+        parts.input_scales.clear()
+        del found.tensors[ours["input_scale"]]
     widths: tuple[int, ...] = ()
     if sound:
         scale = kinds[parts.scales[0]]

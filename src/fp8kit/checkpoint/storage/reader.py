@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
-from fp8kit.checkpoint.dialects.comfyui import describes_layers
+from fp8kit.checkpoint.dialects.comfyui import ENTRY, METADATA, describes_layers
 from fp8kit.checkpoint.schema.decoding import (
     decode_cache_scale,
     decode_input_scale,
@@ -37,7 +37,7 @@ from fp8kit.formats import QTensor, Scheme
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
 # what says how a checkpoint is quantized, beside config.json
 DOCUMENTS = ("hf_quant_config.json", "params.json", "quanto_qmap.json")
-_PROBLEMS_SHOWN = 20
+_PROBLEMS_SHOWN, _TEXT_LIMIT = 20, 2**16
 _WORDS = {str(d).removeprefix("torch."): d for d in FLOATS}
 
 
@@ -310,6 +310,7 @@ def _scan(
         metadata.update(texts)
         if index is not None:
             problems += _disagreements(shard, found, index)
+    metadata.update({n: _text(path, i) for n, i in tensors.items() if n.endswith(ENTRY)})
     tiled = describes_layers(tensors, metadata)
     tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme, tiled)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
@@ -329,13 +330,20 @@ def _scan(
     )
 
 
+def _text(path: Path, info: TensorInfo) -> str:
+    """Read a text that is a tensor of bytes; a tensor that can be none is an empty text."""
+    if info.dtype != torch.uint8 or info.nbytes > _TEXT_LIMIT:
+        return ""
+    return bytes(read_tensor(path, info).flatten().tolist()).decode(errors="replace")
+
+
 def _placed(problem: str, tensors: Mapping[str, TensorInfo]) -> str:
     """Give in which file the tensor lies that a problem names, or what is beside a missing one."""
     problem = printable(problem)
     words = [word.rstrip(".,;:") for word in problem.split()]
     words += [f"{word.rpartition('.')[0]}.weight" for word in words]
     shards = [tensors[word].shard for word in words if word in tensors]
-    if not shards and any(name in problem for name in ("config.json", *DOCUMENTS)):
+    if not shards and any(name in problem for name in ("config.json", METADATA, *DOCUMENTS)):
         return problem
     return f"{shards[0] if shards else 'config.json (quantization_config)'}: {problem}"
 

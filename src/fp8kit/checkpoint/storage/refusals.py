@@ -54,13 +54,13 @@ def check_source(path: str | Path) -> None:
 
 
 def check_name(path: Path) -> None:
-    """Refuse a path that the safetensors library cannot open.
+    """Refuse a path that the safetensors library cannot open, or that leads nowhere.
 
     Args:
         path: of a checkpoint, or of one that shall be made.
 
     Raises:
-        CheckpointError: if it is not UTF-8.
+        CheckpointError: if it is not UTF-8, or goes through a link that leads to itself.
     """
     try:
         os.path.realpath(path).encode()
@@ -72,6 +72,18 @@ def check_name(path: Path) -> None:
                 "Rename the folder.",
             )
         ) from error
+    try:
+        path.stat()
+    except OSError as error:
+        link = next((p for p in (path, *path.parents) if p.is_symlink()), path)
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(
+                teach(
+                    f"{link} is a link that leads to itself.",
+                    "A path leads to a folder or a file.",
+                    "Remove the link, or pass another path.",
+                )
+            ) from error
 
 
 def no_weights(folder: Path) -> CheckpointError:
@@ -130,6 +142,9 @@ def pointer(file: str, start: bytes) -> CheckpointError | None:
 
 def _absent(place: Path) -> CheckpointError:
     text = str(place)
+    if place.exists():
+        what = f"{text} exists, and is no regular file and no directory."
+        return CheckpointError(teach(what, _A_CHECKPOINT, "Check the path."))
     if place.is_symlink():
         what = f"{text} is a link to {os.readlink(place)}, which does not exist."
         return CheckpointError(teach(what, _A_CHECKPOINT, "Complete the download or the copy."))

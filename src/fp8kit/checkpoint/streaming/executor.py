@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import IO
 
@@ -54,19 +55,15 @@ def write_shards(
     """
     queue = _Queue(work, indices, folder, progress)
     threads = torch.get_num_threads()
-    workers = [
-        threading.Thread(target=_serve, args=(queue, source, device), daemon=True)
-        for device in devices
-    ]
     try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        # waiting for the futures, not for the threads: until Python 3.13 a thread counts as ended
+        # once its join was interrupted, and one that runs at the end of the process aborts it
+        with ThreadPoolExecutor(len(devices)) as pool:
+            try:
+                wait([pool.submit(_serve, queue, source, device) for device in devices])
+            finally:
+                queue.stop()
     finally:
-        queue.stop()
-        for worker in workers:
-            worker.join()
         queue.clean()
         torch.set_num_threads(threads)
     if queue.error is not None:
