@@ -152,7 +152,8 @@ def exists(module: str) -> bool:
 
 def names_at_the_top(folder: Path) -> list[str]:
     """Return the names that ``ls`` shows."""
-    return sorted(p.stem for p in folder.iterdir() if p.is_dir() or p.suffix == ".py")
+    shown = (p for p in folder.iterdir() if p.name != "__pycache__")
+    return sorted(p.stem for p in shown if p.is_dir() or p.suffix == ".py")
 
 
 def arrows_back(tree: ast.Module, own: str) -> list[str]:

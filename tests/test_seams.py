@@ -15,7 +15,7 @@ SOURCE = TESTS.parent / "src" / "fp8kit"
 PATCHES, PRIVATE_READS = 58, 30
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 # attributes of torch that the package sets or reads, too
-OF_TORCH = {"_parameters", "_version", "_apply"}
+OF_TORCH = {"_parameters", "_version", "_apply", "_replicate_for_data_parallel"}
 # why a test reads each private name
 REASONS = {
     "_EMPTY": "memory of recordings is poisoned, too, which torch does not",
