@@ -16,10 +16,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8kit
 from fp8kit import CheckpointError, UnsupportedError
 from fp8kit.integrations.torch_wrappers import tell
+from fp8kit.modules.fused_producers import FusedNorm
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.weight_hazards import MARK, mark_synchronized
 from numerics import assert_bits_equal
@@ -148,6 +150,25 @@ def test_fsdp1_is_refused_until_it_ignores_what_is_frozen() -> None:
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
     with pytest.raises(ValueError, match="dtype"):  # what is not about codes stays torch's own
         FullyShardedDataParallel(mixed, device_id=cpu)
+
+
+@pytest.mark.usefixtures("mesh", "fuses_on_cpu")
+@pytest.mark.filterwarnings(
+    "ignore:FSDP is switching", "ignore:.*NO_SHARD", "ignore:.*FSDP.state_dict_type"
+)
+def test_fsdp1_flattens_the_weights_of_fused_norms() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 99}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+    model, ids = LlamaForCausalLM(config).eval(), torch.arange(6)[None]
+    fp8kit.convert(model)
+    assert isinstance(model.model.layers[0].input_layernorm, FusedNorm)
+    with torch.no_grad():
+        expected = model(ids).logits
+    wrapped = FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), ignored_states=frozen(model)
+    )
+    assert_bits_equal(wrapped(ids).logits.detach(), expected)
 
 
 def test_fully_shard_gathers_codes(mesh: Any, tmp_path: Path) -> None:
