@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8kit.checkpoint.schema.layers import FLOATS, Layer
+from fp8kit.checkpoint.schema.naming import CODES
 from fp8kit.checkpoint.schema.pairing import group_repeated
 from fp8kit.checkpoint.storage.directory import side_pointers
 from fp8kit.checkpoint.storage.headers import printable
@@ -85,8 +86,9 @@ class Inspection:
         parts = (f"{d} {b / _MIB:.1f} MiB" for d, b in self.bytes_by_dtype.items())
         others = len({layer.scheme for layer in self.layers}) > 1
         kind = f"{self.dialect}, {self.scheme}{' and others' * others}"
-        coded = any(d.startswith(("float8_e4m3", "float8_e5m2")) for d in self.bytes_by_dtype)
-        unknown = "FP8 of no known dialect" if coded else "high precision"
+        codes = {str(dtype).removeprefix("torch.") for dtype in CODES}
+        dense = codes.isdisjoint(self.bytes_by_dtype)
+        unknown = "high precision" if dense else "FP8 of no known dialect"
         kind = kind if self.dialect else unknown
         files = f"{self.shards} file{'' if self.shards == 1 else 's'}"
         lines = [

@@ -95,8 +95,9 @@ def export(model: Any) -> Exported:
 
 
 def _tell_of_shared(model: Any, known: set[str]) -> None:
-    """Warn of tensors that are written under another name only."""
-    shared = [n for n in model.state_dict() if n not in known and not n.endswith("_exponents")]
+    """Warn of Parameters that are written under another name only."""
+    names = (n for n, _ in model.named_parameters(remove_duplicate=False))
+    shared = [n for n in names if n not in known and not n.endswith("_exponents")]
     if shared:
         warnings.warn(
             teach(

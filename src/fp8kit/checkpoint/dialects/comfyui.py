@@ -22,7 +22,7 @@ from fp8kit.checkpoint.dialects.base import (
 
 METADATA = "_quantization_metadata"
 ENTRY = "comfy_quant"
-_MARKER = "scaled_fp8"
+MARKER = "scaled_fp8"
 
 
 def describes_layers(names: Iterable[str], metadata: Mapping[str, str]) -> bool:
@@ -36,7 +36,7 @@ def describes_layers(names: Iterable[str], metadata: Mapping[str, str]) -> bool:
 
 
 def _detect(source: Source) -> bool:
-    marked = source.has(".scale_weight", f".{_MARKER}") or _MARKER in source.kinds
+    marked = source.has(".scale_weight", f".{MARKER}") or MARKER in source.kinds
     return marked or describes_layers(source.kinds, source.metadata)
 
 
@@ -44,8 +44,8 @@ def _parse(source: Source) -> Announcement:
     said = _object(METADATA, source.metadata.get(METADATA, "{}"))
     layers = _object(f"{METADATA}: layers", said.get("layers", {}))
     # a file of several models has a marker for each
-    markers = [n for n in source.kinds if n.rpartition(".")[2] == _MARKER]
-    exact_in = tuple(n.removesuffix(_MARKER) for n in markers if source.kinds[n][1] == (2,))
+    markers = [n for n in source.kinds if n.rpartition(".")[2] == MARKER]
+    exact_in = tuple(n.removesuffix(MARKER) for n in markers if source.kinds[n][1] == (2,))
 
     def numbers(layer: str) -> Numbers:
         place = f"{layer}.{ENTRY}".lstrip(".")

@@ -108,8 +108,8 @@ class Placement:
             )
         tensor = tensor.detach()
         layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
-        of_weight = kind == _EXPONENTS and self._route(layer, "weight") is not None
-        route = self._route(layer, "weight" if of_weight else kind)
+        route = self._route(layer, "weight") if kind == _EXPONENTS else None
+        route = route or self._route(layer, kind)
         if route is None:
             self.unused.append(name)
             return

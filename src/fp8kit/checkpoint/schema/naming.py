@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fp8kit.checkpoint.dialects import Kinds
+from fp8kit.checkpoint.dialects import Kinds, comfyui
 from fp8kit.conversion.model_families import MIXTRAL_PARTS
 from fp8kit.formats import FP8_FORMATS
 
@@ -21,7 +21,7 @@ _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "qscale_we
 _INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "scale_input")
 # words that other parameters have as well: they count beside an FP8 weight only
 _COMMON = ("scale",)
-MARKERS = ("scaled_fp8", "comfy_quant")
+MARKERS = (comfyui.MARKER, comfyui.ENTRY)
 _TORCHAO = re.compile(r"(?P<layer>.*\.)?_(?P<kind>\w+?)_(?P<part>qdata|scale|act_quant_scale)")
 _STACK_SCALES = {
     "_scale": "scale",
