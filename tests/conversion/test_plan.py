@@ -408,8 +408,14 @@ class Folding(nn.Linear):
         return super().forward(x.reshape(batch * tokens, -1)).view(batch, tokens, -1)
 
 
-def test_a_subclass_may_take_inputs_of_one_form_only() -> None:
-    assert fp8kit.plan(one(Folding(D, D))).report.converted
+class Passing(nn.Linear):
+    def forward(self, *args: Tensor, **options: Tensor) -> Tensor:
+        return super().forward(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [Folding, Passing])
+def test_a_subclass_may_take_its_input_in_a_form_of_its_own(kind: type[nn.Linear]) -> None:
+    assert "fc" in {layer.name for layer in fp8kit.plan(one(kind(D, D))).report.converted}
 
 
 def test_a_model_made_in_inference_mode_converts() -> None:

@@ -122,7 +122,9 @@ def computes_linear(linear: nn.Linear) -> bool:
     """
     if type(linear).forward is nn.Linear.forward:
         return True
-    if len(inspect.signature(type(linear).forward).parameters) != 2:  # and they may be passed
+    parameters = inspect.signature(type(linear).forward).parameters.values()
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if len(named) > 2:  # besides itself and the input, something that may be passed
         return False
     with torch.device("cpu"):  # a caller may have made another one, or meta, the default
         return all(
