@@ -16,11 +16,13 @@ constexpr int STAGE_BYTES = W_BYTES + X_STAGE_BYTES + SCALE_STAGE_BYTES;
 // two warpgroups of consumers take registers from one of producers
 constexpr bool MOVE_REGISTERS = WARPGROUPS == 2;
 constexpr int PRODUCER_THREADS = MOVE_REGISTERS ? 128 : 64;
+// blocks of few tokens take turns, as their tiles take the same time
+constexpr bool TAKES_TURNS = WARPGROUPS == 1;
 // partial sums: with two, the half that is promoted is not the half that is multiplied; with four, two
 // steps are in flight
 constexpr int PARTIALS = !SWAP_AB ? 1 : MMA_N <= 32 ? 4 : 2, LAST = PARTIALS - 1;
 // epilogue: tokens that move at once
-constexpr int EPILOGUE_TOKENS = TOKENS < 64 ? TOKENS : 64;
+constexpr int EPILOGUE_TOKENS = TOKENS <= 64 ? TOKENS : TOKENS % 32 ? 16 : TOKENS / 2;
 
 // x by gates and ups, activated and quantized in groups.
 struct FirstProduct {

@@ -181,9 +181,9 @@ def _whole_blocks(problem: ExpertsProblem) -> bool:
 
 def _empty_sorted(pairs: int, rows: int, tiles: int, device: torch.device) -> Sorted:
     # one allocation; tiles first, as they are read by 16 bytes
-    whole = torch.empty(4 * tiles + pairs + rows + 1, dtype=torch.int32, device=device)
+    whole = torch.empty(4 * tiles + pairs + rows + 3, dtype=torch.int32, device=device)
     listed, rest = whole[: 4 * tiles], whole[4 * tiles :]
-    return Sorted(rest[:pairs], rest[pairs:-1], listed, rest[-1:])
+    return Sorted(rest[:pairs], rest[pairs:-3], listed, rest[-3:])
 
 
 def _empty_rows(

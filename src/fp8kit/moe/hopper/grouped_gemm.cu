@@ -65,9 +65,17 @@ constexpr u64 EVICT_LAST = 0x14F0000000000000ull;  // L2 policy
 
 template <typename Product>
 __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWalk tile, const Ring& ring,
-                                             int feature_of_block, Stage<STAGES>& next) {
+                                             int feature_of_block, const TileQueue& queue, Stage<STAGES>& next) {
   const int steps = of.steps();
-  for (; tile.more(); tile.next()) {
+  Stage<TileQueue::SLOTS> slot;
+  auto advance = [&](int taken) {
+    if (TAKES_TURNS) return tile.next();
+    if (threadIdx.x % 32 == 0) queue.tell(slot, taken);
+    tile.go_to(__shfl_sync(~0u, taken, 0));
+  };
+  int taken = 0;
+  for (; tile.more(); advance(taken)) {
+    if (!TAKES_TURNS && threadIdx.x % 32 == 0) taken = queue.take();
     const int row = tile.expert * of.map_rows + tile.w * Product::TILE_FEATURES + feature_of_block;
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
@@ -91,9 +99,11 @@ __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWa
 // stored_parts: of the tile's rows; 0 if an earlier kernel has stored them.
 template <typename Product>
 __device__ __forceinline__ void load_tokens(const Operands<Product>& of, TileWalk tile, const Ring& ring,
-                                            const TokenTile* listed, int stored_parts, Stage<STAGES>& next) {
+                                            const TokenTile* listed, int stored_parts, const TileQueue& queue,
+                                            Stage<STAGES>& next) {
   const int steps = of.steps();
-  for (; tile.more(); tile.next()) {
+  Stage<TileQueue::SLOTS> slot;
+  for (; tile.more(); TAKES_TURNS ? tile.next() : tile.go_to(queue.hear(slot))) {
     if (stored_parts) await_rows(listed + tile.row / TILE_TOKENS, stored_parts);
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
@@ -120,16 +130,18 @@ __device__ __forceinline__ void load_tokens(const Operands<Product>& of, TileWal
 template <typename Product, typename Done>
 __device__ __forceinline__ void multiply_tiles(const Operands<Product>& of, TileWalk tile, const Ring& ring,
                                                int warpgroup, int feature_of_block, Epilogue<Product>& epilogue,
-                                               Stage<STAGES>& now, Stage<STAGES>& done, Done stored) {
+                                               const TileQueue& queue, Stage<STAGES>& now, Stage<STAGES>& done,
+                                               Done stored) {
   constexpr int CHUNKS = Operands<Product>::CHUNKS;
   const int lane = threadIdx.x % 32, steps = of.steps(), scale_steps = of.scale_steps();
   const u32 w_tiles_at = descriptor_low(ring.w) + (SWAP_AB ? warpgroup * (64 * TILE_K / 16) : 0);
   const u32 x_tiles_at = descriptor_low(ring.x) + (SWAP_AB ? 0 : warpgroup * (64 * TILE_K / 16));
   float acc[2][ACC], partial[PARTIALS][ACC];
+  Stage<TileQueue::SLOTS> slot;
   // warpgroups that share nothing work apart, so that one runs MMAs while another runs its epilogue
   if (!(SWAP_AB && Product::ACTIVATED) && warpgroup > 0 && steps > STAGES / 2 && tile.more())
     barrier_wait(ring.full[STAGES / 2], 0);
-  for (; tile.more(); tile.next()) {
+  for (; tile.more(); TAKES_TURNS ? tile.next() : tile.go_to(queue.hear(slot))) {
     // feature of the warpgroup's first row or column, in the first half
     const int feature = tile.w * Product::TILE_FEATURES + feature_of_block + (SWAP_AB ? warpgroup * 64 : 0);
 #if !SWAP_AB
@@ -269,13 +281,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     const float* w2_scale, int w2_expert_stride, int w2_row_stride, const void* bias2, int features,
     int w2_step, int w2_second, int w2_rows, void* products, const int* pair_of_row,
 #endif
-    TokenTile* tiles, const int* tile_count, const void* ids, int id_bytes, int pairs, int experts) {
+    TokenTile* tiles, int* tile_count, const void* ids, int id_bytes, int pairs, int experts) {
   extern __shared__ __align__(1024) u8 smem[];  // aligned to the pattern of the swizzle
-  __shared__ alignas(8) u64 barriers[2 * STAGES];
+  __shared__ alignas(8) u64 barriers[2 * STAGES + 2 * TileQueue::SLOTS];
+  __shared__ int taken_tiles[TileQueue::SLOTS];
   __shared__ alignas(8) u64 maxima_received;
   __shared__ SharedFacts facts;
   const Barriers full(barriers);
   const u32 w_ring = shared(smem), x_ring = w_ring + STAGES * W_BYTES;
+  const Barriers told = full.after(2 * STAGES);
+  const TileQueue queue = {told, told.after(TileQueue::SLOTS), shared(taken_tiles), (u32*)tile_count + (FIRST ? 1 : 2)};
   const Ring ring = {full, full.after(STAGES), w_ring, x_ring, x_ring + STAGES * X_STAGE_BYTES};
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform
   const bool producer = warp >= 4 * WARPGROUPS, loads_weights = warp == 4 * WARPGROUPS;
@@ -290,6 +305,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
       init(ring.empty[s], 4 * WARPGROUPS);
     }
     init(shared(&maxima_received), 1);
+    for (int s = 0; s < TileQueue::SLOTS; s++) {
+      init(queue.told[s], 1);
+      init(queue.read[s], TileQueue::READERS);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 #if FIRST
@@ -352,12 +371,12 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     Stage<STAGES> next;
     if (loads_weights) {
 #if FIRST
-      load_weights(up, up_tiles, ring, rank * HALF_ROWS, next);
+      load_weights(up, up_tiles, ring, rank * HALF_ROWS, queue, next);
 #endif
 #if SECOND
       // blocks without a tile of the first product would delay the tokens that others wait for
       if (FIRST) asm volatile("griddepcontrol.wait;" ::: "memory");
-      load_weights(down, down_tiles(), ring, 0, next);
+      load_weights(down, down_tiles(), ring, 0, queue, next);
 #endif
       return;
     }
@@ -365,12 +384,12 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     auto launch_dependents = [] { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); };
 #if FIRST
     if (!SECOND && up_tiles.total > up_tiles.stride) launch_dependents();
-    load_tokens(up, up_tiles, ring, tiles, 0, next);
+    load_tokens(up, up_tiles, ring, tiles, 0, queue, next);
 #endif
 #if SECOND
     const TileWalk walk = down_tiles();
     if (FIRST || walk.total > walk.stride) launch_dependents();
-    load_tokens(down, walk, ring, tiles, row_parts, next);
+    load_tokens(down, walk, ring, tiles, row_parts, queue, next);
 #endif
     launch_dependents();
     return;
@@ -384,12 +403,12 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   Stage<STAGES> now, done;
 #if FIRST
   auto up_epilogue = Epilogue<FirstProduct>::make(facts, buffer, shared(&maxima_received), rank);
-  multiply_tiles(up, up_tiles, ring, warpgroup, rank * HALF_ROWS, up_epilogue, now, done, [&](const TileWalk& tile) {
+  multiply_tiles(up, up_tiles, ring, warpgroup, rank * HALF_ROWS, up_epilogue, queue, now, done, [&](const TileWalk& tile) {
     if (SECOND) count_stored(tiles + tile.row / TILE_TOKENS);
   });
 #endif
 #if SECOND
   auto down_epilogue = Epilogue<SecondProduct>::make(facts, buffer, 0, 0);
-  multiply_tiles(down, down_tiles(), ring, warpgroup, 0, down_epilogue, now, done, [](const TileWalk&) {});
+  multiply_tiles(down, down_tiles(), ring, warpgroup, 0, down_epilogue, queue, now, done, [](const TileWalk&) {});
 #endif
 }

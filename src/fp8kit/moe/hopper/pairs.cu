@@ -90,7 +90,10 @@ __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, Tok
     for (int i = rank; i < count; i += CLUSTER) tiles[tile + i] = {e, rows, i << 16 | count, 0};
     tile += count;
   }
-  if (rank == 0 && threadIdx.x == THREADS - 1) *tile_count = tile;
+  if (rank == 0 && threadIdx.x == THREADS - 1) {
+    tile_count[0] = tile;
+    tile_count[1] = tile_count[2] = 0;  // tiles that the products have taken
+  }
   cluster_barrier();  // no block leaves while another reads its counts
   for (int from = begin + lane; from - lane < end; from += 32 * LOADS) {
     int loaded[LOADS];
@@ -142,7 +145,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
   });
   if (token == 0) {
     for (int i = threadIdx.x; i < few.count; i += THREADS) *(int4*)(tiles + i) = *(int4*)(few.tiles + i);
-    if (threadIdx.x == 0) *tile_count = few.count;
+    if (threadIdx.x == 0) {
+      tile_count[0] = few.count;
+      tile_count[1] = tile_count[2] = 0;
+    }
   }
 #else
   for (int i = threadIdx.x; i < top_k; i += THREADS) own_rows[i] = row_of_pair[token * top_k + i];

@@ -2,7 +2,8 @@
 
 // Walks over (token tile, weight tile). All weights of an expert pass a band of its token tiles, then
 // the next band, so that what a band reads stays in L2. Blocks that have less else to do come first in
-// the order, and take some tiles by themselves before all take turns.
+// the order, and take some tiles by themselves before all take turns. With TAKES_TURNS 0, whoever is
+// done takes the next tile: see TileQueue.
 struct TileWalk {
   const TokenTile* tiles;
   int w_tiles, band_tiles, order, early, early_stride, stride, total, at;
@@ -17,6 +18,10 @@ struct TileWalk {
     locate();
   }
   __device__ bool more() const { return at < total; }
+  __device__ void go_to(int tile) {
+    at = tile;
+    locate();
+  }
   __device__ void next() {
     if (at < early) {
       at += early_stride;
@@ -39,6 +44,32 @@ struct TileWalk {
     expert = loaded.x;
     row = (first + chosen) * TILE_TOKENS;
     end = row + min(TILE_TOKENS, loaded.y - chosen * TILE_TOKENS);
+  }
+};
+
+// The tile that a block takes after the present one. The warp that loads weights takes it from a counter
+// that all blocks share, as tiles differ in their time, and tells the others.
+struct TileQueue {
+  static constexpr int SLOTS = 2, READERS = 1 + 4 * WARPGROUPS;  // warps
+  Barriers told, read;
+  u32 slots;
+  u32* counter;
+
+  __device__ int take() const { return gridDim.x + atomicAdd(counter, 1); }
+  __device__ void tell(Stage<SLOTS>& slot, int tile) const {
+    barrier_wait(read[slot.index], slot.parity ^ 1);
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(slots + slot.index * 4), "r"(tile) : "memory");
+    barrier_arrive(told[slot.index]);
+    slot.advance();
+  }
+  __device__ int hear(Stage<SLOTS>& slot) const {
+    u32 tile;
+    barrier_wait(told[slot.index], slot.parity);
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(tile) : "r"(slots + slot.index * 4) : "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive_after(read[slot.index], tile);
+    slot.advance();
+    return tile;
   }
 };
 

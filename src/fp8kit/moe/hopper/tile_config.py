@@ -121,7 +121,8 @@ class GroupedConfig:
     def _epilogue_bytes(self, products: Products) -> int:
         features = HALF if self.swap_ab or Products.SECOND in products else GROUP
         line = features * (2 if Products.SECOND in products else 1) + 16
-        return self.warpgroups * min(self.tokens, 64) * line
+        tokens = self.tokens if self.tokens <= 64 else 16 if self.tokens % 32 else self.tokens // 2
+        return self.warpgroups * tokens * line
 
     def token_tiles(self, pairs: int, experts: int) -> int:
         """Return how many tiles of tokens there can be, however pairs are distributed."""
