@@ -47,4 +47,4 @@ def test_the_kernels_around_the_products_compile() -> None:
     for size, scales, dtype in itertools.product(sizes, (0, 1, 2), (BF16, F16)):
         cuda_resources(sources.pairs_source(sources.PairsVariant(*size, scales, 16, dtype)))
     for dtype in (BF16, F16):
-        cuda_resources(sources.combine_source(256, dtype))
+        cuda_resources(sources.combine_source(256, 8, dtype))

@@ -59,6 +59,9 @@ _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
 _CHECKED_TOKENS = 97  # more pairs than are few
 _CHECKED_FEW = 2  # whose pairs have narrow tiles
 _SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``pairs.cu`` counts them
+# rows of a token that a thread loads together, by whether pairs are few: more hide latency, and cost
+# occupancy
+_AT_ONCE = {True: 8, False: 2}
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
 
 
@@ -236,7 +239,7 @@ def _sum(call: Call, products: Tensor, y: Tensor) -> Launch:
         *pointers(products, call.found.row_of_pair, call.operands.weights, y),
         *integers(call.problem.top_k, vectors),
     )
-    kernel = _combine_kernel(threads, y.dtype, y.device.index)
+    kernel = _combine_kernel(threads, _AT_ONCE[few(call)], y.dtype, y.device.index)
     return Launch(kernel, y.shape[0] * -(-vectors // threads), arguments)
 
 
@@ -247,9 +250,12 @@ def _pairs_kernel(variant: PairsVariant, shared: int, device: int) -> cuda_launc
 
 
 @functools.cache
-def _combine_kernel(threads: int, dtype: torch.dtype, device: int) -> cuda_launch.Kernel:
+def _combine_kernel(
+    threads: int, at_once: int, dtype: torch.dtype, device: int
+) -> cuda_launch.Kernel:
     sizes, place = (threads, 1, 0), torch.device("cuda", device)
-    return cuda_launch.Kernel(combine_source(threads, dtype), "combine_rows", *sizes, place)
+    source = combine_source(threads, at_once, dtype)
+    return cuda_launch.Kernel(source, "combine_rows", *sizes, place)
 
 
 BACKEND = MoeBackend(supports=supports, experts=experts, grouped=None)

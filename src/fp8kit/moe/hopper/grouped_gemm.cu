@@ -22,7 +22,7 @@
 // MMAs of two steps are in flight. Without, there are registers for one partial sum, and one
 // warpgroup promotes while the other multiplies.
 //
-// Schedule: see scheduler.cuh. Sums along K are never split, so the bits of a row depend on nothing else.
+// Schedule: see scheduler.cuh. Tiles of many tokens are taken from a counter. Sums along K are never split, so the bits of a row depend on nothing else.
 //
 // Parts, in the order of compilation: quantizers/encode.cuh, config.cuh, matmul/hopper/ptx.cuh,
 // matmul/hopper/pipeline.cuh, tiles.cuh, scheduler.cuh, epilogue.cuh, columns_epilogue.cuh or

@@ -134,7 +134,7 @@ def pairs_source(variant: PairsVariant) -> str:
     )
 
 
-def combine_source(threads: int, dtype: torch.dtype) -> str:
+def combine_source(threads: int, at_once: int, dtype: torch.dtype) -> str:
     """Return the CUDA source that adds the rows of each token."""
-    macros: dict[str, int | str] = {"THREADS": threads, "AT_ONCE": 4, "KIND": KINDS[dtype]}
+    macros: dict[str, int | str] = {"THREADS": threads, "AT_ONCE": at_once, "KIND": KINDS[dtype]}
     return nvrtc.joined(macros, "quantizers/encode.cuh", "moe/hopper/combine.cu")

@@ -23,7 +23,7 @@ _BAND_TOKENS = 1024  # whose codes stay in L2 while all weights of an expert pas
 _NARROW_PAIRS = 4  # with wider tiles the second product of so few leaves SMs without work
 _MANY = 128  # tokens of a tile that are the MMA's rows
 # tokens of a tile, by how many an expert has on average: most experts fill one tile at most
-_TOKENS = ((3.0, 8), (10.0, 16), (20.0, 32), (80.0, 64))
+_TOKENS = ((3.0, 8), (10.0, 16), (20.0, 32), (36.0, 48), (56.0, 64), (72.0, 80))
 
 
 class Products(enum.IntFlag):
@@ -39,7 +39,7 @@ class GroupedConfig:
     """A configuration of both grouped GEMMs.
 
     Args:
-        tokens: of a tile: 8, 16, 32, 64 or 128.
+        tokens: of a tile: 8, 16, 32, 48, 64, 80 or 128.
         warpgroups: consumers of a block, each with 64 rows of both halves of a tile: 1 or 2.
         blocks_per_sm: occupancy.
         narrow: tiles of the second product have one half of weight rows, and twice as much of K.
@@ -121,8 +121,8 @@ class GroupedConfig:
     def _epilogue_bytes(self, products: Products) -> int:
         features = HALF if self.swap_ab or Products.SECOND in products else GROUP
         line = features * (2 if Products.SECOND in products else 1) + 16
-        tokens = self.tokens if self.tokens <= 64 else 16 if self.tokens % 32 else self.tokens // 2
-        return self.warpgroups * tokens * line
+        moved = 16 if HALF < self.tokens < _MANY else min(self.tokens, HALF)  # EPILOGUE_TOKENS
+        return self.warpgroups * moved * line
 
     def token_tiles(self, pairs: int, experts: int) -> int:
         """Return how many tiles of tokens there can be, however pairs are distributed."""
