@@ -139,6 +139,7 @@ class Vllm:
         quantize: the function that quantizes the input.
         activation: SiLU with gates.
         version: of the package.
+        activate_and_quantize: the function behind the first of two products, by groups of 128.
         operators: name to what runs: vLLM's own, or a fallback and why.
     """
 
@@ -147,6 +148,7 @@ class Vllm:
     quantize: Callable[..., tuple[Tensor, Tensor]]
     activation: Any
     version: str
+    activate_and_quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
     operators: dict[str, str] = field(default_factory=dict)
 
     def case(self, kind: str, layer: ExpertLayer) -> Case:
@@ -218,8 +220,16 @@ def load_vllm(folder: Path, libraries: list[Path], device: torch.device) -> Vllm
     silu = triton_moe.MoEActivation.SILU
     # a package of excerpts says so behind a dash
     version = str(getattr(package, "__version__", "present")).partition("-")[0]
+    ops = importlib.import_module("vllm._custom_ops")
+
+    def activate_and_quantize(y: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = ops.silu_and_mul_per_block_quant(
+            y, group_size=_BLOCK, quant_dtype=E4M3
+        )
+        return found
+
     found = (triton_moe.TritonExperts, config, utils.moe_kernel_quantize_input)
-    return Vllm(*found, silu, version, operators)
+    return Vllm(*found, silu, version, activate_and_quantize, operators)
 
 
 class _Operator(NamedTuple):

@@ -8,7 +8,7 @@ copies of the weights, and among routes: uniform, and for some token counts skew
 chosen in proportion to ``1 / (e + 1)``. Every case is compared with fp32 products of its own
 weights before it is timed; an error of fp8kit or bf16 ends the run with a failure. The file is
 written after every row. `expert_peers.py` says what the folder of vLLM holds; without it the result
-says that vLLM is absent.
+says that vLLM is absent. `grouped_peers.py` holds the others, timed where they can be imported.
 
 Triton and NVRTC compile for minutes, in one process. So processes of their own run every case once
 beforehand (``--processes``), and what is measured finds the kernels in the caches on disk.
@@ -55,10 +55,11 @@ from fp8kit.matmul.problem import m_bucket
 from fp8kit.moe.problem import MOE_BACKENDS, ExpertsProblem
 from fp8kit.ops.validation import activation_format
 from fp8kit.perf.timing import QUICK, THOROUGH, Effort, Timer
-from layers import EXPERTS, ExpertShape, experts_passes_us, experts_roofline_us
+from grouped_peers import GROUPED, serves, versions
+from layers import EXPERTS, ExpertShape, bandwidth, experts_passes_us, experts_roofline_us
 from linear import integers, own_failures
 from summary import EXPERT_COMPARISONS, ratios
-from timing import Case, copies_past_cache, time_cases, write_results
+from timing import Case, copies_past_cache, environment, time_cases, write_results
 
 TOKENS = "1,4,16,64,128,1024,4096"
 SKEWED = (16, 128, 4096)
@@ -92,12 +93,22 @@ DENSE: dict[str, tuple[str, Build]] = {
 }
 
 
-def peer_cases(vllm: Vllm | None) -> dict[str, tuple[str, Build]]:
-    """Return vLLM's cases, if it is there."""
+def peer_cases(vllm: Vllm | None, shape: ExpertShape, tokens: int) -> dict[str, tuple[str, Build]]:
+    """Return the cases of peers that are there and serve a layer and a token count.
+
+    All need vLLM, whose quantizers run around the products of others.
+    """
     if vllm is None:
         return {}
     kinds = {"vllm_channel": "row", "vllm_block": "block"}
-    return {name: (kind, partial(vllm.case, kind)) for name, kind in kinds.items()}
+    found: dict[str, tuple[str, Build]] = {
+        name: (kind, partial(vllm.case, kind)) for name, kind in kinds.items()
+    }
+    w13, present = (shape.experts, 2 * shape.intermediate, shape.hidden), versions()
+    for name, (kind, package, build) in GROUPED.items():
+        if package in present and serves(name, w13, tokens):
+            found[name] = (kind, partial(build, vllm))
+    return found
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class Bench:
 
     def cases(self, shape: ExpertShape, tokens: int) -> dict[str, tuple[str, Build]]:
         """Return the cases that serve a layer and a token count."""
-        found = DENSE | OURS | peer_cases(self.vllm)
+        found = DENSE | OURS | peer_cases(self.vllm, shape, tokens)
         if not blocks_fit(shape):
             found = {name: case for name, case in found.items() if case[0] != "block"}
         if 2 * tokens * shape.top_k * shape.expert_weights > _MOST_GATHERED:
@@ -141,7 +152,7 @@ def main(argv: Sequence[str] | None = None, timer: Timer = time_cases) -> None:
         vllm, absent = peer(arguments.vllm, libraries, device)
         facts = {
             "what": "layers of experts, bf16 in and out, microseconds",
-            "peers": {} if vllm is None else {"vllm": vllm.version},
+            "peers": {} if vllm is None else {"vllm": vllm.version, **versions()},
             "absent": absent,
             "vllm_operators": {} if vllm is None else vllm.operators,
             "effort": f"{effort.rounds} rounds of {effort.round_ms:g} ms",
@@ -262,7 +273,7 @@ def compile_cell(
     x = normal(generator, tokens, h)
     layer = ExpertLayer(x, [routes(generator, shape, tokens, "uniform")], [], coded)
     failed = {}
-    for name, (kind, build) in (OURS | peer_cases(_loaded[folder])).items():
+    for name, (kind, build) in (OURS | peer_cases(_loaded[folder], shape, tokens)).items():
         if kind in coded:
             try:
                 build(layer)(0)
@@ -370,9 +381,10 @@ def measure(bench: Bench, shape: ExpertShape, layer: ExpertLayer) -> Row:
                 checked.add(name, deferred(build, layer), correct, limit)
     times = bench.timer(checked.cases, len(layer.routes), bench.effort, bench.device)
     touched = sum(ids.unique().numel() for ids, _ in layer.routes) / len(layer.routes)
-    roofline = experts_roofline_us(shape, tokens, touched)
+    speed = bandwidth(environment()["device"])
+    roofline = experts_roofline_us(shape, tokens, touched, speed)
     found: Row = {"touched": touched, "roofline_us": roofline}
-    found["roofline_with_passes_us"] = roofline + experts_passes_us(shape, tokens)
+    found["roofline_with_passes_us"] = roofline + experts_passes_us(shape, tokens, speed)
     found["us"] = times
     found["of_roofline"] = {name: roofline / us for name, us in times.items()}
     compared = {k: ratios({"shape": "", **found}, k, EXPERT_COMPARISONS) for k in GROUPS}

@@ -67,8 +67,14 @@ EXPERTS = {
     "GLM-4.5-Air": ExpertShape(128, 8, 4096, 1408),
     "DeepSeek-V3-TP8": ExpertShape(256, 8, 7168, 256),
 }
-# what one H200 reaches, not its data sheet
+# what one H200 reaches, not its data sheet; an H100 has the same cores and slower memory
 BANDWIDTH, FLOPS = 4.3e12, 1400e12
+_H100_BANDWIDTH = 3.0e12
+
+
+def bandwidth(device: str) -> float:
+    """Return the bytes per second that a device reaches, by its name; of others, an H200's."""
+    return _H100_BANDWIDTH if "H100" in device else BANDWIDTH
 
 
 def chosen(prefixes: str) -> dict[str, tuple[int, int]]:
@@ -94,22 +100,25 @@ def roofline_us(m: int, n: int, k: int) -> float:
     return max((n * k + 2 * m * k + 2 * m * n) / BANDWIDTH, 2 * m * n * k / FLOPS) * 1e6
 
 
-def experts_roofline_us(shape: ExpertShape, tokens: int, touched: float) -> float:
+def experts_roofline_us(
+    shape: ExpertShape, tokens: int, touched: float, speed: float = BANDWIDTH
+) -> float:
     """Return the least microseconds of both products of a layer of experts.
 
     Args:
         shape: of the layer.
         tokens: each goes to ``top_k`` experts.
         touched: how many experts have a token; their FP8 weights are read once.
+        speed: bytes per second of the device.
     """
     operations = 2 * tokens * shape.top_k * shape.expert_weights
-    return max(touched * shape.expert_weights / BANDWIDTH, operations / FLOPS) * 1e6
+    return max(touched * shape.expert_weights / speed, operations / FLOPS) * 1e6
 
 
-def experts_passes_us(shape: ExpertShape, tokens: int) -> float:
+def experts_passes_us(shape: ExpertShape, tokens: int, speed: float = BANDWIDTH) -> float:
     """Return the least microseconds of what stands before and behind the products.
 
     The input is read in 16 bit and written in FP8; then each token's results are read, and their
     sum is written, in 16 bit.
     """
-    return tokens * shape.hidden * (2 + 1 + 2 * shape.top_k + 2) / BANDWIDTH * 1e6
+    return tokens * shape.hidden * (2 + 1 + 2 * shape.top_k + 2) / speed * 1e6

@@ -40,9 +40,10 @@ MX_COMPARISONS = {
     "Humming / MXFP8": ("humming", "MXFP8"),
 }
 # the same of layers of experts
+_EXPERT_BLOCK_PEERS = ("vllm_block", "deepgemm_contiguous", "deepgemm_masked", "flashinfer_mono")
 EXPERT_COMPARISONS: dict[str, tuple[str, ...]] = {
-    "row": ("vllm_channel", "vllm_block"),
-    "block": ("vllm_block",),
+    "row": ("vllm_channel", "torch_grouped_row", *_EXPERT_BLOCK_PEERS),
+    "block": _EXPERT_BLOCK_PEERS,
 }
 # a user of bf16 could take the fastest of these
 _DENSE = ("bf16", "bf16_batched_mm", "bf16_grouped_mm")

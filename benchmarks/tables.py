@@ -46,7 +46,14 @@ they ship. The roofline is the longer of two times: moving the bytes at 4.3 TB/s
 `make bench` measures on a GPU machine and `make tables` writes this page; the heads of
 `benchmarks/peers.py` and `benchmarks/expert_peers.py` say how to bring the peers.
 """
-LIBRARIES = {"vllm": "vLLM", "deepgemm": "DeepGEMM", "torch": "torch", "torchao": "torchao"}
+LIBRARIES = {
+    "vllm": "vLLM",
+    "deepgemm": "DeepGEMM",
+    "deep_gemm": "DeepGEMM (SGLang's)",
+    "flashinfer": "FlashInfer",
+    "torch": "torch",
+    "torchao": "torchao",
+}
 DECODER_LAYER = (
     "A Llama-8B decoder layer, Transformers' own code, random weights; microseconds and speed-up "
     "over bf16."
@@ -232,7 +239,7 @@ def experts(found: dict[str, Any]) -> str:
 def every_expert_layer(rows: list[Row]) -> str:
     """Microseconds of every layer of experts, routing and token count."""
     columns = ["tokens", "routing", "experts", "roofline", "bf16"]
-    columns += ["row", "of the roofline", "vLLM", "block", "of the roofline", "vLLM"]
+    columns += ["row", "of the roofline", "best peer", "block", "of the roofline", "best peer"]
     parts = ["Microseconds.\n"]
     for shape in dict.fromkeys(row["shape"] for row in rows):
         lines = []
@@ -519,6 +526,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "mx_speed": ("Layers with an MXFP8 weight", mx_speed),
     "mx_humming": ("Layers with an MXFP8 weight, beside Humming's", mx_speed),
     "experts": ("Whole layers of experts", experts),
+    "experts_h100": ("Whole layers of experts on an H100, beside more peers", experts),
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),

@@ -16,6 +16,7 @@ from torch import Tensor
 import expert_peers
 import experts
 import fp8kit
+import grouped_peers
 import tables
 from expert_peers import ExpertLayer
 from layers import EXPERTS, ExpertShape, experts_passes_us, experts_roofline_us
@@ -31,7 +32,12 @@ FAKE_VLLM = {
     "vllm/_custom_ops.py": """
 def moe_sum(x, y): raise RuntimeError("no kernel image")
 def moe_align_block_size(): pass
-def silu_and_mul_per_block_quant(x, group_size, quant_dtype): pass
+def silu_and_mul_per_block_quant(x, group_size, quant_dtype):
+    import fp8kit
+    gate, up = x.float().chunk(2, -1)
+    q = fp8kit.quantize((gate * gate.sigmoid() * up).to(x.dtype), fp8kit.GROUP128)
+    assert (q.data.dtype, group_size) == (quant_dtype, 128)
+    return q.data, q.scale
 def scaled_fp8_quant(x, scale, use_per_token_if_dynamic): pass
 """,
     "vllm/model_executor/__init__.py": "",
@@ -83,6 +89,27 @@ def silu_and_mul(y, x): raise AssertionError("the fake layer calls none")
 """,
 }
 
+# products of rows that lie expert after expert, or expert by expert
+FAKE_DEEP_GEMM = """
+import torch
+__version__ = "0.1"
+def get_mk_alignment_for_contiguous_layout(): return 16
+def dense(pair):
+    codes, scale = pair
+    for dim in range(codes.dim() - 2, codes.dim()):
+        scale = scale.repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
+    return codes.float() * scale
+def m_grouped_fp8_gemm_nt_contiguous(a, b, y, experts):
+    x, w = dense(a), dense(b)
+    for at in range(0, len(x), 16):
+        if experts[at] >= 0:
+            y[at : at + 16] = (x[at : at + 16] @ w[experts[at]].T).to(y.dtype)
+def m_grouped_fp8_gemm_nt_masked(a, b, y, taken, expected):
+    x, w = dense(a), dense(b)
+    for e, rows in enumerate(taken.tolist()):
+        y[e, :rows] = (x[e, :rows] @ w[e].T).to(y.dtype)
+"""
+
 
 def timer(cases: Mapping[str, Case], turns: int, *_: object) -> dict[str, float]:
     for case in cases.values():
@@ -106,7 +133,9 @@ def vllm_folder(tmp_path: Path) -> Iterator[Path]:
         (folder / name).write_text(text)
     yield folder
     sys.path[:] = path
-    for name in [n for n in sys.modules if n.split(".")[0] in ("vllm", "fallback_ops")]:
+    for name in [
+        n for n in sys.modules if n.split(".")[0] in ("vllm", "fallback_ops", "deep_gemm")
+    ]:
         del sys.modules[name]
 
 
@@ -139,12 +168,12 @@ def test_a_run_without_peers_says_so(tmp_path: Path) -> None:
 def test_vllm_computes_the_layer(tmp_path: Path, vllm_folder: Path) -> None:
     out = tmp_path / "experts.json"
     found = run_main(out, "--models", "Aligned", "--vllm", str(vllm_folder))
-    assert found["peers"] == {"vllm": "0.25.0"}
+    assert found["peers"] == {"vllm": "0.25.0", "torch": torch.__version__}
     assert found["absent"] == {}
     assert found["vllm_operators"]["moe_sum"] == "fallback: RuntimeError: no kernel image"
     assert found["vllm_operators"]["moe_align_block_size"] == "vLLM's"
     for row in found["rows"]:
-        assert "failed" not in row
+        assert set(row["failed"]) == {"torch_grouped_row"}  # a CPU has no such product
         assert {"vllm_channel", "vllm_block"} <= set(row["us"])
         assert set(row["best_peer_by_ours"]) == {"row", "block"}
     # the fastest of both for rows, that of blocks for blocks
@@ -152,6 +181,35 @@ def test_vllm_computes_the_layer(tmp_path: Path, vllm_folder: Path) -> None:
     assert of_peer["row"] == min(times["vllm_channel"], times["vllm_block"]) / times["fp8kit_row"]
     assert of_peer["block"] == times["vllm_block"] / times["fp8kit_block"]
     assert "(vllm_block)" in tables.full({"experts": found})
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_grouped_products_of_others_compute_the_layer(
+    tmp_path: Path, vllm_folder: Path, tokens: int
+) -> None:
+    (vllm_folder / "deep_gemm.py").write_text(FAKE_DEEP_GEMM)
+    sys.path.insert(0, str(vllm_folder))
+    found = run_main(
+        tmp_path / "a.json",
+        "--models",
+        "Aligned",
+        "--vllm",
+        str(vllm_folder),
+        "--tokens",
+        str(tokens),
+    )
+    assert found["peers"]["deep_gemm"] == "0.1"
+    for row in found["rows"]:
+        errors, wanted = row["relative_error"], {"deepgemm_contiguous"}
+        wanted |= {"deepgemm_masked"} if tokens <= 128 else set()
+        assert wanted == {name for name in row["us"] if name.startswith("deepgemm")}
+        assert all(0.01 < errors[name] < experts.FP8_ERROR for name in wanted)
+
+
+def test_one_shape_of_few_tokens_has_a_kernel_of_its_own() -> None:
+    assert grouped_peers.serves("flashinfer_mono", (256, 1024, 2048), 8)
+    assert not grouped_peers.serves("flashinfer_mono", (256, 1024, 2048), 9)
+    assert not grouped_peers.serves("flashinfer_mono", (128, 1024, 2048), 8)
 
 
 def test_a_folder_without_vllm_costs_its_columns_only(tmp_path: Path) -> None:

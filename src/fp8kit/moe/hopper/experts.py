@@ -59,8 +59,8 @@ _MOST_PAIRS = 2**21  # an expert's tiles of 64 are counted in 15 bits
 _CHECKED_TOKENS = 97  # more pairs than are few
 _CHECKED_FEW = 2  # whose pairs have narrow tiles
 _SCALES = {ROW: 0, GROUP128: 1, TENSOR: 2}  # of tokens, as ``pairs.cu`` counts them
-# rows of a token that a thread loads together, by whether pairs are few: more hide latency, and cost
-# occupancy
+# rows of a token that a thread loads together, by whether pairs are few: more hide latency, fewer
+# raise occupancy
 _AT_ONCE = {True: 8, False: 2}
 _MOST_VECTORS = 8  # of 16 bytes of a token that a thread holds
 
