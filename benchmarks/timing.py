@@ -46,8 +46,11 @@ def environment() -> dict[str, Any]:
 
 def commit() -> str:
     """Name the commit that is measured, with a mark if files differ from it."""
-    named = _said(["git", "describe", "--always", "--dirty", "--abbrev=12"])
-    return named or os.environ.get("COMMIT", "unknown")
+    # a copy of the files may have an older history, or none
+    named = os.environ.get("COMMIT") or _said(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    )
+    return named or "unknown"
 
 
 def _said(command: list[str]) -> str:
