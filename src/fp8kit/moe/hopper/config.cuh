@@ -47,5 +47,6 @@ constexpr int EPILOGUE_BYTES = EPILOGUE_TOKENS * MOST_LINE_BYTES;
 
 static_assert(MMA_N % 8 == 0 && MMA_N <= 128, "a thread scales one token");
 static_assert(!FIRST || CLUSTER * HALF_ROWS == 128, "a cluster has the 128 features of a group");
+static_assert(!GATHERS || (FIRST && !SECOND && SWAP_AB && WARPGROUPS == 2), "tiles of 128 rows are slower gathered");
 static_assert(!NARROW || (FIRST && SECOND && PARTIALS == 4), "few tokens alone are worth it");
 static_assert(LINE_BYTES<SecondProduct> >= LINE_BYTES<FirstProduct>, "both fit");

@@ -28,6 +28,7 @@ from fp8kit.moe.hopper.launches import (
     Rows,
     Sorted,
     few,
+    gathers,
     integers,
     pointers,
     row_pitch,
@@ -141,6 +142,8 @@ def experts(
     with torch.cuda.device(x.device):
         call = Call(operands, problem, config, _empty_sorted(pairs, *shape[:1], tiles, x.device))
         rows = _empty_rows(shape, problem.x_group, given, x.device)
+        if gathers(call):
+            rows = rows._replace(codes=torch.empty(x.shape, dtype=torch.uint8, device=x.device))
         shape, given = (shape[0], problem.intermediate), operands.w2.input_scale
         h = _empty_rows(shape, problem.intermediate_group, given, x.device)
         products, y = x.new_empty(pairs, problem.hidden), x.new_empty(x.shape)
@@ -206,10 +209,11 @@ def _quantization(call: Call, rows: Rows) -> list[Launch]:
     (x, _, _, ids, _), problem, config, found = call
     tokens, vectors = x.shape[0], problem.hidden // VECTOR
     how = (_SCALES[rows.group], config.tokens, x.dtype)
-    variants = [PairsVariant(THREADS, 1, int(few(call)), True, -(-vectors // THREADS), *how)]
+    sizes = (gathers(call), -(-vectors // THREADS), *how)
+    variants = [PairsVariant(THREADS, 1, int(few(call)), True, *sizes)]
     if not few(call):
         cluster = 1 if ids.numel() <= PAIRS_OF_BLOCK else SORT_CLUSTER
-        variants.insert(0, PairsVariant(SORT_THREADS, cluster, 2, False, 1, *how))
+        variants.insert(0, PairsVariant(SORT_THREADS, cluster, 2, False, False, 1, *how))
     arguments = (
         *pointers(ids),
         *integers(ids.element_size(), ids.numel(), problem.top_k, problem.experts),

@@ -8,7 +8,8 @@
 // checkpoint's own layout, and of the tokens. Few tokens are the MMA's columns, so that they waste no MMA;
 // many are its rows, where a warp has whole groups and a thread needs two scales per step.
 //
-// Pipeline: one producer warp loads weights and one loads tokens, by TMA into one ring. Weights are
+// Pipeline: one producer warp loads weights and one loads tokens, by TMA into one ring. With GATHERS two
+// warps copy the rows of tokens instead. Weights are
 // loaded before the previous kernel has ended (PDL): the second product finds the tiles that the kernel
 // before that has listed, the first one lists them itself if pairs are few.
 //
@@ -41,6 +42,7 @@
 //   NARROW            0 or 1      tiles of the second product have one half of weight rows
 //   LISTS             0 or 1      sort few pairs here, to load weights before the tokens are quantized
 //   FEW_PAIRS         pairs       that are few
+//   GATHERS           0 or 1      the first product gathers the rows of pairs from tokens
 //   GIVEN_SCALE       0 or 1      the result of the first product has a static scale
 //   GELU, LIMITED     0 or 1      the activation
 //   X_GROUPS          0 or 1      rows of the first product have a scale per 128 of K, else one
@@ -82,8 +84,11 @@ __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWa
       barrier_wait(ring.empty[next.index], next.parity ^ 1);
       if (elect_one()) {
         const u32 ready = ring.full[next.index], at = ring.w + next.index * W_BYTES;
-        barrier_expect(ready, W_BYTES);
+        constexpr bool SCALES = GATHERS && Product::TOKEN_GROUPS;  // of tokens, where other warps copy their rows
         constexpr int CHUNKS = Operands<Product>::CHUNKS;
+        barrier_expect(ready, W_BYTES + (SCALES ? TILE_TOKENS * 4 : 0));
+        if (SCALES)
+          tma_load(ring.scales + next.index * SCALE_STAGE_BYTES, of.token_scale_map, tile.row, step, ready, EVICT_LAST);
         const int col = step * CHUNKS * TILE_K;
         tma_load(at, of.first_map, col, row, ready, EVICT_LAST);
         if (CHUNKS == 1)
@@ -125,6 +130,63 @@ __device__ __forceinline__ void load_tokens(const Operands<Product>& of, TileWal
     }
   }
 }
+
+#if GATHERS
+// Tokens that lie once, and the rows of pairs that are gathered from them.
+struct Gathered {
+  static constexpr int THREADS = 64, ROWS_AT_ONCE = THREADS / 8, LAG = 2;  // stages in flight behind the newest
+  const u8* codes;
+  const int* pair_of_row;
+  int top_k, k;
+  u32 (&vector_of)[TILE_TOKENS];  // where the tokens of a tile's rows begin, in units of 16 bytes
+};
+
+// A warp's lane copies a vector of 16 bytes of every eighth row, in the order of the MMA's swizzle. TMA
+// cannot gather. Copies of a stage are complete, and visible to the MMA, LAG stages later.
+template <typename Product>
+__device__ __forceinline__ void gather_tokens(const Operands<Product>& of, TileWalk tile, const Ring& ring,
+                                              const Gathered& from, const TileQueue& queue) {
+  const int thread = threadIdx.x - 32 * (4 * WARPGROUPS + 1), first = thread / 8, vector = thread % 8;
+  const u32 place = first * TILE_K + ((vector ^ first) * 16);
+  const int steps = of.steps();
+  Stage<TileQueue::SLOTS> slot;
+  Stage<STAGES> next, complete;
+  int in_flight = 0;
+  auto finish = [&] {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(ring.full[complete.index]);
+    complete.advance();
+  };
+  for (; tile.more(); tile.go_to(queue.hear(slot))) {
+    asm volatile("bar.sync 4, %0;" ::"n"(Gathered::THREADS) : "memory");  // nobody reads the last tile's tokens
+    for (int i = thread; i < TILE_TOKENS; i += Gathered::THREADS)
+      from.vector_of[i] = (u32)__ldcg(from.pair_of_row + min(tile.row + i, tile.end - 1)) / from.top_k * (from.k / 16);
+    asm volatile("bar.sync 4, %0;" ::"n"(Gathered::THREADS) : "memory");
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+      barrier_wait(ring.empty[next.index], next.parity ^ 1);
+      const int bytes = step * TILE_K + vector * 16 < from.k ? 16 : 0;  // beyond K zeros
+      const uint4* const at = (const uint4*)from.codes + (bytes ? step * (TILE_K / 16) + vector : 0);
+      const u32 to = ring.x + next.index * X_STAGE_BYTES + place;
+#pragma unroll 4
+      for (int i = 0; i < TILE_TOKENS / Gathered::ROWS_AT_ONCE; i++)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * Gathered::ROWS_AT_ONCE * TILE_K),
+                     "l"(at + from.vector_of[first + i * Gathered::ROWS_AT_ONCE]), "r"(bytes) : "memory");
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      next.advance();
+      if (in_flight < Gathered::LAG) {
+        in_flight++;
+        continue;
+      }
+      asm volatile("cp.async.wait_group %0;" ::"n"(Gathered::LAG) : "memory");
+      finish();
+    }
+  }
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  for (; in_flight > 0; in_flight--) finish();
+}
+#endif
 
 // Multiplies tiles, and calls stored(tile) behind each. `now` is the stage to multiply, `done` the one to promote.
 template <typename Product, typename Done>
@@ -272,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     int w13_map_rows, int up_map_row, int hidden, int w13_tiles, const float* x_scale, int x_stride,
     const float* w13_scale, int w13_expert_stride, int w13_row_stride, const void* bias13, int intermediate,
     int gate_step, int up_row, int w13_rows, void* h, float* h_scale, int h_pitch, float limit, float alpha,
-    float up_offset, float min_scale,
+    float up_offset, float min_scale, const u8* tokens, const int* gathered_pairs, int top_k,
 #endif
 #if SECOND
     const __grid_constant__ TensorMap low_map, const __grid_constant__ TensorMap high_map,
@@ -301,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
     };
     for (int s = 0; s < STAGES; s++) {
-      init(ring.full[s], 2);
+      init(ring.full[s], 2 + GATHERS);  // warps that load
       init(ring.empty[s], 4 * WARPGROUPS);
     }
     init(shared(&maxima_received), 1);
@@ -336,8 +398,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   __syncthreads();
 #endif
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  if (MOVE_REGISTERS && producer) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-  if (producer && warp > 4 * WARPGROUPS + 1) return;
+  // what producers give is all that consumers can take, or they wait for ever
+  if (MOVE_REGISTERS && producer) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHERS ? 32 : 24));
+  if (producer && warp > 4 * WARPGROUPS + 1 + GATHERS) return;
   // what is older than the kernel before this one needs no wait: routes, and for the second product tiles
   const bool tiles_are_known = LISTS || !FIRST;
   if (!tiles_are_known || !loads_weights) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -384,7 +447,12 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     auto launch_dependents = [] { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); };
 #if FIRST
     if (!SECOND && up_tiles.total > up_tiles.stride) launch_dependents();
+#if GATHERS
+    __shared__ u32 vector_of[TILE_TOKENS];
+    gather_tokens(up, up_tiles, ring, {tokens, gathered_pairs, top_k, hidden, vector_of}, queue);
+#else
     load_tokens(up, up_tiles, ring, tiles, 0, queue, next);
+#endif
 #endif
 #if SECOND
     const TileWalk walk = down_tiles();
@@ -395,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     return;
   }
 
-  if (MOVE_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  if (MOVE_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GATHERS ? 232 : 240));
   // the other block's barrier is there before maxima are sent to it
   if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   const int warpgroup = warp / 4;

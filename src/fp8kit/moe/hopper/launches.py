@@ -30,7 +30,7 @@ class Sorted(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Codes of rows, with a scale for each, for each group (rows adjacent), or for all."""
+    """Codes of rows or tokens; scales of rows, of their groups (rows adjacent), or one of all."""
 
     codes: Tensor
     scale: Tensor
@@ -57,6 +57,14 @@ class Launch(NamedTuple):
 def few(call: Call) -> bool:
     """Return whether each block sorts all pairs for itself."""
     return call.operands.ids.numel() <= FEW_PAIRS
+
+
+def gathers(call: Call) -> bool:
+    """Return whether the first product gathers the rows of pairs from tokens, which lie once.
+
+    In tiles of many rows the copies do not keep up with TMA.
+    """
+    return call.config.warpgroups == 2 and call.config.swap_ab and not few(call)
 
 
 def row_pitch(rows: Rows) -> int:

@@ -3,13 +3,15 @@
 // Few pairs are sorted by each block for itself, which then quantizes one token. Many are sorted by a
 // cluster that counts: each warp counts the experts of a stretch of pairs, prefix sums over all warps of
 // all blocks give it a first row for each expert, then it walks its stretch again. The kernel behind it
-// quantizes. Both sorts are stable.
+// quantizes, at the same time if it writes each token once, for a product that gathers the rows of its
+// pairs: only their scales wait for the sort. Both sorts are stable.
 //
 //   macro           unit         meaning
 //   THREADS         threads      of a block
 //   SORTS           0, 1, 2      pairs are sorted already, are few, or are many
 //   CLUSTER         blocks       that sort many pairs together
 //   QUANTIZES       0 or 1       quantize a token per block
+//   GATHERED        0 or 1       write the codes of a token once, not to the rows of its pairs
 //   VECTORS         vectors      of 16 bytes of a token that a thread holds
 //   SCALES          0, 1, 2      per row, per 1x128 group, or given
 //   TILE_TOKENS     tokens       of a tile of the products
@@ -121,7 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
   __shared__ u32 maxima[THREADS / 32];
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   [[maybe_unused]] const Routes routes = {ids, id_bytes, pairs, experts};
-  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+  // the sort, which runs beside a kernel that writes each token once, has waited for what is older
+  if (!GATHERED) asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   uint4 held[VECTORS];
   if (QUANTIZES) {
 #pragma unroll
@@ -150,12 +154,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
       tile_count[1] = tile_count[2] = 0;
     }
   }
-#else
+#elif !GATHERED
   for (int i = threadIdx.x; i < top_k; i += THREADS) own_rows[i] = row_of_pair[token * top_k + i];
 #endif
   if (!QUANTIZES) return;
   const long long row_bytes = (long long)vectors * EACH;
-  float scale = 0, reciprocal = 0;
+  float scale = 0, reciprocal = 0, of_group[VECTORS];
   if (SCALES == 0) {
     const u32 magnitude = __reduce_max_sync(~0u, largest(held));
     if (lane == 0) maxima[warp] = magnitude;
@@ -166,8 +170,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
 #pragma unroll
     for (int w = 0; w < THREADS / 32; w++) magnitude = max(magnitude, maxima[w]);
     scale = scale_of(magnitude, min_scale);
-    for (int i = threadIdx.x; i < top_k; i += THREADS)
-      if (own_rows[i] >= 0) scales[own_rows[i]] = scale;
   }
   if (SCALES == 2) scale = *given_scale;
   if (SCALES != 1) reciprocal = __frcp_rn(scale);
@@ -179,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
 #pragma unroll
       for (int other = 1; other < 16; other *= 2)
         magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, other));
-      scale = scale_of(magnitude, min_scale);
+      scale = of_group[i] = scale_of(magnitude, min_scale);
       reciprocal = __frcp_rn(scale);
     }
     if (at >= vectors) continue;
@@ -189,11 +191,23 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
                          : encode(held[i], half, scale, reciprocal);
     };
     const uint2 bytes = make_uint2(codes_of(0), codes_of(1));
-    for (int j = 0; j < top_k; j++) {
-      const int row = own_rows[j];
-      if (row < 0) continue;
-      *(uint2*)(codes + row * row_bytes + at * EACH) = bytes;
-      if (SCALES == 1 && at % 16 == 0) scales[(long long)(at / 16) * scale_pitch + row] = scale;
-    }
+    if (GATHERED) *(uint2*)(codes + token * row_bytes + at * EACH) = bytes;
+    for (int j = 0; j < top_k && !GATHERED; j++)
+      if (own_rows[j] >= 0) *(uint2*)(codes + own_rows[j] * row_bytes + at * EACH) = bytes;
   }
+#if GATHERED
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  for (int i = threadIdx.x; i < top_k; i += THREADS) own_rows[i] = __ldcg(row_of_pair + token * top_k + i);
+  __syncthreads();
+#endif
+  if (SCALES == 0)
+    for (int i = threadIdx.x; i < top_k; i += THREADS)
+      if (own_rows[i] >= 0) scales[own_rows[i]] = scale;
+  if (SCALES == 1)
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      const int at = threadIdx.x + i * THREADS;
+      for (int j = 0; j < top_k && at < vectors && at % 16 == 0; j++)
+        if (own_rows[j] >= 0) scales[(long long)(at / 16) * scale_pitch + own_rows[j]] = of_group[i];
+    }
 }

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from fp8kit.formats import BLOCK, GROUP128, ROW, min_scale
 from fp8kit.matmul.hopper.tile_config import TILE_K, round_up
-from fp8kit.moe.hopper.launches import Call, Launch, Rows, few, integers, pointers, row_pitch
+from fp8kit.moe.hopper.launches import (
+    Call,
+    Launch,
+    Rows,
+    few,
+    gathers,
+    integers,
+    pointers,
+    row_pitch,
+)
 from fp8kit.moe.hopper.source import Variant, grouped_source
 from fp8kit.moe.hopper.tile_config import GroupedConfig, Products
 from fp8kit.moe.problem import ExpertWeights
@@ -39,10 +48,10 @@ def _product(call: Call, rows: Rows, h: Rows, products: Tensor, which: Products)
     act, device = problem.activation, x.device.index
     pairs, experts = ids.numel(), problem.experts
     variant = Variant(
-        which, Products.FIRST in which and few(call), rows.group == GROUP128,
-        h.group == GROUP128, problem.w_group == BLOCK, problem.static_intermediate,
-        act.kind == "gelu_tanh", act.limit is not None, problem.x_dtype,
-        (_bias_dtype(w13), _bias_dtype(w2)),
+        which, Products.FIRST in which and few(call), which == Products.FIRST and gathers(call),
+        rows.group == GROUP128, h.group == GROUP128, problem.w_group == BLOCK,
+        problem.static_intermediate, act.kind == "gelu_tanh", act.limit is not None,
+        problem.x_dtype, (_bias_dtype(w13), _bias_dtype(w2)),
     )  # fmt: skip
     kernel = _grouped_kernel(config, variant, device)
     arguments: list[Any] = []
@@ -80,6 +89,8 @@ def _first_product(call: Call, rows: Rows, h: Rows) -> list[Any]:
         ctypes.c_float(act.alpha),
         ctypes.c_float(act.up_offset),
         ctypes.c_float(min_scale(GROUP128, problem.w_dtype, "activation")),
+        *pointers(rows.codes, call.found.pair_of_row),
+        *integers(problem.top_k),
     ]
 
 
@@ -141,9 +152,8 @@ def _row_maps(rows: Rows, config: GroupedConfig) -> tuple[Any, Any]:
     if rows.group != GROUP128:
         return codes, codes
     groups, apart = rows.scale.shape
-    return codes, cuda_launch.float_row_map(
-        rows.scale.data_ptr(), groups, count, apart, config.tokens
-    )
+    place = rows.scale.data_ptr()
+    return codes, cuda_launch.float_row_map(place, groups, apart, apart, config.tokens)
 
 
 @functools.cache

@@ -50,7 +50,7 @@ struct TileWalk {
 // The tile that a block takes after the present one. The warp that loads weights takes it from a counter
 // that all blocks share, as tiles differ in their time, and tells the others.
 struct TileQueue {
-  static constexpr int SLOTS = 2, READERS = 1 + 4 * WARPGROUPS;  // warps
+  static constexpr int SLOTS = 2, READERS = 1 + GATHERS + 4 * WARPGROUPS;  // warps
   Barriers told, read;
   u32 slots;
   u32* counter;

@@ -27,6 +27,7 @@ class Variant(NamedTuple):
     Args:
         products: that the kernel computes.
         lists: it sorts few pairs itself.
+        gathers: the first product gathers the rows of pairs from tokens.
         x_groups: rows of the first product have a scale per 128 of K.
         h_groups: rows of the second product, likewise.
         weight_blocks: weights have a scale per 128x128 block.
@@ -39,6 +40,7 @@ class Variant(NamedTuple):
 
     products: Products
     lists: bool
+    gathers: bool
     x_groups: bool
     h_groups: bool
     weight_blocks: bool
@@ -63,6 +65,7 @@ class PairsVariant(NamedTuple):
         cluster: blocks that sort many pairs together.
         sorts: 1 to sort few pairs, 2 to sort many; 0 if they are sorted.
         quantizes: quantize a token per block.
+        gathered: write the codes of a token once, not to the rows of its pairs.
         vectors: of 16 bytes of a token that a thread holds.
         scales: 0 for one per row, 1 for one per 1x128 group, 2 for a given one.
         tile_tokens: of a tile of the products.
@@ -73,6 +76,7 @@ class PairsVariant(NamedTuple):
     cluster: int
     sorts: int
     quantizes: bool
+    gathered: bool
     vectors: int
     scales: int
     tile_tokens: int
@@ -98,6 +102,7 @@ def grouped_source(config: GroupedConfig, variant: Variant) -> str:
         "SECOND": int(Products.SECOND in variant.products),
         "NARROW": int(config.narrow),
         "LISTS": int(variant.lists),
+        "GATHERS": int(variant.gathers),
         "FEW_PAIRS": FEW_PAIRS,
         "GIVEN_SCALE": int(variant.given_scale),
         "GELU": int(variant.gelu),
@@ -123,6 +128,7 @@ def pairs_source(variant: PairsVariant) -> str:
         "CLUSTER": variant.cluster,
         "SORTS": variant.sorts,
         "QUANTIZES": int(variant.quantizes),
+        "GATHERED": int(variant.gathered),
         "VECTORS": variant.vectors,
         "SCALES": variant.scales,
         "TILE_TOKENS": variant.tile_tokens,
