@@ -52,7 +52,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from fp8kit.checkpoint.inspection import inspect as inspect
     from fp8kit.checkpoint.streaming.recipe import Recipe as Recipe
-    from fp8kit.checkpoint.translation import convert_checkpoint as convert_checkpoint
     from fp8kit.conversion.experts import register_experts as register_experts
     from fp8kit.conversion.patterns import DEFAULT_EXCLUDE as DEFAULT_EXCLUDE
     from fp8kit.conversion.plan import Plan as Plan
@@ -86,6 +85,7 @@ if TYPE_CHECKING:
     from fp8kit.io.checkpoints import verify_checkpoint as verify_checkpoint
     from fp8kit.io.models import load as load
     from fp8kit.io.models import save as save
+    from fp8kit.io.translation import convert_checkpoint as convert_checkpoint
     from fp8kit.modules.expert_tensors import ExpertStacks as ExpertStacks
     from fp8kit.modules.experts import Fp8Experts as Fp8Experts
     from fp8kit.modules.linear import Fp8Linear as Fp8Linear
@@ -103,7 +103,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "checkpoint.inspection": "inspect",
-        "checkpoint.translation": "convert_checkpoint",
+        "io.translation": "convert_checkpoint",
         "perf.warmup": "warmup",
         "checkpoint.streaming.recipe": "Recipe",
         "io.checkpoints": "ray_runner quantize_checkpoint verify_checkpoint",

@@ -17,9 +17,9 @@ from safetensors import safe_open
 from engines import are_dense, disagreements, is_dense, is_listed
 from fp8kit.checkpoint.dialects import Spec
 from fp8kit.checkpoint.schema.targets import TARGETS, dialect_for
-from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import SCHEMES
+from fp8kit.io.translation import convert_checkpoint
 from golden.generate import FOLDER, goldens
 from golden.layout import codes, fp8, rest, scales, write
 

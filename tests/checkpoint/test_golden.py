@@ -15,10 +15,10 @@ from torch import nn
 from fp8kit.checkpoint.dialects import DIALECTS
 from fp8kit.checkpoint.inspection import inspect
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
-from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.formats import QTensor, scale_dtype, scale_shape
 from fp8kit.functional import dequantize
 from fp8kit.io.models import load
+from fp8kit.io.translation import convert_checkpoint
 from fp8kit.modules.linear import Fp8Linear
 from golden.generate import FOLDER, goldens
 from golden.layout import Golden, value_of, write

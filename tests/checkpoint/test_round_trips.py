@@ -19,10 +19,10 @@ from fp8kit.checkpoint.exporting import on_disk
 from fp8kit.checkpoint.schema.targets import check_layers, dialect_for
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.storage.writer import write_checkpoint
-from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, ROW, SCHEMES, TENSOR, QTensor, Scheme
 from fp8kit.functional import dequantize
+from fp8kit.io.translation import convert_checkpoint
 from fp8kit.modules.linear import quantize_weight
 from numerics import activation_noise, assert_bits_equal, relative_error
 

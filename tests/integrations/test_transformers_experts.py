@@ -18,9 +18,9 @@ from checkpoint_samples import SHARD, edit_json
 from engines import are_dense, modules_of_experts
 from fp8kit.checkpoint.inspection import inspect
 from fp8kit.checkpoint.streaming.recipe import Recipe
-from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.errors import CheckpointError
 from fp8kit.io.checkpoints import quantize_checkpoint, verify_checkpoint
+from fp8kit.io.translation import convert_checkpoint
 from numerics import assert_bits_equal
 
 transformers = pytest.importorskip("transformers")

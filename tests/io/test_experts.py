@@ -162,6 +162,33 @@ def test_a_module_of_this_package_is_saved_and_filled_alike(tmp_path: Path) -> N
     assert_same(model, again)
 
 
+@pytest.mark.parametrize("kept", ["0", "1"])
+@pytest.mark.parametrize("target", ["vllm", "transformers"])
+def test_experts_under_two_names_load_under_either(target: str, kept: str, tmp_path: Path) -> None:
+    def shared() -> nn.Sequential:
+        model = nn.Sequential(dense(), dense())
+        model[1].experts = model[0].experts
+        return model
+
+    source, model = shared(), shared()
+    fp8kit.convert(model)
+    fp8kit.save(model, tmp_path / "c", target=target)
+    files = load_file(tmp_path / "c" / SHARD)
+    renamed = {n.replace("0.experts", f"{kept}.experts", 1): t for n, t in files.items()}
+    save_file(renamed, tmp_path / "c" / SHARD)
+    other = "01".replace(kept, "")
+    state = {n: t for n, t in source.state_dict().items() if f"{other}.experts" not in n}
+    save_file(state, tmp_path / SHARD)
+    for again, path, scheme in (
+        (shared(), tmp_path / "c", None),
+        (shared(), tmp_path, "FP8_DYNAMIC"),
+        (copy.deepcopy(model), tmp_path / "c", None),
+    ):
+        fp8kit.load(path, again, scheme=scheme)
+        assert again[0].experts is again[1].experts
+        assert_same(model, again)
+
+
 def test_stacks_of_8_bits_in_a_file_run_in_8_bits(tmp_path: Path) -> None:
     """One scale for each matrix of a stack becomes one for each of its rows."""
     model = dense()

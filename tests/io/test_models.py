@@ -716,17 +716,24 @@ def test_parameters_under_other_names_of_formats_come_back(
     assert_bits_equal(getattr(fresh[0], name).data, getattr(model[0], name).data)
 
 
-def test_names_that_a_hook_changes_are_no_key_error(tmp_path: Path) -> None:
-    def rename(module: nn.Module, state: Any, *_: Any) -> None:
-        for name in list(state):
-            state[f"other.{name}"] = state.pop(name)
+@pytest.mark.parametrize("where", ["model", "layer", "parameter"])
+def test_hooks_that_rename_tensors_are_refused(where: str, tmp_path: Path) -> None:
+    def rename(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        for name in [n for n in state if where != "parameter" or n.endswith("bias")]:
+            state[f"{prefix}other.{name}"] = state.pop(name)
 
-    model, fresh = nn.Sequential(nn.Linear(128, 128)), nn.Sequential(nn.Linear(128, 128))
-    for module in (model, fresh):
-        module._register_state_dict_hook(rename)
+    dense, model, fresh = (nn.Sequential(nn.Linear(128, 128)) for _ in range(3))
     fp8kit.convert(model)
-    save(model, tmp_path / "out")
-    with pytest.raises(
-        CheckpointError, match=r"tensors of other\.0 in its state_dict, and no such module"
+    save(model, tmp_path / "fp8")
+    save_file(dense.state_dict(), tmp_path / "dense.safetensors")
+    for module in (model, fresh):
+        owner = module[0] if where == "layer" else module
+        owner.register_state_dict_post_hook(rename)
+    match = r"(?s)other.* in the state_dict of Sequential are no tensors of it.*hooks"
+    for call in (
+        lambda: save(model, tmp_path / "out"),
+        lambda: load(tmp_path / "fp8", fresh),
+        lambda: load(tmp_path / "dense.safetensors", fresh, scheme="FP8_DYNAMIC"),
     ):
-        load(tmp_path / "out", fresh)
+        with pytest.raises(CheckpointError, match=match):
+            call()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -76,6 +76,7 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
         CheckpointError: if a tensor has no data here: on meta, or sharded over devices.
     """
     state = model.state_dict(keep_vars=True)
+    refuse_renamed(model, state)
     odd = [n for n, t in state.items() if not isinstance(t, Tensor)]
     if odd:
         raise CheckpointError(
@@ -120,6 +121,30 @@ def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
                     q = layer.stored(stack).to("cpu")
                     found |= {named(name, stack): q.data, named(name, f"{stack}_scale"): q.scale}
     return found
+
+
+def refuse_renamed(model: nn.Module, names: Iterable[str]) -> None:
+    """Refuse a model whose hooks rename tensors: nobody could tell which layer a file means.
+
+    Args:
+        model: what is saved or filled.
+        names: those in its ``state_dict``.
+
+    Raises:
+        CheckpointError: if the model has no tensors of some of these names.
+    """
+    own = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    own |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
+    odd = [n for n in names if n not in own and not n.endswith("_extra_state")]
+    if odd:
+        raise CheckpointError(
+            teach(
+                f"{some_of(odd)} in the state_dict of {type(model).__name__} are no tensors of it.",
+                "A checkpoint names each tensor after the module that holds it.",
+                "Remove the hooks that rename them, or use torch.save(model.state_dict()) and fill "
+                "a converted model by its load_state_dict.",
+            )
+        )
 
 
 def refuse_reserved(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -17,11 +17,9 @@ import torch
 from torch import nn
 
 import fp8kit
-from fp8kit.checkpoint import translation
 from fp8kit.checkpoint.inspection import inspect as inspect_checkpoint
 from fp8kit.checkpoint.schema.targets import TARGETS
 from fp8kit.checkpoint.storage.headers import printable
-from fp8kit.checkpoint.translation import UNFIT
 from fp8kit.cli.measure import bench, evaluate, tune
 from fp8kit.cli.options import byte_count as _byte_count
 from fp8kit.cli.options import json_option as _json
@@ -32,7 +30,8 @@ from fp8kit.cli.options import print_result as _print
 from fp8kit.cli.options import row_counts as _row_counts
 from fp8kit.conversion import slower_layers
 from fp8kit.formats import SCHEMES
-from fp8kit.io import checkpoints, models
+from fp8kit.io import checkpoints, models, translation
+from fp8kit.io.translation import UNFIT
 from fp8kit.runtime.settings import DISABLED_BACKENDS
 
 _EXPECTED = (ValueError, TypeError, OSError, ImportError, fp8kit.UnsupportedError)

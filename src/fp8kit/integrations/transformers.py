@@ -38,6 +38,8 @@ from fp8kit.integrations.transformers_quantizer import (
 )
 from fp8kit.integrations.transformers_saving import check_version
 from fp8kit.integrations.transformers_saving import export as export
+from fp8kit.integrations.transformers_trial import accepted as accepted
+from fp8kit.integrations.transformers_trial import accepted_of as accepted_of
 from fp8kit.modules.mx_forms import settle
 
 # what a model is built of one by one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,8 @@ from fp8kit.checkpoint.exporting import Exported, as_stored, unquantized, untied
 from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
-from fp8kit.formats import FP8_FORMATS
+from fp8kit.formats import FP8_FORMATS, MX
+from fp8kit.integrations.transformers_trial import accepted_of
 
 OLDEST = (5, 17)
 METHOD = "fp8kit"
@@ -245,11 +247,11 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
         )
     exported = export(model)
     check_unknown(exported.unknown, "transformers")
-    try:
-        announced = announce(model, exported, "vllm")
-        announce(model, exported, "transformers", announced.dialect)
-    except CheckpointError:  # of what engines do not load, save_pretrained need not keep away
-        announced = announce(model, exported, "transformers")
+    announced = announce(model, exported, "transformers")
+    if announced.main.weight != MX:  # in vLLM's dialect of it, Transformers decodes to bf16 only
+        with suppress(CheckpointError):  # what engines do not load need not stop save_pretrained
+            both = announce(model, exported, "vllm")
+            announced = announce(model, exported, "transformers", both.dialect)
     taken_apart = own_names(model, exported.whole)
     state = as_stored(model, model.state_dict())
     held = {n: t for n, t in state.items() if n not in taken_apart}
@@ -264,4 +266,8 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
                 "Save it with fp8kit.save(model, directory).",
             )
         )
-    return dict(announced.on_disk(n, t) for n, t in held.items()), announced.config(exported.dense)
+    written = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
+    kinds = {n: (t.dtype, tuple(t.shape)) for n, t in written.items()}
+    quantization = announced.config(exported.dense)
+    quantization = accepted_of(model, quantization, kinds, announced.dtype)
+    return dict(announced.on_disk(n, t) for n, t in held.items()), quantization

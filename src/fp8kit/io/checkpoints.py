@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from fp8kit.checkpoint.streaming.work_plan import Work, plan_work
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, UnsupportedError, as_path, teach
 from fp8kit.formats import Scheme
+from fp8kit.io.models import accepted
 
 THREADS_PER_GPU = 8
 # a bar says nothing of what is done by then, and lines come this often
@@ -96,6 +98,9 @@ def quantize_checkpoint(
     directory.check_side_files(origin)
     choice = decide(checkpoint, recipe)
     work = plan_work(checkpoint, recipe, choice)
+    if recipe.target == "transformers" and not facts_of_decoder(checkpoint):
+        held = accepted(checkpoint, work.config["quantization_config"], work.layout)
+        work = replace(work, config={**work.config, "quantization_config": held})
     report = _sized(choice, work)
     runner = runner or _threads(workers_on(["cpu"]) if devices is None else devices)
     run = {"source": journal.fingerprint(checkpoint), "plan": work.digest(), **recipe.to_dict()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.announcing import announce, check_unknown, tell_of_stacks
+from fp8kit.checkpoint.dialects import JsonObject, Kinds
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
@@ -91,9 +93,12 @@ def save(
     tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
     exporting.refuse_reserved(model, tensors)
     quantization = announced.config(exported.dense)
+    kinds = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    if is_hf and target == "transformers":
+        quantization = integration().accepted_of(model, quantization, kinds, announced.dtype)
     return write_checkpoint(
         destination,
-        {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()},
+        kinds,
         tensors.items(),
         config=exporting.with_quantization(exported.config, quantization, announced.dtype),
         source=source,
@@ -253,6 +258,28 @@ def integration(name: str = "transformers") -> ModuleType:
             ),
             name=error.name,
         ) from error
+
+
+def accepted(checkpoint: Checkpoint, quantization: JsonObject, kinds: Kinds) -> JsonObject:
+    """Return the quantization config with which Transformers loads what becomes of a checkpoint.
+
+    Args:
+        checkpoint: the source, with the ``config.json`` of the result.
+        quantization: the config so far.
+        kinds: name of each tensor of the result to its dtype and shape.
+
+    Raises:
+        CheckpointError: if Transformers would not load it, as ``transformers_trial`` says.
+    """
+    if not checkpoint.config.get("architectures"):
+        return quantization
+    try:
+        hf = integration()
+    except ImportError as error:
+        warnings.warn(f"That Transformers loads the result is not checked: {error}", stacklevel=3)
+        return quantization
+    found: JsonObject = hf.accepted(partial(hf.skeleton, checkpoint), quantization, kinds)
+    return found
 
 
 def _bound_inputs(checkpoint: Checkpoint, model: nn.Module) -> None:

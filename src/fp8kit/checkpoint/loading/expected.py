@@ -8,13 +8,19 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import has_home
-from fp8kit.checkpoint.loading.expert_layers import Experts, as_stored
+from fp8kit.checkpoint.exporting import refuse_renamed
+from fp8kit.checkpoint.loading.expert_layers import (
+    Experts,
+    as_stored,
+    by_every_name,
+    stacks_by_name,
+)
 from fp8kit.checkpoint.schema.merged_names import fit
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
-from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertTensors
+from fp8kit.modules.expert_tensors import FROZEN_KINDS
 from fp8kit.modules.linear import Fp8Linear
 
 
@@ -32,13 +38,15 @@ class Layers:
 def expected_state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
     """Return the tensors that the model will hold once its layers are swapped."""
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    refuse_renamed(model, state)
     kept = {n: t for n, t in state.items() if n.rpartition(".")[0] not in layers.made}
     for name, layer in layers.made.items():
         for kind, tensor in layer.state_dict(keep_vars=True).items():
             kept[named(name, kind)] = tensor
     for name, experts in layers.experts.items():
         held = experts.tensors(model.get_submodule(name))
-        kept |= {named(name, kind): tensor for kind, tensor in held.items()}
+        for alias in by_every_name(model, {name: experts}):
+            kept |= {named(alias, kind): tensor for kind, tensor in held.items()}
     return kept
 
 
@@ -98,9 +106,7 @@ def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
     """Name the tensors that need not be on disk: scales of weights that are quantized here."""
     fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
     names = set()
-    stacks = {n: m.stacks for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
-    stacks |= {n: experts.stacks for n, experts in layers.experts.items()}
-    for name, held in stacks.items():
+    for name, held in stacks_by_name(model, layers.experts).items():
         for stack in held.names:
             if named(name, stack) in covered:
                 names |= {named(name, stack + kind) for kind in FROZEN_KINDS[1:]}

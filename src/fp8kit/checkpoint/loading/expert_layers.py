@@ -59,7 +59,7 @@ def experts_in_checkpoint(
         CheckpointError: if a module of FP8 experts is there, and of another scheme.
     """
     parts: dict[str, dict[str, list[Layer]]] = defaultdict(lambda: defaultdict(list))
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, layer in checkpoint.layers.items():
         target = stack_of_layer(name, layer, shapes)
         holder, _, stack = target.rpartition(".")
@@ -132,6 +132,20 @@ def scheme_of(layers: Iterable[Layer], checkpoint: Checkpoint) -> Scheme | None:
     return scheme if equal else joined_scheme(scheme)
 
 
+def by_every_name(model: nn.Module, experts: Mapping[str, Experts]) -> dict[str, Experts]:
+    """Return what modules become under all of their names, where several places share one."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {modules[name]: found for name, found in experts.items()}
+    return {name: kinds[module] for name, module in modules.items() if module in kinds}
+
+
+def stacks_by_name(model: nn.Module, experts: Mapping[str, Experts]) -> dict[str, ExpertStacks]:
+    """Return how modules hold their experts, those that are FP8 and those that become it."""
+    every = model.named_modules(remove_duplicate=False)
+    found = {n: m.stacks for n, m in every if isinstance(m, ExpertTensors)}
+    return found | {n: e.stacks for n, e in by_every_name(model, experts).items()}
+
+
 def as_stored(model: nn.Module, experts: Mapping[str, Experts], shapes: Shapes) -> Shapes:
     """Return the shapes of a checkpoint's dense stacks as the model will hold their codes.
 
@@ -141,8 +155,7 @@ def as_stored(model: nn.Module, experts: Mapping[str, Experts], shapes: Shapes) 
         shapes: of the tensors of a checkpoint in high precision.
     """
     found = dict(shapes)
-    kinds = {n: m.stacks for n, m in model.named_modules() if isinstance(m, ExpertTensors)}
-    for name, stacks in (kinds | {n: e.stacks for n, e in experts.items()}).items():
+    for name, stacks in stacks_by_name(model, experts).items():
         for stack in stacks.names:
             shape = found.get(named(name, stack), ())
             if stacks.transposed and len(shape) == 3:

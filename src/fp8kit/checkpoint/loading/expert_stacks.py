@@ -43,7 +43,7 @@ class Arrivals:
     ) -> None:
         self._homes = {
             named(name, stack): (name, stack)
-            for name, module in model.named_modules()
+            for name, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, ExpertTensors)
             for stack in module.stacks.names
         }

@@ -160,17 +160,7 @@ class Placement:
     def _submodule(self, name: str) -> nn.Module:
         get = self._module()
         assert get is not None
-        try:
-            return get(name)
-        except AttributeError:
-            raise CheckpointError(
-                teach(
-                    f"The model has tensors of {name} in its state_dict, and no such module.",
-                    "Each tensor is placed in the module that its name says.",
-                    "Remove the hooks that rename them, or fill a converted model by its "
-                    "load_state_dict.",
-                )
-            ) from None
+        return get(name)
 
     def _key(self, layer: str) -> str:
         """Return the last word of the name of a layer's weight; a stack of experts has its own."""

@@ -28,6 +28,7 @@ from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_chec
 from fp8kit.checkpoint.translated import Matrix, Translation, check_target, matrices_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
+from fp8kit.io.models import accepted
 from fp8kit.moe.arguments import stacked_scale
 from fp8kit.quantizers.rebase import rebase
 
@@ -110,6 +111,8 @@ def convert_checkpoint(
     spec = _spec(job, dense)
     quantization = written.render(spec)
     layout = _layout(job)
+    if target == "transformers":
+        quantization = accepted(checkpoint, quantization, layout)
     written_files = write_checkpoint(
         destination,
         layout,

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint_samples import NANO, SHARD, all_bytes, edit_json, saved
-from fp8kit.checkpoint import translation
 from fp8kit.checkpoint.storage.reader import open_checkpoint
-from fp8kit.checkpoint.translation import convert_checkpoint
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor
 from fp8kit.functional import dequantize
+from fp8kit.io import translation
+from fp8kit.io.translation import convert_checkpoint
 from golden.generate import FOLDER
 from golden.layout import codes, fp8, scales
 from numerics import assert_bits_equal

@@ -1,0 +1,210 @@
+"""Load a checkpoint by Transformers' own loader before it is written: names and shapes, no data."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from fp8kit.checkpoint.dialects import JsonObject, Kinds
+from fp8kit.checkpoint.schema.naming import sort_names
+from fp8kit.conversion.patterns import some_of
+from fp8kit.errors import CheckpointError, teach
+
+_IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert")
+_METHODS = ("compressed-tensors", "fp8", "mxfp8")
+_SCALES = ("_scale", "_scale_inv")
+
+
+def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -> JsonObject:
+    """Return the quantization config with which Transformers loads what is about to be written.
+
+    A model on meta is filled by the library's own loader. Modules that it would make FP8, and for
+    which the checkpoint has no scales, are added to those that it shall ignore.
+
+    Args:
+        build: makes the dense model on meta, anew at each call.
+        quantization: the config so far.
+        kinds: name of each tensor on disk to its dtype and shape.
+
+    Raises:
+        CheckpointError: if Transformers would stop, lose FP8 tensors, or draw some at random.
+
+    Example:
+        >>> accepted(lambda: skeleton(checkpoint), {"quant_method": "fp8", ...}, kinds)["ignore"]
+        ['lm_head']
+    """
+    if quantization.get("quant_method") not in _METHODS:
+        return quantization
+    try:
+        model = build()
+    except Exception as error:  # of many kinds, by model and version
+        return _unchecked(quantization, error)
+    try:
+        found = _try(model, quantization, kinds)
+        if dense := found.dense():
+            quantization = dict(quantization)
+            for key in _IGNORED:
+                if key in quantization:
+                    quantization[key] = sorted({*quantization[key], *dense})
+            found = _try(build(), quantization, kinds)
+    except (ImportError, TypeError) as error:  # a library is missing, or of another version
+        return _unchecked(quantization, error)
+    found.check()
+    return quantization
+
+
+def accepted_of(
+    model: Any, quantization: JsonObject, kinds: Kinds, dtype: torch.dtype
+) -> JsonObject:
+    """Do the same for a model in memory, which Transformers would build anew by its config.
+
+    Args:
+        model: a ``PreTrainedModel``.
+        quantization: as above.
+        kinds: as above.
+        dtype: its high precision.
+
+    Raises:
+        CheckpointError: as above.
+    """
+
+    def build() -> Any:
+        config = copy.deepcopy(model.config)
+        for part in (config, config.get_text_config()):
+            part.__dict__.pop("quantization_config", None)
+        with torch.device("meta"):
+            made = type(model)._from_config(config, dtype=dtype)
+        made.tie_weights()
+        return made
+
+    return accepted(build, quantization, kinds)
+
+
+def _unchecked(quantization: JsonObject, error: Exception) -> JsonObject:
+    warnings.warn(f"That Transformers loads the result is not checked: {error}", stacklevel=5)
+    return quantization
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What the loader said.
+
+    Args:
+        kind: the class of the model.
+        missing: tensors of the model that nothing on disk fills.
+        lost: codes on disk without a place in the model.
+        bare: codes with a place whose scale has none.
+        coded: modules that FP8 codes go into.
+        errors: why tensors cannot be converted, or have other shapes.
+    """
+
+    kind: str
+    missing: set[str]
+    lost: list[str]
+    bare: list[str]
+    coded: set[str]
+    errors: list[str]
+
+    def dense(self) -> set[str]:
+        """Name the modules that would become FP8 without codes."""
+        return {n.rpartition(".")[0] for n in self.missing if n.endswith(_SCALES)} - self.coded
+
+    def check(self) -> None:
+        """Refuse what would not be loaded."""
+        if self.errors:
+            raise _refusal(self.kind, f"it cannot load {self.errors[0]}")
+        if self.bare:
+            raise _refusal(self.kind, f"it has no place for the scales of {some_of(self.bare)}")
+        absent = sorted(n for n in self.missing if n.endswith(_SCALES))
+        if absent:
+            raise _refusal(self.kind, f"it would draw {some_of(absent)} at random")
+        if self.lost and self.missing:
+            raise CheckpointError(
+                teach(
+                    f"{some_of(self.lost)} are FP8 layers.",
+                    "Transformers has no rule to load these: it would draw "
+                    f"{some_of(sorted(self.missing))} at random.",
+                    "Write for target='vllm', which fp8kit.load reads too, or leave these layers "
+                    "in high precision.",
+                )
+            )
+
+
+def _refusal(kind: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            f"Transformers does not load these FP8 layers into {kind}: {why.rstrip('.')}.",
+            "A checkpoint for target='transformers' loads there whole.",
+            "Write for target='vllm', which fp8kit.load reads too, use another scheme, or exclude "
+            "these layers.",
+        )
+    )
+
+
+def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
+    kind = type(model).__name__
+    try:
+        quantizer = AutoHfQuantizer.from_config(copy.deepcopy(quantization), pre_quantized=True)
+        if quantization["quant_method"] == "compressed-tensors":
+            # the other methods decode there without a GPU, which then hides what a GPU would miss
+            quantizer.validate_environment()
+        with redirect_stderr(io.StringIO()):  # two bars, which nobody asked for
+            quantizer.preprocess_model(model=model, dtype=model.dtype, device_map=None)
+        rules = get_model_conversion_mapping(model, None, quantizer)
+        options = LoadStateDictConfig(
+            device_map={"": "meta"},
+            dtype=model.dtype,
+            dtype_plan=model._get_dtype_plan(model.dtype),
+            hf_quantizer=quantizer,
+            weight_mapping=rules,
+        )
+        state = {n: torch.empty(s, dtype=d, device="meta") for n, (d, s) in kinds.items()}
+        with redirect_stderr(io.StringIO()):
+            info, _ = convert_and_load_state_dict_in_model(model, state, options, None)
+        model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+        model._adjust_missing_and_unexpected_keys(info)
+    except (ImportError, TypeError):
+        raise
+    except Exception as error:  # of many kinds, by model and version
+        raise _refusal(kind, f"it stops with {str(error).splitlines()[0]!r}") from error
+    errors = [f"{n}: {e.splitlines()[-1]}" for n, e in info.conversion_errors.items()]
+    errors += [f"{n}: {list(a)}, not {list(b)}" for n, a, b in info.mismatched_keys]
+    trial = _Trial(kind, set(info.missing_keys), [], [], set(), errors)
+    places = _places(model, rules, kinds)
+    for parts in sort_names(kinds).layers.values():
+        scales = [places[s] for s in (*parts.scales, *parts.input_scales)]
+        trial.coded.add(places[parts.weight].rpartition(".")[0])
+        if places[parts.weight] in info.unexpected_keys:
+            trial.lost.append(parts.weight)
+        elif not info.unexpected_keys.isdisjoint(scales):
+            trial.bare.append(parts.weight)
+    return trial
+
+
+def _places(model: Any, rules: list[Any], names: Mapping[str, object]) -> dict[str, str]:
+    """Name tensors on disk as the loader does."""
+    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
+    converters = [r for r in rules if isinstance(r, WeightConverter)]
+    known, prefix = model.state_dict(), model.base_model_prefix
+    found = {}
+    for name in names:
+        found[name], _ = rename_source_key(name, renamings, converters, prefix, known)
+        if found[name] not in known and name in known:
+            found[name] = name
+    return found
