@@ -100,7 +100,9 @@ def _save_pretrained(folder: Path, model: Any, scheme: str) -> None:
 
 def _convert(folder: Path, model: Any, scheme: str) -> None:
     if not any(isinstance(m, fp8kit.Fp8Linear) for m in model.modules()):
-        fp8kit.convert(model, scheme)
+        report = fp8kit.convert(model, scheme)
+        if not report.converted:
+            raise fp8kit.ConversionError("nothing to convert")
 
 
 def _quantize(folder: Path, model: Any, scheme: str) -> None:

@@ -33,7 +33,6 @@ class Exported:
         texts: further files, by name.
         experts: the FP8 layers of single experts, by their names in the checkpoint.
         whole: names of FP8 stacks that are written as they are.
-        unknown: experts and stacks that Transformers has no rule to load.
     """
 
     tensors: dict[str, Tensor]
@@ -42,7 +41,6 @@ class Exported:
     texts: dict[str, str] = field(default_factory=dict)
     experts: dict[str, ExpertLayer] = field(default_factory=dict)
     whole: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
 
 
 def export_module(model: nn.Module) -> Exported:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter
 
 from fp8kit.checkpoint.loading.expert_layers import Experts, as_stored, experts_in_checkpoint
 from fp8kit.checkpoint.loading.placement import Placement
@@ -24,6 +24,7 @@ from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.model_families import STACKED
 from fp8kit.errors import CheckpointError, teach
+from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.parameters import frozen
 
@@ -203,15 +204,10 @@ def names_in_model(model: Any, tensors: Iterable[str], rules: list[Any]) -> dict
         Names on disk to names of layers: ``X.experts.0.gate_proj``, or of a whole stack. What is no
         weight of experts, or is turned or mixed as it is loaded, is left out.
     """
-    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
     converters = [r for r in rules if isinstance(r, WeightConverter)]
-    known, prefix = model.state_dict(), model.base_model_prefix
-    shapes = {n: tuple(t.shape) for n, t in known.items()}
+    shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     found = {}
-    for key in tensors:
-        name, converted = rename_source_key(key, renamings, converters, prefix, known)
-        if name not in known and key in known:
-            name, converted = key, None
+    for key, (name, converted) in renamed(model, rules, tensors).items():
         layer = name.removesuffix(".weight")
         if converted is not None:
             rule = next(c for c in converters if converted in c.source_patterns)

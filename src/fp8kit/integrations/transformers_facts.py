@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
@@ -16,6 +15,7 @@ from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.integrations.transformers import skeleton
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide, plain
+from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import is_linear
 
 
@@ -88,17 +88,8 @@ def _skeleton(checkpoint: Checkpoint) -> Any:
 
 def _names_in_model(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
     """Follow the loader's renames; what it merges with others, such as experts, is left out."""
-    rules = get_model_conversion_mapping(model)
-    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
-    converters = [r for r in rules if isinstance(r, WeightConverter)]
-    known, prefix, names = model.state_dict(), model.base_model_prefix, {}
-    for key in checkpoint.tensors:
-        name, converted = rename_source_key(key, renamings, converters, prefix, known)
-        if name not in known and key in known:
-            name, converted = key, None
-        if converted is None:
-            names[key] = name
-    return names
+    found = renamed(model, get_model_conversion_mapping(model), checkpoint.tensors)
+    return {key: name for key, (name, converted) in found.items() if converted is None}
 
 
 def _repeated(model: Any, checkpoint: Checkpoint) -> set[str]:

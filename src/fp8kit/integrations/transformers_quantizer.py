@@ -15,12 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    ConversionOps,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
+from transformers.core_model_loading import ConversionOps
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import PreTrainedModel
 from transformers.quantizers import HfQuantizer
@@ -42,6 +37,7 @@ from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
 from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_version
+from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import computes_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
@@ -356,16 +352,10 @@ def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str],
         others, e.g. single experts, or holds elsewhere than in a linear layer. What the model does
         not know is in neither.
     """
-    rules = get_model_conversion_mapping(model)
-    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
-    converters = [r for r in rules if isinstance(r, WeightConverter)]
-    known, prefix = model.state_dict(), model.base_model_prefix
+    known, rules = model.state_dict(), get_model_conversion_mapping(model)
     kept: dict[str, str] = {}
     merged: list[str] = []
-    for key in weights:
-        name, converted = rename_source_key(key, renamings, converters, prefix, known)
-        if name not in known and key in known:
-            name, converted = key, None
+    for key, (name, converted) in renamed(model, rules, weights).items():
         module, _, kind = name.rpartition(".")
         if name not in known:
             continue

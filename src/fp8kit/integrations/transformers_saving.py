@@ -12,13 +12,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import revert_weight_conversion
 
 from fp8kit.checkpoint.announcing import announce, check_unknown
 from fp8kit.checkpoint.cache_scales import held_cache_scales
@@ -92,8 +86,7 @@ def export(model: Any) -> Exported:
     texts = {}
     if model.can_generate():
         texts["generation_config.json"] = model.generation_config.to_json_string()
-    unknown = [*whole, *without_rule(model, layers)]
-    return Exported(tensors, unquantized(model, tensors), config, texts, layers, whole, unknown)
+    return Exported(tensors, unquantized(model, tensors), config, texts, layers, whole)
 
 
 def _tell_of_shared(model: Any, known: set[str]) -> None:
@@ -145,23 +138,6 @@ def names_on_disk(
         for name, (count, words) in wanted.items()
         if first[name] in by_rule
     }
-
-
-def without_rule(model: Any, layers: Mapping[str, object]) -> list[str]:
-    """Name the layers of single experts that the rules of a model would not stack as they load.
-
-    Args:
-        model: a ``PreTrainedModel``.
-        layers: of single experts, by their names on disk.
-    """
-    rules = get_model_conversion_mapping(model)
-    renamings = [r for r in rules if isinstance(r, WeightRenaming)]
-    converters = [r for r in rules if isinstance(r, WeightConverter)]
-    return [
-        name
-        for name in layers
-        if rename_source_key(f"{name}.weight", renamings, converters)[1] is None
-    ]
 
 
 def _in_experts(stack: str) -> bool:
@@ -246,7 +222,7 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
             )
         )
     exported = export(model)
-    check_unknown(exported.unknown, "transformers")
+    check_unknown(exported.whole, "transformers")
     announced = announce(model, exported, "transformers")
     if announced.main.weight != MX:  # in vLLM's dialect of it, Transformers decodes to bf16 only
         with suppress(CheckpointError):  # what engines do not load need not stop save_pretrained

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
@@ -186,7 +186,7 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
     errors = [f"{n}: {e.splitlines()[-1]}" for n, e in info.conversion_errors.items()]
     errors += [f"{n}: {list(a)}, not {list(b)}" for n, a, b in info.mismatched_keys]
     trial = _Trial(kind, set(info.missing_keys), [], [], set(), errors)
-    places = _places(model, rules, kinds)
+    places = {n: place for n, (place, _) in renamed(model, rules, kinds).items()}
     for parts in sort_names(kinds).layers.values():
         scales = [places[s] for s in (*parts.scales, *parts.input_scales)]
         trial.coded.add(places[parts.weight].rpartition(".")[0])
@@ -197,14 +197,22 @@ def _try(model: Any, quantization: JsonObject, kinds: Kinds) -> _Trial:
     return trial
 
 
-def _places(model: Any, rules: list[Any], names: Mapping[str, object]) -> dict[str, str]:
-    """Name tensors on disk as the loader does."""
+def renamed(
+    model: Any, rules: list[Any], names: Iterable[str]
+) -> dict[str, tuple[str, str | None]]:
+    """Name tensors on disk as the loader does, each with the pattern that converts it, if one does.
+
+    Args:
+        model: on any device, meta too.
+        rules: of Transformers for the model; those that rename something note it.
+        names: on disk.
+    """
     renamings = [r for r in rules if isinstance(r, WeightRenaming)]
     converters = [r for r in rules if isinstance(r, WeightConverter)]
     known, prefix = model.state_dict(), model.base_model_prefix
     found = {}
     for name in names:
-        found[name], _ = rename_source_key(name, renamings, converters, prefix, known)
-        if found[name] not in known and name in known:
-            found[name] = name
+        found[name] = rename_source_key(name, renamings, converters, prefix, known)
+        if found[name][0] not in known and name in known:
+            found[name] = name, None
     return found

@@ -87,7 +87,7 @@ def save(
     if is_hf:
         known = Path(str(getattr(model, "name_or_path", "") or ""))
         source = source or (known if known.name and known.is_dir() else None)
-    check_unknown(exported.unknown, target)
+    check_unknown(exported.whole if is_hf else [], target)
     announced = announce(model, exported, target)
     tell_of_stacks(exported.whole)
     tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
