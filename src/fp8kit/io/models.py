@@ -271,8 +271,8 @@ def accepted(checkpoint: Checkpoint, quantization: JsonObject, kinds: Kinds) -> 
     Raises:
         CheckpointError: if Transformers would not load it, as ``transformers_trial`` says.
     """
-    if not checkpoint.config.get("architectures"):
-        return quantization
+    if not {"architectures", "model_type"} <= checkpoint.config.keys():
+        return quantization  # no config of a model, which only fp8kit.load(dir, model) takes
     try:
         hf = integration()
     except ImportError as error:
