@@ -97,6 +97,8 @@ class Eligibility:
         for stack in stacks.names:
             if reason := self._of_names(names, stack) or self._of_stack(module, stack):
                 return reason
+        if reason := self._read.get(module, ""):
+            return reason
         # gate, up and down of one expert are equally large
         return "" if wanted else size_obstacle(tuple(module.get_parameter(stacks.down).shape[1:]))
 

@@ -562,3 +562,74 @@ def test_a_switch_that_methods_change_counts_as_either() -> None:
             return weighed(self.proj, x) if self.casts else self.proj(x)
 
     assert len(weight_reads(Switched())) == 1
+
+
+class Experts(nn.Module):
+    """Two stacks, which methods of the class read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 2 * SIZE, SIZE) / SIZE**0.5)
+        self.down_proj = nn.Parameter(torch.randn(4, SIZE, SIZE) / SIZE**0.5)
+
+    def one(self, x: Tensor, expert: int) -> Tensor:
+        gate, up = (x @ self.gate_up_proj[expert].T).chunk(2, -1)
+        y: Tensor = (self.act_fn(gate) * up) @ self.down_proj[expert].T
+        return y
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for expert in range(len(self.down_proj)):
+            token, slot = torch.where(ids == expert)
+            total.index_add_(0, token, self.one(x[token], expert) * weights[token, slot, None])
+        return total
+
+    def with_shared(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.forward(x, ids, weights) + self.one(x, 0)
+
+    def twice(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.forward(x, ids, weights) * 2
+
+
+def calls(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    y: Tensor = experts(x, ids, weights) + experts.twice(x, ids, weights)
+    return y * experts.down_proj.shape[0]
+
+
+def adds_one(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    y: Tensor = experts(x, ids, weights)
+    return y + x @ experts.down_proj[0]
+
+
+def multiplies_all(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    up, down = experts.gate_up_proj, experts.down_proj
+    y = torch.einsum("th,enh->ten", x, up).chunk(2, -1)[0]
+    return torch.einsum("ten,ehn->teh", y, down).sum(1)
+
+
+def shares(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return experts.with_shared(x, ids, weights)
+
+
+@pytest.mark.parametrize("run", [calls, adds_one, multiplies_all, shares])
+@pytest.mark.parametrize("names", [("alone", "experts"), ("experts", "alone")])
+def test_stacks_that_are_read_beside_their_module_stay_dense(
+    run: Any, names: tuple[str, str]
+) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in names:
+                self.add_module(name, Experts())
+
+        def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            y: Tensor = run(self.experts, x, ids, weights)
+            return y
+
+    model = Block()
+    x, ids, weights = torch.randn(8, SIZE), torch.randint(4, (8, 2)), torch.rand(8, 2)
+    expected = model(x, ids, weights)
+    converted = {r.name for r in fp8kit.convert(model).stacks}
+    assert converted == ({*names} if run is calls else {"alone"})
+    assert relative_error(model(x, ids, weights), expected) < (0.1 if run is calls else 1e-6)

@@ -35,6 +35,7 @@ from fp8kit.conversion.readers.values import (
     elements,
     identity,
     leaves,
+    stacks,
     united,
 )
 from fp8kit.conversion.readers.walk import Walk
@@ -76,11 +77,13 @@ def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
         if not isinstance(module, nn.Linear):  # what subclasses do is judged by their class
             alike[_kind(module)].append(module)
     for modules in alike.values():
+        reader.own = frozenset(modules if stacks(modules[0]) else ())
         for name, function in _roots(modules[0]):
             if reader.is_suspect(function):
                 reader.running = name in ("forward", "__call__")
                 result = reader.follow(function, [tuple(modules)], {}, 0)
                 reader.escape(result, function.__qualname__)
+    reader.own = frozenset()
     for module in model.modules():
         reader.running = True
         for hook in _hooks(module):
@@ -169,6 +172,8 @@ class _Reader:
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[nn.Module, str] = {}
         self.running = True
+        self.own: frozenset[nn.Module] = frozenset()  # whose own stacks are read, as FP8 ones are
+        self._words = _WORDS.union(*map(stacks, model.modules()))
         self._results: dict[Any, Values] = {}
         self._suspects: dict[Any, bool] = {}
         self._changing: dict[type, set[str]] = {}
@@ -187,7 +192,7 @@ class _Reader:
     def escape(self, values: Iterable[Any], where: str, how: str = "") -> None:
         """Note that the weights among values are read."""
         for value in leaves(values):
-            if isinstance(value, Weight):
+            if isinstance(value, Weight) and value.module not in self.own:
                 how = how or "reads its weight instead of calling it"
                 self.found.setdefault(value.module, f"{where} {how}")
 
@@ -196,7 +201,7 @@ class _Reader:
         key = function.__code__
         if key not in self._suspects:
             seen, ahead = {function.__code__}, [function]
-            while ahead and not names_in(ahead[-1].__code__) & _WORDS:
+            while ahead and not names_in(ahead[-1].__code__) & self._words:
                 for other in self._named(ahead.pop()):
                     if other.__code__ not in seen:
                         seen.add(other.__code__)
@@ -237,12 +242,17 @@ class _Reader:
         bound = arguments_of(node, args, kwargs)
         if not any(bound.values()) and not function.__closure__:
             return ()
-        key = (function, *[(n, frozenset(map(identity, v))) for n, v in sorted(bound.items())])
+        held, owners = self.own, args[0] if args else ()
+        if function.__name__ == "forward":
+            self.own |= {m for m in owners if isinstance(m, nn.Module) and stacks(m)}
+        given = [(n, frozenset(map(identity, v))) for n, v in sorted(bound.items())]
+        key = (function, bool(self.own), *given)
         if key not in self._results:
             self._results[key] = ()
             self._alive += [v for values in bound.values() for v in values]
             scope = Scope(function.__qualname__, bound, function)
             self._results[key] = Walk(self, scope, depth).body(node)
+        self.own = held
         return self._results[key]
 
     def is_followed(self, function: Any) -> bool:

@@ -26,7 +26,7 @@ _MOST = 4096  # candidates of one expression
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """The weight of a module."""
+    """The weight of a module, or its stacks of experts' matrices."""
 
     module: nn.Module
     tells_dtype: bool = True  # not if code goes through Parameters and meets another one first
@@ -151,6 +151,12 @@ def item(values: Values, key: Any) -> Values:
     return united(found)
 
 
+def stacks(module: nn.Module) -> list[str]:
+    """Name the Parameters of a module that may be stacks of experts' matrices: two or more."""
+    found = [n for n, p in module._parameters.items() if p is not None and p.dim() == 3]
+    return found if len(found) > 1 else []
+
+
 def first_holder(module: nn.Module) -> nn.Module | None:
     """Return the module that holds the first floating Parameter of a module."""
     for part in module.modules():
@@ -231,7 +237,9 @@ def lookup(owner: Any, name: str) -> Values:
     if isinstance(owner, nn.Module):
         for kept in (owner._modules, owner._parameters, owner._buffers):
             if name in kept:
-                is_weight = name == "weight" and kept is owner._parameters
+                is_weight = kept is owner._parameters and (
+                    name == "weight" or name in stacks(owner)
+                )
                 return (Weight(owner),) if is_weight else (kept[name],)
     own = getattr(owner, "__dict__", None)
     if isinstance(own, dict) and name in own:
