@@ -20,7 +20,7 @@ from fp8kit.conversion.readers.dtypes import dtype_answers
 from fp8kit.conversion.readers.reads import weight_reads
 from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, Record
-from fp8kit.modules.dense import computes_linear, extras
+from fp8kit.modules.dense import extras, unlike_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 
@@ -50,6 +50,7 @@ class Eligibility:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._tried: dict[Any, str] = {}
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
         self._read = weight_reads(model)
@@ -69,13 +70,26 @@ class Eligibility:
         return (
             _of_state(module)
             or _of_holder(holders.values())
-            or _of_class(module, wanted)
+            or self._of_class(module, wanted)
             or self._of_names(names)
             or self._held.get(module, "")
             or self._read.get(module, "")
             or self._answers.get(module, "")
             or self._of_weight(module.get_parameter("weight"), wanted or merged)
         )
+
+    def _of_class(self, module: nn.Module, wanted: bool) -> str:
+        if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
+            return ""
+        kind = f"{type(module).__name__} is a subclass of nn.Linear"
+        if differs := unlike_linear(module, self._tried):
+            return f"{kind} that {differs}"
+        if not wanted and (more := extras(module)):
+            return (
+                f"{kind} and has more than it: {some_of(more)}; include=[its full name] converts "
+                "it all the same, if nothing else uses that"
+            )
+        return ""
 
     def of_experts(self, names: Sequence[str], stacks: ExpertStacks, wanted: bool = False) -> str:
         """Return why a module of experts cannot become FP8; empty if it can.
@@ -187,20 +201,6 @@ def _of_holder(holders: Iterable[nn.Module]) -> str:
         for kind, reads in _READERS.items():
             if isinstance(holder, kind):
                 return f"nn.{kind.__name__} {reads}"
-    return ""
-
-
-def _of_class(module: nn.Module, wanted: bool) -> str:
-    if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
-        return ""
-    kind = f"{type(module).__name__} is a subclass of nn.Linear"
-    if not computes_linear(module):
-        return f"{kind} that computes something else"
-    if not wanted and (more := extras(module)):
-        return (
-            f"{kind} and has more than it: {some_of(more)}; include=[its full name] converts it all"
-            " the same, if nothing else uses that"
-        )
     return ""
 
 

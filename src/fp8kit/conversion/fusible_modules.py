@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +23,7 @@ from fp8kit.modules.fused_producers import (
 )
 from fp8kit.modules.norm_formula import NormFormula
 from fp8kit.modules.plain_norm import NormForward
+from fp8kit.modules.trials import on_trial, owned, set_training
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _RMS_FORMULAS = ((0.0, "stepwise"), (0.0, "once"), (1.0, "once"), (1.0, "stepwise"))
@@ -117,14 +116,14 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
     random = torch.Generator().manual_seed(0)
     rows = max(4, min(16, _PROBED // max(shape[0], 1)))
     try:
-        twin = copy.copy(norm)
-        twin._parameters = {
-            n: None if p is None else nn.Parameter(_uniform(p.shape, random), requires_grad=False)
-            for n, p in norm._parameters.items()
-        }
-        x = 4 * _uniform((rows, *shape), random) - 4
-        with torch.no_grad():
-            expected = type(norm).forward(twin, x)
+        with on_trial():
+            drawn = {
+                n: None if p is None else nn.Parameter(_uniform(p.shape, random), False)
+                for n, p in norm._parameters.items()
+            }
+            twin = owned(norm, _parameters=drawn)
+            x = 4 * _uniform((rows, *shape), random) - 4
+            expected = type(norm).forward(twin, x.clone())
     except Exception:  # it wants something else than one tensor, or is no norm at all
         return None
     for formula in formulas:
@@ -159,13 +158,12 @@ def _is_gated(mlp: nn.Module) -> bool:
     """Try whether a module computes ``down(act(gate(x)) * up(x))``, on random children."""
     random = torch.Generator().manual_seed(0)
     stubs = {name: RandomChild(random) for name in mlp._modules}
-    twin = copy.copy(mlp)
-    twin._modules = dict(stubs)
-    twin.training = True  # so that a dropout shows
-    x = torch.rand(2, 8, generator=random, dtype=torch.float64)
     try:
         gate, up, down = (stubs[f"{part}_proj"] for part in ("gate", "up", "down"))
-        with torch.no_grad():
+        with on_trial():
+            x = torch.rand(2, 8, generator=random, dtype=torch.float64)
+            twin = owned(mlp, _modules=dict(stubs))
+            set_training(twin, True)  # so that a dropout shows
             expected = type(mlp).forward(twin, x)
             found = down(stubs["act_fn"](gate(x)) * up(x))
     except Exception:  # whatever it does with what it does not know, it is another module

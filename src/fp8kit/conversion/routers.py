@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from fp8kit.conversion.fusible_modules import may_own_forward
 from fp8kit.modules.fused_router import BIAS, RouterFormula, RouterForward
 from fp8kit.modules.own_forward import set_forward, settings
+from fp8kit.modules.trials import on_trial, owned, set_training
 from fp8kit.moe import choice
 from fp8kit.moe.choice import Formula
 
@@ -69,7 +69,7 @@ def recognize_router(router: nn.Module) -> RouterFormula | None:
         return None
     for given in (False, True):
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with on_trial():
                 trials = [_try(router, weight, dtype, given) for dtype in _CLOSE]
                 flattens = _flattens(trials[-1])
         except Exception:  # whatever it does with what it does not know, it is another module
@@ -86,14 +86,14 @@ def _try(router: nn.Module, weight: Tensor, dtype: torch.dtype, given: bool) -> 
     w = torch.randn(experts, width, generator=random) / width**0.5
     x[:, 0], w[:, 0] = torch.linspace(_LEAST, 10, _ROWS), 1.0
     vectors = {n: torch.randn(experts, generator=random).to(dtype) for n in ("bias", BIAS, "given")}
-    twin = copy.copy(router)
-    twin.training = dtype == torch.float32  # so that noise in training shows
-    parameters, buffers = router._parameters, router._buffers
     numbers = {"weight": w.to(dtype), **vectors}
-    twin._parameters = {
-        n: None if p is None else nn.Parameter(numbers[n], False) for n, p in parameters.items()
+    parameters = {
+        n: None if p is None else nn.Parameter(numbers[n], False)
+        for n, p in router._parameters.items()
     }
-    twin._buffers = {n: None if b is None else numbers[n] for n, b in buffers.items()}
+    buffers = {n: None if b is None else numbers[n] for n, b in router._buffers.items()}
+    twin = owned(router, _parameters=parameters, _buffers=buffers)
+    set_training(twin, dtype == torch.float32)  # so that noise in training shows
     more = (vectors["given"],) if given else ()
     return _Trial(twin, x.to(dtype), more, *_run(twin, x.to(dtype), *more))
 

@@ -38,7 +38,7 @@ from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
 from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_version
 from fp8kit.integrations.transformers_trial import renamed
-from fp8kit.modules.dense import computes_linear
+from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -360,7 +360,7 @@ def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str],
         if name not in known:
             continue
         owner = model.get_submodule(module)
-        plain = isinstance(owner, nn.Linear) and computes_linear(owner)
+        plain = isinstance(owner, nn.Linear) and not unlike_linear(owner)
         if converted is None and kind == "weight" and plain:
             kept[key] = module
         else:

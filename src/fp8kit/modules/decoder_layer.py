@@ -8,7 +8,6 @@ it is.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from fp8kit.modules.fused_producers import FusedNorm
 from fp8kit.modules.own_forward import set_forward
+from fp8kit.modules.trials import on_trial, owned
 
 _PROBE_WIDTH = 8
 
@@ -114,18 +114,17 @@ def find_flow(layer: nn.Module) -> Flow | None:
         layer: the layer; its children are neither run nor changed.
     """
     random = torch.Generator().manual_seed(0)
-    x = torch.rand(2, 3, _PROBE_WIDTH, generator=random, dtype=torch.float64)
     passed = {name: object() for name in (*_arguments(layer), "another")}
     for flow in FLOWS:
         stubs: dict[str, RandomChild] = {}
         for name in layer._modules:
             stubs[name] = RandomChild(random, name == "self_attn")
-        twin = copy.copy(layer)
-        twin._modules = dict(stubs)
         if not {flow.before_attention, flow.before_mlp, "self_attn", "mlp"} <= set(stubs):
             continue
         try:
-            with torch.no_grad():
+            with on_trial():
+                x = torch.rand(2, 3, _PROBE_WIDTH, generator=random, dtype=torch.float64)
+                twin = owned(layer, _modules=dict(stubs))
                 expected = type(layer).forward(twin, x, **passed)
                 bare = type(layer).forward(twin, x)
                 called = [stubs["self_attn"].seen.pop() for _ in range(2)][::-1]

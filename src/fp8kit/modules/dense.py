@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from fp8kit.errors import teach
 from fp8kit.functional import dequantize
+from fp8kit.modules.trials import CopyError, contents, on_trial, owned, set_training
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
@@ -19,6 +20,7 @@ _TRIED = (24, 40)  # K and N of the layer that a class is tried as
 _LEADS = ((2, 3), (_TRIED[0],), (), (2, _TRIED[0], 1))  # dimensions of its inputs before K
 # of the rows that it is tried on: past any bound that a class may set, and past fp16
 _MAGNITUDES = (1.0, 0.0, 30.0, 1e4, 1e-4, 1e6)
+_SIZES = ("in_features", "out_features")
 _LINEAR = frozenset(vars(nn.Linear(1, 1, device="meta")))
 # what a class may define and still be nn.Linear to whoever uses it
 _PLAIN = frozenset(
@@ -110,8 +112,8 @@ def extras(linear: nn.Linear) -> list[str]:
     return sorted(found)
 
 
-def computes_linear(linear: nn.Linear) -> bool:
-    """Return whether the ``forward`` of a layer is the formula of ``nn.Linear``.
+def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str:
+    """Return how the ``forward`` of a layer differs from that of ``nn.Linear``; empty if it is it.
 
     The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
     modes, in three dtypes, on inputs of one to four dimensions whose rows are zeros, small, and
@@ -119,31 +121,39 @@ def computes_linear(linear: nn.Linear) -> bool:
 
     Args:
         linear: of any subclass; its weight may be on the meta device.
+        tried: what came of other layers, which alike ones are not tried again for.
     """
     if type(linear).forward is nn.Linear.forward:
-        return True
+        return ""
     parameters = inspect.signature(type(linear).forward).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(named) > 2:  # besides itself and the input, something that may be passed
-        return False
-    with torch.device("cpu"):  # a caller may have made another one, or meta, the default
-        return all(
-            _agrees(linear, training, dtype)
-            for dtype in (torch.float32, torch.bfloat16, torch.float16)
-            for training in (False, True)
-        )
+        return "computes something else"
+    held = {n: v for n, v in contents(linear).items() if n not in _SIZES}
+    tried, key = {} if tried is None else tried, (type(linear), linear.bias is None, *held.items())
+    if key not in tried:
+        try:
+            with on_trial():
+                agrees = all(
+                    _agrees(linear, training, dtype)
+                    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+                    for training in (False, True)
+                )
+            tried[key] = "" if agrees else "computes something else"
+        except CopyError as error:
+            tried[key] = str(error)
+    return tried[key]
 
 
-@torch.no_grad()
 def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     k, n = _TRIED
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((n, k), (n,)))
     own: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(weight)}
     own["bias"] = None if linear.bias is None else nn.Parameter(bias)
-    twin = type(linear).__new__(type(linear))
-    twin.__dict__.update(vars(linear))
-    twin.__dict__ |= {"_parameters": own, "in_features": k, "out_features": n, "training": training}
+    twin = owned(linear, _parameters=own)
+    twin.__dict__ |= dict(zip(_SIZES, _TRIED, strict=True))
+    set_training(twin, training)
     tried = False
     for lead in _LEADS if dtype == torch.float32 else _LEADS[:1]:
         x = torch.randn(*lead, k, generator=generator)

@@ -34,7 +34,7 @@ from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
-from fp8kit.modules.dense import computes_linear
+from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.expert_stacks import rearranged
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.experts import Fp8Experts
@@ -254,7 +254,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             ):
                 if module.scheme.stored == scheme or len(route.sources) > 1:
                     continue
-            if isinstance(module, Fp8Linear) or not computes_linear(module) or not target:
+            if isinstance(module, Fp8Linear) or unlike_linear(module) or not target:
                 raise CheckpointError(
                     teach(
                         f"{target or 'The model itself'} is {scheme} in the checkpoint and "

@@ -1,0 +1,145 @@
+"""Copies of modules that run on random numbers: nothing that they do reaches the user's model.
+
+A class's own code may count, observe or cache. In a shallow copy that lands in what was copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import random
+import types
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_MOST_COPIED = 2**22  # numbers: a module may hold the whole model in an attribute
+_MOST_READ = 2**14  # bytes of a tensor that are compared
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_AS_THEY_ARE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+
+
+class CopyError(Exception):
+    """What a module holds cannot be copied, so that it cannot be tried."""
+
+
+class _Bounded(TorchFunctionMode):
+    """Ends a copy that has become too large."""
+
+    copied = 0
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__deepcopy__, Tensor.clone) and not args[0].is_meta:
+            self.copied += args[0].numel()
+            if self.copied > _MOST_COPIED:
+                raise CopyError(f"it holds tensors of more than {_MOST_COPIED} numbers")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def on_trial() -> Iterator[None]:
+    """Compute in fp32 on the CPU, whatever a caller has made the defaults, who keeps the seeds."""
+    dtype, state = torch.get_default_dtype(), random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    # a default device slows every call down, so that none is set where none is needed
+    here = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with (
+        torch.random.fork_rng(devices),
+        torch.autocast("cpu", enabled=False),
+        torch.no_grad(),
+        here,
+    ):
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            random.setstate(state)
+
+
+def owned(module: nn.Module, memo: dict[int, Any] | None = None, **held: Any) -> Any:
+    """Copy a module without its hooks, and all that it holds.
+
+    Args:
+        module: it is not changed, whatever the copy computes.
+        memo: what stands for other objects, by their ids, as ``copy.deepcopy`` has it.
+        held: ``_parameters``, ``_buffers`` or ``_modules`` of the copy, instead of copied ones.
+
+    Raises:
+        CopyError: if something cannot be copied, or is as large as a model.
+
+    Example:
+        >>> twin = owned(norm, _parameters={"weight": nn.Parameter(torch.rand(8))})
+    """
+    memo = {} if memo is None else memo
+    own = {n: v for n, v in vars(module).items() if n not in _OF_MODULES and n not in held}
+    for kind, fresh in held.items():
+        for name, tensor in vars(module)[kind].items():
+            if tensor is not None and fresh.get(name) is not None:
+                memo[id(tensor)] = fresh[name]
+    try:
+        memo[id(module)] = twin = type(module).__new__(type(module))
+        with _Bounded():
+            twin.__dict__ |= {**vars(nn.Module()), **copy.deepcopy(own, memo), **held}
+    except Exception as error:  # whatever it holds: locks, results of other computations, handles
+        raise CopyError(
+            f"cannot be copied to be tried: {str(error) or type(error)!s:.200}"
+        ) from error
+    set_training(twin, module.training)
+    return twin
+
+
+def set_training(module: nn.Module, training: bool) -> None:
+    """Set the mode of a module and of those inside it, past a ``train`` of their own."""
+    for part in module.modules():
+        part.training = training
+
+
+def contents(module: nn.Module) -> dict[str, Hashable]:
+    """Describe what a module holds besides its Parameters, by name.
+
+    Two descriptions are equal only if code that gets at the module alone cannot tell what they are
+    of. They hold while the module lives. Values that the class caches itself are left out.
+    """
+    return {
+        name: described(value, {id(module): 0})
+        for name, value in {**vars(module), **module._buffers, **module._modules}.items()
+        if name not in _OF_MODULES | {"_parameters", "_buffers", "_modules"}
+        and not isinstance(
+            inspect.getattr_static(type(module), name, None), functools.cached_property
+        )
+    }
+
+
+def described(value: Any, seen: dict[int, int] | None = None) -> Hashable:
+    """Describe a value by what it holds, or as itself where that is not known."""
+    if isinstance(value, _SCALARS):
+        return type(value), repr(value)
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return "again", seen[id(value)]
+    seen[id(value)] = len(seen)
+    if isinstance(value, Tensor):
+        kind = type(value), value.dtype, value.shape
+        if value.is_meta or value.is_quantized:
+            return *kind, value.is_meta or id(value)
+        if value.layout != torch.strided or not value.is_cpu or value.nbytes > _MOST_READ:
+            return *kind, id(value), None if value.is_inference() else value._version
+        return *kind, bytes(value.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
+    if isinstance(value, types.MethodType):
+        return value.__func__, described(value.__self__, seen)
+    parts: Any = getattr(value, "__dict__", None)
+    if isinstance(value, dict):
+        parts = value
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        parts = dict(enumerate(value))
+    if not isinstance(parts, dict) or isinstance(value, _AS_THEY_ARE):
+        return "itself", id(value)
+    return type(value), *((described(k), described(v, seen)) for k, v in parts.items())
