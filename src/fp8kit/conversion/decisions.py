@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,7 +115,8 @@ class Candidates:
         names: dict[nn.Module, list[str]] = defaultdict(list)
         for name, module in model.named_modules(remove_duplicate=False):
             names[module].append(name)
-        found = {m: recognize(m) for m in names if not is_linear(m)}
+        tried: dict[Any, Any] = {}
+        found = {m: recognize(m, tried) for m in names if not is_linear(m)}
         stacks = {m: s for m, s in found.items() if isinstance(s, ExpertStacks)}
         return cls(names, stacks, {m: s for m, s in found.items() if isinstance(s, str)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -81,10 +82,11 @@ def copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
         weight_storage: as in ``Plan.apply``.
     """
     memo: dict[int, object] = {}
+    tried: dict[Any, Any] = {}
     if weight_storage == "discard":
         names = [f"{r.name}.weight" for r in report.linears]
         for record in report.stacks:
-            stacks = recognize(model.get_submodule(record.name))
+            stacks = recognize(model.get_submodule(record.name), tried)
             assert isinstance(stacks, ExpertStacks)
             names += [f"{record.name}.{stack}" for stack in stacks.names]
         memo = {id(w): w for w in map(model.get_parameter, names)}
@@ -95,10 +97,10 @@ def _unchanged_experts(model: nn.Module, report: Report) -> list[tuple[nn.Module
     """Check that layers are what they were when planned; return the experts and their stacks."""
     linears = {r.name: model.get_submodule(r.name) for r in report.linears}
     changed = [n for n, m in linears.items() if isinstance(m, Fp8Linear) or not is_linear(m)]
-    experts = []
+    experts, tried = [], dict[Any, Any]()
     for record in report.stacks:
         module = model.get_submodule(record.name)
-        stacks = recognize(module)
+        stacks = recognize(module, tried)
         if isinstance(module, ExpertTensors) or not isinstance(stacks, ExpertStacks):
             changed.append(record.name)
         else:

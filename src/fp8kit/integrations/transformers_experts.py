@@ -184,9 +184,9 @@ def chosen_experts(model: Any, schemes: Mapping[str, Any]) -> dict[str, Experts]
         model: with these modules, dense.
         schemes: of the modules by name.
     """
-    found = {}
+    found, tried = {}, dict[Any, Any]()
     for name, scheme in schemes.items():
-        stacks = recognize(model.get_submodule(name))
+        stacks = recognize(model.get_submodule(name), tried)
         assert isinstance(stacks, ExpertStacks)
         found[name] = Experts(stacks, scheme)
     return found

@@ -37,7 +37,7 @@ class ExpertStacks:
         down: name of the Parameter ``[E, H, I]``. Biases are the Parameters ``<up>_bias [E, 2 I]``
             and ``<down>_bias [E, H]``, if there are any.
         activation: what is computed between the two products; ``None`` calls the module's own
-            ``_apply_gate`` between two products that nothing is fused with.
+            ``_apply_gate`` or ``act_fn`` between two products that nothing is fused with.
         transposed: the dense stacks are ``[E, H, 2 I]`` and ``[E, I, H]``.
         call: ``"routed"`` if ``forward`` takes tokens ``[M, H]``, ids and weights ``[M, k]``;
             ``"sorted"`` if it takes ``[E * M, H]``, with equally many rows for each expert.

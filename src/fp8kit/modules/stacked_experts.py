@@ -8,12 +8,14 @@ beside them, and ``forward`` computes with these.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
+from fp8kit.errors import teach
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
@@ -25,25 +27,42 @@ from fp8kit.modules.expert_tensors import (
     empty_stack,
 )
 from fp8kit.modules.libraries import tell_libraries
+from fp8kit.modules.own_forward import settings
 from fp8kit.modules.parameters import empty_exponents, frozen
 from fp8kit.moe.functional import experts as run_experts
+
+Gate = Callable[[Tensor], Tensor]
 
 
 class StackedExperts(ExpertTensors):
     """What FP8 experts of other libraries do whatever their class; see ``ExpertStacks``."""
 
     dense_class: type[nn.Module]
+    settled: frozenset[str] = frozenset()  # attributes by which the class was tried
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse what the dense class would compute otherwise by, and this does not see."""
+        if name in self.settled and (old := getattr(self, name)) is not value and old != value:
+            raise AttributeError(
+                teach(
+                    f"{name} of FP8 {self.dense_class.__name__} was set to {value!r:.80}.",
+                    f"They were converted by what they compute with {old!r:.80}.",
+                    "Set it before fp8kit.convert, or keep them dense: exclude=['*.experts'].",
+                )
+            )
+        super().__setattr__(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Compute what the dense class computes from the arguments that it takes."""
+        given = self._given(args, kwargs)
+        x = given[0]
         if self.stacks.call == "sorted":
-            x = _argument(self, 0, args, kwargs)
             rows = x.reshape(-1, x.shape[-1])
             count = self.expert_count
             ids = torch.arange(count, device=x.device).repeat_interleave(rows.shape[0] // count)
             ids, weights = ids.unsqueeze(1), rows.new_ones(rows.shape[0], 1)
         else:
-            x, ids, weights = (_argument(self, i, args, kwargs) for i in range(3))
+            _, ids, weights = given
             rows = x.reshape(-1, x.shape[-1])
         if self.stacks.activation is None:
             y = self._in_two_products(rows, ids, weights)
@@ -76,16 +95,32 @@ class StackedExperts(ExpertTensors):
                 self._parameters.pop(name + kind, None)
         if hasattr(self, "is_transposed"):
             self.is_transposed = self.stacks.transposed
-        for own in ("stacks", "scheme", "compute_dtype", "originals"):
-            del self.__dict__[own]
-        self.__dict__.pop("form_note", None)
+        for own in ("stacks", "scheme", "compute_dtype", "originals", "settled", "form_note"):
+            self.__dict__.pop(own, None)
         self.__class__ = cast(Any, self.dense_class)
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the arguments of a call in the order of the dense class; refuse any more."""
+        count = 1 if self.stacks.call == "sorted" else 3
+        if len(args) == count and not kwargs:
+            return args
+        names = argument_names(self.dense_class)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) + len(kwargs) != count or given.keys() != set(names[:count]):
+            raise TypeError(
+                teach(
+                    f"FP8 {self.dense_class.__name__} got {len(args)} arguments"
+                    f"{''.join(f', {name}' for name in kwargs)}.",
+                    f"They compute with {', '.join(names[:count])} alone, each given once.",
+                    "Call them with these, or keep them dense: exclude=['*.experts'].",
+                )
+            )
+        return tuple(given[name] for name in names[:count])
 
     def _in_two_products(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Compute expert by expert, with the module's own gate between two linear layers."""
         up, down = (self.quantized(name) for name in self.stacks.names)
-        own = cast(Any, self)
-        gate = own._apply_gate if up.shape[1] == 2 * down.shape[2] else own.act_fn
+        gate = cast(Gate, own_gate(self, up.shape[1] == 2 * down.shape[2]))
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.expert_count):
             token, slot = torch.where(ids == expert)
@@ -210,14 +245,30 @@ def _become(
     found.originals = {}
     if hasattr(module, "is_transposed"):  # what adapters of other libraries ask for
         cast(Any, module).is_transposed = False
+    # how many experts there are, libraries may count anew
+    numbers = {
+        n for n in settings(module) if "num" not in n and n != "is_transposed" and n[0] != "_"
+    }
+    functions = {n for n, v in vars(module).items() if callable(v)}
+    found.settled = frozenset(numbers | functions | {*module._modules})
     return found
 
 
-def _argument(module: StackedExperts, index: int, args: Any, kwargs: Any) -> Any:
-    if index < len(args):
-        return args[index]
-    return kwargs[_parameter_names(module.dense_class)[index]]
-
-
-def _parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
+def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Name what the ``forward`` of a class takes, in order."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def own_gate(module: nn.Module, gated: bool) -> Gate | None:
+    """Return what a module does between its products, as a function; ``None`` if it has none.
+
+    Args:
+        module: of experts, dense or FP8.
+        gated: the first product has gates beside ups.
+    """
+    own, act = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
+    if gated and own is not None:
+        return cast(Gate, own)
+    if not callable(act):
+        return None
+    return (lambda z: act(z.chunk(2, -1)[0]) * z.chunk(2, -1)[1]) if gated else act

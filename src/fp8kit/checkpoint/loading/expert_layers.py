@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +66,9 @@ def experts_in_checkpoint(
         holder, _, stack = target.rpartition(".")
         if holder in modules:
             parts[holder][stack].append(layer)
-    found = {}
+    found, tried = {}, dict[Any, Any]()
     for holder, stacks in parts.items():
-        held = recognize(modules[holder])
+        held = recognize(modules[holder], tried)
         if not isinstance(held, ExpertStacks) or not stacks.keys() >= set(held.names):
             continue
         scheme = scheme_of([layer for name in held.names for layer in stacks[name]], checkpoint)

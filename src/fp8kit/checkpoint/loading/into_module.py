@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -287,9 +287,9 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
     report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
     warn_of_nothing(report)
     found = Layers(groups=report.groups, form=mx_forms.named_form(scheme))
-    scheme = scheme.stored
+    scheme, tried = scheme.stored, dict[Any, Any]()
     for record in report.stacks:
-        stacks = recognize(model.get_submodule(record.name))
+        stacks = recognize(model.get_submodule(record.name), tried)
         assert isinstance(stacks, ExpertStacks)
         found.experts[record.name] = Experts(stacks, scheme)
     for record in report.linears:
