@@ -309,6 +309,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "integrations/test_diffusers.py::test_layerwise_casting_leaves_codes_and_scales",
         ),
         Row(
+            "`fuse_qkv_projections`",
+            "works",
+            "integrations/test_diffusers.py::test_projections_are_joined_before_the_conversion_alone",
+            "before the conversion; refused after it, where q, k and v share their input anyway",
+        ),
+        Row(
             "quantizing while loading, with disk in the `device_map`",
             "refused",
             "integrations/test_diffusers.py::test_quantizing_into_weights_on_disk_is_refused",

@@ -126,8 +126,9 @@ def test_models_take_turns_by_hooks() -> None:
 def test_a_weight_moved_by_name_stays_a_plain_parameter() -> None:
     made = model()
     codes = made[0].out.weight.view(torch.uint8).clone()
-    set_module_tensor_to_device(made, "0.out.weight", "meta")
-    assert type(made[0].out._parameters["weight"]) is nn.Parameter
+    for user in (utils, hooks):
+        user.set_module_tensor_to_device(made, "0.out.weight", "meta")
+        assert type(made[0].out._parameters["weight"]) is nn.Parameter
     set_module_tensor_to_device(made, "0.out.weight", "cpu", value=codes.view(torch.float8_e4m3fn))
     assert_bits_equal(made[0].out.weight.view(torch.uint8), codes)
 

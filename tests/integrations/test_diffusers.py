@@ -340,6 +340,32 @@ def test_group_offload_changes_no_bit(how: str, tmp_path: Path) -> None:
         assert_bits_equal(run(model, given), wanted)
 
 
+JOINED = """
+    FluxTransformer2DModel SD3Transformer2DModel WanTransformer3DModel UNet2DConditionModel
+    PixArtTransformer2DModel CogVideoXTransformer3DModel
+""".split()
+
+
+@pytest.mark.parametrize("kind", JOINED)
+def test_projections_are_joined_before_the_conversion_alone(kind: str) -> None:
+    torch.manual_seed(0)
+    name, sizes = of_diffusers.MODELS[kind]
+    model = getattr(diffusers, name)(**sizes).eval()
+    joined, twin = copy.deepcopy(model), copy.deepcopy(model)
+    fp8kit.convert(model)
+    given = inputs(model.to(BF16))
+    before = run(model, given)
+    with pytest.raises(UnsupportedError, match="or call it before the model is converted"):
+        model.fuse_qkv_projections()
+    assert_bits_equal(run(model, given), before)
+    for each in (joined, twin):
+        each.fuse_qkv_projections()
+    fp8kit.convert(joined)
+    assert {"to_qkv", "to_kv"} & {n.rpartition(".")[2] for n in fp8_layers(joined)}
+    error = numerics.relative_error(run(joined.to(BF16), given), run(twin.to(BF16), given))
+    assert 0 < error < 0.1
+
+
 def test_layerwise_casting_leaves_codes_and_scales(tmp_path: Path) -> None:
     plain = dense("FluxTransformer2DModel", tmp_path)
     model = copy.deepcopy(plain)

@@ -233,28 +233,73 @@ def test_a_view_follows_a_weight_that_moves() -> None:
     assert held.shape == layer.weight.shape
 
 
-@pytest.mark.parametrize("how", ["Parameter", "detach", "type", "deepcopy", "pickle", "save"])
-def test_copies_of_a_weight_are_plain(how: str) -> None:
-    w = model_of()["proj"].weight
-
+@pytest.mark.parametrize("how", ["pickle", "save"])
+def test_files_of_a_weight_hold_it_plain(how: str) -> None:
     def saved(value: Tensor) -> Any:
         file = io.BytesIO()
         torch.save({"w": value}, file)
         file.seek(0)
         return torch.load(file, weights_only=True)["w"]
 
-    makers: dict[str, Callable[[], Any]] = {
-        "Parameter": lambda: nn.Parameter(w, requires_grad=False),
-        "detach": lambda: nn.Parameter(w.detach(), requires_grad=False),
-        "type": lambda: type(w)(w, requires_grad=False),
-        "deepcopy": lambda: copy.deepcopy(w),
-        "pickle": lambda: pickle.loads(pickle.dumps(model_of()))["proj"].codes,
-        "save": lambda: saved(w),
-    }
-    made = makers[how]()
+    model = model_of()
+    pickled = how == "pickle"
+    made = (
+        pickle.loads(pickle.dumps(model))["proj"].codes if pickled else saved(model["proj"].weight)
+    )
     assert type(made) is nn.Parameter
     assert made.float().dtype == torch.float32  # nothing of the guard is left in it
-    assert_bits_equal(made.detach(), model_of()["proj"].codes.detach())
+    assert_bits_equal(made.detach(), model["proj"].codes.detach())
+
+
+PARAMETERS: dict[str, Callable[[Any], Any]] = {
+    "Parameter": lambda w: nn.Parameter(w, requires_grad=False),
+    "detach": lambda w: nn.Parameter(w.detach(), requires_grad=False),
+    "data": lambda w: nn.Parameter(w.data),
+    "type": lambda w: type(w)(w, requires_grad=False),
+    "deepcopy": copy.deepcopy,
+    "deepcopy of data": lambda w: nn.Parameter(copy.deepcopy(w.data)),
+    "cat": lambda w: nn.Parameter(torch.cat([w.data, w.data])[SIZE:]),
+    "stack": lambda w: nn.Parameter(torch.stack([w, w])[1]),
+    "chunk": lambda w: nn.Parameter(torch.cat(w.chunk(2))),
+}
+
+
+@pytest.mark.parametrize("how", PARAMETERS)
+@pytest.mark.parametrize("assign", [True, False], ids=["assign", "attribute"])
+def test_a_dense_layer_of_codes_raises_whatever_its_parameter_was_made_of(
+    how: str, assign: bool
+) -> None:
+    """diffusers joins q, k and v so; without a guard autocast takes codes for numbers."""
+    model, x = model_of(), torch.randn(3, SIZE)
+    made = PARAMETERS[how](model["proj"].weight)
+    assert isinstance(made, nn.Parameter)
+    assert_bits_equal(made.view(torch.uint8), model["proj"].codes.view(torch.uint8))
+    dense = nn.Linear(SIZE, SIZE, bias=False, device="meta")
+    if assign:
+        dense.load_state_dict({"weight": made}, assign=True)
+    else:
+        dense.weight = made
+    for layer in (dense, copy.deepcopy(dense)):
+        with pytest.raises(UnsupportedError, match=TAUGHT), torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+        for cast in (layer.to, layer.half):
+            with pytest.raises(UnsupportedError, match=TAUGHT):
+                cast(*[torch.bfloat16][: cast == layer.to])
+    y = model["proj"](x)
+    model["proj"].weight = made
+    assert type(model["proj"]._parameters["weight"]) is nn.Parameter
+    assert torch.equal(model["proj"](x), y)
+
+
+def test_a_parameter_put_past_the_layer_still_computes() -> None:
+    """Movers write into ``_parameters``; the guard that this brings changes no result."""
+    model, x = model_of(), torch.randn(3, SIZE)
+    layer = model["proj"]
+    y = layer(x)
+    layer._parameters["weight"] = nn.Parameter(layer.weight.clone(), requires_grad=False)
+    assert torch.equal(layer(x), y)
+    assert torch.equal(layer.double().float()(x), y)
+    assert torch.equal(layer.to_linear()(x), copy.deepcopy(layer).to_linear()(x))
 
 
 def test_what_is_assigned_to_a_layer_is_plain() -> None:

@@ -20,7 +20,7 @@ from fp8kit.conversion.readers.dtypes import dtype_answers
 from fp8kit.conversion.readers.reads import weight_reads
 from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, Record
-from fp8kit.modules.dense import extras, unlike_linear
+from fp8kit.modules.dense import extras, is_linear, unlike_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 
@@ -54,7 +54,7 @@ class Eligibility:
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
         self._read = weight_reads(model)
-        self._held = _held_besides(model)
+        self._bound = _with_bound_methods(model)
         self._answers = dtype_answers(model)
 
     def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
@@ -72,7 +72,7 @@ class Eligibility:
             or _of_holder(holders.values())
             or self._of_class(module, wanted)
             or self._of_names(names)
-            or self._held.get(module, "")
+            or self._bound.get(module, "")
             or self._read.get(module, "")
             or self._answers.get(module, "")
             or self._of_weight(module.get_parameter("weight"), wanted or merged)
@@ -82,6 +82,8 @@ class Eligibility:
         if not isinstance(module, nn.Linear) or type(module) is nn.Linear:
             return ""
         kind = f"{type(module).__name__} is a subclass of nn.Linear"
+        if type(module).__basicsize__ != nn.Linear.__basicsize__:
+            return f"{kind} with __slots__, whose instances cannot become those of another class"
         if differs := unlike_linear(module, self._tried):
             return f"{kind} that {differs}"
         if not wanted and (more := extras(module)):
@@ -204,30 +206,32 @@ def _of_holder(holders: Iterable[nn.Module]) -> str:
     return ""
 
 
-def _held_besides(model: nn.Module) -> dict[nn.Module, str]:
-    """Find layers that are also in a plain attribute, such as a list, where none is replaced.
+def _with_bound_methods(model: nn.Module) -> dict[nn.Module, str]:
+    """Find layers of which a plain attribute holds a method, such as ``forward``.
 
-    MaskFormer calls its prediction heads by such a list: a replaced child would never run.
+    Whatever else holds a layer runs what it becomes; that method stays the one of its dense class.
     """
     of_every_module = vars(nn.Module())
     return {
-        layer: f"{type(holder).__name__} holds it in {attribute} too, where it cannot be replaced"
+        method.__self__: f"{type(holder).__name__} holds its {method.__name__} in {attribute}, "
+        "which reads the weight; call the layer instead"
         for holder in model.modules()
         for attribute, value in vars(holder).items()
         if attribute not in of_every_module
-        for layer in _linears(value)
+        for method in _methods(value)
     }
 
 
-def _linears(value: Any, depth: int = 3) -> Iterator[nn.Module]:
-    """Give the linear layers in a value, down to a depth: a list may hold itself."""
+def _methods(value: Any, depth: int = 3) -> Iterator[types.MethodType]:
+    """Give methods of linear layers in a value, down to a depth: a list may hold itself."""
     if isinstance(value, weakref.ProxyTypes):
         value = value.__repr__.__self__  # what it stands for
-    if isinstance(value, nn.Linear):
-        yield value
+    if isinstance(value, types.MethodType) and is_linear(value.__self__):
+        if value.__func__ is not nn.Module.__call__:  # which looks forward up
+            yield value
     elif depth and not isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)):
         for part in _parts(value):
-            yield from _linears(part, depth - 1)
+            yield from _methods(part, depth - 1)
 
 
 def _parts(value: Any) -> Iterable[Any]:

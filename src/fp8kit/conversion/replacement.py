@@ -1,4 +1,4 @@
-"""Carry out a plan: replace each planned layer of a model by its FP8 form."""
+"""Carry out a plan: turn each planned layer of a model into its FP8 form, in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import is_conv1d, is_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
-from fp8kit.modules.hooks import carry_hooks
+from fp8kit.modules.hooks import become
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.stacked_experts import convert_experts
 
@@ -30,7 +30,7 @@ def replace_layers(
     calibrate: Callable[[nn.Module], object] | None,
     weight_storage: str,
 ) -> None:
-    """Replace the planned layers of a model, in place; it is unchanged if that cannot be.
+    """Turn the planned layers of a model into FP8; it is unchanged if that cannot be.
 
     Args:
         model: the one that the report is about, or a copy of it.
@@ -53,16 +53,12 @@ def replace_layers(
         module = model.get_submodule(record.name)
         dense = linear_at(model, record.name)
         layer = Fp8Linear.from_linear(dense, scheme, scales.get(record.name))
-        layer.train(dense.training)
         if weight_storage != "discard":
             kept = dense.weight.detach()
             layer.keep(kept.to("cpu") if weight_storage == "cpu_offload" else kept)
         layer.transposed = is_conv1d(module)
-        carry_hooks(module, layer)
         layer.qualified_name = record.name
-        for name in (record.name, *record.aliases):
-            model.set_submodule(name, layer)
-        layers[record.name] = layer
+        layers[record.name] = become(module, layer)
     made: dict[str, Fp8Linear | ExpertTensors] = {**layers}
     for record in report.stacks:
         held = model.get_submodule(record.name)

@@ -1,7 +1,8 @@
 """accelerate's loaders, which place the tensors of a checkpoint into a model one by one.
 
 They cast each tensor to the dtype of what is there. A dense weight cast to FP8 would be codes
-under the scales of another weight, so it is quantized with scales of its own instead.
+under the scales of another weight, so it is quantized with scales of its own instead. What they
+move they put past ``register_parameter``, which would make it plain.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from accelerate import utils
+from accelerate import hooks, utils
 from accelerate.utils import modeling
 from torch import Tensor, nn
 
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.guarded_weight import plain
 from fp8kit.modules.linear import Fp8Linear
 
 
@@ -35,13 +37,16 @@ def tell() -> None:
         layer = module.get_submodule(owner)
         if str(device) == "meta" or not _would_be_cast(layer, name, value):
             own(module, tensor_name, device, value, *args, **kwargs)
+            if isinstance(layer, Fp8Linear | ExpertTensors) and name in layer._parameters:
+                layer._parameters[name] = plain(layer._parameters[name])
             return
         held = layer._parameters[name]
         assert held is not None
         layer.load_state_dict({name: value}, strict=False, assign=held.is_meta)
         layer.to(device)
 
-    utils.set_module_tensor_to_device = modeling.set_module_tensor_to_device = place
+    for user in (utils, modeling, hooks):
+        user.set_module_tensor_to_device = place
 
 
 def _would_be_cast(layer: nn.Module, name: str, value: Any) -> bool:

@@ -5,6 +5,7 @@ Importing this module registers it: diffusers has two dictionaries for that and 
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from diffusers.configuration_utils import FrozenDict
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_processor import Attention
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
@@ -33,6 +36,7 @@ from fp8kit.integrations.diffusers_bfl import bundled, is_bundle, parts_of
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.modules import mx_forms
 from fp8kit.modules.entries import quantize_weight, stored_tensors
+from fp8kit.modules.hooks import become
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
 
@@ -161,15 +165,12 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         state_dict: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        made: dict[int, Fp8Linear] = {}
         for name, scheme in self._schemes(model, keep_in_fp32_modules, state_dict or {}).items():
-            dense = _linear(model, name)
-            if id(dense) not in made:
-                shape = (dense.in_features, dense.out_features)
-                biased = dense.bias is not None
-                made[id(dense)] = Fp8Linear(*shape, biased, scheme, device="meta", dtype=self.dtype)
-            made[id(dense)].qualified_name = name
-            model.set_submodule(name, made[id(dense)])
+            layer = _linear(model, name)
+            if not isinstance(layer, Fp8Linear):  # it may have several names
+                form = (layer.in_features, layer.out_features, layer.bias is not None, scheme)
+                become(layer, Fp8Linear(*form, device="meta", dtype=self.dtype))
+            layer.qualified_name = name
 
     def _schemes(
         self, model: Any, in_fp32: Sequence[str], state_dict: Mapping[str, Any]
@@ -326,6 +327,35 @@ def tell() -> None:
     ModelMixin.hf_quantizer = _QuantizerOfModel(
         lambda _: Fp8KitQuantizer(Fp8KitConfig(layers={}), pre_quantized=True)
     )
+    for base in (Attention, AttentionModuleMixin):
+        _join_dense_alone(base)
+        base.__init_subclass__ = classmethod(_join_dense_alone)
+
+
+def _join_dense_alone(kind: Any, **_: Any) -> None:
+    """Let attention of a class, and of those made of it, refuse to join the codes of q, k and v."""
+    for subclass in kind.__subclasses__():
+        _join_dense_alone(subclass)
+    own = vars(kind).get("fuse_projections")
+    if own is None:
+        return
+
+    @functools.wraps(own)
+    def fuse_projections(self: Any, *args: Any, **kwargs: Any) -> None:
+        inside = (c.modules() for c in self.children() if not isinstance(c, nn.ModuleList))
+        parts = [m for modules in inside for m in modules if isinstance(m, Fp8Linear)]
+        if parts:
+            raise UnsupportedError(
+                teach(
+                    f"fuse_qkv_projections got FP8 layers, such as {parts[0].qualified_name}.",
+                    "It joins dense weights; fp8kit quantizes the input of q, k and v once, and "
+                    "with few rows multiplies them as one matrix, without it.",
+                    "Leave the call out, or call it before the model is converted.",
+                )
+            )
+        own(self, *args, **kwargs)
+
+    kind.fuse_projections = fuse_projections
 
 
 def _arguments(config: Any) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.hooks import become
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form, settle
 from fp8kit.modules.parameters import frozen
@@ -221,13 +222,11 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             names = [n for r in self.report.linears for n in (r.name, *r.aliases)]
             _make_room(model, [r.name for r in self.report.stacks], self.scheme, apart)
             of = dict.fromkeys(names, self.scheme)
-        made: dict[int, Fp8Linear] = {}
         for name in names:
-            dense = model.get_submodule(name)
-            if id(dense) not in made:
-                made[id(dense)] = _placeholder(dense, of[name], self.pre_quantized)
-            made[id(dense)].qualified_name = name
-            model.set_submodule(name, made[id(dense)])
+            layer = model.get_submodule(name)
+            if not isinstance(layer, Fp8Linear):  # it may have several names
+                layer = become(layer, _placeholder(layer, of[name], self.pre_quantized))
+            layer.qualified_name = name
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}

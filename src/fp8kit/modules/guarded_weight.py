@@ -5,7 +5,8 @@ with it, would get wrong numbers and no error, so attribute access returns a vie
 that raises instead. Whatever does not read values still works: shape, dtype, device, addresses,
 copies, moves, views of the bytes, writing other codes, serialization, ``isinstance`` of
 ``nn.Parameter``. Tensors derived from it without a cast (``detach()``, ``data``, ``t()``, parts,
-stacks) are guarded too. Setting attributes and changes in place reach the Parameter.
+stacks) are guarded too, and so are Parameters made of any of these, whatever module holds them.
+Setting attributes and changes in place reach the Parameter.
 
 torch's Python functions reach the view by ``__torch_function__``. What bypasses that (constructors
 such as ``torch.tensor`` and ``asarray``, ``vmap``, ``torch.func``, scripts) reaches it in the
@@ -15,9 +16,8 @@ The module itself holds the plain Parameter, so nothing is guarded where tensors
 ``parameters()``, ``named_parameters()``, ``state_dict()``, ``_parameters`` or
 ``nn.Module.__getattr__(layer, "weight")``, in the graph of a compiler, and under a mode that makes
 fake tensors. Bytes that leave torch cannot be guarded either: ``storage()`` and
-``untyped_storage()``, DLPack, a raw address, integers that ``view`` makes of the codes. A copy that
-becomes a Parameter (``nn.Parameter(layer.weight)``, ``deepcopy``) is plain, as are the shards of
-``fully_shard``.
+``untyped_storage()``, DLPack, a raw address, integers that ``view`` makes of the codes, pickles.
+The shards of ``fully_shard`` are plain too.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GuardedCodes(Tensor):
     @staticmethod
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Any:
         """Make a Parameter, as code that rebuilds one by ``type(weight)(data)`` expects."""
-        return nn.Parameter(plain(data), requires_grad)
+        return nn.Parameter(data, requires_grad)
 
     @property
     def _is_param(self) -> bool:
@@ -105,11 +105,11 @@ class GuardedCodes(Tensor):
 
     @_is_param.setter
     def _is_param(self, _: bool) -> None:
-        # nn.Parameter(codes) ends here, and what it makes belongs to a module: a plain one
-        bare = plain(self)
-        self.__dict__.clear()
-        self.__class__ = nn.Parameter  # type: ignore[assignment]
-        torch._C._swap_tensor_impl(self, bare)
+        # nn.Parameter(codes) ends here: what it makes may be put into any module
+        own = self.__dict__
+        if "_part" in own:
+            part = own.pop("_part")
+            own["_codes"] = nn.Parameter(part, part.requires_grad)
 
     def __getattr__(self, name: str) -> Any:
         """Look up what somebody hung on the Parameter."""
@@ -129,9 +129,9 @@ class GuardedCodes(Tensor):
             setattr(codes, name, plain(value))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Copy what is guarded."""
-        copied: Tensor = copy.deepcopy(plain(self), memo)
-        return copied
+        """Copy what is guarded, with its guard."""
+        copied, owner = copy.deepcopy(plain(self), memo), self.__dict__["_owner"]
+        return guarded(copied, owner) if self._is_param else _guarded(copied, {}, owner)
 
     def __hash__(self) -> int:
         """Tell objects apart, as tensors do."""

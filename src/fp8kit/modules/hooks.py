@@ -1,6 +1,8 @@
-"""Hooks of a module that is replaced by another."""
+"""Modules that become others in place, and hooks, which stay."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,24 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
     for name, value in vars(old).items():
         if "hook" in name and "state_dict" not in name:
             setattr(new, name, value)
+
+
+def become(module: nn.Module, other: nn.Module) -> Any:
+    """Turn a module into another, in place, with its own hooks and mode, and return it.
+
+    Whoever holds it, in a list, an object, a closure or a weak reference, runs what it is now: a
+    child that is replaced would stay as it was there.
+
+    Args:
+        module: of a class whose instances may become ``other``'s: Python checks it.
+        other: gives its class and all that it holds, and is of no use afterwards.
+    """
+    carry_hooks(module, other)
+    other.train(module.training)
+    module.__class__ = type(other)
+    vars(module).clear()
+    vars(module).update(vars(other))
+    return module
 
 
 def is_watched(*modules: nn.Module) -> bool:

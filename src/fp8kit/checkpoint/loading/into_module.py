@@ -38,7 +38,7 @@ from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.expert_stacks import rearranged
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.experts import Fp8Experts
-from fp8kit.modules.hooks import carry_hooks
+from fp8kit.modules.hooks import become
 from fp8kit.modules.linear import Fp8Linear
 
 
@@ -187,8 +187,11 @@ def begin(
     layers.ties = ties(wanted)
     shapes = shapes_of(wanted)
     for name, layer in layers.made.items():
-        layer.qualified_name = layer.qualified_name or name
-        model.set_submodule(name, layer)
+        dense = model.get_submodule(name)
+        if not isinstance(dense, Fp8Linear):  # it may have several names
+            layer.qualified_name = name
+            become(dense, layer)
+        layers.made[name] = cast(Fp8Linear, dense)
     for name, experts in layers.experts.items():
         experts.empty(model.get_submodule(name), dtype or high)
     if dtype is not None:
@@ -323,8 +326,6 @@ def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
     layer = Fp8Linear(*shape, dense.bias is not None, scheme, device="meta", dtype=dtype)
     if dense.bias is not None:
         layer.bias.requires_grad_(dense.bias.requires_grad)
-    layer.train(dense.training)
-    carry_hooks(dense, layer)
     return layer
 
 
