@@ -56,7 +56,7 @@ NAMES = (
     ),
     Name(
         "GroupShape", "vLLM, quant_utils.py",
-        "a pair (row, col) with `PER_TENSOR` and `PER_TOKEN`", "",
+        "a pair (row, col) with `PER_TENSOR`, `PER_TOKEN`, `PER_CHANNEL` and `is_per_...()`", "",
         "test_w8a8.py::test_group_shapes_that_inputs_do_not_have_are_refused",
     ),
     Name(
@@ -112,13 +112,13 @@ NAMES = (
     Name(
         "per_token_cast_to_fp8", CASTS,
         "e4m3fn codes and fp32 scales by 1x128, with amax at least 1e-4",
-        _DIVIDES + "; no packed scales",
+        _DIVIDES + "; packed scales are refused",
         "test_blocks.py::test_casts_have_the_floor_of_deep_gemm",
     ),
     Name(
         "per_block_cast_to_fp8", CASTS + "; vLLM, deep_gemm.py",
         "the same by 128x128",
-        _DIVIDES + "; takes `use_ue8m0` where either has it",
+        _DIVIDES + "; takes `use_ue8m0` and `gran_k` where either has them",
         "test_blocks.py::test_both_orders_of_arguments_are_taken",
     ),
     Name(

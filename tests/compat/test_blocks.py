@@ -77,12 +77,26 @@ def test_casts_have_the_floor_of_deep_gemm(x: Tensor) -> None:
     assert_bits_equal(codes, with_scale(x, expanded(scale, 4, 64, x.shape)))
 
 
+def test_packed_scales_are_refused(x: Tensor) -> None:
+    codes, scale = compat.per_token_cast_to_fp8(x, True, 64, False)
+    assert torch.equal(scale, compat.per_token_cast_to_fp8(x, True, gran_k=64)[1])
+    assert codes.shape == x.shape
+    with pytest.raises(ValueError, match=r"Got use_packed_ue8m0=True\. Scales are fp32 numbers"):
+        compat.per_token_cast_to_fp8(x, True, 64, use_packed_ue8m0=True)
+
+
 def test_both_orders_of_arguments_are_taken(x: Tensor) -> None:
     by_vllm = compat.per_block_cast_to_fp8(x, [128, 128], True)
     by_deep_gemm = compat.per_block_cast_to_fp8(x, True)
     assert torch.equal(by_vllm[1], by_deep_gemm[1])
     assert torch.equal(by_vllm[1].frexp()[0], torch.full((1, 3), 0.5))
     assert compat.per_block_cast_to_fp8(x, False, gran_k=64)[1].shape == (1, 5)
+    for powers in (False, True):
+        by_place = compat.per_block_cast_to_fp8(x, powers, 64)[1]
+        assert torch.equal(by_place, compat.per_block_cast_to_fp8(x, [64, 64], powers)[1])
+    for wrong in ((True, True), ([64, 64], 64)):
+        with pytest.raises(TypeError, match="after use_ue8m0 it is gran_k"):
+            compat.per_block_cast_to_fp8(x, *wrong)
     with pytest.raises(ValueError, match="unsqueeze"):
         compat.per_block_cast_to_fp8(x[0])
 

@@ -233,7 +233,12 @@ def test_fp8_linear_op_takes_any_number_of_rows(x: Tensor, w: Tensor, m: int) ->
 
 
 def test_group_shapes_that_inputs_do_not_have_are_refused() -> None:
-    assert compat.GroupShape.PER_TOKEN == (1, -1)
+    kinds = ("tensor", "token", "channel")
+    shapes = [getattr(compat.GroupShape, f"PER_{kind.upper()}") for kind in kinds]
+    assert shapes == [(-1, -1), (1, -1), (-1, 1)]
+    for shape in (*shapes, compat.GroupShape(1, 128), compat.GroupShape(128, 128)):
+        said = [getattr(shape, f"is_per_{kind}")() for kind in (*kinds, "group")]
+        assert said == [*(shape == other for other in shapes), shape == (1, 128)]
     assert compat.Fp8LinearOp(act_quant_group_shape=fp8kit.ROW).per_token
     with pytest.raises(ValueError, match="For groups along K"):
         compat.Fp8LinearOp(act_quant_group_shape=compat.GroupShape(1, 128))

@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fp8kit
 from fp8kit.conversion.eligibility import Eligibility
+from fp8kit.integrations.found import restore_dense
 from numerics import relative_error
 
 IDS = torch.arange(32).view(2, 16)
@@ -143,47 +144,124 @@ def cyclic(layer: nn.Module) -> list[Any]:
     return held
 
 
-HOLDERS: dict[str, Callable[[nn.Module], Any]] = {
-    "list": cyclic,
-    "dict": lambda layer: {"a": (layer,)},
-    "set": lambda layer: {layer},
-    "deque": lambda layer: deque([layer]),
-    "partial": lambda layer: functools.partial(torch.relu, layer),
-    "argument by name": lambda layer: functools.partial(torch.relu, layer=layer),
-    "bound method": lambda layer: layer.forward,
-    "function": lambda layer: lambda x: layer(x),
-    "object": Step,
-    "method of an object": lambda layer: Step(layer).__eq__,
-    "weak reference": lambda layer: [weakref.proxy(layer)],
+@dataclass(slots=True, weakref_slot=True)
+class Slotted:
+    layer: nn.Module
+
+
+def enclosed(layer: nn.Module) -> Any:
+    class Calls:
+        __slots__ = ()
+
+        def __call__(self, x: Tensor) -> Any:
+            return layer(x)
+
+    return Calls()
+
+
+REGISTRY: dict[str, nn.Module] = {}
+# how something holds a layer, and how code gets at it there
+HOLDERS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any], Any]]] = {
+    "list": (cyclic, lambda held: held[0]),
+    "dict": (lambda m: {"a": {"b": {"c": {"d": [m]}}}}, lambda held: held["a"]["b"]["c"]["d"][0]),
+    "set": (lambda m: {m}, lambda held: next(iter(held))),
+    "deque": (lambda m: deque([m]), lambda held: held[0]),
+    "partial": (lambda m: functools.partial(m.__call__), lambda held: held),
+    "function": (lambda m: lambda x: m(x), lambda held: held),
+    "function of a class": (enclosed, lambda held: held),
+    "object": (Step, lambda held: held.layer),
+    "slots": (Slotted, lambda held: held.layer),
+    "weak reference": (weakref.ref, lambda held: held()),
+    "weak proxy": (weakref.proxy, lambda held: held),
+    "registry": (lambda m: REGISTRY.update(layer=m), lambda held: REGISTRY["layer"]),
 }
 
 
 class Listing(nn.Module):
     """Calls a layer by a plain list or the like, as MaskFormer does."""
 
-    def __init__(self, hold: Callable[[nn.Module], Any]) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
+        hold, self.reach = HOLDERS[kind]
         self.proj, self.other = nn.Linear(128, 128), nn.Linear(128, 128)
         self.steps = hold(self.proj)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.other(x))
+    def forward(self, x: Tensor) -> Any:
+        return self.other(self.reach(self.steps)(x))
 
 
-@pytest.mark.parametrize("hold", HOLDERS)
-def test_a_layer_that_is_held_elsewhere_too_stays_dense(hold: str) -> None:
-    report = fp8kit.convert(Listing(HOLDERS[hold]))
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_what_else_holds_a_layer_runs_it_in_fp8(kind: str, tmp_path: Path) -> None:
+    model, x = Listing(kind), torch.randn(3, 128)
+    held, expected = model.proj, model(x)
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.converted] == ["proj", "other"]
+    assert isinstance(held, fp8kit.Fp8Linear)  # a variable of the caller's too
+    assert held is model.proj
+    y = model(x)
+    assert 0.01 < relative_error(y, expected) < 0.1
+    assert torch.equal(y, model.other(model.proj(x)))
+    fp8kit.save(model, tmp_path / "fp8")
+    fresh = Listing(kind)
+    fp8kit.load(tmp_path / "fp8", fresh)
+    assert torch.equal(fresh(x), y)
+    restore_dense(fresh)
+    assert type(fresh.proj) is nn.Linear
+    assert torch.equal(fresh(x), fresh.other(fresh.proj(x)))
+
+
+def test_the_hooks_of_a_layer_stay_and_can_be_removed() -> None:
+    model, seen = Listing("list"), list[Any]()
+    handle = model.proj.register_forward_hook(lambda *args: seen.append(args))
+    fp8kit.convert(model)
+    model(torch.randn(3, 128))
+    handle.remove()
+    model(torch.randn(3, 128))
+    assert [type(args[0]) for args in seen] == [fp8kit.Fp8Linear]
+
+
+METHODS: dict[str, Callable[[nn.Module], Any]] = {
+    "attribute": lambda layer: layer.forward,
+    "partial": lambda layer: functools.partial(torch.relu, layer.forward),
+    "argument by name": lambda layer: functools.partial(torch.relu, layer=layer.forward),
+    "object": lambda layer: Step(layer.forward),  # type: ignore[arg-type]
+    "function": lambda layer: (lambda f: lambda x: f(x))(layer.forward),
+    "weak proxy": lambda layer: [weakref.proxy(layer).forward],
+}
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_a_layer_whose_forward_is_held_stays_dense(kind: str) -> None:
+    model = Listing("list")
+    model.steps = METHODS[kind](model.proj)
+    report = fp8kit.convert(model)
     assert [r.name for r in report.converted] == ["other"]
     reasons = {r.name: r.reason for r in report.skipped}
-    assert reasons["proj"] == "Listing holds it in steps too, where it cannot be replaced"
+    assert reasons["proj"].startswith("Listing holds its forward in steps, which reads the weight")
 
 
-def test_a_list_of_other_things_is_no_obstacle() -> None:
-    assert len(fp8kit.convert(Listing(lambda layer: [nn.ReLU(), Step(nn.ReLU())])).converted) == 2
+def test_a_method_that_is_held_out_of_sight_raises() -> None:
+    model = Listing("list")
+    model.steps = [Slotted(model.proj.forward)]  # type: ignore[arg-type]
+    fp8kit.convert(model)
+    with pytest.raises(fp8kit.UnsupportedError, match="to the weight of proj"):
+        model.steps[0].layer(torch.randn(3, 128))
+
+
+class Slots(nn.Linear):
+    __slots__ = ("more",)
+
+
+def test_a_class_with_slots_stays_dense() -> None:
+    """Python turns none of its instances into those of another class."""
+    model = nn.Sequential(Slots(128, 128), nn.Linear(128, 128))
+    report = fp8kit.convert(model, include=["0", "1"])
+    assert [r.name for r in report.converted] == ["1"]
+    assert "Slots is a subclass of nn.Linear with __slots__" in str(report)
 
 
 def test_a_compiled_layer_stays_dense() -> None:
-    model = Listing(lambda layer: None)
+    model = Listing("list")
     model.proj = torch.compile(model.proj, backend="eager")  # type: ignore[assignment]
     x = torch.randn(2, 128)
     report = fp8kit.convert(model)

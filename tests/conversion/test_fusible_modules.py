@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,6 +106,20 @@ def test_a_norm_is_left_as_it_was() -> None:
     assert norm.weight is weight
     assert bool((weight == 1).all())
     assert calls == []
+
+
+def test_a_module_of_modules_is_asked_for_no_epsilon() -> None:
+    """Models of diffusers warn of attributes that their config has."""
+
+    asked: list[str] = []
+
+    class Model(nn.Sequential):
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return super().__getattr__(name)
+
+    assert recognize_norm(Model(LlamaRMSNorm(256))) is None
+    assert "eps" not in asked
 
 
 def test_forwards_on_instances_are_left_alone() -> None:

@@ -90,7 +90,8 @@ def test_codes_that_do_not_fit_are_refused() -> None:
     layer, q = layer_of(), fp8kit.quantize(row(3), TENSOR)
     with pytest.raises(ValueError, match="tensor scales for a layer of scheme FP8_DYNAMIC"):
         layer(q)
-    with pytest.raises(ValueError, match="16-bit activations"):
+    said = r"It multiplies 16-bit activations\. Pass the tensor itself\.$"
+    with pytest.raises(ValueError, match=said):
         layer_of("FP8_WEIGHT_ONLY")(q)
     with pytest.raises(ValueError, match="e5m2"):
         layer(fp8kit.quantize(row(3), ROW, dtype=torch.float8_e5m2))

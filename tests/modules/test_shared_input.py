@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,24 @@ def test_shared_sees_an_input_changed_in_place(replaced: bool, device: torch.dev
         x.mul_(2)
     fresh = siblings_alone(layers[1], x)
     assert_bits_equal(layers[1](x), fresh)
+
+
+@pytest.mark.parametrize("rows", [5, 700])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
+def test_shared_sees_an_input_in_host_memory_that_is_changed_uncounted(
+    scheme: str, rows: int
+) -> None:
+    layers = siblings(torch.device("cpu"), scheme)
+    SharedInput(layers)
+    buffer = np.random.default_rng(0).standard_normal((rows, 256)).astype(np.float32)
+    x = torch.from_numpy(buffer)
+    layers[0](x)
+    x.data.mul_(3)
+    assert_bits_equal(layers[1](x), siblings_alone(layers[1], x))
+    for last in (2, 1):  # a run that left one out, and another input in the same memory
+        layers[0](x)
+        buffer[:] = np.random.default_rng(last).standard_normal(buffer.shape)
+        assert_bits_equal(layers[last](x), siblings_alone(layers[last], x))
 
 
 def siblings_alone(layer: fp8kit.Fp8Linear, x: Tensor) -> Tensor:

@@ -85,6 +85,14 @@ def test_choices_are_those_of_the_models(
     assert_same_choice(moe.route(logits, 4, **options), ids, weights)
 
 
+@pytest.mark.parametrize("bias", [None, torch.zeros(EXPERTS)], ids=["plain", "bias"])
+def test_no_tokens_choose_no_experts(bias: torch.Tensor | None) -> None:
+    options: list[dict[str, Any]] = [{}, {"groups": 2, "top_groups": 1, "correction_bias": bias}]
+    for given in options:
+        ids, weights = moe.route(torch.randn(0, EXPERTS), 2, **given)
+        assert ids.shape == weights.shape == (0, 2)
+
+
 def test_llama4_takes_the_sigmoid_of_the_best() -> None:
     logits = torch.randn(TOKENS, EXPERTS)
     ids, weights = moe.route(logits, 1, scoring="sigmoid", renormalize=False)

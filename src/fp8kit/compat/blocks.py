@@ -67,7 +67,7 @@ def per_token_group_quant_fp8(
 
 
 def per_token_cast_to_fp8(
-    x: Tensor, use_ue8m0: bool = False, gran_k: int = _SIDE
+    x: Tensor, use_ue8m0: bool = False, gran_k: int = _SIDE, use_packed_ue8m0: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Quantize a matrix with one scale per ``gran_k`` elements of a row, as DeepGEMM's tests do.
 
@@ -75,22 +75,34 @@ def per_token_cast_to_fp8(
         x: bf16, fp16 or fp32 ``[M, K]``.
         use_ue8m0: round scales up to powers of two.
         gran_k: elements per scale.
+        use_packed_ue8m0: four scales as the bytes of an integer, which nothing here reads: False.
 
     Returns:
         e4m3fn ``[M, K]`` and fp32 ``[M, ceil(K / gran_k)]``.
+
+    Raises:
+        ValueError: for packed scales.
 
     Example:
         >>> codes, scale = fp8kit.compat.per_token_cast_to_fp8(torch.randn(4, 300))
         >>> scale.shape
         torch.Size([4, 3])
     """
+    if use_packed_ue8m0:
+        raise ValueError(
+            teach(
+                "Got use_packed_ue8m0=True.",
+                "Scales are fp32 numbers, also where they are powers of two.",
+                "Leave it out, and pack what you pass to DeepGEMM's kernels with its own function.",
+            )
+        )
     return _quantized(x, GroupShape(1, gran_k), _CAST_FLOOR, use_ue8m0)
 
 
 def per_block_cast_to_fp8(
     x: Tensor,
     block_size: Sequence[int] | bool = (_SIDE, _SIDE),
-    use_ue8m0: bool = False,
+    use_ue8m0: bool | int = False,
     *,
     gran_k: int = _SIDE,
 ) -> tuple[Tensor, Tensor]:
@@ -100,20 +112,34 @@ def per_block_cast_to_fp8(
         x: bf16, fp16 or fp32 ``[M, K]``.
         block_size: rows and columns per scale, as in vLLM; or ``use_ue8m0``, which comes second in
             DeepGEMM.
-        use_ue8m0: round scales up to powers of two.
+        use_ue8m0: round scales up to powers of two; or ``gran_k``, which comes third in DeepGEMM.
         gran_k: the side of a block, under DeepGEMM's name; with ``use_ue8m0`` in second place only.
 
     Returns:
         e4m3fn ``[M, K]`` and fp32 ``[ceil(M / rows), ceil(K / columns)]``.
+
+    Raises:
+        TypeError: for a side where ``use_ue8m0`` is expected, or the other way round.
 
     Example:
         >>> codes, scale = fp8kit.compat.per_block_cast_to_fp8(torch.randn(130, 256))
         >>> scale.shape
         torch.Size([2, 2])
     """
+    third, by_deep_gemm = use_ue8m0, isinstance(block_size, bool)
+    if third is not False and isinstance(third, bool) == by_deep_gemm:
+        raise TypeError(
+            teach(
+                f"Got {third!r} as third argument after {block_size!r}.",
+                "After the sides of a block it is use_ue8m0, True or False; after use_ue8m0 it is "
+                "gran_k, an integer.",
+                "Pass block_size=, use_ue8m0= or gran_k= by name.",
+            )
+        )
     if isinstance(block_size, bool):
-        use_ue8m0, block_size = block_size, (gran_k, gran_k)
-    return _quantized(x, _block(block_size), _CAST_FLOOR, use_ue8m0)
+        side = third or gran_k
+        third, block_size = block_size, (side, side)
+    return _quantized(x, _block(block_size), _CAST_FLOOR, bool(third))
 
 
 def w8a8_block_fp8_matmul(

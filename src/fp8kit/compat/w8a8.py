@@ -35,9 +35,26 @@ class GroupShape(NamedTuple):
     row: int
     col: int
 
+    def is_per_tensor(self) -> bool:
+        """Return whether there is one scale."""
+        return self == (-1, -1)
+
+    def is_per_token(self) -> bool:
+        """Return whether each row has a scale."""
+        return self == (1, -1)
+
+    def is_per_channel(self) -> bool:
+        """Return whether each column has a scale."""
+        return self == (-1, 1)
+
+    def is_per_group(self) -> bool:
+        """Return whether a row has a scale for each group of its columns."""
+        return self.row == 1 and self.col >= 1
+
 
 GroupShape.PER_TENSOR = GroupShape(-1, -1)  # type: ignore[attr-defined]
 GroupShape.PER_TOKEN = GroupShape(1, -1)  # type: ignore[attr-defined]
+GroupShape.PER_CHANNEL = GroupShape(-1, 1)  # type: ignore[attr-defined]
 
 
 def scaled_fp8_quant(

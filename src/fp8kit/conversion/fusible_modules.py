@@ -97,6 +97,8 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
         norm: a module with a ``weight [K]`` or a ``normalized_shape`` and a known epsilon; its
             Parameters may be on the meta device.
     """
+    if norm._modules:  # a model may warn of each attribute that it is asked for
+        return None
     try:
         eps = next((e for n in _EPSILONS if (e := getattr(norm, n, None)) is not None), None)
         weight = getattr(norm, "weight", None)

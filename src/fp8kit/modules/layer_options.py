@@ -127,13 +127,15 @@ def row_codes(layer: Fp8Linear, x: QTensor) -> RowCodes:
     """
     scheme = layer.scheme
     if x.group != scheme.activation:
-        wanted = "16-bit" if scheme.activation is None else f"{scheme.activation}-scaled"
+        wanted, remedy = "16-bit activations", "."
+        if scheme.activation is not None:
+            wanted = f"{scheme.activation}-scaled activations"
+            remedy = f", which the layer quantizes, or quantize it per {scheme.activation}."
         raise ValueError(
             teach(
                 f"Got an input with {x.group} scales for a layer of scheme {scheme}.",
-                f"It multiplies {wanted} activations.",
-                "Pass the tensor itself, which the layer quantizes, or quantize it per "
-                f"{scheme.activation}.",
+                f"It multiplies {wanted}.",
+                f"Pass the tensor itself{remedy}",
             )
         )
     validation.check_codes("an input", x.data.dtype, scheme)

@@ -5,10 +5,10 @@ first call multiplies the joined weights, and the others return their columns of
 many rows it only shares the codes, and each layer multiplies its own weight into a contiguous
 result: one wide GEMM saves nothing there, and its slices slow down whatever reads them. A call with
 any other tensor, or in any other order, computes that layer alone, so a wrong guess about siblings
-costs time, never correctness. With gradients every layer computes alone. An input, weight or bias
-written where no version counter shows it (``.data``, ``.numpy()``) between two siblings goes
-unnoticed. Under
-``torch.compile`` the same holds where the calling code is known not to change their input, and the
+costs time, never correctness. With gradients every layer computes alone. What no version counter
+shows (writes through ``.data``, NumPy, a kernel of one's own) is noticed of inputs in host memory,
+by comparing them, and not of inputs on a device, weights and biases, until the first sibling is
+called again. Under ``torch.compile`` the same holds where the calling code is known not to change their input, and the
 rows of a graph are known to be few; a graph of any number of rows shares codes.
 """
 
@@ -53,6 +53,7 @@ class _Pending:
     state: _State
     results: _Results
     codes: RowCodes | None = None
+    values: Tensor | None = None  # of an input in host memory, where NumPy writes uncounted
 
 
 class _Local(threading.local):
@@ -148,6 +149,8 @@ class SharedInput:
         pending = self._pending
         if pending is None or pending.x is not x or pending.state != _input_state(x):
             return None
+        if pending.values is not None and not torch.equal(pending.values, x):
+            return None
         result, weights = pending.results.pop(id(member), (None, None))
         if not pending.results:
             self._pending = None
@@ -186,8 +189,12 @@ class SharedInput:
     def _quantized_once(self, member: Fp8Linear, x: Tensor) -> Tensor:
         codes = member.quantize_input(x)
         rest: _Results = {id(m): (None, _weight_state(m)) for m in self.members[1:]}
-        self._pending = _Pending(x, _input_state(x), rest, codes)
+        self._pending = _Pending(x, _input_state(x), rest, codes, self._copied(x))
         return member.multiply(codes)
+
+    def _copied(self, x: Tensor) -> Tensor | None:
+        host = type(x) is Tensor and x.device.type == "cpu" and not is_traced()
+        return x.clone() if host and not self.unchanging else None
 
     def _trained(self, x: Tensor) -> bool:
         biases = (m.bias for m in self.members if m.bias is not None)
@@ -259,7 +266,7 @@ class SharedInput:
         results: _Results = {
             id(m): (part, _weight_state(m)) for m, part in zip(self.members[1:], rest, strict=True)
         }
-        self._pending = _Pending(x, _input_state(x), results)
+        self._pending = _Pending(x, _input_state(x), results, values=self._copied(x))
         return first
 
     def _replay(
