@@ -484,6 +484,7 @@ OTHERS = {
     "AdaLora": {"total_step": 10},
     "Vera": {},
     "BOFT": {},
+    "C3A": {"block_size": 32, "init_weights": False},
 }
 
 
@@ -498,6 +499,16 @@ def test_other_adapters_train_and_are_not_merged(kind: str) -> None:
     with pytest.raises(UnsupportedError, match=r"to_linear\(\)"):
         model.merge_adapter()
     assert_same_state(lora(model).get_base_layer(), before)
+
+
+def test_an_adaption_prompt_of_the_dtype_of_codes_is_refused() -> None:
+    sizes = {"hidden_size": SIZE, "intermediate_size": SIZE, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    fp8kit.convert(model)
+    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1)
+    with pytest.raises(UnsupportedError, match=r"needs numbers.*attach the adapter to the dense"):
+        peft.get_peft_model(model, config)
 
 
 def test_scales_of_unilora_are_not_rounded_to_fp8() -> None:

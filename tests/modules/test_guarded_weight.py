@@ -332,6 +332,31 @@ def test_operators_that_know_scales_take_it() -> None:
     assert_bits_equal(fp8kit.dequantize(q), layer.to_linear().weight.detach())
 
 
+@torch.library.custom_op("fp8kit_tests::halves", mutates_args=())
+def halves(w: Tensor) -> list[Tensor]:
+    return [part.clone() for part in w.chunk(2)]
+
+
+@torch.library.custom_op("fp8kit_tests::decoded", mutates_args=())
+def decoded(w: Tensor, scale: Tensor) -> Tensor:
+    return w.float() * scale
+
+
+@torch.library.custom_op("fp8kit_tests::largest", mutates_args=())
+def largest(w: Tensor, cast: bool) -> Tensor:
+    return w.float().amax() if cast else w.amax().float()
+
+
+@pytest.mark.parametrize("cast", [True, False], ids=["computes", "fails"])
+def test_operators_of_others_take_codes_beside_scales_alone(cast: bool) -> None:
+    """torchao's find the range of a weight: with codes for numbers, or not at all."""
+    layer = model_of()["proj"]
+    with pytest.raises(UnsupportedError, match=TAUGHT):
+        largest(layer.weight, cast)
+    assert halves(layer.weight)[1].shape == (SIZE // 2, SIZE)
+    assert_bits_equal(decoded(layer.weight, layer.weight_scale), layer.to_linear().weight.detach())
+
+
 def test_functional_call_and_parametrizations_take_it() -> None:
     model, x = model_of(), torch.randn(3, SIZE)
     layer = model["proj"]

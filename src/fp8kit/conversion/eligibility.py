@@ -213,22 +213,23 @@ def _with_bound_methods(model: nn.Module) -> dict[nn.Module, str]:
     """
     of_every_module = vars(nn.Module())
     return {
-        method.__self__: f"{type(holder).__name__} holds its {method.__name__} in {attribute}, "
+        layer: f"{type(holder).__name__} holds its {method} in {attribute}, "
         "which reads the weight; call the layer instead"
         for holder in model.modules()
         for attribute, value in vars(holder).items()
         if attribute not in of_every_module
-        for method in _methods(value)
+        for layer, method in _methods(value)
     }
 
 
-def _methods(value: Any, depth: int = 3) -> Iterator[types.MethodType]:
-    """Give methods of linear layers in a value, down to a depth: a list may hold itself."""
+def _methods(value: Any, depth: int = 3) -> Iterator[tuple[nn.Module, str]]:
+    """Give linear layers with a method in a value, down to a depth: a list may hold itself."""
     if isinstance(value, weakref.ProxyTypes):
         value = value.__repr__.__self__  # what it stands for
-    if isinstance(value, types.MethodType) and is_linear(value.__self__):
+    owner = value.__self__ if isinstance(value, types.MethodType) else None
+    if is_linear(owner):
         if value.__func__ is not nn.Module.__call__:  # which looks forward up
-            yield value
+            yield owner, value.__name__
     elif depth and not isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)):
         for part in _parts(value):
             yield from _methods(part, depth - 1)

@@ -332,7 +332,7 @@ def tell() -> None:
         base.__init_subclass__ = classmethod(_join_dense_alone)
 
 
-def _join_dense_alone(kind: Any, **_: Any) -> None:
+def _join_dense_alone(kind: Any, /, **_: Any) -> None:
     """Let attention of a class, and of those made of it, refuse to join the codes of q, k and v."""
     for subclass in kind.__subclasses__():
         _join_dense_alone(subclass)

@@ -13,11 +13,12 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.adaption_prompt.layer import _BaseAdaptedAttention
 from peft.tuners.lora import layer as lora_layer
 from peft.tuners.lora import model as lora_model
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.variants import DoraLinearVariant
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from peft.tuners.unilora.layer import UniLoraLayer
 from torch import Tensor
 
@@ -85,10 +86,7 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         """
         if config.init_lora_weights not in _INITS:
             raise _made_from_codes(f"init_lora_weights={config.init_lora_weights!r}")
-        try:
-            super().update_layer(adapter_name, *args, config=config, **kwargs)
-        except NotImplementedError as error:  # no random numbers are drawn in FP8
-            raise _made_from_codes(f"an adapter that cannot be made ({error})") from error
+        _in_words(super().update_layer)(adapter_name, *args, config=config, **kwargs)
 
     def merge(
         self,
@@ -184,9 +182,24 @@ def _made_from_codes(what: str) -> UnsupportedError:
             f"Got {what} on an Fp8Linear.",
             "It computes with the weight of the layer, changes it, or takes its dtype.",
             "Use LoRA or DoRA with init_lora_weights True, 'gaussian' or 'eva'; or attach the "
-            "adapter to the dense model.",
+            "adapter to the dense model; of layers that others are merged into, call to_linear().",
         )
     )
+
+
+def _in_words(own: Any) -> Any:
+    """Say what torch means where it computes nothing in FP8, which is the dtype of our weights."""
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(*args, **kwargs)
+        except NotImplementedError as error:
+            if "Float8" not in str(error):
+                raise
+            raise _made_from_codes(f"an adapter that needs numbers ({error})") from error
+
+    return call
 
 
 class _DoraLayer(DoraLinearLayer):  # type: ignore[misc]
@@ -232,6 +245,9 @@ def tell() -> None:
             )
         )
     lora_model.dispatch_default = _dispatch
+    _BaseAdaptedAttention.__init__ = _in_words(_BaseAdaptedAttention.__init__)
+    for method in ("merge_adapter", "_unload_and_optionally_merge"):
+        setattr(BaseTuner, method, _in_words(getattr(BaseTuner, method)))
     UniLoraLayer.update_scaling = _scaled_in_high_precision(UniLoraLayer.update_scaling)
 
 

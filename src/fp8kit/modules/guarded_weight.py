@@ -152,7 +152,9 @@ class GuardedCodes(Tensor):
         owner = next((t.__dict__["_owner"] for t in codes if "_owner" in t.__dict__), "")
         if name == "__iter__":
             return iter(args[0].unbind(0))
-        taught = _is_taught(func)
+        library = _library(func)
+        taught = "scaled" in name or library not in ("aten", "prims")  # codes with their scales
+        lone = taught and library != "fp8kit" and len(codes) == len(given)
         out = any(isinstance(t, GuardedCodes) for t in _tensors(kwargs.get("out")))
         text = name == "__format__" and not args[0].dim()
         if name in _NUMBERS or out or text or (not taught and _spoils(name, given)):
@@ -161,10 +163,12 @@ class GuardedCodes(Tensor):
             try:
                 result = func(*plain(args), **plain(kwargs))
             except (RuntimeError, TypeError) as error:
-                if taught or name in _MOVES | _IN_PLACE | _COPIES | _TESTS:
+                if (taught and not lone) or name in _MOVES | _IN_PLACE | _COPIES | _TESTS:
                     raise
                 raise _refused(name, owner) from error
             made = _tensors(result)
+            if lone and any(t.is_floating_point() and t.dtype not in FP8_FORMATS for t in made):
+                raise _refused(name, owner)  # without scales it took codes for numbers
             if taught or name in _COPIES or not made:
                 return result
             if not _reads_nothing(name, made, given):
@@ -245,13 +249,10 @@ def _reads_nothing(name: str, made: Sequence[Tensor], given: Sequence[Tensor]) -
     return name in _MOVES and all(t.dtype in kinds for t in made)
 
 
-def _is_taught(func: Any) -> bool:
-    """Return whether an operator takes codes with their scales, as ours and scaled products do."""
-    if "scaled" in _name(func):
-        return True
+def _library(func: Any) -> str:
+    """Return whose an operator is: those of others take codes with their scales, as ours do."""
     packet = getattr(func, "overloadpacket", func)
-    qualified = str(getattr(packet, "_qualified_op_name", "aten::"))
-    return not qualified.startswith(("aten::", "prims::"))
+    return str(getattr(packet, "_qualified_op_name", "aten::")).partition("::")[0]
 
 
 def _refused(name: str, owner: str) -> UnsupportedError:

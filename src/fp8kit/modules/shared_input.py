@@ -8,8 +8,9 @@ any other tensor, or in any other order, computes that layer alone, so a wrong g
 costs time, never correctness. With gradients every layer computes alone. What no version counter
 shows (writes through ``.data``, NumPy, a kernel of one's own) is noticed of inputs in host memory,
 by comparing them, and not of inputs on a device, weights and biases, until the first sibling is
-called again. Under ``torch.compile`` the same holds where the calling code is known not to change their input, and the
-rows of a graph are known to be few; a graph of any number of rows shares codes.
+called again. Under ``torch.compile`` the same holds where the calling code is known not to change
+their input, and the rows of a graph are known to be few; a graph of any number of rows shares
+codes.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
 
 def _within_groups(choice: Tensor, groups: int, top_groups: int, summed: bool) -> Tensor:
     """Leave the scores of each token's best groups, and minus infinity elsewhere."""
-    parts = choice.unflatten(1, (groups, choice.shape[1] // groups))
+    parts = choice.view(choice.shape[0], groups, choice.shape[1] // groups)
     if summed:
         worth = parts.topk(min(_BEST_OF_GROUP, parts.shape[-1]), -1).values.sum(-1)
     else:
