@@ -226,7 +226,7 @@ def _methods(value: Any, depth: int = 3) -> Iterator[tuple[nn.Module, str]]:
     """Give linear layers with a method in a value, down to a depth: a list may hold itself."""
     if isinstance(value, weakref.ProxyTypes):
         value = value.__repr__.__self__  # what it stands for
-    owner = value.__self__ if isinstance(value, types.MethodType) else None
+    owner: Any = value.__self__ if isinstance(value, types.MethodType) else None
     if is_linear(owner):
         if value.__func__ is not nn.Module.__call__:  # which looks forward up
             yield owner, value.__name__
