@@ -330,6 +330,31 @@ def test_from_pretrained_with_our_config(nano: Path) -> None:
     assert_same(model, load(nano))
 
 
+@pytest.mark.parametrize("read", [lambda d: d, plugin.Fp8KitConfig.from_dict], ids=["", "read"])
+def test_a_config_survives_a_dictionary(read: Callable[[Any], Any], tmp_path: Path) -> None:
+    config = plugin.Fp8KitConfig("FP8_TENSOR", ["*.mlp.*"], exclude=["*.down_proj"], strict=True)
+    said = json.loads(config.to_json_string())
+    model = stock(NANO, quantization_config=read(said))
+    assert_same(model, stock(NANO, quantization_config=config))
+    found = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    assert found == {"gate_proj", "up_proj"}
+    assert model.hf_quantizer.quantization_config.strict
+    model.save_pretrained(tmp_path)
+    assert config_of(tmp_path)["quant_method"] == "compressed-tensors"
+    assert config.to_dict() == said
+    everything = plugin.Fp8KitConfig(exclude=[]).to_dict()  # also what stays dense by default
+    assert everything["exclude"] == plugin.Fp8KitConfig.from_dict(everything).exclude == []
+
+
+def test_a_config_with_a_function_is_no_dictionary() -> None:
+    config = plugin.Fp8KitConfig(exclude=lambda name, _: "o_proj" in name)
+    model = stock(NANO, quantization_config=config)
+    assert not isinstance(model.model.layers[0].self_attn.o_proj, Fp8Linear)
+    assert "a function" in str(model.config)
+    with pytest.raises(UnsupportedError, match=r"function as include or exclude.*Pass the config"):
+        plugin.Fp8KitConfig.from_dict(config.to_dict())
+
+
 def test_loaded_weights_do_not_depend_on_the_files(tmp_path: Path, nano: Path) -> None:
     shutil.copytree(nano, tmp_path / "c")
     model = load(tmp_path / "c")
@@ -519,6 +544,61 @@ def test_a_converted_model_saves_itself_in_shards(tmp_path: Path, scheme: str) -
     assert_same(model, load(tmp_path / "c"))
     if scheme == "FP8_DYNAMIC":  # of the others a CPU gets a dense model
         assert_stock_loads(model, tmp_path / "c")
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "FP8_BLOCK", "MXFP8"])
+@pytest.mark.parametrize("storage", ["discard", "keep"])
+def test_a_state_dict_is_what_is_saved(scheme: str, storage: str, tmp_path: Path) -> None:
+    def made(**options: Any) -> Any:
+        model = stock(NANO)
+        fp8kit.convert(model, scheme, calibrate=lambda m: m(IDS), **options)
+        return model
+
+    model, other = made(weight_storage=storage), stock(NANO)
+    own = {n: (t, t.clone()) for n, t in model.state_dict(keep_vars=True).items()}
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    given = {n: t.clone() for n, t in other.state_dict().items()}
+    model.save_pretrained(tmp_path / "given", state_dict=given)
+    wanted = made()
+    wanted.load_state_dict(given, strict=False)
+    wanted.save_pretrained(tmp_path / "wanted")
+    assert all_bytes(tmp_path / "given") == all_bytes(tmp_path / "wanted")
+    held = model.state_dict(keep_vars=True)
+    for name, (tensor, bits) in own.items():
+        assert held[name] is tensor
+        assert_bits_equal(tensor, bits)
+    part = {
+        n: t for n, t in given.items() if ".layers.1." in n and not n.endswith("up_proj.weight")
+    }
+    model.save_pretrained(tmp_path / "part", state_dict=part)
+    whole = load_file(tmp_path / "wanted" / SHARD)
+    found = load_file(tmp_path / "part" / SHARD)
+    assert {n for n in whole if ".layers.1." in n and ".up_proj." not in n} == found.keys()
+    for name, tensor in found.items():
+        assert_bits_equal(tensor, whole[name])
+
+
+def test_a_state_dict_with_one_name_of_tied_tensors_gives_both(tmp_path: Path) -> None:
+    model = converted()
+    given = {"lm_head.weight": model.lm_head.weight.detach() * 2}
+    model.save_pretrained(tmp_path, state_dict=given)
+    (saved,) = load_file(tmp_path / SHARD).values()
+    assert_bits_equal(saved, given["lm_head.weight"])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_state_dict_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = converted()
+    with pytest.raises(CheckpointError, match=r"state_dict has a\.b\. It holds tensors of Llama"):
+        model.save_pretrained(tmp_path / "c", state_dict={"a.b": torch.ones(1)})
+    model = load(tiny("Qwen3Moe", tmp_path, **MOE), scheme="FP8_DYNAMIC")
+    given = {n: t for n, t in model.state_dict().items() if "layers.1.mlp.experts" not in n}
+    with pytest.raises(
+        CheckpointError, match=r"lacks model\.layers\.1\.mlp\.experts.* all those of"
+    ):
+        model.save_pretrained(tmp_path / "c", state_dict=given)
 
 
 def test_two_conversions_are_saved_as_two_schemes(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ compressed-tensors, so loading them does not need this package.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -36,7 +37,13 @@ from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
-from fp8kit.integrations.transformers_saving import METHOD, as_saved, check_version
+from fp8kit.integrations.transformers_saving import (
+    GIVEN,
+    METHOD,
+    as_saved,
+    check_version,
+    saving_what_is_given,
+)
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
@@ -50,6 +57,7 @@ from fp8kit.modules.parameters import frozen
 if METHOD not in ALL_EXPERTS_FUNCTIONS:
     # FP8 experts compute by a forward of their own, whatever the model's setting; others do as ever
     ALL_EXPERTS_FUNCTIONS.register(METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
+_FUNCTION = "a function, which no dictionary holds"
 _TIED = "its weight is tied to another parameter"
 
 
@@ -70,6 +78,8 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Raises:
         ValueError: if the scheme is unknown, or needs calibration.
+        UnsupportedError: for a dictionary of a config whose ``include`` or ``exclude`` was a
+            function.
 
     Example:
         >>> config = Fp8KitConfig("FP8_DYNAMIC", exclude=["*.o_proj"])
@@ -89,6 +99,14 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         if layers is None:
             refuse_static(scheme_of_plain(scheme))
+        if _FUNCTION in (include, exclude):
+            raise UnsupportedError(
+                teach(
+                    "Got the dictionary of an Fp8KitConfig with a function as include or exclude.",
+                    "A dictionary holds names and patterns.",
+                    "Pass the config itself, or patterns such as exclude=['*.o_proj'].",
+                )
+            )
         self.quant_method = quant_method
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
         self.layers, self.experts, self.mx_form = layers, experts or {}, mx_form
@@ -97,7 +115,11 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def to_dict(self) -> JsonObject:
         """Give the quantization config that is saved: that of a public format, once it is known."""
-        return self.announced or {"quant_method": self.quant_method, "scheme": self.scheme}
+        said = {key: getattr(self, key) for key in ("include", "exclude", "strict")}
+        # models show their config while they are built: only what reads a function is refused
+        said = {key: _FUNCTION if callable(value) else value for key, value in said.items()}
+        own = {"quant_method": self.quant_method, "scheme": self.scheme}
+        return self.announced or own | {k: v for k, v in said.items() if v not in (None, False)}
 
 
 class _Quantize(ConversionOps):  # type: ignore[misc]
@@ -154,7 +176,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     report: Report | None = None
 
     def __init__(self, quantization_config: Fp8KitConfig, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
+        # a copy: what a model is saved as is nothing that its user asked for
+        super().__init__(copy.copy(quantization_config), **kwargs)
         asked = scheme_of_plain(quantization_config.scheme)
         self.scheme, self.form = asked.stored, named_form(asked)
         self.not_finite: list[str] = []
@@ -260,14 +283,16 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         """Return ``save_pretrained`` the tensors as they are on disk, and announce them.
 
         Raises:
-            CheckpointError: if Transformers could not load what would be written.
+            CheckpointError: if Transformers could not load what would be written, or if the
+                ``state_dict`` that ``save_pretrained`` got is none of the model.
         """
+        given = GIVEN.get()
         if getattr(model, "_hf_peft_config_loaded", False):  # the adapter alone is saved
-            return None, {}
+            return given, {}
         kinds = (Fp8Linear, ExpertTensors)
         if not any(isinstance(m, kinds) for m in model.modules()):  # all were replaced
             self.remove_quantization_config(model)
-            return None, {}
+            return given, {}
         state, self.quantization_config.announced = as_saved(model)
         for part in model.modules():
             if isinstance(part, PreTrainedModel) and hasattr(part.config, "quantization_config"):
@@ -291,6 +316,7 @@ def tell() -> None:
         lambda layer: Fp8KitQuantizer(Fp8KitConfig(plain(layer.scheme), layers={}))
     )
     PreTrainedModel._get_resized_lm_head = _resized_as_numbers(PreTrainedModel._get_resized_lm_head)
+    PreTrainedModel.save_pretrained = saving_what_is_given(PreTrainedModel.save_pretrained)
 
 
 def _resized_as_numbers(own: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -17,16 +19,28 @@ from transformers.core_model_loading import revert_weight_conversion
 from fp8kit.checkpoint.announcing import announce, check_unknown
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
-from fp8kit.checkpoint.expert_names import in_module, own_names, split_experts, tensors_of
+from fp8kit.checkpoint.expert_names import (
+    in_module,
+    own_names,
+    split_experts,
+    stacks_in,
+    tensors_of,
+)
 from fp8kit.checkpoint.exporting import Exported, as_stored, unquantized, untied
-from fp8kit.checkpoint.schema.naming import experts_of
+from fp8kit.checkpoint.loading.expected import ties
+from fp8kit.checkpoint.loading.into_module import tie
+from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, MX
 from fp8kit.integrations.transformers_trial import accepted_of
+from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertTensors
+from fp8kit.modules.linear import Fp8Linear
 
 OLDEST = (5, 17)
 METHOD = "fp8kit"
+_BESIDE = ("weight_scale", "weight_exponents", "input_scale")  # what comes with codes
+GIVEN: ContextVar[Mapping[str, Tensor] | None] = ContextVar("GIVEN", default=None)
 
 
 def check_version() -> None:
@@ -75,7 +89,7 @@ def export(model: Any) -> Exported:
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     kept = untied(model, tied)
     _tell_of_shared(model, kept.keys() | tied | ignored)
-    layers, whole = split_experts(model, partial(names_on_disk, model))
+    layers, whole = split_experts(model, functools.partial(names_on_disk, model))
     ignored |= own_names(model, [])
     tensors = {n: t for n, t in kept.items() if n not in ignored} | held_cache_scales(model)
     tensors = _as_in_checkpoints(model, tensors) | tensors_of(layers)
@@ -199,8 +213,64 @@ def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tens
     return found
 
 
+def saving_what_is_given(own: Any) -> Any:
+    """Wrap ``save_pretrained``, which tells quantizers nothing of its ``state_dict``."""
+
+    @functools.wraps(own)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        token = GIVEN.set(args[2] if len(args) > 2 else kwargs.get("state_dict"))
+        try:
+            return own(model, *args, **kwargs)
+        finally:
+            GIVEN.reset(token)
+
+    return save_pretrained
+
+
+@contextmanager
+def _holding(model: Any, given: Mapping[str, Tensor]) -> Iterator[set[str]]:
+    """Let a model hold other tensors for a while, quantized where its layers are FP8.
+
+    They come under names of its ``state_dict``: codes with scales, or dense weights. Yields the
+    names of its tensors that were not given; they stay.
+    """
+    own = model.state_dict(keep_vars=True)
+    ties_of = {n: group for group in ties(own) for n in group}
+    absent = {n for n in own if given.keys().isdisjoint(ties_of.get(n, (n,)))}
+    fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear | ExpertTensors)}
+    of = {named(n, k): named(n, "weight") for n in fp8 for k in _BESIDE}
+    of |= {f"{n}{k}": n for n in stacks_in(model) for k in FROZEN_KINDS[1:]}
+    absent -= {n for n in absent if of.get(n) in given}  # a dense weight gets them here
+    odd = sorted(given.keys() - own.keys()) or sorted(absent & own_names(model, []))
+    if odd:
+        raise CheckpointError(
+            teach(
+                f"The state_dict {'has' if odd[0] in given else 'lacks'} {some_of(odd)}.",
+                f"It holds tensors of {type(model).__name__}, and all those of FP8 experts.",
+                "Take the names of model.state_dict(), or save without state_dict=.",
+            )
+        )
+    kept = {m: (vars(m).copy(), m._parameters.copy(), m._buffers.copy()) for m in model.modules()}
+    try:
+        for module in fp8.values():  # dense weights that were kept would follow in place
+            held: JsonObject = {"original_weight": None, "originals": {}}
+            vars(module).update({k: v for k, v in held.items() if k in vars(module)})
+        model.load_state_dict(given, strict=False, assign=True)
+        for group in ties(own):
+            tie(model, group, given)
+        yield absent
+    finally:
+        for module, (attributes, parameters, buffers) in kept.items():
+            vars(module).update(attributes)
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
 def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
     """Return what ``save_pretrained`` writes: what ``fp8kit.save`` does, if Transformers loads it.
+
+    Of a ``state_dict`` that ``save_pretrained`` got, that is what a model with these tensors gives,
+    without those that it lacks.
 
     Args:
         model: a ``PreTrainedModel`` with ``Fp8Linear`` layers.
@@ -210,8 +280,17 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
         quantization config.
 
     Raises:
-        CheckpointError: if Transformers could not load it.
+        CheckpointError: if Transformers could not load it, or the tensors are not the model's.
+        RuntimeError: if its tensors do not fit, or dense weights come with scales of codes.
     """
+    given = GIVEN.get()
+    if given is None:
+        return _as_saved(model, ())
+    with _holding(model, given) as absent:
+        return _as_saved(model, absent)
+
+
+def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], JsonObject]:
     check_version()
     if model.dtype in FP8_FORMATS:
         raise CheckpointError(
@@ -246,4 +325,5 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
     kinds = {n: (t.dtype, tuple(t.shape)) for n, t in written.items()}
     quantization = announced.config(exported.dense)
     quantization = accepted_of(model, quantization, kinds, announced.dtype)
-    return dict(announced.on_disk(n, t) for n, t in held.items()), quantization
+    stored = dict(announced.on_disk(n, t) for n, t in held.items() if n not in absent)
+    return stored, quantization

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -210,7 +210,7 @@ def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
     """
     arrivals.finish()
     for group in layers.ties:
-        _tie(model, group, arrivals.placed)
+        tie(model, group, arrivals.placed)
     tensors = (*model.named_parameters(), *model.named_buffers())
     absent = [name for name, t in tensors if t.is_meta]
     if absent:
@@ -329,7 +329,7 @@ def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
     return layer
 
 
-def _tie(model: nn.Module, names: Sequence[str], loaded: set[str]) -> None:
+def tie(model: nn.Module, names: Sequence[str], loaded: Collection[str]) -> None:
     """Let all names of one tensor share what was loaded under one of them."""
     source = next((n for n in names if n in loaded), names[0])
     owner, _, kind = source.rpartition(".")
