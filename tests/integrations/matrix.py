@@ -61,6 +61,18 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "as compressed-tensors, byte for byte what `fp8kit.save` writes",
         ),
         Row(
+            "`save_pretrained(state_dict=)`",
+            "works",
+            "integrations/test_transformers.py::test_a_state_dict_is_what_is_saved",
+            "codes with scales or dense weights, which are quantized; a part is written alone",
+        ),
+        Row(
+            "`Fp8KitConfig` as a dictionary",
+            "works",
+            "integrations/test_transformers.py::test_a_config_survives_a_dictionary",
+            "`include` and `exclude` as patterns, not as functions",
+        ),
+        Row(
             "`generate`, dynamic and static cache",
             "works",
             "integrations/test_transformers_use.py::test_generate",
@@ -137,6 +149,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             '`scale="checkpoint"`; without it one scale per token and head',
         ),
         Row(
+            "an FP8 cache of an encoder-decoder model",
+            "works",
+            "integrations/test_kv_cache.py::test_an_encoder_decoder_model_keeps_its_cross_attention",
+            "of the decoder; keys and values of the encoder stay in high precision",
+        ),
+        Row(
             "an FP8 cache and sliding windows",
             "works",
             "integrations/test_kv_cache.py::test_a_window_slides_as_that_of_transformers",
@@ -168,8 +186,9 @@ MATRIX: dict[str, tuple[Row, ...]] = {
         Row(
             "`Trainer`, activation checkpointing",
             "works",
-            "integrations/test_peft.py::test_the_trainer_of_transformers_takes_it_with_an_adapter_alone",
-            "without an adapter Transformers refuses",
+            "integrations/test_peft.py::test_the_trainer_of_transformers",
+            "without an adapter Transformers refuses a model quantized while loading, and of a "
+            "converted one trains what is not FP8: embeddings, norms, head",
         ),
         Row(
             "`prepare_model_for_kbit_training`",
@@ -202,6 +221,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "works",
             "integrations/test_peft.py::test_merging_adds_to_the_numbers_and_quantizes_once",
             "in fp32, quantized once, in place; unmerging restores every byte",
+        ),
+        Row(
+            "`load_state_dict` of base weights while adapters are merged",
+            "refused",
+            "integrations/test_peft.py::test_a_merged_model_takes_adapters_and_no_other_base",
+            "unmerging would discard them; adapters alone load",
         ),
         Row(
             "merging where accelerate offloads",
@@ -249,6 +274,12 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "refused",
             "integrations/test_peft.py::test_adapters_of_fp8_parameters_are_refused",
             "PEFT adds the adapter to the weight itself; rounded to codes it would vanish",
+        ),
+        Row(
+            "`modules_to_save` of FP8 layers",
+            "refused",
+            "integrations/test_peft.py::test_training_a_copy_of_fp8_layers_is_refused",
+            "dense ones, such as `lm_head`, are trained",
         ),
         Row(
             "IA3, LoHa, LoKr, AdaLoRA, VeRA, BOFT: training",

@@ -23,6 +23,7 @@ from transformers.cache_utils import (  # noqa: E402
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     StaticCache,
     StaticLayer,
 )
@@ -367,6 +368,63 @@ def test_kinds_of_layers_without_such_a_cache_are_named() -> None:
     model.config.layer_types = ["full_attention", "hybrid"]
     with pytest.raises(UnsupportedError, match=r"Layer 1 of Qwen3ForCausalLM.*'hybrid'"):
         fp8kit.Fp8Cache(model)
+
+
+def with_encoder(kind: str) -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 160, "d_model": 128, "decoder_start_token_id": 0}
+    if kind == "T5":
+        sizes |= {"d_kv": WIDTH, "d_ff": 256, "num_layers": 2, "num_heads": 2}
+    else:
+        for part in ("encoder", "decoder"):
+            sizes |= {f"{part}_layers": 2, f"{part}_attention_heads": 2, f"{part}_ffn_dim": 256}
+        sizes["max_position_embeddings"] = 32  # of the decoder alone: the prompt is longer
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["T5", "Bart"])
+def test_an_encoder_decoder_model_keeps_its_cross_attention(kind: str, static: bool) -> None:
+    model = with_encoder(kind)
+    prompt, answer = torch.arange(48).view(2, 24) * 37 % 160, torch.arange(16).view(2, 8)
+    cache = fp8kit.Fp8StaticCache(model, 32) if static else fp8kit.Fp8Cache(model)
+    wanted = EncoderDecoderCache(fake_cache(model, 32 if static else 0), DynamicCache())
+
+    def steps(cache: Any) -> Tensor:
+        options = {"input_ids": prompt, "past_key_values": cache}
+        return torch.cat([model(decoder_input_ids=i, **options).logits for i in answer.split(1, 1)])
+
+    first = steps(cache)
+    assert_bits_equal(first, steps(wanted))
+    cache.reset()
+    assert_bits_equal(steps(cache), first)
+    cache.reset()
+    assert_bits_equal(steps(EncoderDecoderCache(cache, DynamicCache())), first)
+    cache.reset()
+    assert cache.cross_attention_cache.get_seq_length() == 0
+    twin = copy.deepcopy(cache)
+    beams = {"max_new_tokens": 8, "num_beams": 1 if static else 2, "do_sample": False}
+    model.generate(prompt, past_key_values=twin, **beams)
+    assert twin.get_seq_length() == 8
+    assert twin.cross_attention_cache.get_seq_length() == 24
+    assert isinstance(twin, fp8kit.Fp8StaticCache if static else fp8kit.Fp8Cache)
+    if static:
+        with pytest.raises(UnsupportedError, match=r"crop\(-1\) of a static FP8 cache"):
+            twin.crop(-1)
+    else:
+        twin.crop(-1)
+        assert twin.get_seq_length() == 7
+        assert twin.nbytes == sum(layer.nbytes for layer in twin.layers)
+
+
+def test_wrappers_of_a_model_are_looked_into() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny()
+    tuned = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(target_modules=["q_proj"]))
+    for wrapped in (tuned, torch.compile(model), torch.compile(tuned)):
+        assert len(fp8kit.Fp8Cache(wrapped)) == len(fp8kit.Fp8StaticCache(wrapped, 8)) == 2
 
 
 def test_a_cache_may_be_made_before_it_is_used() -> None:

@@ -159,7 +159,7 @@ def test_training_follows_that_of_the_bf16_weights() -> None:
     assert_trains_alike(losses["fp8"], losses["bf16"])
 
 
-def test_the_trainer_of_transformers_takes_it_with_an_adapter_alone(tmp_path: Path) -> None:
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     base = transformers.AutoModelForCausalLM.from_pretrained(
         NANO, dtype=torch.float32, quantization_config=fp8kit.Fp8KitConfig()
     )
@@ -176,9 +176,15 @@ def test_the_trainer_of_transformers_takes_it_with_an_adapter_alone(tmp_path: Pa
     )
     with pytest.raises(ValueError, match="attach trainable adapters"):
         transformers.Trainer(base, arguments)
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
+    converted = llama()
+    codes = state(converted.model.layers[0].mlp.up_proj)
+    embedded = converted.model.embed_tokens.weight.detach().clone()
+    transformers.Trainer(converted, arguments, train_dataset=data).train()
+    assert_same_state(converted.model.layers[0].mlp.up_proj, codes)
+    assert relative_error(converted.model.embed_tokens.weight, embedded) > 0
     model = peft.get_peft_model(base, peft.LoraConfig(target_modules="all-linear", r=RANK))
     before = lora_b(model)
-    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
     transformers.Trainer(model, arguments, train_dataset=data).train()
     assert relative_error(lora_b(model) + 1, before + 1) > 0
 
@@ -369,6 +375,24 @@ def test_a_copy_of_a_merged_model_can_be_unmerged(copied: Callable[[Any], Any]) 
     assert_same_state(lora(twin).get_base_layer(), before)
 
 
+def test_a_merged_model_takes_adapters_and_no_other_base() -> None:
+    model, other = adapted(pair()), adapted(pair("FP8_DYNAMIC"))
+    with torch.no_grad():
+        lora(other).get_base_layer().weight_scale.mul_(2)
+    layer, before = lora(model).get_base_layer(), state(lora(model).get_base_layer())
+    model.merge_adapter()
+    adapters = {n: t for n, t in other.state_dict().items() if "lora_" in n}
+    model.load_state_dict(adapters, strict=False)
+    with pytest.raises(
+        RuntimeError, match=r"0\.base_layer\.weight arrives while default are merged"
+    ):
+        model.load_state_dict(other.state_dict())
+    model.unmerge_adapter()
+    assert_same_state(layer, before)
+    model.load_state_dict(other.state_dict())
+    assert_same_state(layer, state(lora(other).get_base_layer()))
+
+
 @pytest.mark.parametrize("safe", [False, True])
 def test_what_is_not_finite_is_never_merged(safe: bool) -> None:
     model = adapted(pair())
@@ -464,6 +488,19 @@ def test_adapters_of_fp8_parameters_are_refused(model: Callable[[], Any], name: 
     config = peft.LoraConfig(target_modules=[], target_parameters=[name], r=RANK)
     with pytest.raises(UnsupportedError, match=r"which is FP8.*it would vanish.*target_modules"):
         peft.get_peft_model(model(), config)
+
+
+@pytest.mark.parametrize("name", ["up_proj", "mlp"])
+def test_training_a_copy_of_fp8_layers_is_refused(name: str) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[name])
+    with pytest.raises(
+        UnsupportedError, match=r"modules_to_save.*layers\.0\.mlp\.up_proj.*exclude"
+    ):
+        peft.get_peft_model(llama(), config)
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(llama(), config)
+    model(IDS, labels=IDS).loss.backward()
+    assert any(p.grad is not None for n, p in model.named_parameters() if "modules_to_save" in n)
 
 
 def test_all_linear_means_experts_too_and_says_so() -> None:

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 from fp8kit import functional
 from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import ROW
+from fp8kit.integrations.encoder_decoder_cache import WithEncoder, bare
 from fp8kit.matmul.dequantized import decode
 from fp8kit.ops import operators
 
@@ -259,7 +260,9 @@ class Fp8Cache(_Fp8Cache):
     how a prompt is cut into calls. Layers with a sliding window keep the window.
 
     Args:
-        model: a Transformers decoder, for its config and the scales of its checkpoint.
+        model: one of Transformers, also in PEFT's or torch's wrappers, for its config and the
+            scales of its checkpoint. Of an encoder-decoder model the decoder's own states become
+            FP8; cross-attention gets those of the encoder as they are.
         scale: ``"token"`` for one scale per token and head, taken from the data; ``"checkpoint"``
             for those that ``fp8kit.load`` found, one per layer (or head) for keys and for values.
 
@@ -276,7 +279,9 @@ class Fp8Cache(_Fp8Cache):
     """
 
     def __init__(self, model: PreTrainedModel, scale: str = "token") -> None:
+        model = bare(model)
         super().__init__(layers=list(_layers(model, scale, _DYNAMIC, {})))
+        _Fp8CacheWithEncoder.join(self, model)
 
 
 class Fp8StaticCache(_Fp8Cache):
@@ -309,20 +314,22 @@ class Fp8StaticCache(_Fp8Cache):
                 )
             )
         room = {"max_cache_len": max_cache_len}
+        model = bare(model)
         super().__init__(layers=list(_layers(model, scale, _STATIC, room)))
+        _Fp8StaticCacheWithEncoder.join(self, model)
+
+
+class _Fp8CacheWithEncoder(WithEncoder, Fp8Cache):
+    """What ``Fp8Cache`` of an encoder-decoder model is."""
+
+
+class _Fp8StaticCacheWithEncoder(WithEncoder, Fp8StaticCache):
+    """What ``Fp8StaticCache`` of an encoder-decoder model is."""
 
 
 def _layers(
     model: PreTrainedModel, scale: str, classes: dict[str, type[_Fp8Layer]], room: dict[str, int]
 ) -> Iterator[Any]:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            teach(
-                f"Got {type(model).__name__} as the model.",
-                "The cache follows the layers of a Transformers model.",
-                "Pass the model that will use the cache, not its config.",
-            )
-        )
     if scale not in _SCALES:
         raise ValueError(
             teach(

@@ -20,16 +20,20 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from peft.tuners.unilora.layer import UniLoraLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor
 
 from fp8kit import functional
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.entries import quantize_weight, stored_tensors
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 
 OLDEST = (0, 21)
 _DORA = ("use_dora",)
+_FP8 = (Fp8Linear, ExpertTensors)
 _INITS = (True, False, "gaussian", "eva")  # those that do not read the weight
 
 
@@ -131,6 +135,21 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         self._unmerged.restore(self.get_base_layer())
         self._unmerged = None
         self.merged_adapters.clear()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        """Refuse another base weight while adapters are merged: unmerging would take it back."""
+        if self._unmerged is not None and f"{prefix}base_layer.weight" in state_dict:
+            rest[-1].append(
+                teach(
+                    f"{prefix}base_layer.weight arrives while {', '.join(self.merged_adapters)} "
+                    "are merged into it.",
+                    "Unmerging puts back the bytes that were there before.",
+                    "Call unmerge_adapter() first, or load the adapters alone.",
+                )
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _summed(self, held: _Unmerged, adapters: list[str]) -> tuple[Tensor, Tensor | None]:
         """Compute weight and bias with adapters, in fp32, from what the layer held before."""
@@ -249,6 +268,27 @@ def tell() -> None:
     for method in ("merge_adapter", "_unload_and_optionally_merge"):
         setattr(BaseTuner, method, _in_words(getattr(BaseTuner, method)))
     UniLoraLayer.update_scaling = _scaled_in_high_precision(UniLoraLayer.update_scaling)
+    ModulesToSaveWrapper.check_module = _refusing_fp8(ModulesToSaveWrapper.check_module)
+
+
+def _refusing_fp8(own: Any) -> Any:
+    """Refuse to train a copy of FP8 layers, of which the first backward would know no name."""
+
+    @functools.wraps(own)
+    def check_module(wrapper: Any) -> None:
+        own(wrapper)
+        found = [m for m in wrapper.original_module.modules() if isinstance(m, _FP8)]
+        names = [getattr(m, "qualified_name", "") or type(m).__name__ for m in found]
+        if names:
+            raise UnsupportedError(
+                teach(
+                    f"modules_to_save asks for FP8 layers: {some_of(names)}.",
+                    "PEFT trains a copy of such a module, and FP8 weights get no gradient.",
+                    "Name it in target_modules, or exclude it from conversion.",
+                )
+            )
+
+    return check_module
 
 
 def _scaled_in_high_precision(own: Any) -> Any:
