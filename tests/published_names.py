@@ -51,7 +51,9 @@ NAMES = (
         "Fp8LinearOp", W8A8,
         "`apply(input, weight [K, N], weight_scale, out_dtype, input_scale, input_scale_ub, bias, "
         "use_per_token_if_dynamic)`: static or dynamic, per tensor or per token, any pairing",
-        "constructors of 0.7 to 0.12 are all taken; nothing is padded; " + _KERNEL,
+        "takes the words of every constructor from 0.7 to 0.12; by position those that begin with "
+        "`act_quant_static`, so give older ones, `cutlass_fp8_supported` and "
+        "`use_per_token_if_dynamic`, by name; nothing is padded; " + _KERNEL,
         "test_w8a8.py::test_fp8_linear_op_computes_every_pairing",
     ),
     Name(

@@ -216,6 +216,24 @@ def test_fp8_linear_op_honours_the_bound_of_tokens(x: Tensor, w: Tensor) -> None
     assert torch.equal(y, by_call)
 
 
+def test_fp8_linear_op_is_made_with_the_words_of_every_version() -> None:
+    token = compat.GroupShape.PER_TOKEN
+    older = compat.Fp8LinearOp(
+        cutlass_fp8_supported=False, use_per_token_if_dynamic=True, pad_output=None
+    )
+    assert older.per_token
+    assert not older.act_quant_static
+    for newer in (
+        compat.Fp8LinearOp(False, True, token, None),
+        compat.Fp8LinearOp(False, token, None),
+        compat.Fp8LinearOp(act_quant_static=False, act_quant_group_shape=token),
+    ):
+        assert newer.per_token
+        assert not newer.act_quant_static
+    assert not compat.Fp8LinearOp(False, True).per_token  # of the older ones it says the opposite
+    assert compat.Fp8LinearOp(True, False).act_quant_static
+
+
 def test_fp8_linear_op_takes_codes(x: Tensor, w: Tensor) -> None:
     (a, s), (b, t) = quantized(x), quantized(w)
     op = compat.Fp8LinearOp(False, compat.GroupShape.PER_TENSOR)

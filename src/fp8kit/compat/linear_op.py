@@ -27,7 +27,8 @@ class Fp8LinearOp:
     """Compute ``quantize(input) @ weight + bias`` with scales of any of the four pairings.
 
     Source: ``vllm/model_executor/layers/quantization/utils/w8a8_utils.py``, 0.7 to 0.12, whose
-    constructors differ; all their words are taken. Which kernel runs is decided per call.
+    constructors differ: all their words are taken, and by position those that begin with
+    ``act_quant_static``. Which kernel runs is decided per call.
 
     Args:
         act_quant_static: the input has a static scale; then ``apply`` must get one.
