@@ -25,6 +25,7 @@ from numerics import assert_bits_equal
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what it warns about on import is not ours to fix
     diffusers = pytest.importorskip("diffusers")
+    from diffusers.training_utils import EMAModel
 from fp8kit.integrations.diffusers import Fp8KitConfig
 from zoo import of_diffusers
 
@@ -237,6 +238,29 @@ def test_what_to_convert_is_the_users_choice(tmp_path: Path) -> None:
         load(tmp_path, quantization_config=Fp8KitConfig(exclude=["*.to_z"]), torch_dtype=BF16)
     with pytest.raises(ValueError, match=r"calibrate="):
         Fp8KitConfig("FP8")
+
+
+def test_averages_are_saved_by_the_model(tmp_path: Path) -> None:
+    model = dense("FluxTransformer2DModel", tmp_path)
+    fp8kit.convert(model)
+    own = copy.deepcopy(model.state_dict())
+    ema = EMAModel(model.parameters())
+    for _ in range(2):  # the first step takes the weights as they are
+        with torch.no_grad():
+            for parameter in (p for p in model.parameters() if p.requires_grad):
+                parameter.mul_(2)
+        ema.step(model.parameters())
+    ema.store(model.parameters())
+    ema.copy_to(model.parameters())
+    averaged = copy.deepcopy(model.state_dict())
+    model.save_pretrained(tmp_path / "fp8")
+    ema.restore(model.parameters())
+    saved = type(model).from_pretrained(tmp_path / "fp8", torch_dtype=BF16).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert_bits_equal(saved[name], averaged[name])
+        moved = name.endswith("x_embedder.weight")
+        assert not moved or not torch.equal(tensor, averaged[name])
+        assert not moved or not torch.equal(averaged[name], own[name])
 
 
 def test_dense_again_saves_as_dense(tmp_path: Path) -> None:

@@ -351,8 +351,9 @@ def test_a_config_with_a_function_is_no_dictionary() -> None:
     model = stock(NANO, quantization_config=config)
     assert not isinstance(model.model.layers[0].self_attn.o_proj, Fp8Linear)
     assert "a function" in str(model.config)
-    with pytest.raises(UnsupportedError, match=r"function as include or exclude.*Pass the config"):
-        plugin.Fp8KitConfig.from_dict(config.to_dict())
+    again = plugin.Fp8KitConfig.from_dict(config.to_dict())
+    with pytest.raises(TypeError, match=r"Got exclude='a function: pass the Fp8KitConfig itself"):
+        stock(NANO, quantization_config=again)
 
 
 def test_loaded_weights_do_not_depend_on_the_files(tmp_path: Path, nano: Path) -> None:
@@ -387,6 +388,35 @@ def test_unused_tensor(tmp_path: Path, nano: Path) -> None:
         load(tmp_path / "c")
     with pytest.raises(CheckpointError, match="odd are not used by the model"):
         load(tmp_path / "c", strict=True)
+
+
+@pytest.mark.parametrize("by_transformers", [False, True])
+def test_another_head_goes_on_a_saved_model(
+    by_transformers: bool, nano: Path, tmp_path: Path
+) -> None:
+    config = transformers.AutoConfig.from_pretrained(nano, num_labels=3, pad_token_id=0)
+    kind = transformers.LlamaForSequenceClassification
+    if by_transformers:
+        config.quantization_config["ignore"].append("score")
+        model = kind.from_pretrained(nano, config=config, dtype=torch.bfloat16)
+        assert model.score.weight.dtype == torch.bfloat16
+        model(IDS)
+        return
+    del config.quantization_config
+    model = kind._from_config(config, dtype=torch.bfloat16).eval()
+    before = model.score.weight.clone()
+    with pytest.raises(CheckpointError, match=r"(?s)score\.weight: not on.*missing=\['score'\]"):
+        load(nano, model)
+    assert load(nano, model, missing=["score"]) is model
+    assert_bits_equal(model.score.weight, before)
+    assert isinstance(model.model.layers[0].mlp.up_proj, Fp8Linear)
+    with torch.no_grad():
+        assert_bits_equal(model.model(IDS)[0], load(nano).model(IDS)[0])
+    model.save_pretrained(tmp_path)
+    assert config_of(tmp_path)["ignore"] == ["score"]
+    assert_same(load(tmp_path), model)
+    with pytest.raises(ValueError, match=r"missing=\['score'\] and no model.*Build the model"):
+        load(nano, missing=["score"])
 
 
 @pytest.mark.parametrize(

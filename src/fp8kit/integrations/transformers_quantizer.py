@@ -57,7 +57,7 @@ from fp8kit.modules.parameters import frozen
 if METHOD not in ALL_EXPERTS_FUNCTIONS:
     # FP8 experts compute by a forward of their own, whatever the model's setting; others do as ever
     ALL_EXPERTS_FUNCTIONS.register(METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
-_FUNCTION = "a function, which no dictionary holds"
+_FUNCTION = "a function: pass the Fp8KitConfig itself, and not its dictionary"
 _TIED = "its weight is tied to another parameter"
 
 
@@ -78,8 +78,6 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     Raises:
         ValueError: if the scheme is unknown, or needs calibration.
-        UnsupportedError: for a dictionary of a config whose ``include`` or ``exclude`` was a
-            function.
 
     Example:
         >>> config = Fp8KitConfig("FP8_DYNAMIC", exclude=["*.o_proj"])
@@ -99,14 +97,6 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         if layers is None:
             refuse_static(scheme_of_plain(scheme))
-        if _FUNCTION in (include, exclude):
-            raise UnsupportedError(
-                teach(
-                    "Got the dictionary of an Fp8KitConfig with a function as include or exclude.",
-                    "A dictionary holds names and patterns.",
-                    "Pass the config itself, or patterns such as exclude=['*.o_proj'].",
-                )
-            )
         self.quant_method = quant_method
         self.scheme, self.include, self.exclude, self.strict = scheme, include, exclude, strict
         self.layers, self.experts, self.mx_form = layers, experts or {}, mx_form
@@ -116,7 +106,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def to_dict(self) -> JsonObject:
         """Give the quantization config that is saved: that of a public format, once it is known."""
         said = {key: getattr(self, key) for key in ("include", "exclude", "strict")}
-        # models show their config while they are built: only what reads a function is refused
+        # models show their config while they are built; who quantizes by this is refused
         said = {key: _FUNCTION if callable(value) else value for key, value in said.items()}
         own = {"quant_method": self.quant_method, "scheme": self.scheme}
         return self.announced or own | {k: v for k, v in said.items() if v not in (None, False)}

@@ -119,6 +119,7 @@ def load(
     dtype: torch.dtype | None = None,
     strict: bool = False,
     widths: Mapping[str, Sequence[int]] | None = None,
+    missing: Sequence[str] = (),
 ) -> Any:
     """Load an FP8 checkpoint bit for bit, or quantize a high-precision one while loading it.
 
@@ -144,6 +145,8 @@ def load(
         widths: rows of the parts of fused FP8 layers that have one scale for each part, by patterns
             of their names, such as ``{"*.in_proj": (256, 256, 64)}``; ``qkv_proj`` and
             ``gate_up_proj`` are known without.
+        missing: patterns of layers of ``model`` that keep what they hold where the checkpoint has
+            nothing for them, such as ``["score"]`` of a new head.
 
     Returns:
         The model; one of Transformers is in eval mode and has its generation config.
@@ -154,7 +157,7 @@ def load(
         ConversionError: as ``fp8kit.plan`` raises it.
         ImportError: if Transformers is needed and is not there, or is too old.
         TypeError: if ``model`` is no module.
-        ValueError: for an unknown scheme, or an FP8 ``dtype``.
+        ValueError: for an unknown scheme, an FP8 ``dtype``, or ``missing`` without ``model``.
 
     Example:
         >>> model = fp8kit.load("fp8-dir", device="cuda")
@@ -172,6 +175,7 @@ def load(
     wanted = None if scheme is None else Scheme.of(scheme).stored
     checkpoint = open_checkpoint(source, widths, wanted)
     _check_request(checkpoint, model, scheme, include, exclude)
+    _check_missing(missing, model)
     where = None if device is None else torch.device(device)
     form = None if scheme is None else named_form(Scheme.of(scheme), bool(checkpoint.spec))
     if model is not None:
@@ -187,6 +191,7 @@ def load(
             dtype=dtype,
             strict=strict,
             form=form,
+            missing=missing,
         )
         _bound_inputs(checkpoint, model)
         recode_for_devices(model)
@@ -328,6 +333,17 @@ def _check_dtype(dtype: torch.dtype | None) -> None:
                 f"Got dtype={dtype}.",
                 "It is the high precision of the model: bfloat16, float16 or float32.",
                 "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'.",
+            )
+        )
+
+
+def _check_missing(missing: Sequence[str], model: nn.Module | None) -> None:
+    if missing and (model is None or isinstance(missing, str)):
+        raise ValueError(
+            teach(
+                f"Got missing={missing!r}{' and no model' if model is None else ''}.",
+                "It lists patterns of layers that keep the values they have in a model.",
+                "Build the model, and pass it: fp8kit.load(dir, model, missing=['score']).",
             )
         )
 

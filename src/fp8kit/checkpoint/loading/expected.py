@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from fp8kit.checkpoint.loading.expert_layers import (
 from fp8kit.checkpoint.schema.merged_names import fit
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import Scheme
 from fp8kit.modules.expert_tensors import FROZEN_KINDS
@@ -55,7 +57,13 @@ def shapes_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: bool) -> list[str]:
+def check_fit(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    layers: Layers,
+    strict: bool,
+    missing: Sequence[str] = (),
+) -> list[str]:
     """Compare names and shapes before anything changes; list tensors the model has no use for."""
     wanted = expected_state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
@@ -71,7 +79,9 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
     problems = list(found.problems)
     tied = {name: group for group in ties(wanted) for name in group}
     here = found.covered | _made_here(model, layers, found.covered)
-    problems += [f"{n}: not on disk" for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
+    absent = [n for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
+    absent = [n for n in absent if not any(matches(p, n.rpartition(".")[0]) for p in missing)]
+    problems += [f"{n}: not on disk" for n in absent]
     if strict:
         unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))
         problems += [f"{name}: not in the model" for name in unknown]
@@ -83,15 +93,18 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
             teach(
                 f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
                 f"All tensors must match; {len(problems)} do not.",
-                _remedy(bool(lost), len(problems) > len(lost)),
+                _remedy(bool(lost), len(problems) > len(lost), absent),
             )
         )
     return sorted(found.unused)
 
 
-def _remedy(lost: bool, others: bool) -> str:
+def _remedy(lost: bool, others: bool, absent: Sequence[str]) -> str:
     """Give what to do about buffers that only building a model gives values, and about the rest."""
     said = ["Pass the model that the checkpoint was made from."] if others else []
+    if absent:
+        new = absent[0].rpartition(".")[0]
+        said.append(f"To keep what the model has, such as a new head, pass missing=['{new}'].")
     if lost:
         said.append(
             "Buffers that are not saved get their values when a model is built: build it within "

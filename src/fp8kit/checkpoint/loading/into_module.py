@@ -101,6 +101,7 @@ def fill(
     dtype: torch.dtype | None = None,
     strict: bool = False,
     form: Scheme | None = None,
+    missing: Sequence[str] = (),
 ) -> Filled:
     """Load a checkpoint into a module, in place; linear layers become FP8 on the way.
 
@@ -113,6 +114,7 @@ def fill(
             checkpoint's.
         strict: raise for tensors that the model does not use.
         form: how MXFP8 layers compute, as in ``mx_forms.settle``.
+        missing: as in ``fp8kit.load``.
 
     Returns:
         What did not go the way of the others.
@@ -130,7 +132,7 @@ def fill(
     else:
         layers = layers_by_plan(model, selection, high)
     layers.form = form or layers.form
-    unused = check_fit(model, checkpoint, layers, strict)
+    unused = check_fit(model, checkpoint, layers, strict, missing)
     arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
     for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
         arrivals.put(name, checkpoint.read(name))
