@@ -413,7 +413,7 @@ def test_another_head_goes_on_a_saved_model(
     with torch.no_grad():
         assert_bits_equal(model.model(IDS)[0], load(nano).model(IDS)[0])
     model.save_pretrained(tmp_path)
-    assert config_of(tmp_path)["ignore"] == ["score"]
+    assert "score" in config_of(tmp_path)["ignore"]
     assert_same(load(tmp_path), model)
     with pytest.raises(ValueError, match=r"missing=\['score'\] and no model.*Build the model"):
         load(nano, missing=["score"])
