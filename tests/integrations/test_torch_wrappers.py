@@ -186,6 +186,21 @@ def test_fully_shard_gathers_codes(mesh: Any, tmp_path: Path) -> None:
         fp8kit.save(model, tmp_path / "saved")
 
 
+def test_what_was_gathered_of_fully_shard_is_saved(mesh: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=160, num_hidden_layers=1, **sizes)).eval()
+    fp8kit.convert(model)
+    whole = copy.deepcopy(model.state_dict())
+    fully_shard(model, mesh=mesh)
+    sharded = dict(model.named_parameters())
+    model.save_pretrained(tmp_path, state_dict=whole)
+    assert all(p is sharded[n] for n, p in model.named_parameters())
+    for name, tensor in fp8kit.load(tmp_path).state_dict().items():
+        assert_bits_equal(tensor, whole[name])
+    with pytest.raises(CheckpointError, match="sharded over several"):
+        model.save_pretrained(tmp_path)
+
+
 def test_siblings_stay_in_the_memory_of_fully_shard(mesh: Any) -> None:
     layers = [
         fp8kit.Fp8Linear.from_linear(nn.Linear(64, n)).requires_grad_(False) for n in (64, 32)

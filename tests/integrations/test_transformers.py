@@ -621,8 +621,22 @@ def test_a_state_dict_with_one_name_of_tied_tensors_gives_both(tmp_path: Path) -
 
 def test_a_state_dict_of_another_model_is_refused(tmp_path: Path) -> None:
     model = converted()
-    with pytest.raises(CheckpointError, match=r"state_dict has a\.b\. It holds tensors of Llama"):
+    with pytest.raises(
+        CheckpointError, match=r"state_dict has a\.b\. It holds tensors of the model"
+    ):
         model.save_pretrained(tmp_path / "c", state_dict={"a.b": torch.ones(1)})
+    norm, wrong = model.model.norm.weight, {"model.norm.weight": torch.ones(3)}
+    with pytest.raises(
+        CheckpointError, match=r"does not fit: size mismatch for model\.norm\.weight"
+    ):
+        model.save_pretrained(tmp_path / "c", state_dict=wrong)
+    assert model.model.norm.weight is norm
+    name = "model.layers.0.mlp.up_proj.weight"
+    wrong = {**model.state_dict(), name: stock(NANO).state_dict()[name]}
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is .* comes with a weight_scale"):
+        model.save_pretrained(tmp_path / "c", state_dict=wrong)
+    model.save_pretrained(tmp_path / "d", is_main_process=False, state_dict={})
+    assert not list((tmp_path / "d").iterdir())
     model = load(tiny("Qwen3Moe", tmp_path, **MOE), scheme="FP8_DYNAMIC")
     given = {n: t for n, t in model.state_dict().items() if "layers.1.mlp.experts" not in n}
     with pytest.raises(

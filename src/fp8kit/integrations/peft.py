@@ -33,7 +33,6 @@ from fp8kit.modules.linear import Fp8Linear
 
 OLDEST = (0, 21)
 _DORA = ("use_dora",)
-_FP8 = (Fp8Linear, ExpertTensors)
 _INITS = (True, False, "gaussian", "eva")  # those that do not read the weight
 
 
@@ -277,9 +276,10 @@ def _refusing_fp8(own: Any) -> Any:
     @functools.wraps(own)
     def check_module(wrapper: Any) -> None:
         own(wrapper)
-        found = [m for m in wrapper.original_module.modules() if isinstance(m, _FP8)]
-        names = [getattr(m, "qualified_name", "") or type(m).__name__ for m in found]
-        if names:
+        modules = wrapper.original_module.modules()
+        found = [m for m in modules if isinstance(m, Fp8Linear | ExpertTensors)]
+        if found:
+            names = [getattr(m, "qualified_name", "") or type(m).__name__ for m in found]
             raise UnsupportedError(
                 teach(
                     f"modules_to_save asks for FP8 layers: {some_of(names)}.",

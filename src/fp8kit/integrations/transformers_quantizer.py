@@ -277,7 +277,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
                 ``state_dict`` that ``save_pretrained`` got is none of the model.
         """
         given = GIVEN.get()
-        if getattr(model, "_hf_peft_config_loaded", False):  # the adapter alone is saved
+        # the adapter alone is saved, or nothing by a process whose tensors another one gathered
+        if getattr(model, "_hf_peft_config_loaded", False) or given == {}:
             return given, {}
         kinds = (Fp8Linear, ExpertTensors)
         if not any(isinstance(m, kinds) for m in model.modules()):  # all were replaced

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -243,19 +244,22 @@ def _holding(model: Any, given: Mapping[str, Tensor]) -> Iterator[set[str]]:
     absent -= {n for n in absent if of.get(n) in given}  # a dense weight gets them here
     odd = sorted(given.keys() - own.keys()) or sorted(absent & own_names(model, []))
     if odd:
-        raise CheckpointError(
-            teach(
-                f"The state_dict {'has' if odd[0] in given else 'lacks'} {some_of(odd)}.",
-                f"It holds tensors of {type(model).__name__}, and all those of FP8 experts.",
-                "Take the names of model.state_dict(), or save without state_dict=.",
-            )
-        )
+        raise _unfit(f"The state_dict {'has' if odd[0] in given else 'lacks'} {some_of(odd)}.")
     kept = {m: (vars(m).copy(), m._parameters.copy(), m._buffers.copy()) for m in model.modules()}
     try:
         for module in fp8.values():  # dense weights that were kept would follow in place
             held: JsonObject = {"original_weight": None, "originals": {}}
             vars(module).update({k: v for k, v in held.items() if k in vars(module)})
-        model.load_state_dict(given, strict=False, assign=True)
+        problems: list[str] = []
+        of_module: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for name, tensor in given.items():
+            of_module[name.rpartition(".")[0]][name] = tensor
+        rest: Any = ({"assign_to_params_buffers": True}, False, [], [], problems)
+        for name, module in model.named_modules(remove_duplicate=False):
+            # not load_state_dict, after which FSDP2 wants its own parts again
+            module._load_from_state_dict(of_module[name], named(name, ""), *rest)
+        if problems:
+            raise _unfit(f"The state_dict does not fit: {' '.join(problems)[:400]}")
         for group in ties(own):
             tie(model, group, given)
         yield absent
@@ -264,6 +268,17 @@ def _holding(model: Any, given: Mapping[str, Tensor]) -> Iterator[set[str]]:
             vars(module).update(attributes)
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+
+
+def _unfit(what: str) -> CheckpointError:
+    return CheckpointError(
+        teach(
+            what,
+            "It holds tensors of the model, and all those of its FP8 experts: codes with scales, "
+            "or dense weights without.",
+            "Take what model.state_dict() gives, or save without state_dict=.",
+        )
+    )
 
 
 def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
@@ -280,8 +295,7 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
         quantization config.
 
     Raises:
-        CheckpointError: if Transformers could not load it, or the tensors are not the model's.
-        RuntimeError: if its tensors do not fit, or dense weights come with scales of codes.
+        CheckpointError: if Transformers could not load it, or a tensor does not fit it.
     """
     given = GIVEN.get()
     if given is None:

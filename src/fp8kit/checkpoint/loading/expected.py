@@ -35,6 +35,7 @@ class Layers:
     groups: list[tuple[str, ...]] = field(default_factory=list)
     ties: list[list[str]] = field(default_factory=list)
     form: Scheme | None = None  # of MXFP8 layers; by default the fastest on their device
+    missing: Sequence[str] = ()  # patterns of those that keep what they hold
 
 
 def expected_state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
@@ -57,13 +58,7 @@ def shapes_of(state: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
-def check_fit(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    layers: Layers,
-    strict: bool,
-    missing: Sequence[str] = (),
-) -> list[str]:
+def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: bool) -> list[str]:
     """Compare names and shapes before anything changes; list tensors the model has no use for."""
     wanted = expected_state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
@@ -80,7 +75,9 @@ def check_fit(
     tied = {name: group for group in ties(wanted) for name in group}
     here = found.covered | _made_here(model, layers, found.covered)
     absent = [n for n in wanted if here.isdisjoint(tied.get(n, (n,)))]
-    absent = [n for n in absent if not any(matches(p, n.rpartition(".")[0]) for p in missing)]
+    absent = [
+        n for n in absent if not any(matches(p, n.rpartition(".")[0]) for p in layers.missing)
+    ]
     problems += [f"{n}: not on disk" for n in absent]
     if strict:
         unknown = (n for n in sorted(found.unused) if not has_home(model, checkpoint, n))

@@ -131,8 +131,8 @@ def fill(
         layers = _layers_in_checkpoint(model, checkpoint, high)
     else:
         layers = layers_by_plan(model, selection, high)
-    layers.form = form or layers.form
-    unused = check_fit(model, checkpoint, layers, strict, missing)
+    layers.form, layers.missing = form or layers.form, missing
+    unused = check_fit(model, checkpoint, layers, strict)
     arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
     for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
         arrivals.put(name, checkpoint.read(name))
