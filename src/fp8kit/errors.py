@@ -8,28 +8,47 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-class UnsupportedError(RuntimeError):
+class _InParts(Exception):
+    """An error whose text has three parts: what arrived, what is required, what to do.
+
+    Args:
+        parts: the three, in sentences; or one text that is made of them.
+
+    Example:
+        >>> raise InvalidValue("Got K = 256.", "The weight has K = 128.", "Pass 128 columns.")
+    """
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__(" ".join(parts))
+
+
+class InvalidValue(_InParts, ValueError):
+    """An argument has a value that cannot be taken."""
+
+
+class InvalidType(_InParts, TypeError):
+    """An argument has a type that cannot be taken."""
+
+
+class UnsupportedError(_InParts, RuntimeError):
     """No backend can compute the problem; the text lists every backend with its reason."""
 
 
-class ConversionError(ValueError):
+class ConversionError(_InParts, ValueError):
     """A model cannot be converted as asked (``strict``, or a pattern without a match)."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(_InParts, ValueError):
     """A checkpoint on disk is damaged, incomplete or of a kind that is not understood."""
 
 
 def teach(arrived: str, required: str, remedy: str) -> str:
-    """Join the three parts of an error text: what arrived, what is required, what to do.
+    """Join the three parts of a text that no exception of this module carries.
 
     Args:
         arrived: what the caller passed, with its shape, dtype or path.
         required: what would have been accepted.
         remedy: the next thing to try, in the imperative.
-
-    Returns:
-        One text of three sentences.
 
     Example:
         >>> teach("Got K = 256.", "The weight has K = 128.", "Pass x with 128 columns.")
@@ -41,21 +60,17 @@ def teach(arrived: str, required: str, remedy: str) -> str:
 def as_path(value: object, what: str) -> Path:
     """Return a path as one object, or raise an error that says what was meant by it."""
     if value == "":  # Path takes it for the working directory
-        raise ValueError(
-            teach(
-                f"Got an empty path as {what}.",
-                "It is the path of a directory or a file.",
-                "Pass it, such as 'model-fp8', or '.' for the working directory.",
-            )
+        raise InvalidValue(
+            f"Got an empty path as {what}.",
+            "It is the path of a directory or a file.",
+            "Pass it, such as 'model-fp8', or '.' for the working directory.",
         )
     if isinstance(value, (str, os.PathLike)):
         return Path(value)
-    raise TypeError(
-        teach(
-            f"Got {value!r:.80} as {what}.",
-            "It is a path: a str or a pathlib.Path.",
-            "Pass the path of a directory, such as 'model-fp8'.",
-        )
+    raise InvalidType(
+        f"Got {value!r:.80} as {what}.",
+        "It is a path: a str or a pathlib.Path.",
+        "Pass the path of a directory, such as 'model-fp8'.",
     )
 
 

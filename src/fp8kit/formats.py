@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from fp8kit.errors import did_you_mean, teach
+from fp8kit.errors import InvalidType, InvalidValue, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,17 @@ class GroupShape:
 
     def __post_init__(self) -> None:
         if not (hasattr(self.rows, "__index__") and hasattr(self.cols, "__index__")):
-            raise TypeError(
-                teach(
-                    f"Got GroupShape(rows={self.rows!r}, cols={self.cols!r}).",
-                    "Rows and columns per scale are integers.",
-                    "Use fp8kit.TENSOR, ROW, GROUP128, BLOCK or MX, or pass integers.",
-                )
+            raise InvalidType(
+                f"Got GroupShape(rows={self.rows!r}, cols={self.cols!r}).",
+                "Rows and columns per scale are integers.",
+                "Use fp8kit.TENSOR, ROW, GROUP128, BLOCK or MX, or pass integers.",
             )
         whole = self.rows == -1 and self.cols == -1
         if not whole and (self.rows < 1 or (self.cols < 1 and self.cols != -1)):
-            raise ValueError(
-                teach(
-                    f"Got GroupShape(rows={self.rows}, cols={self.cols}).",
-                    "Groups have rows >= 1 and cols >= 1, or -1 cols; (-1, -1) is the tensor.",
-                    "Use fp8kit.TENSOR, ROW, GROUP128, BLOCK or MX, or positive integers.",
-                )
+            raise InvalidValue(
+                f"Got GroupShape(rows={self.rows}, cols={self.cols}).",
+                "Groups have rows >= 1 and cols >= 1, or -1 cols; (-1, -1) is the tensor.",
+                "Use fp8kit.TENSOR, ROW, GROUP128, BLOCK or MX, or positive integers.",
             )
 
     def __str__(self) -> str:
@@ -72,14 +68,12 @@ def check_group(group: object) -> None:
     """Refuse a granularity that is no ``GroupShape``, such as its name."""
     if not isinstance(group, GroupShape):
         named = isinstance(group, str) and group.upper() in _CONSTANTS
-        raise TypeError(
-            teach(
-                f"Got {group!r} as the granularity.",
-                f"It is a GroupShape: fp8kit.{', '.join(_CONSTANTS[:-1])} or {_CONSTANTS[-1]}.",
-                f"Pass fp8kit.{str(group).upper()}."
-                if named
-                else "Pass one of these, or fp8kit.GroupShape(rows, cols).",
-            )
+        raise InvalidType(
+            f"Got {group!r} as the granularity.",
+            f"It is a GroupShape: fp8kit.{', '.join(_CONSTANTS[:-1])} or {_CONSTANTS[-1]}.",
+            f"Pass fp8kit.{str(group).upper()}."
+            if named
+            else "Pass one of these, or fp8kit.GroupShape(rows, cols).",
         )
 
 
@@ -106,12 +100,10 @@ def scale_shape(shape: Sequence[int], group: GroupShape) -> tuple[int, ...]:
     """
     least = 2 if group.rows > 1 else 1
     if len(shape) < least:
-        raise ValueError(
-            teach(
-                f"Got a tensor of {len(shape)} dimensions for {group} groups.",
-                f"These groups need at least {least}, K last.",
-                "Add the missing dimension, e.g. with unsqueeze(0).",
-            )
+        raise InvalidValue(
+            f"Got a tensor of {len(shape)} dimensions for {group} groups.",
+            f"These groups need at least {least}, K last.",
+            "Add the missing dimension, e.g. with unsqueeze(0).",
         )
     if group == TENSOR:
         return (1, 1)
@@ -174,12 +166,10 @@ FP8_FORMATS: dict[torch.dtype, Fp8Format] = {f.dtype: f for f in (E4M3FN, E4M3FN
 def fp8_format(dtype: torch.dtype) -> Fp8Format:
     """Look up an 8-bit float dtype; raises ``TypeError`` for anything else."""
     if dtype not in FP8_FORMATS:
-        raise TypeError(
-            teach(
-                f"Got {dtype} as the dtype of FP8 codes.",
-                f"Known are {', '.join(str(d).removeprefix('torch.') for d in FP8_FORMATS)}.",
-                "Pass one of these, e.g. torch.float8_e4m3fn.",
-            )
+        raise InvalidType(
+            f"Got {dtype} as the dtype of FP8 codes.",
+            f"Known are {', '.join(str(d).removeprefix('torch.') for d in FP8_FORMATS)}.",
+            "Pass one of these, e.g. torch.float8_e4m3fn.",
         )
     return FP8_FORMATS[dtype]
 
@@ -199,12 +189,10 @@ def min_scale(group: GroupShape, dtype: torch.dtype, role: str) -> float:
         ValueError: for another role.
     """
     if role not in ("activation", "weight"):
-        raise ValueError(
-            teach(
-                f"Got role={role!r}.",
-                "A tensor is quantized as an 'activation' or as a 'weight'.",
-                "Pass one of these two words; they differ only in the smallest scale.",
-            )
+        raise InvalidValue(
+            f"Got role={role!r}.",
+            "A tensor is quantized as an 'activation' or as a 'weight'.",
+            "Pass one of these two words; they differ only in the smallest scale.",
         )
     largest = fp8_format(dtype).max
     return 1 / (largest * 512) if group == ROW and role == "activation" else 1e-10 / largest
@@ -239,28 +227,22 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if self.rebased and (self.weight == MX or self.dtype == E5M2.dtype):
-            raise ValueError(
-                teach(
-                    f"Got rebased=True for {self.weight} weights of {self.dtype}.",
-                    "E4m3 codes of MX groups are rebased to rows or blocks.",
-                    "Pass weight=ROW or BLOCK, or leave rebased out.",
-                )
+            raise InvalidValue(
+                f"Got rebased=True for {self.weight} weights of {self.dtype}.",
+                "E4m3 codes of MX groups are rebased to rows or blocks.",
+                "Pass weight=ROW or BLOCK, or leave rebased out.",
             )
         if self.static and self.activation != TENSOR:
-            raise ValueError(
-                teach(
-                    f"Got a static scheme {self.name!r} with {self.activation} activations.",
-                    "A calibrated input scale is one number per layer.",
-                    "Use activation=TENSOR, or static=False.",
-                )
+            raise InvalidValue(
+                f"Got a static scheme {self.name!r} with {self.activation} activations.",
+                "A calibrated input scale is one number per layer.",
+                "Use activation=TENSOR, or static=False.",
             )
         if self.ue8m0 and MX in (self.weight, self.activation):
-            raise ValueError(
-                teach(
-                    f"Got ue8m0=True for the MX scheme {self.name!r}.",
-                    "MX scales are powers of two anyway; ue8m0 rounds float32 scales up.",
-                    "Leave it out.",
-                )
+            raise InvalidValue(
+                f"Got ue8m0=True for the MX scheme {self.name!r}.",
+                "MX scales are powers of two anyway; ue8m0 rounds float32 scales up.",
+                "Leave it out.",
             )
         fp8_format(self.dtype)
 
@@ -271,13 +253,11 @@ class Scheme:
             return scheme
         known = SCHEMES | MX_FORMS
         if not isinstance(scheme, str) or scheme not in known:
-            raise ValueError(
-                teach(
-                    f"Unknown scheme {scheme!r:.80}.",
-                    f"Known schemes are {', '.join(known)}.",
-                    "Pass one of these names, or a fp8kit.Scheme of your own."
-                    + did_you_mean(str(scheme)[:80], known),
-                )
+            raise InvalidValue(
+                f"Unknown scheme {scheme!r:.80}.",
+                f"Known schemes are {', '.join(known)}.",
+                "Pass one of these names, or a fp8kit.Scheme of your own."
+                + did_you_mean(str(scheme)[:80], known),
             )
         return known[scheme]
 
@@ -396,35 +376,27 @@ def check_scale(
     check_group(group)
     wanted, dtype = scale_shape(shape, group), scale_dtype(group)
     if not isinstance(scale, Tensor):
-        raise TypeError(
-            teach(
-                f"Got a scale of type {type(scale).__name__}.",
-                f"The scale is a {dtype} tensor of shape {wanted}.",
-                f"Pass torch.full({wanted}, number, device=x.device).",
-            )
+        raise InvalidType(
+            f"Got a scale of type {type(scale).__name__}.",
+            f"The scale is a {dtype} tensor of shape {wanted}.",
+            f"Pass torch.full({wanted}, number, device=x.device).",
         )
     if scale.dtype != dtype:
-        raise TypeError(
-            teach(
-                f"Got a scale of dtype {scale.dtype} for {group} groups.",
-                f"The scale must be {dtype}" + (" (E8M0 bytes)." if group == MX else "."),
-                "View float8_e8m0fnu as uint8 for MX; convert others with .float().",
-            )
+        raise InvalidType(
+            f"Got a scale of dtype {scale.dtype} for {group} groups.",
+            f"The scale must be {dtype}" + (" (E8M0 bytes)." if group == MX else "."),
+            "View float8_e8m0fnu as uint8 for MX; convert others with .float().",
         )
     stacked = len(shape) > 2 and tuple(scale.shape) == stack_scale_shape(shape, group)
     if tuple(scale.shape) != wanted and not stacked:
-        raise ValueError(
-            teach(
-                f"Got a scale of shape {tuple(scale.shape)}.",
-                f"Codes of shape {tuple(shape)} in {group} groups need {wanted}.",
-                "Reshape the scale: all its dimensions stay, and one scale per tensor is [1, 1].",
-            )
+        raise InvalidValue(
+            f"Got a scale of shape {tuple(scale.shape)}.",
+            f"Codes of shape {tuple(shape)} in {group} groups need {wanted}.",
+            "Reshape the scale: all its dimensions stay, and one scale per tensor is [1, 1].",
         )
     if scale.device != device:
-        raise ValueError(
-            teach(
-                f"Got a scale on {scale.device}.",
-                f"The codes are on {device}.",
-                "Move both to one device.",
-            )
+        raise InvalidValue(
+            f"Got a scale on {scale.device}.",
+            f"The codes are on {device}.",
+            "Move both to one device.",
         )

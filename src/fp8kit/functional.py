@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import (
     ROW,
     TENSOR,
@@ -87,22 +87,18 @@ def quantize(
     check_group(group)
     fp8_format(dtype)
     if x.dim() == 0 or (group.rows > 1 and x.dim() < 2):
-        raise ValueError(
-            teach(
-                f"Got x of shape {tuple(x.shape)} for {group} groups.",
-                "x needs a last dimension K, and two dimensions for groups of several rows.",
-                "Add dimensions with reshape or unsqueeze.",
-            )
+        raise InvalidValue(
+            f"Got x of shape {tuple(x.shape)} for {group} groups.",
+            "x needs a last dimension K, and two dimensions for groups of several rows.",
+            "Add dimensions with reshape or unsqueeze.",
         )
     floor = min_scale(group, dtype, role)
     if scale is not None:
         if scale_ub is not None or scale_rounding is not None or scale_layout != "row":
-            raise ValueError(
-                teach(
-                    "Got a static scale with scale_ub, scale_rounding or scale_layout.",
-                    "These shape scales that are taken from the data.",
-                    "Leave them out, or leave out scale.",
-                )
+            raise InvalidValue(
+                "Got a static scale with scale_ub, scale_rounding or scale_layout.",
+                "These shape scales that are taken from the data.",
+                "Leave them out, or leave out scale.",
             )
         check_static_scale(scale, x, group)
         data = operators.QUANTIZE_STATIC(x, scale, (group.rows, group.cols), dtype)
@@ -177,12 +173,10 @@ def scaled_mm(
     check_operands(x, w, bias, accum)
     check_out_dtype(out_dtype)
     if x_q.group.rows > 1 and x.dim() > 2:
-        raise ValueError(
-            teach(
-                f"Got x of shape {tuple(x.shape)} in {x_q.group} groups.",
-                "Groups of several rows belong to one matrix [M, K].",
-                "Flatten x before it is quantized.",
-            )
+        raise InvalidValue(
+            f"Got x of shape {tuple(x.shape)} in {x_q.group} groups.",
+            "Groups of several rows belong to one matrix [M, K].",
+            "Flatten x before it is quantized.",
         )
     rows, x_scale = math.prod(x.shape[:-1]), x_q.scale
     if x.dim() != 2 and x_q.group != TENSOR:
@@ -262,12 +256,10 @@ def linear(
         check_input_scale(input_scale, x.shape, x.device)
     check_scale_ub(scale_ub, x)
     if scale_ub is not None and (activation is None or input_scale is not None):
-        raise ValueError(
-            teach(
-                "Got scale_ub for activations that have no scale of their own.",
-                "It bounds scales that are taken from the data.",
-                "Leave scale_ub out, or use a dynamic scheme.",
-            )
+        raise InvalidValue(
+            "Got scale_ub for activations that have no scale of their own.",
+            "It bounds scales that are taken from the data.",
+            "Leave scale_ub out, or use a dynamic scheme.",
         )
     x_group = None if activation is None else (activation.rows, activation.cols)
     y: Tensor = call_on(

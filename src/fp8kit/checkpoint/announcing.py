@@ -29,7 +29,7 @@ from fp8kit.checkpoint.schema.targets import (
     output_heads,
 )
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
@@ -88,12 +88,10 @@ def check_unknown(names: Sequence[str], target: str) -> None:
     """
     if names and target == "transformers":
         raise CheckpointError(
-            teach(
-                f"{some_of(names)} are FP8 experts.",
-                "Transformers has no rule to load these: it would draw them at random.",
-                "Write for target='vllm', which fp8kit.save does by default and fp8kit.load reads, "
-                "or leave these experts in high precision.",
-            )
+            f"{some_of(names)} are FP8 experts.",
+            "Transformers has no rule to load these: it would draw them at random.",
+            "Write for target='vllm', which fp8kit.save does by default and fp8kit.load reads, "
+            "or leave these experts in high precision.",
         )
 
 
@@ -143,23 +141,19 @@ def announce(
     dtypes = sorted({str(m.compute_dtype) for m in every})
     if len(dtypes) != 1:
         raise CheckpointError(
-            teach(
-                f"The model holds FP8 layers that compute in {' and '.join(dtypes)}."
-                if every
-                else "The model holds no FP8 layers.",
-                "An FP8 checkpoint has FP8 layers, and one high precision.",
-                "Cast the model to one dtype, or use its own way of saving if it has no FP8.",
-            )
+            f"The model holds FP8 layers that compute in {' and '.join(dtypes)}."
+            if every
+            else "The model holds no FP8 layers.",
+            "An FP8 checkpoint has FP8 layers, and one high precision.",
+            "Cast the model to one dtype, or use its own way of saving if it has no FP8.",
         )
     wrapped = [n.removesuffix(_WRAPPED) for n in layers if n.endswith(_WRAPPED)]
     if wrapped:
         raise CheckpointError(
-            teach(
-                f"Adapters are attached to {some_of(wrapped)}.",
-                "A checkpoint of the base model has the base layers alone.",
-                "Save the adapter with PeftModel.save_pretrained, and the base model before the "
-                "adapter is attached, or after PeftModel.unload().",
-            )
+            f"Adapters are attached to {some_of(wrapped)}.",
+            "A checkpoint of the base model has the base layers alone.",
+            "Save the adapter with PeftModel.save_pretrained, and the base model before the "
+            "adapter is attached, or after PeftModel.unload().",
         )
     refuse_transposed(layers)
     kinds = {n: m.scheme.stored for n, m in layers.items()}
@@ -200,11 +194,8 @@ def _bound(layers: Mapping[str, Fp8Linear], dialect: Dialect | None) -> float | 
     if len(bounds) > 1 or (bounds != {None} and dialect not in (None, FBGEMM)):
         named = ", ".join(sorted(map(str, bounds)))
         raise CheckpointError(
-            teach(
-                f"Layers have scale_ub = {named}"
-                f"{f', to write as {dialect.name}' if dialect else ''}.",
-                "A checkpoint has one bound on activations for all of them, in dialect fbgemm.",
-                "Set one scale_ub, or None, on every Fp8Linear before saving.",
-            )
+            f"Layers have scale_ub = {named}{f', to write as {dialect.name}' if dialect else ''}.",
+            "A checkpoint has one bound on activations for all of them, in dialect fbgemm.",
+            "Set one scale_ub, or None, on every Fp8Linear before saving.",
         )
     return bounds.pop()

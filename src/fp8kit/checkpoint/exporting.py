@@ -13,7 +13,7 @@ from fp8kit.checkpoint.dialects import Dialect, JsonObject
 from fp8kit.checkpoint.expert_names import ExpertLayer, own_names, split_experts, tensors_of
 from fp8kit.checkpoint.schema.naming import MARKERS, dense_stacks, named, sort_names
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, TENSOR, Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
@@ -78,21 +78,17 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
     odd = [n for n, t in state.items() if not isinstance(t, Tensor)]
     if odd:
         raise CheckpointError(
-            teach(
-                f"{odd[0]} in the state_dict is {type(state[odd[0]]).__name__}, not a tensor.",
-                "safetensors files hold tensors only.",
-                "Keep such state outside of the state_dict (get_extra_state).",
-            )
+            f"{odd[0]} in the state_dict is {type(state[odd[0]]).__name__}, not a tensor.",
+            "safetensors files hold tensors only.",
+            "Keep such state outside of the state_dict (get_extra_state).",
         )
     absent = [n for n, t in state.items() if t.is_meta or _is_distributed(t)]
     if absent:
         raise CheckpointError(
-            teach(
-                f"{', '.join(absent[:5])} {'is' if len(absent) == 1 else 'are'} on the meta device"
-                " or sharded over several.",
-                "Saving needs the values of all tensors in this process.",
-                "Load the weights first, or gather them.",
-            )
+            f"{', '.join(absent[:5])} {'is' if len(absent) == 1 else 'are'} on the meta device"
+            " or sharded over several.",
+            "Saving needs the values of all tensors in this process.",
+            "Load the weights first, or gather them.",
         )
     owner: dict[int, str] = {}
     for name in sorted(state, key=lambda n: n in last):
@@ -136,12 +132,10 @@ def refuse_renamed(model: nn.Module, names: Iterable[str]) -> None:
     odd = [n for n in names if n not in own and not n.endswith("_extra_state")]
     if odd:
         raise CheckpointError(
-            teach(
-                f"{some_of(odd)} in the state_dict of {type(model).__name__} are no tensors of it.",
-                "A checkpoint names each tensor after the module that holds it.",
-                "Remove the hooks that rename them, or use torch.save(model.state_dict()) and fill "
-                "a converted model by its load_state_dict.",
-            )
+            f"{some_of(odd)} in the state_dict of {type(model).__name__} are no tensors of it.",
+            "A checkpoint names each tensor after the module that holds it.",
+            "Remove the hooks that rename them, or use torch.save(model.state_dict()) and fill "
+            "a converted model by its load_state_dict.",
         )
 
 
@@ -165,11 +159,9 @@ def refuse_reserved(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     names |= {n for n in tensors if n.rpartition(".")[2] in MARKERS}
     if names:
         raise CheckpointError(
-            teach(
-                f"{type(model).__name__} has {some_of(sorted(names))} of its own.",
-                "In FP8 checkpoints these are names of scales, and readers know no better.",
-                "Rename them in the model.",
-            )
+            f"{type(model).__name__} has {some_of(sorted(names))} of its own.",
+            "In FP8 checkpoints these are names of scales, and readers know no better.",
+            "Rename them in the model.",
         )
 
 
@@ -213,13 +205,11 @@ def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
     names = [name for name, layer in layers.items() if layer.transposed]
     if names:
         raise CheckpointError(
-            teach(
-                f"{some_of(names)} come from Conv1D of Transformers, which holds [K, N].",
-                "Transformers loads FP8 weights into nn.Linear only, and vLLM's GPT-2 transposes "
-                "what it loads without its scales.",
-                "Keep the state_dict (torch.save, load_state_dict into a converted model), or save "
-                "the dense model and convert it after loading.",
-            )
+            f"{some_of(names)} come from Conv1D of Transformers, which holds [K, N].",
+            "Transformers loads FP8 weights into nn.Linear only, and vLLM's GPT-2 transposes "
+            "what it loads without its scales.",
+            "Keep the state_dict (torch.save, load_state_dict into a converted model), or save "
+            "the dense model and convert it after loading.",
         )
 
 

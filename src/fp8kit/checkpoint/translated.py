@@ -15,7 +15,7 @@ from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
 from fp8kit.checkpoint.schema.targets import check_layers, loads_stacks_alone, misfit
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.model_families import JOINED
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, SCHEMES, Scheme
 
 _EQUAL = 1e-5
@@ -88,11 +88,9 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
         if str(checkpoint.config.get("model_type")) == "gpt_oss":
             if layer.group != MX:
                 raise CheckpointError(
-                    teach(
-                        f"{layer.name} interleaves the rows of two projections (GPT-OSS).",
-                        "No engine loads such experts in FP8 by a dialect that is written here.",
-                        "Keep this checkpoint as it is.",
-                    )
+                    f"{layer.name} interleaves the rows of two projections (GPT-OSS).",
+                    "No engine loads such experts in FP8 by a dialect that is written here.",
+                    "Keep this checkpoint as it is.",
                 )
             yield Matrix(layer.name, layer.scheme, layer, 0, layer.shape[1])
             continue
@@ -122,11 +120,9 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
     assert job.checkpoint.dialect is not None
     if job.checkpoint.dialect.name == "mistral":
         raise CheckpointError(
-            teach(
-                f"{job.checkpoint.path} has Mistral's own names of layers.",
-                f"{target} expects those of Transformers in a checkpoint with config.json.",
-                "Use the repository's model.safetensors files, or name a dialect instead.",
-            )
+            f"{job.checkpoint.path} has Mistral's own names of layers.",
+            f"{target} expects those of Transformers in a checkpoint with config.json.",
+            "Use the repository's model.safetensors files, or name a dialect instead.",
         )
     experts = any(m.expert >= 0 or ".experts." in m.name for m in job.matrices)
     if experts and target != "transformers" and not job.dialect.name.startswith("autofp8"):
@@ -195,9 +191,7 @@ def _check_input_scales(job: Translation) -> None:
         other, theirs = scales.setdefault(f"{parent}.{halves[last]}", (m.name, scale))
         if abs(scale - theirs) > _EQUAL:
             raise CheckpointError(
-                teach(
-                    f"{other} has the input scale {theirs:.6g}, and {m.name} {scale:.6g}.",
-                    "vllm merges them and needs one scale in compressed-tensors.",
-                    "Write dialect autofp8, which takes the larger one.",
-                )
+                f"{other} has the input scale {theirs:.6g}, and {m.name} {scale:.6g}.",
+                "vllm merges them and needs one scale in compressed-tensors.",
+                "Write dialect autofp8, which takes the larger one.",
             )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.modules.parameters import frozen
 
 Loader = Callable[..., Any]
@@ -95,12 +95,10 @@ class Arriving:
             if self.has_begun() and name not in self.dense:
                 missing = torch.Size(shape).numel()
             if missing > 0 or self.take(name).is_meta:
-                raise ValueError(
-                    teach(
-                        f"{missing or 'All'} elements of {name} {shape} have not arrived.",
-                        "A weight is quantized when all of it is there.",
-                        "Load the missing shards through weight_loader first.",
-                    )
+                raise InvalidValue(
+                    f"{missing or 'All'} elements of {name} {shape} have not arrived.",
+                    "A weight is quantized when all of it is there.",
+                    "Load the missing shards through weight_loader first.",
                 )
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit import functional
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import MX, ROW, GroupShape, QTensor, fp8_format
 from fp8kit.ops import operators
 from fp8kit.ops.validation import check_float
@@ -89,12 +89,10 @@ def per_token_cast_to_fp8(
         torch.Size([4, 3])
     """
     if use_packed_ue8m0:
-        raise ValueError(
-            teach(
-                "Got use_packed_ue8m0=True.",
-                "Scales are fp32 numbers, also where they are powers of two.",
-                "Leave it out, and pack what you pass to DeepGEMM's kernels with its own function.",
-            )
+        raise InvalidValue(
+            "Got use_packed_ue8m0=True.",
+            "Scales are fp32 numbers, also where they are powers of two.",
+            "Leave it out, and pack what you pass to DeepGEMM's kernels with its own function.",
         )
     return _quantized(x, GroupShape(1, gran_k), _CAST_FLOOR, use_ue8m0)
 
@@ -128,13 +126,11 @@ def per_block_cast_to_fp8(
     """
     third, by_deep_gemm = use_ue8m0, isinstance(block_size, bool)
     if third is not False and isinstance(third, bool) == by_deep_gemm:
-        raise TypeError(
-            teach(
-                f"Got {third!r} as third argument after {block_size!r}.",
-                "After the sides of a block it is use_ue8m0, True or False; after use_ue8m0 it is "
-                "gran_k, an integer.",
-                "Pass block_size=, use_ue8m0= or gran_k= by name.",
-            )
+        raise InvalidType(
+            f"Got {third!r} as third argument after {block_size!r}.",
+            "After the sides of a block it is use_ue8m0, True or False; after use_ue8m0 it is "
+            "gran_k, an integer.",
+            "Pass block_size=, use_ue8m0= or gran_k= by name.",
         )
     if isinstance(block_size, bool):
         side = third or gran_k
@@ -192,12 +188,10 @@ def block_product(
 
 def _block(block_size: Sequence[int]) -> GroupShape:
     if not isinstance(block_size, Sequence) or len(block_size) != 2:
-        raise TypeError(
-            teach(
-                f"Got block_size={block_size!r}.",
-                "A block has two sides: rows and columns of the weight.",
-                "Pass block_size=[128, 128].",
-            )
+        raise InvalidType(
+            f"Got block_size={block_size!r}.",
+            "A block has two sides: rows and columns of the weight.",
+            "Pass block_size=[128, 128].",
         )
     return GroupShape(*block_size)
 
@@ -214,12 +208,10 @@ def _quantized(
     """Quantize, with a floor under each group's amax."""
     check_float("x", x)
     if x.dim() < (2 if group.rows > 1 else 1):
-        raise ValueError(
-            teach(
-                f"Got x of shape {tuple(x.shape)}.",
-                f"Groups of {group} need a last dimension K, blocks a matrix [M, K].",
-                "Add the missing dimension, e.g. with unsqueeze(0).",
-            )
+        raise InvalidValue(
+            f"Got x of shape {tuple(x.shape)}.",
+            f"Groups of {group} need a last dimension K, blocks a matrix [M, K].",
+            "Add the missing dimension, e.g. with unsqueeze(0).",
         )
     options = (dtype, least / fp8_format(dtype).max, None, "up" if powers else "exact")
     if group != MX:

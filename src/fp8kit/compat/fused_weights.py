@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import TENSOR, QTensor
 from fp8kit.modules.weight_parts import join_scales, recode, requantize
 
@@ -87,12 +87,10 @@ def normalize_e4m3fn_to_e4m3fnuz(
         (torch.float8_e4m3fnuz, tensor([2.]))
     """
     if weight.dtype != torch.float8_e4m3fn:
-        raise TypeError(
-            teach(
-                f"Got codes of {weight.dtype}.",
-                "They are float8_e4m3fn, which become float8_e4m3fnuz.",
-                "Leave codes of e4m3fnuz as they are.",
-            )
+        raise InvalidType(
+            f"Got codes of {weight.dtype}.",
+            "They are float8_e4m3fn, which become float8_e4m3fnuz.",
+            "Leave codes of e4m3fnuz as they are.",
         )
     one = torch.ones(1, 1, device=weight.device)
     codes = recode(QTensor(weight.detach(), one, TENSOR), torch.float8_e4m3fnuz).data
@@ -130,11 +128,9 @@ def all_close_1d(x: Tensor) -> bool:
         True
     """
     if x.dim() != 1:
-        raise ValueError(
-            teach(
-                f"Got a tensor of shape {tuple(x.shape)}.",
-                "Scales of shards are compared as one vector.",
-                "Pass x.flatten().",
-            )
+        raise InvalidValue(
+            f"Got a tensor of shape {tuple(x.shape)}.",
+            "Scales of shards are compared as one vector.",
+            "Pass x.flatten().",
         )
     return torch.allclose(x, x[:1].expand_as(x)) if x.numel() else True

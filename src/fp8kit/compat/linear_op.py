@@ -12,7 +12,7 @@ from fp8kit import functional
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import as_number, as_vector, with_scale, with_scale_as_stored
 from fp8kit.compat.w8a8 import scaled_fp8_quant
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import FP8_FORMATS, ROW, SCHEMES, TENSOR, QTensor, Scheme
 
 _DYNAMIC = {
@@ -104,12 +104,10 @@ class Fp8LinearOp:
         if input.dtype in FP8_FORMATS:
             return _of_codes(input, input_scale, w_q, bias, out_dtype or torch.bfloat16)
         if self.act_quant_static and input_scale is None:
-            raise ValueError(
-                teach(
-                    "A static Fp8LinearOp got no input_scale.",
-                    "act_quant_static=True says that the input has a calibrated scale.",
-                    "Pass input_scale, or make the operator with act_quant_static=False.",
-                )
+            raise InvalidValue(
+                "A static Fp8LinearOp got no input_scale.",
+                "act_quant_static=True says that the input has a calibrated scale.",
+                "Pass input_scale, or make the operator with act_quant_static=False.",
             )
         per_token = self.per_token if use_per_token_if_dynamic is None else use_per_token_if_dynamic
         scale = None if input_scale is None else as_number(input_scale, input.device)
@@ -149,12 +147,10 @@ def _of_codes(
     x: Tensor, scale: Tensor | None, w_q: QTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     if scale is None:
-        raise ValueError(
-            teach(
-                f"Got {x.dtype} codes as the input and no input_scale.",
-                "Codes mean nothing without their scale.",
-                "Pass what quantized them gave beside them.",
-            )
+        raise InvalidValue(
+            f"Got {x.dtype} codes as the input and no input_scale.",
+            "Codes mean nothing without their scale.",
+            "Pass what quantized them gave beside them.",
         )
     x_q = with_scale(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), scale)
     y = functional.linear(x_q, w_q, bias, out_dtype=out_dtype)
@@ -167,11 +163,9 @@ def _is_per_token(group: Any) -> bool:
     rows = getattr(group, "rows", None)
     pair = tuple(group) if rows is None else (rows, group.cols)
     if pair not in ((-1, -1), (1, -1)):
-        raise ValueError(
-            teach(
-                f"Got act_quant_group_shape={group!r}.",
-                "Inputs are quantized per tensor (-1, -1) or per token (1, -1) here.",
-                "For groups along K pass a block-quantized weight to fp8kit.linear.",
-            )
+        raise InvalidValue(
+            f"Got act_quant_group_shape={group!r}.",
+            "Inputs are quantized per tensor (-1, -1) or per token (1, -1) here.",
+            "For groups along K pass a block-quantized weight to fp8kit.linear.",
         )
     return pair == (1, -1)

@@ -12,7 +12,7 @@ from fp8kit import functional
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.linear_op import compute
 from fp8kit.compat.shapes import as_number, as_vector, is_stored, with_scale, with_scale_as_stored
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue, teach
 from fp8kit.formats import FP8_FORMATS, ROW, SCHEMES, TENSOR, Scheme
 from fp8kit.modules import linear as core
 
@@ -178,12 +178,10 @@ def get_linear(
             )
         )
     if is_codes and (weight_scale is None or quantize is None):
-        raise ValueError(
-            teach(
-                f"Got {weight.dtype} codes with weight_scale={weight_scale} for {quantize!r}.",
-                "Codes mean nothing without their scale.",
-                "Pass weight_scale and quantize='fp8', or a dense weight.",
-            )
+        raise InvalidValue(
+            f"Got {weight.dtype} codes with weight_scale={weight_scale} for {quantize!r}.",
+            "Codes mean nothing without their scale.",
+            "Pass weight_scale and quantize='fp8', or a dense weight.",
         )
     if not is_codes:
         q = functional.quantize(weight, role="weight")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fp8kit import functional
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import MX, MX_FORMS, QTensor
 from fp8kit.modules.parameters import frozen
 from fp8kit.ops.validation import check_options
@@ -167,12 +167,10 @@ class Mxfp8LinearOp:
             backend = select_mxfp8_linear_backend()
         found = _BY_WORD.get(backend) if isinstance(backend, str) else backend
         if not isinstance(found, Mxfp8LinearBackend):
-            raise ValueError(
-                teach(
-                    f"Got backend={backend!r}.",
-                    f"It is one of {', '.join(map(str, Mxfp8LinearBackend))}.",
-                    "Pass one of these, or leave it out.",
-                )
+            raise InvalidValue(
+                f"Got backend={backend!r}.",
+                f"It is one of {', '.join(map(str, Mxfp8LinearBackend))}.",
+                "Pass one of these, or leave it out.",
             )
         self.backend = found
         self._known = KnownWeights()
@@ -251,10 +249,8 @@ def _bytes(scales: Tensor) -> Tensor:
 
 def _check_emulated(scale: Tensor) -> None:
     if scale.dtype != MXFP8_SCALE_DTYPE or scale.dim() != 2:
-        raise ValueError(
-            teach(
-                f"Got a weight_scale {scale.dtype} of {scale.dim()} dimensions.",
-                f"The emulation takes {MXFP8_SCALE_DTYPE} of two, row by row.",
-                "Call process_weights first.",
-            )
+        raise InvalidValue(
+            f"Got a weight_scale {scale.dtype} of {scale.dim()} dimensions.",
+            f"The emulation takes {MXFP8_SCALE_DTYPE} of two, row by row.",
+            "Call process_weights first.",
         )

@@ -14,7 +14,7 @@ from fp8kit import functional
 from fp8kit.compat.arriving import Arriving, Loader, store
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import with_scale_as_stored
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue, teach
 from fp8kit.formats import BLOCK, FP8_FORMATS, TENSOR, GroupShape, QTensor
 
 _SHARDS = {"q": 0, "k": 1, "v": 2}
@@ -175,12 +175,10 @@ def _loader(layer: nn.Module) -> Loader:
             start = sum(widths[:index])
             param = param.narrow(0, start, widths[index])
         if loaded_weight.shape != param.shape:
-            raise ValueError(
-                teach(
-                    f"Got a weight of shape {tuple(loaded_weight.shape)}.",
-                    f"Here {tuple(param.shape)} is due.",
-                    "Pass the shard's number for a part of a fused weight.",
-                )
+            raise InvalidValue(
+                f"Got a weight of shape {tuple(loaded_weight.shape)}.",
+                f"Here {tuple(param.shape)} is due.",
+                "Pass the shard's number for a part of a fused weight.",
             )
         param.copy_(loaded_weight)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8kit import functional
 from fp8kit.compat.arriving import Arriving, Loader, store
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue, teach
 from fp8kit.formats import BLOCK, FP8_FORMATS, TENSOR, GroupShape, QTensor
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.functional import experts
@@ -268,12 +268,10 @@ def _activation(layer: nn.Module, given: Any) -> Activation:
         return given
     word = str(getattr(given, "value", given)).lower()
     if word not in _ACTIVATIONS:
-        raise ValueError(
-            teach(
-                f"Got a layer with activation={word!r}.",
-                f"Known are {', '.join(_ACTIVATIONS)}.",
-                "Set layer.activation to one of these, or to a fp8kit.moe.Activation.",
-            )
+        raise InvalidValue(
+            f"Got a layer with activation={word!r}.",
+            f"Known are {', '.join(_ACTIVATIONS)}.",
+            "Set layer.activation to one of these, or to a fp8kit.moe.Activation.",
         )
     found = _ACTIVATIONS[word]
     limit = getattr(layer, "swiglu_limit", None)
@@ -306,12 +304,10 @@ def _load(
     """Write a stack, an expert, or a gate (w1), up (w3) or down (w2) of an expert."""
     del weight_name
     if shard_id is not None and shard_id not in _SHARDS:
-        raise ValueError(
-            teach(
-                f"Got shard_id={shard_id!r}.",
-                "Shards of an expert are 'w1' (gate), 'w2' (down) and 'w3' (up).",
-                "Pass one of these.",
-            )
+        raise InvalidValue(
+            f"Got shard_id={shard_id!r}.",
+            "Shards of an expert are 'w1' (gate), 'w2' (down) and 'w3' (up).",
+            "Pass one of these.",
         )
     target = param if expert_id is None else param[expert_id]
     dim = 0 if expert_id is not None else 1
@@ -319,11 +315,9 @@ def _load(
         half = target.shape[dim] // 2
         target = target.narrow(dim, half if shard_id == "w3" else 0, half)
     if target.shape != loaded_weight.shape:
-        raise ValueError(
-            teach(
-                f"Got a weight of shape {tuple(loaded_weight.shape)}.",
-                f"Here {tuple(target.shape)} is due.",
-                "Pass shard_id and expert_id for a part of the stack.",
-            )
+        raise InvalidValue(
+            f"Got a weight of shape {tuple(loaded_weight.shape)}.",
+            f"Here {tuple(target.shape)} is due.",
+            "Pass shard_id and expert_id for a part of the stack.",
         )
     target.copy_(loaded_weight)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import ROW, TENSOR, GroupShape, QTensor
 
 
@@ -25,12 +25,10 @@ def as_number(value: Tensor | float, device: torch.device) -> Tensor:
     """
     found = torch.as_tensor(value, device=device)
     if found.numel() != 1:
-        raise ValueError(
-            teach(
-                f"Got a scale of shape {tuple(found.shape)} for a whole tensor.",
-                "A static scale, and an upper bound, is one number.",
-                "Leave it out for scales per token.",
-            )
+        raise InvalidValue(
+            f"Got a scale of shape {tuple(found.shape)} for a whole tensor.",
+            "A static scale, and an upper bound, is one number.",
+            "Leave it out for scales per token.",
         )
     return found.float().reshape(1, 1)
 
@@ -57,12 +55,10 @@ def with_scale(codes: Tensor, scale: Tensor | float) -> QTensor:
     scale = torch.as_tensor(scale, device=codes.device)
     rows = codes.shape[0]
     if scale.numel() not in (1, rows) or codes.dim() != 2:
-        raise ValueError(
-            teach(
-                f"Got codes of shape {tuple(codes.shape)} and a scale {tuple(scale.shape)}.",
-                f"A matrix has one scale, or one for each of its rows ({rows}).",
-                "Check the orientation of the matrix; scales per block go to fp8kit.linear.",
-            )
+        raise InvalidValue(
+            f"Got codes of shape {tuple(codes.shape)} and a scale {tuple(scale.shape)}.",
+            f"A matrix has one scale, or one for each of its rows ({rows}).",
+            "Check the orientation of the matrix; scales per block go to fp8kit.linear.",
         )
     group: GroupShape = TENSOR if scale.numel() == 1 else ROW
     return QTensor(codes, scale.float().reshape(-1, 1), group)
@@ -92,12 +88,10 @@ def is_stored(weight: Tensor, k: int) -> bool:
         (True, False)
     """
     if weight.dim() != 2 or k not in weight.shape:
-        raise ValueError(
-            teach(
-                f"Got an input with K = {k} and a weight of shape {tuple(weight.shape)}.",
-                "The weight is [N, K], or its transposed view [K, N].",
-                "Check that weight and input belong together.",
-            )
+        raise InvalidValue(
+            f"Got an input with K = {k} and a weight of shape {tuple(weight.shape)}.",
+            "The weight is [N, K], or its transposed view [K, N].",
+            "Check that weight and input belong together.",
         )
     if weight.shape[0] == weight.shape[1]:
         return weight.stride(1) == 1

@@ -18,7 +18,7 @@ from fp8kit import functional
 from fp8kit.compat.blocks import block_product
 from fp8kit.compat.capabilities import supports
 from fp8kit.compat.shapes import as_number, as_vector, stored, with_scale
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 
 _DEVICE_IDENTITY: list[Tensor] = []
@@ -130,12 +130,10 @@ def _static(
     group = fp8_formats.GroupShape(max(x.shape[0], 1) if rows == -1 else rows, cols)
     wanted = fp8_formats.scale_shape(x.shape, group)
     if scale.numel() != math.prod(wanted):
-        raise ValueError(
-            teach(
-                f"Got a scale of shape {tuple(scale.shape)}.",
-                f"x {tuple(x.shape)} in groups {tuple(group_shape or ())} has {wanted} scales.",
-                "Pass one number for each group.",
-            )
+        raise InvalidValue(
+            f"Got a scale of shape {tuple(scale.shape)}.",
+            f"x {tuple(x.shape)} in groups {tuple(group_shape or ())} has {wanted} scales.",
+            "Pass one number for each group.",
         )
     return functional.quantize(x, group, dtype=dtype, scale=scale.float().reshape(wanted)).data
 
@@ -291,12 +289,10 @@ def dispatch_w8a8_scaled_mm(
     if given is True or given == "cutlass":
         return cutlass_w8a8_scaled_mm
     if given not in (None, False, "torch", "flashinfer", "rocm"):
-        raise ValueError(
-            teach(
-                f"Got preferred_backend={given!r}.",
-                "It is 'cutlass', 'flashinfer', 'rocm' or 'torch'.",
-                "Pass one of these words; which kernel runs, fp8kit.explain(layer) says.",
-            )
+        raise InvalidValue(
+            f"Got preferred_backend={given!r}.",
+            "It is 'cutlass', 'flashinfer', 'rocm' or 'torch'.",
+            "Pass one of these words; which kernel runs, fp8kit.explain(layer) says.",
         )
     rocm = given == "rocm" or (not given and torch.version.hip is not None)
     if per_tensor_weights and per_tensor_activations:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fp8kit import functional
 from fp8kit.compat.shapes import with_scale
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR
 from fp8kit.modules.linear import Fp8Linear as Core
 from fp8kit.runtime.weight_hazards import version
@@ -346,12 +346,10 @@ class FP8Linear(nn.Module):
         if weight is None or held is None:
             return
         if weight.shape != held.shape or weight.dtype not in (*_FLOATS, torch.float64):
-            raise ValueError(
-                teach(
-                    f"Got a weight {weight.dtype} {tuple(weight.shape)}.",
-                    f"This layer has a dense weight {tuple(held.shape)}.",
-                    "Load a dense weight of this shape, or codes with their weight_scale.",
-                )
+            raise InvalidValue(
+                f"Got a weight {weight.dtype} {tuple(weight.shape)}.",
+                f"This layer has a dense weight {tuple(held.shape)}.",
+                "Load a dense weight of this shape, or codes with their weight_scale.",
             )
         if assign:
             self._fp16_weight_cpu = weight.detach().to("cpu")
@@ -361,45 +359,35 @@ class FP8Linear(nn.Module):
 
 def _check(linear: nn.Module, options: FP8GemmOptions) -> None:
     if not isinstance(linear, nn.Linear) or isinstance(linear, Core):
-        raise TypeError(
-            teach(
-                f"Got {type(linear).__name__} to wrap.",
-                "FP8Linear wraps an nn.Linear that is not FP8 yet.",
-                "Leave other modules out with module_filter.",
-            )
+        raise InvalidType(
+            f"Got {type(linear).__name__} to wrap.",
+            "FP8Linear wraps an nn.Linear that is not FP8 yet.",
+            "Leave other modules out with module_filter.",
         )
     if linear.weight.is_meta and options.fp16_weight_storage != "keep":
-        raise ValueError(
-            teach(
-                "Got a layer whose weight is on the meta device.",
-                f"fp16_weight_storage={options.fp16_weight_storage!r} keeps its values.",
-                "Load the weights first, or use fp16_weight_storage='keep'.",
-            )
+        raise InvalidValue(
+            "Got a layer whose weight is on the meta device.",
+            f"fp16_weight_storage={options.fp16_weight_storage!r} keeps its values.",
+            "Load the weights first, or use fp16_weight_storage='keep'.",
         )
     if linear.weight.dtype not in _FLOATS:
-        raise TypeError(
-            teach(
-                f"Got a layer with a {linear.weight.dtype} weight.",
-                "FP8 is made from bfloat16, float16 or float32.",
-                "Cast the layer, or leave it out with module_filter.",
-            )
+        raise InvalidType(
+            f"Got a layer with a {linear.weight.dtype} weight.",
+            "FP8 is made from bfloat16, float16 or float32.",
+            "Cast the layer, or leave it out with module_filter.",
         )
     storage = options.fp16_weight_storage
     if storage not in STORAGES:
-        raise ValueError(
-            teach(
-                f"Got fp16_weight_storage={storage!r}.",
-                f"It is one of {', '.join(map(repr, STORAGES))}.",
-                "Pass one of these words.",
-            )
+        raise InvalidValue(
+            f"Got fp16_weight_storage={storage!r}.",
+            f"It is one of {', '.join(map(repr, STORAGES))}.",
+            "Pass one of these words.",
         )
     if storage == "discard" and not options.cast_inputs:
-        raise ValueError(
-            teach(
-                "Got fp16_weight_storage='discard' with cast_inputs=False.",
-                "Inputs that are not cast need the dense weight.",
-                "Use cast_inputs=True, or fp16_weight_storage='keep' or 'cpu_offload'.",
-            )
+        raise InvalidValue(
+            "Got fp16_weight_storage='discard' with cast_inputs=False.",
+            "Inputs that are not cast need the dense weight.",
+            "Use cast_inputs=True, or fp16_weight_storage='keep' or 'cpu_offload'.",
         )
 
 

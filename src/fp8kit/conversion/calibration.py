@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import ConversionError, teach
+from fp8kit.errors import ConversionError
 from fp8kit.formats import TENSOR, fp8_format, min_scale
 
 
@@ -86,11 +86,9 @@ def _check_seen(names: list[str], amax: dict[str, float]) -> None:
     if any(kinds.values()):
         seen = " and ".join(f"{what} {layers}" for what, layers in kinds.items() if layers)
         raise ConversionError(
-            teach(
-                f"Calibration {seen}.",
-                "A static scheme needs finite inputs of every converted layer, not all zero.",
-                "Feed data that exercises these layers, or exclude them.",
-            )
+            f"Calibration {seen}.",
+            "A static scheme needs finite inputs of every converted layer, not all zero.",
+            "Feed data that exercises these layers, or exclude them.",
         )
 
 

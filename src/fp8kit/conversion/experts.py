@@ -15,7 +15,7 @@ from torch import nn
 
 from fp8kit.conversion.expert_trials import DOWN, ELSE, difference, layouts
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import ConversionError, teach
+from fp8kit.errors import ConversionError, InvalidType, teach
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.stacked_experts import argument_names
 from fp8kit.modules.trials import CopyError, contents, on_trial
@@ -48,20 +48,16 @@ def register_experts(
         >>> fp8kit.convert(model)
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        raise TypeError(
-            teach(
-                f"Got {module_class!r:.80} as a class of experts.",
-                "It is a subclass of nn.Module.",
-                "Pass the class, not a module of it.",
-            )
+        raise InvalidType(
+            f"Got {module_class!r:.80} as a class of experts.",
+            "It is a subclass of nn.Module.",
+            "Pass the class, not a module of it.",
         )
     if not callable(describe):
-        raise TypeError(
-            teach(
-                f"Got describe of type {type(describe).__name__}.",
-                "It is a function from a module to an fp8kit.ExpertStacks.",
-                f"Pass lambda module: {describe!r:.80}.",
-            )
+        raise InvalidType(
+            f"Got describe of type {type(describe).__name__}.",
+            "It is a function from a module to an fp8kit.ExpertStacks.",
+            f"Pass lambda module: {describe!r:.80}.",
         )
     _REGISTERED[module_class] = describe
 
@@ -136,11 +132,9 @@ def _checked(stacks: object, module: nn.Module) -> ExpertStacks | None:
         return stacks
     held = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
     raise ConversionError(
-        teach(
-            f"{type(module).__name__} was described to register_experts as {stacks!r:.200}.",
-            f"An fp8kit.ExpertStacks names Parameters of three dimensions: {some_of(held)}.",
-            "Correct what describe returns; None leaves a module as it is.",
-        )
+        f"{type(module).__name__} was described to register_experts as {stacks!r:.200}.",
+        f"An fp8kit.ExpertStacks names Parameters of three dimensions: {some_of(held)}.",
+        "Correct what describe returns; None leaves a module as it is.",
     )
 
 

@@ -17,7 +17,7 @@ from fp8kit.conversion.fusion_rules import Link, family_links, given_links, veri
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.routers import fuse_routers
 from fp8kit.conversion.siblings import share_inputs
-from fp8kit.errors import ConversionError, teach
+from fp8kit.errors import ConversionError, InvalidValue
 from fp8kit.formats import Scheme
 from fp8kit.modules.decoder_layer import install_residual_forwards
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -41,12 +41,10 @@ def level(fuse: str | Mapping[str, Sequence[str]]) -> int:
     if isinstance(fuse, Mapping):
         return _LEVELS.index("all")
     if fuse not in _LEVELS:
-        raise ValueError(
-            teach(
-                f"Got fuse={fuse!r}.",
-                f"It is one of {', '.join(_LEVELS)}.",
-                "Pass one of these words, or a mapping from blocks to rules for code of your own.",
-            )
+        raise InvalidValue(
+            f"Got fuse={fuse!r}.",
+            f"It is one of {', '.join(_LEVELS)}.",
+            "Pass one of these words, or a mapping from blocks to rules for code of your own.",
         )
     return _LEVELS.index(fuse)
 
@@ -74,12 +72,10 @@ def user_links(
         known = isinstance(producer, Fused) or can_produce(producer)
         if link.producer is not None and not known:
             raise ConversionError(
-                teach(
-                    f"Got {link.name(link.producer)} ({type(producer).__name__}) before an arrow.",
-                    "RMS norms with a weight and layer norms, of one tensor each and along one "
-                    "dimension, SiLU and GELU can write FP8.",
-                    "Name one of these, or only the layers, which then share their input.",
-                )
+                f"Got {link.name(link.producer)} ({type(producer).__name__}) before an arrow.",
+                "RMS norms with a weight and layer norms, of one tensor each and along one "
+                "dimension, SiLU and GELU can write FP8.",
+                "Name one of these, or only the layers, which then share their input.",
             )
     if run is not None:
         verify_links(model, links, run)
@@ -93,12 +89,10 @@ def _check_apart(links: Sequence[Link]) -> None:
             other = seen.setdefault(name, link)
             if other.layers != link.layers:
                 raise ConversionError(
-                    teach(
-                        f"Got {name} together with {some_of(other.layers)}, and in another rule "
-                        f"together with {some_of(link.layers)}.",
-                        "A layer shares its input with one group of layers.",
-                        "Name all layers that read one tensor in one rule.",
-                    )
+                    f"Got {name} together with {some_of(other.layers)}, and in another rule "
+                    f"together with {some_of(link.layers)}.",
+                    "A layer shares its input with one group of layers.",
+                    "Name all layers that read one tensor in one rule.",
                 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8kit.conversion.model_families import BLOCKS
 from fp8kit.conversion.patterns import check_expression, names_block, some_of
-from fp8kit.errors import ConversionError, teach
+from fp8kit.errors import ConversionError, InvalidType, InvalidValue
 
 # what the code on the way reads the tensor for unless it is off; checked where it exists
 _OFF: dict[str, tuple[object, ...]] = {
@@ -59,12 +59,10 @@ class Link:
         head, arrow, tail = rule.rpartition("->")
         sources, layers = head.split(), tail.split()
         if len(sources) != bool(arrow) or len(layers) < (1 if arrow else 2):
-            raise ValueError(
-                teach(
-                    f"Got the fusion rule {rule!r}.",
-                    "A rule is 'norm -> layer layer ...', or 'layer layer ...' with two or more.",
-                    "Write paths from the block, separated by spaces.",
-                )
+            raise InvalidValue(
+                f"Got the fusion rule {rule!r}.",
+                "A rule is 'norm -> layer layer ...', or 'layer layer ...' with two or more.",
+                "Write paths from the block, separated by spaces.",
             )
         return Link(block, sources[0] if sources else None, tuple(layers), family)
 
@@ -139,23 +137,19 @@ def given_links(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> list[Li
     links = []
     for pattern, texts in rules.items():
         if isinstance(texts, str):
-            raise TypeError(
-                teach(
-                    f"Got the rule {texts!r} for the blocks {pattern!r}.",
-                    "Each pattern has a list of rules.",
-                    f"Pass [{texts!r}].",
-                )
+            raise InvalidType(
+                f"Got the rule {texts!r} for the blocks {pattern!r}.",
+                "Each pattern has a list of rules.",
+                f"Pass [{texts!r}].",
             )
         check_expression("fusion", pattern)
         blocks = [n for n in names if names_block(pattern, n)]
         if not blocks:
             raise ConversionError(
-                teach(
-                    f"The fusion pattern {pattern!r} matches no module.",
-                    f"The model's modules are {some_of(names[1:])}.",
-                    "Name the blocks that hold the norms and layers, e.g. 'layers.*'; a '*' stays "
-                    "within one component of a name, and what follows 're:' is the whole name.",
-                )
+                f"The fusion pattern {pattern!r} matches no module.",
+                f"The model's modules are {some_of(names[1:])}.",
+                "Name the blocks that hold the norms and layers, e.g. 'layers.*'; a '*' stays "
+                "within one component of a name, and what follows 're:' is the whole name.",
             )
         links += [Link.parse(block, text) for block in blocks for text in texts]
     for link in links:
@@ -174,11 +168,9 @@ def _check_paths(model: nn.Module, link: Link) -> None:
         wrong = missing or other or link.layers
         problem = "do not exist" if missing else "are no linear layers" if other else "differ in K"
         raise ConversionError(
-            teach(
-                f"In a fusion rule, {some_of(wrong)} {problem}.",
-                "Layers with one input are linear layers with equal K, named from their block.",
-                "Correct the paths, or narrow the pattern of the blocks.",
-            )
+            f"In a fusion rule, {some_of(wrong)} {problem}.",
+            "Layers with one input are linear layers with equal K, named from their block.",
+            "Correct the paths, or narrow the pattern of the blocks.",
         )
 
 
@@ -242,12 +234,10 @@ class _RunWatch:
 
     def _refuse(self, what: str) -> None:
         raise ConversionError(
-            teach(
-                f"A fusion rule does not hold in the calibration run: {what}.",
-                "What a fused norm or activation gives is read by the named layers, once each, and "
-                "by nothing else.",
-                "Add the missing layers to the rule, or drop it.",
-            )
+            f"A fusion rule does not hold in the calibration run: {what}.",
+            "What a fused norm or activation gives is read by the named layers, once each, and "
+            "by nothing else.",
+            "Add the missing layers to the rule, or drop it.",
         )
 
     def _inputs(self, name: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
-from fp8kit.errors import ConversionError, did_you_mean, teach
+from fp8kit.errors import ConversionError, InvalidType, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,11 +119,9 @@ def chosen(
     found = [name for name, module in layers if given(name, module)]
     if not found:
         raise ConversionError(
-            teach(
-                f"The {argument} function chooses no linear layer.",
-                f"It is asked with each name and layer, such as {some_of([n for n, _ in layers])}.",
-                "Return True for the layers that are meant.",
-            )
+            f"The {argument} function chooses no linear layer.",
+            f"It is asked with each name and layer, such as {some_of([n for n, _ in layers])}.",
+            "Return True for the layers that are meant.",
         )
     # an expression, because a full name alone would lift the defaults
     return [f"re:{re.escape(name)}$" for name in found]
@@ -141,47 +139,37 @@ def check_patterns(
         dense: of modules that stay dense anyway, which may be named all the same.
     """
     if callable(patterns):
-        raise TypeError(
-            teach(
-                f"Got a function as {argument}.",
-                "Where there is no model, only names of tensors, layers are chosen by patterns.",
-                f"Pass {argument}=[...]; fp8kit.plan and convert take functions.",
-            )
+        raise InvalidType(
+            f"Got a function as {argument}.",
+            "Where there is no model, only names of tensors, layers are chosen by patterns.",
+            f"Pass {argument}=[...]; fp8kit.plan and convert take functions.",
         )
     if not isinstance(patterns, Iterable):
-        raise TypeError(
-            teach(
-                f"Got {argument}={patterns!r:.80}.",
-                "It is a list of patterns over the names of layers.",
-                f"Pass {argument}=['*.o_proj'], for example.",
-            )
+        raise InvalidType(
+            f"Got {argument}={patterns!r:.80}.",
+            "It is a list of patterns over the names of layers.",
+            f"Pass {argument}=['*.o_proj'], for example.",
         )
     if isinstance(patterns, str):
-        raise TypeError(
-            teach(
-                f"Got {argument}={patterns!r}.",
-                "It is a list of patterns; a string would be read letter by letter.",
-                f"Pass {argument}=[{patterns!r}].",
-            )
+        raise InvalidType(
+            f"Got {argument}={patterns!r}.",
+            "It is a list of patterns; a string would be read letter by letter.",
+            f"Pass {argument}=[{patterns!r}].",
         )
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise TypeError(
-                teach(
-                    f"Got a pattern of type {type(pattern).__name__} in {argument}.",
-                    "Patterns are strings over the names of layers.",
-                    "Pass names, such as those that print(fp8kit.plan(model)) lists.",
-                )
+            raise InvalidType(
+                f"Got a pattern of type {type(pattern).__name__} in {argument}.",
+                "Patterns are strings over the names of layers.",
+                "Pass names, such as those that print(fp8kit.plan(model)) lists.",
             )
         check_expression(argument, pattern)
         if not any(matches(pattern, name) for name in (*names, *dense)):
             raise ConversionError(
-                teach(
-                    f"The {argument} pattern {pattern!r} matches no linear layer.",
-                    f"The model's linear layers are {some_of(names)}.",
-                    "Correct the pattern or remove it; patterns match whole names or suffixes."
-                    + _closest(pattern, names),
-                )
+                f"The {argument} pattern {pattern!r} matches no linear layer.",
+                f"The model's linear layers are {some_of(names)}.",
+                "Correct the pattern or remove it; patterns match whole names or suffixes."
+                + _closest(pattern, names),
             )
 
 
@@ -191,11 +179,9 @@ def check_expression(argument: str, pattern: str) -> None:
         re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
     except re.error as error:
         raise ConversionError(
-            teach(
-                f"The {argument} pattern {pattern!r} is not a regular expression: {error}.",
-                "What follows 're:' is matched against names as a regular expression.",
-                "Correct it, or leave out 're:' for a glob.",
-            )
+            f"The {argument} pattern {pattern!r} is not a regular expression: {error}.",
+            "What follows 're:' is matched against names as a regular expression.",
+            "Correct it, or leave out 're:' for a glob.",
         ) from error
 
 

@@ -18,7 +18,7 @@ from fp8kit.conversion.fusion_rules import Link
 from fp8kit.conversion.patterns import check_patterns, chosen, some_of
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import ConversionError, teach
+from fp8kit.errors import ConversionError, InvalidType, InvalidValue
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import holds_matrix
@@ -267,11 +267,9 @@ def refuse_static(scheme: Scheme) -> None:
     """Refuse to quantize to a static scheme while loading; raises ``ConversionError``."""
     if scheme.static:
         raise ConversionError(
-            teach(
-                f"Got scheme {scheme} for quantization while loading.",
-                "Its input scales come from calibration, which needs the loaded model.",
-                f"Load the model, then fp8kit.convert(model, {scheme.name!r}, calibrate=...).",
-            )
+            f"Got scheme {scheme} for quantization while loading.",
+            "Its input scales come from calibration, which needs the loaded model.",
+            f"Load the model, then fp8kit.convert(model, {scheme.name!r}, calibrate=...).",
         )
 
 
@@ -292,56 +290,44 @@ def warn_of_nothing(report: Report, fuse: str | Mapping[str, Sequence[str]] = "a
 
 def _check_arguments(model: object, calibrate: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            teach(
-                f"Got a model of type {type(model).__name__}.",
-                "It is an nn.Module with linear layers in it.",
-                "Load a checkpoint with fp8kit.load; of a pipeline pass a part, such as "
-                "pipeline.transformer.",
-            )
+        raise InvalidType(
+            f"Got a model of type {type(model).__name__}.",
+            "It is an nn.Module with linear layers in it.",
+            "Load a checkpoint with fp8kit.load; of a pipeline pass a part, such as "
+            "pipeline.transformer.",
         )
     if isinstance(model, nn.Linear):
         raise ConversionError(
-            teach(
-                f"Got a bare {type(model).__name__} as the model.",
-                "Layers are replaced inside the module that holds them.",
-                "Use fp8kit.Fp8Linear.from_linear(layer), or pass the parent module.",
-            )
+            f"Got a bare {type(model).__name__} as the model.",
+            "Layers are replaced inside the module that holds them.",
+            "Use fp8kit.Fp8Linear.from_linear(layer), or pass the parent module.",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ConversionError(
-            teach(
-                f"Got a {type(model).__name__} of TorchScript as the model.",
-                "Layers are replaced in the Python module; TorchScript has compiled its code.",
-                "Convert the module that was scripted or traced.",
-            )
+            f"Got a {type(model).__name__} of TorchScript as the model.",
+            "Layers are replaced in the Python module; TorchScript has compiled its code.",
+            "Convert the module that was scripted or traced.",
         )
     if lazy := [name for name, p in model.named_parameters() if is_lazy(p)]:
         raise ConversionError(
-            teach(
-                f"The parameters {some_of(lazy)} have no shape yet.",
-                "A layer gets it when the model runs for the first time (nn.LazyLinear).",
-                "Call the model on one batch, then convert it.",
-            )
+            f"The parameters {some_of(lazy)} have no shape yet.",
+            "A layer gets it when the model runs for the first time (nn.LazyLinear).",
+            "Call the model on one batch, then convert it.",
         )
     if calibrate is not None and not callable(calibrate):
-        raise TypeError(
-            teach(
-                f"Got calibrate of type {type(calibrate).__name__}.",
-                "It is a function that runs the model, which it gets, on representative data.",
-                "Pass calibrate=lambda model: model(batch).",
-            )
+        raise InvalidType(
+            f"Got calibrate of type {type(calibrate).__name__}.",
+            "It is a function that runs the model, which it gets, on representative data.",
+            "Pass calibrate=lambda model: model(batch).",
         )
 
 
 def _check_storage(weight_storage: str) -> None:
     if weight_storage not in STORAGES:
-        raise ValueError(
-            teach(
-                f"Got weight_storage={weight_storage!r}.",
-                f"It is one of {', '.join(STORAGES)}.",
-                "Pass one of these; 'discard' frees the dense weights.",
-            )
+        raise InvalidValue(
+            f"Got weight_storage={weight_storage!r}.",
+            f"It is one of {', '.join(STORAGES)}.",
+            "Pass one of these; 'discard' frees the dense weights.",
         )
 
 

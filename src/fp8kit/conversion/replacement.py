@@ -13,7 +13,7 @@ from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.layers_by_name import linear_at
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import Report
-from fp8kit.errors import ConversionError, teach
+from fp8kit.errors import ConversionError
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import is_conv1d, is_linear
@@ -103,11 +103,9 @@ def _unchanged_experts(model: nn.Module, report: Report) -> list[tuple[nn.Module
             experts.append((module, stacks))
     if changed:
         raise ConversionError(
-            teach(
-                f"Layers that changed since the plan was made: {some_of(changed)}.",
-                "A plan is applied once, to the model it was made for.",
-                "Make a new plan: fp8kit.plan(model).",
-            )
+            f"Layers that changed since the plan was made: {some_of(changed)}.",
+            "A plan is applied once, to the model it was made for.",
+            "Make a new plan: fp8kit.plan(model).",
         )
     return experts
 
@@ -118,11 +116,9 @@ def _check_values(model: nn.Module, report: Report) -> None:
     on_meta = [name for name, held in weights.items() if any(w.is_meta for w in held)]
     if on_meta:
         raise ConversionError(
-            teach(
-                f"The weights of {some_of(on_meta)} are on the meta device.",
-                "Quantization needs their values.",
-                "Load the weights first, or use fp8kit.load(dir, scheme=...).",
-            )
+            f"The weights of {some_of(on_meta)} are on the meta device.",
+            "Quantization needs their values.",
+            "Load the weights first, or use fp8kit.load(dir, scheme=...).",
         )
 
 
@@ -136,11 +132,9 @@ def _input_scales(
         return {}
     if calibrate is None:
         raise ConversionError(
-            teach(
-                f"Scheme {scheme} got no calibration data.",
-                "Its activations use one static scale per layer.",
-                "Pass calibrate=lambda model: model(batch), or use FP8_DYNAMIC.",
-            )
+            f"Scheme {scheme} got no calibration data.",
+            "Its activations use one static scale per layer.",
+            "Pass calibrate=lambda model: model(batch), or use FP8_DYNAMIC.",
         )
     seen = calibration.observe_amax(model, [r.name for r in report.linears], calibrate)
     return {n: calibration.input_scale(a, scheme.dtype) for n, a in seen.items()}

@@ -133,11 +133,9 @@ class Report:
         if blocked:
             lines = "\n".join(f"  {r.name}: {r.reason}" for r in blocked)
             raise ConversionError(
-                teach(
-                    f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
-                    "Every considered layer must be convertible.",
-                    "Exclude these layers by name, or drop strict.",
-                )
+                f"strict=True, and {len(blocked)} layers cannot be converted:\n{lines}\n",
+                "Every considered layer must be convertible.",
+                "Exclude these layers by name, or drop strict.",
             )
         if nothing := self.nothing():
             raise ConversionError(nothing)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fp8kit.dispatch.timings import DENSE, REJECTED, Measured, table_for
-from fp8kit.errors import UnsupportedError, did_you_mean, teach
+from fp8kit.errors import InvalidValue, UnsupportedError, did_you_mean
 from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import forget_choices
 
@@ -229,22 +229,18 @@ def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice
         return choice
     names = ", ".join(name for name, *_ in table)
     if only is not None and not choice.declined:
-        raise ValueError(
-            teach(
-                f"Unknown backend {only!r}.",
-                f"Known are {names}.",
-                _EMULATED
-                if only in ("emulation", "emulated")
-                else "Pass one of these or None." + did_you_mean(only, (n for n, *_ in table)),
-            )
+        raise InvalidValue(
+            f"Unknown backend {only!r}.",
+            f"Known are {names}.",
+            _EMULATED
+            if only in ("emulation", "emulated")
+            else "Pass one of these or None." + did_you_mean(only, (n for n, *_ in table)),
         )
     reasons = "\n".join(f"  {name}: {why}" for name, why in choice.declined)
     raise UnsupportedError(
-        teach(
-            f"No backend computes {problem}.",
-            f"Each declined:\n{reasons}\n",
-            "Change what the reasons name, or leave this layer in high precision.",
-        )
+        f"No backend computes {problem}.",
+        f"Each declined:\n{reasons}\n",
+        "Change what the reasons name, or leave this layer in high precision.",
     )
 
 

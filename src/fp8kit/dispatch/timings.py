@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.runtime import settings
 from fp8kit.runtime.atomic_files import write_whole
 
@@ -156,12 +156,10 @@ class Table:
                     raise ValueError(f"row {case} {times}")
                 table.rows[case] = {name: REJECTED if t is None else t for name, t in times.items()}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                teach(
-                    f"Not a table of measured times: {error!r}.",
-                    f"Schema {SCHEMA} has the columns {', '.join(_COLUMNS)}.",
-                    "Write a new one with fp8kit tune.",
-                )
+            raise InvalidValue(
+                f"Not a table of measured times: {error!r}.",
+                f"Schema {SCHEMA} has the columns {', '.join(_COLUMNS)}.",
+                "Write a new one with fp8kit tune.",
             ) from error
         table.facts = data
         return table

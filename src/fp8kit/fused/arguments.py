@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import ROW, TENSOR, GroupShape, check_group, fp8_format, min_scale
 from fp8kit.fused.problem import ROUNDINGS
 from fp8kit.ops.validation import (
@@ -58,22 +58,18 @@ class _Options:
         group, scale = self.group, self.scale
         if group.rows > 1 or (group == TENSOR) != (scale is not None):
             given = "a static scale" if scale is not None else "no static scale"
-            raise ValueError(
-                teach(
-                    f"Got {group} groups and {given}.",
-                    "Fused results are quantized within rows, or per tensor with a static scale.",
-                    "Use fp8kit.ROW, GROUP128 or MX, or TENSOR with scale=.",
-                )
+            raise InvalidValue(
+                f"Got {group} groups and {given}.",
+                "Fused results are quantized within rows, or per tensor with a static scale.",
+                "Use fp8kit.ROW, GROUP128 or MX, or TENSOR with scale=.",
             )
         if scale is not None:
             derived = self.scale_ub is not None or self.scale_rounding is not None
             if derived or self.scale_layout != "row":
-                raise ValueError(
-                    teach(
-                        "Got a static scale with scale_ub, scale_rounding or scale_layout.",
-                        "These shape scales that are taken from the data.",
-                        "Leave them out, or leave out scale.",
-                    )
+                raise InvalidValue(
+                    "Got a static scale with scale_ub, scale_rounding or scale_layout.",
+                    "These shape scales that are taken from the data.",
+                    "Leave them out, or leave out scale.",
                 )
             check_static_scale(scale, x, group)
         check_scale_ub(self.scale_ub, x)
@@ -154,12 +150,10 @@ def activation_arguments(
 def _resolved(name: str, x: Tensor, options: QuantizeOptions) -> tuple[object, ...]:
     check_float(name, x)
     if x.dim() == 0:
-        raise ValueError(
-            teach(
-                f"Got {name} without dimensions.",
-                "The last dimension is K.",
-                f"Add one, e.g. {name}.reshape(1).",
-            )
+        raise InvalidValue(
+            f"Got {name} without dimensions.",
+            "The last dimension is K.",
+            f"Add one, e.g. {name}.reshape(1).",
         )
     check_options(options, QuantizeOptions.__annotations__)
     return _Options(**options).checked(x)
@@ -168,20 +162,16 @@ def _resolved(name: str, x: Tensor, options: QuantizeOptions) -> tuple[object, .
 def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
     for name, value in (("eps", eps), ("weight_offset", weight_offset)):
         if not isinstance(value, (int, float)):
-            raise TypeError(
-                teach(
-                    f"Got {name} of type {type(value).__name__}.",
-                    "A norm adds numbers.",
-                    "For torch's default eps, None, pass torch.finfo(torch.float32).eps.",
-                )
+            raise InvalidType(
+                f"Got {name} of type {type(value).__name__}.",
+                "A norm adds numbers.",
+                "For torch's default eps, None, pass torch.finfo(torch.float32).eps.",
             )
     if rounding not in ROUNDINGS:
-        raise ValueError(
-            teach(
-                f"Got rounding={rounding!r}.",
-                "Results are rounded 'stepwise' or 'once'.",
-                "Pass the word that matches the layer that is replaced.",
-            )
+        raise InvalidValue(
+            f"Got rounding={rounding!r}.",
+            "Results are rounded 'stepwise' or 'once'.",
+            "Pass the word that matches the layer that is replaced.",
         )
 
 
@@ -189,20 +179,16 @@ def _check_modulation(pair: tuple[Tensor, Tensor], x: Tensor, dtype: torch.dtype
     parts = pair if isinstance(pair, (tuple, list)) else ()
     if len(parts) != 2 or not all(isinstance(part, Tensor) for part in parts):
         kinds = ", ".join(type(part).__name__ for part in parts) or type(pair).__name__
-        raise TypeError(
-            teach(
-                f"Got a modulation of {kinds}.",
-                "A modulation is two tensors, scale and shift.",
-                "Pass zeros for one that is missing.",
-            )
+        raise InvalidType(
+            f"Got a modulation of {kinds}.",
+            "A modulation is two tensors, scale and shift.",
+            "Pass zeros for one that is missing.",
         )
     if x.dim() < 2:
-        raise ValueError(
-            teach(
-                f"Got x of shape {tuple(x.shape)} with a modulation.",
-                "A modulation has one row per entry of the first dimension of x.",
-                "Pass x of shape [B, ..., K].",
-            )
+        raise InvalidValue(
+            f"Got x of shape {tuple(x.shape)} with a modulation.",
+            "A modulation has one row per entry of the first dimension of x.",
+            "Pass x of shape [B, ..., K].",
         )
     for name, part in zip(("scale", "shift"), parts, strict=True):
         check_operand(f"{name} of the modulation", part, (x.shape[0], x.shape[-1]), x, dtype)

@@ -11,7 +11,7 @@ from typing import Unpack
 
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import ROW, QTensor
 from fp8kit.fused import operators
 from fp8kit.fused.arguments import (
@@ -234,11 +234,9 @@ def _paired(found: list[Tensor], options: QuantizeOptions) -> QTensor:
 
 def _gelu(approximate: str) -> str:
     if approximate not in ("none", "tanh"):
-        raise ValueError(
-            teach(
-                f"Got approximate={approximate!r}.",
-                "GELU is 'none' (erf) or 'tanh'.",
-                "Pass one of these words.",
-            )
+        raise InvalidValue(
+            f"Got approximate={approximate!r}.",
+            "GELU is 'none' (erf) or 'tanh'.",
+            "Pass one of these words.",
         )
     return "gelu" if approximate == "none" else "gelu_tanh"

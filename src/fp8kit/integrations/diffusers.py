@@ -30,7 +30,7 @@ from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
-from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError, teach
+from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.integrations.diffusers_bfl import bundled, is_bundle, parts_of
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
@@ -130,11 +130,9 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         on_disk = isinstance(device_map, dict) and "disk" in device_map.values()
         if on_disk and not self.pre_quantized:
             raise UnsupportedError(
-                teach(
-                    "Got a device_map that places layers on disk.",
-                    "The loader keeps such weights as they are in the file, not as FP8.",
-                    "Give a device_map without disk, or save an FP8 model first.",
-                )
+                "Got a device_map that places layers on disk.",
+                "The loader keeps such weights as they are in the file, not as FP8.",
+                "Give a device_map without disk, or save an FP8 model first.",
             )
 
     def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
@@ -204,11 +202,9 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         """Refuse a tensor that does not fit, which diffusers leaves to quantizers."""
         if wanted.shape != found.shape:
             raise CheckpointError(
-                teach(
-                    f"{name} has shape {list(found.shape)}.",
-                    f"The model, built from config.json, needs {list(wanted.shape)}.",
-                    "Get config.json or the tensors again: they do not belong together.",
-                )
+                f"{name} has shape {list(found.shape)}.",
+                f"The model, built from config.json, needs {list(wanted.shape)}.",
+                "Get config.json or the tensors again: they do not belong together.",
             )
         return True
 
@@ -239,11 +235,9 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
             wanted = getattr(layer, part)
             if tensor.dtype != wanted.dtype:
                 raise CheckpointError(
-                    teach(
-                        f"{owner}.{part} is {tensor.dtype}.",
-                        f"config.json says that the layer is {layer.scheme}: {wanted.dtype}.",
-                        "Save the model again: config.json and tensors do not belong together.",
-                    )
+                    f"{owner}.{part} is {tensor.dtype}.",
+                    f"config.json says that the layer is {layer.scheme}: {wanted.dtype}.",
+                    "Save the model again: config.json and tensors do not belong together.",
                 )
             setattr(layer, part, frozen(tensor.to(target_device)))
 
@@ -251,21 +245,17 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         layers = _layers(model)
         if self.not_finite:
             raise ConversionError(
-                teach(
-                    f"{some_of(self.not_finite)} hold NaN or infinities.",
-                    "Weights are finite.",
-                    "Repair the checkpoint, or exclude these layers.",
-                )
+                f"{some_of(self.not_finite)} hold NaN or infinities.",
+                "Weights are finite.",
+                "Repair the checkpoint, or exclude these layers.",
             )
         held = {n: [getattr(m, k, None) for k in _HELD] for n, m in layers.items()}
         absent = [n for n, ts in held.items() if any(t is not None and t.is_meta for t in ts)]
         if absent:
             raise CheckpointError(
-                teach(
-                    f"{some_of(absent)} did not get codes and scales.",
-                    "An FP8 layer needs both.",
-                    "Save the model again, or exclude layers that the file does not have.",
-                )
+                f"{some_of(absent)} did not get codes and scales.",
+                "An FP8 layer needs both.",
+                "Save the model again, or exclude layers that the file does not have.",
             )
         for layer in layers.values():
             for parameter in layer.parameters(recurse=False):
@@ -289,11 +279,9 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         wrapped = [n.removesuffix(".base_layer") for n in layers if n.endswith(".base_layer")]
         if wrapped:
             raise CheckpointError(
-                teach(
-                    f"Adapters are attached to {some_of(wrapped)}.",
-                    "A saved model has the base layers alone.",
-                    "Save what peft.get_peft_model_state_dict(model) gives, then unload_lora.",
-                )
+                f"Adapters are attached to {some_of(wrapped)}.",
+                "A saved model has the base layers alone.",
+                "Save what peft.get_peft_model_state_dict(model) gives, then unload_lora.",
             )
         refuse_transposed(layers)
         _forget(self.model)
@@ -346,12 +334,10 @@ def _join_dense_alone(kind: Any, /, **_: Any) -> None:
         parts = [m for modules in inside for m in modules if isinstance(m, Fp8Linear)]
         if parts:
             raise UnsupportedError(
-                teach(
-                    f"fuse_qkv_projections got FP8 layers, such as {parts[0].qualified_name}.",
-                    "It joins dense weights; fp8kit quantizes the input of q, k and v once, and "
-                    "with few rows multiplies them as one matrix, without it.",
-                    "Leave the call out, or call it before the model is converted.",
-                )
+                f"fuse_qkv_projections got FP8 layers, such as {parts[0].qualified_name}.",
+                "It joins dense weights; fp8kit quantizes the input of q, k and v once, and "
+                "with few rows multiplies them as one matrix, without it.",
+                "Leave the call out, or call it before the model is converted.",
             )
         own(self, *args, **kwargs)
 
@@ -376,11 +362,9 @@ def _linear(model: nn.Module, name: str) -> Any:
         found = None
     if not isinstance(found, nn.Linear):
         raise CheckpointError(
-            teach(
-                f"The checkpoint has FP8 codes for {name}.",
-                f"{type(model).__name__} has {'no such layer' if found is None else 'no linear'}.",
-                "Load it with the class and the config.json that it was saved with.",
-            )
+            f"The checkpoint has FP8 codes for {name}.",
+            f"{type(model).__name__} has {'no such layer' if found is None else 'no linear'}.",
+            "Load it with the class and the config.json that it was saved with.",
         )
     return found
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.errors import CheckpointError, UnsupportedError
 
 _ROWS = "fp8r"
 
@@ -37,21 +37,17 @@ def bundled(state_dict: dict[str, Any]) -> dict[str, Any]:
         weight, scale = found.get(f"{layer}.weight"), found.pop(f"{layer}.weight_scale")
         if f"{layer}.weight_scale_2" in found:
             raise UnsupportedError(
-                teach(
-                    f"{layer} is NVFP4.",
-                    "FP8 layers hold one code in a byte.",
-                    "Take the fp8r file, or diffusers' own BFLQuantizationConfig.",
-                )
+                f"{layer} is NVFP4.",
+                "FP8 layers hold one code in a byte.",
+                "Take the fp8r file, or diffusers' own BFLQuantizationConfig.",
             )
         rows = () if weight is None else tuple(weight.shape[:1])
         if weight is None or weight.dtype != torch.float8_e4m3fn or tuple(scale.shape) != rows:
             kind = "no weight" if weight is None else f"{weight.dtype} {list(weight.shape)}"
             raise CheckpointError(
-                teach(
-                    f"{layer} has {kind} and {scale.dtype} scales {list(scale.shape)}.",
-                    "A file of Black Forest Labs has E4M3 codes [N, K] and fp32 scales [N].",
-                    "Load files of another form with fp8kit.load(directory, model).",
-                )
+                f"{layer} has {kind} and {scale.dtype} scales {list(scale.shape)}.",
+                "A file of Black Forest Labs has E4M3 codes [N, K] and fp32 scales [N].",
+                "Load files of another form with fp8kit.load(directory, model).",
             )
         found[f"{layer}.weight"] = make(weight, _ROWS, scale)
     return found
@@ -72,10 +68,8 @@ def _bundle_class() -> Any:
         from diffusers.quantizers.bfl.utils import BFLQuantizedParameter
     except ImportError as error:
         raise UnsupportedError(
-            teach(
-                "This diffusers does not know FP8 files of Black Forest Labs.",
-                "Its conversion of their names and joined layers is needed.",
-                "Upgrade diffusers to 0.42 or later.",
-            )
+            "This diffusers does not know FP8 files of Black Forest Labs.",
+            "Its conversion of their names and joined layers is needed.",
+            "Upgrade diffusers to 0.42 or later.",
         ) from error
     return BFLQuantizedParameter

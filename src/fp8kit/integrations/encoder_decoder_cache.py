@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType
 from fp8kit.modules.libraries import unwrapped
 
 
@@ -21,12 +21,10 @@ def bare(model: Any) -> Any:
     inner: Any = unwrapped(model) if isinstance(model, nn.Module) else model
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if not isinstance(inner, PreTrainedModel):
-        raise TypeError(
-            teach(
-                f"Got {type(model).__name__} as the model.",
-                "The cache follows the layers of a Transformers model.",
-                "Pass the model that will use the cache, not its config.",
-            )
+        raise InvalidType(
+            f"Got {type(model).__name__} as the model.",
+            "The cache follows the layers of a Transformers model.",
+            "Pass the model that will use the cache, not its config.",
         )
     return inner
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 )
 
 from fp8kit import functional
-from fp8kit.errors import CheckpointError, UnsupportedError, teach
+from fp8kit.errors import CheckpointError, InvalidValue, UnsupportedError
 from fp8kit.formats import ROW
 from fp8kit.integrations.encoder_decoder_cache import WithEncoder, bare
 from fp8kit.matmul.dequantized import decode
@@ -218,13 +218,11 @@ class Fp8StaticLayer(_Fixed, StaticLayer):  # type: ignore[misc]
         count = self.cumulative_length
         held = int(count) if count.device.type == "cpu" else 0  # elsewhere that would wait
         if held + tokens > self.max_cache_len:
-            raise ValueError(
-                teach(
-                    f"Got {tokens} tokens for an Fp8StaticCache that holds {held}.",
-                    f"It has room for max_cache_len={self.max_cache_len}, prompt and answer.",
-                    "Make a larger one, call reset() before another prompt, or use "
-                    "fp8kit.Fp8Cache(model), which grows.",
-                )
+            raise InvalidValue(
+                f"Got {tokens} tokens for an Fp8StaticCache that holds {held}.",
+                f"It has room for max_cache_len={self.max_cache_len}, prompt and answer.",
+                "Make a larger one, call reset() before another prompt, or use "
+                "fp8kit.Fp8Cache(model), which grows.",
             )
 
 
@@ -306,12 +304,10 @@ class Fp8StaticCache(_Fp8Cache):
 
     def __init__(self, model: PreTrainedModel, max_cache_len: int, scale: str = "token") -> None:
         if type(max_cache_len) is not int or max_cache_len < 1:
-            raise ValueError(
-                teach(
-                    f"Got max_cache_len={max_cache_len!r}.",
-                    "It is the number of tokens, of prompt and answer together.",
-                    "Pass a whole number above zero.",
-                )
+            raise InvalidValue(
+                f"Got max_cache_len={max_cache_len!r}.",
+                "It is the number of tokens, of prompt and answer together.",
+                "Pass a whole number above zero.",
             )
         room = {"max_cache_len": max_cache_len}
         model = bare(model)
@@ -331,12 +327,10 @@ def _layers(
     model: PreTrainedModel, scale: str, classes: dict[str, type[_Fp8Layer]], room: dict[str, int]
 ) -> Iterator[Any]:
     if scale not in _SCALES:
-        raise ValueError(
-            teach(
-                f"Got scale={scale!r}.",
-                f"It is one of {', '.join(map(repr, _SCALES))}.",
-                "Leave it out for one scale per token and head.",
-            )
+        raise InvalidValue(
+            f"Got scale={scale!r}.",
+            f"It is one of {', '.join(map(repr, _SCALES))}.",
+            "Leave it out for one scale per token and head.",
         )
     kinds, given = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     given = [given] * len(kinds) if isinstance(given, dict) else given  # one for all in 5.17
@@ -346,19 +340,15 @@ def _layers(
             yield _NO_KEYS[kind](**kwargs)
         elif kind not in classes:
             raise UnsupportedError(
-                teach(
-                    f"Layer {index} of {type(model).__name__} has a cache of kind {kind!r}.",
-                    f"An FP8 cache is known for {', '.join((*classes, *_NO_KEYS))}.",
-                    "Use the cache of Transformers: leave out past_key_values.",
-                )
+                f"Layer {index} of {type(model).__name__} has a cache of kind {kind!r}.",
+                f"An FP8 cache is known for {', '.join((*classes, *_NO_KEYS))}.",
+                "Use the cache of Transformers: leave out past_key_values.",
             )
         elif scale == "checkpoint" and index not in fixed:
             raise CheckpointError(
-                teach(
-                    f"{type(model).__name__} has no k_scale and v_scale for layer {index}.",
-                    "fp8kit.load keeps them where a checkpoint has them, as module.cache_scales.",
-                    "Use scale='token', or load a checkpoint with scales of the KV cache.",
-                )
+                f"{type(model).__name__} has no k_scale and v_scale for layer {index}.",
+                "fp8kit.load keeps them where a checkpoint has them, as module.cache_scales.",
+                "Use scale='token', or load a checkpoint with scales of the KV cache.",
             )
         else:
             yield classes[kind](fixed.get(index), **room, **kwargs)
@@ -372,13 +362,11 @@ def _scales_of(model: PreTrainedModel) -> dict[int, _Pair]:
         if {"k_scale", "v_scale"} <= held.keys() and hasattr(module, "layer_idx"):
             pair = (held["k_scale"].float(), held["v_scale"].float())
             if not all((s > 0).all() and s.isfinite().all() for s in pair):
-                raise ValueError(
-                    teach(
-                        f"{name} has k_scale {pair[0].flatten().tolist()} and v_scale "
-                        f"{pair[1].flatten().tolist()}.",
-                        "Keys and values are divided by them: they are positive and finite.",
-                        "Use scale='token', or calibrate the checkpoint again.",
-                    )
+                raise InvalidValue(
+                    f"{name} has k_scale {pair[0].flatten().tolist()} and v_scale "
+                    f"{pair[1].flatten().tolist()}.",
+                    "Keys and values are divided by them: they are positive and finite.",
+                    "Use scale='token', or calibrate the checkpoint again.",
                 )
             found[int(module.layer_idx)] = pair
     return found
@@ -400,19 +388,15 @@ def _decode(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _refuse_gradients(states: Iterable[Tensor]) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in states):
         raise UnsupportedError(
-            teach(
-                "Got keys and values that require gradients.",
-                "Rounding to FP8 has none: they would be lost.",
-                "Run under torch.no_grad(), or train without a cache (use_cache=False).",
-            )
+            "Got keys and values that require gradients.",
+            "Rounding to FP8 has none: they would be lost.",
+            "Run under torch.no_grad(), or train without a cache (use_cache=False).",
         )
 
 
 def _not_static(what: str) -> UnsupportedError:
     return UnsupportedError(
-        teach(
-            f"Got {what} of a static FP8 cache.",
-            "Its size and addresses are fixed.",
-            "Use fp8kit.Fp8Cache(model).",
-        )
+        f"Got {what} of a static FP8 cache.",
+        "Its size and addresses are fixed.",
+        "Use fp8kit.Fp8Cache(model).",
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fp8kit import functional
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import UnsupportedError, teach
+from fp8kit.errors import InvalidValue, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -160,11 +160,9 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
             variant = self.lora_variant.get(name)
             if not isinstance(variant, _DoraVariant | None):
                 raise UnsupportedError(
-                    teach(
-                        f"Adapter {name} is a {type(variant).__name__}.",
-                        "Into an FP8 weight, plain LoRA and DoRA can be merged.",
-                        "Leave it unmerged, or merge it into the dense model and convert that.",
-                    )
+                    f"Adapter {name} is a {type(variant).__name__}.",
+                    "Into an FP8 weight, plain LoRA and DoRA can be merged.",
+                    "Leave it unmerged, or merge it into the dense model and convert that.",
                 )
             delta = self.get_delta_weight(name).to(weight.device, fp32)
             weight = weight + delta
@@ -175,33 +173,27 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
             if self.lora_bias[name]:
                 if bias is None:
                     raise UnsupportedError(
-                        teach(
-                            f"Adapter {name} has a bias, and the layer has none.",
-                            "What is merged into a layer has a place in it.",
-                            "Train the adapter with lora_bias=False, or leave it unmerged.",
-                        )
+                        f"Adapter {name} has a bias, and the layer has none.",
+                        "What is merged into a layer has a place in it.",
+                        "Train the adapter with lora_bias=False, or leave it unmerged.",
                     )
                 bias = bias + self.lora_B[name].bias.to(fp32) * self.scaling[name]
         for part in (weight, bias):
             if part is not None and not torch.isfinite(part).all():
-                raise ValueError(
-                    teach(
-                        f"With {', '.join(adapters)}, the merged weight has NaN or infinities.",
-                        "Adapters are finite.",
-                        "Train or load the adapter again; the layer is as it was.",
-                    )
+                raise InvalidValue(
+                    f"With {', '.join(adapters)}, the merged weight has NaN or infinities.",
+                    "Adapters are finite.",
+                    "Train or load the adapter again; the layer is as it was.",
                 )
         return weight, bias
 
 
 def _made_from_codes(what: str) -> UnsupportedError:
     return UnsupportedError(
-        teach(
-            f"Got {what} on an Fp8Linear.",
-            "It computes with the weight of the layer, changes it, or takes its dtype.",
-            "Use LoRA or DoRA with init_lora_weights True, 'gaussian' or 'eva'; or attach the "
-            "adapter to the dense model; of layers that others are merged into, call to_linear().",
-        )
+        f"Got {what} on an Fp8Linear.",
+        "It computes with the weight of the layer, changes it, or takes its dtype.",
+        "Use LoRA or DoRA with init_lora_weights True, 'gaussian' or 'eva'; or attach the "
+        "adapter to the dense model; of layers that others are merged into, call to_linear().",
     )
 
 
@@ -256,11 +248,9 @@ def tell() -> None:
     """
     if tuple(int(p) for p in peft.__version__.split(".")[:2]) < OLDEST:
         raise UnsupportedError(
-            teach(
-                f"PEFT is {peft.__version__}.",
-                f"The integration is written for {OLDEST[0]}.{OLDEST[1]} and later.",
-                "Upgrade with pip install -U peft.",
-            )
+            f"PEFT is {peft.__version__}.",
+            f"The integration is written for {OLDEST[0]}.{OLDEST[1]} and later.",
+            "Upgrade with pip install -U peft.",
         )
     lora_model.dispatch_default = _dispatch
     _BaseAdaptedAttention.__init__ = _in_words(_BaseAdaptedAttention.__init__)
@@ -281,11 +271,9 @@ def _refusing_fp8(own: Any) -> Any:
         if found:
             names = [getattr(m, "qualified_name", "") or type(m).__name__ for m in found]
             raise UnsupportedError(
-                teach(
-                    f"modules_to_save asks for FP8 layers: {some_of(names)}.",
-                    "PEFT trains a copy of such a module, and FP8 weights get no gradient.",
-                    "Name it in target_modules, or exclude it from conversion.",
-                )
+                f"modules_to_save asks for FP8 layers: {some_of(names)}.",
+                "PEFT trains a copy of such a module, and FP8 weights get no gradient.",
+                "Name it in target_modules, or exclude it from conversion.",
             )
 
     return check_module
@@ -313,15 +301,13 @@ def _dispatch(target: Any, adapter_name: str, config: Any, **kwargs: Any) -> Any
     if parameter is not None:
         if getattr(getattr(base, parameter, None), "dtype", None) in FP8_FORMATS:
             raise UnsupportedError(
-                teach(
-                    f"An adapter is asked of {parameter} of {type(base).__name__}, which is FP8: "
-                    "by target_parameters, or by target_modules that PEFT takes for experts, such "
-                    "as 'all-linear'.",
-                    "PEFT adds such an adapter to the weight itself, and codes are no numbers: "
-                    "rounded to them, it would vanish.",
-                    "Name other layers, as target_modules=['q_proj', 'v_proj'], or exclude the "
-                    "experts from conversion.",
-                )
+                f"An adapter is asked of {parameter} of {type(base).__name__}, which is FP8: "
+                "by target_parameters, or by target_modules that PEFT takes for experts, such "
+                "as 'all-linear'.",
+                "PEFT adds such an adapter to the weight itself, and codes are no numbers: "
+                "rounded to them, it would vanish.",
+                "Name other layers, as target_modules=['q_proj', 'v_proj'], or exclude the "
+                "experts from conversion.",
             )
     elif isinstance(base, Fp8Linear):
         kwargs.pop("parameter_name", None)

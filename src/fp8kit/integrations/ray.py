@@ -17,7 +17,7 @@ import torch
 
 from fp8kit.checkpoint.streaming.executor import is_whole, write_shards
 from fp8kit.checkpoint.streaming.work_plan import Work
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 
 # how often a file is tried again after its worker was lost
 RETRIES = 10
@@ -28,11 +28,9 @@ def _write(work: Work, index: int, source: str, folder: str, device: str) -> Non
     for place in (source, folder):
         if not Path(place).is_dir():
             raise CheckpointError(
-                teach(
-                    f"The machine {socket.gethostname()} does not see {place}.",
-                    "All machines share source and destination.",
-                    "Use a file system that every machine mounts under the same path.",
-                )
+                f"The machine {socket.gethostname()} does not see {place}.",
+                "All machines share source and destination.",
+                "Use a file system that every machine mounts under the same path.",
             )
     if is_whole(Path(folder), work.shards[index]):  # by a worker that was lost afterwards
         return
@@ -86,11 +84,9 @@ class Runner:
         missing = [s.file for i in indices if not is_whole(folder, s := work.shards[i])]
         if missing:
             raise CheckpointError(
-                teach(
-                    f"{missing[0]} was written by another machine and is not in {folder}.",
-                    "All machines share source and destination.",
-                    "Use a file system that every machine mounts under the same path.",
-                )
+                f"{missing[0]} was written by another machine and is not in {folder}.",
+                "All machines share source and destination.",
+                "Use a file system that every machine mounts under the same path.",
             )
 
     def _run(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from fp8kit.errors import UnsupportedError, teach
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS
 
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
@@ -87,12 +87,10 @@ def _shard(own: Any, self: Any, module: nn.Module, *args: Any, **kwargs: Any) ->
         if "dtype" not in str(error) or not _frozen(module):
             raise
         raise UnsupportedError(
-            teach(
-                f"FullyShardedDataParallel got FP8 layers of {type(module).__name__}: {error}.",
-                "It joins parameters into one tensor of one dtype; codes and scales differ.",
-                "Pass ignored_states=[p for p in model.parameters() if not p.requires_grad], "
-                "which leaves them whole on each rank; or use fully_shard.",
-            )
+            f"FullyShardedDataParallel got FP8 layers of {type(module).__name__}: {error}.",
+            "It joins parameters into one tensor of one dtype; codes and scales differ.",
+            "Pass ignored_states=[p for p in model.parameters() if not p.requires_grad], "
+            "which leaves them whole on each rank; or use fully_shard.",
         ) from error
 
 
@@ -102,11 +100,9 @@ def _average(own: Any, self: Any, model: nn.Module) -> None:
     same = all(torch.equal(_bytes(p), _bytes(q.to(p.device))) for p, q in pairs)
     if len(ours) != len(theirs) or not same:
         raise UnsupportedError(
-            teach(
-                "AveragedModel.update_parameters got a model with other FP8 weights than its own.",
-                "Codes have no average: they and their scales must be the same at every update.",
-                "Average the dense model and convert the average; or train adapters and biases.",
-            )
+            "AveragedModel.update_parameters got a model with other FP8 weights than its own.",
+            "Codes have no average: they and their scales must be the same at every update.",
+            "Average the dense model and convert the average; or train adapters and biases.",
         )
     for module, name, _ in (*ours, *theirs):
         module._parameters[name] = None

@@ -25,7 +25,7 @@ from fp8kit.checkpoint.loading.into_module import Filled
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.storage.reader import Checkpoint
-from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.transformers_experts import Taken, chosen_experts, take_experts
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
@@ -146,12 +146,10 @@ def skeleton(checkpoint: Checkpoint) -> Any:
         model.tie_weights()
     except Exception as error:  # of many kinds, by model and version
         raise CheckpointError(
-            teach(
-                f"Transformers {transformers.__version__} cannot build {model_class.__name__} from "
-                f"config.json of {checkpoint.path}: {_first_line(error)}",
-                "It has to describe the model that the tensors belong to.",
-                "Get it again, or build the model yourself: fp8kit.load(dir, model=...).",
-            )
+            f"Transformers {transformers.__version__} cannot build {model_class.__name__} from "
+            f"config.json of {checkpoint.path}: {_first_line(error)}",
+            "It has to describe the model that the tensors belong to.",
+            "Get it again, or build the model yourself: fp8kit.load(dir, model=...).",
         ) from error
     return model
 
@@ -229,11 +227,7 @@ def _model_class(checkpoint: Checkpoint) -> Any:
             what = f"{checkpoint.path} has no config.json, or a file in it was passed alone."
             needed = "It names the class of the model."
         raise CheckpointError(
-            teach(
-                what,
-                needed,
-                "Build the model yourself and pass it: fp8kit.load(dir, model=...).",
-            )
+            what, needed, "Build the model yourself and pass it: fp8kit.load(dir, model=...)."
         )
     return found
 
@@ -272,12 +266,10 @@ def _model_config(checkpoint: Checkpoint) -> Any:
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     except Exception as error:  # of many kinds, by model and version
         raise CheckpointError(
-            teach(
-                f"Transformers {transformers.__version__} cannot read config.json of "
-                f"{checkpoint.path}: {_first_line(error)}",
-                "It has to describe a model that Transformers knows.",
-                "Correct it, or build the model yourself: fp8kit.load(dir, model=...).",
-            )
+            f"Transformers {transformers.__version__} cannot read config.json of "
+            f"{checkpoint.path}: {_first_line(error)}",
+            "It has to describe a model that Transformers knows.",
+            "Correct it, or build the model yourself: fp8kit.load(dir, model=...).",
         ) from error
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
@@ -293,11 +285,9 @@ def _check_counts(checkpoint: Checkpoint, config: Any, place: str = "") -> None:
         elif _COUNT.search(str(key)) and type(value) is int:
             if value > max(_FEW, len(checkpoint.tensors)):
                 raise CheckpointError(
-                    teach(
-                        f"config.json of {checkpoint.path} has {place}{key} = {value}.",
-                        f"The files hold {len(checkpoint.tensors)} tensors.",
-                        "Get config.json again: it does not belong to these files.",
-                    )
+                    f"config.json of {checkpoint.path} has {place}{key} = {value}.",
+                    f"The files hold {len(checkpoint.tensors)} tensors.",
+                    "Get config.json again: it does not belong to these files.",
                 )
 
 
@@ -314,11 +304,9 @@ def _misfit(
     model_class: type, name: str, found: Sequence[int], wanted: Sequence[int]
 ) -> CheckpointError:
     return CheckpointError(
-        teach(
-            f"{name} has shape {list(found)}.",
-            f"{model_class.__name__}, built from config.json, needs {list(wanted)}.",
-            "Get config.json or the tensors again: they do not belong together.",
-        )
+        f"{name} has shape {list(found)}.",
+        f"{model_class.__name__}, built from config.json, needs {list(wanted)}.",
+        "Get config.json or the tensors again: they do not belong together.",
     )
 
 
@@ -336,11 +324,9 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
     damaged = getattr(quantizer, "not_finite", [])
     if damaged:
         raise ConversionError(
-            teach(
-                f"{', '.join(damaged[:5])} hold NaN or infinities.",
-                "Weights are finite.",
-                "Repair the checkpoint, or exclude these layers.",
-            )
+            f"{', '.join(damaged[:5])} hold NaN or infinities.",
+            "Weights are finite.",
+            "Repair the checkpoint, or exclude these layers.",
         )
     for name, found, wanted in info["mismatched_keys"]:
         raise _misfit(type(model), name, found, wanted)
@@ -350,11 +336,9 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
     ):
         if keys:
             raise CheckpointError(
-                teach(
-                    f"{', '.join(sorted(keys)[:5])} {what} ({len(keys)} in all).",
-                    f"{type(model).__name__} and the checkpoint must have the same tensors.",
-                    f"{remedy}, or load with the model class that the checkpoint was made from.",
-                )
+                f"{', '.join(sorted(keys)[:5])} {what} ({len(keys)} in all).",
+                f"{type(model).__name__} and the checkpoint must have the same tensors.",
+                f"{remedy}, or load with the model class that the checkpoint was made from.",
             )
     unfilled = getattr(quantizer, "unfilled", [])
     if unfilled:

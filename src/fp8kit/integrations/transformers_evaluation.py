@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 
 
 def load_dense(source: Path, device: str) -> Any:
@@ -50,22 +50,18 @@ def text_batches(
     batches = [{"input_ids": p[None].to(device)} for p in pieces if len(p) > 1]
     if not batches:
         raise CheckpointError(
-            teach(
-                f"{text} holds {len(ids)} tokens.",
-                "Next tokens are compared, so two are the least.",
-                "Name a longer text, a few thousand words of what the model is for.",
-            )
+            f"{text} holds {len(ids)} tokens.",
+            "Next tokens are compared, so two are the least.",
+            "Name a longer text, a few thousand words of what the model is for.",
         )
     return batches
 
 
 def _without_tokenizer(found: str) -> CheckpointError:
     return CheckpointError(
-        teach(
-            found,
-            "The text is read by the tokenizer beside the weights.",
-            "Add it there, or call fp8kit.evaluate(model, dense, batches) with tokens.",
-        )
+        found,
+        "The text is read by the tokenizer beside the weights.",
+        "Add it there, or call fp8kit.evaluate(model, dense, batches) with tokens.",
     )
 
 
@@ -74,9 +70,7 @@ def _read(text: Path) -> str:
         return text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(
-            teach(
-                f"{text} is no UTF-8: {error.reason} at byte {error.start}.",
-                "The text is read by the model's tokenizer.",
-                "Name a text file, or convert this one to UTF-8.",
-            )
+            f"{text} is no UTF-8: {error.reason} at byte {error.start}.",
+            "The text is read by the model's tokenizer.",
+            "Name a text file, or convert this one to UTF-8.",
         ) from error

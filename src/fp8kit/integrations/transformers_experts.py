@@ -23,7 +23,7 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.model_families import STACKED
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.parameters import frozen
@@ -109,11 +109,9 @@ class Taken:
             required = "The experts of a layer are all there, and all FP8 or none."
             remedy = "Quantize the original again, with all experts of a layer or with none."
         raise CheckpointError(
-            teach(
-                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
-                required,
-                remedy,
-            )
+            f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
+            required,
+            remedy,
         )
 
 

@@ -11,7 +11,7 @@ from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
 from fp8kit.conversion.patterns import size_obstacle
 from fp8kit.conversion.roles import layer_roles
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
 from fp8kit.integrations.transformers import skeleton
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide, plain
@@ -78,11 +78,9 @@ def _skeleton(checkpoint: Checkpoint) -> Any:
         return skeleton(checkpoint)
     except Exception as error:  # of many kinds, by model and version
         raise CheckpointError(
-            teach(
-                f"Transformers cannot build the model of {checkpoint.path}: {error}.",
-                "Its config.json describes a model of this version of Transformers.",
-                "Names and shapes can decide instead.",
-            )
+            f"Transformers cannot build the model of {checkpoint.path}: {error}.",
+            "Its config.json describes a model of this version of Transformers.",
+            "Names and shapes can decide instead.",
         ) from error
 
 

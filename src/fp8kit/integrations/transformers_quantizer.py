@@ -33,7 +33,7 @@ from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
-from fp8kit.errors import UnsupportedError, teach
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
@@ -130,11 +130,9 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
                 continue
             if isinstance(getattr(module, kind), DTensor):
                 raise UnsupportedError(
-                    teach(
-                        f"{key} is sharded over several devices.",
-                        "Quantizing while loading works on whole weights.",
-                        "Save an FP8 checkpoint on one device first.",
-                    )
+                    f"{key} is sharded over several devices.",
+                    "Quantizing while loading works on whole weights.",
+                    "Save an FP8 checkpoint on one device first.",
                 )
             if stacked:
                 q = quantize_stack(dense, module.scheme, module.stacks.transposed, [])
@@ -183,19 +181,15 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         check_version()
         if self.pre_quantized and self.quantization_config.layers is None:
             raise UnsupportedError(
-                teach(
-                    f"A config has quant_method {METHOD!r}, which no file has.",
-                    "It does not say which layers are FP8; loaded as dense, they would be wrong.",
-                    "Load the checkpoint with fp8kit.load(directory).",
-                )
+                f"A config has quant_method {METHOD!r}, which no file has.",
+                "It does not say which layers are FP8; loaded as dense, they would be wrong.",
+                "Load the checkpoint with fp8kit.load(directory).",
             )
         if isinstance(device_map, dict) and "disk" in device_map.values():
             raise UnsupportedError(
-                teach(
-                    "Got a device_map that places layers on disk.",
-                    "The loader keeps such weights as they are in the file, not as FP8.",
-                    "Give a device_map without disk, or save an FP8 checkpoint first.",
-                )
+                "Got a device_map that places layers on disk.",
+                "The loader keeps such weights as they are in the file, not as FP8.",
+                "Give a device_map without disk, or save an FP8 checkpoint first.",
             )
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
@@ -332,11 +326,9 @@ def _resized_as_numbers(own: Any) -> Any:
 def not_quantized(layers: Sequence[str]) -> UnsupportedError:
     """Return that the weights of layers came in a way in which they cannot be quantized."""
     return UnsupportedError(
-        teach(
-            f"{', '.join(layers[:5])} could not be quantized while loading.",
-            "This model class splits or joins these weights as it loads them.",
-            "Exclude them, or load the model and call fp8kit.convert(model).",
-        )
+        f"{', '.join(layers[:5])} could not be quantized while loading.",
+        "This model class splits or joins these weights as it loads them.",
+        "Exclude them, or load the model and call fp8kit.convert(model).",
     )
 
 

@@ -48,11 +48,9 @@ def check_version() -> None:
     found = tuple(int(p) for p in transformers.__version__.split(".")[:2])
     if found < OLDEST:
         raise UnsupportedError(
-            teach(
-                f"Transformers is {transformers.__version__}.",
-                f"The integration is written for {OLDEST[0]}.{OLDEST[1]} and later.",
-                "Upgrade with pip install 'fp8kit[transformers]'.",
-            )
+            f"Transformers is {transformers.__version__}.",
+            f"The integration is written for {OLDEST[0]}.{OLDEST[1]} and later.",
+            "Upgrade with pip install 'fp8kit[transformers]'.",
         )
 
 
@@ -79,11 +77,9 @@ def export(model: Any) -> Exported:
     method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     if method is not None and method.quant_method != METHOD:
         raise CheckpointError(
-            teach(
-                f"{type(model).__name__} was quantized by {type(method).__name__} too.",
-                "Only layers that fp8kit made can be saved here.",
-                "Load the model in high precision and convert it.",
-            )
+            f"{type(model).__name__} was quantized by {type(method).__name__} too.",
+            "Only layers that fp8kit made can be saved here.",
+            "Load the model in high precision and convert it.",
         )
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
@@ -191,24 +187,20 @@ def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tens
         moved = revert_weight_conversion(model, rows)
     except (RuntimeError, ValueError, IndexError) as error:
         raise CheckpointError(
-            teach(
-                f"{type(model).__name__} joins or splits weights as it is saved: {error}",
-                "Layers that are one tensor in a checkpoint must all be FP8 or all dense, with "
-                "scales that can be joined.",
-                "Convert with FP8_DYNAMIC, and exclude all of such layers or none.",
-            )
+            f"{type(model).__name__} joins or splits weights as it is saved: {error}",
+            "Layers that are one tensor in a checkpoint must all be FP8 or all dense, with "
+            "scales that can be joined.",
+            "Convert with FP8_DYNAMIC, and exclude all of such layers or none.",
         ) from error
     found |= {f"{n}_scale": t for n, t in moved.items()}
     codes = [n for n, t in found.items() if t.dtype in FP8_FORMATS and t.dim() == 2]
     joined = [n for n in codes if not n.endswith(".weight") or f"{n}_scale" not in found]
     if joined:
         raise CheckpointError(
-            teach(
-                f"{type(model).__name__} keeps several FP8 layers as one tensor in a checkpoint: "
-                f"{some_of(joined)}.",
-                "Such a tensor needs a name that ends in .weight, and scales per row.",
-                "Convert with FP8_DYNAMIC if the name does, else exclude these layers.",
-            )
+            f"{type(model).__name__} keeps several FP8 layers as one tensor in a checkpoint: "
+            f"{some_of(joined)}.",
+            "Such a tensor needs a name that ends in .weight, and scales per row.",
+            "Convert with FP8_DYNAMIC if the name does, else exclude these layers.",
         )
     return found
 
@@ -271,12 +263,10 @@ def _holding(model: Any, given: Mapping[str, Tensor]) -> Iterator[set[str]]:
 
 def _unfit(what: str) -> CheckpointError:
     return CheckpointError(
-        teach(
-            what,
-            "It holds tensors of the model, and all those of its FP8 experts: codes with scales, "
-            "or dense weights without.",
-            "Take what model.state_dict() gives, or save without state_dict=.",
-        )
+        what,
+        "It holds tensors of the model, and all those of its FP8 experts: codes with scales, "
+        "or dense weights without.",
+        "Take what model.state_dict() gives, or save without state_dict=.",
     )
 
 
@@ -307,11 +297,9 @@ def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], Json
     check_version()
     if model.dtype in FP8_FORMATS:
         raise CheckpointError(
-            teach(
-                f"The first tensor of {type(model).__name__} is FP8.",
-                f"save_pretrained takes its dtype, {model.dtype}, for that of the whole model.",
-                "Save it with fp8kit.save(model, directory).",
-            )
+            f"The first tensor of {type(model).__name__} is FP8.",
+            f"save_pretrained takes its dtype, {model.dtype}, for that of the whole model.",
+            "Save it with fp8kit.save(model, directory).",
         )
     exported = export(model)
     check_unknown(exported.whole, "transformers")
@@ -327,12 +315,10 @@ def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], Json
     lost = exported.tensors.keys() - revert_weight_conversion(model, held).keys()
     if lost:
         raise CheckpointError(
-            teach(
-                f"save_pretrained would not write {some_of(sorted(lost))}.",
-                f"{type(model).__name__} joins these layers as it is saved, by rules that know "
-                "nothing of scales.",
-                "Save it with fp8kit.save(model, directory).",
-            )
+            f"save_pretrained would not write {some_of(sorted(lost))}.",
+            f"{type(model).__name__} joins these layers as it is saved, by rules that know "
+            "nothing of scales.",
+            "Save it with fp8kit.save(model, directory).",
         )
     written = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
     kinds = {n: (t.dtype, tuple(t.shape)) for n, t in written.items()}

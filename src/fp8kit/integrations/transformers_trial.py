@@ -24,7 +24,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from fp8kit.checkpoint.dialects import JsonObject, Kinds
 from fp8kit.checkpoint.schema.naming import sort_names
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 
 _IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert")
 _METHODS = ("compressed-tensors", "fp8", "mxfp8")
@@ -136,24 +136,20 @@ class _Trial:
             raise _refusal(self.kind, f"it would draw {some_of(absent)} at random")
         if self.lost and self.missing:
             raise CheckpointError(
-                teach(
-                    f"{some_of(self.lost)} are FP8 layers.",
-                    "Transformers has no rule to load these: it would draw "
-                    f"{some_of(sorted(self.missing))} at random.",
-                    "Write for target='vllm', which fp8kit.load reads too, or leave these layers "
-                    "in high precision.",
-                )
+                f"{some_of(self.lost)} are FP8 layers.",
+                "Transformers has no rule to load these: it would draw "
+                f"{some_of(sorted(self.missing))} at random.",
+                "Write for target='vllm', which fp8kit.load reads too, or leave these layers "
+                "in high precision.",
             )
 
 
 def _refusal(kind: str, why: str) -> CheckpointError:
     return CheckpointError(
-        teach(
-            f"Transformers does not load these FP8 layers into {kind}: {why.rstrip('.')}.",
-            "A checkpoint for target='transformers' loads there whole.",
-            "Write for target='vllm', which fp8kit.load reads too, use another scheme, or exclude "
-            "these layers.",
-        )
+        f"Transformers does not load these FP8 layers into {kind}: {why.rstrip('.')}.",
+        "A checkpoint for target='transformers' loads there whole.",
+        "Write for target='vllm', which fp8kit.load reads too, use another scheme, or exclude "
+        "these layers.",
     )
 
 

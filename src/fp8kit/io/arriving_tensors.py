@@ -15,7 +15,7 @@ from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.loading.expected import Layers
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import FLOATS
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, InvalidType, InvalidValue
 from fp8kit.formats import Scheme
 from fp8kit.modules.libraries import unwrapped
 
@@ -82,11 +82,9 @@ def load_weights(
         arrivals.put(name, tensor)
         if strict and arrivals.unused:
             raise CheckpointError(
-                teach(
-                    f"{name} is not in the model.",
-                    "With strict=True every tensor has a place.",
-                    "Leave it out, or drop strict to get a warning.",
-                )
+                f"{name} is not in the model.",
+                "With strict=True every tensor has a place.",
+                "Leave it out, or drop strict to get a warning.",
             )
     if partial:
         _UNFINISHED[model] = load
@@ -101,20 +99,16 @@ def load_weights(
 
 def _check_arguments(model: object, weights: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            teach(
-                f"Got a {type(model).__name__} as the model.",
-                "It is the module that gets the weights.",
-                "Pass the model first, then the weights.",
-            )
+        raise InvalidType(
+            f"Got a {type(model).__name__} as the model.",
+            "It is the module that gets the weights.",
+            "Pass the model first, then the weights.",
         )
     if isinstance(weights, (str, Path)) or not isinstance(weights, Iterable):
-        raise TypeError(
-            teach(
-                f"Got weights of type {type(weights).__name__}.",
-                "They are pairs of names and tensors, or a mapping.",
-                "Pass a state dict; a checkpoint on disk is loaded by fp8kit.load(path, model).",
-            )
+        raise InvalidType(
+            f"Got weights of type {type(weights).__name__}.",
+            "They are pairs of names and tensors, or a mapping.",
+            "Pass a state dict; a checkpoint on disk is loaded by fp8kit.load(path, model).",
         )
 
 
@@ -122,12 +116,10 @@ def _checked(pair: object) -> tuple[str, Tensor]:
     match pair:
         case (str(name), Tensor() as tensor):
             return name, tensor
-    raise TypeError(
-        teach(
-            f"Got {pair!r:.80} among the weights.",
-            "Each is a pair of a name and a tensor.",
-            "Pass model.state_dict(), or its items().",
-        )
+    raise InvalidType(
+        f"Got {pair!r:.80} among the weights.",
+        "Each is a pair of a name and a tensor.",
+        "Pass model.state_dict(), or its items().",
     )
 
 
@@ -140,12 +132,10 @@ def _selection(
     if scheme is not None:
         return into_module.Selection(scheme, include, exclude, strict)
     if include is not None or exclude is not None:
-        raise ValueError(
-            teach(
-                "Got include or exclude without a scheme.",
-                "They choose the layers that become FP8.",
-                "Pass scheme='FP8_DYNAMIC' too, or leave them out.",
-            )
+        raise InvalidValue(
+            "Got include or exclude without a scheme.",
+            "They choose the layers that become FP8.",
+            "Pass scheme='FP8_DYNAMIC' too, or leave them out.",
         )
     return None
 

@@ -27,7 +27,7 @@ from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.checkpoint.streaming.verify import Verification, verify
 from fp8kit.checkpoint.streaming.work_plan import Work, plan_work
 from fp8kit.conversion.report import Report
-from fp8kit.errors import CheckpointError, UnsupportedError, as_path, teach
+from fp8kit.errors import CheckpointError, InvalidValue, UnsupportedError, as_path, teach
 from fp8kit.formats import Scheme
 from fp8kit.io.models import accepted
 
@@ -168,11 +168,9 @@ def high_precision(source: str | Path) -> Checkpoint:
         raise CheckpointError(checkpoint.announced_alone)
     if checkpoint.spec is not None:
         raise CheckpointError(
-            teach(
-                f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
-                "A checkpoint in high precision is quantized.",
-                "Start from the original, or turn it into another form: fp8kit convert-checkpoint.",
-            )
+            f"{checkpoint.path} is {checkpoint.spec.scheme} already.",
+            "A checkpoint in high precision is quantized.",
+            "Start from the original, or turn it into another form: fp8kit convert-checkpoint.",
         )
     return checkpoint
 
@@ -213,8 +211,8 @@ def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.d
         [device(type='cpu'), device(type='cpu')]
     """
     if count is not None and count < 1:
-        raise ValueError(
-            teach(f"Got {count} workers.", "At least one does the work.", "Pass 1 or more.")
+        raise InvalidValue(
+            f"Got {count} workers.", "At least one does the work.", "Pass 1 or more."
         )
     found = []
     for name in devices:
@@ -314,7 +312,7 @@ class _Lines:
 def _threads(devices: Sequence[torch.device | str]) -> Runner:
     found = [torch.device(d) for d in devices]
     if not found:
-        raise ValueError(teach("Got no devices.", "Each one is a worker.", "Pass at least 'cpu'."))
+        raise InvalidValue("Got no devices.", "Each one is a worker.", "Pass at least 'cpu'.")
 
     def run(
         work: Work,

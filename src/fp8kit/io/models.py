@@ -20,7 +20,7 @@ from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
-from fp8kit.errors import CheckpointError, as_path, teach
+from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, teach
 from fp8kit.formats import FP8_FORMATS, MX_FORMS, SCHEMES, Scheme
 from fp8kit.modules.libraries import unwrapped
 from fp8kit.modules.linear import Fp8Linear
@@ -65,21 +65,17 @@ def save(
         >>> fp8kit.save(model, "dir", target="vllm", source="bf16-dir")
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            teach(
-                f"Got a {type(model).__name__} as the model.",
-                "A model with FP8 layers is saved.",
-                "Pass the module that fp8kit.convert or fp8kit.load gave.",
-            )
+        raise InvalidType(
+            f"Got a {type(model).__name__} as the model.",
+            "A model with FP8 layers is saved.",
+            "Pass the module that fp8kit.convert or fp8kit.load gave.",
         )
     as_path(destination, "the destination")
     if source is not None and not as_path(source, "source").is_dir():
         raise CheckpointError(
-            teach(
-                f"There is no directory {source}.",
-                "source= is the one whose tokenizer and the like are copied.",
-                "Check the path, or leave source out and copy these files yourself.",
-            )
+            f"There is no directory {source}.",
+            "source= is the one whose tokenizer and the like are copied.",
+            "Check the path, or leave source out and copy these files yourself.",
         )
     model = unwrapped(model)
     is_hf = is_transformers(model)
@@ -164,12 +160,10 @@ def load(
         >>> model = fp8kit.load("bf16-dir", scheme="FP8_DYNAMIC", exclude=["*.o_proj"])
     """
     if not isinstance(model, nn.Module | None):
-        raise TypeError(
-            teach(
-                f"Got {model!r:.80} as the model.",
-                "The second argument is the module to fill; a scheme has a keyword.",
-                "Pass scheme='FP8_DYNAMIC' or the like by name.",
-            )
+        raise InvalidType(
+            f"Got {model!r:.80} as the model.",
+            "The second argument is the module to fill; a scheme has a keyword.",
+            "Pass scheme='FP8_DYNAMIC' or the like by name.",
         )
     _check_dtype(dtype)
     wanted = None if scheme is None else Scheme.of(scheme).stored
@@ -218,11 +212,9 @@ def require_fp8(source: Path) -> Path:
     """
     if open_checkpoint(source).spec is None:
         raise CheckpointError(
-            teach(
-                f"{source} is in high precision.",
-                "An FP8 checkpoint is needed.",
-                f"Make one: fp8kit quantize {source} DESTINATION.",
-            )
+            f"{source} is in high precision.",
+            "An FP8 checkpoint is needed.",
+            f"Make one: fp8kit quantize {source} DESTINATION.",
         )
     return source
 
@@ -316,35 +308,29 @@ def _preset(scheme: Scheme | str | None) -> str:
     assert scheme is not None
     found = Scheme.of(scheme)
     if (SCHEMES | MX_FORMS).get(found.name) != found:
-        raise ValueError(
-            teach(
-                f"Got a scheme of your own, {found.name!r}.",
-                f"While a Transformers model loads, it is one of {', '.join(SCHEMES | MX_FORMS)}.",
-                "Load the model in high precision, then fp8kit.convert(model, scheme).",
-            )
+        raise InvalidValue(
+            f"Got a scheme of your own, {found.name!r}.",
+            f"While a Transformers model loads, it is one of {', '.join(SCHEMES | MX_FORMS)}.",
+            "Load the model in high precision, then fp8kit.convert(model, scheme).",
         )
     return found.name
 
 
 def _check_dtype(dtype: torch.dtype | None) -> None:
     if dtype in FP8_FORMATS:
-        raise ValueError(
-            teach(
-                f"Got dtype={dtype}.",
-                "It is the high precision of the model: bfloat16, float16 or float32.",
-                "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'.",
-            )
+        raise InvalidValue(
+            f"Got dtype={dtype}.",
+            "It is the high precision of the model: bfloat16, float16 or float32.",
+            "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'.",
         )
 
 
 def _check_missing(missing: Sequence[str], model: nn.Module | None) -> None:
     if missing and (model is None or isinstance(missing, str)):
-        raise ValueError(
-            teach(
-                f"Got missing={missing!r}{' and no model' if model is None else ''}.",
-                "It lists patterns of layers that keep the values they have in a model.",
-                "Build the model, and pass it: fp8kit.load(dir, model, missing=['score']).",
-            )
+        raise InvalidValue(
+            f"Got missing={missing!r}{' and no model' if model is None else ''}.",
+            "It lists patterns of layers that keep the values they have in a model.",
+            "Build the model, and pass it: fp8kit.load(dir, model, missing=['score']).",
         )
 
 
@@ -364,28 +350,22 @@ def _check_request(
         fits |= every == {mx} and named_form(wanted, of_fp8=True) is not None
     if not fits:
         raise CheckpointError(
-            teach(
-                f"Got scheme={wanted} for {checkpoint.path}, which is {held}.",
-                "Quantizing FP8 weights again would lose accuracy.",
-                f"Leave scheme out to load it as {held}, "
-                + ("name a form of its MX layers such as MXFP8_ROW, " if mx in every else "")
-                + "or start from the original checkpoint.",
-            )
+            f"Got scheme={wanted} for {checkpoint.path}, which is {held}.",
+            "Quantizing FP8 weights again would lose accuracy.",
+            f"Leave scheme out to load it as {held}, "
+            + ("name a form of its MX layers such as MXFP8_ROW, " if mx in every else "")
+            + "or start from the original checkpoint.",
         )
     if held is not None and (include is not None or exclude is not None):
         raise CheckpointError(
-            teach(
-                f"Got include or exclude for {checkpoint.path}, which is FP8 already.",
-                "Its layers were chosen when it was made.",
-                "Leave them out, or start from the original checkpoint.",
-            )
+            f"Got include or exclude for {checkpoint.path}, which is FP8 already.",
+            "Its layers were chosen when it was made.",
+            "Leave them out, or start from the original checkpoint.",
         )
     converted = model is not None and any(isinstance(m, Fp8Linear) for m in model.modules())
     if held is None and wanted is None and not converted:
         raise CheckpointError(
-            teach(
-                f"{checkpoint.path} is in high precision, and no scheme was given.",
-                "There is nothing FP8 to load.",
-                "Pass scheme='FP8_DYNAMIC' to quantize it while loading.",
-            )
+            f"{checkpoint.path} is in high precision, and no scheme was given.",
+            "There is nothing FP8 to load.",
+            "Pass scheme='FP8_DYNAMIC' to quantize it while loading.",
         )

@@ -26,7 +26,7 @@ from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.checkpoint.translated import Matrix, Translation, check_target, matrices_of
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, InvalidValue
 from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.io.models import accepted
 from fp8kit.moe.arguments import stacked_scale
@@ -85,12 +85,10 @@ def convert_checkpoint(
         ['config.json', 'model.safetensors']
     """
     if unfit not in UNFIT:
-        raise ValueError(
-            teach(
-                f"Got unfit={unfit!r}.",
-                f"It is one of {', '.join(UNFIT)}.",
-                "Pass what shall happen to layers that the target cannot load.",
-            )
+        raise InvalidValue(
+            f"Got unfit={unfit!r}.",
+            f"It is one of {', '.join(UNFIT)}.",
+            "Pass what shall happen to layers that the target cannot load.",
         )
     checkpoint = open_checkpoint(source, scheme=None if scheme is None else Scheme.of(scheme))
     held = _scheme(checkpoint)
@@ -130,11 +128,9 @@ def convert_checkpoint(
 def _scheme(checkpoint: Checkpoint) -> Scheme:
     if checkpoint.spec is None or not checkpoint.layers:
         raise CheckpointError(
-            teach(
-                f"{checkpoint.path} is in high precision.",
-                "A dialect is a way to write FP8 layers.",
-                "Quantize it with fp8kit quantize.",
-            )
+            f"{checkpoint.path} is in high precision.",
+            "A dialect is a way to write FP8 layers.",
+            "Quantize it with fp8kit quantize.",
         )
     return checkpoint.spec.scheme
 
@@ -145,12 +141,10 @@ def _wanted(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
     mx = any(s.weight == MX for s in held)
     if (scheme.static or scheme.rebased) if mx else scheme not in held:
         raise CheckpointError(
-            teach(
-                f"Got scheme={scheme} for {checkpoint.path}, which is {_scheme(checkpoint)}.",
-                "MX weights become FP8_DYNAMIC, FP8_BLOCK, FP8_TENSOR or FP8_WEIGHT_ONLY; others "
-                "would be quantized again.",
-                "Leave scheme out, or start from the original checkpoint.",
-            )
+            f"Got scheme={scheme} for {checkpoint.path}, which is {_scheme(checkpoint)}.",
+            "MX weights become FP8_DYNAMIC, FP8_BLOCK, FP8_TENSOR or FP8_WEIGHT_ONLY; others "
+            "would be quantized again.",
+            "Leave scheme out, or start from the original checkpoint.",
         )
     return scheme
 
@@ -178,11 +172,9 @@ def _spec(job: Translation, dense: list[str]) -> Spec:
     assert job.checkpoint.spec is not None
     if not job.matrices:
         raise CheckpointError(
-            teach(
-                f"No layer of {job.checkpoint.path} loads in the target.",
-                "Something has to stay FP8.",
-                "Name another target or scheme.",
-            )
+            f"No layer of {job.checkpoint.path} loads in the target.",
+            "Something has to stay FP8.",
+            "Name another target or scheme.",
         )
     apart = [m for m in job.matrices if m in job.apart]
     schemes = Counter(m.scheme for m in job.matrices if m not in job.apart)
@@ -209,11 +201,9 @@ def _layout(job: Translation) -> Layout:
     for name, tensor in _announced(job):
         if name in layout:
             raise CheckpointError(
-                teach(
-                    f"Two tensors of {job.checkpoint.path} would be called {name}.",
-                    "Experts are written one by one, under names that were free.",
-                    "Keep this checkpoint as it is, or start from the original one.",
-                )
+                f"Two tensors of {job.checkpoint.path} would be called {name}.",
+                "Experts are written one by one, under names that were free.",
+                "Keep this checkpoint as it is, or start from the original one.",
             )
         layout[name] = (tensor.dtype, tuple(tensor.shape))
     return layout

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType
 from fp8kit.functional import dequantize
 from fp8kit.modules.trials import CopyError, contents, on_trial, owned, set_training
 
@@ -73,14 +73,12 @@ def no_linear(module: object) -> TypeError:
     """Return what to do with something that is no ``nn.Linear``."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     whole = isinstance(module, nn.Module) and not is_linear(module)
-    return TypeError(
-        teach(
-            f"Got a {name}.",
-            "One layer that becomes FP8 is an nn.Linear, with a weight [N, K].",
-            "Convert the linear layers inside it: fp8kit.convert(module)."
-            if whole
-            else "Convert the model that holds it: fp8kit.convert(model).",
-        )
+    return InvalidType(
+        f"Got a {name}.",
+        "One layer that becomes FP8 is an nn.Linear, with a weight [N, K].",
+        "Convert the linear layers inside it: fp8kit.convert(module)."
+        if whole
+        else "Convert the model that holds it: fp8kit.convert(model).",
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, check_scale
 from fp8kit.ops import validation
 from fp8kit.quantizers.rebase import Rebased, rebase
@@ -42,22 +42,18 @@ def quantized_entries(
     scale = state_dict.get(prefix + "weight_scale")
     if weight is None and scale is not None:
         raise CheckpointError(
-            teach(
-                f"{prefix}weight_scale comes without {prefix}weight.",
-                "New scales under old codes would change every weight.",
-                f"Load both in one call. {_BY_SHARDS}",
-            )
+            f"{prefix}weight_scale comes without {prefix}weight.",
+            "New scales under old codes would change every weight.",
+            f"Load both in one call. {_BY_SHARDS}",
         )
     if weight is None:
         return state_dict
     if weight.dtype in FP8_FORMATS:
         if scale is None:
             raise CheckpointError(
-                teach(
-                    f"{prefix}weight is {weight.dtype} and has no {prefix}weight_scale.",
-                    "FP8 codes mean nothing without their scales.",
-                    f"Load the scale in the same call, or load a dense weight. {_BY_SHARDS}",
-                )
+                f"{prefix}weight is {weight.dtype} and has no {prefix}weight_scale.",
+                "FP8 codes mean nothing without their scales.",
+                f"Load the scale in the same call, or load a dense weight. {_BY_SHARDS}",
             )
         validation.check_codes(f"{prefix}weight", weight.dtype, layer.scheme)
         as_mx = check_form(layer.scheme, prefix + "weight", state_dict)
@@ -73,11 +69,9 @@ def quantized_entries(
     # set_model_state_dict of torch.distributed adds what a layer holds to what it was given
     if scale is not None and scale is not layer.weight_scale:
         raise CheckpointError(
-            teach(
-                f"{prefix}weight is {weight.dtype} and comes with a weight_scale.",
-                "A dense weight has no scale.",
-                "Drop the scale, load the FP8 weight it belongs to, or view bytes of codes as FP8.",
-            )
+            f"{prefix}weight is {weight.dtype} and comes with a weight_scale.",
+            "A dense weight has no scale.",
+            "Drop the scale, load the FP8 weight it belongs to, or view bytes of codes as FP8.",
         )
     device = weight.device if assign else layer.codes.device
     q = quantize_weight(weight.detach().to(device), layer.scheme)
@@ -108,19 +102,15 @@ def check_form(scheme: Scheme, name: str, state_dict: Mapping[str, Any]) -> bool
     with_exponents = f"{name}_exponents" in state_dict
     if with_exponents and not scheme.rebased:
         raise CheckpointError(
-            teach(
-                f"{name} comes with {name}_exponents, and the layer is {scheme}.",
-                "MX weights that were rebased have such exponents, and load into rebased layers.",
-                "Make the layer with the scheme of the one that was saved, such as MXFP8_ROW.",
-            )
+            f"{name} comes with {name}_exponents, and the layer is {scheme}.",
+            "MX weights that were rebased have such exponents, and load into rebased layers.",
+            "Make the layer with the scheme of the one that was saved, such as MXFP8_ROW.",
         )
     if scheme.rebased and not (as_mx or with_exponents):
         raise CheckpointError(
-            teach(
-                f"{name} has no MX scales and no {name}_exponents, and the layer is {scheme}.",
-                "It holds an MX weight: codes with E8M0 bytes, or rebased ones with exponents.",
-                "Load such a weight, or make the layer with FP8_DYNAMIC or another FP8 scheme.",
-            )
+            f"{name} has no MX scales and no {name}_exponents, and the layer is {scheme}.",
+            "It holds an MX weight: codes with E8M0 bytes, or rebased ones with exponents.",
+            "Load such a weight, or make the layer with FP8_DYNAMIC or another FP8 scheme.",
         )
     return as_mx
 

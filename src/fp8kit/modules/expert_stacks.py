@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue, teach
 from fp8kit.formats import MX, QTensor, Scheme
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.moe.activation import Activation
@@ -35,12 +35,10 @@ def quantize_stack(
     scale: Tensor | None = None
     for i, matrix in enumerate(matrices):
         if not isinstance(matrix, Tensor):
-            raise TypeError(
-                teach(
-                    f"Got a {type(matrix).__name__} as an expert's matrix.",
-                    "It is a tensor [N, K].",
-                    "Pass weights, such as [layer.weight for layer in layers].",
-                )
+            raise InvalidType(
+                f"Got a {type(matrix).__name__} as an expert's matrix.",
+                "It is a tensor [N, K].",
+                "Pass weights, such as [layer.weight for layer in layers].",
             )
         matrix = matrix.detach()
         q = quantize_weight(matrix.t() if transposed else matrix, scheme)
@@ -51,8 +49,8 @@ def quantize_stack(
         data[i].copy_(q.data)
         scale[i].copy_(q.scale)
     if data is None or scale is None:
-        raise ValueError(
-            teach("Got no experts.", "A layer has at least one.", "Pass [E, N, K] with E >= 1.")
+        raise InvalidValue(
+            "Got no experts.", "A layer has at least one.", "Pass [E, N, K] with E >= 1."
         )
     return QTensor(data, scale, MX if scheme.rebased else scheme.weight)
 
@@ -60,12 +58,10 @@ def quantize_stack(
 def check_activation(activation: object) -> None:
     """Refuse what is no ``Activation``."""
     if not isinstance(activation, Activation):
-        raise TypeError(
-            teach(
-                f"Got activation={activation!r:.80}.",
-                "It is an fp8kit.moe.Activation, which says where gates and ups lie, too.",
-                "Pass fp8kit.moe.Activation('silu'), for example.",
-            )
+        raise InvalidType(
+            f"Got activation={activation!r:.80}.",
+            "It is an fp8kit.moe.Activation, which says where gates and ups lie, too.",
+            "Pass fp8kit.moe.Activation('silu'), for example.",
         )
 
 
@@ -73,12 +69,10 @@ def stack_extents(down: QTensor) -> tuple[int, int, int]:
     """Return E, H and I of the second weights ``[E, H, I]``; raises if they are none."""
     check_quantized("down", down)
     if len(down.shape) != 3:
-        raise ValueError(
-            teach(
-                f"Got down of shape {tuple(down.shape)}.",
-                "The experts' second weights are [E, H, I].",
-                "Stack them.",
-            )
+        raise InvalidValue(
+            f"Got down of shape {tuple(down.shape)}.",
+            "The experts' second weights are [E, H, I].",
+            "Stack them.",
         )
     count, hidden, intermediate = down.shape
     return count, hidden, intermediate
@@ -93,12 +87,10 @@ def check_extents(name: str, q: QTensor, wanted: tuple[int, ...]) -> None:
         wanted: the shape that follows from the second weight.
     """
     if tuple(q.shape) != wanted:
-        raise ValueError(
-            teach(
-                f"Got {name} of shape {tuple(q.shape)}.",
-                f"The layer, by the shape of its down_proj, needs {name} {wanted}.",
-                "Check gated= of the activation, and that the last dimension is summed over.",
-            )
+        raise InvalidValue(
+            f"Got {name} of shape {tuple(q.shape)}.",
+            f"The layer, by the shape of its down_proj, needs {name} {wanted}.",
+            "Check gated= of the activation, and that the last dimension is summed over.",
         )
 
 
@@ -106,12 +98,10 @@ def slots_of(placement: Tensor) -> list[int]:
     """Return the ids that the rows of a stack will hold; raises if they are no vector of ids."""
     held = torch.as_tensor(placement)
     if held.dim() != 1 or held.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            teach(
-                f"Got a placement of {held.dtype} and shape {tuple(held.shape)}.",
-                "It is a vector of ids: one for each row of the stack.",
-                "Pass torch.tensor([0, 1, 2, 3, 3]), for example.",
-            )
+        raise InvalidType(
+            f"Got a placement of {held.dtype} and shape {tuple(held.shape)}.",
+            "It is a vector of ids: one for each row of the stack.",
+            "Pass torch.tensor([0, 1, 2, 3, 3]), for example.",
         )
     return list(map(int, held.tolist()))
 
@@ -148,12 +138,10 @@ def placed_rows(slots: list[int], homes: list[int]) -> list[int]:
     """
     lost = [i for i in slots if not 0 <= i < len(homes) or homes[i] < 0]
     if lost or not slots:
-        raise ValueError(
-            teach(
-                f"Got a placement {slots[:16]} with ids {lost[:8]} that are not held here.",
-                f"It names the id in 0 .. {len(homes) - 1} that each row of the stack will hold.",
-                "Place only what this layer holds.",
-            )
+        raise InvalidValue(
+            f"Got a placement {slots[:16]} with ids {lost[:8]} that are not held here.",
+            f"It names the id in 0 .. {len(homes) - 1} that each row of the stack will hold.",
+            "Place only what this layer holds.",
         )
     return [homes[i] for i in slots]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError, InvalidValue
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.matmul.problem import m_bucket
 from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
@@ -54,12 +54,10 @@ class ExpertStacks:
 
     def __post_init__(self) -> None:
         if self.call not in CALLS:
-            raise ValueError(
-                teach(
-                    f"Got call={self.call!r}.",
-                    f"It is one of {', '.join(CALLS)}.",
-                    "Pass 'routed' for forward(tokens, ids, weights).",
-                )
+            raise InvalidValue(
+                f"Got call={self.call!r}.",
+                f"It is one of {', '.join(CALLS)}.",
+                "Pass 'routed' for forward(tokens, ids, weights).",
             )
 
     @property
@@ -228,12 +226,10 @@ class ExpertTensors(nn.Module):
             scale = None  # set_model_state_dict adds what a layer holds to what it was given
         if weight is None or coded != (scale is not None):
             raise CheckpointError(
-                teach(
-                    f"{key} is {'absent' if weight is None else weight.dtype}, "
-                    f"and {scale_key} is {'absent' if scale is None else 'there'}.",
-                    "FP8 codes come with their scales, and a dense stack comes without.",
-                    "Load both in one call, or the dense stack alone.",
-                )
+                f"{key} is {'absent' if weight is None else weight.dtype}, "
+                f"and {scale_key} is {'absent' if scale is None else 'there'}.",
+                "FP8 codes come with their scales, and a dense stack comes without.",
+                "Load both in one call, or the dense stack alone.",
             )
         if coded:
             as_mx = check_form(self.scheme, key, state)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.modules import refusals
 from fp8kit.modules.entries import stored_tensors
@@ -269,13 +269,11 @@ class Fp8Experts(ExpertTensors):
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Give ids and weights by ``routing``; raises ``ValueError`` if there is none."""
         if self.routing is None:
-            raise ValueError(
-                teach(
-                    "Got logits for a layer without a routing.",
-                    "routing is a function from logits to ids and weights.",
-                    "Set layer.routing = functools.partial(fp8kit.moe.route, top_k=2), or pass ids "
-                    "and weights.",
-                )
+            raise InvalidValue(
+                "Got logits for a layer without a routing.",
+                "routing is a function from logits to ids and weights.",
+                "Set layer.routing = functools.partial(fp8kit.moe.route, top_k=2), or pass ids "
+                "and weights.",
             )
         return self.routing(logits.reshape(-1, logits.shape[-1]))
 
@@ -357,12 +355,10 @@ class Fp8Experts(ExpertTensors):
     ) -> tuple[Tensor, Tensor]:
         """Return ids and weights of the shared experts, the last of all ids, for every token."""
         if not 0 < self.shared <= self.num_ids:
-            raise ValueError(
-                teach(
-                    f"Got arguments for shared experts, or layer.shared={self.shared}.",
-                    f"The last layer.shared of {self.num_ids} experts are shared.",
-                    "Set layer.shared, or leave the arguments out.",
-                )
+            raise InvalidValue(
+                f"Got arguments for shared experts, or layer.shared={self.shared}.",
+                f"The last layer.shared of {self.num_ids} experts are shared.",
+                "Set layer.shared, or leave the arguments out.",
             )
         first, m = self.num_ids - self.shared, ids.shape[0]
         every = torch.arange(first, self.num_ids, device=ids.device, dtype=ids.dtype)
@@ -404,11 +400,9 @@ class Fp8Experts(ExpertTensors):
 
 def _flat(ids: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor]:
     if ids is None or weights is None:
-        raise TypeError(
-            teach(
-                "Got no routing for the tokens.",
-                "Experts take ids and weights, or logits.",
-                "Pass what fp8kit.moe.route gives, or logits= with layer.routing set.",
-            )
+        raise InvalidType(
+            "Got no routing for the tokens.",
+            "Experts take ids and weights, or logits.",
+            "Pass what fp8kit.moe.route gives, or logits= with layer.routing set.",
         )
     return ids.reshape(-1, ids.shape[-1]), weights.reshape(-1, weights.shape[-1])

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import UnsupportedError, teach
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS
 
 # copies, moves and views: what they give is codes, as what they got
@@ -257,14 +257,12 @@ def _library(func: Any) -> str:
 
 def _refused(name: str, owner: str) -> UnsupportedError:
     return UnsupportedError(
-        teach(
-            f"Code applies {name} to the weight of {owner or 'an Fp8Linear'}.",
-            "That weight is FP8 codes, which are no numbers without their scales.",
-            "Call the layer instead; or compute with layer.to_linear().weight, or with "
-            "fp8kit.dequantize(layer.quantized_weight()), of experts with "
-            "fp8kit.dequantize(experts.quantized(name)); or convert the model with this layer "
-            "in exclude=. Other weights are written by layer.load_state_dict.",
-        )
+        f"Code applies {name} to the weight of {owner or 'an Fp8Linear'}.",
+        "That weight is FP8 codes, which are no numbers without their scales.",
+        "Call the layer instead; or compute with layer.to_linear().weight, or with "
+        "fp8kit.dequantize(layer.quantized_weight()), of experts with "
+        "fp8kit.dequantize(experts.quantized(name)); or convert the model with this layer "
+        "in exclude=. Other weights are written by layer.load_state_dict.",
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import QTensor, Scheme, scale_shape
 from fp8kit.ops import validation
 from fp8kit.ops.operators import RowCodes
@@ -44,20 +44,16 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
         return value
     bound = float(value)
     if not 0 < bound < math.inf:
-        raise ValueError(
-            teach(
-                f"Got scale_ub={bound:.4g}.",
-                "It bounds the amax of activations: it is positive and finite.",
-                "Pass the largest magnitude that is to be kept, or None for no bound.",
-            )
+        raise InvalidValue(
+            f"Got scale_ub={bound:.4g}.",
+            "It bounds the amax of activations: it is positive and finite.",
+            "Pass the largest magnitude that is to be kept, or None for no bound.",
         )
     if layer.scheme.activation is None or layer.scheme.static:
-        raise ValueError(
-            teach(
-                f"Got scale_ub for a layer of scheme {layer.scheme}.",
-                "Its activations have no scale of their own, which it could bound.",
-                "Leave scale_ub out, or use a dynamic scheme.",
-            )
+        raise InvalidValue(
+            f"Got scale_ub for a layer of scheme {layer.scheme}.",
+            "Its activations have no scale of their own, which it could bound.",
+            "Leave scale_ub out, or use a dynamic scheme.",
         )
     return bound
 
@@ -70,12 +66,10 @@ def _checked_scheme(layer: Fp8Linear, value: Any) -> Scheme:
     static, rebased = held.get("input_scale") is not None, "weight_exponents" in held
     wanted = (scheme.dtype, scale_shape(codes.shape, scheme.weight), scheme.static, scheme.rebased)
     if (codes.dtype, scale.shape, static, rebased) != wanted:
-        raise ValueError(
-            teach(
-                f"Got scheme {scheme} for a layer that holds codes and scales of {layer.scheme}.",
-                "A scheme says how they are read; setting one quantizes nothing.",
-                "Quantize again: Fp8Linear.from_linear(layer.to_linear(), scheme).",
-            )
+        raise InvalidValue(
+            f"Got scheme {scheme} for a layer that holds codes and scales of {layer.scheme}.",
+            "A scheme says how they are read; setting one quantizes nothing.",
+            "Quantize again: Fp8Linear.from_linear(layer.to_linear(), scheme).",
         )
     return scheme
 
@@ -83,12 +77,10 @@ def _checked_scheme(layer: Fp8Linear, value: Any) -> Scheme:
 def check_switch(name: str, value: object) -> None:
     """Raise a ``TypeError`` for what is neither ``True`` nor ``False``, such as a scheme."""
     if not isinstance(value, bool):
-        raise TypeError(
-            teach(
-                f"Got {name}={value!r:.80}.",
-                "It is True or False.",
-                "Pass one of these, and other arguments by name, such as scheme='FP8_BLOCK'.",
-            )
+        raise InvalidType(
+            f"Got {name}={value!r:.80}.",
+            "It is True or False.",
+            "Pass one of these, and other arguments by name, such as scheme='FP8_BLOCK'.",
         )
 
 
@@ -131,12 +123,10 @@ def row_codes(layer: Fp8Linear, x: QTensor) -> RowCodes:
         if scheme.activation is not None:
             wanted = f"{scheme.activation}-scaled activations"
             remedy = f", which the layer quantizes, or quantize it per {scheme.activation}."
-        raise ValueError(
-            teach(
-                f"Got an input with {x.group} scales for a layer of scheme {scheme}.",
-                f"It multiplies {wanted}.",
-                f"Pass the tensor itself{remedy}",
-            )
+        raise InvalidValue(
+            f"Got an input with {x.group} scales for a layer of scheme {scheme}.",
+            f"It multiplies {wanted}.",
+            f"Pass the tensor itself{remedy}",
         )
     validation.check_codes("an input", x.data.dtype, scheme)
     validation.check_operands(x.data, layer.codes, layer.bias, layer.accum)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from fp8kit.errors import UnsupportedError, teach
+from fp8kit.errors import UnsupportedError
 
 
 def scripting(layer: str) -> UnsupportedError:
     """Return why ``torch.jit.script`` cannot compile a layer, which is named."""
     return UnsupportedError(
-        teach(
-            f"torch.jit.script was called with {layer} inside.",
-            "An FP8 layer chooses its kernel in Python, which TorchScript cannot compile.",
-            "Use torch.compile, torch.export or torch.jit.trace.",
-        )
+        f"torch.jit.script was called with {layer} inside.",
+        "An FP8 layer chooses its kernel in Python, which TorchScript cannot compile.",
+        "Use torch.compile, torch.export or torch.jit.trace.",
     )
 
 
 def tensor_parallel(layer: str) -> UnsupportedError:
     """Return why torch's tensor parallelism cannot split a layer, which is named."""
     return UnsupportedError(
-        teach(
-            f"Tensor parallelism of torch was asked for {layer}.",
-            "Its styles split each parameter alike; codes and scales split differently.",
-            "Split the dense model and convert each rank's part, or leave the layer dense with "
-            "exclude=.",
-        )
+        f"Tensor parallelism of torch was asked for {layer}.",
+        "Its styles split each parameter alike; codes and scales split differently.",
+        "Split the dense model and convert each rank's part, or leave the layer dense with "
+        "exclude=.",
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, teach
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
@@ -107,13 +107,11 @@ class StackedExperts(ExpertTensors):
         names = argument_names(self.dense_class)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(args) + len(kwargs) != count or given.keys() != set(names[:count]):
-            raise TypeError(
-                teach(
-                    f"FP8 {self.dense_class.__name__} got {len(args)} arguments"
-                    f"{''.join(f', {name}' for name in kwargs)}.",
-                    f"They compute with {', '.join(names[:count])} alone, each given once.",
-                    "Call them with these, or keep them dense: exclude=['*.experts'].",
-                )
+            raise InvalidType(
+                f"FP8 {self.dense_class.__name__} got {len(args)} arguments"
+                f"{''.join(f', {name}' for name in kwargs)}.",
+                f"They compute with {', '.join(names[:count])} alone, each given once.",
+                "Call them with these, or keep them dense: exclude=['*.experts'].",
             )
         return tuple(given[name] for name in names[:count])
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fp8kit import functional
 from fp8kit.dispatch.device import architecture, native_codes
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import E4M3FN, E4M3FNUZ, MX, ROW, TENSOR, QTensor, Scheme, fp8_format
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
@@ -132,13 +132,10 @@ def recode(q: Coded, dtype: torch.dtype) -> Coded:
     known = (E4M3FN.dtype, E4M3FNUZ.dtype)
     for given in (q.data.dtype, dtype):
         if given not in known:
-            raise TypeError(
-                teach(
-                    f"Got {given} to write in another encoding.",
-                    "Codes of float8_e4m3fn and float8_e4m3fnuz have the same bytes; others do "
-                    "not.",
-                    "Quantize again: fp8kit.quantize(fp8kit.dequantize(q), q.group, dtype=...).",
-                )
+            raise InvalidType(
+                f"Got {given} to write in another encoding.",
+                "Codes of float8_e4m3fn and float8_e4m3fnuz have the same bytes; others do not.",
+                "Quantize again: fp8kit.quantize(fp8kit.dequantize(q), q.group, dtype=...).",
             )
     if q.data.dtype == dtype:
         return q
@@ -190,13 +187,11 @@ def _scaled(q: QTensor, double: bool) -> Tensor:
         return q.scale * 2 if double else q.scale / 2
     edge = _LARGEST_E8M0 if double else 0
     if bool((q.scale == edge).any()):
-        raise ValueError(
-            teach(
-                f"Got an MX scale of byte {edge}.",
-                f"The other encoding needs it {'doubled' if double else 'halved'}, and E8M0 ends "
-                "there.",
-                "Quantize the original values with dtype=.",
-            )
+        raise InvalidValue(
+            f"Got an MX scale of byte {edge}.",
+            f"The other encoding needs it {'doubled' if double else 'halved'}, and E8M0 ends "
+            "there.",
+            "Quantize the original values with dtype=.",
         )
     stays = q.scale == _LARGEST_E8M0 + 1  # NaN
     return torch.where(stays, q.scale, q.scale + 1 if double else q.scale - 1)
@@ -206,48 +201,38 @@ def _scale_of_each(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> Tens
     """Return one scale for each part, ``[len(widths)]``; refuse what does not fit the weight."""
     fp8_format(codes.dtype)
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
-        raise TypeError(
-            teach(
-                f"Got scales {getattr(scales, 'dtype', type(scales).__name__)}.",
-                "Scales of parts are one float32 number for each, as a tensor.",
-                "Convert them with .float().",
-            )
+        raise InvalidType(
+            f"Got scales {getattr(scales, 'dtype', type(scales).__name__)}.",
+            "Scales of parts are one float32 number for each, as a tensor.",
+            "Convert them with .float().",
         )
     whole = all(isinstance(w, int) and w >= 0 for w in widths)
     if codes.dim() != 2 or not widths or not whole or sum(widths) != codes.shape[0]:
-        raise ValueError(
-            teach(
-                f"Got widths {list(widths)} for a weight of shape {tuple(codes.shape)}.",
-                "Widths are the rows of each part; together they are the rows of the weight.",
-                "Pass one number of rows for each part, in order.",
-            )
+        raise InvalidValue(
+            f"Got widths {list(widths)} for a weight of shape {tuple(codes.shape)}.",
+            "Widths are the rows of each part; together they are the rows of the weight.",
+            "Pass one number of rows for each part, in order.",
         )
     flat = scales.reshape(-1).to(codes.device)
     if flat.numel() not in (1, len(widths)):
-        raise ValueError(
-            teach(
-                f"Got {flat.numel()} scales for {len(widths)} parts.",
-                "There is one scale for each part, or one for all.",
-                "Pass as many scales as widths.",
-            )
+        raise InvalidValue(
+            f"Got {flat.numel()} scales for {len(widths)} parts.",
+            "There is one scale for each part, or one for all.",
+            "Pass as many scales as widths.",
         )
     arrived = flat[flat != UNSET_SCALE]
     if arrived.numel() < flat.numel():
         if arrived.numel() != 1:
-            raise ValueError(
-                teach(
-                    f"Got {arrived.numel()} of {flat.numel()} scales; the others are unset.",
-                    "All parts have a scale, or one has it for all of them.",
-                    "Load the missing scales first.",
-                )
+            raise InvalidValue(
+                f"Got {arrived.numel()} of {flat.numel()} scales; the others are unset.",
+                "All parts have a scale, or one has it for all of them.",
+                "Load the missing scales first.",
             )
         flat = arrived
     if not bool((flat.isfinite() & (flat > 0)).all()):
-        raise ValueError(
-            teach(
-                f"Got scales from {flat.min().item():.4g} to {flat.max().item():.4g}.",
-                "Scales are positive and finite.",
-                "Look for the fault where they were made.",
-            )
+        raise InvalidValue(
+            f"Got scales from {flat.min().item():.4g} to {flat.max().item():.4g}.",
+            "Scales are positive and finite.",
+            "Look for the fault where they were made.",
         )
     return flat.expand(len(widths)) if flat.numel() == 1 else flat

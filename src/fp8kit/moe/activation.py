@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8kit.errors import did_you_mean, teach
+from fp8kit.errors import InvalidValue, did_you_mean
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 
@@ -52,36 +52,28 @@ class Activation:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(
-                teach(
-                    f"Got the activation {self.kind!r}.",
-                    f"Known are {', '.join(KINDS)}.",
-                    "Pass one of these words." + did_you_mean(str(self.kind), KINDS),
-                )
+            raise InvalidValue(
+                f"Got the activation {self.kind!r}.",
+                f"Known are {', '.join(KINDS)}.",
+                "Pass one of these words." + did_you_mean(str(self.kind), KINDS),
             )
         if self.alpha != 1.0 and self.kind != "silu":
-            raise ValueError(
-                teach(
-                    f"Got alpha={self.alpha} for {self.kind!r}.",
-                    "It stands inside the sigmoid of 'silu'.",
-                    "Leave it out.",
-                )
+            raise InvalidValue(
+                f"Got alpha={self.alpha} for {self.kind!r}.",
+                "It stands inside the sigmoid of 'silu'.",
+                "Leave it out.",
             )
         if not self.gated and (self.interleaved or self.up_offset):
-            raise ValueError(
-                teach(
-                    "Got interleaved or up_offset without a gate.",
-                    "They say how gate and up are combined.",
-                    "Leave them out, or pass gated=True.",
-                )
+            raise InvalidValue(
+                "Got interleaved or up_offset without a gate.",
+                "They say how gate and up are combined.",
+                "Leave them out, or pass gated=True.",
             )
         if self.limit is not None and not 0 < self.limit < math.inf:
-            raise ValueError(
-                teach(
-                    f"Got limit={self.limit}.",
-                    "It bounds magnitudes: it is positive and finite.",
-                    "Pass None for no bound.",
-                )
+            raise InvalidValue(
+                f"Got limit={self.limit}.",
+                "It bounds magnitudes: it is positive and finite.",
+                "Pass None for no bound.",
             )
 
     def columns(self, intermediate: int) -> int:

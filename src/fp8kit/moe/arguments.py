@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import TENSOR, GroupShape, QTensor, Scheme
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.routing import check_routing
@@ -34,12 +34,10 @@ def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
     check_quantized("w2", w2)
     _check_alike(w13, w2)
     if not isinstance(activation, Activation):
-        raise TypeError(
-            teach(
-                f"Got activation={activation!r}.",
-                "It is a fp8kit.moe.Activation.",
-                "Pass fp8kit.moe.Activation('silu'), for example.",
-            )
+        raise InvalidType(
+            f"Got activation={activation!r}.",
+            "It is a fp8kit.moe.Activation.",
+            "Pass fp8kit.moe.Activation('silu'), for example.",
         )
 
 
@@ -54,25 +52,21 @@ def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation
     """
     w13, w2 = first[0], second[0]
     if x.dim() != 2:
-        raise ValueError(
-            teach(
-                f"Got x of shape {tuple(x.shape)}.",
-                "Experts take tokens [M, H], each with its own ids.",
-                "Flatten the tokens with x.flatten(0, -2).",
-            )
+        raise InvalidValue(
+            f"Got x of shape {tuple(x.shape)}.",
+            "Experts take tokens [M, H], each with its own ids.",
+            "Flatten the tokens with x.flatten(0, -2).",
         )
     hidden = x.shape[1]
     intermediate = w2.shape[-1]
     wanted = (w13.shape[0], activation.columns(intermediate), hidden)
     if tuple(w13.shape) != wanted or tuple(w2.shape) != (wanted[0], hidden, intermediate):
         kind = "gated" if activation.gated else "ungated"
-        raise ValueError(
-            teach(
-                f"Got x {tuple(x.shape)}, w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)}.",
-                f"A {kind} layer has w13 [E, {'2 I' if activation.gated else 'I'}, H] and w2 "
-                "[E, H, I].",
-                "Check the orientation: the last dimension is the one that is summed over.",
-            )
+        raise InvalidValue(
+            f"Got x {tuple(x.shape)}, w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)}.",
+            f"A {kind} layer has w13 [E, {'2 I' if activation.gated else 'I'}, H] and w2 "
+            "[E, H, I].",
+            "Check the orientation: the last dimension is the one that is summed over.",
         )
     for name, (q, bias, input_scale) in (("13", first), ("2", second)):
         _check_device(f"w{name}", q.data, x)
@@ -90,20 +84,16 @@ def check_routes(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | N
     if expert_map is None:
         return
     if expert_map.dtype not in _INTEGERS or expert_map.dim() not in (1, 2):
-        raise ValueError(
-            teach(
-                f"Got an expert_map {expert_map.dtype} {tuple(expert_map.shape)}.",
-                "It is int32 or int64: [L], or [L, R] for replicas.",
-                "Pass the row of the weights for each id, -1 for what lies elsewhere.",
-            )
+        raise InvalidValue(
+            f"Got an expert_map {expert_map.dtype} {tuple(expert_map.shape)}.",
+            "It is int32 or int64: [L], or [L, R] for replicas.",
+            "Pass the row of the weights for each id, -1 for what lies elsewhere.",
         )
     if not expert_map.numel():
-        raise ValueError(
-            teach(
-                "Got an expert_map without entries.",
-                "It has a row for each id that the router gives.",
-                "Pass None if ids are rows of the weights.",
-            )
+        raise InvalidValue(
+            "Got an expert_map without entries.",
+            "It has a row for each id that the router gives.",
+            "Pass None if ids are rows of the weights.",
         )
     _check_device("expert_map", expert_map, x)
 
@@ -118,12 +108,10 @@ def check_scheme(
     if scheme is not None:
         check_codes("w13", w.data.dtype, Scheme.of(scheme))
     if x_group is None and input_scale2 is not None:
-        raise ValueError(
-            teach(
-                "Got input_scale2 for a layer that does not quantize its input.",
-                "The second product of such a layer reads 16-bit numbers.",
-                "Leave it out, or pass a scheme with FP8 activations.",
-            )
+        raise InvalidValue(
+            "Got input_scale2 for a layer that does not quantize its input.",
+            "The second product of such a layer reads 16-bit numbers.",
+            "Leave it out, or pass a scheme with FP8 activations.",
         )
 
 
@@ -136,47 +124,37 @@ def check_grouped(
     check_out_dtype(out_dtype)
     x, w = x_q.data, w_q.data
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
-        raise ValueError(
-            teach(
-                f"Got x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}.",
-                "Rows [S, K] are multiplied by weights [E, N, K] of the same K.",
-                "Sort the rows by expert, and stack the experts' weights.",
-            )
+        raise InvalidValue(
+            f"Got x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}.",
+            "Rows [S, K] are multiplied by weights [E, N, K] of the same K.",
+            "Sort the rows by expert, and stack the experts' weights.",
         )
     if x_q.group.rows > 1:
-        raise ValueError(
-            teach(
-                f"Got x in {x_q.group} groups.",
-                "Rows of several experts have no scale in common, but for one per tensor.",
-                "Quantize x with fp8kit.ROW, GROUP128, MX or TENSOR.",
-            )
+        raise InvalidValue(
+            f"Got x in {x_q.group} groups.",
+            "Rows of several experts have no scale in common, but for one per tensor.",
+            "Quantize x with fp8kit.ROW, GROUP128, MX or TENSOR.",
         )
     if not isinstance(offsets, Tensor):
-        raise TypeError(
-            teach(
-                f"Got offsets of type {type(offsets).__name__}.",
-                "They are a tensor beside x.",
-                "Pass torch.tensor(offsets, device=x.device).",
-            )
+        raise InvalidType(
+            f"Got offsets of type {type(offsets).__name__}.",
+            "They are a tensor beside x.",
+            "Pass torch.tensor(offsets, device=x.device).",
         )
     if offsets.dtype not in _INTEGERS or tuple(offsets.shape) != (w.shape[0] + 1,):
-        raise ValueError(
-            teach(
-                f"Got offsets {offsets.dtype} {tuple(offsets.shape)} for {w.shape[0]} experts.",
-                f"They are int32 or int64 [{w.shape[0] + 1}]: where each expert begins, and where "
-                "the last one ends.",
-                "Put a zero before the cumulated counts.",
-            )
+        raise InvalidValue(
+            f"Got offsets {offsets.dtype} {tuple(offsets.shape)} for {w.shape[0]} experts.",
+            f"They are int32 or int64 [{w.shape[0] + 1}]: where each expert begins, and where "
+            "the last one ends.",
+            "Put a zero before the cumulated counts.",
         )
     _check_device("the weight", w, x)
     _check_device("offsets", offsets, x)
     if bias is not None and (tuple(bias.shape) != tuple(w.shape[:2]) or bias.device != x.device):
-        raise ValueError(
-            teach(
-                f"Got a bias {tuple(bias.shape)} on {bias.device}.",
-                f"The weight {tuple(w.shape)} needs {tuple(w.shape[:2])} on {x.device}.",
-                "Pass one value per expert and output feature.",
-            )
+        raise InvalidValue(
+            f"Got a bias {tuple(bias.shape)} on {bias.device}.",
+            f"The weight {tuple(w.shape)} needs {tuple(w.shape[:2])} on {x.device}.",
+            "Pass one value per expert and output feature.",
         )
 
 
@@ -190,21 +168,17 @@ def stacked_scale(q: QTensor) -> Tensor:
 def _check_alike(w13: QTensor, w2: QTensor) -> None:
     one, other = (w13.group, w13.data.dtype), (w2.group, w2.data.dtype)
     if one != other:
-        raise ValueError(
-            teach(
-                f"Got w13 in {one[0]} groups of {one[1]} and w2 in {other[0]} of {other[1]}.",
-                "Both weights of a layer have one granularity and one dtype.",
-                "Quantize both alike.",
-            )
+        raise InvalidValue(
+            f"Got w13 in {one[0]} groups of {one[1]} and w2 in {other[0]} of {other[1]}.",
+            "Both weights of a layer have one granularity and one dtype.",
+            "Quantize both alike.",
         )
 
 
 def _check_device(name: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.device != x.device:
-        raise ValueError(
-            teach(
-                f"Got x on {x.device} and {name} on {tensor.device}.",
-                "A layer runs on one device.",
-                "Move them to the same device.",
-            )
+        raise InvalidValue(
+            f"Got x on {x.device} and {name} on {tensor.device}.",
+            "A layer runs on one device.",
+            "Move them to the same device.",
         )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import TENSOR, GroupShape
 from fp8kit.matmul.problem import MatmulOperands
 from fp8kit.moe.pairs import combine, sorted_pairs
@@ -131,12 +131,10 @@ def product(operands: GroupedOperands, problem: GroupedProblem, multiply: Multip
 def _check_edges(offsets: Tensor, rows: int) -> None:
     edges = [0, *offsets.tolist(), rows]
     if edges != sorted(edges):
-        raise ValueError(
-            teach(
-                f"Got offsets {edges[1:-1]} for {rows} rows.",
-                f"They do not fall, and lie between 0 and {rows}.",
-                "Sort the rows by expert, and put a zero before the cumulated counts.",
-            )
+        raise InvalidValue(
+            f"Got offsets {edges[1:-1]} for {rows} rows.",
+            f"They do not fall, and lie between 0 and {rows}.",
+            "Sort the rows by expert, and put a zero before the cumulated counts.",
         )
 
 

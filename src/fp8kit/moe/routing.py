@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.moe.choice import CHOOSE, SCORINGS, Formula, scores_of, weights_of
 from fp8kit.ops.validation import check_float
 
@@ -72,12 +72,10 @@ def route(
     _check_counts(logits, top_k)
     if custom is not None:
         if (scoring, renormalize, groups, correction_bias) != ("softmax", True, None, None):
-            raise ValueError(
-                teach(
-                    "Got a custom function beside options that it would replace.",
-                    "A custom function scores and chooses itself.",
-                    "Leave out scoring, renormalize, groups and correction_bias.",
-                )
+            raise InvalidValue(
+                "Got a custom function beside options that it would replace.",
+                "A custom function scores and chooses itself.",
+                "Leave out scoring, renormalize, groups and correction_bias.",
             )
         ids, weights = custom(logits, top_k)
         check_routing(ids, weights, logits.shape[0])
@@ -124,28 +122,22 @@ def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
     """
     for name, tensor in (("ids", ids), ("weights", weights)):
         if not isinstance(tensor, Tensor):
-            raise TypeError(
-                teach(
-                    f"Got {name} of type {type(tensor).__name__}.",
-                    f"They are a tensor [{m}, k].",
-                    "Pass what fp8kit.moe.route gives.",
-                )
+            raise InvalidType(
+                f"Got {name} of type {type(tensor).__name__}.",
+                f"They are a tensor [{m}, k].",
+                "Pass what fp8kit.moe.route gives.",
             )
     if ids.dtype not in _INTEGERS or not weights.is_floating_point():
-        raise TypeError(
-            teach(
-                f"Got ids of {ids.dtype} and weights of {weights.dtype}.",
-                "Ids are int32 or int64, weights are floating-point numbers.",
-                "Pass ids first, as fp8kit.moe.route gives them.",
-            )
+        raise InvalidType(
+            f"Got ids of {ids.dtype} and weights of {weights.dtype}.",
+            "Ids are int32 or int64, weights are floating-point numbers.",
+            "Pass ids first, as fp8kit.moe.route gives them.",
         )
     if ids.dim() != 2 or ids.shape != weights.shape or ids.shape[0] != m:
-        raise ValueError(
-            teach(
-                f"Got ids {tuple(ids.shape)} and weights {tuple(weights.shape)} for {m} tokens.",
-                f"Both have the shape [{m}, k].",
-                "Flatten the tokens of x, ids and weights alike.",
-            )
+        raise InvalidValue(
+            f"Got ids {tuple(ids.shape)} and weights {tuple(weights.shape)} for {m} tokens.",
+            f"Both have the shape [{m}, k].",
+            "Flatten the tokens of x, ids and weights alike.",
         )
 
 
@@ -163,40 +155,32 @@ def _within_groups(choice: Tensor, groups: int, top_groups: int, summed: bool) -
 
 def _check_counts(logits: Tensor, top_k: int) -> None:
     if not hasattr(top_k, "__index__"):
-        raise TypeError(
-            teach(
-                f"Got top_k={top_k!r}.",
-                "How many experts a token takes is an integer.",
-                "Pass the model's num_experts_per_tok.",
-            )
+        raise InvalidType(
+            f"Got top_k={top_k!r}.",
+            "How many experts a token takes is an integer.",
+            "Pass the model's num_experts_per_tok.",
         )
     if logits.dim() != 2 or not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(
-            teach(
-                f"Got logits of shape {tuple(logits.shape)} and top_k={top_k}.",
-                "Logits are [M, E], and a token takes 1 to E experts.",
-                "Flatten the tokens with logits.flatten(0, -2), or change top_k.",
-            )
+        raise InvalidValue(
+            f"Got logits of shape {tuple(logits.shape)} and top_k={top_k}.",
+            "Logits are [M, E], and a token takes 1 to E experts.",
+            "Flatten the tokens with logits.flatten(0, -2), or change top_k.",
         )
 
 
 def _check_options(logits: Tensor, scoring: str, correction_bias: Tensor | None) -> None:
     experts = logits.shape[1]
     if scoring not in SCORINGS:
-        raise ValueError(
-            teach(
-                f"Got scoring={scoring!r}.",
-                "Scores are a 'softmax' over all experts or a 'sigmoid' of each.",
-                "Pass one of these words, or a custom function.",
-            )
+        raise InvalidValue(
+            f"Got scoring={scoring!r}.",
+            "Scores are a 'softmax' over all experts or a 'sigmoid' of each.",
+            "Pass one of these words, or a custom function.",
         )
     if correction_bias is not None and tuple(correction_bias.shape) != (experts,):
-        raise ValueError(
-            teach(
-                f"Got a correction_bias of shape {tuple(correction_bias.shape)}.",
-                f"It has one number for each of {experts} experts.",
-                "Pass a vector.",
-            )
+        raise InvalidValue(
+            f"Got a correction_bias of shape {tuple(correction_bias.shape)}.",
+            f"It has one number for each of {experts} experts.",
+            "Pass a vector.",
         )
 
 
@@ -204,27 +188,21 @@ def _check_groups(experts: int, top_k: int, groups: int | None, top_groups: int 
     if groups is None and top_groups is None:
         return
     if groups is None or top_groups is None:
-        raise ValueError(
-            teach(
-                f"Got groups={groups} and top_groups={top_groups}.",
-                "Groups of experts, and how many of them a token takes, come together.",
-                "Pass both or neither.",
-            )
+        raise InvalidValue(
+            f"Got groups={groups} and top_groups={top_groups}.",
+            "Groups of experts, and how many of them a token takes, come together.",
+            "Pass both or neither.",
         )
     whole = hasattr(groups, "__index__") and hasattr(top_groups, "__index__")
     if not whole or groups < 1 or experts % groups or not 1 <= top_groups <= groups:
-        raise ValueError(
-            teach(
-                f"Got {groups} groups, {top_groups} of them taken, for {experts} experts.",
-                "Groups divide the experts evenly, and 1 to all of them are taken.",
-                "Check n_group and topk_group of the model's config.",
-            )
+        raise InvalidValue(
+            f"Got {groups} groups, {top_groups} of them taken, for {experts} experts.",
+            "Groups divide the experts evenly, and 1 to all of them are taken.",
+            "Check n_group and topk_group of the model's config.",
         )
     if top_k > (held := experts // groups * top_groups):
-        raise ValueError(
-            teach(
-                f"Got top_k={top_k} and {top_groups} groups of {experts // groups} experts.",
-                f"A token takes its experts from these groups, which hold {held}.",
-                "Check topk_group and num_experts_per_tok of the model's config.",
-            )
+        raise InvalidValue(
+            f"Got top_k={top_k} and {top_groups} groups of {experts // groups} experts.",
+            f"A token takes its experts from these groups, which hold {held}.",
+            "Check topk_group and num_experts_per_tok of the model's config.",
         )

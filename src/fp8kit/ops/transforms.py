@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8kit.errors import UnsupportedError, teach
+from fp8kit.errors import UnsupportedError
 from fp8kit.ops import schemas
 
 _TENSORS = 6  # of the operator's arguments; the rest are its options
@@ -52,11 +52,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def jvp(_ctx: Any, *_tangents: Any) -> Any:
         raise UnsupportedError(
-            teach(
-                "A forward-mode derivative of an FP8 layer was asked for.",
-                "FP8 products have a backward and no forward-mode derivative.",
-                "Use torch.func.grad, vjp or jacrev, or the dense model.",
-            )
+            "A forward-mode derivative of an FP8 layer was asked for.",
+            "FP8 products have a backward and no forward-mode derivative.",
+            "Use torch.func.grad, vjp or jacrev, or the dense model.",
         )
 
     @staticmethod

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import did_you_mean, teach
+from fp8kit.errors import InvalidType, InvalidValue, did_you_mean, teach
 from fp8kit.formats import (
     BLOCK,
     FP8_FORMATS,
@@ -45,38 +45,30 @@ def activation_format(
         if input_scale is not None:
             return TENSOR, "exact"
         if w_group not in _STANDARD_SCHEMES:
-            raise ValueError(
-                teach(
-                    f"Got a weight in {w_group} groups and no scheme.",
-                    f"Only {', '.join(map(str, _STANDARD_SCHEMES))} weights have a standard one.",
-                    "Pass scheme=fp8kit.Scheme(name, weight=..., activation=...).",
-                )
+            raise InvalidValue(
+                f"Got a weight in {w_group} groups and no scheme.",
+                f"Only {', '.join(map(str, _STANDARD_SCHEMES))} weights have a standard one.",
+                "Pass scheme=fp8kit.Scheme(name, weight=..., activation=...).",
             )
         scheme = _STANDARD_SCHEMES[w_group]
     scheme = Scheme.of(scheme)
     if scheme.weight != w_group:
-        raise ValueError(
-            teach(
-                f"Got a weight in {w_group} groups for scheme {scheme}.",
-                f"{scheme} has {scheme.weight} weights.",
-                "Quantize the weight for this scheme, or name the scheme of the weight.",
-            )
+        raise InvalidValue(
+            f"Got a weight in {w_group} groups for scheme {scheme}.",
+            f"{scheme} has {scheme.weight} weights.",
+            "Quantize the weight for this scheme, or name the scheme of the weight.",
         )
     if scheme.static and input_scale is None:
-        raise ValueError(
-            teach(
-                f"Scheme {scheme} got no input_scale.",
-                "Its activations use a calibrated scale.",
-                "Pass input_scale, or use FP8_TENSOR or FP8_DYNAMIC.",
-            )
+        raise InvalidValue(
+            f"Scheme {scheme} got no input_scale.",
+            "Its activations use a calibrated scale.",
+            "Pass input_scale, or use FP8_TENSOR or FP8_DYNAMIC.",
         )
     if input_scale is not None and not scheme.static:
-        raise ValueError(
-            teach(
-                f"Scheme {scheme} got an input_scale.",
-                "It scales activations by their own amax.",
-                "Leave input_scale out, or use the static scheme FP8.",
-            )
+        raise InvalidValue(
+            f"Scheme {scheme} got an input_scale.",
+            "It scales activations by their own amax.",
+            "Leave input_scale out, or use the static scheme FP8.",
         )
     return scheme.activation, default_rounding(scheme.activation, scheme.ue8m0)
 
@@ -84,12 +76,10 @@ def activation_format(
 def check_quantized(name: str, q: object) -> None:
     """Refuse anything but a ``QTensor`` where codes with scales are due."""
     if not isinstance(q, QTensor):
-        raise TypeError(
-            teach(
-                f"Got {name} of type {type(q).__name__}.",
-                "It is a QTensor: codes with the scales they belong to.",
-                "Make one with fp8kit.quantize (role='weight' for a weight).",
-            )
+        raise InvalidType(
+            f"Got {name} of type {type(q).__name__}.",
+            "It is a QTensor: codes with the scales they belong to.",
+            "Make one with fp8kit.quantize (role='weight' for a weight).",
         )
 
 
@@ -104,34 +94,28 @@ def check_quantized_input(
     given = {"input_scale": input_scale, "scale_ub": scale_ub}
     extra = [name for name, value in given.items() if value is not None]
     if extra:
-        raise ValueError(
-            teach(
-                f"Got {' and '.join(extra)} for an input that is quantized already.",
-                "Its scales are those of the QTensor.",
-                f"Leave {' and '.join(extra)} out, or pass the tensor itself.",
-            )
+        raise InvalidValue(
+            f"Got {' and '.join(extra)} for an input that is quantized already.",
+            "Its scales are those of the QTensor.",
+            f"Leave {' and '.join(extra)} out, or pass the tensor itself.",
         )
     found = None if scheme is None else Scheme.of(scheme)
     if found is not None and (found.activation, found.weight) != (x.group, w_q.group):
-        raise ValueError(
-            teach(
-                f"Got an input in {x.group} groups and a weight in {w_q.group} groups for scheme "
-                f"{found}.",
-                f"{found} has {found.activation} activations and {found.weight} weights.",
-                "Quantize both for this scheme, or leave it out.",
-            )
+        raise InvalidValue(
+            f"Got an input in {x.group} groups and a weight in {w_q.group} groups for scheme "
+            f"{found}.",
+            f"{found} has {found.activation} activations and {found.weight} weights.",
+            "Quantize both for this scheme, or leave it out.",
         )
 
 
 def check_tensor(name: str, x: object) -> None:
     """Refuse what is no tensor where one is quantized."""
     if not isinstance(x, Tensor):
-        raise TypeError(
-            teach(
-                f"Got {name} of type {type(x).__name__}.",
-                "It is a bfloat16, float16 or float32 tensor, which is quantized here.",
-                "Pass a torch.Tensor; fp8kit.scaled_mm multiplies what is quantized already.",
-            )
+        raise InvalidType(
+            f"Got {name} of type {type(x).__name__}.",
+            "It is a bfloat16, float16 or float32 tensor, which is quantized here.",
+            "Pass a torch.Tensor; fp8kit.scaled_mm multiplies what is quantized already.",
         )
 
 
@@ -139,12 +123,10 @@ def check_float(name: str, x: Tensor) -> None:
     """Refuse what is no tensor, or one that is not bf16, fp16 or fp32."""
     check_tensor(name, x)
     if x.dtype not in _FLOATS:
-        raise TypeError(
-            teach(
-                f"Got {name} of dtype {x.dtype} and shape {tuple(x.shape)}.",
-                "Quantization takes bfloat16, float16 or float32.",
-                "Codes go to fp8kit.scaled_mm with their scales; convert numbers by .float().",
-            )
+        raise InvalidType(
+            f"Got {name} of dtype {x.dtype} and shape {tuple(x.shape)}.",
+            "Quantization takes bfloat16, float16 or float32.",
+            "Codes go to fp8kit.scaled_mm with their scales; convert numbers by .float().",
         )
 
 
@@ -157,22 +139,18 @@ def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
     """
     check_tensor("x", x)
     if x.is_nested:
-        raise TypeError(
-            teach(
-                "Got x as a nested tensor.",
-                "Rows of one dense tensor are quantized.",
-                "Call the layer with x.values(), and put the result together by "
-                "torch.nested.nested_tensor_from_jagged(y, x.offsets()).",
-            )
+        raise InvalidType(
+            "Got x as a nested tensor.",
+            "Rows of one dense tensor are quantized.",
+            "Call the layer with x.values(), and put the result together by "
+            "torch.nested.nested_tensor_from_jagged(y, x.offsets()).",
         )
     if x.dtype == codes:
-        raise TypeError(
-            teach(
-                f"Got x of dtype {x.dtype} and shape {tuple(x.shape)}, codes without scales.",
-                "A layer takes bfloat16, float16 or float32, or a QTensor, and quantizes itself.",
-                "Code that casts x to the dtype of an FP8 weight should take that of the layer's "
-                "compute_dtype; else exclude the layer whose dtype it asks for.",
-            )
+        raise InvalidType(
+            f"Got x of dtype {x.dtype} and shape {tuple(x.shape)}, codes without scales.",
+            "A layer takes bfloat16, float16 or float32, or a QTensor, and quantizes itself.",
+            "Code that casts x to the dtype of an FP8 weight should take that of the layer's "
+            "compute_dtype; else exclude the layer whose dtype it asks for.",
         )
     check_float("x", x)
 
@@ -180,12 +158,10 @@ def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
 def check_out_dtype(dtype: torch.dtype) -> None:
     """Refuse a result dtype that is not bf16, fp16 or fp32."""
     if dtype not in _FLOATS:
-        raise TypeError(
-            teach(
-                f"Got {dtype} as the dtype of the result.",
-                "Results are bfloat16, float16 or float32.",
-                "Pass one of these.",
-            )
+        raise InvalidType(
+            f"Got {dtype} as the dtype of the result.",
+            "Results are bfloat16, float16 or float32.",
+            "Pass one of these.",
         )
 
 
@@ -194,12 +170,10 @@ def check_rounding(rounding: str | None, group: GroupShape) -> str:
     legal = ("up", "floor") if group == MX else ("exact", "up")
     rounding = "up" if rounding == "ceil" else rounding
     if rounding is not None and rounding not in legal:
-        raise ValueError(
-            teach(
-                f"Got scale_rounding={rounding!r} for {group} groups.",
-                f"They take {legal[0]!r} or {legal[1]!r}.",
-                "Pass one of these, or leave it out.",
-            )
+        raise InvalidValue(
+            f"Got scale_rounding={rounding!r} for {group} groups.",
+            f"They take {legal[0]!r} or {legal[1]!r}.",
+            "Pass one of these, or leave it out.",
         )
     return rounding or legal[0]
 
@@ -207,12 +181,10 @@ def check_rounding(rounding: str | None, group: GroupShape) -> str:
 def check_layout(layout: object, group: GroupShape) -> None:
     """Refuse a layout of scales that is unknown, or that the group does not have."""
     if layout not in LAYOUTS or (layout == "column" and not has_columns(group)):
-        raise ValueError(
-            teach(
-                f"Got scale_layout={layout!r} for {group} groups.",
-                "The layout is 'row', or 'column' for groups along a row.",
-                "Pass scale_layout='row'.",
-            )
+        raise InvalidValue(
+            f"Got scale_layout={layout!r} for {group} groups.",
+            "The layout is 'row', or 'column' for groups along a row.",
+            "Pass scale_layout='row'.",
         )
 
 
@@ -221,28 +193,22 @@ def check_scale_ub(scale_ub: Tensor | None, x: Tensor) -> None:
     if scale_ub is None:
         return
     if not isinstance(scale_ub, Tensor):
-        raise TypeError(
-            teach(
-                f"Got scale_ub={scale_ub!r}.",
-                f"It is one float32 number on {x.device}, as a tensor.",
-                f"Pass torch.tensor({scale_ub!r}, device=x.device).",
-            )
+        raise InvalidType(
+            f"Got scale_ub={scale_ub!r}.",
+            f"It is one float32 number on {x.device}, as a tensor.",
+            f"Pass torch.tensor({scale_ub!r}, device=x.device).",
         )
     if scale_ub.numel() != 1 or scale_ub.dtype != torch.float32 or scale_ub.device != x.device:
-        raise ValueError(
-            teach(
-                f"Got scale_ub {scale_ub.dtype} {tuple(scale_ub.shape)} on {scale_ub.device}.",
-                f"It is one float32 number on {x.device}.",
-                "Pass torch.tensor(bound, device=x.device).",
-            )
+        raise InvalidValue(
+            f"Got scale_ub {scale_ub.dtype} {tuple(scale_ub.shape)} on {scale_ub.device}.",
+            f"It is one float32 number on {x.device}.",
+            "Pass torch.tensor(bound, device=x.device).",
         )
     if _can_read(scale_ub) and not scale_ub.item() > 0:
-        raise ValueError(
-            teach(
-                f"Got scale_ub={scale_ub.item():.4g}.",
-                "It bounds amax, of which a scale is made: it is positive.",
-                "Pass the largest magnitude that is to be kept, or None for no bound.",
-            )
+        raise InvalidValue(
+            f"Got scale_ub={scale_ub.item():.4g}.",
+            "It bounds amax, of which a scale is made: it is positive.",
+            "Pass the largest magnitude that is to be kept, or None for no bound.",
         )
 
 
@@ -254,12 +220,10 @@ def check_static_scale(scale: Tensor, x: Tensor, group: GroupShape) -> None:
     """
     check_scale(scale, x.shape, group, x.device)
     if scale.dtype == torch.float32 and _can_read(scale) and (scale <= 0).any():
-        raise ValueError(
-            teach(
-                f"Got a static scale of {scale.min().item():.4g}.",
-                "Values are divided by scales, which are positive.",
-                "Take scales from data that are not all zero: amax / 448.",
-            )
+        raise InvalidValue(
+            f"Got a static scale of {scale.min().item():.4g}.",
+            "Values are divided by scales, which are positive.",
+            "Take scales from data that are not all zero: amax / 448.",
         )
 
 
@@ -276,12 +240,10 @@ def check_input_scale(
     """
     check_scale(scale, shape, TENSOR, device)
     if _can_read(scale, wait) and not 0 < (value := scale.item()) < torch.inf:
-        raise ValueError(
-            teach(
-                f"Got an input_scale of {value:.4g}.",
-                "Activations are divided by it: it is positive and finite.",
-                "Calibrate with data that reach this layer: fp8kit.convert(model, calibrate=...).",
-            )
+        raise InvalidValue(
+            f"Got an input_scale of {value:.4g}.",
+            "Activations are divided by it: it is positive and finite.",
+            "Calibrate with data that reach this layer: fp8kit.convert(model, calibrate=...).",
         )
 
 
@@ -294,14 +256,12 @@ def _can_read(scale: Tensor, wait: bool = False) -> bool:
 def check_codes(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
     """Refuse codes of another FP8 dtype than the scheme's."""
     if dtype != scheme.dtype:
-        raise ValueError(
-            teach(
-                f"Got {name} of {dtype} codes for scheme {scheme}.",
-                f"It holds {scheme.dtype} codes.",
-                "Pass a scheme with that dtype, or dequantize; copying would change the bits."
-                if dtype in FP8_FORMATS
-                else "A dense weight becomes FP8 by layer.load_state_dict({'weight': weight}).",
-            )
+        raise InvalidValue(
+            f"Got {name} of {dtype} codes for scheme {scheme}.",
+            f"It holds {scheme.dtype} codes.",
+            "Pass a scheme with that dtype, or dequantize; copying would change the bits."
+            if dtype in FP8_FORMATS
+            else "A dense weight becomes FP8 by layer.load_state_dict({'weight': weight}).",
         )
 
 
@@ -322,45 +282,33 @@ def check_row_counts(m: object) -> tuple[int, ...]:
 def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> None:
     """Refuse operands of a matmul whose shapes, devices or options do not fit."""
     if w.dim() != 2 or x.dim() == 0 or x.shape[-1] != w.shape[1]:
-        raise ValueError(
-            teach(
-                f"Got x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}.",
-                "x [..., K] is multiplied by a weight [N, K] of the same K.",
-                "Check the orientation of the weight: rows are output features.",
-            )
+        raise InvalidValue(
+            f"Got x of shape {tuple(x.shape)} and a weight of shape {tuple(w.shape)}.",
+            "x [..., K] is multiplied by a weight [N, K] of the same K.",
+            "Check the orientation of the weight: rows are output features.",
         )
     if bias is not None and not isinstance(bias, Tensor):
-        raise TypeError(
-            teach(
-                f"Got a bias of type {type(bias).__name__}.",
-                f"A bias is a float tensor of shape ({w.shape[0]},), or None.",
-                "Pass a torch.Tensor with one value per output feature.",
-            )
+        raise InvalidType(
+            f"Got a bias of type {type(bias).__name__}.",
+            f"A bias is a float tensor of shape ({w.shape[0]},), or None.",
+            "Pass a torch.Tensor with one value per output feature.",
         )
     if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype not in _FLOATS):
-        raise ValueError(
-            teach(
-                f"Got a bias of shape {tuple(bias.shape)} and dtype {bias.dtype}.",
-                f"The weight {tuple(w.shape)} needs a float bias of shape ({w.shape[0]},).",
-                "Pass one value per output feature.",
-            )
+        raise InvalidValue(
+            f"Got a bias of shape {tuple(bias.shape)} and dtype {bias.dtype}.",
+            f"The weight {tuple(w.shape)} needs a float bias of shape ({w.shape[0]},).",
+            "Pass one value per output feature.",
         )
     for name, tensor in (("weight", w), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                teach(
-                    f"Got x on {x.device} and a {name} on {tensor.device}.",
-                    "A matmul runs on one device.",
-                    "Move them to the same device.",
-                )
+            raise InvalidValue(
+                f"Got x on {x.device} and a {name} on {tensor.device}.",
+                "A matmul runs on one device.",
+                "Move them to the same device.",
             )
     if accum not in ("precise", "fast"):
-        raise ValueError(
-            teach(
-                f"Got accum={accum!r}.",
-                "Sums are 'precise' or 'fast'.",
-                "Pass one of these words.",
-            )
+        raise InvalidValue(
+            f"Got accum={accum!r}.", "Sums are 'precise' or 'fast'.", "Pass one of these words."
         )
 
 
@@ -378,20 +326,16 @@ def check_operand(
     """
     check_float(name, other)
     if dtype is not None and other.dtype != dtype:
-        raise TypeError(
-            teach(
-                f"Got a {name} of dtype {other.dtype} for an input of {x.dtype}.",
-                "Here both have one dtype.",
-                f"Convert the {name}, or, for a norm, compute in fp32 with rounding='once'.",
-            )
+        raise InvalidType(
+            f"Got a {name} of dtype {other.dtype} for an input of {x.dtype}.",
+            "Here both have one dtype.",
+            f"Convert the {name}, or, for a norm, compute in fp32 with rounding='once'.",
         )
     if tuple(other.shape) != shape or other.device != x.device:
-        raise ValueError(
-            teach(
-                f"Got a {name} of shape {tuple(other.shape)} on {other.device}.",
-                f"The input {tuple(x.shape)} on {x.device} needs {shape} on its device.",
-                f"Reshape, expand or move the {name}.",
-            )
+        raise InvalidValue(
+            f"Got a {name} of shape {tuple(other.shape)} on {other.device}.",
+            f"The input {tuple(x.shape)} on {x.device} needs {shape} on its device.",
+            f"Reshape, expand or move the {name}.",
         )
 
 
@@ -399,10 +343,8 @@ def check_options(given: Iterable[str], known: Collection[str]) -> None:
     """Refuse keywords that nobody reads."""
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
-        raise TypeError(
-            teach(
-                f"Got {unknown}=, which is no option.",
-                f"Options are {', '.join(known)}.",
-                "Rename it or leave it out." + did_you_mean(unknown, known),
-            )
+        raise InvalidType(
+            f"Got {unknown}=, which is no option.",
+            f"Options are {', '.join(known)}.",
+            "Rename it or leave it out." + did_you_mean(unknown, known),
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fp8kit.conversion.report import table
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.modules.linear import Fp8Linear
 
 Batch = Tensor | Mapping[str, Any] | tuple[Any, ...] | list[Any]
@@ -124,12 +124,10 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
         >>> print(fp8kit.evaluate(model, dense, [{"input_ids": ids}]))
     """
     if isinstance(data, Tensor | Mapping | str):
-        raise TypeError(
-            teach(
-                f"Got data of type {type(data).__name__}.",
-                "It is a list, or another iterable, of batches.",
-                "Pass [batch].",
-            )
+        raise InvalidType(
+            f"Got data of type {type(data).__name__}.",
+            "It is a list, or another iterable, of batches.",
+            "Pass [batch].",
         )
     pairs = _pairs(model, reference)
     own, drift = {n: _Noise() for n in pairs}, {n: _Noise() for n in pairs}
@@ -152,12 +150,10 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
         if own[n].calls
     ]
     if not layers:
-        raise ValueError(
-            teach(
-                f"No FP8 layer of {type(model).__name__} ran.",
-                "data holds batches that reach the FP8 layers.",
-                "Pass a list with at least one batch, e.g. [{'input_ids': ids}].",
-            )
+        raise InvalidValue(
+            f"No FP8 layer of {type(model).__name__} ran.",
+            "data holds batches that reach the FP8 layers.",
+            "Pass a list with at least one batch, e.g. [{'input_ids': ids}].",
         )
     layers.sort(key=lambda layer: (not math.isnan(layer.sqnr), layer.sqnr))
     return Evaluation(tuple(layers), output.sqnr(), *tokens.result())
@@ -224,23 +220,19 @@ def _pairs(model: nn.Module, reference: nn.Module) -> dict[str, Fp8Linear]:
     """Return the FP8 layers by name, each of which ``reference`` has as a dense layer."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
     if not layers:
-        raise ValueError(
-            teach(
-                f"{type(model).__name__} holds no Fp8Linear.",
-                "The model to evaluate has FP8 layers.",
-                "Pass the converted model first and the dense one second.",
-            )
+        raise InvalidValue(
+            f"{type(model).__name__} holds no Fp8Linear.",
+            "The model to evaluate has FP8 layers.",
+            "Pass the converted model first and the dense one second.",
         )
     dense = dict(reference.named_modules())
     unfit = [n for n in layers if n not in dense or isinstance(dense[n], Fp8Linear)]
     if unfit:
         named = ", ".join(unfit[:3])
-        raise ValueError(
-            teach(
-                f"The reference has no dense layer for {len(unfit)} FP8 layers: {named}.",
-                "It is the dense original of the model, with the same names.",
-                "Copy the model before fp8kit.convert, or load the original checkpoint.",
-            )
+        raise InvalidValue(
+            f"The reference has no dense layer for {len(unfit)} FP8 layers: {named}.",
+            "It is the dense original of the model, with the same names.",
+            "Copy the model before fp8kit.convert, or load the original checkpoint.",
         )
     return layers
 
@@ -314,12 +306,10 @@ def _main_tensor(output: Any) -> Tensor:
     leaves = [logits] if isinstance(logits, Tensor) else tree_leaves(output)
     found = [t for t in leaves if isinstance(t, Tensor) and t.is_floating_point()]
     if not found:
-        raise ValueError(
-            teach(
-                f"The model returned {type(output).__name__} without a float tensor.",
-                "Outputs are compared by their first float tensor.",
-                "Pass a model, or a small module around it, that returns a tensor.",
-            )
+        raise InvalidValue(
+            f"The model returned {type(output).__name__} without a float tensor.",
+            "Outputs are compared by their first float tensor.",
+            "Pass a model, or a small module around it, that returns a tensor.",
         )
     return found[0]
 

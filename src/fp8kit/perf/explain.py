@@ -9,7 +9,7 @@ from numbers import Integral
 from torch import nn
 
 from fp8kit.dispatch.backends import BackendTable, Choice, choose
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import MX, Scheme
 from fp8kit.matmul.problem import MATMUL_BACKENDS, linear_problem
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -96,33 +96,27 @@ def explain(layer_or_model: nn.Module, m: int = 16) -> Explanation:
         >>> print(fp8kit.explain(model, m=1))
     """
     if not isinstance(layer_or_model, nn.Module):
-        raise TypeError(
-            teach(
-                f"Got {layer_or_model!r:.80} as the model.",
-                "It is an FP8 layer, or a module that holds some.",
-                "Load a checkpoint with fp8kit.load(directory), or run fp8kit explain directory.",
-            )
+        raise InvalidType(
+            f"Got {layer_or_model!r:.80} as the model.",
+            "It is an FP8 layer, or a module that holds some.",
+            "Load a checkpoint with fp8kit.load(directory), or run fp8kit explain directory.",
         )
     if not isinstance(m, Integral):
-        raise TypeError(
-            teach(
-                f"Got m={m!r}.",
-                "It is one row count, an integer.",
-                "Call fp8kit.explain(model, m=16) once for each row count.",
-            )
+        raise InvalidType(
+            f"Got m={m!r}.",
+            "It is one row count, an integer.",
+            "Call fp8kit.explain(model, m=16) once for each row count.",
         )
     if m < 0:
-        raise ValueError(
-            teach(f"Got m={m}.", "A row count is not negative.", "Pass the number of tokens.")
+        raise InvalidValue(
+            f"Got m={m}.", "A row count is not negative.", "Pass the number of tokens."
         )
     asked = list(_asked(layer_or_model, m))
     if not asked:
-        raise ValueError(
-            teach(
-                f"{type(layer_or_model).__name__} holds no Fp8Linear and no FP8 experts.",
-                "There is a choice to explain only for FP8 layers.",
-                "Call fp8kit.convert(model) first.",
-            )
+        raise InvalidValue(
+            f"{type(layer_or_model).__name__} holds no Fp8Linear and no FP8 experts.",
+            "There is a choice to explain only for FP8 layers.",
+            "Call fp8kit.convert(model) first.",
         )
     names: dict[tuple[Choice, str], list[str]] = {}
     notes, numbers = {}, {}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fp8kit import functional
 from fp8kit.dispatch.backends import choose
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import QTensor, Scheme, fp8_format
 from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, MatmulProblem
 from fp8kit.modules.entries import quantize_weight
@@ -176,12 +176,10 @@ def parse_shapes(text: str) -> list[Shape]:
         except ValueError:
             n = k = 0
         if n < 1 or k < 1:
-            raise ValueError(
-                teach(
-                    f"Got the shape {word!r}.",
-                    f"Shapes are NxK, or one of {', '.join(MODEL_SHAPES)}.",
-                    "Write output features first, e.g. 4096x14336.",
-                )
+            raise InvalidValue(
+                f"Got the shape {word!r}.",
+                f"Shapes are NxK, or one of {', '.join(MODEL_SHAPES)}.",
+                "Write output features first, e.g. 4096x14336.",
             )
         shapes.append((n, k))
     return unique(shapes)

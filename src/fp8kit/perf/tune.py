@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8kit.dispatch.backends import renew
 from fp8kit.dispatch.device import device_name
 from fp8kit.dispatch.timings import DENSE, REJECTED, Table, fingerprint, table_for, tuned_path
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.matmul.problem import m_bucket
 from fp8kit.modules.joining import MOST_JOINED_ROWS
@@ -155,12 +155,10 @@ def tune(
     outcome = Outcome(_empty_table(device, timer))
     for wish in wishes:
         if min((*wish.rows, *(side for s in wish.shapes for side in s)), default=1) < 1:
-            raise ValueError(
-                teach(
-                    f"Got shapes {list(wish.shapes)} and rows {list(wish.rows)}.",
-                    "Only layers with work can be timed.",
-                    "Pass positive numbers.",
-                )
+            raise InvalidValue(
+                f"Got shapes {list(wish.shapes)} and rows {list(wish.rows)}.",
+                "Only layers with work can be timed.",
+                "Pass positive numbers.",
             )
         for shape in wish.shapes:
             if seconds is not None and time.monotonic() - start > seconds:

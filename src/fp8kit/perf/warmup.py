@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.modules.diffusers_producers import FusedAdaptiveNorm, FusedFeedForward
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import (
@@ -73,23 +73,19 @@ def warmup(
         >>> fp8kit.warmup(model, m=[1, 16, 4096])
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            teach(
-                f"Got a {type(model).__name__} as the model.",
-                "What is warmed up is a module with FP8 layers, on its device.",
-                "Load a checkpoint with fp8kit.load(directory, device='cuda') first.",
-            )
+        raise InvalidType(
+            f"Got a {type(model).__name__} as the model.",
+            "What is warmed up is a module with FP8 layers, on its device.",
+            "Load a checkpoint with fp8kit.load(directory, device='cuda') first.",
         )
     layers = [mod for mod in model.modules() if isinstance(mod, Fp8Linear)]
     experts = [mod for mod in model.modules() if isinstance(mod, ExpertTensors)]
     held = [layer.codes for layer in layers] + [mod.codes(mod.stacks.down) for mod in experts]
     if not held or any(codes.is_meta for codes in held):
-        raise ValueError(
-            teach(
-                f"{type(model).__name__} holds {len(held)} FP8 layers, or they are on meta.",
-                "What shall run soon is warmed up where it will run.",
-                "Convert or load the model onto its device first.",
-            )
+        raise InvalidValue(
+            f"{type(model).__name__} holds {len(held)} FP8 layers, or they are on meta.",
+            "What shall run soon is warmed up where it will run.",
+            "Convert or load the model onto its device first.",
         )
     m = check_row_counts(m)
     if tune:
@@ -145,12 +141,10 @@ def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = ti
     """
     for device in {layer.weight.device for layer in layers}:
         if device.type != "cuda":
-            raise ValueError(
-                teach(
-                    f"Got layers on {device} to tune.",
-                    "Only CUDA devices have backends to choose among.",
-                    "Move the model to a GPU, or leave tune out.",
-                )
+            raise InvalidValue(
+                f"Got layers on {device} to tune.",
+                "Only CUDA devices have backends to choose among.",
+                "Move the model to a GPU, or leave tune out.",
             )
         here = [layer for layer in layers if layer.weight.device == device]
         with torch.cuda.device(device):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape, QTensor, scale_shape
 
 LARGEST_CHANGE = 1e-4  # of a weight that is held rebased
@@ -159,20 +159,16 @@ def restore(q: QTensor, exponents: Tensor) -> QTensor:
 
 def _check(q: QTensor, group: GroupShape) -> None:
     if not isinstance(q, QTensor) or q.group != MX or q.data.dtype != torch.float8_e4m3fn:
-        raise ValueError(
-            teach(
-                f"Got {q!r:.80}.",
-                "E8M0 scales of 32 e4m3fn codes are rebased.",
-                "Quantize with group=fp8kit.MX, or leave other weights as they are.",
-            )
+        raise InvalidValue(
+            f"Got {q!r:.80}.",
+            "E8M0 scales of 32 e4m3fn codes are rebased.",
+            "Quantize with group=fp8kit.MX, or leave other weights as they are.",
         )
     if group.cols != -1 and group.cols % MX.cols:
-        raise ValueError(
-            teach(
-                f"Got {group} as the new groups.",
-                f"They hold whole groups of {MX.cols} columns.",
-                "Pass fp8kit.ROW or fp8kit.BLOCK.",
-            )
+        raise InvalidValue(
+            f"Got {group} as the new groups.",
+            f"They hold whole groups of {MX.cols} columns.",
+            "Pass fp8kit.ROW or fp8kit.BLOCK.",
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import GROUP128, GroupShape, scale_dtype, scale_shape
 
 LAYOUTS = ("row", "column")
@@ -131,12 +131,10 @@ def swizzle_scales(scale: Tensor) -> Tensor:
     """
     _check_exponents(scale)
     if scale.dim() < 2:
-        raise ValueError(
-            teach(
-                f"Got scales of shape {tuple(scale.shape)}.",
-                "They belong to a matrix: [..., rows, K / 32].",
-                "Reshape them, e.g. with unsqueeze(0) for one row.",
-            )
+        raise InvalidValue(
+            f"Got scales of shape {tuple(scale.shape)}.",
+            "They belong to a matrix: [..., rows, K / 32].",
+            "Reshape them, e.g. with unsqueeze(0) for one row.",
         )
     *stack, rows, cols = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -cols % _TILE_COLS, 0, -rows % _TILE_ROWS))
@@ -167,12 +165,10 @@ def unswizzle_scales(scale: Tensor, shape: Sequence[int]) -> Tensor:
     sides = tuple(shape)
     padded = (*sides[:-2], *(-(-n // m) * m for n, m in zip(sides[-2:], (128, 4), strict=False)))
     if len(sides) < 2 or min(sides) < 0 or scale.numel() != math.prod(padded):
-        raise ValueError(
-            teach(
-                f"Got {scale.numel()} bytes for scales of shape {sides}.",
-                "A matrix of scales is padded to tiles of 128 rows by 4 columns.",
-                "Pass the shape of the scales, (..., rows, ceil(K / 32)), not that of the codes.",
-            )
+        raise InvalidValue(
+            f"Got {scale.numel()} bytes for scales of shape {sides}.",
+            "A matrix of scales is padded to tiles of 128 rows by 4 columns.",
+            "Pass the shape of the scales, (..., rows, ceil(K / 32)), not that of the codes.",
         )
     *stack, rows, cols = sides
     tiles = scale.reshape(*stack, *_tile_counts(rows, cols, "tiles")).view(torch.uint8)
@@ -191,10 +187,8 @@ def _tile_counts(rows: int, cols: int, order: str) -> tuple[int, ...]:
 def _check_exponents(scale: Tensor) -> None:
     if not isinstance(scale, Tensor) or scale.dtype not in _E8M0:
         found = scale.dtype if isinstance(scale, Tensor) else type(scale).__name__
-        raise TypeError(
-            teach(
-                f"Got scales of {found}.",
-                "MX scales are E8M0 bytes: uint8, or float8_e8m0fnu.",
-                "Pass the scale of fp8kit.quantize(x, fp8kit.MX).",
-            )
+        raise InvalidType(
+            f"Got scales of {found}.",
+            "MX scales are E8M0 bytes: uint8, or float8_e8m0fnu.",
+            "Pass the scale of fp8kit.quantize(x, fp8kit.MX).",
         )

@@ -14,7 +14,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 
 BACKEND_NAMES = (
     "hopper_gemm",
@@ -34,12 +34,10 @@ BACKEND_NAMES = (
 def _backend_names(variable: str) -> frozenset[str]:
     names = frozenset(n.strip() for n in os.environ.get(variable, "").split(",") if n.strip())
     if not names <= set(BACKEND_NAMES):
-        raise ValueError(
-            teach(
-                f"The environment variable {variable} names {sorted(names - set(BACKEND_NAMES))}.",
-                f"Backends are {', '.join(BACKEND_NAMES)}.",
-                "Correct or unset the variable.",
-            )
+        raise InvalidValue(
+            f"The environment variable {variable} names {sorted(names - set(BACKEND_NAMES))}.",
+            f"Backends are {', '.join(BACKEND_NAMES)}.",
+            "Correct or unset the variable.",
         )
     return names
 
@@ -59,12 +57,10 @@ def _word(variable: str, known: tuple[str, ...]) -> str:
     """Return the value of a variable, by default the first of the words that it may be."""
     found = os.environ.get(variable, "").strip() or known[0]
     if found not in known:
-        raise ValueError(
-            teach(
-                f"The environment variable {variable} is {found!r}.",
-                f"It is {' or '.join(known)}.",
-                "Correct or unset the variable.",
-            )
+        raise InvalidValue(
+            f"The environment variable {variable} is {found!r}.",
+            f"It is {' or '.join(known)}.",
+            "Correct or unset the variable.",
         )
     return found
 

@@ -30,7 +30,7 @@ from fp8kit.checkpoint.dialects.mxfp8 import MXFP8_PLAIN as MXFP8_PLAIN
 from fp8kit.checkpoint.dialects.quark import QUARK
 from fp8kit.checkpoint.dialects.torchao import TORCHAO
 from fp8kit.checkpoint.dialects.transformers_fp8 import TRANSFORMERS_FP8 as TRANSFORMERS_FP8
-from fp8kit.errors import CheckpointError, did_you_mean, teach
+from fp8kit.errors import CheckpointError, InvalidValue, did_you_mean
 
 # the first is the default; a config counts only where tensors do not give another dialect away
 DIALECTS: tuple[Dialect, ...] = (
@@ -69,11 +69,9 @@ def detect(source: Source) -> Dialect | None:
     """
     if _is_quanto(source):
         raise CheckpointError(
-            teach(
-                "The checkpoint was written by quanto, as its tensors or quanto_qmap.json say.",
-                "Its scales and packed weights have no dialect that is read here.",
-                "Start from the high-precision checkpoint that it was made of.",
-            )
+            "The checkpoint was written by quanto, as its tensors or quanto_qmap.json say.",
+            "Its scales and packed weights have no dialect that is read here.",
+            "Start from the high-precision checkpoint that it was made of.",
         )
     for dialect in DIALECTS:
         if dialect.detect(source):
@@ -82,11 +80,9 @@ def detect(source: Source) -> Dialect | None:
     if not found:
         return None
     raise CheckpointError(
-        teach(
-            f"config.json says quant_method = {found.get('quant_method')!r}.",
-            f"This version reads {', '.join(d.name for d in DIALECTS)}.",
-            "Export the model to one of these, or start from its high-precision checkpoint.",
-        )
+        f"config.json says quant_method = {found.get('quant_method')!r}.",
+        f"This version reads {', '.join(d.name for d in DIALECTS)}.",
+        "Export the model to one of these, or start from its high-precision checkpoint.",
     )
 
 
@@ -110,11 +106,9 @@ def dialect_named(name: str) -> Dialect:
     """
     writable = {d.name: d for d in DIALECTS if d.writable}
     if name not in writable:
-        raise ValueError(
-            teach(
-                f"Got dialect {name!r}.",
-                f"Those that are written are {', '.join(sorted(writable))}.",
-                "Name one of them, or name a target instead." + did_you_mean(name, writable),
-            )
+        raise InvalidValue(
+            f"Got dialect {name!r}.",
+            f"Those that are written are {', '.join(sorted(writable))}.",
+            "Name one of them, or name a target instead." + did_you_mean(name, writable),
         )
     return writable[name]

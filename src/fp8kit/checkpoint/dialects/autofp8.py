@@ -18,7 +18,7 @@ from fp8kit.checkpoint.dialects.base import (
     strings,
 )
 from fp8kit.checkpoint.dialects.transformers_fp8 import fp8_numbers
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import ROW, TENSOR
 
 
@@ -37,11 +37,9 @@ def _render(spec: Spec) -> JsonObject:
     fits = scheme.weight == TENSOR and (scheme.static or scheme.activation == ROW)
     if spec.others or not fits or scheme.dtype != torch.float8_e4m3fn:
         raise CheckpointError(
-            teach(
-                f"Got scheme {scheme}{' and others' if spec.others else ''} to write as autofp8.",
-                "This dialect holds one scale per tensor, the same scheme everywhere.",
-                "Write dialect compressed-tensors, or convert with FP8 or FP8_TENSOR.",
-            )
+            f"Got scheme {scheme}{' and others' if spec.others else ''} to write as autofp8.",
+            "This dialect holds one scale per tensor, the same scheme everywhere.",
+            "Write dialect compressed-tensors, or convert with FP8 or FP8_TENSOR.",
         )
     left = sorted(listed(spec.ignore))
     return {

@@ -11,7 +11,7 @@ import torch
 
 from fp8kit.conversion.model_families import GATE_UP
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
 
 JsonObject = dict[str, Any]
@@ -137,11 +137,9 @@ class Spec:
 
 def _read_only(spec: Spec) -> JsonObject:
     raise CheckpointError(
-        teach(
-            f"Got {spec.scheme} to write in a dialect that is read and not written.",
-            "What is written has to load in current engines.",
-            "Pass target='vllm', 'sglang' or 'transformers' for a dialect that does.",
-        )
+        f"Got {spec.scheme} to write in a dialect that is read and not written.",
+        "What is written has to load in current engines.",
+        "Pass target='vllm', 'sglang' or 'transformers' for a dialect that does.",
     )
 
 
@@ -275,11 +273,9 @@ def broken(
     """
     shown = repr(found)
     return CheckpointError(
-        teach(
-            f"{file} has {key} = {shown if len(shown) < 300 else shown[:300] + '...'}.",
-            f"It is {wanted}.",
-            "Correct it, or export the model again.",
-        )
+        f"{file} has {key} = {shown if len(shown) < 300 else shown[:300] + '...'}.",
+        f"It is {wanted}.",
+        "Correct it, or export the model again.",
     )
 
 

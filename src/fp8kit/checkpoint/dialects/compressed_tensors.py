@@ -25,7 +25,7 @@ from fp8kit.checkpoint.dialects.base import (
     objects,
     strings,
 )
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
 _ARGS: JsonObject = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -144,12 +144,10 @@ def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
         if weight is not None and {**_ARGS, **x} == inputs:
             return Numbers(weight, activation, static)
     raise CheckpointError(
-        teach(
-            f"Config group {name} has weights {weights} and input_activations {inputs or None}.",
-            "This version reads 8-bit symmetric floats: weights by tensor, channel, block or group "
-            "of 32, activations static by tensor, or dynamic.",
-            "Export the model with FP8, FP8_DYNAMIC, FP8_BLOCK or MXFP8.",
-        )
+        f"Config group {name} has weights {weights} and input_activations {inputs or None}.",
+        "This version reads 8-bit symmetric floats: weights by tensor, channel, block or group "
+        "of 32, activations static by tensor, or dynamic.",
+        "Export the model with FP8, FP8_DYNAMIC, FP8_BLOCK or MXFP8.",
     )
 
 
@@ -207,12 +205,10 @@ def _rendered(scheme: Scheme) -> Mapping[str, Any]:
         inputs = _ACTIVATIONS.get((scheme.activation, scheme.static))
     if weights is None or inputs is None or scheme.ue8m0 or scheme.dtype != torch.float8_e4m3fn:
         raise CheckpointError(
-            teach(
-                f"Scheme {scheme} has {scheme.weight} weights and {scheme.activation} activations"
-                f"{', powers of two as scales' if scheme.ue8m0 else ''}.",
-                "compressed-tensors cannot hold it.",
-                "Convert with FP8_DYNAMIC, FP8_TENSOR, FP8, FP8_BLOCK, MXFP8 or FP8_WEIGHT_ONLY.",
-            )
+            f"Scheme {scheme} has {scheme.weight} weights and {scheme.activation} activations"
+            f"{', powers of two as scales' if scheme.ue8m0 else ''}.",
+            "compressed-tensors cannot hold it.",
+            "Convert with FP8_DYNAMIC, FP8_TENSOR, FP8, FP8_BLOCK, MXFP8 or FP8_WEIGHT_ONLY.",
         )
     extra = _MX_BYTES if scheme.weight == MX else {}
     return {

@@ -19,7 +19,7 @@ from fp8kit.checkpoint.dialects.base import (
     listed,
     strings,
 )
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import ROW
 
 
@@ -44,13 +44,11 @@ def _render(spec: Spec) -> JsonObject:
     if spec.others or spec.kv_scales or not fits:
         bound = "no scale_ub" if spec.scale_ub is None else f"scale_ub = {spec.scale_ub}"
         raise CheckpointError(
-            teach(
-                f"Got scheme {scheme}{' and others' if spec.others else ''} with {bound} to write "
-                "as fbgemm.",
-                "This dialect holds FP8_DYNAMIC everywhere, with a bound on the amax of tokens; no "
-                "other dialect has one.",
-                "Convert with FP8_DYNAMIC, or set layer.scale_ub = None to write another dialect.",
-            )
+            f"Got scheme {scheme}{' and others' if spec.others else ''} with {bound} to write "
+            "as fbgemm.",
+            "This dialect holds FP8_DYNAMIC everywhere, with a bound on the amax of tokens; no "
+            "other dialect has one.",
+            "Convert with FP8_DYNAMIC, or set layer.scale_ub = None to write another dialect.",
         )
     return {
         "quant_method": "fbgemm_fp8",

@@ -19,7 +19,7 @@ from fp8kit.checkpoint.dialects.base import (
     listed,
     strings,
 )
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, SCHEMES
 
 
@@ -48,11 +48,9 @@ def _parse(source: Source) -> Announcement:
 def _render(spec: Spec) -> JsonObject:
     if spec.others or spec.scheme != SCHEMES["MXFP8"]:
         raise CheckpointError(
-            teach(
-                f"Got scheme {spec.scheme}{' and others' * bool(spec.others)} to write as mxfp8.",
-                "This dialect holds MX weights and activations, everywhere the same.",
-                "Write dialect compressed-tensors, or convert with MXFP8.",
-            )
+            f"Got scheme {spec.scheme}{' and others' * bool(spec.others)} to write as mxfp8.",
+            "This dialect holds MX weights and activations, everywhere the same.",
+            "Write dialect compressed-tensors, or convert with MXFP8.",
         )
     left = sorted(listed(spec.ignore))
     return {

@@ -18,7 +18,7 @@ from fp8kit.checkpoint.dialects.base import (
     broken,
     strings,
 )
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
 
 _GRANULARITIES = {"PerRow": ROW, "PerTensor": TENSOR}
@@ -32,11 +32,9 @@ def _parse(source: Source) -> Announcement:
     ignore = strings(source.quantization, "modules_to_not_convert")
     if not source.metadata.get("tensor_names"):
         raise CheckpointError(
-            teach(
-                "The headers (__metadata__) do not describe torchao's tensors (tensor_names).",
-                "torchao writes its subclasses as safetensors since version 0.15.",
-                "Save the model again with a current torchao; pickled files are not read.",
-            )
+            "The headers (__metadata__) do not describe torchao's tensors (tensor_names).",
+            "torchao writes its subclasses as safetensors since version 0.15.",
+            "Save the model again with a current torchao; pickled files are not read.",
         )
 
     def numbers(layer: str) -> Numbers:

@@ -23,7 +23,7 @@ from fp8kit.checkpoint.dialects.base import (
     listed,
     strings,
 )
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, MX, TENSOR, GroupShape, scale_shape
 
 _BYTES = (torch.uint8, torch.float8_e8m0fnu)
@@ -86,11 +86,9 @@ def _render(spec: Spec) -> JsonObject:
     tensor = scheme.weight == TENSOR and (dynamic or scheme.static)
     if spec.others or not (block or tensor) or scheme.dtype != torch.float8_e4m3fn:
         raise CheckpointError(
-            teach(
-                f"Got scheme {scheme}{' and others' if spec.others else ''} to write as fp8.",
-                "This dialect holds 128x128 blocks or one scale per tensor, the same everywhere.",
-                "Write dialect compressed-tensors, or convert with FP8_BLOCK.",
-            )
+            f"Got scheme {scheme}{' and others' if spec.others else ''} to write as fp8.",
+            "This dialect holds 128x128 blocks or one scale per tensor, the same everywhere.",
+            "Write dialect compressed-tensors, or convert with FP8_BLOCK.",
         )
     left = sorted(listed(spec.ignore))
     return {

@@ -20,7 +20,7 @@ from fp8kit.checkpoint.schema.merged_names import fit
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.patterns import matches
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
 from fp8kit.modules.expert_tensors import FROZEN_KINDS
 from fp8kit.modules.linear import Fp8Linear
@@ -87,11 +87,9 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
     if problems:
         listed = "\n  ".join(problems[:20])
         raise CheckpointError(
-            teach(
-                f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
-                f"All tensors must match; {len(problems)} do not.",
-                _remedy(bool(lost), len(problems) > len(lost), absent),
-            )
+            f"{checkpoint.path} does not fit {type(model).__name__}:\n  {listed}\n",
+            f"All tensors must match; {len(problems)} do not.",
+            _remedy(bool(lost), len(problems) > len(lost), absent),
         )
     return sorted(found.unused)
 

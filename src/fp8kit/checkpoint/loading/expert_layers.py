@@ -16,7 +16,7 @@ from fp8kit.checkpoint.schema.merged_names import Route, Shapes, find
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import recognize
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import TENSOR, Scheme
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.stacked_experts import empty_experts, held_tensors
@@ -82,11 +82,9 @@ def experts_in_checkpoint(
             same = held_scheme.weight, held_scheme.activation
             if same != (scheme.weight, scheme.activation) and held_scheme != joined_scheme(scheme):
                 raise CheckpointError(
-                    teach(
-                        f"{holder} is {scheme} in the checkpoint and {module.scheme} in the model.",
-                        "Codes load into dense experts, or into FP8 ones of the same scheme.",
-                        "Pass a dense model, built as before its conversion.",
-                    )
+                    f"{holder} is {scheme} in the checkpoint and {module.scheme} in the model.",
+                    "Codes load into dense experts, or into FP8 ones of the same scheme.",
+                    "Pass a dense model, built as before its conversion.",
                 )
     return found
 

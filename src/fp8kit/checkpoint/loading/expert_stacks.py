@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, check_shape, is_finite, join
 from fp8kit.checkpoint.schema.merged_names import Route
 from fp8kit.checkpoint.schema.naming import named, standard_names
-from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import QTensor
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -133,11 +133,9 @@ class Arrivals:
             q = quantize_weight(value.to(module.codes(stack).device), module.scheme)
             if not is_finite(q):
                 raise ConversionError(
-                    teach(
-                        f"Expert {expert} of {name} holds NaN or infinities.",
-                        "Weights are finite.",
-                        "Repair the checkpoint, or exclude these experts.",
-                    )
+                    f"Expert {expert} of {name} holds NaN or infinities.",
+                    "Weights are finite.",
+                    "Repair the checkpoint, or exclude these experts.",
                 )
         module.store(stack, expert, q)
         self._arrived.setdefault(name, set()).add(expert)
@@ -191,21 +189,17 @@ def _joined(module: ExpertTensors, name: str, parts: list[Value]) -> Value:
     activation = module.stacks.activation
     if activation is None or activation.interleaved:
         raise CheckpointError(
-            teach(
-                f"Gates and ups of {name} come apart.",
-                "In this model they alternate, or its own code divides them.",
-                "Bring the stack as the model holds it.",
-            )
+            f"Gates and ups of {name} come apart.",
+            "In this model they alternate, or its own code divides them.",
+            "Bring the stack as the model holds it.",
         )
     coded = [isinstance(part, Fp8Weight) for part in parts]
     if all(coded):
         return join(cast(list[Fp8Weight], parts), module.scheme.stored.weight, name)
     if any(coded):
         raise CheckpointError(
-            teach(
-                f"Of one expert of {name}, gate or up is FP8 and the other is not.",
-                "Both are rows of one matrix of one kind.",
-                "Exclude all experts of a layer when quantizing, or none.",
-            )
+            f"Of one expert of {name}, gate or up is FP8 and the other is not.",
+            "Both are rows of one matrix of one kind.",
+            "Exclude all experts of a layer when quantizing, or none.",
         )
     return torch.cat(cast(list[Tensor], parts))

@@ -31,7 +31,7 @@ from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import unlike_linear
@@ -217,11 +217,9 @@ def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
     absent = [name for name, t in tensors if t.is_meta]
     if absent:
         raise CheckpointError(
-            teach(
-                f"{some_of(absent)} did not arrive and have no values.",
-                "A model on the meta device gets all its tensors.",
-                "Bring them too, or make them before loading.",
-            )
+            f"{some_of(absent)} did not arrive and have no values.",
+            "A model on the meta device gets all its tensors.",
+            "Bring them too, or make them before loading.",
         )
     experts = {n: cast(ExpertTensors, model.get_submodule(n)) for n in layers.experts}
     told = mx_forms.settle({**layers.made, **experts}, layers.form)
@@ -261,13 +259,11 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
                     continue
             if isinstance(module, Fp8Linear) or unlike_linear(module) or not target:
                 raise CheckpointError(
-                    teach(
-                        f"{target or 'The model itself'} is {scheme} in the checkpoint and "
-                        f"{_described(module)} in the model.",
-                        "FP8 weights load into nn.Linear layers inside a model, or into Fp8Linear "
-                        "layers of the same scheme.",
-                        "Pass a dense model, built as before its conversion.",
-                    )
+                    f"{target or 'The model itself'} is {scheme} in the checkpoint and "
+                    f"{_described(module)} in the model.",
+                    "FP8 weights load into nn.Linear layers inside a model, or into Fp8Linear "
+                    "layers of the same scheme.",
+                    "Pass a dense model, built as before its conversion.",
                 )
             if target not in found.made:
                 layer = _empty(module, scheme, dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, stack_scale_shape
 from fp8kit.modules.weight_parts import join_scales, requantize
 
@@ -58,11 +58,9 @@ def fp8_weight(
         raise CheckpointError(f"{name}: {error}") from error
     if not (is_finite(q) and (group == MX or (scale > 0).all())):
         raise CheckpointError(
-            teach(
-                f"{name} holds NaN, infinite, zero or negative values.",
-                "Scales are finite and positive.",
-                "Look for the fault where they were made.",
-            )
+            f"{name} holds NaN, infinite, zero or negative values.",
+            "Scales are finite and positive.",
+            "Look for the fault where they were made.",
         )
     return Fp8Weight(q, None if input_scale is None else input_scale.amax().reshape(1, 1))
 
@@ -135,12 +133,10 @@ def join(weights: Sequence[Fp8Weight], group: GroupShape, name: str) -> Fp8Weigh
     found = groups.pop()
     if groups or (found != group and (found, group) != (TENSOR, ROW)):
         raise CheckpointError(
-            teach(
-                f"{name} is joined from weights with scales per "
-                f"{' and '.join(sorted(map(str, {found, *groups})))}, and is itself per {group}.",
-                "They are alike, or one scale per tensor becomes one per row.",
-                "Load into a model that keeps these layers apart.",
-            )
+            f"{name} is joined from weights with scales per "
+            f"{' and '.join(sorted(map(str, {found, *groups})))}, and is itself per {group}.",
+            "They are alike, or one scale per tensor becomes one per row.",
+            "Load into a model that keeps these layers apart.",
         )
     codes, scales = (
         torch.cat(of) for of in zip(*((w.q.data, w.q.scale) for w in weights), strict=True)
@@ -160,11 +156,9 @@ def join(weights: Sequence[Fp8Weight], group: GroupShape, name: str) -> Fp8Weigh
 def _check_cut(row: int, group: GroupShape, name: str, end: int = -1) -> None:
     if row % group.rows and row != end:
         raise CheckpointError(
-            teach(
-                f"{name} is cut at row {row}, inside a {group} block.",
-                f"Blocks begin at multiples of {group.rows} rows.",
-                "Load into a model whose layers are those of the checkpoint.",
-            )
+            f"{name} is cut at row {row}, inside a {group} block.",
+            f"Blocks begin at multiples of {group.rows} rows.",
+            "Load into a model whose layers are those of the checkpoint.",
         )
 
 
@@ -172,9 +166,7 @@ def check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
     """Refuse a tensor of another shape than the model's; raises ``CheckpointError``."""
     if list(found) != list(wanted):
         raise CheckpointError(
-            teach(
-                f"{name} has shape {list(found)}.",
-                f"The model needs {list(wanted)}.",
-                "Bring the tensors of the model that was built.",
-            )
+            f"{name} has shape {list(found)}.",
+            f"The model needs {list(wanted)}.",
+            "Bring the tensors of the model that was built.",
         )

@@ -23,7 +23,7 @@ from fp8kit.checkpoint.loading.partial_tensors import Partials
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import SCALES, Route, Shapes, find
 from fp8kit.checkpoint.schema.naming import named
-from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import BLOCK, FP8_FORMATS, MX, ROW, GroupShape, QTensor, Scheme, scale_shape
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -100,11 +100,9 @@ class Placement:
         """
         if name in self._arrived:
             raise CheckpointError(
-                teach(
-                    f"{name} arrived twice.",
-                    "One load brings each tensor once.",
-                    "Drop one of the two; another load may bring it again.",
-                )
+                f"{name} arrived twice.",
+                "One load brings each tensor once.",
+                "Drop one of the two; another load may bring it again.",
             )
         tensor = tensor.detach()
         layer, kind = self._roles.get(name) or name.rpartition(".")[::2]
@@ -144,11 +142,9 @@ class Placement:
         if waiting:
             listed = "\n  ".join(waiting[:_SHOWN])
             raise CheckpointError(
-                teach(
-                    f"{len(waiting)} weights are not whole:\n  {listed}\n",
-                    "A weight is loaded when all its parts and scales are there.",
-                    "Bring them in the same load.",
-                )
+                f"{len(waiting)} weights are not whole:\n  {listed}\n",
+                "A weight is loaded when all its parts and scales are there.",
+                "Bring them in the same load.",
             )
 
     def _fp8_layer(self, route: Route) -> Fp8Linear | None:
@@ -205,11 +201,9 @@ class Placement:
             return " and ".join(name for kind, name in names.items() if kind not in source)
         if "weight_scale" in source:
             raise CheckpointError(
-                teach(
-                    f"{named(layer, 'weight')} is {weight.dtype} and comes with a scale.",
-                    "A dense weight has no scale.",
-                    "Drop the scale, or bring the FP8 weight it belongs to.",
-                )
+                f"{named(layer, 'weight')} is {weight.dtype} and comes with a scale.",
+                "A dense weight has no scale.",
+                "Drop the scale, or bring the FP8 weight it belongs to.",
             )
         return ""
 
@@ -219,13 +213,10 @@ class Placement:
             return weight
         if numbers is None or numbers[0].dtype != weight.dtype:
             raise CheckpointError(
-                teach(
-                    f"{named(layer, 'weight')} is {weight.dtype}, and its layer is "
-                    f"{numbers[0] if numbers else 'in high precision'}.",
-                    "Codes load where their scheme is known: into an FP8 layer, or from a "
-                    "checkpoint.",
-                    "Bring the dense weight, or convert the layer first.",
-                )
+                f"{named(layer, 'weight')} is {weight.dtype}, and its layer is "
+                f"{numbers[0] if numbers else 'in high precision'}.",
+                "Codes load where their scheme is known: into an FP8 layer, or from a checkpoint.",
+                "Bring the dense weight, or convert the layer first.",
             )
         scale, input_scale = source["weight_scale"], source.get("input_scale")
         if _EXPONENTS in source and scale.dtype == torch.float32:
@@ -286,11 +277,9 @@ class Placement:
             parts = [partial.codes[index] for index in sorted(partial.codes)]
             if parts and partial.dense is not None:
                 raise CheckpointError(
-                    teach(
-                        f"Of {', '.join(route.sources)}, some are FP8 and some are not.",
-                        f"{route.target} joins them into one layer of one kind.",
-                        "Load into a model that keeps these layers apart.",
-                    )
+                    f"Of {', '.join(route.sources)}, some are FP8 and some are not.",
+                    f"{route.target} joins them into one layer of one kind.",
+                    "Load into a model that keeps these layers apart.",
                 )
             whole = (
                 join(parts, owner.scheme.stored.weight, route.target) if parts else partial.dense
@@ -311,11 +300,9 @@ class Placement:
             q = quantize_weight(value.to(place), layer.scheme)
             if not is_finite(q):
                 raise ConversionError(
-                    teach(
-                        f"{named(name, 'weight')} holds NaN or infinities.",
-                        "Weights are finite.",
-                        "Repair the checkpoint, or exclude this layer.",
-                    )
+                    f"{named(name, 'weight')} holds NaN or infinities.",
+                    "Weights are finite.",
+                    "Repair the checkpoint, or exclude this layer.",
                 )
             if layer.original_weight is not None:
                 layer.original_weight.copy_(value)
@@ -345,11 +332,9 @@ class Placement:
             return
         if getattr(module, "is_transposed", False):
             raise CheckpointError(
-                teach(
-                    f"{name} stacks its experts as [E, K, N].",
-                    "Single experts [N, K] are put into stacks [E, N, K].",
-                    "Bring the stacked tensor, or load the directory without model=.",
-                )
+                f"{name} stacks its experts as [E, K, N].",
+                "Single experts [N, K] are put into stacks [E, N, K].",
+                "Bring the stacked tensor, or load the directory without model=.",
             )
         matrix = shape if route.expert is None else shape[1:]
         self._partial.begin(route, name, value.shape, matrix)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import FP8_FORMATS, MX, ROW, scale_shape
 from fp8kit.quantizers.scale_layout import unswizzle_scales
 
@@ -173,19 +173,15 @@ def _spread(scale: Tensor, layer: Layer, wanted: tuple[int, ...]) -> Tensor:
 def _check_positive(scale: Tensor, where: str) -> None:
     if not (scale.isfinite() & (scale > 0)).all():
         raise CheckpointError(
-            teach(
-                f"{where} holds NaN, infinite, zero or negative values.",
-                "Scales are finite and positive.",
-                "The file is damaged: get or make it again.",
-            )
+            f"{where} holds NaN, infinite, zero or negative values.",
+            "Scales are finite and positive.",
+            "The file is damaged: get or make it again.",
         )
 
 
 def _not_numbers(where: str) -> CheckpointError:
     return CheckpointError(
-        teach(
-            f"{where} holds NaN.",
-            "Codes and scales are numbers.",
-            "The file is damaged: get or make it again.",
-        )
+        f"{where} holds NaN.",
+        "Codes and scales are numbers.",
+        "The file is damaged: get or make it again.",
     )

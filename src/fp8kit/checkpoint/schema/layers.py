@@ -72,13 +72,11 @@ def given_widths(
             if len(rows) == count and sum(rows) == shape[0] and all(n > 0 for n in rows):
                 return tuple(rows)
             raise CheckpointError(
-                teach(
-                    f"Got widths {list(rows)} for {name}, a weight of {list(shape)} with {count} "
-                    "scales.",
-                    "Widths are the rows of each part; there is one scale for each, and together "
-                    "they are the rows of the weight.",
-                    f"Correct widths={{{pattern!r}: ...}}.",
-                )
+                f"Got widths {list(rows)} for {name}, a weight of {list(shape)} with {count} "
+                "scales.",
+                "Widths are the rows of each part; there is one scale for each, and together "
+                "they are the rows of the weight.",
+                f"Correct widths={{{pattern!r}: ...}}.",
             )
     return ()
 

@@ -15,7 +15,7 @@ from fp8kit.checkpoint.dialects import MXFP8_INVERSE as MXFP8
 from fp8kit.checkpoint.dialects import TRANSFORMERS_FP8 as FP8
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
 from fp8kit.conversion.patterns import some_of
-from fp8kit.errors import CheckpointError, did_you_mean, teach
+from fp8kit.errors import CheckpointError, InvalidValue, did_you_mean
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
 TARGETS: tuple[str, ...] = ("vllm", "sglang", "transformers")
@@ -92,13 +92,11 @@ def check_dense_stacks(
     stacks = sorted(names)
     if stacks and target == "transformers" and _parts_stacks(model_type, dialect):
         raise CheckpointError(
-            teach(
-                f"{some_of(stacks)} stay in high precision.",
-                f"In {dialect.name}, Transformers takes the experts of Llama 4 one by one: it "
-                "would draw these stacks at random.",
-                "Use FP8_BLOCK, in whose dialect they stay whole, or let fp8kit quantize make them "
-                "FP8.",
-            )
+            f"{some_of(stacks)} stay in high precision.",
+            f"In {dialect.name}, Transformers takes the experts of Llama 4 one by one: it "
+            "would draw these stacks at random.",
+            "Use FP8_BLOCK, in whose dialect they stay whole, or let fp8kit quantize make them "
+            "FP8.",
         )
 
 
@@ -125,21 +123,17 @@ def dialect_for(target: str, scheme: Scheme) -> Dialect:
         'compressed-tensors'
     """
     if target not in TARGETS:
-        raise ValueError(
-            teach(
-                f"Got target={target!r}.",
-                f"Known targets are {', '.join(TARGETS)}.",
-                "Pass the program that shall load the checkpoint." + did_you_mean(target, TARGETS),
-            )
+        raise InvalidValue(
+            f"Got target={target!r}.",
+            f"Known targets are {', '.join(TARGETS)}.",
+            "Pass the program that shall load the checkpoint." + did_you_mean(target, TARGETS),
         )
     reason, alternative = _refusal(target, scheme)
     if reason:
         raise CheckpointError(
-            teach(
-                f"Got scheme {scheme} for target {target}.",
-                f"It cannot load there: {reason}.",
-                f"Convert the model with {alternative}.",
-            )
+            f"Got scheme {scheme} for target {target}.",
+            f"It cannot load there: {reason}.",
+            f"Convert the model with {alternative}.",
         )
     dialect = _DIALECTS.get(scheme.weight, {}).get(target, COMPRESSED_TENSORS)
     dialect.render(Spec(scheme))
@@ -202,23 +196,19 @@ def check_layers(
     if misfits:
         name, reason = next(iter(misfits.items()))
         raise CheckpointError(
-            teach(
-                f"{len(misfits)} layers do not load in {target}, e.g. {name}.",
-                f"{reason}.",
-                "Exclude these layers when converting"
-                + ("." if scheme.name == "FP8_DYNAMIC" else ", or use FP8_DYNAMIC."),
-            )
+            f"{len(misfits)} layers do not load in {target}, e.g. {name}.",
+            f"{reason}.",
+            "Exclude these layers when converting"
+            + ("." if scheme.name == "FP8_DYNAMIC" else ", or use FP8_DYNAMIC."),
         )
     dialect = dialect or dialect_for(target, scheme)
     _check_dialect(target, scheme, dialect, any(".experts." in n for n in quantized))
     heads = output_heads(quantized)
     if heads and dialect is not COMPRESSED_TENSORS:
         raise CheckpointError(
-            teach(
-                f"{heads[0]} is FP8.",
-                f"{target} reads the output head of dialect {dialect.name} in high precision.",
-                "Exclude it when converting, or use FP8_DYNAMIC.",
-            )
+            f"{heads[0]} is FP8.",
+            f"{target} reads the output head of dialect {dialect.name} in high precision.",
+            "Exclude it when converting, or use FP8_DYNAMIC.",
         )
     if target in _ENGINES:
         left = {**dict.fromkeys(dense, "not"), **{n: str(s) for n, s in (others or {}).items()}}
@@ -235,11 +225,9 @@ def _check_dialect(target: str, scheme: Scheme, dialect: Dialect, experts: bool)
             reason = f"it does not merge experts of {scheme.weight} weights in this dialect"
     if reason:
         raise CheckpointError(
-            teach(
-                f"Got {scheme} in dialect {dialect.name} for target {target}.",
-                f"It cannot load there: {reason}.",
-                f"Write dialect {dialect_for(target, scheme).name}.",
-            )
+            f"Got {scheme} in dialect {dialect.name} for target {target}.",
+            f"It cannot load there: {reason}.",
+            f"Write dialect {dialect_for(target, scheme).name}.",
         )
 
 
@@ -258,11 +246,9 @@ def check_cache(dialect: Dialect, kv_scales: str) -> None:
     """
     if kv_scales == "attn_head" and dialect is not COMPRESSED_TENSORS:
         raise CheckpointError(
-            teach(
-                f"The KV cache has scales per head, to write as {dialect.name}.",
-                "Engines load them from compressed-tensors only.",
-                f"Write dialect {COMPRESSED_TENSORS.name}.",
-            )
+            f"The KV cache has scales per head, to write as {dialect.name}.",
+            "Engines load them from compressed-tensors only.",
+            f"Write dialect {COMPRESSED_TENSORS.name}.",
         )
 
 
@@ -336,11 +322,9 @@ def _check_merged(
                 other = f"{parent}.{sibling}" if parent else sibling
                 if other in left:
                     raise CheckpointError(
-                        teach(
-                            f"{name} is FP8 and {other} is {left[other]}.",
-                            f"{target} merges {', '.join(group)} into one layer of one kind.",
-                            "Include or exclude them together, or save for target='transformers'.",
-                        )
+                        f"{name} is FP8 and {other} is {left[other]}.",
+                        f"{target} merges {', '.join(group)} into one layer of one kind.",
+                        "Include or exclude them together, or save for target='transformers'.",
                     )
 
 
@@ -356,19 +340,15 @@ def _check_experts(
     for name in sorted(left):
         if ".experts." in f".{name}" and name.rpartition("experts.")[0] in modules:
             raise CheckpointError(
-                teach(
-                    f"{experts[0]} is FP8 and {name} is {left[name]}.",
-                    f"{target} stacks all experts of a layer into one of one kind.",
-                    "Include or exclude all experts of a layer together.",
-                )
+                f"{experts[0]} is FP8 and {name} is {left[name]}.",
+                f"{target} stacks all experts of a layer into one of one kind.",
+                "Include or exclude all experts of a layer together.",
             )
     kind = _LOADED.get((scheme.weight, scheme.activation))
     if experts and kind != "experts" and dialect is not AUTOFP8:
         raise CheckpointError(
-            teach(
-                f"{experts[0]} and {len(experts) - 1} more experts are {scheme}.",
-                f"{target} has no experts of {scheme.weight} weights with {_described(scheme)} in "
-                f"{dialect.name}.",
-                "Convert the model with FP8_DYNAMIC, or exclude the experts.",
-            )
+            f"{experts[0]} and {len(experts) - 1} more experts are {scheme}.",
+            f"{target} has no experts of {scheme.weight} weights with {_described(scheme)} in "
+            f"{dialect.name}.",
+            "Convert the model with FP8_DYNAMIC, or exclude the experts.",
         )

@@ -17,7 +17,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage.layout import Layout, Shard, index_of
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.storage.refusals import check_name, pointer, unwritable
-from fp8kit.errors import CheckpointError, as_path, teach
+from fp8kit.errors import CheckpointError, as_path
 
 # what a model needs beside its weights and config.json, copied from its source directory
 SIDE_FILES = (
@@ -82,39 +82,31 @@ def check_destination(destination: Path, source: Path | None, overwrite: bool) -
         where = "lies inside"
     if where:
         raise CheckpointError(
-            teach(
-                f"The destination {destination} {where} the source {source}.",
-                "The source is never written to.",
-                "Save into another directory.",
-            )
+            f"The destination {destination} {where} the source {source}.",
+            "The source is never written to.",
+            "Save into another directory.",
         )
     above = next((p for p in (destination, *destination.parents) if p.exists()), None)
     if above is not None and not above.is_dir():
         inside = "" if above == destination else f" lies inside {above}, which"
         raise CheckpointError(
-            teach(
-                f"The destination {destination}{inside} is a file.",
-                "A checkpoint is a directory.",
-                "Choose another path.",
-            )
+            f"The destination {destination}{inside} is a file.",
+            "A checkpoint is a directory.",
+            "Choose another path.",
         )
     if not destination.is_dir() or not any(destination.iterdir()):
         return
     if not overwrite:
         raise CheckpointError(
-            teach(
-                f"The destination {destination} exists and is not empty.",
-                "Nothing is replaced unasked.",
-                "Choose another path, or pass overwrite=True.",
-            )
+            f"The destination {destination} exists and is not empty.",
+            "Nothing is replaced unasked.",
+            "Choose another path, or pass overwrite=True.",
         )
     if not (destination / "config.json").exists() and not any(destination.glob("*.safetensors")):
         raise CheckpointError(
-            teach(
-                f"The destination {destination} holds neither config.json nor safetensors files.",
-                "overwrite=True replaces a whole directory, and only if it is a checkpoint.",
-                "Choose another path, or empty the directory yourself.",
-            )
+            f"The destination {destination} holds neither config.json nor safetensors files.",
+            "overwrite=True replaces a whole directory, and only if it is a checkpoint.",
+            "Choose another path, or empty the directory yourself.",
         )
 
 
@@ -151,11 +143,9 @@ def check_space(folder: Path, wanted: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < wanted:
         raise CheckpointError(
-            teach(
-                f"{folder.parent} has {size(free)} free.",
-                f"The checkpoint needs {size(wanted)}.",
-                "Make room, or choose another disk.",
-            )
+            f"{folder.parent} has {size(free)} free.",
+            f"The checkpoint needs {size(wanted)}.",
+            "Make room, or choose another disk.",
         )
 
 

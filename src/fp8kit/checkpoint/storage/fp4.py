@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.checkpoint.storage.headers import TensorInfo
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX
 
 _CODES = torch.float8_e4m3fn
@@ -113,11 +113,9 @@ def _refuse_stack(name: str, codes: TensorInfo, tensors: Mapping[str, TensorInfo
         nv = scale.dtype == torch.float8_e4m3fn and scale.shape == (*stack, half // 8)
         if nv or _bytes_of(scale, (*stack, half // 16)):
             raise CheckpointError(
-                teach(
-                    f"{name} is a stack {[*stack, 2 * half]} of {'NV' if nv else 'MX'}FP4 codes.",
-                    "Stacks of FP4 are read as X_blocks [E, N, K / 32, 16] with X_scales, as "
-                    "GPT-OSS is published; others as one matrix per expert.",
-                    "Export the model with one matrix per expert (experts.0.up_proj...), as "
-                    "llm-compressor and ModelOpt do.",
-                )
+                f"{name} is a stack {[*stack, 2 * half]} of {'NV' if nv else 'MX'}FP4 codes.",
+                "Stacks of FP4 are read as X_blocks [E, N, K / 32, 16] with X_scales, as "
+                "GPT-OSS is published; others as one matrix per expert.",
+                "Export the model with one matrix per expert (experts.0.up_proj...), as "
+                "llm-compressor and ModelOpt do.",
             )

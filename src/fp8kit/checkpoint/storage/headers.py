@@ -92,11 +92,9 @@ def _refused(file: str, error: Exception, what: str = "") -> CheckpointError:
     """Tell a file that is damaged from one that this process may not open."""
     if isinstance(error, OSError) and error.errno in _NOT_THE_FILE:
         return CheckpointError(
-            teach(
-                f"{file} cannot be opened: {error.strerror}.",
-                "This process needs to read it, and the right to open one file more.",
-                "Look at its permissions (ls -lL) and at the limit of open files (ulimit -n).",
-            )
+            f"{file} cannot be opened: {error.strerror}.",
+            "This process needs to read it, and the right to open one file more.",
+            "Look at its permissions (ls -lL) and at the limit of open files (ulimit -n).",
         )
     return CheckpointError(damaged(file, f"{what}{error}"))
 
@@ -167,11 +165,9 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
             pass  # what the library refuses for reasons of its own is refused here too
     except FileNotFoundError as error:
         raise CheckpointError(
-            teach(
-                f"{shard} is missing in {path}.",
-                "The index names it.",
-                "Complete the download or the copy.",
-            )
+            f"{shard} is missing in {path}.",
+            "The index names it.",
+            "Complete the download or the copy.",
         ) from error
     except CheckpointError:
         raise

@@ -15,7 +15,7 @@ import torch
 
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage.reader import DTYPES
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 
 MAX_SHARD_BYTES = 5 * 10**9
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -58,12 +58,10 @@ def plan_shards(layout: Layout, max_shard_bytes: int, stem: str = "model") -> li
         ['model.safetensors']
     """
     if not isinstance(max_shard_bytes, int | float) or max_shard_bytes < 1:
-        raise ValueError(
-            teach(
-                f"Got max_shard_bytes={max_shard_bytes!r}.",
-                "It is the size of a file in bytes.",
-                "Pass a positive number such as 5_000_000_000, or leave it out.",
-            )
+        raise InvalidValue(
+            f"Got max_shard_bytes={max_shard_bytes!r}.",
+            "It is the size of a file in bytes.",
+            "Pass a positive number such as 5_000_000_000, or leave it out.",
         )
     modules: dict[str, list[str]] = {}
     for name in layout:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8kit.checkpoint.storage.directory import bytes_of
 from fp8kit.checkpoint.storage.reader import TensorInfo
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 
 _STACK = re.compile(
     r"(?P<experts>(?:.*\.)?experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$"
@@ -117,11 +117,9 @@ class MatrixFile:
             count = file.readinto(view[done:])  # type: ignore[attr-defined]
             if not count:
                 raise CheckpointError(
-                    teach(
-                        f"{shard} ends at byte {start + done}.",
-                        "It was longer when it was opened.",
-                        "Something else writes to it: wait, and start again.",
-                    )
+                    f"{shard} ends at byte {start + done}.",
+                    "It was longer when it was opened.",
+                    "Something else writes to it: wait, and start again.",
                 )
             done += count
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8kit import functional
 from fp8kit.checkpoint.storage import fp4
 from fp8kit.checkpoint.storage.headers import TensorInfo
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import SCHEMES, GroupShape, QTensor, Scheme, scale_dtype, scale_shape
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.quantizers.scale_layout import unswizzle_scales
@@ -120,11 +120,9 @@ def convert(part: Part, read: Callable[[TensorInfo], Tensor]) -> tuple[QTensor, 
     factor = factor.float().reshape(())
     if not (groups.isfinite().all() and (groups >= 0).all() and 0 < factor < torch.inf):
         raise CheckpointError(
-            teach(
-                f"{part.shard}: the scales of {part.codes.name} hold NaN or negative values.",
-                "Scales are finite and positive.",
-                "The file is damaged: get or make it again.",
-            )
+            f"{part.shard}: the scales of {part.codes.name} hold NaN or negative values.",
+            "Scales are finite and positive.",
+            "The file is damaged: get or make it again.",
         )
     scale = groups / factor if part.divides else groups * factor
     dense = codes * scale.repeat_interleave(_COLUMNS, -1)
@@ -162,9 +160,7 @@ def _fit(codes: TensorInfo, groups: TensorInfo, factor: TensorInfo, tiled: bool)
 def _check_target(name: str, scheme: Scheme) -> None:
     if scheme.name not in _TARGETS:
         raise CheckpointError(
-            teach(
-                f"Got scheme={scheme} for {name}, which is NVFP4.",
-                f"NVFP4 weights become {', '.join(_TARGETS)}.",
-                "Pass one of these, or leave scheme out for FP8_DYNAMIC.",
-            )
+            f"Got scheme={scheme} for {name}, which is NVFP4.",
+            f"NVFP4 weights become {', '.join(_TARGETS)}.",
+            "Pass one of these, or leave scheme out for FP8_DYNAMIC.",
         )

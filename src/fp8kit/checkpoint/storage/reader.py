@@ -357,11 +357,9 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
             if set(weights.values()) == {single}:  # as MLX writes it
                 return weights, [single]
             raise CheckpointError(
-                teach(
-                    f"{path} holds both {single} and {index}.",
-                    "One of them is the model; the other is left over from something else.",
-                    "Remove the one that does not belong.",
-                )
+                f"{path} holds both {single} and {index}.",
+                "One of them is the model; the other is left over from something else.",
+                "Remove the one that does not belong.",
             )
         if lexists(path / index):
             weights = _weight_map(path / index)
@@ -389,11 +387,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         )
         if not safe:
             raise CheckpointError(
-                teach(
-                    f"{index.name}: weight_map places {shown(name)} in {shown(repr(shard))}.",
-                    "A shard is the plain name of a .safetensors file in the same directory.",
-                    "Do not use this checkpoint unless you know where it comes from.",
-                )
+                f"{index.name}: weight_map places {shown(name)} in {shown(repr(shard))}.",
+                "A shard is the plain name of a .safetensors file in the same directory.",
+                "Do not use this checkpoint unless you know where it comes from.",
             )
     return weights
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from os.path import lexists
 from pathlib import Path
 
-from fp8kit.errors import CheckpointError, as_path, teach
+from fp8kit.errors import CheckpointError, as_path
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
@@ -45,11 +45,9 @@ def check_source(path: str | Path) -> None:
             raise _other_file(place)
     except OSError as error:
         raise CheckpointError(
-            teach(
-                f"{place} cannot be opened: {error.strerror}.",
-                "This process needs to read it.",
-                "Look at the permissions of it and of the folders above it (ls -ld).",
-            )
+            f"{place} cannot be opened: {error.strerror}.",
+            "This process needs to read it.",
+            "Look at the permissions of it and of the folders above it (ls -ld).",
         ) from error
 
 
@@ -66,11 +64,9 @@ def check_name(path: Path) -> None:
         os.path.realpath(path).encode()
     except UnicodeEncodeError as error:
         raise CheckpointError(
-            teach(
-                f"The path {str(path)!a} is not UTF-8.",
-                "The safetensors library opens only paths that are.",
-                "Rename the folder.",
-            )
+            f"The path {str(path)!a} is not UTF-8.",
+            "The safetensors library opens only paths that are.",
+            "Rename the folder.",
         ) from error
     try:
         path.stat()
@@ -78,11 +74,9 @@ def check_name(path: Path) -> None:
         link = next((p for p in (path, *path.parents) if p.is_symlink()), path)
         if error.errno == errno.ELOOP:
             raise CheckpointError(
-                teach(
-                    f"{link} is a link that leads to itself.",
-                    "A path leads to a folder or a file.",
-                    "Remove the link, or pass another path.",
-                )
+                f"{link} is a link that leads to itself.",
+                "A path leads to a folder or a file.",
+                "Remove the link, or pass another path.",
             ) from error
 
 
@@ -101,12 +95,10 @@ def no_weights(folder: Path) -> CheckpointError:
     )
     if inner:
         return CheckpointError(
-            teach(
-                f"{folder} holds no safetensors files itself; "
-                f"{_few([str(p.relative_to(folder)) for p in inner])} inside it does.",
-                "A checkpoint is one model; a pipeline of several is converted model by model.",
-                f"Pass one of its folders, such as {inner[0]}.",
-            )
+            f"{folder} holds no safetensors files itself; "
+            f"{_few([str(p.relative_to(folder)) for p in inner])} inside it does.",
+            "A checkpoint is one model; a pipeline of several is converted model by model.",
+            f"Pass one of its folders, such as {inner[0]}.",
         )
     for name in files:
         other = _kind_of(name)
@@ -114,11 +106,9 @@ def no_weights(folder: Path) -> CheckpointError:
             return _only(f"{folder} holds no safetensors files, only {name}", other)
     empty = "" if any(folder.iterdir()) else ": it is empty"
     return CheckpointError(
-        teach(
-            f"{folder} holds no safetensors files{empty}.",
-            _A_CHECKPOINT,
-            "Check the path, or complete the download.",
-        )
+        f"{folder} holds no safetensors files{empty}.",
+        _A_CHECKPOINT,
+        "Check the path, or complete the download.",
     )
 
 
@@ -132,11 +122,9 @@ def pointer(file: str, start: bytes) -> CheckpointError | None:
     if not start.startswith(b"version https://git-lfs"):
         return None
     return CheckpointError(
-        teach(
-            f"{file} is a git-LFS pointer, a few lines of text in the place of the file.",
-            "The repository was cloned without its large files.",
-            "Get them with git lfs pull in that directory (git lfs install comes first).",
-        )
+        f"{file} is a git-LFS pointer, a few lines of text in the place of the file.",
+        "The repository was cloned without its large files.",
+        "Get them with git lfs pull in that directory (git lfs install comes first).",
     )
 
 
@@ -144,10 +132,10 @@ def _absent(place: Path) -> CheckpointError:
     text = str(place)
     if place.exists():
         what = f"{text} exists, and is no regular file and no directory."
-        return CheckpointError(teach(what, _A_CHECKPOINT, "Check the path."))
+        return CheckpointError(what, _A_CHECKPOINT, "Check the path.")
     if place.is_symlink():
         what = f"{text} is a link to {os.readlink(place)}, which does not exist."
-        return CheckpointError(teach(what, _A_CHECKPOINT, "Complete the download or the copy."))
+        return CheckpointError(what, _A_CHECKPOINT, "Complete the download or the copy.")
     remedy = "Check the path; a model from a hub is downloaded first."
     if text.startswith("~"):
         remedy = f"Only a shell replaces ~, and not in quotes: pass {place.expanduser()}."
@@ -157,7 +145,7 @@ def _absent(place: Path) -> CheckpointError:
             "Check the path. If this is a model on a hub, download it and pass that folder: "
             f"hf download {hub['model']}{revision} --local-dir {hub['name'] or hub['model']}"
         )
-    return CheckpointError(teach(f"There is no directory {text}.", _A_CHECKPOINT, remedy))
+    return CheckpointError(f"There is no directory {text}.", _A_CHECKPOINT, remedy)
 
 
 def _other_file(place: Path) -> CheckpointError:
@@ -168,7 +156,7 @@ def _other_file(place: Path) -> CheckpointError:
     folder = shlex.quote(str(place.parent))
     remedy = f"Pass its directory: {folder}" if beside else "Check the path"
     return CheckpointError(
-        teach(f"{place} is a file, and no safetensors file.", _A_CHECKPOINT, f"{remedy}.")
+        f"{place} is a file, and no safetensors file.", _A_CHECKPOINT, f"{remedy}."
     )
 
 
@@ -183,19 +171,15 @@ def _kind_of(name: str) -> str | None:
 def _only(what: str, kind: str) -> CheckpointError:
     if kind == "GGUF":
         return CheckpointError(
-            teach(
-                f"{what}: that is GGUF, the format of llama.cpp, which is quantized already.",
-                "Weights are read from safetensors.",
-                "Start from the model it was made of, in bf16 and safetensors.",
-            )
+            f"{what}: that is GGUF, the format of llama.cpp, which is quantized already.",
+            "Weights are read from safetensors.",
+            "Start from the model it was made of, in bf16 and safetensors.",
         )
     return CheckpointError(
-        teach(
-            f"{what}: that is a pickle.",
-            "Weights are read from safetensors, never from pickle files, which run code.",
-            "Download the model's safetensors files, or load it where you trust it and save it "
-            "with save_pretrained.",
-        )
+        f"{what}: that is a pickle.",
+        "Weights are read from safetensors, never from pickle files, which run code.",
+        "Download the model's safetensors files, or load it where you trust it and save it "
+        "with save_pretrained.",
     )
 
 
@@ -204,13 +188,11 @@ def _several(folder: Path, shards: Sequence[str]) -> CheckpointError:
     index = f"{min(stems, default='model')}.safetensors.index.json"
     count = len(shards)
     return CheckpointError(
-        teach(
-            f"{folder} holds {count} safetensors files ({_few(shards)}) and no {index}.",
-            "The index says which of them are the model, and which tensor is in which.",
-            "Download the index too, or pass the one file that is meant."
-            if stems
-            else "Pass the one file that is meant.",
-        )
+        f"{folder} holds {count} safetensors files ({_few(shards)}) and no {index}.",
+        "The index says which of them are the model, and which tensor is in which.",
+        "Download the index too, or pass the one file that is meant."
+        if stems
+        else "Pass the one file that is meant.",
     )
 
 
@@ -232,11 +214,9 @@ def unwritable(error: OSError, place: Path) -> CheckpointError | None:
     if error.errno not in (*refusing, errno.ENOENT) or (error.errno == errno.ENOENT and not ours):
         return None
     return CheckpointError(
-        teach(
-            f"{place if ours else error.filename} cannot be written: {error.strerror}.",
-            "A checkpoint is made beside its destination, and renamed when it is complete.",
-            f"Choose a folder that you may write to, or look at the permissions of {place.parent}.",
-        )
+        f"{place if ours else error.filename} cannot be written: {error.strerror}.",
+        "A checkpoint is made beside its destination, and renamed when it is complete.",
+        f"Choose a folder that you may write to, or look at the permissions of {place.parent}.",
     )
 
 

@@ -23,7 +23,7 @@ from fp8kit.checkpoint.storage.directory import check_destination as check_desti
 from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES as MAX_SHARD_BYTES
 from fp8kit.checkpoint.storage.layout import Layout as Layout
 from fp8kit.checkpoint.storage.layout import Shard, plan_shards
-from fp8kit.errors import CheckpointError, as_path, teach
+from fp8kit.errors import CheckpointError, as_path
 from fp8kit.runtime.atomic_files import held
 
 
@@ -99,11 +99,9 @@ def _fill(
         arrived = (tensor.dtype, tuple(tensor.shape))
         if name not in awaited or arrived != layout[name]:
             raise CheckpointError(
-                teach(
-                    f"Got {name}, {tensor.dtype} of shape {list(tensor.shape)}.",
-                    f"The layout has {layout.get(name, 'no tensor of this name')}, once.",
-                    "This is a defect of the caller: give the tensors that were announced.",
-                )
+                f"Got {name}, {tensor.dtype} of shape {list(tensor.shape)}.",
+                f"The layout has {layout.get(name, 'no tensor of this name')}, once.",
+                "This is a defect of the caller: give the tensors that were announced.",
             )
         awaited.remove(name)
         file, start = places[name]
@@ -113,11 +111,9 @@ def _fill(
             opened.write(directory.bytes_of(tensor))
     if awaited:
         raise CheckpointError(
-            teach(
-                f"The stream ended without {', '.join(sorted(awaited)[:5])}.",
-                f"The layout has {len(layout)} tensors.",
-                "This is a defect of the caller: give the tensors that were announced.",
-            )
+            f"The stream ended without {', '.join(sorted(awaited)[:5])}.",
+            f"The layout has {len(layout)} tensors.",
+            "This is a defect of the caller: give the tensors that were announced.",
         )
 
 

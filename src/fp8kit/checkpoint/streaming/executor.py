@@ -21,7 +21,7 @@ from fp8kit.checkpoint.storage.directory import bytes_of, sync
 from fp8kit.checkpoint.storage.layout import Shard
 from fp8kit.checkpoint.storage.matrices import MatrixFile
 from fp8kit.checkpoint.streaming.work_plan import SLICE_BYTES, Item, Slice, Work
-from fp8kit.errors import ConversionError, teach
+from fp8kit.errors import ConversionError
 from fp8kit.formats import MX, TENSOR
 from fp8kit.modules.entries import quantize_weight
 
@@ -239,9 +239,7 @@ def _to(rows: Tensor, device: torch.device) -> Tensor:
 def _check_finite(item: Item, bad: Tensor) -> None:
     if bad.any():
         raise ConversionError(
-            teach(
-                f"{item.name} holds NaN or infinities.",
-                "Weights are finite.",
-                "Repair the checkpoint, or exclude this layer.",
-            )
+            f"{item.name} holds NaN or infinities.",
+            "Weights are finite.",
+            "Repair the checkpoint, or exclude this layer.",
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.storage import directory
 from fp8kit.checkpoint.storage.reader import Checkpoint, read_json
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.runtime.atomic_files import locked
 
 _VERSION = 1
@@ -53,11 +53,9 @@ class Partial:
                 stack.enter_context(locked(self.home / "lock", wait=False))
             except BlockingIOError as error:
                 raise CheckpointError(
-                    teach(
-                        f"Another process is writing {self.destination}.",
-                        "One at a time writes a checkpoint.",
-                        "Wait until it ends, or choose another destination.",
-                    )
+                    f"Another process is writing {self.destination}.",
+                    "One at a time writes a checkpoint.",
+                    "Wait until it ends, or choose another destination.",
                 ) from error
             except OSError:
                 self._refuse_link(self.home / "lock")
@@ -75,11 +73,9 @@ class Partial:
     def _refuse_link(place: Path) -> None:
         if place.is_symlink():
             raise CheckpointError(
-                teach(
-                    f"{place} is a symbolic link, to {os.readlink(place)}.",
-                    "What is written there has to stay there.",
-                    "Remove it, unless you know who put it there.",
-                )
+                f"{place} is a symbolic link, to {os.readlink(place)}.",
+                "What is written there has to stay there.",
+                "Remove it, unless you know who put it there.",
             )
 
     def begin(self, run: JsonObject) -> None:
@@ -154,12 +150,10 @@ class Partial:
             # the plan follows from the others, and says nothing to a reader
             words = [w for w in words if w] or ["other versions of the libraries choose otherwise"]
             raise CheckpointError(
-                teach(
-                    f"A run that was interrupted left {self.home}, and it was another one "
-                    f"({'; '.join(words)}).",
-                    "Only the same source with the same options can be continued.",
-                    f"Run it again as it was, or start anew: rm -r {shlex.quote(str(self.home))}",
-                )
+                f"A run that was interrupted left {self.home}, and it was another one "
+                f"({'; '.join(words)}).",
+                "Only the same source with the same options can be continued.",
+                f"Run it again as it was, or start anew: rm -r {shlex.quote(str(self.home))}",
             )
 
     def _write(self, content: JsonObject) -> None:

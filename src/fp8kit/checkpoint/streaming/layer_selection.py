@@ -28,7 +28,7 @@ from fp8kit.conversion.patterns import (
     size_obstacle,
 )
 from fp8kit.conversion.report import Record, Report
-from fp8kit.errors import CheckpointError, ConversionError, teach
+from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import BLOCK, Scheme, scale_dtype, scale_shape
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.[^.]+$")
@@ -294,21 +294,17 @@ def _check(choice: Selection, recipe: Recipe) -> None:
     shapes = {name: (m.rows, m.cols) for name, m in choice.matrices.items()}
     if not shapes:
         raise ConversionError(
-            teach(
-                f"No layer of this checkpoint would become FP8: {choice.report.reasons()}.",
-                "There is at least one linear layer that nothing keeps in high precision.",
-                "Exclude less, or include a layer by its full name, which lifts the defaults.",
-            )
+            f"No layer of this checkpoint would become FP8: {choice.report.reasons()}.",
+            "There is at least one linear layer that nothing keeps in high precision.",
+            "Exclude less, or include a layer by its full name, which lifts the defaults.",
         )
     check_layers(recipe.target, recipe.resolved, shapes, choice.ignore)
     mixed = _mixed_experts(shapes, choice.ignore)
     if mixed:
         raise CheckpointError(
-            teach(
-                f"Of {mixed} some experts are FP8 and some are not.",
-                "Every engine runs the experts of one layer as one operation of one kind.",
-                "Include or exclude them together, e.g. with the pattern '*.experts.*'.",
-            )
+            f"Of {mixed} some experts are FP8 and some are not.",
+            "Every engine runs the experts of one layer as one operation of one kind.",
+            "Include or exclude them together, e.g. with the pattern '*.experts.*'.",
         )
 
 

@@ -11,7 +11,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.targets import dialect_for
 from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES
-from fp8kit.errors import teach
+from fp8kit.errors import InvalidValue
 from fp8kit.formats import Scheme
 
 
@@ -48,23 +48,19 @@ class Recipe:
     def __post_init__(self) -> None:
         scheme = self.resolved
         if scheme.static:
-            raise ValueError(
-                teach(
-                    f"Scheme {scheme} needs calibration data.",
-                    "Its activations have one scale per layer, found by running the model; a "
-                    "checkpoint that is streamed is quantized from its weights alone.",
-                    "Use FP8_DYNAMIC or FP8_TENSOR, or load the model and call "
-                    "fp8kit.convert(model, calibrate=...), then fp8kit.save.",
-                )
+            raise InvalidValue(
+                f"Scheme {scheme} needs calibration data.",
+                "Its activations have one scale per layer, found by running the model; a "
+                "checkpoint that is streamed is quantized from its weights alone.",
+                "Use FP8_DYNAMIC or FP8_TENSOR, or load the model and call "
+                "fp8kit.convert(model, calibrate=...), then fp8kit.save.",
             )
         dialect_for(self.target, scheme)
         if self.dtype is not None and self.dtype not in FLOATS:
-            raise ValueError(
-                teach(
-                    f"Got dtype {self.dtype} for what stays in high precision.",
-                    f"It is one of {', '.join(str(d) for d in FLOATS)}.",
-                    "Pass one of these, or None to keep what is on disk.",
-                )
+            raise InvalidValue(
+                f"Got dtype {self.dtype} for what stays in high precision.",
+                f"It is one of {', '.join(str(d) for d in FLOATS)}.",
+                "Pass one of these, or None to keep what is on disk.",
             )
 
     @property

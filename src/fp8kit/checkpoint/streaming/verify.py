@@ -19,7 +19,7 @@ from fp8kit.checkpoint.storage.matrices import Matrix, MatrixFile, stacked_exper
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.work_plan import SLICE_BYTES
 from fp8kit.conversion.report import table
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import E4M3FN, MX, TENSOR, QTensor
 from fp8kit.functional import dequantize, quantize
 from fp8kit.modules.entries import quantize_weight
@@ -139,11 +139,9 @@ def verify(
         if source.path == result.path:
             what = f"{source.path} was given twice."
         raise CheckpointError(
-            teach(
-                what,
-                "The first checkpoint is in high precision, the second one is FP8.",
-                "Pass the source first, then what was made of it.",
-            )
+            what,
+            "The first checkpoint is in high precision, the second one is FP8.",
+            "Pass the source first, then what was made of it.",
         )
     found = Verification()
     places = _sources(source, result, found)

@@ -20,7 +20,7 @@ from fp8kit.checkpoint.storage.matrices import Matrix
 from fp8kit.checkpoint.storage.reader import STEMS, Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Selection
 from fp8kit.checkpoint.streaming.recipe import Recipe
-from fp8kit.errors import CheckpointError, teach
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import TENSOR, Scheme, scale_dtype, scale_shape
 
 # of the source; small enough that a slice and its codes stay in a shared cache
@@ -168,9 +168,7 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Selection) -> Work
 
 def _left_over(checkpoint: Checkpoint, what: str) -> CheckpointError:
     return CheckpointError(
-        teach(
-            what,
-            "Weights in high precision have no scales beside them.",
-            f"Remove the tensors that an earlier quantization left in {checkpoint.path}.",
-        )
+        what,
+        "Weights in high precision have no scales beside them.",
+        f"Remove the tensors that an earlier quantization left in {checkpoint.path}.",
     )
