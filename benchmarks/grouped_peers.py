@@ -114,6 +114,8 @@ def deepgemm_contiguous(vllm: Vllm, layer: ExpertLayer) -> Case:
 def deepgemm_masked(vllm: Vllm, layer: ExpertLayer) -> Case:
     """DeepGEMM with room for every token at every expert, for few tokens."""
     gemm = importlib.import_module("deep_gemm")
+    product = getattr(gemm, "m_grouped_fp8_gemm_nt_masked", None)
+    product = product or gemm.fp8_m_grouped_gemm_nt_masked  # its name before 2.1
     tokens = layer.x.shape[0]
     room = (tokens + 15) // 16 * 16
 
@@ -132,9 +134,9 @@ def deepgemm_masked(vllm: Vllm, layer: ExpertLayer) -> Case:
         down = layer.x.new_empty(count, room, hidden)
         taken, mean = found.counts.int(), max(1, pairs // count)
         x, x_scale = x.view(count, room, -1), x_scale.view(count, room, -1)
-        gemm.m_grouped_fp8_gemm_nt_masked((x, x_scale), (w13.data, w13.scale), up, taken, mean)
+        product((x, x_scale), (w13.data, w13.scale), up, taken, mean)
         h, h_scale = (t.view(count, room, -1) for t in vllm.activate_and_quantize(up.flatten(0, 1)))
-        gemm.m_grouped_fp8_gemm_nt_masked((h, h_scale), (w2.data, w2.scale), down, taken, mean)
+        product((h, h_scale), (w2.data, w2.scale), down, taken, mean)
         return add_up(down.flatten(0, 1)[rows[found.back]], routes.weights, layer.x.dtype)
 
     return in_turns(run, layer, "block")

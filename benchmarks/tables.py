@@ -197,8 +197,8 @@ def experts_overview(found: dict[str, Any]) -> str:
         {line.m: line for line in summarize(rows, kind, EXPERT_COMPARISONS)}
         for kind in EXPERT_COMPARISONS
     )
-    columns = ["tokens", "row-wise: vLLM / fp8kit", "bf16 / fp8kit", "of the roofline"]
-    columns += ["block-wise: vLLM / fp8kit", "bf16 / fp8kit"]
+    columns = ["tokens", "row-wise: best peer / fp8kit", "bf16 / fp8kit", "of the roofline"]
+    columns += ["block-wise: best peer / fp8kit", "bf16 / fp8kit"]
     lines = []
     for m in [m for m in SHOWN if m in row]:
         line = row[m]
@@ -207,7 +207,7 @@ def experts_overview(found: dict[str, Any]) -> str:
     names = ", ".join(dict.fromkeys(row["shape"] for row in rows))
     text = (
         f"Whole layers of experts, bf16 in and out, ids and weights given ({names}), compared as "
-        "above; of vLLM's and of Transformers' bf16 layers the faster.\n\n"
+        "above; of Transformers' bf16 layers the faster.\n\n"
     )
     return text + table(columns, lines)
 
@@ -526,7 +526,6 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "mx_speed": ("Layers with an MXFP8 weight", mx_speed),
     "mx_humming": ("Layers with an MXFP8 weight, beside Humming's", mx_speed),
     "experts": ("Whole layers of experts", experts),
-    "experts_h100": ("Whole layers of experts on an H100, beside more peers", experts),
     "quantizers": ("Quantizing activations", quantizers),
     "fused": ("Norms and activations that write FP8", fused),
     "decoder_layer": ("A Llama-8B decoder layer", decoder_layer),
