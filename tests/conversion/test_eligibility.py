@@ -237,7 +237,16 @@ def test_a_layer_whose_forward_is_held_stays_dense(kind: str) -> None:
     report = fp8kit.convert(model)
     assert [r.name for r in report.converted] == ["other"]
     reasons = {r.name: r.reason for r in report.skipped}
-    assert reasons["proj"].startswith("Listing holds its forward in steps, which reads the weight")
+    assert reasons["proj"].startswith("Listing holds its forward in steps, which stays dense")
+
+
+def test_a_layer_whose_weight_is_held_stays_dense() -> None:
+    model = Listing("list")
+    model.steps = {"weights": [model.proj.weight]}  # type: ignore[assignment]
+    report = fp8kit.convert(model)
+    assert [r.name for r in report.converted] == ["other"]
+    reasons = {r.name: r.reason for r in report.skipped}
+    assert reasons["proj"].startswith("Listing holds its weight in steps, which stays dense")
 
 
 def test_a_method_that_is_held_out_of_sight_raises() -> None:

@@ -7,7 +7,7 @@ import re
 import types
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Eligibility:
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
         self._read = weight_reads(model)
-        self._bound = _with_bound_methods(model)
+        self._in_parts = _held_in_parts(model)
         self._answers = dtype_answers(model)
 
     def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
@@ -72,7 +72,7 @@ class Eligibility:
             or _of_holder(holders.values())
             or self._of_class(module, wanted)
             or self._of_names(names)
-            or self._bound.get(module, "")
+            or self._in_parts.get(module, "")
             or self._read.get(module, "")
             or self._answers.get(module, "")
             or self._of_weight(module.get_parameter("weight"), wanted or merged)
@@ -206,33 +206,42 @@ def _of_holder(holders: Iterable[nn.Module]) -> str:
     return ""
 
 
-def _with_bound_methods(model: nn.Module) -> dict[nn.Module, str]:
-    """Find layers of which a plain attribute holds a method, such as ``forward``.
+def _held_in_parts(model: nn.Module) -> dict[nn.Module, str]:
+    """Find layers of which a plain attribute holds a method, such as ``forward``, or the weight.
 
-    Whatever else holds a layer runs what it becomes; that method stays the one of its dense class.
+    Whatever holds the layer itself runs what it becomes; these stay those of its dense class.
     """
     of_every_module = vars(nn.Module())
+    owners = {
+        id(weight): module
+        for module in model.modules()
+        if is_linear(module) and (weight := module._parameters.get("weight")) is not None
+    }
     return {
-        layer: f"{type(holder).__name__} holds its {method} in {attribute}, "
-        "which reads the weight; call the layer instead"
+        layer: f"{type(holder).__name__} holds its {part} in {attribute}, "
+        "which stays dense; call the layer instead"
         for holder in model.modules()
         for attribute, value in vars(holder).items()
         if attribute not in of_every_module
-        for layer, method in _methods(value)
+        for layer, part in _parts_of_layers(value, owners)
     }
 
 
-def _methods(value: Any, depth: int = 3) -> Iterator[tuple[nn.Module, str]]:
-    """Give linear layers with a method in a value, down to a depth: a list may hold itself."""
+def _parts_of_layers(
+    value: Any, owners: Mapping[int, nn.Module], depth: int = 3
+) -> Iterator[tuple[nn.Module, str]]:
+    """Give layers with what a value holds of them, down to a depth: a list may hold itself."""
     if isinstance(value, weakref.ProxyTypes):
         value = value.__repr__.__self__  # what it stands for
     owner: Any = value.__self__ if isinstance(value, types.MethodType) else None
     if is_linear(owner):
         if value.__func__ is not nn.Module.__call__:  # which looks forward up
             yield owner, value.__name__
+    elif id(value) in owners:
+        yield owners[id(value)], "weight"
     elif depth and not isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType)):
         for part in _parts(value):
-            yield from _methods(part, depth - 1)
+            yield from _parts_of_layers(part, owners, depth - 1)
 
 
 def _parts(value: Any) -> Iterable[Any]:
