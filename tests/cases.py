@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import pytest
 
 
-def beyond_the_first(items: Iterable[pytest.Item], most: int) -> list[pytest.Item]:
-    """Return all but so many cases of each slow test, in an order that new cases do not change."""
+def beyond_the_first(
+    items: Iterable[pytest.Item], most: int, slowest: Collection[str] = ()
+) -> list[pytest.Item]:
+    """Return all but so many cases of each slow test, in an order that new cases do not change.
+
+    Args:
+        items: all tests.
+        most: how many cases of a slow test run.
+        slowest: names of slow tests of which no case runs.
+    """
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
             cases[item.nodeid.partition("[")[0]].append(item)
     ordered = (sorted(of, key=lambda i: zlib.crc32(i.nodeid.encode())) for of in cases.values())
-    return [item for of in ordered for item in of[most:]]
+    return [
+        item
+        for of in ordered
+        for at, item in enumerate(of)
+        if at >= most or item.nodeid.partition("[")[0] in slowest
+    ]

@@ -10,7 +10,7 @@ import os
 import random
 import runpy
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -42,13 +42,18 @@ hypothesis.settings.load_profile("fp8kit")
 # tests of which `make test` runs some cases and `make quick` none, as `make slow` timed them
 SLOW = Path(__file__).with_name("slow.txt")
 SLOW_SECONDS = 0.12
+# tests of which `make test` runs no case either: their quickest case takes too long
+SLOWEST = SLOW.with_name("slowest.txt")
+SLOWEST_SECONDS = 20.0
 # fixtures that take long; whichever test of a file comes first pays for all
 SLOW_FIXTURES = {"compiled"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-slow", action="store_true", help=f"write the tests that took long to {SLOW.name}"
+        "--write-slow",
+        action="store_true",
+        help=f"write the tests that took long to {SLOW.name} and {SLOWEST.name}",
     )
     parser.addoption("--cases", type=int, help="run so many cases of each slow test, not all")
 
@@ -62,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
     most = config.getoption("cases")
     if most is not None:
-        left_out = beyond_the_first(items, most)
+        left_out = beyond_the_first(items, most, set(SLOWEST.read_text().split()))
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
@@ -87,9 +92,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         seconds: Counter[str] = Counter()
         for report in itertools.chain(*terminalreporter.stats.values()):
             if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("[")[0]] += report.duration
-        slow = sorted(name for name, took in seconds.items() if took > SLOW_SECONDS)
-        SLOW.write_text("".join(f"{name}\n" for name in slow))
+                seconds[report.nodeid] += report.duration
+        cases: defaultdict[str, list[float]] = defaultdict(list)
+        for nodeid, took in seconds.items():
+            cases[nodeid.partition("[")[0]].append(took)
+        slow = {name for name, of in cases.items() if sum(of) > SLOW_SECONDS}
+        slowest = {name for name in slow if min(cases[name]) > SLOWEST_SECONDS}
+        for path, names in ((SLOW, slow), (SLOWEST, slowest)):
+            path.write_text("".join(f"{name}\n" for name in sorted(names)))
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -11,6 +11,7 @@ import pytest
 from cases import beyond_the_first
 
 SLOW = Path(__file__).with_name("slow.txt")
+SLOWEST = SLOW.with_name("slowest.txt")
 
 
 def missing(names: list[str]) -> list[str]:
@@ -27,9 +28,10 @@ def missing(names: list[str]) -> list[str]:
 
 
 def test_every_slow_test_exists() -> None:
-    names = SLOW.read_text().split()
-    assert names == sorted(set(names))
+    names, slowest = SLOW.read_text().split(), SLOWEST.read_text().split()
+    assert (names, slowest) == (sorted(set(names)), sorted(set(slowest)))
     assert missing(names) == []
+    assert set(slowest) <= set(names)
 
 
 def test_the_search_for_slow_tests_can_fail() -> None:
@@ -69,3 +71,4 @@ def test_some_cases_of_each_slow_test_are_left_out() -> None:
     more = Case(nodeid="tests/a.py::test_a[new]", marks={"slow"})
     assert len({*map(id, beyond_the_first([*slow[::-1], more], 2))} & {*map(id, kept)}) <= 1
     assert beyond_the_first(slow, 9) == []
+    assert beyond_the_first([*slow, other], 9, {"tests/a.py::test_a"}) == beyond_the_first(slow, 0)

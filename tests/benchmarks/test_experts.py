@@ -162,7 +162,7 @@ def test_a_run_without_peers_says_so(tmp_path: Path) -> None:
     text = tables.full({"experts": found})
     assert "### 1x128 groups by 128x128 blocks, skewed routing" in text
     assert "**Unaligned**, 8 experts, top 3, H 96, I 64" in text
-    assert "| tokens | row-wise: vLLM / fp8kit |" in tables.compact({"experts": found})
+    assert "| tokens | row-wise: best peer / fp8kit |" in tables.compact({"experts": found})
 
 
 def test_vllm_computes_the_layer(tmp_path: Path, vllm_folder: Path) -> None:
