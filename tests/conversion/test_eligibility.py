@@ -220,33 +220,25 @@ def test_the_hooks_of_a_layer_stay_and_can_be_removed() -> None:
     assert [type(args[0]) for args in seen] == [fp8kit.Fp8Linear]
 
 
-METHODS: dict[str, Callable[[nn.Module], Any]] = {
+HELD_PARTS: dict[str, Callable[[nn.Module], Any]] = {
     "attribute": lambda layer: layer.forward,
     "partial": lambda layer: functools.partial(torch.relu, layer.forward),
     "argument by name": lambda layer: functools.partial(torch.relu, layer=layer.forward),
     "object": lambda layer: Step(layer.forward),  # type: ignore[arg-type]
     "function": lambda layer: (lambda f: lambda x: f(x))(layer.forward),
     "weak proxy": lambda layer: [weakref.proxy(layer).forward],
+    "weight": lambda layer: {"weights": [layer.weight]},
 }
 
 
-@pytest.mark.parametrize("kind", METHODS)
-def test_a_layer_whose_forward_is_held_stays_dense(kind: str) -> None:
-    model = Listing("list")
-    model.steps = METHODS[kind](model.proj)
+@pytest.mark.parametrize("kind", HELD_PARTS)
+def test_a_layer_of_which_a_part_is_held_stays_dense(kind: str) -> None:
+    model, part = Listing("list"), "weight" if kind == "weight" else "forward"
+    model.steps = HELD_PARTS[kind](model.proj)
     report = fp8kit.convert(model)
     assert [r.name for r in report.converted] == ["other"]
     reasons = {r.name: r.reason for r in report.skipped}
-    assert reasons["proj"].startswith("Listing holds its forward in steps, which stays dense")
-
-
-def test_a_layer_whose_weight_is_held_stays_dense() -> None:
-    model = Listing("list")
-    model.steps = {"weights": [model.proj.weight]}  # type: ignore[assignment]
-    report = fp8kit.convert(model)
-    assert [r.name for r in report.converted] == ["other"]
-    reasons = {r.name: r.reason for r in report.skipped}
-    assert reasons["proj"].startswith("Listing holds its weight in steps, which stays dense")
+    assert reasons["proj"].startswith(f"Listing holds its {part} in steps, which stays dense")
 
 
 def test_a_method_that_is_held_out_of_sight_raises() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8kit.conversion.patterns import some_of
 from fp8kit.modules.expert_tensors import ExpertStacks
 from fp8kit.modules.stacked_experts import argument_names, own_gate
-from fp8kit.modules.trials import CopyError, contents, owned, set_training
+from fp8kit.modules.trials import CopyError, contents, owned, row_factors, set_training
 from fp8kit.moe.activation import KINDS, Activation
 
 DOWN = "down_proj"
@@ -49,7 +49,7 @@ def _formula(module: nn.Module, gated: bool) -> Activation | None:
     numbers = sorted({v for v in vars(module).values() if _is_positive(v)})
     random = torch.Generator().manual_seed(0)
     z = torch.randn(_TOKENS, 2 * _INNER if gated else _INNER, generator=random)
-    z *= _magnitudes(len(z))
+    z *= row_factors(_MAGNITUDES, len(z), each=2)  # limits are tried in every other row
     z[::2] *= 2 * max([4.0, *numbers])  # past every limit
     try:
         expected = gate(z.clone())
@@ -111,7 +111,7 @@ def _difference_in(
     random = torch.Generator().manual_seed(1)
     tokens = experts * math.ceil((_MANY_TOKENS if small else _TOKENS) / experts)
     x = torch.randn(tokens, sides[0 if stacks.transposed else 1], generator=random, dtype=dtype)
-    x *= _magnitudes(tokens)
+    x *= row_factors(_MAGNITUDES, tokens, each=2)
     usual = _everywhere(tokens, experts, random)
     if stacks.call == "sorted":
         usual = torch.arange(experts).repeat_interleave(tokens // experts).unsqueeze(1)
@@ -174,11 +174,6 @@ def _odd(ids: Tensor, experts: int, told: bool) -> dict[str, Tensor]:
     if not told:  # they may index their stacks, in which -1 is the last
         found["for ids below zero"] = ids.masked_fill(some, -1)
     return {f" {what}": ids for what, ids in found.items()}
-
-
-def _magnitudes(rows: int) -> Tensor:
-    """Return a factor for each row, which changes every other row: limits are tried at others."""
-    return torch.tensor(_MAGNITUDES)[torch.arange(rows) // 2 % len(_MAGNITUDES), None]
 
 
 def _twin(module: nn.Module, stacks: ExpertStacks, small: bool, dtype: torch.dtype) -> nn.Module:

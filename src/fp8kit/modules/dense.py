@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fp8kit.errors import InvalidType
 from fp8kit.functional import dequantize
-from fp8kit.modules.trials import CopyError, contents, on_trial, owned, set_training
+from fp8kit.modules.trials import CopyError, contents, on_trial, owned, row_factors, set_training
 
 if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
@@ -156,7 +156,7 @@ def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype) -> bool:
     for lead in _LEADS if dtype == torch.float32 else _LEADS[:1]:
         x = torch.randn(*lead, k, generator=generator)
         rows = x.view(-1, k)
-        rows *= torch.tensor(_MAGNITUDES)[torch.arange(len(rows)) % len(_MAGNITUDES), None]
+        rows *= row_factors(_MAGNITUDES, len(rows))
         x = x.to(dtype)
         try:
             y = twin.forward(x.clone())

@@ -11,7 +11,7 @@ import inspect
 import random
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -100,6 +100,11 @@ def set_training(module: nn.Module, training: bool) -> None:
     """Set the mode of a module and of those inside it, past a ``train`` of their own."""
     for part in module.modules():
         part.training = training
+
+
+def row_factors(factors: Sequence[float], rows: int, each: int = 1) -> Tensor:
+    """Return a factor for each row ``[rows, 1]``, in turns, each for so many rows in succession."""
+    return torch.tensor(factors)[torch.arange(rows) // each % len(factors), None]
 
 
 def contents(module: nn.Module) -> dict[str, Hashable]:

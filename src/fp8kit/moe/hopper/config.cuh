@@ -21,8 +21,6 @@ constexpr bool TAKES_TURNS = WARPGROUPS == 1;
 // partial sums: with two, the half that is promoted is not the half that is multiplied; with four, two
 // steps are in flight
 constexpr int PARTIALS = !SWAP_AB ? 1 : MMA_N <= 32 ? 4 : 2, LAST = PARTIALS - 1;
-// epilogue: tokens that move at once
-constexpr int EPILOGUE_TOKENS = TOKENS <= 64 ? TOKENS : 16;
 static_assert(TOKENS % EPILOGUE_TOKENS == 0, "whole turns");
 
 // x by gates and ups, activated and quantized in groups.

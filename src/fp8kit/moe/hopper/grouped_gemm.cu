@@ -35,6 +35,7 @@
 //   MMA_N             columns     of the MMA
 //   WARPGROUPS        warpgroups  consumers; each has 64 of the MMA's rows
 //   STAGES            stages      of the ring
+//   EPILOGUE_TOKENS   tokens      that a warpgroup moves to global memory at once
 //   BLOCKS_PER_SM     blocks      occupancy
 //   CLUSTER           blocks      of a cluster; in the first product they share the 128 features of a group
 //   BAND              tiles       of tokens that all weights of an expert pass together

@@ -75,6 +75,11 @@ class GroupedConfig:
         return 2 if self.swap_ab else 1
 
     @property
+    def epilogue_tokens(self) -> int:
+        """Tokens that a warpgroup moves to global memory at once: whole turns of a tile."""
+        return 16 if HALF < self.tokens < _MANY else min(self.tokens, HALF)
+
+    @property
     def one_kernel(self) -> bool:
         """Whether both products are one kernel."""
         return self.warpgroups == 1 and self.tokens <= 32
@@ -121,8 +126,7 @@ class GroupedConfig:
     def _epilogue_bytes(self, products: Products) -> int:
         features = HALF if self.swap_ab or Products.SECOND in products else GROUP
         line = features * (2 if Products.SECOND in products else 1) + 16
-        moved = 16 if HALF < self.tokens < _MANY else min(self.tokens, HALF)  # EPILOGUE_TOKENS
-        return self.warpgroups * moved * line
+        return self.warpgroups * self.epilogue_tokens * line
 
     def token_tiles(self, pairs: int, experts: int) -> int:
         """Return how many tiles of tokens there can be, however pairs are distributed."""
