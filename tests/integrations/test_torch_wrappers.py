@@ -113,7 +113,9 @@ def of_two(rank: int, store: str, found: Any) -> None:
     DistributedDataParallel(apart, init_sync=False)
     assert torch.equal(bits(apart.base[0].codes), bits(first.base[0].codes)) == (rank == 0)
     mesh = init_device_mesh("cpu", (2,))
-    for scheme in SCHEMES:
+    # torch 2.11 makes a Parameter with gradients of each part first, which E8M0 cannot have
+    old = torch.__version__ < (2, 12)
+    for scheme in SCHEMES[: -1 if old else None]:
         model = Adapted(scheme)
         expected = model(x)
         fully_shard(model.base[0], mesh=mesh)

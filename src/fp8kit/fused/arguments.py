@@ -44,7 +44,7 @@ class QuantizeOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    group: GroupShape = ROW
+    group: GroupShape
     dtype: torch.dtype = torch.float8_e4m3fn
     scale: Tensor | None = None
     scale_ub: Tensor | None = None
@@ -156,7 +156,8 @@ def _resolved(name: str, x: Tensor, options: QuantizeOptions) -> tuple[object, .
             f"Add one, e.g. {name}.reshape(1).",
         )
     check_options(options, QuantizeOptions.__annotations__)
-    return _Options(**options).checked(x)
+    # a default of the class would be a constant that torch 2.11 cannot trace
+    return _Options(**(QuantizeOptions(group=ROW) | options)).checked(x)
 
 
 def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
