@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -40,44 +39,6 @@ class QuantizeOptions(TypedDict, total=False):
     scale_ub: Tensor | None
     scale_rounding: str | None
     scale_layout: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    group: GroupShape
-    dtype: torch.dtype = torch.float8_e4m3fn
-    scale: Tensor | None = None
-    scale_ub: Tensor | None = None
-    scale_rounding: str | None = None
-    scale_layout: str = "row"
-
-    def checked(self, x: Tensor) -> tuple[object, ...]:
-        """Return the last seven arguments of an operator."""
-        check_group(self.group)
-        fp8_format(self.dtype)
-        group, scale = self.group, self.scale
-        if group.rows > 1 or (group == TENSOR) != (scale is not None):
-            given = "a static scale" if scale is not None else "no static scale"
-            raise InvalidValue(
-                f"Got {group} groups and {given}.",
-                "Fused results are quantized within rows, or per tensor with a static scale.",
-                "Use fp8kit.ROW, GROUP128 or MX, or TENSOR with scale=.",
-            )
-        if scale is not None:
-            derived = self.scale_ub is not None or self.scale_rounding is not None
-            if derived or self.scale_layout != "row":
-                raise InvalidValue(
-                    "Got a static scale with scale_ub, scale_rounding or scale_layout.",
-                    "These shape scales that are taken from the data.",
-                    "Leave them out, or leave out scale.",
-                )
-            check_static_scale(scale, x, group)
-        check_scale_ub(self.scale_ub, x)
-        rounding = check_rounding(self.scale_rounding, group)
-        check_layout(self.scale_layout, group)
-        floor = min_scale(group, self.dtype, "activation")
-        rest = (floor, self.scale_ub, rounding, self.scale_layout)
-        return scale, (group.rows, group.cols), self.dtype, *rest
 
 
 def rms_norm_arguments(
@@ -156,8 +117,41 @@ def _resolved(name: str, x: Tensor, options: QuantizeOptions) -> tuple[object, .
             f"Add one, e.g. {name}.reshape(1).",
         )
     check_options(options, QuantizeOptions.__annotations__)
-    # a default of the class would be a constant that torch 2.11 cannot trace
-    return _Options(**(QuantizeOptions(group=ROW) | options)).checked(x)
+    return _checked(x, **options)
+
+
+def _checked(
+    x: Tensor,
+    group: GroupShape = ROW,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    scale: Tensor | None = None,
+    scale_ub: Tensor | None = None,
+    scale_rounding: str | None = None,
+    scale_layout: str = "row",
+) -> tuple[object, ...]:
+    """Return the last seven arguments of an operator."""
+    check_group(group)
+    fp8_format(dtype)
+    if group.rows > 1 or (group == TENSOR) != (scale is not None):
+        given = "a static scale" if scale is not None else "no static scale"
+        raise InvalidValue(
+            f"Got {group} groups and {given}.",
+            "Fused results are quantized within rows, or per tensor with a static scale.",
+            "Use fp8kit.ROW, GROUP128 or MX, or TENSOR with scale=.",
+        )
+    if scale is not None:
+        if scale_ub is not None or scale_rounding is not None or scale_layout != "row":
+            raise InvalidValue(
+                "Got a static scale with scale_ub, scale_rounding or scale_layout.",
+                "These shape scales that are taken from the data.",
+                "Leave them out, or leave out scale.",
+            )
+        check_static_scale(scale, x, group)
+    check_scale_ub(scale_ub, x)
+    rounding = check_rounding(scale_rounding, group)
+    check_layout(scale_layout, group)
+    floor = min_scale(group, dtype, "activation")
+    return scale, (group.rows, group.cols), dtype, floor, scale_ub, rounding, scale_layout
 
 
 def _check_norm(rounding: str, eps: float, weight_offset: float = 0.0) -> None:
