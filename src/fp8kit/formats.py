@@ -141,10 +141,8 @@ def scale_dtype(group: GroupShape) -> torch.dtype:
 class Fp8Format:
     """The facts of one 8-bit float encoding.
 
-    Args:
-        dtype: the torch dtype of the codes.
-        max: the largest magnitude that quantization produces (for fnuz, 224: see ``numerics.md``).
-        nan_code: the byte that every NaN becomes.
+    ``max`` is the largest magnitude that quantization produces (for fnuz, 224: see
+    ``numerics.md``), and ``nan_code`` the byte that every NaN becomes.
     """
 
     dtype: torch.dtype
@@ -179,14 +177,6 @@ def min_scale(group: GroupShape, dtype: torch.dtype, role: str) -> float:
 
     Per-token activations use ``1 / (fp8_max * 512)``, as vLLM and FBGEMM do; everything else the
     far lower ``1e-10 / fp8_max``, because weights can be small and must not be coarsened.
-
-    Args:
-        group: elements per scale.
-        dtype: dtype of the codes.
-        role: ``"activation"`` or ``"weight"``.
-
-    Raises:
-        ValueError: for another role.
     """
     if role not in ("activation", "weight"):
         raise InvalidValue(
@@ -363,15 +353,8 @@ def check_scale(
 ) -> None:
     """Raise a teaching error unless ``scale`` is the right one for codes of this shape and group.
 
-    Args:
-        scale: the scale to check.
-        shape: shape of the codes.
-        group: elements per scale.
-        device: device of the codes.
-
-    Raises:
-        TypeError: for a wrong dtype, or what is no tensor or no group.
-        ValueError: for a wrong shape or device.
+    Raises ``TypeError`` for a wrong dtype, or what is no tensor or no group, and ``ValueError`` for
+    a wrong shape or device.
     """
     check_group(group)
     wanted, dtype = scale_shape(shape, group), scale_dtype(group)

@@ -41,14 +41,8 @@ _WRAPPED = ".base_layer"  # where PEFT puts a layer that has an adapter
 class Announced:
     """How the FP8 layers of a module are written.
 
-    Args:
-        dialect: names and shapes on disk.
-        dtype: the high precision of the module.
-        main: the scheme of most layers.
-        schemes: the scheme of each layer, under its names in the module and in the checkpoint.
-        heads: output heads that are FP8.
-        kv_scales: of the KV cache, as in ``Spec``.
-        scale_ub: bound on the amax of activations, as in ``Spec``.
+    ``main`` is the scheme of most layers; ``schemes`` has that of each layer, under its names in
+    the module and in the checkpoint. ``kv_scales`` and ``scale_ub`` are as in ``Spec``.
     """
 
     dialect: Dialect
@@ -60,11 +54,7 @@ class Announced:
     scale_ub: float | None
 
     def config(self, ignore: Sequence[str]) -> JsonObject:
-        """Return the ``quantization_config`` of the checkpoint.
-
-        Args:
-            ignore: names or patterns of the linear layers that are not quantized.
-        """
+        """Return the ``quantization_config``; ``ignore`` has names or patterns of dense layers."""
         others = {n: s for n, s in self.schemes.items() if s != self.main}
         others |= {n: self.schemes[n] for n in self.heads}
         spec = Spec(self.main, tuple(ignore), (), others, self.kv_scales, self.scale_ub)
@@ -77,15 +67,7 @@ class Announced:
 
 
 def check_unknown(names: Sequence[str], target: str) -> None:
-    """Refuse experts for which Transformers would draw random numbers; it only warns of that.
-
-    Args:
-        names: experts and stacks that it has no rule for.
-        target: who shall load them.
-
-    Raises:
-        CheckpointError: if there are such experts for Transformers.
-    """
+    """Refuse experts for which Transformers would draw random numbers; it only warns of that."""
     if names and target == "transformers":
         raise CheckpointError(
             f"{some_of(names)} are FP8 experts.",
@@ -96,11 +78,7 @@ def check_unknown(names: Sequence[str], target: str) -> None:
 
 
 def tell_of_stacks(names: Sequence[str]) -> None:
-    """Warn of stacks of experts that are written whole, for ``fp8kit.load`` alone.
-
-    Args:
-        names: of the stacks; empty for nothing to tell.
-    """
+    """Warn of stacks of experts that are written whole, for ``fp8kit.load`` alone."""
     if names:
         warnings.warn(
             f"{some_of(names)} are written as stacks of codes, which fp8kit.load reads and no "
@@ -118,22 +96,9 @@ def announce(
 
     Layers of one scheme are written in the dialect of that scheme, layers of several in
     compressed-tensors, which names those that differ from most, and layers with a ``scale_ub`` in
-    fbgemm, which alone has such a bound.
-
-    Args:
-        model: a module with ``Fp8Linear`` layers.
-        exported: the module as it goes to disk.
-        target: one of ``targets.TARGETS``.
-        dialect: how they are written, if not in that of the target.
-
-    Raises:
-        ValueError: for an unknown target.
-        CheckpointError: if there are no FP8 layers, if they compute in several dtypes or have
-            adapters, or bounds that differ, or if the target cannot load them.
-
-    Example:
-        >>> announce(model, export_module(model), "vllm").dialect.name
-        'compressed-tensors'
+    fbgemm, which alone has such a bound. Raises ``CheckpointError`` if there are no FP8 layers, if
+    they compute in several dtypes or have adapters, or bounds that differ, or if the target cannot
+    load them.
     """
     layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)}
     stacked = {n: m for n, m in model.named_modules() if isinstance(m, ExpertTensors)}

@@ -20,19 +20,8 @@ def keep_cache_scales(
 
     They are data, ``module.cache_scales`` by ``"k_scale"`` and so on, on the CPU in fp32: neither
     parameters nor buffers, so that ``state_dict`` has the names that the model gave it, and no cast
-    or move of the model touches them.
-
-    Args:
-        model: which has been filled; it does not use them.
-        checkpoint: which holds them.
-        places: their names in the checkpoint to their names in the model.
-
-    Returns:
-        The names in the checkpoint of those for which the model has a module.
-
-    Example:
-        >>> keep_cache_scales(model, checkpoint, {n: n for n in checkpoint.kv_scales})
-        {'model.layers.0.self_attn.k_scale', 'model.layers.0.self_attn.v_scale'}
+    or move of the model touches them. ``places`` has their names in the model by those in the
+    checkpoint. Gives the names in the checkpoint of those for which the model has a module.
     """
     kept, modules = set(), dict(model.named_modules())
     for module in modules.values():  # of an earlier load
@@ -54,15 +43,7 @@ def has_home(model: nn.Module, checkpoint: Checkpoint, name: str) -> bool:
 def held_cache_scales(model: nn.Module) -> dict[str, Tensor]:
     """Return the scales of the KV cache that ``load`` left on attention modules.
 
-    Args:
-        model: any module; ``module.cache_scales`` holds what ``keep_cache_scales`` put there.
-
-    Returns:
-        ``X.k_scale``, ``X.v_scale`` and ``X.q_scale`` by name, fp32 ``[1]`` or ``[heads, 1, 1]``.
-
-    Example:
-        >>> held_cache_scales(fp8kit.load("dir"))["model.layers.0.self_attn.k_scale"]
-        tensor([0.0210])
+    They are ``X.k_scale``, ``X.v_scale`` and ``X.q_scale``, fp32 ``[1]`` or ``[heads, 1, 1]``.
     """
     return {
         named(name, kind): scale

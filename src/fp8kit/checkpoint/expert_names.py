@@ -21,11 +21,7 @@ Renames = Callable[[Mapping[str, tuple[int, tuple[str, ...]]]], Mapping[str, lis
 class ExpertLayer:
     """One matrix of one expert, as a layer of its own.
 
-    Args:
-        scheme: of the layer.
-        weight: codes ``[N, K]``, a view.
-        scale: of the codes.
-        input_scale: fp32 ``[1, 1]`` of a static scheme.
+    ``weight`` is a view of codes ``[N, K]``, ``input_scale`` fp32 ``[1, 1]`` of a static scheme.
     """
 
     scheme: Scheme
@@ -49,10 +45,6 @@ def parts_of(module: ExpertTensors, stack: str) -> tuple[str, ...]:
 
     Biases, and gates that alternate with ups, are in no layer that engines load; blocks that reach
     from gates into ups belong to neither.
-
-    Args:
-        module: of FP8 experts.
-        stack: name of the stack.
     """
     up, activation = module.stacks.up, module.stacks.activation
     if any(module.beside(name, "bias") is not None for name in module.stacks.names):
@@ -73,12 +65,8 @@ def split_experts(
 ) -> tuple[dict[str, ExpertLayer], list[str]]:
     """Take the FP8 experts of a model apart.
 
-    Args:
-        model: any module.
-        renames: gives the names that single experts have on disk; by default those of the model.
-
-    Returns:
-        The layers by their names on disk, and the names of stacks that stay whole.
+    Gives the layers by their names on disk, those of the model unless ``renames`` gives others, and
+    the names of stacks that stay whole.
     """
     held = stacks_in(model)
     parts = {name: parts_of(module, stack) for name, (module, stack) in held.items()}
@@ -115,12 +103,7 @@ def tensors_of(layers: Mapping[str, ExpertLayer]) -> dict[str, Tensor]:
 
 
 def own_names(model: nn.Module, kept: list[str]) -> set[str]:
-    """Name the tensors in a ``state_dict`` of the stacks that are taken apart.
-
-    Args:
-        model: the module.
-        kept: names of the stacks that stay whole.
-    """
+    """Name the tensors in a ``state_dict`` of the stacks that are taken apart: all but ``kept``."""
     found = set()
     for name, (module, stack) in stacks_in(model).items():
         if name not in kept:

@@ -44,18 +44,7 @@ class Exported:
 
 
 def export_module(model: nn.Module) -> Exported:
-    """Take any module apart under the names of its ``state_dict``.
-
-    Args:
-        model: a module with weights in memory.
-
-    Returns:
-        Its tensors and the names of its dense linear layers.
-
-    Example:
-        >>> export_module(model).tensors["0.weight"].dtype
-        torch.float8_e4m3fn
-    """
+    """Take any module apart under the names of its ``state_dict``."""
     layers, whole = split_experts(model)
     taken_apart = own_names(model, whole)
     tensors = {n: t for n, t in untied(model, set()).items() if n not in taken_apart}
@@ -66,12 +55,8 @@ def export_module(model: nn.Module) -> Exported:
 def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
     """Return the ``state_dict`` with each Parameter once, under its first name.
 
-    Args:
-        model: a module.
-        last: names that are kept only if a tensor has no other.
-
-    Raises:
-        CheckpointError: if a tensor has no data here: on meta, or sharded over devices.
+    Those in ``last`` are kept only if a tensor has no other name. Raises ``CheckpointError`` if a
+    tensor has no data here: on meta, or sharded over devices.
     """
     state = model.state_dict(keep_vars=True)
     refuse_renamed(model, state)
@@ -97,12 +82,7 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
 
 
 def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a ``state_dict`` with rebased weights as the MX weights they were, on the CPU.
-
-    Args:
-        model: the module.
-        state: its tensors, under the names of its ``state_dict``.
-    """
+    """Return a ``state_dict`` with rebased weights as the MX weights they were, on the CPU."""
     found = dict(state)
     for name, layer in model.named_modules():
         if isinstance(layer, Fp8Linear) and layer.scheme.rebased:
@@ -118,15 +98,7 @@ def as_stored(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def refuse_renamed(model: nn.Module, names: Iterable[str]) -> None:
-    """Refuse a model whose hooks rename tensors: nobody could tell which layer a file means.
-
-    Args:
-        model: what is saved or filled.
-        names: those in its ``state_dict``.
-
-    Raises:
-        CheckpointError: if the model has no tensors of some of these names.
-    """
+    """Refuse a model whose hooks rename tensors: nobody could tell which layer a file means."""
     own = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     own |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
     odd = [n for n in names if n not in own and not n.endswith("_extra_state")]
@@ -140,15 +112,7 @@ def refuse_renamed(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def refuse_reserved(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of the model itself that every reader would take for scales.
-
-    Args:
-        model: what is saved.
-        tensors: its tensors as they would be written.
-
-    Raises:
-        CheckpointError: if there are such tensors.
-    """
+    """Refuse tensors of the model itself that every reader would take for scales."""
     found = sort_names({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()})
     own = [p for p in found.layers.values() if not p.weight]
     names = {n for p in own for n in (*p.scales, *p.input_scales)}
@@ -170,10 +134,6 @@ def unquantized(model: nn.Module, tensors: dict[str, Tensor]) -> list[str]:
 
     The latter are two-dimensional weights of other modules, such as routers and single experts, and
     stacks of experts; embeddings are not among them.
-
-    Args:
-        model: the module.
-        tensors: its tensors under the names they have in the checkpoint.
     """
     embedded = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
     found = set(dense_linears(model))
@@ -197,11 +157,7 @@ def dense_linears(model: nn.Module) -> list[str]:
 
 
 def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
-    """Refuse layers that no target reads: of a ``Conv1D``, which checkpoints hold as [K, N].
-
-    Raises:
-        CheckpointError: if there are such layers.
-    """
+    """Refuse layers that no target reads: of a ``Conv1D``, which checkpoints hold as [K, N]."""
     names = [name for name, layer in layers.items() if layer.transposed]
     if names:
         raise CheckpointError(
@@ -216,11 +172,7 @@ def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
 def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tuple[str, Tensor]:
     """Return a tensor of ours the name and shape that a dialect writes.
 
-    Args:
-        name: our name, e.g. ``X.weight_scale``.
-        tensor: the tensor.
-        dialect: how it is written.
-        scheme: of its layer; one block or one row has a scale of that shape too.
+    The scheme tells a scale of one block or row from one per tensor, which has the same shape.
     """
     layer, _, kind = name.rpartition(".")
     per_tensor = kind == "input_scale" or (kind == "weight_scale" and scheme.weight == TENSOR)
@@ -232,13 +184,7 @@ def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tupl
 def with_quantization(
     config: JsonObject, quantization: JsonObject, dtype: torch.dtype
 ) -> JsonObject:
-    """Put a quantization config and the high precision into a ``config.json``.
-
-    Args:
-        config: the file so far; it is not changed.
-        quantization: the new entry; older ones, wherever they are, go.
-        dtype: the high precision of the model.
-    """
+    """Return a ``config.json`` with this quantization config, in place of any other, and dtype."""
     merged = {k: v for k, v in config.items() if k not in (*_QUANTIZATION, "torch_dtype")}
     text = merged.get("text_config")
     if isinstance(text, dict):

@@ -28,14 +28,8 @@ def fall_back(job: Translation, target: str | None) -> list[str]:
 
     That is blocks, else MX with 16-bit activations, else high precision: the first that the dialect
     and the target have. Layers that engines merge, and the experts of a layer, stay of one kind. A
-    warning names these layers, and another tells how many values of the others change.
-
-    Args:
-        job: its matrices are changed.
-        target: who shall load the result, if that is known.
-
-    Returns:
-        The names of layers that are written in high precision.
+    warning names these layers, and another tells how many values of the others change. Gives the
+    names of layers that are written in high precision.
     """
     mx = [m for m in job.matrices if m.layer.group == MX and m.scheme.weight != MX]
     told, dense = dict[str, str](), list[str]()
@@ -68,15 +62,7 @@ def fall_back(job: Translation, target: str | None) -> list[str]:
 def weights_of(
     checkpoint: Checkpoint, matrices: Iterable[Matrix]
 ) -> Iterator[tuple[Matrix, QTensor]]:
-    """Read weights as the source has them, layer by layer; a stack is read once.
-
-    Args:
-        checkpoint: the source.
-        matrices: what of it is wanted.
-
-    Returns:
-        Each matrix with its weight.
-    """
+    """Read weights as the source has them, layer by layer; a stack is read once."""
     by_layer: dict[str, list[Matrix]] = defaultdict(list)
     for m in matrices:
         by_layer[m.layer.name].append(m)

@@ -28,13 +28,8 @@ _EXPERT = re.compile(r".*experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])")
 class Matrix:
     """One weight of the result: a layer of the source, a slice of a stack of experts, or all.
 
-    Args:
-        name: of the layer that is written.
-        scheme: what it is written as.
-        layer: of the source.
-        first: its first row there.
-        last: the row after its last one.
-        expert: its place in a stack; -1 for a layer of its own.
+    It is rows ``first`` to ``last`` (exclusive) of ``layer`` in the source, written as ``scheme``;
+    ``expert`` is its place in a stack, -1 for a layer of its own.
     """
 
     name: str
@@ -64,12 +59,8 @@ class Matrix:
 class Translation:
     """What is written.
 
-    Args:
-        checkpoint: the source.
-        dialect: of the result.
-        matrices: that stay FP8.
-        unfit: those that are decoded, because the target cannot load them.
-        apart: experts with a scheme of their own.
+    ``matrices`` stay FP8; ``unfit`` ones are decoded, because the target cannot load them.
+    ``apart`` are experts with a scheme of their own.
     """
 
     checkpoint: Checkpoint
@@ -108,14 +99,8 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
 def check_target(job: Translation, target: str, dense: list[str], unfit: str) -> None:
     """Refuse, decode or change what a target does not load as it is.
 
-    Args:
-        job: its matrices are changed.
-        target: who shall load the result.
-        dense: names of layers in high precision; those that are decoded are added.
-        unfit: as in ``convert_checkpoint``.
-
-    Raises:
-        CheckpointError: for what the target cannot load.
+    Names of layers that are decoded are added to ``dense``; ``unfit`` is as in
+    ``convert_checkpoint``. Raises ``CheckpointError`` for what the target cannot load.
     """
     assert job.checkpoint.dialect is not None
     if job.checkpoint.dialect.name == "mistral":

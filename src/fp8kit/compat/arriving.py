@@ -37,9 +37,7 @@ class _Copied(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Arriving:
     """The dense weights of one layer while they arrive.
 
-    Args:
-        layer: whose Parameters they are.
-        complete: called when all of them are there; it takes them from ``dense``.
+    ``complete`` is called when all of them are there; it takes them from ``dense``.
     """
 
     def __init__(self, layer: nn.Module, complete: Callable[[], None]) -> None:
@@ -55,12 +53,8 @@ class Arriving:
     ) -> None:
         """Register a Parameter on the meta device that loads itself.
 
-        Args:
-            name: of the Parameter.
-            shape: of the dense weight.
-            dtype: of the dense weight.
-            loader: writes a piece: ``loader(param, loaded_weight, *shard)``.
-            facts: attributes that the Parameter gets, for the loader to read.
+        ``loader(param, loaded_weight, *shard)`` writes a piece; ``facts`` are attributes that the
+        Parameter gets, for the loader to read.
         """
         self._described[name] = (shape, dtype, facts)
         self._loaders[name] = loader
@@ -132,15 +126,7 @@ class Arriving:
 
 
 def store(layer: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, nn.Parameter]:
-    """Write tensors into the Parameters of a layer: in place where they fit, for graphs and views.
-
-    Args:
-        layer: gets a Parameter for each name.
-        tensors: names and what they hold.
-
-    Returns:
-        the Parameters.
-    """
+    """Write tensors into Parameters of a layer: in place where they fit, for graphs and views."""
     made = {}
     for name, tensor in tensors:
         old = layer._parameters.get(name)

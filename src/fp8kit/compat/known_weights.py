@@ -24,13 +24,7 @@ class _Known(NamedTuple):
 
 
 class KnownWeights:
-    """Remembers weights as long as they live.
-
-    Example:
-        >>> known = KnownWeights()
-        >>> known.of(w, scale, make) is known.of(w, scale, make)
-        True
-    """
+    """Remembers weights as long as they live."""
 
     def __init__(self) -> None:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -40,10 +34,7 @@ class KnownWeights:
     ) -> QTensor:
         """Return what ``make`` gives for a weight and its scale, until one of them changes.
 
-        Args:
-            weight: FP8, as a caller holds it.
-            scale: of that weight.
-            make: brings both into the core's form.
+        ``make`` brings both into the core's form.
         """
         if torch.compiler.is_compiling() or type(weight) not in (Tensor, torch.nn.Parameter):
             return make(weight, scale)

@@ -126,16 +126,10 @@ def compute(
     scale: Tensor | None = None,
     bound: Tensor | None = None,
 ) -> Tensor:
-    """Compute a linear layer by the core.
+    """Compute a linear layer ``[..., K]`` by ``[N, K]``, per tensor or per row, by the core.
 
-    Args:
-        x: float ``[..., K]``.
-        w_q: weight ``[N, K]``, per tensor or per row.
-        bias: ``[N]`` or ``None``.
-        out_dtype: of the result; by default that of ``x``.
-        per_token: dynamic scales are per token, otherwise per tensor.
-        scale: fp32 ``[1, 1]``, static.
-        bound: fp32, one number, for dynamic scales.
+    ``scale`` is static, fp32 ``[1, 1]``; dynamic ones are per token, otherwise per tensor, with the
+    amax up to ``bound``, fp32 and one number.
     """
     scheme = None if scale is not None else _DYNAMIC[w_q.group, per_token]
     return functional.linear(

@@ -14,14 +14,9 @@ from fp8kit.formats import ROW, TENSOR, GroupShape, QTensor
 
 
 def as_number(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return one number as fp32 ``[1, 1]`` on a device.
+    """Return a number, or a float tensor of one element, as fp32 ``[1, 1]`` on a device.
 
-    Args:
-        value: a number, or a tensor of one element in any shape and float dtype.
-        device: where it is needed.
-
-    Raises:
-        ValueError: if there are several numbers.
+    Raises ``ValueError`` if there are several numbers.
     """
     found = torch.as_tensor(value, device=device)
     if found.numel() != 1:
@@ -36,21 +31,9 @@ def as_number(value: Tensor | float, device: torch.device) -> Tensor:
 def with_scale(codes: Tensor, scale: Tensor | float) -> QTensor:
     """Pair codes with a scale of any usual shape.
 
-    Args:
-        codes: FP8 ``[rows, K]``.
-        scale: one number for the tensor or one for each row, in any shape and float dtype.
-
-    Returns:
-        ``QTensor`` per tensor or per row.
-
-    Raises:
-        TypeError: if ``codes`` is not FP8.
-        ValueError: if the scale has another number of elements.
-
-    Example:
-        >>> q = with_scale(torch.zeros(4, 8).to(torch.float8_e4m3fn), torch.ones(1, 4))
-        >>> q.scale.shape
-        torch.Size([4, 1])
+    Codes are FP8 ``[rows, K]``; the scale is one number for the tensor or one for each row, in any
+    float dtype. Raises ``TypeError`` if ``codes`` is not FP8, and ``ValueError`` if the scale has
+    another number of elements.
     """
     scale = torch.as_tensor(scale, device=codes.device)
     rows = codes.shape[0]
@@ -75,17 +58,9 @@ def stored(weight: Tensor) -> Tensor:
 def is_stored(weight: Tensor, k: int) -> bool:
     """Return whether a weight is ``[N, K]`` as it is stored, and not its view ``[K, N]``.
 
-    Args:
-        weight: of either orientation.
-        k: columns of the input. Where it leaves a choice, as for a square weight, rows that are
-            not contiguous in memory tell that this is the view.
-
-    Raises:
-        ValueError: if no side of the weight is ``k``.
-
-    Example:
-        >>> is_stored(torch.zeros(16, 8), 8), is_stored(torch.zeros(8, 8).t(), 8)
-        (True, False)
+    ``k`` columns of the input tell. Where they leave a choice, as for a square weight, rows that
+    are not contiguous in memory tell that this is the view. Raises ``ValueError`` if no side is
+    ``k``.
     """
     if weight.dim() != 2 or k not in weight.shape:
         raise InvalidValue(

@@ -17,20 +17,8 @@ def observe_amax(
 ) -> dict[str, Tensor]:
     """Run a model and record the largest input magnitude of each named layer.
 
-    Args:
-        model: the model, still in high precision.
-        names: qualified names of the layers to watch.
-        run: calls the model on representative data, e.g. ``lambda m: [m(b) for b in batches]``.
-
-    Returns:
-        Layer name to fp32 scalar.
-
-    Raises:
-        ConversionError: if a layer never ran, or saw NaN, an infinity or nothing but zeros.
-
-    Example:
-        >>> observe_amax(model, ["fc1"], lambda m: m(torch.randn(8, 256)))
-        {'fc1': tensor(3.1)}
+    The results are fp32 scalars. Raises ``ConversionError`` if a layer never ran, or saw NaN, an
+    infinity or nothing but zeros.
     """
     amax: dict[str, Tensor] = {}
 
@@ -53,11 +41,7 @@ def watch_inputs(
 ) -> None:
     """Run a model without gradients, and look at what its layers get.
 
-    Args:
-        model: the model.
-        names: of the layers.
-        run: runs the model on representative data.
-        see: gets the name of a layer and its input at each call.
+    ``see`` gets the name of a layer and its input at each call.
     """
 
     def watch(name: str) -> Callable[..., None]:
@@ -93,15 +77,7 @@ def _check_seen(names: list[str], amax: dict[str, float]) -> None:
 
 
 def input_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn an observed amax into a static input scale.
-
-    Args:
-        amax: fp32 scalar.
-        dtype: dtype of the codes.
-
-    Returns:
-        fp32 ``[1, 1]``.
-    """
+    """Turn an observed amax into a static input scale, fp32 ``[1, 1]``, for codes of a dtype."""
     floor = min_scale(TENSOR, dtype, "activation")
     # a tensor as divisor: CUDA multiplies by the rounded reciprocal of a Python number
     scale = amax / torch.full_like(amax, fp8_format(dtype).max)

@@ -31,14 +31,7 @@ _STATIC = "static input scales of experts come from a checkpoint, not from calib
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What decides about every layer of one model.
-
-    Args:
-        obstacles: of the model.
-        scheme: what a layer would become.
-        include: as in ``plan``.
-        exclude: as in ``plan``.
-    """
+    """What decides about every layer of a model; ``include`` and ``exclude`` are as in ``plan``."""
 
     obstacles: Eligibility
     scheme: Scheme
@@ -50,11 +43,8 @@ class Rules:
     ) -> Record:
         """Decide about a linear layer.
 
-        Args:
-            module: dense or FP8.
-            names: its qualified names.
-            role: what it does, if the defaults keep such layers; else empty.
-            merged: engines run it as one matrix with a layer that becomes FP8.
+        ``role`` is empty unless the defaults keep such layers; ``merged`` if engines run it as one
+        matrix with a layer that becomes FP8.
         """
         record = _record(module, names, tuple(as_linear(module).weight.shape))
         record.reason = exclusion(names, self.include, self.exclude, role)
@@ -67,13 +57,7 @@ class Rules:
         return record
 
     def experts(self, module: nn.Module, names: Sequence[str], stacks: ExpertStacks) -> Record:
-        """Decide about a module of experts.
-
-        Args:
-            module: dense or FP8.
-            names: its qualified names.
-            stacks: how it holds its experts.
-        """
+        """Decide about a module of experts."""
         record = _record(module, names, tuple(module.get_parameter(stacks.up).shape))
         record.experts = record.shape[0]
         if not isinstance(module, ExpertTensors):
@@ -99,10 +83,8 @@ class Rules:
 class Candidates:
     """The modules of a model that may become FP8.
 
-    Args:
-        names: all qualified names of every module, in model order.
-        stacks: how the modules of experts hold them.
-        unknown: why other modules of experts stay as they are.
+    ``names`` has all qualified names of every module, in model order; ``unknown`` says why other
+    modules of experts stay as they are.
     """
 
     names: Mapping[nn.Module, list[str]]
@@ -128,12 +110,7 @@ class Candidates:
         }
 
     def decide(self, model: nn.Module, rules: Rules) -> list[Record]:
-        """Decide about each, and name big matrices that are none of them.
-
-        Args:
-            model: the one that was looked through.
-            rules: what decides.
-        """
+        """Decide about each, and name big matrices that are none of them."""
         records, roles = list[Record](), layer_roles(model)
         for module, names in self.names.items():
             if is_linear(module):

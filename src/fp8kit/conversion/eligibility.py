@@ -40,12 +40,7 @@ _READERS: dict[type[nn.Module], str] = {
 class Eligibility:
     """What stands between the linear layers of a model and FP8.
 
-    Args:
-        model: the module that ``plan`` got; its weights may be on the meta device.
-
-    Example:
-        >>> Eligibility(nn.Sequential(nn.Linear(8, 8))).of(["0"])
-        'too small to gain: a side under 64 or under 16384 weights'
+    Its weights may be on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,10 +55,8 @@ class Eligibility:
     def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
         """Return why a linear layer cannot become FP8; empty if it can.
 
-        Args:
-            names: every qualified name of the layer.
-            wanted: it was asked for by its full name.
-            merged: it runs as one matrix with a layer that becomes FP8.
+        ``wanted`` if it was asked for by its full name, ``merged`` if it runs as one matrix with a
+        layer that becomes FP8.
         """
         module = self._model.get_submodule(names[0])
         holders = {n: self._model.get_submodule(n.rpartition(".")[0]) for n in names}
@@ -94,13 +87,7 @@ class Eligibility:
         return ""
 
     def of_experts(self, names: Sequence[str], stacks: ExpertStacks, wanted: bool = False) -> str:
-        """Return why a module of experts cannot become FP8; empty if it can.
-
-        Args:
-            names: every qualified name of the module.
-            stacks: how it holds its experts.
-            wanted: it was asked for by its full name.
-        """
+        """Return why a module of experts cannot become FP8; empty if it can."""
         module = self._model.get_submodule(names[0])
         if isinstance(module, ExpertTensors):
             return ALREADY
@@ -154,13 +141,7 @@ class Eligibility:
 
 
 def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
-    """Report big matrices that are not in a linear layer, so that no skip can hide.
-
-    Args:
-        module: no linear layer.
-        name: its qualified name.
-        reason: why they stay, if more is known than the class.
-    """
+    """Report big matrices that are not in a linear layer, so that no skip can hide."""
     if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
         return []
     return [

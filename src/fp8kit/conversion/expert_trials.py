@@ -80,14 +80,9 @@ def difference(
 ) -> str | None:
     """Return how a module differs from a description of it; ``None`` if it cannot be tried.
 
-    Args:
-        module: of experts, which is neither run nor changed.
-        stacks: the description.
-        told: it is a user's, who knows that no id is below zero.
-        small: try a twin of few and small matrices, not one as large.
-
-    Raises:
-        CopyError: if the module cannot be copied.
+    The module is neither run nor changed. A description that was ``told`` is a user's, who knows
+    that no id is below zero; ``small`` tries a twin of few and small matrices, not one as large.
+    Raises ``CopyError`` if the module cannot be copied.
     """
     try:
         found = _difference_in(module, stacks, told, small, torch.float32)

@@ -65,9 +65,8 @@ def register_experts(
 def recognize(module: nn.Module, tried: dict[Any, Any] | None = None) -> ExpertStacks | str | None:
     """Return how a module holds its experts, why that is not known, or ``None`` if it has none.
 
-    Args:
-        module: any, which is not changed; its Parameters may be on the meta device.
-        tried: what came of other modules, which alike ones are not tried again for.
+    The module is not changed, and its Parameters may be on the meta device. ``tried`` has what came
+    of other modules, which alike ones are not tried again for.
     """
     if isinstance(module, ExpertTensors):
         return module.stacks
@@ -159,11 +158,6 @@ def names_to_match(names: Sequence[str], module: nn.Module, stacks: ExpertStacks
     """Name a module of experts as patterns may: by itself, its stacks, and its single experts.
 
     Checkpoints hold experts one by one, so that ``"*.experts.*"`` means them there.
-
-    Args:
-        names: every qualified name of the module.
-        module: the module.
-        stacks: how it holds its experts.
     """
     parts = ("gate_proj", "up_proj") if is_gated(module, stacks) else ("up_proj",)
     endings = [*stacks.names, *(f"0.{part}" for part in (*parts, "down_proj"))]

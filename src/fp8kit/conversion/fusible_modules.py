@@ -40,12 +40,7 @@ _FEED_FORWARD = "diffusers.models.attention.FeedForward"
 
 
 def make_producer(module: nn.Module, consumers: Consumers) -> Producer | None:
-    """Return the fused form of a norm or activation, ``None`` if there is none.
-
-    Args:
-        module: the dense norm or activation.
-        consumers: the layers behind it.
-    """
+    """Return the fused form of a norm or activation, ``None`` if there is none."""
     if "forward" in vars(module):  # offloading brings its weights only to this forward
         return None
     modulation = _ADAPTIVE.get(_full_name(module))
@@ -89,13 +84,10 @@ def can_produce(module: nn.Module) -> bool:
 def recognize_norm(norm: nn.Module) -> NormFormula | None:
     """Find out what a norm computes, by trying it on random numbers and weights.
 
-    Names do not say whether a weight is added to one, or where 16-bit results are rounded; one
-    run of the norm in bf16 does. It also shows that torch takes the epsilon of fp32, in which it
-    computes, where an ``nn.RMSNorm`` has none.
-
-    Args:
-        norm: a module with a ``weight [K]`` or a ``normalized_shape`` and a known epsilon; its
-            Parameters may be on the meta device.
+    Names do not say whether a weight is added to one, or where 16-bit results are rounded; one run
+    of the norm in bf16 does. It also shows that torch takes the epsilon of fp32, in which it
+    computes, where an ``nn.RMSNorm`` has none. The norm has a ``weight [K]`` or a
+    ``normalized_shape`` and a known epsilon; its Parameters may be on the meta device.
     """
     if norm._modules:  # a model may warn of each attribute that it is asked for
         return None
@@ -140,11 +132,7 @@ def _holds_only(module: nn.Module, name: str) -> bool:
 
 
 def fuse_feed_forward(module: nn.Module) -> FusedGatedMlp | FusedFeedForward | None:
-    """Return the fused form of a feed-forward that is known, ``None`` for any other module.
-
-    Args:
-        module: the MLP of a known Transformers decoder layer, or diffusers' ``FeedForward``.
-    """
+    """Return the fused form of a known MLP or diffusers' ``FeedForward``, else ``None``."""
     if "forward" in vars(module):
         return None
     if is_feed_forward(module):

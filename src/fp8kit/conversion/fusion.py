@@ -33,11 +33,7 @@ _LEVELS = ("none", "inputs", "all")
 
 
 def level(fuse: str | Mapping[str, Sequence[str]]) -> int:
-    """Rank how much is fused: 0 for ``"none"``, 1 for ``"inputs"``, 2 for ``"all"`` or a mapping.
-
-    Raises:
-        ValueError: for any other word.
-    """
+    """Rank what is fused: 0 for ``"none"``, 1 for ``"inputs"``, 2 for ``"all"`` or a mapping."""
     if isinstance(fuse, Mapping):
         return _LEVELS.index("all")
     if fuse not in _LEVELS:
@@ -56,14 +52,9 @@ def user_links(
 ) -> list[Link]:
     """Read what a user says about a dense model, and check it as far as that goes.
 
-    Args:
-        model: the model.
-        rules: patterns of blocks to rules, as in ``fusion_rules``.
-        run: calls the model on representative data; with it the rules are tried out.
-
-    Raises:
-        ConversionError: if a rule names what does not exist or a producer that has no fused form,
-            names a layer of another group, or does not hold in the run.
+    With ``run`` the rules are tried out. Raises ``ConversionError`` if a rule names what does not
+    exist or a producer that has no fused form, names a layer of another group, or does not hold in
+    the run.
     """
     links = given_links(model, rules)
     _check_apart(links)
@@ -125,18 +116,7 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
     Routers beside experts in FP8 choose in one kernel.
 
     Known are the blocks of ``model_families.BLOCKS``, diffusers' ``FeedForward`` wherever it is
-    used, and what users say of their own models.
-
-    Args:
-        model: a converted model whose layers share their inputs.
-        links: what users say.
-
-    Returns:
-        Names of the modules that were replaced.
-
-    Example:
-        >>> fuse_producers(model)
-        ['model.layers.0.mlp', 'model.layers.0.input_layernorm', ...]
+    used, and what users say of their own models. Gives the names of the modules that were replaced.
     """
     replaced: list[str] = []
     families = family_links(model)

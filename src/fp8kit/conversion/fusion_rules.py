@@ -37,11 +37,9 @@ _PROCESSORS = ("FluxAttnProcessor", "JointAttnProcessor2_0", "AttnProcessor2_0")
 class Link:
     """Layers of one block that read one tensor, and what makes it.
 
-    Args:
-        block: qualified name of the block; empty for the model itself.
-        producer: path of the norm or activation in the block, ``None`` if only sharing is known.
-        consumers: paths of the linear layers in the block, in call order.
-        family: found in ``BLOCKS``, not given by a user.
+    ``block`` is empty for the model itself. ``producer`` and ``consumers`` are paths in the block,
+    the latter in call order; without a producer only sharing is known. ``family`` if it was found
+    in ``BLOCKS``, not given by a user.
     """
 
     block: str
@@ -51,11 +49,7 @@ class Link:
 
     @staticmethod
     def parse(block: str, rule: str, family: bool = False) -> Link:
-        """Read ``"producer -> layer layer"`` or ``"layer layer"``.
-
-        Raises:
-            ValueError: for anything else.
-        """
+        """Read ``"producer -> layer layer"`` or ``"layer layer"``, or raise a ``ValueError``."""
         head, arrow, tail = rule.rpartition("->")
         sources, layers = head.split(), tail.split()
         if len(sources) != bool(arrow) or len(layers) < (1 if arrow else 2):
@@ -89,11 +83,7 @@ class Link:
 
 
 def family_links(model: nn.Module) -> list[Link]:
-    """Return the links of every block whose code is known and set up as it was read.
-
-    Args:
-        model: dense or converted.
-    """
+    """Return the links of every block whose code is known and set up as it was read."""
     links = []
     for name, module in model.named_modules():
         full = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -121,17 +111,11 @@ def _is_as_read(model: nn.Module, link: Link) -> bool:
 
 
 def given_links(model: nn.Module, rules: Mapping[str, Sequence[str]]) -> list[Link]:
-    """Read a user's links: patterns of blocks to rules.
+    """Read a user's links: patterns of blocks, as ``names_block`` reads them, to rules.
 
-    Args:
-        model: the model.
-        rules: a pattern on qualified module names, as ``names_block`` reads it, to rules as in this
-            file's head.
-
-    Raises:
-        ConversionError: if a pattern matches no module, or a path names nothing or no linear layer.
-        ValueError: for a rule that cannot be read.
-        TypeError: for one rule where a list is due.
+    Raises ``ConversionError`` if a pattern matches no module, or a path names nothing or no linear
+    layer, ``ValueError`` for a rule that cannot be read, and ``TypeError`` for one rule where a
+    list is due.
     """
     names = [name for name, _ in model.named_modules()]
     links = []
@@ -180,15 +164,8 @@ def verify_links(
     """Run a model with NaN in place of what each producer gives, as it will be once fused.
 
     The layers behind the producer get the real tensor; whatever else reads it comes upon NaN.
-
-    Args:
-        model: the model, still dense.
-        links: what is claimed.
-        run: calls the model on representative data.
-
-    Raises:
-        ConversionError: naming what read the tensor, which layer got another one, or what never
-            ran.
+    Raises ``ConversionError`` naming what read the tensor, which layer got another one, or what
+    never ran.
     """
     checked = [link for link in links if link.producer is not None]
     watch = _RunWatch(model, checked)

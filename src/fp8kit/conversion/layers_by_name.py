@@ -21,11 +21,7 @@ def linear_at(model: nn.Module, name: str) -> nn.Linear:
 
 
 def tree_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    """Make a model on meta of bf16 layers without a bias, of which names and shapes are known.
-
-    Args:
-        shapes: ``(N, K)`` of each weight by the name of its layer.
-    """
+    """Make a model on meta of bf16 layers without a bias, from their names and ``(N, K)``."""
     # a file may name layers as no module could: by nothing, or by what modules have already
     root = nn.Module()
     for name, (n, k) in shapes.items():

@@ -33,11 +33,7 @@ def mx_numbers(
 ) -> Iterator[str]:
     """Say what numbers MX layers compute with on a device, and whether it multiplies MX itself.
 
-    Args:
-        place: type of the device.
-        capability: CUDA compute capability, ``None`` elsewhere.
-        asked: the scheme that was named.
-        experts: there are experts among the layers.
+    ``capability`` is ``None`` for what is no CUDA device; ``asked`` is the scheme that was named.
     """
     if asked.stored != SCHEMES["MXFP8"]:
         return
@@ -61,11 +57,7 @@ def decoded_weights(
 ) -> Iterator[str]:
     """Say which layers decode their weights for every matmul.
 
-    Args:
-        report: what was decided.
-        model: the one that it is about.
-        scheme: what its layers become.
-        rows: row counts that they will serve, if that is known.
+    ``rows`` are the row counts that they will serve, if that is known.
     """
     rows = rows or _FEW_AND_MANY
     slow: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
@@ -91,13 +83,7 @@ def decoded_weights(
 
 
 def not_measured(device: str, dtype: torch.dtype, names: Sequence[str]) -> str:
-    """Say which layers become FP8 without times that say whether they gain.
-
-    Args:
-        device: in words.
-        dtype: of the dense layers.
-        names: of the layers.
-    """
+    """Say which layers become FP8 without times that say whether they gain."""
     dense, remedy = "bf16", "`fp8kit tune` measures them on a GPU."
     if dtype not in TIMED_DTYPES:
         dense = str(dtype).removeprefix("torch.")
@@ -109,12 +95,7 @@ def not_measured(device: str, dtype: torch.dtype, names: Sequence[str]) -> str:
 
 
 def slower_at(counts: Sequence[int], names: Sequence[str]) -> str:
-    """Say at which row counts layers that become FP8 are slower than they were.
-
-    Args:
-        counts: rows of the input.
-        names: of the layers.
-    """
+    """Say at which row counts layers that become FP8 are slower than they were."""
     return (
         f"At m={', '.join(map(str, counts))} bf16 is faster than FP8 for {some_of(names)}. "
         "Name the row counts that you serve (m=[1, 64]) to leave out what is slower there."
@@ -122,12 +103,7 @@ def slower_at(counts: Sequence[int], names: Sequence[str]) -> str:
 
 
 def other_schemes(model: nn.Module, scheme: Scheme) -> list[str]:
-    """Say which layers are FP8 in another scheme than the one that was asked for.
-
-    Args:
-        model: whose layers may be FP8.
-        scheme: what was asked for.
-    """
+    """Say which layers are FP8 in another scheme than the one that was asked for."""
     held = Counter(m.scheme for m in model.modules() if isinstance(m, _FP8))
     return [
         teach(
@@ -141,11 +117,7 @@ def other_schemes(model: nn.Module, scheme: Scheme) -> list[str]:
 
 
 def own_gates(stacks: Mapping[str, ExpertStacks]) -> list[str]:
-    """Say which modules of experts compute with their own gate, between two products.
-
-    Args:
-        stacks: of the modules that become FP8, by name.
-    """
+    """Say which modules of experts compute with their own gate, between two products."""
     names = [name for name, held in stacks.items() if held.activation is None]
     if not names:
         return []

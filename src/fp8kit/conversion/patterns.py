@@ -79,15 +79,8 @@ def names_block(pattern: str, name: str) -> bool:
 
     A block holds modules whose names only add components to its own, so that a ``*`` which crossed
     dots would select them too. Here each component of a glob stands for one of the name, counted
-    from its end, and an expression after ``re:`` describes the whole name.
-
-    Args:
-        pattern: ``"layers.*"``, ``"re:model\\.layers\\.[0-3]"``; ``""`` is the model itself.
-        name: a module's name.
-
-    Example:
-        >>> [names_block("layers.*", n) for n in ("layers.10", "model.layers.1", "layers.1.norm")]
-        [True, True, False]
+    from its end, and an expression after ``re:`` describes the whole name. The pattern ``""`` is
+    the model itself.
     """
     if pattern.startswith("re:"):
         return re.fullmatch(pattern[3:], name) is not None
@@ -105,13 +98,7 @@ def chosen(
 ) -> Sequence[str] | None:
     """Return patterns for what a function chooses among layers, or the patterns that were given.
 
-    Args:
-        argument: what they are for, for errors.
-        given: patterns, or a function of a name and a module.
-        layers: names and modules of all linear layers.
-
-    Raises:
-        ConversionError: if the function chooses none.
+    Raises ``ConversionError`` if the function chooses none.
     """
     if given is None or not callable(given):
         return given
@@ -132,11 +119,7 @@ def check_patterns(
 ) -> None:
     """Refuse a string or a function for a list, and a pattern that matches no name.
 
-    Args:
-        argument: what the patterns are for, for errors.
-        patterns: as a user gave them.
-        names: of all linear layers.
-        dense: of modules that stay dense anyway, which may be named all the same.
+    Modules in ``dense`` stay dense anyway, and may be named all the same.
     """
     if callable(patterns):
         raise InvalidType(
@@ -188,18 +171,9 @@ def check_expression(argument: str, pattern: str) -> None:
 def roles_by_name(names: Iterable[str]) -> dict[str, str]:
     """Return why the defaults keep layers in high precision, as far as names tell.
 
-    A tower is kept where it feeds another model. Where all that would be left is protected too,
-    the tower is the model itself, and only what is protected inside it is kept.
-
-    Args:
-        names: of all linear layers of one model.
-
-    Returns:
-        What the layers do, for those that the defaults keep.
-
-    Example:
-        >>> roles_by_name(["lm_head", "layers.0.up_proj"])
-        {'lm_head': 'output head'}
+    A tower is kept where it feeds another model. Where all that would be left is protected too, the
+    tower is the model itself, and only what is protected inside it is kept. ``names`` are those of
+    all linear layers of one model; the result has what layers do that the defaults keep.
     """
     names = list(names)
     found = {name: [r for p, r in DEFAULT_EXCLUDE if matches(p, name)] for name in names}
@@ -211,14 +185,7 @@ def roles_by_name(names: Iterable[str]) -> dict[str, str]:
 def exclusion(
     names: Sequence[str], include: Sequence[str] | None, exclude: Sequence[str] | None, role: str
 ) -> str:
-    """Return why a layer is not considered; empty if it is.
-
-    Args:
-        names: all names of the layer.
-        include: patterns, as in ``plan``.
-        exclude: patterns, as in ``plan``.
-        role: what the layer does, if the defaults keep such layers; else empty.
-    """
+    """Return why a layer is not considered; empty if it is."""
     if include is not None and not any(matches(p, n) for p in include for n in names):
         return "not in include"
     for pattern in exclude or ():
@@ -238,15 +205,7 @@ def size_obstacle(shape: tuple[int, ...]) -> str:
 
 
 def merged_siblings(name: str) -> list[str]:
-    """Return the names of the layers that engines merge with a layer, as q, k and v.
-
-    Args:
-        name: of the layer.
-
-    Example:
-        >>> merged_siblings("attn.k_proj")
-        ['attn.q_proj', 'attn.v_proj']
-    """
+    """Return the names of the layers that engines merge with a layer, as q, k and v."""
     parent, dot, last = name.rpartition(".")
     group = next((g for g in MERGED_BY_ENGINES if last in g), ())
     return [f"{parent}{dot}{other}" for other in group if other != last]

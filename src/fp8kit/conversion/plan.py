@@ -276,9 +276,7 @@ def refuse_static(scheme: Scheme) -> None:
 def warn_of_nothing(report: Report, fuse: str | Mapping[str, Sequence[str]] = "all") -> None:
     """Warn the caller of the caller that no layer is FP8, or none in the scheme asked for.
 
-    Args:
-        report: what was decided.
-        fuse: as in ``plan``; who has rules of fusion may have come for these alone.
+    Who has rules of fusion may have come for these alone.
     """
     if nothing := report.nothing():
         warnings.warn(nothing, stacklevel=3)

@@ -27,10 +27,7 @@ _DECODING_ROWS = 64
 class Verdict:
     """Whether bf16 is faster than FP8 for some layers at one row count.
 
-    Args:
-        m: rows of the input.
-        slower: FP8 takes longer; a tie goes to the smaller weight.
-        because: the times, or the rule.
+    A tie goes to the smaller weight. ``because`` has the times, or the rule.
     """
 
     m: int
@@ -41,14 +38,7 @@ class Verdict:
 def judge(
     layers: Sequence[nn.Linear], scheme: Scheme, device: torch.device, m: int
 ) -> Verdict | None:
-    """Compare layers that share an input with their dense form; ``None`` without measured times.
-
-    Args:
-        layers: one layer, or siblings.
-        scheme: what they would become.
-        device: where they will run.
-        m: rows of the input.
-    """
+    """Compare layers that share an input with their dense form; ``None`` without measured times."""
     joins = len(layers) > 1 and m <= MOST_JOINED_ROWS and would_join(scheme, layers)
     ran = [_choice(shape, layers[0], scheme, device, m) for shape in _run(layers, joins)]
     dense = [_choice(shape, layers[0], scheme, device, m).dense_us for shape in _run(layers, False)]
@@ -65,13 +55,7 @@ def judge(
 
 
 def measured_rows(layers: Sequence[nn.Linear], scheme: Scheme, device: torch.device) -> list[int]:
-    """Return the row counts at which a device has times of layers that share an input.
-
-    Args:
-        layers: one layer, or siblings.
-        scheme: what they would become.
-        device: where they will run.
-    """
+    """Return the row counts at which a device has times of layers that share an input."""
     kind = (scheme, layers[0].weight.dtype, device, False)
     joins = len(layers) > 1 and would_join(scheme, layers)
     shapes = {*_run(layers, joins), *_run(layers, False)}

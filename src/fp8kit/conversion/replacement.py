@@ -32,15 +32,7 @@ def replace_layers(
 ) -> None:
     """Turn the planned layers of a model into FP8; it is unchanged if that cannot be.
 
-    Args:
-        model: the one that the report is about, or a copy of it.
-        scheme: what its layers become.
-        report: what was planned; it learns which form MX weights got.
-        calibrate: as in ``plan``.
-        weight_storage: as in ``Plan.apply``.
-
-    Raises:
-        ConversionError: as ``Plan.apply`` raises it.
+    The report learns which form MX weights got. Raises ``ConversionError`` as ``Plan.apply`` does.
     """
     experts = _unchanged_experts(model, report)
     _check_values(model, report)
@@ -70,13 +62,7 @@ def replace_layers(
 
 
 def copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
-    """Copy a model whose dense weights are about to be discarded, without copying these.
-
-    Args:
-        model: the one that was planned.
-        report: what was planned.
-        weight_storage: as in ``Plan.apply``.
-    """
+    """Copy a model whose dense weights are about to be discarded, without copying these."""
     memo: dict[int, object] = {}
     tried: dict[Any, Any] = {}
     if weight_storage == "discard":

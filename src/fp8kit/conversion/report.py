@@ -188,20 +188,7 @@ class Report:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Lay out rows of text in columns; the first row is the head.
-
-    Args:
-        rows: equally long tuples of cells.
-
-    Returns:
-        Lines joined with newlines, without trailing spaces.
-
-    Example:
-        >>> print(table([("a", "b"), ("long", "1")]))
-        a     b
-        ----  -
-        long  1
-    """
+    """Lay out rows of text in columns; the first row is the head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * w for w in widths))

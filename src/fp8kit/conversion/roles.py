@@ -47,15 +47,7 @@ _ENDS = (
 def layer_roles(model: nn.Module) -> dict[str, str]:
     """Return which linear layers the defaults keep in high precision, and what they do.
 
-    Args:
-        model: any module; its weights may be on the meta device.
-
-    Returns:
-        Qualified names, every name of a shared layer, to what the layer does.
-
-    Example:
-        >>> layer_roles(torchvision.models.resnet18())
-        {'fc': 'output head'}
+    Every name of a shared layer is there. Weights may be on the meta device.
     """
     linears = {n: m for n, m in model.named_modules(remove_duplicate=False) if is_linear(m)}
     found = roles_by_name(linears)

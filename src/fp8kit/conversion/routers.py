@@ -36,15 +36,7 @@ class _Trial:
 
 
 def fuse_routers(block: nn.Module, name: str) -> list[str]:
-    """Let the routers of a block of experts choose in one kernel, where they are known.
-
-    Args:
-        block: the module that holds them.
-        name: of the block in the model.
-
-    Returns:
-        Names of the routers.
-    """
+    """Let the known routers of a block of experts choose in one kernel, and name them."""
     fused = []
     for child, router in block.named_children():
         formula = recognize_router(router) if may_own_forward(router) else None
@@ -58,10 +50,8 @@ def recognize_router(router: nn.Module) -> RouterFormula | None:
     """Find out what a router computes, by trying it on random numbers and weights.
 
     It is known if it gives logits, weights and ids, in fp32 and in bf16, in training and in
-    evaluation: the bits of the logits, the experts, and the weights but for rounding.
-
-    Args:
-        router: a module of Parameters and buffers alone, which may be on the meta device.
+    evaluation: the bits of the logits, the experts, and the weights but for rounding. The router
+    has Parameters and buffers alone, which may be on the meta device.
     """
     weight, top_k = router._parameters.get("weight"), vars(router).get("top_k")
     others = {*router._parameters, *router._buffers} - {"weight", "bias", BIAS}

@@ -29,18 +29,8 @@ def find_groups(
 ) -> list[tuple[str, ...]]:
     """Group layers that read one tensor: by links, then by watching ``run``, else by their names.
 
-    Args:
-        model: the model, dense or converted.
-        names: qualified names of the layers that may be grouped.
-        run: calls the model on representative data.
-        links: what users say of their model; those of known families are added.
-
-    Returns:
-        Groups of two or more names, in call order; no layer is in two of them.
-
-    Example:
-        >>> find_groups(model, ["mlp.gate_proj", "mlp.up_proj"])
-        [('mlp.gate_proj', 'mlp.up_proj')]
+    Links are what users say of their model; those of known families are added. Gives groups of two
+    or more names, in call order; no layer is in two of them.
     """
     known = [link.layers for link in (*links, *family_links(model))]
     others = sibling_groups(model, names) if run is None else traced_groups(model, names, run)
@@ -56,12 +46,7 @@ def find_groups(
 def share_inputs(model: nn.Module, groups: Iterable[Sequence[str]]) -> None:
     """Let each group of FP8 layers quantize its one input once.
 
-    Args:
-        model: the converted model.
-        groups: qualified names of ``Fp8Linear`` layers, in call order.
-
-    Example:
-        >>> share_inputs(model, [("mlp.gate_proj", "mlp.up_proj")])
+    Names are in call order.
     """
     for group in groups:
         members = [model.get_submodule(name) for name in group]
@@ -82,18 +67,8 @@ def ungrouped(model: nn.Module) -> list[list[str]]:
 def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ...]]:
     """Group layers by the usual names of siblings: q/k/v and gate/up.
 
-    In cross attention these are keys and values alone, which read another tensor.
-
-    Args:
-        model: the model.
-        names: qualified names of the layers that may be grouped.
-
-    Returns:
-        Groups of two or more names with equal K, in call order.
-
-    Example:
-        >>> sibling_groups(model, ["mlp.gate_proj", "mlp.up_proj"])
-        [('mlp.gate_proj', 'mlp.up_proj')]
+    In cross attention these are keys and values alone, which read another tensor. Gives groups of
+    two or more names with equal K, in call order.
     """
     allowed, groups = set(names), []
     for parent, module in model.named_modules():
@@ -109,9 +84,7 @@ def sibling_groups(model: nn.Module, names: Iterable[str]) -> list[tuple[str, ..
 def joined_shapes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list[tuple[int, int]]:
     """Return the shapes of the matrices that siblings are multiplied as, for few rows.
 
-    Args:
-        shapes: ``(N, K)`` of layers by name; siblings are told by their usual names.
-        scheme: what the layers are, or would become.
+    Shapes are ``(N, K)`` by name; siblings are told by their usual names.
     """
     tree = tree_of(shapes)
     groups = sibling_groups(tree, shapes) if can_share(scheme) else []
@@ -124,18 +97,8 @@ def traced_groups(
 ) -> list[tuple[str, ...]]:
     """Group layers that one run called one after another with the same tensor object.
 
-    Args:
-        model: the model.
-        names: qualified names of the layers that may be grouped.
-        run: calls the model on representative data.
-
-    Returns:
-        Groups of two or more names, in call order; a layer that was seen in two different groups
-        is in none.
-
-    Example:
-        >>> traced_groups(model, ["a", "b"], lambda m: m(x))
-        [('a', 'b')]
+    Gives groups of two or more names, in call order; a layer that was seen in two different groups
+    is in none.
     """
     calls: list[list[str]] = []
     latest: list[Tensor] = []

@@ -34,12 +34,8 @@ def leave_slower(
 ) -> None:
     """Turn planned conversions that would not pay into skips with a reason.
 
-    Args:
-        model: the model.
-        scheme: what its layers would become.
-        report: records and groups so far; both are changed, and notes are added.
-        rows: row counts that the layers will serve, ``None`` if that is not known.
-        wanted: names of layers that stay FP8 if ``rows`` is ``None``.
+    Records and groups of the report are changed, and notes are added. Layers that are ``wanted`` by
+    name stay FP8 if ``rows``, the row counts that they will serve, are not known.
     """
     records = {r.name: r for r in report.linears}
     grouped = {name for group in report.groups for name in group}
@@ -74,10 +70,7 @@ def leave_slower(
 def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) -> None:
     """Do as ``leave_slower`` for layers of which only names and shapes are known.
 
-    Args:
-        report: records of bf16 layers; siblings are told by their usual names.
-        scheme: what the layers would become.
-        rows: row counts that they will serve.
+    They are bf16; siblings are told by their usual names.
     """
     shapes = {record.name: record.shape for record in report.linears}
     tree = tree_of(shapes)

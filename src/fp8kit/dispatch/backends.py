@@ -115,13 +115,8 @@ def _load(path: str) -> tuple[Backend | None, str]:
 def choose(table: BackendTable, problem: Any, only: str | None = None) -> Choice:
     """Pick the backend of a table that computes a problem soonest.
 
-    Args:
-        table: backend names, module paths and device types, in order of preference.
-        problem: a frozen description with a ``device_type``; equal problems get one choice.
-        only: consider this backend alone, whatever was found when it was measured.
-
-    Returns:
-        The choice; its ``implementation`` is ``None`` if no backend fits.
+    ``only`` considers one backend alone, whatever was found when it was measured. Equal problems
+    get one choice; its ``implementation`` is ``None`` if no backend fits.
     """
     fits: dict[str, Backend] = {}
     reasons: dict[str, str] = {}
@@ -220,9 +215,8 @@ def _times(
 def decide(table: BackendTable, problem: Any, only: str | None = None) -> Choice:
     """Choose a backend, or raise with every backend's reason; arguments as of ``choose``.
 
-    Raises:
-        ValueError: if ``only`` names no backend of the table.
-        UnsupportedError: if no backend supports the problem.
+    Raises ``ValueError`` if ``only`` names no backend of the table, and ``UnsupportedError`` if
+    none supports the problem.
     """
     choice = choose(table, problem, only)
     if choice.implementation is not None:

@@ -37,11 +37,7 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def native_codes(architecture: str) -> torch.dtype:
-    """Return the e4m3 encoding that a GPU multiplies: e4m3fnuz on MI300 (gfx94), else e4m3fn.
-
-    Args:
-        architecture: as ``architecture`` gives it; empty for what is no GPU of AMD.
-    """
+    """Return the e4m3 encoding that a GPU multiplies: e4m3fnuz on MI300 (gfx94), else e4m3fn."""
     return torch.float8_e4m3fnuz if architecture.startswith("gfx94") else torch.float8_e4m3fn
 
 

@@ -44,12 +44,9 @@ _COLUMNS = ("scales", "accum", "m", "n", "k", "us")
 class Case:
     """A linear layer as a table knows it.
 
-    Args:
-        scales: granularities of activation and weight, e.g. ``"row*row"``.
-        accum: ``"precise"`` or ``"fast"``.
-        m: rows of the input.
-        n: output features.
-        k: input features.
+    ``scales`` are the granularities of activation and weight, e.g. ``"row*row"``, and ``accum`` is
+    ``"precise"`` or ``"fast"``; ``m`` counts rows of the input, ``n`` output and ``k`` input
+    features.
     """
 
     scales: str
@@ -63,10 +60,9 @@ class Case:
 class Measured:
     """What a table says about one layer.
 
-    Args:
-        m: row count at which the layer was measured.
-        us: microseconds by candidate (``"backend"`` or ``"backend:configuration"``, and
-            ``"bf16"`` for the dense layer); ``REJECTED`` for one that may not run.
+    ``m`` is the row count at which it was measured, and ``us`` has microseconds by candidate
+    (``"backend"`` or ``"backend:configuration"``, and ``"bf16"`` for the dense layer); ``REJECTED``
+    for one that may not run.
     """
 
     m: int
@@ -77,12 +73,9 @@ class Measured:
 class Table:
     """Measured times of one device.
 
-    Args:
-        device: name of the GPU, as CUDA gives it.
-        bandwidth: bytes per second that its memory delivers.
-        flops: FP8 operations per second that it sustains.
-        rows: microseconds by layer and candidate, ``REJECTED`` among them.
-        facts: where and when it was measured: versions, driver, commit.
+    ``bandwidth`` are bytes per second that the memory of the GPU delivers, ``flops`` FP8 operations
+    per second that it sustains, ``rows`` microseconds by layer and candidate, ``REJECTED`` among
+    them. ``facts`` tell where and when it was measured: versions, driver, commit.
     """
 
     device: str
@@ -94,10 +87,8 @@ class Table:
     def roofline(self, case: Case, candidate: str = "") -> float:
         """Return the least microseconds a layer can take: its bytes, or its operations.
 
-        Args:
-            case: the layer.
-            candidate: ``"bf16"`` for the dense layer, which reads twice the weight at half the
-                rate; anything else is FP8.
+        A dense layer, ``"bf16"``, reads twice the weight at half the rate; any other candidate is
+        FP8.
         """
         wide = 2 if candidate == DENSE else 1
         m, n, k = case.m, case.n, case.k
@@ -135,11 +126,7 @@ class Table:
 
     @staticmethod
     def from_json(text: str) -> Table:
-        """Read what ``to_json`` wrote.
-
-        Raises:
-            ValueError: if it is not such a table, or one of another schema.
-        """
+        """Read what ``to_json`` wrote, or raise a ``ValueError``, also for another schema."""
         try:
             data = json.loads(text)
             schema, columns = data.pop("schema"), data.pop("columns")
@@ -171,11 +158,7 @@ class Table:
 
 @functools.cache
 def table_for(device: str) -> Table | None:
-    """Return the table of a device: the one in the wheel, and over it what ``tune`` measured here.
-
-    Args:
-        device: name of the GPU, e.g. ``"NVIDIA H200"``; empty for a device that is none.
-    """
+    """Return the table of a device: the one in the wheel, and over it what ``tune`` measured."""
     if not device:
         return None
     shipped = resources.files("fp8kit").joinpath("dispatch", "tables", f"{_slug(device)}.json")
@@ -209,11 +192,7 @@ def fingerprint() -> dict[str, str]:
 
 
 def kernel_digest(package: Traversable) -> str:
-    """Return a digest of every kernel source: the files of the kernel folders, at any depth.
-
-    Args:
-        package: the folder that contains the kernel folders.
-    """
+    """Return a digest of every kernel source of the package, in kernel folders at any depth."""
     digest = hashlib.sha256()
     pending = [(name, package.joinpath(name)) for name in reversed(_KERNEL_FOLDERS)]
     while pending:

@@ -50,12 +50,8 @@ def rms_norm_arguments(
 ) -> tuple[Any, ...]:
     """Check what ``rms_norm_quantize`` takes, and give the arguments of its operator.
 
-    Args:
-        x: ``[..., K]``.
-        residual: checked already, or ``None``.
-        weight: ``[K]``.
-        settings: ``(eps, weight_offset, rounding)``.
-        options: how the result is quantized.
+    ``x`` is ``[..., K]``, the residual has been checked, and ``settings`` are
+    ``(eps, weight_offset, rounding)``.
     """
     target, rounding = _resolved("x", x, options), settings[2]
     _check_norm(rounding, *settings[:2])
@@ -73,13 +69,7 @@ def layer_norm_arguments(
 ) -> tuple[Any, ...]:
     """Check what ``layer_norm_quantize`` takes, and give the arguments of its operator.
 
-    Args:
-        x: ``[..., K]``.
-        weight: ``[K]`` or ``None``.
-        bias: ``[K]`` or ``None``.
-        modulation: scale and shift, or ``None``.
-        settings: ``(eps, rounding)``.
-        options: how the result is quantized.
+    ``x`` is ``[..., K]``, ``modulation`` scale and shift, and ``settings`` are ``(eps, rounding)``.
     """
     (eps, rounding), target = settings, _resolved("x", x, options)
     _check_norm(rounding, eps)
@@ -94,14 +84,7 @@ def layer_norm_arguments(
 def activation_arguments(
     kind: str, gate: Tensor, up: Tensor | None, options: QuantizeOptions
 ) -> tuple[Any, ...]:
-    """Check what an activation takes, and give the arguments of its operator.
-
-    Args:
-        kind: one of ``problem.ACTIVATIONS``.
-        gate: ``[..., K]``.
-        up: like ``gate``, or ``None``.
-        options: how the result is quantized.
-    """
+    """Check what an activation takes, and give the arguments of its operator."""
     target = _resolved("x" if up is None else "gate", gate, options)
     if up is not None:
         check_operand("up", up, tuple(gate.shape), gate, gate.dtype)

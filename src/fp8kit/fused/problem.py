@@ -51,15 +51,9 @@ class Target(NamedTuple):
 class FusedProblem:
     """One producer and how its result is quantized.
 
-    Args:
-        producer: ``"rms_norm"``, ``"layer_norm"`` or one of ``ACTIVATIONS``.
-        group: elements per scale; ``None`` leaves the result as it is.
-        static: the scale is given.
-        in_dtype: dtype of the input, and of the result before it is quantized.
-        dtype: dtype of the codes.
-        k: elements per row.
-        device_type: ``"cpu"``, ``"cuda"``, …
-        capability: CUDA compute capability, ``None`` elsewhere.
+    ``producer`` is ``"rms_norm"``, ``"layer_norm"`` or one of ``ACTIVATIONS``; without a group its
+    result is left as it is. ``in_dtype`` is the dtype of the input, and of the result before it is
+    quantized; ``k`` counts the elements of a row.
     """
 
     producer: str

@@ -47,14 +47,9 @@ def activation_tile(
 ) -> ActivationTile:
     """Choose a tile for ``m`` rows of ``k`` elements; no choice changes the result.
 
-    Args:
-        m: number of rows.
-        k: elements per row.
-        itemsize: bytes per element.
-        group: columns that a tile needs, a power of two.
-        whole_rows: a program needs all of a row, for its amax.
-        paired: two operands are read.
-        heavy: an element takes so many instructions that fewer, larger programs are faster.
+    ``group`` columns are what a tile needs, a power of two; with ``whole_rows`` a program needs all
+    of a row, for its amax. Two operands are read if ``paired``; on ``heavy`` elements so many
+    instructions are spent that fewer, larger programs are faster.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     whole = max(triton.next_power_of_2(k), 16, group)
@@ -170,11 +165,7 @@ def _activation_kernel(
 def quantize_activation(kind: str, gate: Tensor, up: Tensor | None, output: Output) -> None:
     """Activate the rows of ``gate``, multiply by ``up`` and quantize into ``output``.
 
-    Args:
-        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
-        gate: ``[M, K]``, unit stride along K.
-        up: like ``gate``, or ``None``.
-        output: codes and scales.
+    Both are ``[M, K]`` with unit stride along K.
     """
     m, k = gate.shape
     constants, overlap = output.constants, overlaps(output.data.device)

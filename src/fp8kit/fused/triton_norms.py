@@ -47,12 +47,8 @@ class NormTile(NamedTuple):
 class NormOperands(NamedTuple):
     """What a norm reads besides ``x``, each ``None`` if absent.
 
-    Args:
-        residual: ``[M, K]``, unit stride along K.
-        total: ``[M, K]``, contiguous, receives ``x + residual``.
-        weight: ``[K]``, contiguous.
-        bias: ``[K]``, contiguous.
-        modulation: scale and shift ``[B, K]``, unit stride along K.
+    The residual and ``modulation``, scale and shift ``[B, K]``, have unit stride along K.
+    ``total [M, K]``, which receives ``x + residual``, is contiguous, as are weight and bias.
     """
 
     residual: Tensor | None = None
@@ -63,14 +59,7 @@ class NormOperands(NamedTuple):
 
 
 class NormSettings(NamedTuple):
-    """The numbers and switches of a norm.
-
-    Args:
-        centered: layer norm instead of RMS norm.
-        stepwise: round after each step, see ``reference``.
-        eps: added to the mean square.
-        weight_offset: added to the weight.
-    """
+    """The numbers and switches of a norm, a layer norm if ``centered``; see ``reference``."""
 
     centered: bool
     stepwise: bool
@@ -81,10 +70,7 @@ class NormSettings(NamedTuple):
 def norm_tile(k: int, itemsize: int, least: int) -> NormTile:
     """Choose a tile for rows of ``k`` elements, whatever their number.
 
-    Args:
-        k: elements per row.
-        itemsize: bytes per element of ``x``.
-        least: columns that a tile needs, a power of two.
+    A tile needs ``least`` columns, a power of two.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     whole = max(triton.next_power_of_2(k), 16, least)
@@ -254,11 +240,7 @@ def quantize_norm(
 ) -> None:
     """Norm the rows of ``x`` and quantize them into ``output``.
 
-    Args:
-        x: ``[M, K]``, unit stride along K.
-        operands: what else is read, and the sum with a residual.
-        settings: which norm.
-        output: codes and scales.
+    ``x`` is ``[M, K]`` with unit stride along K.
     """
     m, k = x.shape
     residual, total, weight, bias, modulation = operands

@@ -39,12 +39,8 @@ TILE_BYTES = 32 * 32 * 16  # one 16-byte load by each thread of the largest prog
 class Output(NamedTuple):
     """Where codes and scales go, and the constants that the kernels compile in.
 
-    Args:
-        data: codes, contiguous.
-        scale: scales in the layout that ``SCALES`` says; read if static.
-        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
-        min_scale: floor under a dynamic ``float32`` scale.
-        constants: ``SCALES``, ``GROUP``, ``DIVISION`` and ``FP8_MAX``.
+    Codes are contiguous; the scale, in the layout that ``SCALES`` says, is read if static.
+    ``constants`` are ``SCALES``, ``GROUP``, ``DIVISION`` and ``FP8_MAX``.
     """
 
     data: Tensor
@@ -79,12 +75,8 @@ class Output(NamedTuple):
 def row_cut(k: int, lanes: int, most: int) -> tuple[int, int]:
     """Choose warps and tiles for a program that holds a row of ``k`` elements in registers.
 
-    The fewest idle lanes win, then few enough tiles that several programs share a processor.
-
-    Args:
-        k: elements per row.
-        lanes: elements that one warp loads at once.
-        most: tiles that the registers of a thread hold.
+    The fewest idle lanes win, then few enough tiles that several programs share a processor. One
+    warp loads ``lanes`` elements at once, and the registers of a thread hold ``most`` tiles.
     """
     cuts = [(warps, triton.cdiv(k, warps * lanes)) for warps in (4, 8, 16, 32)]
     fitting = [(w, held) for w, held in cuts if held <= most] or cuts[-1:]
@@ -97,10 +89,6 @@ def narrow(x, DTYPE: tl.constexpr):
 
     In pairs, explicitly: where no 16-bit arithmetic precedes or follows with which it could combine
     the cast, the compiler would convert one by one at a quarter of the rate.
-
-    Args:
-        x: ``float32`` tile.
-        DTYPE: dtype of the result.
     """
     if x.dtype == DTYPE:
         return x

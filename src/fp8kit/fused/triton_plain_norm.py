@@ -59,16 +59,7 @@ def _plain_norm_kernel(
 def norm_rows(
     x: Tensor, weight: Tensor, y: Tensor, eps: float, weight_offset: float, stepwise: bool
 ) -> None:
-    """Norm the rows of ``x`` into ``y``.
-
-    Args:
-        x: ``[outer, inner, K]``, unit stride along K.
-        weight: ``[K]``, contiguous.
-        y: like ``x``, contiguous.
-        eps: added to the mean square.
-        weight_offset: added to the weight.
-        stepwise: round after each step, see ``reference``.
-    """
+    """Norm the rows of ``x [outer, inner, K]``, with unit stride along K, into contiguous ``y``."""
     outer, inner, k = x.shape
     tile, overlap = norm_tile(k, x.element_size(), 1), overlaps(x.device)
     launch(

@@ -272,8 +272,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def is_serializable(self) -> bool:
         """Announce the FP8 layers in the config, which diffusers writes right after asking.
 
-        Raises:
-            CheckpointError: if the model has adapters, or layers that no loader reads.
+        Raises ``CheckpointError`` if the model has adapters, or layers that no loader reads.
         """
         layers = _layers(self.model)
         wrapped = [n.removesuffix(".base_layer") for n in layers if n.endswith(".base_layer")]

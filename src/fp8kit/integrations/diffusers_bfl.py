@@ -19,16 +19,9 @@ _ROWS = "fp8r"
 def bundled(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Put each weight of a file and its scales into one tensor of diffusers.
 
-    Args:
-        state_dict: the file; E4M3 ``X.weight [N, K]`` with fp32 ``X.weight_scale [N]``.
-
-    Raises:
-        UnsupportedError: for NVFP4, or a diffusers that does not know these files.
-        CheckpointError: if a weight is not E4M3, or its scales are not one for each row.
-
-    Example:
-        >>> bundled({"a.weight": codes, "a.weight_scale": scales}).keys()
-        dict_keys(['a.weight'])
+    The file has E4M3 ``X.weight [N, K]`` with fp32 ``X.weight_scale [N]``. Raises
+    ``UnsupportedError`` for NVFP4, or a diffusers that does not know these files, and
+    ``CheckpointError`` if a weight is not E4M3, or its scales are not one for each row.
     """
     make = _bundle_class()
     layers = [n.removesuffix(".weight_scale") for n in state_dict if n.endswith(".weight_scale")]

@@ -15,8 +15,7 @@ from fp8kit.modules.libraries import unwrapped
 def bare(model: Any) -> Any:
     """Return the Transformers model in what PEFT, ``torch.compile`` or DDP made of it.
 
-    Raises:
-        TypeError: if there is none.
+    Raises ``TypeError`` if there is none.
     """
     inner: Any = unwrapped(model) if isinstance(model, nn.Module) else model
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner

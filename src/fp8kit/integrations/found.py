@@ -21,10 +21,7 @@ class QuantizerOfLayers:
 
     Set on the class of a library's models, it is found where a model has no quantizer of its own:
     after ``convert`` of the model, of a part of it or of a module around it, and in copies and
-    pickles of these.
-
-    Args:
-        make: gives a quantizer for models with a layer.
+    pickles of these. ``make`` gives a quantizer for models with a layer.
     """
 
     def __init__(self, make: Callable[[Fp8Linear | ExpertTensors], object]) -> None:
@@ -44,9 +41,7 @@ class QuantizerOfLayers:
 def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Put dense layers in the place of FP8 ones, and what was fused as it was, in place.
 
-    Args:
-        model: a module with ``Fp8Linear`` layers.
-        dtype: of the dense weights; by default each layer's ``compute_dtype``.
+    By default they get each layer's ``compute_dtype``.
     """
     dense: dict[nn.Module, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):

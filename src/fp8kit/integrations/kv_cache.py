@@ -42,10 +42,8 @@ _Pair = tuple[Tensor, Tensor]
 class _Fp8Layer(CacheLayerMixin):  # type: ignore[misc]
     """Codes in a cache layer of Transformers, which comes next in the order of classes.
 
-    Args:
-        fixed: scales of keys and of values, fp32 ``[1]`` or ``[heads, 1, 1]``; ``None`` takes one
-            for each token and head from the data.
-        kwargs: what the layer of Transformers takes.
+    ``fixed`` are scales of keys and of values, fp32 ``[1]`` or ``[heads, 1, 1]``; ``None`` takes
+    one for each token and head from the data.
     """
 
     plain: type[CacheLayerMixin]
@@ -58,14 +56,8 @@ class _Fp8Layer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> _Pair:
         """Store the states of new tokens, and return those of all, decoded.
 
-        Args:
-            key_states: bf16, fp16 or fp32 ``[batch, heads, tokens, head_dim]``.
-            value_states: likewise.
-            args: ignored, as by Transformers.
-            kwargs: likewise.
-
-        Raises:
-            UnsupportedError: if a gradient would be lost.
+        They are bf16, fp16 or fp32 ``[batch, heads, tokens, head_dim]``; other arguments are
+        ignored, as by Transformers. Raises ``UnsupportedError`` if a gradient would be lost.
         """
         states = (key_states, value_states)
         _refuse_gradients(states)

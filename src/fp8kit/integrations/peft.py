@@ -82,11 +82,7 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         return {**super().lora_variants, _DORA: _DoraVariant}
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
-        """Add an adapter.
-
-        Raises:
-            UnsupportedError: if its initialization would take codes for numbers.
-        """
+        """Add an adapter; refuse one whose initialization would take codes for numbers."""
         if config.init_lora_weights not in _INITS:
             raise _made_from_codes(f"init_lora_weights={config.init_lora_weights!r}")
         _in_words(super().update_layer)(adapter_name, *args, config=config, **kwargs)
@@ -243,8 +239,7 @@ class _DoraVariant(DoraLinearVariant):  # type: ignore[misc]
 def tell() -> None:
     """Let PEFT put ``Fp8LoraLinear`` around FP8 layers.
 
-    Raises:
-        UnsupportedError: if this version of PEFT is too old.
+    Raises ``UnsupportedError`` if this version of PEFT is too old.
     """
     if tuple(int(p) for p in peft.__version__.split(".")[:2]) < OLDEST:
         raise UnsupportedError(

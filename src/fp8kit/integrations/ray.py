@@ -63,15 +63,9 @@ class Runner:
     ) -> None:
         """Write some files of a plan, each in a task of its own.
 
-        Args:
-            work: the plan.
-            indices: which files of it.
-            source: directory that is read, on every machine.
-            folder: directory that is written, on every machine.
-            progress: called with the bytes of the source that were done since the last call.
-
-        Raises:
-            CheckpointError: if a machine does not see the directories, or what the task raised.
+        Every machine sees both directories. ``progress`` is called with the bytes of the source
+        that were done since the last call. Raises ``CheckpointError`` if a machine does not see the
+        directories, or what the task raised.
         """
         own = not ray.is_initialized()
         if own:

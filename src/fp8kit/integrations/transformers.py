@@ -60,24 +60,11 @@ def load(
 
     Each tensor is read when it is placed, experts one by one into the stacks of the model. FP8
     layers that the model merges with others in any other way are decoded to high precision.
-
-    Args:
-        checkpoint: of any dialect, or in high precision.
-        config: how to quantize a high-precision checkpoint; ``None`` for an FP8 one.
-        device: where the model goes.
-        dtype: its high precision; by default the checkpoint's.
-        strict: raise if the checkpoint holds tensors that the model does not use.
-        form: how MXFP8 layers compute, as in ``mx_forms.settle``.
-
-    Returns:
-        The model in eval mode, and what to know about the load.
-
-    Raises:
-        CheckpointError: if Transformers has no such model, or tensors are missing.
-        UnsupportedError: if this version of Transformers is too old.
-
-    Example:
-        >>> model, filled = load(open_checkpoint("dir"), None)
+    ``config`` is for a checkpoint in high precision alone; ``strict`` raises if the checkpoint
+    holds tensors that the model does not use, and ``form`` is as in ``mx_forms.settle``. Gives the
+    model in eval mode, and what to know about the load. Raises ``CheckpointError`` if Transformers
+    has no such model, or tensors are missing, and ``UnsupportedError`` if this version of
+    Transformers is too old.
     """
     check_version()
     checkpoint = checkpoint.for_engines()
@@ -128,14 +115,8 @@ def load(
 def skeleton(checkpoint: Checkpoint) -> Any:
     """Build the model of a checkpoint on the meta device: names and shapes, no weights.
 
-    Args:
-        checkpoint: of any dialect, or in high precision.
-
-    Raises:
-        CheckpointError: if Transformers has no such model, or cannot build it from config.json.
-
-    Example:
-        >>> fp8kit.plan(skeleton(open_checkpoint("dir")))
+    Raises ``CheckpointError`` if Transformers has no such model, or cannot build it from
+    config.json.
     """
     check_version()
     model_class, config = _model_class(checkpoint), _model_config(checkpoint)

@@ -23,20 +23,9 @@ def text_batches(
 ) -> list[dict[str, Tensor]]:
     """Cut a text into sequences, by the tokenizer of a checkpoint.
 
-    Args:
-        source: a directory with a tokenizer.
-        text: a UTF-8 file.
-        tokens: how many tokens to take at most.
-        length: tokens of a sequence.
-        device: where the batches go.
-
-    Returns:
-        Batches of one sequence: ``input_ids`` int64 ``[1, length]``. What is left over at the end
-        is one shorter sequence.
-
-    Raises:
-        CheckpointError: if there is no tokenizer, or the text is no UTF-8 or gives fewer than two
-            tokens.
+    Each of them is one sequence, ``input_ids`` int64 ``[1, length]``, of ``tokens`` at most in all;
+    what is left over at the end is a shorter one. Raises ``CheckpointError`` if there is no
+    tokenizer, or the text is no UTF-8 or gives fewer than two tokens.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)

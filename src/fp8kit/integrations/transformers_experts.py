@@ -61,9 +61,8 @@ class Taken:
     ) -> None:
         """Read the experts into a model whose stacks have been taken out by ``take_out``.
 
-        Raises:
-            CheckpointError: if some are missing or do not fit.
-            ConversionError: if one cannot be quantized.
+        Raises ``CheckpointError`` if some are missing or do not fit, and ``ConversionError`` if one
+        cannot be quantized.
         """
         for name in self.experts:
             module = model.get_submodule(name)
@@ -126,10 +125,7 @@ _AWAITED: dict[Any, dict[str, torch.Tensor]] = {}
 def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Experts] | None) -> Taken:
     """Find the experts that can be read straight into FP8 stacks.
 
-    Args:
-        checkpoint: of any dialect, or in high precision.
-        model: built for it, dense, on meta.
-        chosen: which become FP8 of a checkpoint in high precision; ``None`` for an FP8 one.
+    The model is dense, on meta; ``chosen`` become FP8 of a checkpoint in high precision.
     """
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     rules = get_model_conversion_mapping(model)
@@ -154,12 +150,7 @@ def take_experts(checkpoint: Checkpoint, model: Any, chosen: Mapping[str, Expert
 
 
 def take_out(model: Any, names: Mapping[str, Experts]) -> None:
-    """Make modules FP8 experts, and hide their stacks from the loader.
-
-    Args:
-        model: on meta, about to be loaded.
-        names: of the modules, and what they become.
-    """
+    """Make modules FP8 experts, and hide their stacks from the loader."""
     for name, experts in names.items():
         module = model.get_submodule(name)
         experts.empty(module, module.get_parameter(experts.stacks.down).dtype)
@@ -176,12 +167,7 @@ def _nothing(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chosen_experts(model: Any, schemes: Mapping[str, Any]) -> dict[str, Experts]:
-    """Return what modules of experts become.
-
-    Args:
-        model: with these modules, dense.
-        schemes: of the modules by name.
-    """
+    """Return what modules of experts become."""
     found, tried = {}, dict[Any, Any]()
     for name, scheme in schemes.items():
         stacks = recognize(model.get_submodule(name), tried)
@@ -193,14 +179,9 @@ def chosen_experts(model: Any, schemes: Mapping[str, Any]) -> dict[str, Experts]
 def names_in_model(model: Any, tensors: Iterable[str], rules: list[Any]) -> dict[str, str]:
     """Name weights of experts as modules of the model would hold them, through its rules.
 
-    Args:
-        model: on any device, meta too.
-        tensors: names on disk.
-        rules: of Transformers for the model; those that rename something note it.
-
-    Returns:
-        Names on disk to names of layers: ``X.experts.0.gate_proj``, or of a whole stack. What is no
-        weight of experts, or is turned or mixed as it is loaded, is left out.
+    Gives names of layers by names on disk: ``X.experts.0.gate_proj``, or of a whole stack. What is
+    no weight of experts, or is turned or mixed as it is loaded, is left out. Rules that rename
+    something note it.
     """
     converters = [r for r in rules if isinstance(r, WeightConverter)]
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}

@@ -22,19 +22,8 @@ from fp8kit.modules.dense import is_linear
 def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
     """Tell what the tensors of a checkpoint are in the model they belong to.
 
-    Args:
-        checkpoint: in high precision, of a model that Transformers knows.
-        scheme: what the layers would become.
-
-    Returns:
-        Linear layers, embeddings, and tensors of other use, by their names on disk.
-
-    Raises:
-        CheckpointError: if Transformers has no such model.
-
-    Example:
-        >>> facts(open_checkpoint("dir"), Scheme.of("FP8_DYNAMIC")).layers["lm_head"].role
-        'output head'
+    Gives linear layers, embeddings, and tensors of other use, by their names on disk. Raises
+    ``CheckpointError`` if Transformers has no such model.
     """
     model = _skeleton(checkpoint)
     found = Facts(f"{type(model).__name__} of Transformers")

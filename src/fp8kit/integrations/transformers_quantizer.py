@@ -266,9 +266,8 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
         """Return ``save_pretrained`` the tensors as they are on disk, and announce them.
 
-        Raises:
-            CheckpointError: if Transformers could not load what would be written, or if the
-                ``state_dict`` that ``save_pretrained`` got is none of the model.
+        Raises ``CheckpointError`` if Transformers could not load what would be written, or if the
+        ``state_dict`` that ``save_pretrained`` got is none of the model.
         """
         given = GIVEN.get()
         # the adapter alone is saved, or nothing by a process whose tensors another one gathered
@@ -293,8 +292,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
 def tell() -> None:
     """Let every Transformers model with FP8 layers save itself as ``fp8kit.save`` would.
 
-    Raises:
-        UnsupportedError: if this version of Transformers is too old.
+    Raises ``UnsupportedError`` if this version of Transformers is too old.
     """
     check_version()
     PreTrainedModel.hf_quantizer = QuantizerOfLayers(
@@ -351,14 +349,9 @@ def decide(model: Any, config: Fp8KitConfig) -> Report:
 def layers_in_model(model: Any, weights: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Find the modules that layers of a checkpoint become, through renames by the model.
 
-    Args:
-        model: on any device, meta too.
-        weights: names of their codes in the checkpoint.
-
-    Returns:
-        Weights to modules that have them to themselves; and the weights that the model merges with
-        others, e.g. single experts, or holds elsewhere than in a linear layer. What the model does
-        not know is in neither.
+    Gives the module of each weight that has one to itself; and the weights that the model merges
+    with others, e.g. single experts, or holds elsewhere than in a linear layer. What the model does
+    not know is in neither.
     """
     known, rules = model.state_dict(), get_model_conversion_mapping(model)
     kept: dict[str, str] = {}

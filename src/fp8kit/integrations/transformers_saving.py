@@ -58,20 +58,8 @@ def export(model: Any) -> Exported:
     """Take a Transformers model apart into what is written to disk.
 
     Names and layouts are those of the checkpoint: renames and merges that Transformers does while
-    loading are undone, experts are one matrix each, tied weights appear once.
-
-    Args:
-        model: a ``PreTrainedModel``.
-
-    Returns:
-        Tensors, config, further files, and the linear layers in high precision.
-
-    Raises:
-        CheckpointError: if the model is quantized by other means as well.
-
-    Example:
-        >>> export(model).tensors["model.layers.0.mlp.up_proj.weight_scale"].shape
-        torch.Size([768, 1])
+    loading are undone, experts are one matrix each, tied weights appear once. Raises
+    ``CheckpointError`` if the model is quantized by other means as well.
     """
     check_version()
     method = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
@@ -120,12 +108,8 @@ def names_on_disk(
     """Name the layers of single experts as the model's own rules write them.
 
     Numbered stacks go through the rules, which divide and rename them. Where they keep stacks
-    whole, experts get the names of their module and the words that engines know; but not where
-    the stacks lie outside of a module of experts, as in GraniteMoE, where engines look for them.
-
-    Args:
-        model: a ``PreTrainedModel``.
-        wanted: as in ``Renames``.
+    whole, experts get the names of their module and the words that engines know; but not where the
+    stacks lie outside of a module of experts, as in GraniteMoE, where engines look for them.
     """
     numbers: dict[str, Tensor] = {}
     first: dict[str, int] = {}
@@ -274,17 +258,9 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
     """Return what ``save_pretrained`` writes: what ``fp8kit.save`` does, if Transformers loads it.
 
     Of a ``state_dict`` that ``save_pretrained`` got, that is what a model with these tensors gives,
-    without those that it lacks.
-
-    Args:
-        model: a ``PreTrainedModel`` with ``Fp8Linear`` layers.
-
-    Returns:
-        The ``state_dict`` with scales under the names and in the shapes they have on disk, and the
-        quantization config.
-
-    Raises:
-        CheckpointError: if Transformers could not load it, or a tensor does not fit it.
+    without those that it lacks. Gives the ``state_dict`` with scales under the names and in the
+    shapes they have on disk, and the quantization config. Raises ``CheckpointError`` if
+    Transformers could not load it, or a tensor does not fit it.
     """
     given = GIVEN.get()
     if given is None:

@@ -35,19 +35,9 @@ def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -
     """Return the quantization config with which Transformers loads what is about to be written.
 
     A model on meta is filled by the library's own loader. Modules that it would make FP8, and for
-    which the checkpoint has no scales, are added to those that it shall ignore.
-
-    Args:
-        build: makes the dense model on meta, anew at each call.
-        quantization: the config so far.
-        kinds: name of each tensor on disk to its dtype and shape.
-
-    Raises:
-        CheckpointError: if Transformers would stop, lose FP8 tensors, or draw some at random.
-
-    Example:
-        >>> accepted(lambda: skeleton(checkpoint), {"quant_method": "fp8", ...}, kinds)["ignore"]
-        ['lm_head']
+    which the checkpoint has no scales, are added to those that it shall ignore. ``build`` makes the
+    dense model on meta, anew at each call. Raises ``CheckpointError`` if Transformers would stop,
+    lose FP8 tensors, or draw some at random.
     """
     if quantization.get("quant_method") not in _METHODS:
         return quantization
@@ -72,17 +62,7 @@ def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -
 def accepted_of(
     model: Any, quantization: JsonObject, kinds: Kinds, dtype: torch.dtype
 ) -> JsonObject:
-    """Do the same for a model in memory, which Transformers would build anew by its config.
-
-    Args:
-        model: a ``PreTrainedModel``.
-        quantization: as above.
-        kinds: as above.
-        dtype: its high precision.
-
-    Raises:
-        CheckpointError: as above.
-    """
+    """Do the same for a model in memory, which Transformers would build anew by its config."""
 
     def build() -> Any:
         config = copy.deepcopy(model.config)
@@ -198,10 +178,7 @@ def renamed(
 ) -> dict[str, tuple[str, str | None]]:
     """Name tensors on disk as the loader does, each with the pattern that converts it, if one does.
 
-    Args:
-        model: on any device, meta too.
-        rules: of Transformers for the model; those that rename something note it.
-        names: on disk.
+    Rules that rename something note it.
     """
     renamings = [r for r in rules if isinstance(r, WeightRenaming)]
     converters = [r for r in rules if isinstance(r, WeightConverter)]

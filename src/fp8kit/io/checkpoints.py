@@ -152,17 +152,7 @@ def verify_checkpoint(
 
 
 def high_precision(source: str | Path) -> Checkpoint:
-    """Open a checkpoint that shall be quantized.
-
-    Args:
-        source: its directory.
-
-    Raises:
-        CheckpointError: if it is damaged, or FP8 already.
-
-    Example:
-        >>> checkpoint = high_precision("bf16-dir")
-    """
+    """Open a checkpoint that shall be quantized; refuse one that is damaged, or FP8 already."""
     checkpoint = open_checkpoint(source)
     if checkpoint.announced_alone:
         raise CheckpointError(checkpoint.announced_alone)
@@ -178,16 +168,8 @@ def high_precision(source: str | Path) -> Checkpoint:
 def decide(checkpoint: Checkpoint, recipe: Recipe) -> Selection:
     """Decide which tensors become FP8: by the model's class if Transformers knows it, else by name.
 
-    Args:
-        checkpoint: in high precision.
-        recipe: scheme, target and patterns.
-
-    Raises:
-        ConversionError: as ``quantize_checkpoint`` raises it.
-        CheckpointError: if the target could not load the result.
-
-    Example:
-        >>> print(decide(open_checkpoint("dir"), Recipe("FP8_DYNAMIC")).report)
+    Raises ``ConversionError`` as ``quantize_checkpoint`` does, and ``CheckpointError`` if the
+    target could not load the result.
     """
     choice = select_layers(checkpoint, recipe, _facts(checkpoint, recipe))
     if checkpoint.nameless:
@@ -198,17 +180,9 @@ def decide(checkpoint: Checkpoint, recipe: Recipe) -> Selection:
 def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.device]:
     """List a device for each worker thread.
 
-    Args:
-        devices: ``"cpu"``, ``"cuda:N"``, or ``"cuda"`` for every GPU there is.
-        count: threads per device; by default one for each processor that this process may use, and
-            eight for a GPU, so that reading, computing and writing overlap.
-
-    Raises:
-        ValueError: if ``count`` is not positive.
-
-    Example:
-        >>> workers_on(["cpu"], 2)
-        [device(type='cpu'), device(type='cpu')]
+    ``"cuda"`` stands for every GPU there is. By default a device has one thread for each processor
+    that this process may use, and a GPU eight, so that reading, computing and writing overlap.
+    Raises ``ValueError`` if ``count`` is not positive.
     """
     if count is not None and count < 1:
         raise InvalidValue(

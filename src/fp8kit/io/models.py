@@ -205,11 +205,7 @@ def load(
 
 
 def require_fp8(source: Path) -> Path:
-    """Return back the path of an FP8 checkpoint; refuse one in high precision.
-
-    Raises:
-        CheckpointError: if it is no checkpoint, or not FP8.
-    """
+    """Return back the path of an FP8 checkpoint; refuse one in high precision."""
     if open_checkpoint(source).spec is None:
         raise CheckpointError(
             f"{source} is in high precision.",
@@ -230,11 +226,8 @@ def is_transformers(model: nn.Module) -> bool:
 def integration(name: str = "transformers") -> ModuleType:
     """Import what knows Transformers; the only lazy import beside that of the backends.
 
-    Args:
-        name: a module of ``fp8kit.integrations`` that needs Transformers.
-
-    Raises:
-        ImportError: if Transformers is not installed, or lacks what is needed.
+    ``name`` is that of a module of ``fp8kit.integrations``. Raises ``ImportError`` if Transformers
+    is not installed, or lacks what is needed.
     """
     try:
         return importlib.import_module(f"fp8kit.integrations.{name}")
@@ -260,13 +253,9 @@ def integration(name: str = "transformers") -> ModuleType:
 def accepted(checkpoint: Checkpoint, quantization: JsonObject, kinds: Kinds) -> JsonObject:
     """Return the quantization config with which Transformers loads what becomes of a checkpoint.
 
-    Args:
-        checkpoint: the source, with the ``config.json`` of the result.
-        quantization: the config so far.
-        kinds: name of each tensor of the result to its dtype and shape.
-
-    Raises:
-        CheckpointError: if Transformers would not load it, as ``transformers_trial`` says.
+    The checkpoint is the source, with the ``config.json`` of the result; ``kinds`` are those of the
+    result. Raises ``CheckpointError`` if Transformers would not load it, as ``transformers_trial``
+    says.
     """
     if not {"architectures", "model_type"} <= checkpoint.config.keys():
         return quantization  # no config of a model, which only fp8kit.load(dir, model) takes

@@ -69,12 +69,6 @@ def scaled(codes: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) 
     """Dequantize a matrix with scales along its rows, with the bits of the reference.
 
     On a CPU the codes are looked up, and scales are not expanded to the whole matrix.
-
-    Args:
-        codes: ``[N, K]``.
-        scale: of ``codes``.
-        group: elements per scale, several along a row.
-        dtype: of the result.
     """
     if codes.device.type != "cpu" or codes.shape[0] % group.rows:
         return quantizer.dequantize(codes, scale, group, dtype)

@@ -204,18 +204,7 @@ def linear_problem(
     accum: str = "precise",
     batch_invariant: bool = False,
 ) -> MatmulProblem:
-    """Describe the matmul that a linear layer of this kind runs for ``m`` rows.
-
-    Args:
-        shape: of the weight, ``(N, K)``.
-        scheme: granularities and dtype.
-        dtype: compute dtype of the layer.
-        device: where it runs.
-        bias: whether it has a bias.
-        m: rows of its input.
-        accum: as in ``functional.scaled_mm``.
-        batch_invariant: as in ``functional.scaled_mm``.
-    """
+    """Describe the matmul of a linear layer with a weight ``(N, K)`` for ``m`` rows."""
     return MatmulProblem(
         m=m_bucket(m),
         n=shape[0],

@@ -30,18 +30,9 @@ _KEPT: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def swizzled_weight_scales(scale: Tensor, rows: int) -> Tensor:
-    """Return the scales of a weight in 128x4 tiles.
+    """Return the E8M0 scales ``[N, K / 32]`` of a weight in 128x4 tiles, padded to ``rows``.
 
-    Args:
-        scale: E8M0 bytes ``[N, K / 32]``.
-        rows: to pad to, at least N.
-
-    Returns:
-        ``float8_e8m0fnu``, flat, as ``torch.nn.functional.scaled_mm`` takes it.
-
-    Example:
-        >>> swizzled_weight_scales(q.scale, 128) is swizzled_weight_scales(q.scale, 128)
-        True
+    They are flat ``float8_e8m0fnu``, as ``torch.nn.functional.scaled_mm`` takes them.
     """
     state = (version(scale), scale.data_ptr(), rows)
     kept: _Kept | None = _KEPT.get(scale)  # type: ignore[no-untyped-call]

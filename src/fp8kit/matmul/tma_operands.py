@@ -13,15 +13,8 @@ ALIGN = 16  # bytes, of addresses and of strides
 def aligned(codes: Tensor) -> Tensor:
     """Return codes ``[rows, K]``, K a multiple of 16, in rows that start at 16-byte boundaries.
 
-    Args:
-        codes: one byte an element, any strides.
-
-    Returns:
-        The codes, columns adjacent; their rows may have gaps, see ``row_pitch``.
-
-    Example:
-        >>> aligned(torch.empty(7, 64, dtype=torch.uint8)[:, :48]).stride()
-        (64, 1)
+    They are one byte an element, in any strides. Columns of the result are adjacent; its rows may
+    have gaps, see ``row_pitch``.
     """
     apart = row_pitch(codes)
     fits = codes.stride(1) == 1 and apart >= codes.shape[1] and apart % ALIGN == 0
@@ -38,15 +31,8 @@ def row_pitch(codes: Tensor) -> int:
 def by_column(scale: Tensor) -> Tensor:
     """Return scales with those of one K step adjacent, as the quantizer for layers writes them.
 
-    Args:
-        scale: ``float32 [rows, cols]``, any strides.
-
-    Returns:
-        The same scales, with rows adjacent and columns a multiple of four values apart.
-
-    Example:
-        >>> by_column(torch.ones(7, 3)).stride()
-        (1, 8)
+    They are ``float32 [rows, cols]`` in any strides. Rows of the result are adjacent, and columns a
+    multiple of four values apart.
     """
     rows, cols = scale.shape
     # a stride along one row or one column is never taken, so views may have any there

@@ -51,12 +51,7 @@ _COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Device(NamedTuple):
-    """What the cut depends on.
-
-    Args:
-        processors: multiprocessors.
-        shared: bytes of shared memory on each.
-    """
+    """What the cut depends on: multiprocessors, and bytes of shared memory on each."""
 
     processors: int
     shared: int
@@ -65,14 +60,9 @@ class Device(NamedTuple):
 class TritonTile(NamedTuple):
     """How one problem is cut.
 
-    Args:
-        rows: tokens per tile.
-        cols: weight rows per tile.
-        depth: codes along K per step.
-        splits: programs that share the K of a tile.
-        chunks: sums along K that one program makes one after the other.
-        warps: warps per program.
-        stages: steps in flight.
+    A tile is of ``rows`` tokens and ``cols`` weight rows. Its K is shared by ``splits`` programs,
+    each of which makes ``chunks`` sums one after the other, in steps of ``depth`` codes; ``stages``
+    of these are in flight.
     """
 
     rows: int
@@ -107,12 +97,8 @@ def deepest(problem: MatmulProblem) -> int:
 def choose_tile(problem: MatmulProblem, device: Device) -> TritonTile:
     """Cut a problem so that every multiprocessor streams the weight.
 
-    With ``batch_invariant`` the number of parts of K does not depend on ``m``; where there are
-    rows enough, one program sums them all.
-
-    Args:
-        problem: what is multiplied; its ``m`` is rounded up to a power of two.
-        device: what it runs on.
+    With ``batch_invariant`` the number of parts of K does not depend on ``m``; where there are rows
+    enough, one program sums them all.
     """
     m, n, invariant = max(problem.m, 1), problem.n, problem.batch_invariant
     grouped = _in_groups(problem.x_group) or _in_groups(problem.w_group)
@@ -181,13 +167,7 @@ def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
 
 
 def run_tile(operands: MatmulOperands, problem: MatmulProblem, tile: TritonTile) -> Tensor:
-    """Multiply as ``run`` does, cut as told; the benchmark compares cuts with it.
-
-    Args:
-        operands: codes or 16-bit values, and codes.
-        problem: describes them.
-        tile: the cut.
-    """
+    """Multiply as ``run`` does, cut as told; the benchmark compares cuts with it."""
     x, w = _streamable(operands.x), _streamable(operands.w)
     x_scale, w_scale, bias = operands.x_scale, operands.w_scale, operands.bias
     m, n = x.shape[0], w.shape[0]
@@ -216,9 +196,7 @@ def product_arguments(
 ) -> tuple[object, ...]:
     """Return what a call passes to ``product_kernel``.
 
-    Args:
-        pointers: ``w``, ``x``, their scales, bias and result, as the kernel takes them.
-        problem: describes the operands.
+    ``pointers`` are ``w``, ``x``, their scales, bias and result.
     """
     w, x, w_scale, x_scale, bias, y = pointers
     (m, k), n = x.shape, w.shape[0]

@@ -52,11 +52,8 @@ _PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;")
 def decode(codes, FORMAT: tl.constexpr, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """Convert FP8 bytes to ``DTYPE`` exactly.
 
-    Args:
-        codes: ``uint8`` tile.
-        FORMAT: ``"e4m3fn"``, ``"e5m2"`` or ``"e4m3fnuz"``.
-        DTYPE: ``bfloat16``, ``float16`` or ``float32``.
-        NATIVE: the device converts FP8 itself (sm89 and later).
+    ``FORMAT`` is ``"e4m3fn"``, ``"e5m2"`` or ``"e4m3fnuz"``, and ``DTYPE`` ``bfloat16``,
+    ``float16`` or ``float32``; a ``NATIVE`` device converts FP8 itself (sm89 and later).
     """
     if INTERPRETED or not NATIVE or FORMAT == "e4m3fnuz":
         return _decode_with_integers(codes, FORMAT).to(DTYPE)

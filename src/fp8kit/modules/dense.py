@@ -50,11 +50,7 @@ def holds_matrix(module: nn.Module) -> bool:
 def as_linear(module: nn.Module | None) -> nn.Linear:
     """Return a linear layer as an ``nn.Linear``: itself, or one around a view of a ``Conv1D``.
 
-    Args:
-        module: a linear layer.
-
-    Raises:
-        TypeError: if it is none.
+    Raises ``TypeError`` if it is no linear layer.
     """
     if isinstance(module, nn.Linear):
         return module
@@ -96,11 +92,7 @@ def restored(layer: Fp8Linear, dtype: torch.dtype) -> nn.Linear:
 
 
 def extras(linear: nn.Linear) -> list[str]:
-    """Name what a linear layer has that an ``nn.Linear`` has not, and other code may ask for.
-
-    Args:
-        linear: of any subclass.
-    """
+    """Name what a linear layer has that an ``nn.Linear`` has not, and other code may ask for."""
     own = set(linear._parameters) | set(linear._buffers) | set(linear._modules)
     found = own - {"weight", "bias"} | set(vars(linear)) - _LINEAR - {"_is_hf_initialized"}
     for cls in type(linear).__mro__:
@@ -115,11 +107,8 @@ def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str
 
     The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
     modes, in three dtypes, on inputs of one to four dimensions whose rows are zeros, small, and
-    beyond what fp16 holds. The layer itself is neither run nor changed.
-
-    Args:
-        linear: of any subclass; its weight may be on the meta device.
-        tried: what came of other layers, which alike ones are not tried again for.
+    beyond what fp16 holds. The layer itself is neither run nor changed. ``tried`` has what came of
+    other layers, which alike ones are not tried again for.
     """
     if type(linear).forward is nn.Linear.forward:
         return ""

@@ -36,11 +36,8 @@ class Modulation:
 class FusedAdaptiveNorm(Producer):
     """``norm(x) * (1 + scale) + shift`` of diffusers' adaptive layer norms, quantized.
 
-    Args:
-        norm: the module it replaces, with ``silu``, ``linear``, ``norm``, and ``emb`` or none.
-        eps: added to the variance.
-        modulation: how its projection is cut.
-        consumers: the layers behind it.
+    The norm that it replaces has ``silu``, ``linear``, ``norm``, and ``emb`` or none; ``eps`` is
+    added to the variance.
     """
 
     def __init__(
@@ -80,10 +77,8 @@ class FusedAdaptiveNorm(Producer):
 class FusedFeedForward(Fused):
     """diffusers' ``FeedForward``: projection, activation, dropout, projection.
 
-    Args:
-        feed_forward: the module it replaces, whose ``net`` is these in order.
-        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
-        gated: the first projection gives values and their gate, in this order.
+    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``. If it is ``gated``, the first projection
+    gives values and their gate, in this order.
     """
 
     def __init__(self, feed_forward: nn.Module, kind: str, gated: bool) -> None:
@@ -119,11 +114,7 @@ class FusedFeedForward(Fused):
 
 
 def first_kind(first: nn.Module) -> tuple[str | None, bool]:
-    """Name the activation in the first layer of a feed-forward, and say whether it is gated.
-
-    Args:
-        first: the layer; one that is not known has no activation.
-    """
+    """Name the activation in the first layer of a feed-forward, and say whether it is gated."""
     name, module = type(first).__name__, type(first).__module__
     kind = None
     if name in _FIRST_LAYERS and module.startswith("diffusers."):

@@ -29,14 +29,10 @@ def quantized_entries(
 ) -> dict[str, Any]:
     """Return the entries of a ``state_dict`` as an ``Fp8Linear`` stores them.
 
-    Args:
-        layer: what they are for; what it kept of an earlier dense weight is updated or dropped.
-        state_dict: FP8 codes with scales, or a dense weight, beside anything else.
-        prefix: of the layer's names.
-        assign: whether the tensors will be taken as they are, and with them their device.
-
-    Raises:
-        CheckpointError: if codes or scales come without each other or do not fit the layer.
+    These are FP8 codes with scales, or a dense weight, beside anything else. What the layer kept of
+    an earlier dense weight is updated or dropped. With ``assign`` the tensors will be taken as they
+    are, and with them their device. Raises ``CheckpointError`` if codes or scales come without each
+    other or do not fit the layer.
     """
     weight = state_dict.get(prefix + "weight")
     scale = state_dict.get(prefix + "weight_scale")
@@ -87,16 +83,9 @@ def quantized_entries(
 def check_form(scheme: Scheme, name: str, state_dict: Mapping[str, Any]) -> bool:
     """Refuse what another form of MXFP8 holds, or other FP8 weights for a rebased layer.
 
-    Args:
-        scheme: of the layer.
-        name: of the codes in the ``state_dict``, which has their scales, too.
-        state_dict: what is loaded.
-
-    Returns:
-        Whether they are MX weights that are still to be rebased.
-
-    Raises:
-        CheckpointError: if they do not go into the layer.
+    ``name`` is that of the codes in the ``state_dict``, which has their scales, too. Gives whether
+    they are MX weights that are still to be rebased. Raises ``CheckpointError`` if they do not go
+    into the layer.
     """
     as_mx = scheme.rebased and state_dict[f"{name}_scale"].dtype == torch.uint8
     with_exponents = f"{name}_exponents" in state_dict
@@ -121,12 +110,7 @@ def stored_tensors(
     """Return the tensors by which a layer holds a weight, by name.
 
     A layer keeps its form when it gets another weight, so a warning tells of one that loses by it.
-
-    Args:
-        weight: as ``quantize_weight`` gives it: for a rebased scheme in MX groups.
-        scheme: of the layer.
-        name: of the weight in the layer; a stack of experts has its own.
-        layer: its name, for the warning.
+    The weight is as ``quantize_weight`` gives it: for a rebased scheme in MX groups.
     """
     if not scheme.rebased:
         return {name: weight.data, f"{name}_scale": weight.scale}
@@ -141,12 +125,7 @@ def stored_tensors(
 
 
 def rebased_tensors(weight: Rebased, name: str = "weight") -> dict[str, Tensor]:
-    """Return the tensors by which a layer holds a weight that was rebased, by name.
-
-    Args:
-        weight: with the exponents that it had.
-        name: of the weight in the layer.
-    """
+    """Return the tensors by which a layer holds a weight that was rebased, by name."""
     found = {name: weight.q.data, f"{name}_scale": weight.q.scale}
     return found | {f"{name}_exponents": weight.exponents}
 
@@ -154,14 +133,7 @@ def rebased_tensors(weight: Rebased, name: str = "weight") -> dict[str, Tensor]:
 def stored_entries(
     weight: QTensor, scheme: Scheme, prefix: str, name: str = "weight"
 ) -> dict[str, Tensor]:
-    """Return ``stored_tensors`` under the names of a ``state_dict``.
-
-    Args:
-        weight: as in ``stored_tensors``, and so is ``scheme``.
-        scheme: see there.
-        prefix: of the layer's names.
-        name: of the weight in the layer.
-    """
+    """Return ``stored_tensors`` under the names of a ``state_dict``."""
     found = stored_tensors(weight, scheme, name, prefix.rstrip("."))
     return {prefix + own: tensor for own, tensor in found.items()}
 
@@ -169,12 +141,7 @@ def stored_entries(
 def quantize_weight(weight: Tensor, scheme: Scheme) -> QTensor:
     """Quantize a dense weight ``[N, K]`` as a checkpoint of a scheme stores it.
 
-    Args:
-        weight: bf16, fp16 or fp32.
-        scheme: gives granularity, dtype and rounding of the scales.
-
-    Raises:
-        TypeError: if the weight is not a float tensor.
+    It is bf16, fp16 or fp32; raises ``TypeError`` if it is not a float tensor.
     """
     group = MX if scheme.rebased else scheme.weight
     return functional.quantize(

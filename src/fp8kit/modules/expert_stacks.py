@@ -20,15 +20,10 @@ def quantize_stack(
 ) -> QTensor:
     """Quantize dense experts one by one into one stack.
 
-    Args:
-        dense: bf16, fp16 or fp32 ``[E, N, K]``, or one matrix after the other.
-        scheme: gives granularity, dtype and rounding of the scales; of a rebased one MX groups.
-        transposed: matrices are ``[K, N]``.
-        dtypes: gets the dtype that the first one has.
-
-    Raises:
-        TypeError: if a matrix is no float tensor.
-        ValueError: if there is none.
+    They are bf16, fp16 or fp32 ``[E, N, K]``, or one matrix after the other, each ``[K, N]`` if
+    ``transposed``; the result of a rebased scheme is in MX groups. ``dtypes`` gets the dtype that
+    the first one has. Raises ``TypeError`` if a matrix is no float tensor, and ``ValueError`` if
+    there is none.
     """
     matrices: Sequence[Tensor] | Tensor = dense if isinstance(dense, Tensor) else list(dense)
     data: Tensor | None = None
@@ -79,13 +74,7 @@ def stack_extents(down: QTensor) -> tuple[int, int, int]:
 
 
 def check_extents(name: str, q: QTensor, wanted: tuple[int, ...]) -> None:
-    """Refuse codes of another shape than the layer's.
-
-    Args:
-        name: of the weight.
-        q: its codes.
-        wanted: the shape that follows from the second weight.
-    """
+    """Refuse codes of another shape than the one that follows from the second weight."""
     if tuple(q.shape) != wanted:
         raise InvalidValue(
             f"Got {name} of shape {tuple(q.shape)}.",
@@ -107,13 +96,7 @@ def slots_of(placement: Tensor) -> list[int]:
 
 
 def rearranged(expert_map: Tensor | None, rows: int, layer: str) -> str:
-    """Return why weights in the order of ids do not load into a layer; empty if they do.
-
-    Args:
-        expert_map: of the layer.
-        rows: of its stack.
-        layer: its name.
-    """
+    """Return why weights in the order of ids do not load into a layer; empty if they do."""
     if expert_map is None:
         return ""
     order = torch.arange(rows, device=expert_map.device).unsqueeze(1)
@@ -129,12 +112,8 @@ def rearranged(expert_map: Tensor | None, rows: int, layer: str) -> str:
 def placed_rows(slots: list[int], homes: list[int]) -> list[int]:
     """Return the row of the present stack that each row of the next one is copied from.
 
-    Args:
-        slots: the id that each row of the next stack holds.
-        homes: a row of the present stack for each id, -1 if it is not held.
-
-    Raises:
-        ValueError: if an id is unknown or not held.
+    ``slots`` are the ids that rows of the next stack hold, ``homes`` a row of the present stack for
+    each id, -1 if it is not held. Raises ``ValueError`` if an id is unknown or not held.
     """
     lost = [i for i in slots if not 0 <= i < len(homes) or homes[i] < 0]
     if lost or not slots:
@@ -150,11 +129,7 @@ def expert_table(slots: list[int], ids: int) -> list[list[int]]:
     """Return for each id the rows that hold it, repeated to one length; -1 if none does.
 
     The length follows from the number of rows and ids alone, so that another placement fits into
-    the same table.
-
-    Args:
-        slots: the id that each row of the stack holds.
-        ids: how many ids there are.
+    the same table. ``slots`` are the ids that rows of the stack hold, of ``ids`` in all.
     """
     width = len(slots) - ids + 1 if len(slots) >= ids else len(slots)
     rows = [[row for row, held in enumerate(slots) if held == i] or [NOWHERE] for i in range(ids)]

@@ -153,10 +153,7 @@ class ExpertTensors(nn.Module):
     def store(self, name: str, expert: int, weight: QTensor | Tensor) -> None:
         """Overwrite one matrix, in place; a dense one is quantized.
 
-        Args:
-            name: of the stack.
-            expert: which matrix.
-            weight: ``[N, K]``, K last; codes of a rebased scheme come in MX groups.
+        It is ``[N, K]``; codes of a rebased scheme come in MX groups.
         """
         if isinstance(weight, Tensor):
             weight = quantize_weight(weight.to(self.codes(name).device), self.scheme)

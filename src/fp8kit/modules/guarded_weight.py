@@ -82,14 +82,7 @@ class _BelowPython:
 
 
 class GuardedCodes(Tensor):
-    """FP8 codes that raise where they would be taken for numbers; see the module.
-
-    Example:
-        >>> layer.weight.shape, layer.weight.view(torch.uint8)  # as of any Parameter
-        >>> layer.weight.float()
-        Traceback (most recent call last):
-        fp8kit.errors.UnsupportedError: Code calls float on the weight of ...
-    """
+    """FP8 codes that raise where they would be taken for numbers; see the module."""
 
     __torch_dispatch__ = _BelowPython()
 
@@ -180,12 +173,8 @@ class GuardedCodes(Tensor):
 def guarded(parameter: Tensor, owner: str) -> Tensor:
     """Return a view of a Parameter of codes that raises where it is taken for numbers.
 
-    Args:
-        parameter: FP8 codes.
-        owner: names the layer in errors.
-
-    Returns:
-        The same object for the same Parameter, as long as somebody holds it.
+    It is the same object for the same Parameter, as long as somebody holds it; ``owner`` names the
+    layer in errors.
     """
     view = _views.get(id(parameter))
     with torch._C.DisableTorchFunctionSubclass():

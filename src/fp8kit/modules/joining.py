@@ -49,10 +49,6 @@ def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
 
     Their scales must concatenate along the rows: per-row, MX, or 128x128 blocks where every weight
     but the last ends on a block edge. All have a bias or none has one, and no input scale.
-
-    Args:
-        scheme: what they are, or will be.
-        layers: in the order of the matrix.
     """
     edges = all(layer.out_features % scheme.weight.rows == 0 for layer in layers[:-1])
     biases = {layer.bias is None for layer in layers}
@@ -60,11 +56,7 @@ def would_join(scheme: Scheme, layers: Sequence[nn.Linear]) -> bool:
 
 
 def joined_shape(layers: Sequence[nn.Linear]) -> tuple[int, int]:
-    """Return ``(N, K)`` of the matrix that layers are multiplied as.
-
-    Args:
-        layers: in the order of the matrix.
-    """
+    """Return ``(N, K)`` of the matrix that layers are multiplied as."""
     return sum(layer.out_features for layer in layers), layers[0].in_features
 
 

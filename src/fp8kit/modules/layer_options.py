@@ -23,16 +23,9 @@ NAMES = ("accum", "batch_invariant", "out_dtype", "scale_ub")
 def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
     """Return an option as a layer holds it.
 
-    Args:
-        layer: that it is set on.
-        name: one of ``NAMES``, or ``"scheme"``.
-        value: what was given.
-
-    Raises:
-        TypeError: for an ``out_dtype`` that no result has, or a ``batch_invariant`` that is no
-            switch.
-        ValueError: for a ``scale_ub`` that is not positive and finite, or that no activation has,
-            an unknown scheme, or one that reads other codes or scales than the layer holds.
+    Raises ``TypeError`` for an ``out_dtype`` that no result has, or a ``batch_invariant`` that is
+    no switch, and ``ValueError`` for a ``scale_ub`` that is not positive and finite, or that no
+    activation has, an unknown scheme, or one that reads other codes or scales than the layer holds.
     """
     if name == "scheme":
         return _checked_scheme(layer, value)
@@ -110,12 +103,7 @@ def described(layer: Fp8Linear) -> str:
 def row_codes(layer: Fp8Linear, x: QTensor) -> RowCodes:
     """Return an input that is quantized already as a layer multiplies it.
 
-    Args:
-        layer: that is called with it.
-        x: codes ``[..., K]``.
-
-    Raises:
-        ValueError: if granularity, codes, K or device are not those of the layer.
+    Raises ``ValueError`` if granularity, codes, K or device are not those of the layer.
     """
     scheme = layer.scheme
     if x.group != scheme.activation:

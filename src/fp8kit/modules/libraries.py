@@ -74,9 +74,7 @@ def _register_when_chosen(module: ModuleType) -> None:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model in torch's wrappers, which put a word of their own before each name.
 
-    Args:
-        model: that ``torch.compile``, DDP, ``DataParallel`` or ``AveragedModel`` gave; or a bare
-            one.
+    Wrappers are those of ``torch.compile``, DDP, ``DataParallel`` and ``AveragedModel``.
     """
     averaged = torch.optim.swa_utils.AveragedModel
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, averaged)
@@ -90,8 +88,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 class _Finder(MetaPathFinder):
     """Finds modules as Python does, each once, and has them followed by ours.
 
-    Args:
-        following: what to do with each of them, by name, once it is executed.
+    ``following`` has what to do with each of them, by name, once it is executed.
     """
 
     def __init__(self, following: dict[str, Callable[[ModuleType], None]]) -> None:

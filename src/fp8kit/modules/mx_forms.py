@@ -22,14 +22,7 @@ _FORMS = {_ROW: (_ROW, _BLOCK), _BLOCK: (_BLOCK, _ROW), _ROW_WEIGHT_ONLY: (_ROW_
 def form_on(scheme: Scheme, capability: tuple[int, int] | None, experts: bool = False) -> Scheme:
     """Return the scheme that layers of a scheme compute with on a device.
 
-    Args:
-        scheme: what was asked for; only plain ``MXFP8`` leaves a choice.
-        capability: CUDA compute capability, ``None`` elsewhere.
-        experts: the layers are experts, whose kernels multiply MX on no device.
-
-    Example:
-        >>> form_on(Scheme.of("MXFP8"), (9, 0)).name
-        'MXFP8_ROW'
+    Only plain ``MXFP8`` leaves a choice. The kernels of experts multiply MX on no device.
     """
     if scheme != SCHEMES["MXFP8"] or (capability and capability >= MX_CORES and not experts):
         return scheme
@@ -39,13 +32,8 @@ def form_on(scheme: Scheme, capability: tuple[int, int] | None, experts: bool = 
 def named_form(scheme: Scheme, of_fp8: bool = False) -> Scheme | None:
     """Return the form of MXFP8 layers that a scheme asks for; ``None`` leaves it to the device.
 
-    Args:
-        scheme: what was asked for.
-        of_fp8: FP8_DYNAMIC, FP8_BLOCK and FP8_WEIGHT_ONLY ask for the forms with their numbers.
-
-    Example:
-        >>> named_form(Scheme.of("FP8_BLOCK"), of_fp8=True).name
-        'MXFP8_BLOCK'
+    With ``of_fp8``, FP8_DYNAMIC, FP8_BLOCK and FP8_WEIGHT_ONLY ask for the forms with their
+    numbers.
     """
     alike = (f for f in _FORMS if (f.weight, f.activation) == (scheme.weight, scheme.activation))
     if scheme in MX_FORMS.values():
@@ -58,14 +46,9 @@ def settle(
 ) -> list[str]:
     """Give MXFP8 layers the form in which they compute, in place; ``form_note`` tells it of each.
 
-    Both stacks of a module of experts get the same form.
-
-    Args:
-        layers: by name, with weights in memory; others than plain ``MXFP8`` stay as they are.
-        form: one of ``MX_FORMS``; by default ``form_on`` their device.
-
-    Returns:
-        A sentence for each layer that did not get the wanted form, by name, with the reason.
+    Both stacks of a module of experts get the same form. Layers of others than plain ``MXFP8`` stay
+    as they are. ``form`` is one of ``MX_FORMS``, by default ``form_on`` their device. Gives a
+    sentence for each layer that did not get the wanted form, by name, with the reason.
     """
     fallen = []
     for name, layer in layers.items():
@@ -82,11 +65,7 @@ def settle(
 
 
 def stored_weight(layer: Fp8Linear) -> QTensor:
-    """Return the weight of a layer as checkpoints hold it: a view, or the MX weight it was.
-
-    Args:
-        layer: of any scheme.
-    """
+    """Return the weight of a layer as checkpoints hold it: a view, or the MX weight it was."""
     q = layer.quantized_weight()
     return restore(q, layer.weight_exponents.detach()) if layer.scheme.rebased else q
 

@@ -46,12 +46,7 @@ def own_forward(module: nn.Module) -> OwnForward | None:
 
 
 class OwnForward:
-    """The ``forward`` of a module that is known to follow a formula.
-
-    Args:
-        module: has a Parameter ``weight``.
-        formula: what it computes.
-    """
+    """The ``forward`` of a module that is known to follow a formula."""
 
     def __init__(self, module: nn.Module, formula: Any) -> None:
         self.module = module

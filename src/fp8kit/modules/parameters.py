@@ -56,11 +56,7 @@ def apply_without_casts(
 ) -> None:
     """Apply a function to a module as ``.to()`` and ``.half()`` do, and only move some Parameters.
 
-    Args:
-        module: holds them.
-        names: of the Parameters that keep their dtype.
-        fn: what ``nn.Module._apply`` got.
-        recurse: whether children get it too, as ``nn.Module._apply`` has it.
+    Those named keep their dtype; ``fn`` and ``recurse`` are what ``nn.Module._apply`` got.
     """
     # fn may cast every float tensor (.half()); shown as integers, codes and scales only move
     held = {name: module._parameters[name] for name in names if name in module._parameters}

@@ -146,13 +146,7 @@ class StackedExperts(ExpertTensors):
 
 
 def held_tensors(module: nn.Module, stacks: ExpertStacks, scheme: Scheme) -> dict[str, Tensor]:
-    """Return the tensors that a module of experts would hold, on meta, and its biases.
-
-    Args:
-        module: dense, or FP8 already.
-        stacks: how it holds its experts.
-        scheme: what they would become.
-    """
+    """Return the tensors that a module of experts would hold, on meta, and its biases."""
     found = dict(module.state_dict(keep_vars=True))
     for name in stacks.names:
         shape = tuple(module.get_parameter(name).shape)
@@ -171,11 +165,7 @@ def empty_experts(
 ) -> None:
     """Turn a module of experts into an FP8 one that holds nothing yet: on meta, in place.
 
-    Args:
-        module: dense.
-        stacks: how it holds its experts.
-        scheme: what they become.
-        dtype: the high precision that they stand for.
+    ``dtype`` is the high precision that they stand for.
     """
     found = held_tensors(module, stacks, scheme)
     for name in stacks.names:
@@ -188,14 +178,7 @@ def empty_experts(
 def convert_experts(
     module: nn.Module, stacks: ExpertStacks, scheme: Scheme, weight_storage: str = "discard"
 ) -> StackedExperts:
-    """Turn a module of experts into an FP8 one, in place; each dense stack goes once it is codes.
-
-    Args:
-        module: dense, with its weights in memory.
-        stacks: how it holds its experts.
-        scheme: what they become.
-        weight_storage: as in ``Plan.apply``.
-    """
+    """Turn a module of experts into an FP8 one in place; each dense stack goes once it is codes."""
     dtype, kept = module.get_parameter(stacks.down).dtype, {}
     for name in stacks.names:
         dense = module.get_parameter(name).detach()
@@ -210,11 +193,7 @@ def convert_experts(
 
 
 def fp8_class(base: type[nn.Module]) -> type[StackedExperts]:
-    """Return the FP8 form of a class of experts, always the same one.
-
-    Args:
-        base: the dense class.
-    """
+    """Return the FP8 form of a class of experts, always the same one."""
     if base not in _CLASSES:
         own = {"dense_class": base, "__module__": __name__, "__doc__": base.__doc__}
         _CLASSES[base] = type(f"Fp8{base.__name__}", (StackedExperts, base), own)
@@ -258,12 +237,7 @@ def argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def own_gate(module: nn.Module, gated: bool) -> Gate | None:
-    """Return what a module does between its products, as a function; ``None`` if it has none.
-
-    Args:
-        module: of experts, dense or FP8.
-        gated: the first product has gates beside ups.
-    """
+    """Return what a module does between its products, as a function; ``None`` if it has none."""
     own, act = getattr(module, "_apply_gate", None), getattr(module, "act_fn", None)
     if gated and own is not None:
         return cast(Gate, own)

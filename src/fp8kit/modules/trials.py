@@ -67,16 +67,10 @@ def on_trial() -> Iterator[None]:
 def owned(module: nn.Module, memo: dict[int, Any] | None = None, **held: Any) -> Any:
     """Copy a module without its hooks, and all that it holds.
 
-    Args:
-        module: it is not changed, whatever the copy computes.
-        memo: what stands for other objects, by their ids, as ``copy.deepcopy`` has it.
-        held: ``_parameters``, ``_buffers`` or ``_modules`` of the copy, instead of copied ones.
-
-    Raises:
-        CopyError: if something cannot be copied, or is as large as a model.
-
-    Example:
-        >>> twin = owned(norm, _parameters={"weight": nn.Parameter(torch.rand(8))})
+    It is not changed, whatever the copy computes. ``memo`` has what stands for other objects, as in
+    ``copy.deepcopy``; ``held`` are ``_parameters``, ``_buffers`` or ``_modules`` of the copy,
+    instead of copied ones. Raises ``CopyError`` if something cannot be copied, or is as large as a
+    model.
     """
     memo = {} if memo is None else memo
     own = {n: v for n, v in vars(module).items() if n not in _OF_MODULES and n not in held}

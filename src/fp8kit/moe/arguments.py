@@ -23,13 +23,7 @@ Weight = tuple[QTensor, Tensor | None, Tensor | None]
 
 
 def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
-    """Refuse weights that are not quantized alike, and what is no activation.
-
-    Args:
-        w13: of the first product.
-        w2: of the second.
-        activation: what stands between the products.
-    """
+    """Refuse weights that are not quantized alike, and what is no activation."""
     check_quantized("w13", w13)
     check_quantized("w2", w2)
     _check_alike(w13, w2)
@@ -42,14 +36,7 @@ def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
 
 
 def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation) -> None:
-    """Refuse an input and weights that do not fit each other.
-
-    Args:
-        x: the input.
-        first: codes, bias and input scale of the first product.
-        second: the same of the second product.
-        activation: says how many columns the first has.
-    """
+    """Refuse an input and weights that do not fit each other."""
     w13, w2 = first[0], second[0]
     if x.dim() != 2:
         raise InvalidValue(

@@ -25,12 +25,8 @@ TINY = 1e-20
 class Formula(NamedTuple):
     """How logits become ids and weights; the last arguments of ``CHOOSE``.
 
-    Args:
-        top_k: experts per token.
-        scoring: one of ``SCORINGS``.
-        renormalize: divide the weights of a token by their sum.
-        scaling_factor: multiplies the weights at the end.
-        dtype: of the weights, rounded once.
+    Weights of a token are divided by their sum if ``renormalize``, multiplied by ``scaling_factor``
+    at the end, and rounded once to ``dtype``.
     """
 
     top_k: int
@@ -42,14 +38,7 @@ class Formula(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceProblem:
-    """What decides whether a backend can choose.
-
-    Args:
-        experts: E.
-        top_k: experts per token.
-        in_dtype: of the logits.
-        device_type: ``"cpu"``, ``"cuda"``, …
-    """
+    """What decides whether a backend can choose."""
 
     experts: int
     top_k: int
@@ -59,11 +48,7 @@ class ChoiceProblem:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class ChoiceBackend(Backend):
-    """An implementation of the choice.
-
-    Args:
-        choose: takes logits, correction bias and formula, and gives ids and weights.
-    """
+    """An implementation: takes logits, correction bias and formula, gives ids and weights."""
 
     choose: Callable[[Tensor, Tensor | None, Formula], tuple[Tensor, Tensor]]
 
@@ -75,13 +60,7 @@ def scores_of(logits: Tensor, scoring: str) -> Tensor:
 
 
 def weights_of(scores: Tensor, ids: Tensor, how: Formula) -> Tensor:
-    """Return the weights of chosen experts.
-
-    Args:
-        scores: float32 ``[M, E]``.
-        ids: int64 ``[M, k]``.
-        how: the formula.
-    """
+    """Return the weights of chosen experts: scores float32 ``[M, E]``, ids int64 ``[M, k]``."""
     weights = scores.gather(-1, ids)
     if how.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + TINY)
@@ -91,13 +70,8 @@ def weights_of(scores: Tensor, ids: Tensor, how: Formula) -> Tensor:
 def choose(logits: Tensor, bias: Tensor | None, how: Formula) -> tuple[Tensor, Tensor]:
     """Choose in plain torch: the definition.
 
-    Args:
-        logits: float ``[M, E]``.
-        bias: float ``[E]``, added to the scores for the choice only, or ``None``.
-        how: the formula.
-
-    Returns:
-        ids ``int64 [M, k]`` by falling scores, and weights of ``how.dtype``.
+    Logits are float ``[M, E]``; ``bias [E]`` is added to the scores for the choice only. Gives ids
+    ``int64 [M, k]`` by falling scores, and weights of ``how.dtype``.
     """
     scores = scores_of(logits, how.scoring)
     ids = (scores if bias is None else scores + bias.float()).topk(how.top_k, -1).indices

@@ -16,14 +16,8 @@ def layer_backward(
     """Return the gradients of the input and of the router's weights.
 
     Experts are dequantized to ``float32`` one at a time. The counts of tokens are read on the host.
-
-    Args:
-        grad: float ``[M, H]``, of the result.
-        operands: of the forward pass.
-        problem: of the forward pass.
-
-    Returns:
-        ``[M, H]`` in the dtype of the input, and ``float32 [M, k]``.
+    ``grad`` is float ``[M, H]``; the results are ``[M, H]`` in the dtype of the input, and
+    ``float32 [M, k]``.
     """
     operands = operands.placed(problem.experts)
     x, ids, weights = operands.x, operands.ids, operands.weights

@@ -37,10 +37,8 @@ Multiply = Callable[[MatmulOperands, tuple[GroupShape | None, GroupShape], Produ
 class Input(NamedTuple):
     """The input as the first product reads it.
 
-    Args:
-        data: codes, or what was given if nothing is quantized; a row per token or per pair.
-        scale: of ``data``, or ``None``.
-        fan: pairs that read one row.
+    ``data`` are codes, or what was given if nothing is quantized; a row per token or per pair.
+    ``fan`` pairs read one row.
     """
 
     data: Tensor
@@ -61,13 +59,7 @@ def quantized_input(operands: ExpertOperands, problem: ExpertsProblem) -> Input:
 def quantized_intermediate(
     h: Tensor, problem: ExpertsProblem, input_scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Quantize what the second product reads.
-
-    Args:
-        h: fp32 ``[S, I]``.
-        problem: says how.
-        input_scale: the given scale, or ``None``.
-    """
+    """Quantize what the second product reads, fp32 ``[S, I]``, by a given scale or its own."""
     group = problem.intermediate_group
     if group is None:
         return h.to(problem.x_dtype), None
@@ -78,12 +70,7 @@ def quantized_intermediate(
 def looping(
     supports: Callable[[ExpertsProblem | GroupedProblem], str | None], multiply: Multiply
 ) -> MoeBackend:
-    """Make a backend of a dense product.
-
-    Args:
-        supports: of the backend.
-        multiply: a product of one expert.
-    """
+    """Make a backend of a dense product."""
 
     def experts(operands: ExpertOperands, problem: ExpertsProblem) -> Tensor:
         return layer(operands, problem, multiply)

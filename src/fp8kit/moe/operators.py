@@ -62,11 +62,7 @@ def _experts_backward_fake(_: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 
 def described(arguments: Sequence[Any]) -> tuple[ExpertOperands, ExpertsProblem, str | None]:
-    """Sort the operator's arguments into operands, problem and the wanted backend.
-
-    Args:
-        arguments: those of ``fp8kit::experts``.
-    """
+    """Sort the operator's arguments into operands, problem and the wanted backend."""
     x, ids, weights, w13, scale13, bias13, in13, w2, scale2, bias2, in2, expert_map = arguments[
         :_TENSORS
     ]

@@ -16,14 +16,9 @@ NOWHERE = -1
 def physical_ids(ids: Tensor, expert_map: Tensor | None, experts: int) -> Tensor:
     """Translate ids into rows of the weights.
 
-    Args:
-        ids: integer ``[M, k]``.
-        expert_map: integer ``[L]``, or ``[L, R]`` for replicas among which tokens take turns;
-            ``None`` if ids are rows already.
-        experts: E, rows of the weights.
-
-    Returns:
-        ``int64 [M, k]``, -1 for what lies elsewhere.
+    Ids are integer ``[M, k]``; the map is integer ``[L]``, or ``[L, R]`` for replicas among which
+    tokens take turns, or ``None`` if ids are rows already. Gives ``int64 [M, k]``, -1 for what lies
+    elsewhere.
     """
     found = ids.long()
     if expert_map is not None:
@@ -48,12 +43,7 @@ class SortedPairs(NamedTuple):
 
 
 def sorted_pairs(ids: Tensor, experts: int) -> SortedPairs:
-    """Sort the pairs by expert, stably.
-
-    Args:
-        ids: ``int64 [M, k]``, -1 for no expert.
-        experts: E.
-    """
+    """Sort the pairs of ids ``[M, k]``, -1 for no expert, by expert, stably."""
     flat = ids.reshape(-1)
     places = torch.where(flat < 0, experts, flat)
     ranked, order = torch.sort(places, stable=True)
@@ -64,14 +54,8 @@ def sorted_pairs(ids: Tensor, experts: int) -> SortedPairs:
 def combine(rows: Tensor, ids: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Add the rows of each token in ``float32``, in the order of its places, and round once.
 
-    Args:
-        rows: float ``[M * k, H]``; those of no expert are not read for their value.
-        ids: ``int64 [M, k]``, -1 for no expert.
-        weights: ``float32 [M, k]``; ``None`` adds rows as they are.
-        dtype: of the result.
-
-    Returns:
-        ``[M, H]``.
+    Rows are float ``[M * k, H]``; those of no expert, with an id of -1, are not read for their
+    value. Weights are ``float32 [M, k]``; ``None`` adds rows as they are. Gives ``[M, H]``.
     """
     m, k = ids.shape
     parts = rows.view(m, k, rows.shape[1])

@@ -113,13 +113,7 @@ def tokens_per_expert(ids: Tensor, experts: int) -> Tensor:
 
 
 def check_routing(ids: Tensor, weights: Tensor, m: int) -> None:
-    """Refuse ids and weights that are no integers and floats of one shape ``[M, k]``.
-
-    Args:
-        ids: of experts.
-        weights: of the same pairs.
-        m: rows of the input.
-    """
+    """Refuse ids and weights that are no integers and floats of one shape ``[M, k]``."""
     for name, tensor in (("ids", ids), ("weights", weights)):
         if not isinstance(tensor, Tensor):
             raise InvalidType(

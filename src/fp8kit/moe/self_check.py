@@ -49,17 +49,9 @@ _found: dict[tuple[int, Problem, Callable[..., Tensor], int], str | None] = {}
 def failure(problem: Problem, run: Callable[..., Tensor], tokens: int = _TOKENS) -> str | None:
     """Return why kernels must not compute a problem on the current GPU, tried once for its kind.
 
-    Args:
-        problem: on a CUDA device.
-        run: the kernels: takes operands and problem.
-        tokens: to try; kernels may differ by their number.
-
-    Returns:
-        ``None`` if they compute what the reference computes.
-
-    Raises:
-        RuntimeError: if the kind was never tried, and a graph is being captured: nothing can be
-            compared then, and a choice without a trial would hold for good.
+    ``None`` if they compute what the reference computes. Kernels may differ by the number of
+    tokens. Raises ``RuntimeError`` if the kind was never tried, and a graph is being captured:
+    nothing can be compared then, and a choice without a trial would hold for good.
     """
     tried = (torch.cuda.current_device(), small(problem), run, tokens)
     if tried not in _found:
@@ -103,14 +95,7 @@ def difference(
 ) -> str | None:
     """Compare kernels with the reference on numbers whose sums are exact.
 
-    Args:
-        problem: as ``small`` gives it.
-        run: the kernels.
-        device: where to compare.
-        tokens: how many.
-
-    Returns:
-        What is wrong, or ``None``.
+    The problem is as ``small`` gives it. Says what is wrong, or ``None``.
     """
     operands = _operands(problem, torch.Generator("cpu").manual_seed(0), device, tokens)
     define = reference.BACKEND

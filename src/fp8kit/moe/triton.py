@@ -57,15 +57,7 @@ _SHARED = (
 
 
 class Launch(NamedTuple):
-    """A kernel with all that ``launch`` gets.
-
-    Args:
-        kernel: under ``triton.jit``.
-        blocks: grid size.
-        arguments: positional ones.
-        constants: what it compiles in, by name.
-        options: of the compiler.
-    """
+    """A kernel under ``triton.jit`` with all that ``launch`` gets."""
 
     kernel: Any
     blocks: int
@@ -80,13 +72,7 @@ class Launch(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a product multiplies by weights.
-
-    Args:
-        data: codes, or 16-bit numbers.
-        scale: of ``data``, or ``None``.
-        group: elements per scale; ``None`` if it is not quantized.
-    """
+    """What a product multiplies by weights: codes and scales, or 16-bit values without a group."""
 
     data: Tensor
     scale: Tensor | None
@@ -145,10 +131,8 @@ def grouped(operands: GroupedOperands, problem: GroupedProblem) -> Tensor:
 class Product:
     """A product of rows by their experts' weights.
 
-    Args:
-        dense: describes the product of one row.
-        rows_each: how many rows an expert has on average.
-        rows: how many there are.
+    ``dense`` describes the product of one row, and ``rows_each`` is how many of the ``rows`` an
+    expert has on average.
     """
 
     dense: MatmulProblem
@@ -165,12 +149,8 @@ class Product:
 def cut_product(dense: MatmulProblem, rows_each: int, device: Device, weights: int) -> TritonTile:
     """Cut a grouped product.
 
-    Args:
-        dense: describes the product of one row.
-        rows_each: how many rows an expert has on average.
-        device: what it runs on.
-        weights: 0 for a plain product; else the features of a tile are a group of the second
-            product, made of one weight or of two.
+    ``weights`` is 0 for a plain product; else the features of a tile are a group of the second
+    product, made of one weight or of two. The rest is as in ``Product``.
     """
     problem = _with_rows(dense, rows_each)
     tile = choose_tile(problem, device)
@@ -212,13 +192,7 @@ def activated_launch(
 ) -> Launch:
     """Describe the first product with its activation, from ``source`` into ``h``.
 
-    Args:
-        operands: of the layer.
-        problem: describes them.
-        source: the input as the product reads it.
-        pairs: their order.
-        h: what is written, in that order.
-        facts: of the device.
+    It writes ``h`` in the order of ``pairs``.
     """
     w, act, inner = operands.w13, problem.activation, problem.intermediate
     product = Product(_first(problem), _rows_each(problem), operands.ids.numel())
@@ -249,14 +223,7 @@ def product_launch(
 ) -> Launch:
     """Describe the product of rows that lie sorted by expert, into ``y``.
 
-    Args:
-        product: describes it.
-        rows: what is multiplied.
-        w: by these weights.
-        offsets: where each expert's rows begin and end.
-        places: the row of ``y`` that each result goes to; ``None`` for its own.
-        y: contiguous.
-        facts: of the device.
+    ``places`` has the row of the contiguous ``y`` that each result goes to; ``None`` for its own.
     """
     count, n, k = w.data.shape
     tile = cut_product(product.dense, product.rows_each, facts, 0)

@@ -155,16 +155,8 @@ def quantize_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Quantize what a linear layer gets, as its scheme wants it.
 
-    Args:
-        rows: bf16, fp16 or fp32 ``[M, K]``.
-        group: elements per scale; ``None`` leaves the rows as they are.
-        dtype: dtype of the codes.
-        input_scale: static scale, or ``None`` to take scales from the data.
-        scale_ub: bound on amax or ``None``.
-        scale_rounding: how scales are rounded.
-
-    Returns:
-        What is multiplied, and its scales, laid out as products load them.
+    Rows are bf16, fp16 or fp32 ``[M, K]``; without a group they stay as they are. Scales are taken
+    from the data unless one is given, and laid out as products load them.
     """
     if group is None:
         return rows, None
@@ -180,10 +172,6 @@ def reshaped(y: Tensor, shape: Sequence[int]) -> Tensor:
     """Return a product that nobody else holds another shape, and let callers change it in place.
 
     Autograd refuses in-place changes of views made where it does not look, as in an operator.
-
-    Args:
-        y: ``[M, N]``.
-        shape: ``[..., N]``, with as many elements.
     """
     z: Tensor = torch.ops.aten._unsafe_view.default(y, shape)
     return z

@@ -13,13 +13,7 @@ library: Any = torch.library.Library("fp8kit", "DEF")  # type: ignore[no-untyped
 def register(schema: str, impl: Callable[..., Any], fake: Callable[..., Any]) -> str:
     """Register an operator: one implementation for every device, run outside autocast.
 
-    Args:
-        schema: as ``torch.library`` writes it, with the operator's name.
-        impl: computes it.
-        fake: gives empty results of the same shapes, dtypes and device.
-
-    Returns:
-        The qualified name.
+    ``fake`` gives empty results of the same shapes, dtypes and device. Returns the qualified name.
     """
     # any strides will do: otherwise Inductor computes an input once more for each of its readers
     library.define(schema, tags=torch.Tag.flexible_layout)

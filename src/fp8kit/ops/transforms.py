@@ -26,11 +26,7 @@ def is_transformed() -> bool:
 def linear(*arguments: Any) -> Tensor:
     """Call the operator ``linear`` so that transforms of ``torch.func`` can follow.
 
-    Args:
-        arguments: those of the operator.
-
-    Raises:
-        UnsupportedError: for ``jvp`` and other forward-mode transforms.
+    Raises ``UnsupportedError`` for ``jvp`` and other forward-mode transforms.
     """
     y: Tensor = _Linear.apply(*arguments)  # type: ignore[no-untyped-call]
     return y

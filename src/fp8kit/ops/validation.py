@@ -131,12 +131,7 @@ def check_float(name: str, x: Tensor) -> None:
 
 
 def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
-    """Refuse what a layer cannot quantize: as ``check_float``, and what code around it caused.
-
-    Args:
-        x: what the layer was called with.
-        codes: the dtype of its weight.
-    """
+    """Refuse what a layer cannot quantize: as ``check_float``, and what code around it caused."""
     check_tensor("x", x)
     if x.is_nested:
         raise InvalidType(
@@ -232,11 +227,7 @@ def check_input_scale(
 ) -> None:
     """Refuse an input scale that is not one positive finite number on a device.
 
-    Args:
-        scale: of the activations of a layer.
-        shape: of what it scales, or of the weight.
-        device: of the weight and the activations.
-        wait: read a value on a GPU too, which waits for it.
+    With ``wait`` a value on a GPU is read, too, which waits for it.
     """
     check_scale(scale, shape, TENSOR, device)
     if _can_read(scale, wait) and not 0 < (value := scale.item()) < torch.inf:
@@ -317,12 +308,7 @@ def check_operand(
 ) -> None:
     """Refuse a tensor that does not go with an input of a fused operation.
 
-    Args:
-        name: what it is called.
-        other: the tensor.
-        shape: the shape it has to have.
-        x: the input.
-        dtype: the dtype it has to have; ``None`` for any float.
+    A ``dtype`` of ``None`` means any float.
     """
     check_float(name, other)
     if dtype is not None and other.dtype != dtype:

@@ -23,15 +23,8 @@ from fp8kit.perf.tune import limits
 class Timing:
     """One layer at one row count.
 
-    Args:
-        m: rows of the input.
-        n: output features.
-        k: input features.
-        scheme: name of the scheme.
-        backend: who multiplied.
-        us: microseconds of the FP8 layer, input quantized within.
-        bf16_us: microseconds of the dense layer.
-        roofline_us: the least microseconds an FP8 layer can take here.
+    Times are in microseconds: of the FP8 layer, input quantized within; of the dense layer; and the
+    least that an FP8 layer can take here.
     """
 
     m: int
@@ -56,20 +49,7 @@ def bench(
 ) -> list[Timing]:
     """Time whole layers, 16 bit in and out with cold weights, against bf16.
 
-    Args:
-        shapes: ``(N, K)`` of the weights.
-        rows: row counts of the inputs, measured as they are.
-        scheme: how weight and input are quantized.
-        device: where to measure.
-        accum: as in ``functional.linear``.
-        effort: how long to measure.
-        timer: how cases are timed.
-
-    Returns:
-        One timing per shape and row count.
-
-    Example:
-        >>> bench([(4096, 4096)], [1, 64], Scheme.of("FP8_DYNAMIC"), torch.device("cuda"))
+    Shapes are ``(N, K)`` of the weights. Gives one timing per shape and row count.
     """
     ceiling, found = limits(device, timer), []
     for shape in shapes:

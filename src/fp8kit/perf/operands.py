@@ -59,12 +59,8 @@ MODEL_SHAPES: dict[str, tuple[Shape, ...]] = {
 class Operands:
     """What one layer reads: an input, and enough copies of the weight that no cache holds them.
 
-    Args:
-        scheme: how both are quantized.
-        x: bf16 ``[M, K]``.
-        weights: copies of the quantized weight.
-        input_scale: of static schemes.
-        accum: ``"precise"`` or ``"fast"``.
+    ``x`` is bf16 ``[M, K]``, ``input_scale`` of static schemes, ``accum`` ``"precise"`` or
+    ``"fast"``.
     """
 
     scheme: Scheme
@@ -113,12 +109,8 @@ def operands(
 ) -> Operands:
     """Quantize copies of a weight and draw an input.
 
-    Args:
-        dense: copies of the bf16 weight ``[N, K]``.
-        m: rows of the input.
-        scheme: how both are quantized.
-        accum: as in ``functional.linear``.
-        weights: the quantized copies, if they are at hand.
+    ``dense`` are copies of a bf16 weight ``[N, K]``, ``weights`` the quantized ones, if they are at
+    hand.
     """
     x = torch.randn(m, dense[0].shape[1], device=dense[0].device, dtype=torch.bfloat16)
     scale = None
@@ -154,18 +146,7 @@ def candidates(problem: MatmulProblem) -> list[tuple[str, str]]:
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """Read shapes from the command line.
-
-    Args:
-        text: ``NxK`` or names of ``MODEL_SHAPES``, separated by commas.
-
-    Raises:
-        ValueError: if a word is neither.
-
-    Example:
-        >>> parse_shapes("4096x14336,Wan 14B")[0]
-        (4096, 14336)
-    """
+    """Read shapes: ``NxK`` or names of ``MODEL_SHAPES``, separated by commas."""
     shapes: list[Shape] = []
     for word in (w.strip() for w in text.split(",")):
         if word in MODEL_SHAPES:
@@ -193,12 +174,7 @@ def unique(shapes: Iterable[Shape]) -> list[Shape]:
 def exact_rows(operand: Operands, rows: Tensor) -> Tensor:
     """Multiply some rows of the dequantized operands in fp32: what every candidate is held to.
 
-    Args:
-        operand: the layer.
-        rows: ``int64``, which rows of the input.
-
-    Returns:
-        fp32 ``[len(rows), N]``.
+    ``rows`` are int64 indices of rows of the input; the result is fp32 ``[len(rows), N]``.
     """
     data, scale = operand.quantized()
     weight = functional.dequantize(operand.weights[0])

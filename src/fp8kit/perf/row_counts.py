@@ -20,13 +20,7 @@ from fp8kit.moe.hopper import tile_config
 
 
 def layer_counts(problems: Iterable[MatmulProblem], rows: int, device: torch.device) -> list[int]:
-    """Add to a row count those of its power of two for which backends cut products otherwise.
-
-    Args:
-        problems: the products, of so many rows.
-        rows: what is expected.
-        device: where they run.
-    """
+    """Add to a row count those of its power of two for which backends cut products otherwise."""
     found = [rows]
     with current(device):
         for problem in problems:
@@ -38,14 +32,10 @@ def layer_counts(problems: Iterable[MatmulProblem], rows: int, device: torch.dev
 def expert_counts(module: ExpertTensors, takes: Sequence[int], tokens: int) -> list[int]:
     """Add to a count of tokens those of its power of two for which experts' kernels are others.
 
-    Args:
-        module: of experts.
-        takes: how many experts a token takes, of each call that ``forward`` may make.
-        tokens: what is expected: of the layer, or of each expert where rows come sorted.
-
-    Returns:
-        ``tokens``, then the others. Experts that run product by product, with a gate of their own,
-        see whatever part of the tokens is routed to them: they get every power of two below.
+    ``takes`` has how many experts a token takes, of each call that ``forward`` may make; ``tokens``
+    are of the layer, or of each expert where rows come sorted. Experts that run product by product,
+    with a gate of their own, see whatever part of the tokens is routed to them: they get every
+    power of two below.
     """
     if module.stacks.activation is None:
         return _counts_of_products(module, tokens)
@@ -60,13 +50,8 @@ def counts_of_pairs(
 ) -> list[int]:
     """Return ``tokens`` and those of its power of two that run other kernels of experts.
 
-    Args:
-        tokens: what is expected.
-        takes: how many experts a row takes, of each call.
-        experts: E.
-        on_hopper: whether kernels depend on the number of pairs, and not only on the power of two
-            of rows.
-        copies: rows that a token makes.
+    ``takes`` has how many experts a row takes, of each call, and a token makes ``copies`` rows. On
+    Hopper kernels depend on the number of pairs, and not only on the power of two of rows.
     """
     found, bucket = dict[object, int](), m_bucket(tokens)
     for count in (tokens, *range(bucket, bucket // 2, -1)):
@@ -77,16 +62,7 @@ def counts_of_pairs(
 
 
 def hopper_cut(pairs: int, experts: int) -> tuple[object, ...]:
-    """Return equal keys to numbers of pairs that run the same kernels on Hopper.
-
-    Args:
-        pairs: of a token and an expert.
-        experts: E.
-
-    Example:
-        >>> hopper_cut(65, 64) == hopper_cut(128, 64), hopper_cut(128, 64) == hopper_cut(129, 64)
-        (True, False)
-    """
+    """Return equal keys to numbers of pairs that run the same kernels on Hopper."""
     sorting = (pairs <= tile_config.FEW_PAIRS, pairs <= tile_config.PAIRS_OF_BLOCK)
     return (tile_config.choose(pairs, experts), *sorting)
 

@@ -28,12 +28,7 @@ _CPU_CACHE = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure.
-
-    Args:
-        round_ms: milliseconds of one round of one case.
-        rounds: how many rounds; the median counts.
-    """
+    """How long to measure: milliseconds of one round of a case, and rounds; their median counts."""
 
     round_ms: float = 4.0
     rounds: int = 15
@@ -53,17 +48,8 @@ def time_cases(
 ) -> dict[str, float]:
     """Time cases against each other.
 
-    Args:
-        cases: name to a function that is called with the index of the operand copy to use.
-        copies: how many copies of the operands there are.
-        effort: how long to measure.
-        device: where the cases run.
-
-    Returns:
-        Name to the median microseconds of one call.
-
-    Example:
-        >>> time_cases({"bf16": lambda i: F.linear(x, weights[i])}, len(weights))
+    A case is called with the index of the operand copy to use. Gives the median microseconds of one
+    call by name.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -74,9 +60,7 @@ def time_cases(
 def copies_past_cache(bytes_per_call: int, device: torch.device = _CUDA) -> int:
     """Return the number of operand copies that no L2 cache holds, at least 2, at most 64.
 
-    Args:
-        bytes_per_call: what one call reads of its own.
-        device: whose cache counts; of a CPU 32 MiB are assumed, and fewer copies made.
+    Of a CPU a cache of 32 MiB is assumed, and fewer copies made.
     """
     cache = _CPU_CACHE
     if device.type == "cuda":
@@ -130,11 +114,8 @@ def _capture(
 def calls_for(effort: Effort, once: float, copies: int) -> int:
     """Return the calls of one round, each copy's turn at least.
 
-    Args:
-        effort: how long to measure.
-        once: milliseconds of a call on the GPU. What the host needs for it must not count: graphs
-            of few calls are charged with their start, a microsecond per call and more.
-        copies: how many copies of the operands there are.
+    ``once`` are the milliseconds of a call on the GPU. What the host needs for it must not count:
+    graphs of few calls are charged with their start, a microsecond per call and more.
     """
     return max(copies, min(_MOST_CALLS, int(effort.round_ms / max(once, 1e-3))))
 

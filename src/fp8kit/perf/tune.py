@@ -49,11 +49,7 @@ SHIPPED_ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 class Wish:
     """Layers to measure.
 
-    Args:
-        shapes: ``(N, K)`` of the weights.
-        rows: row counts of the inputs; each stands for its power of two.
-        schemes: how they are quantized.
-        accum: ``"precise"`` or ``"fast"``.
+    Shapes are ``(N, K)`` of the weights; each row count stands for its power of two.
     """
 
     shapes: Sequence[Shape]
@@ -66,10 +62,8 @@ class Wish:
 class Outcome:
     """What tuning found.
 
-    Args:
-        table: the measured times.
-        faults: candidates that computed something else, with the layer and what was wrong.
-        left: how many shapes were not reached in the time given.
+    ``faults`` are candidates that computed something else, with the layer and what was wrong;
+    ``left`` shapes were not reached in the time given.
     """
 
     table: Table
@@ -98,12 +92,7 @@ def wishes_of(
 ) -> Iterator[Wish]:
     """Return what to measure for layers of which some run as one matrix for few rows.
 
-    Args:
-        alone: the layers.
-        joined: the matrices that siblings among them are multiplied as.
-        rows: row counts of the inputs.
-        scheme: how all are quantized.
-        accum: ``"precise"`` or ``"fast"``.
+    ``joined`` are the matrices that siblings among them are multiplied as.
     """
     yield Wish(unique(alone), rows, [scheme], accum)
     few = [m for m in rows if m <= MOST_JOINED_ROWS]
@@ -135,21 +124,10 @@ def tune(
 ) -> Outcome:
     """Check and time every candidate for the layers asked for.
 
-    Args:
-        wishes: the layers.
-        device: where to measure.
-        seconds: start no further shape after this time.
-        timer: how cases are timed.
-        progress: is told each shape.
-        store: is given the table after each shape, so that a failure later on loses no times;
-            ``keep`` for one.
-
-    Returns:
-        The times, and what was rejected.
-
-    Raises:
-        ValueError: if a shape or row count is not positive.
-        torch.cuda.OutOfMemoryError: if a layer does not fit.
+    No further shape starts after ``seconds``. ``progress`` is told each shape; ``store``, such as
+    ``keep``, is given the table after each, so that a failure later on loses no times. Raises
+    ``ValueError`` if a shape or row count is not positive, and ``torch.cuda.OutOfMemoryError`` if a
+    layer does not fit.
     """
     start = time.monotonic()
     outcome = Outcome(_empty_table(device, timer))
@@ -175,8 +153,7 @@ def tune(
 def keep(table: Table) -> None:
     """Store a table for this machine, over what was tuned before; dispatch uses it at once.
 
-    Raises:
-        OSError: if the cache directory cannot be written.
+    Raises ``OSError`` if the cache directory cannot be written.
     """
     path = tuned_path(table.device)
     # each GPU of a machine may be tuned by a process of its own
@@ -230,11 +207,8 @@ def _measure(
 class Expected:
     """What every candidate for a layer is held to.
 
-    Args:
-        name: of the data.
-        layer: the operands; the first copy of the weight is used.
-        rows: ``int64``, the rows that are compared.
-        exact: fp32, what they are.
+    The first copy of the weight is used; of ``rows``, int64, results are compared with ``exact``,
+    fp32.
     """
 
     name: str
@@ -244,11 +218,7 @@ class Expected:
 
 
 def expected(layer: Operands) -> list[Expected]:
-    """Compute what candidates are compared with: on normal data, and for precise sums on one sign.
-
-    Args:
-        layer: the operands.
-    """
+    """Compute what candidates are held to: on normal data, and for precise sums on one sign."""
     m = layer.x.shape[0]
     count = min(m, _CHECKED_ROWS)
     rows = torch.arange(count, device=layer.x.device) * (m - 1) // max(count - 1, 1)
@@ -261,14 +231,8 @@ def expected(layer: Operands) -> list[Expected]:
 def fault(wanted: Sequence[Expected], backend: str, configuration: str = "") -> str:
     """Compare a candidate with the definition; say what is wrong, or nothing.
 
-    Args:
-        wanted: operands and results, from ``expected``.
-        backend: name of the backend.
-        configuration: how it cuts the problem.
-
-    Returns:
-        An empty text if two runs give the same finite bits and every checked row is within the
-        limits that the module states.
+    Nothing is wrong if two runs give the same finite bits and every checked row is within the
+    limits that the module states.
     """
     for one in wanted:
         try:
@@ -320,8 +284,6 @@ def _limits(device: torch.device, timer: Timer) -> tuple[float, float]:
 def limits(device: torch.device, timer: Timer = time_cases) -> Table:
     """Return the bandwidth and FP8 rate of a device as an empty table, for rooflines.
 
-    Args:
-        device: a GPU with a table keeps the table's figures; any other is measured.
-        timer: how it is measured.
+    A GPU with a table keeps the table's figures; any other is measured.
     """
     return _empty_table(device, timer)

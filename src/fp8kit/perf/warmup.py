@@ -110,12 +110,7 @@ def warmup(
 
 
 def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish]:
-    """Return what to tune for some layers: their shapes, and those of siblings that are joined.
-
-    Args:
-        layers: of one device.
-        m: row counts to expect.
-    """
+    """Return what to tune for some layers: their shapes, and those of siblings that are joined."""
     for scheme in dict.fromkeys(layer.scheme for layer in layers):
         for accum in dict.fromkeys(layer.accum for layer in layers if layer.scheme == scheme):
             alike = [mod for mod in layers if (mod.scheme, mod.accum) == (scheme, accum)]
@@ -131,13 +126,7 @@ def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish
 def tune_layers(layers: Sequence[Fp8Linear], m: Sequence[int], timer: Timer = time_cases) -> None:
     """Measure the candidates for some layers on the GPU that holds them, and keep the times.
 
-    Args:
-        layers: layers with weights.
-        m: row counts to expect.
-        timer: how candidates are timed.
-
-    Raises:
-        ValueError: if a layer is not on a CUDA device.
+    Raises ``ValueError`` if a layer is not on a CUDA device.
     """
     for device in {layer.weight.device for layer in layers}:
         if device.type != "cuda":

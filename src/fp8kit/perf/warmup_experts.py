@@ -22,12 +22,7 @@ _OPTIONS = ("router_weight_on_input", "batch_invariant", "shared")
 
 
 def run_experts(model: nn.Module, m: Sequence[int]) -> int:
-    """Run the experts of a model, and return how many distinct calls were made.
-
-    Args:
-        model: holds experts, or none.
-        m: counts of tokens to expect.
-    """
+    """Run the experts of a model, and return how many distinct calls were made."""
     done, calls = set[object](), 0
     for _, module, taken in experts_of(model):
         for top_k in taken:
@@ -60,11 +55,7 @@ def record_experts(model: nn.Module, m: Sequence[int]) -> None:
 
 
 def experts_of(model: nn.Module) -> Iterator[tuple[str, ExpertTensors, tuple[int, ...]]]:
-    """Give the FP8 experts of a model by name, with how many of them a token may take.
-
-    Args:
-        model: holds experts, or none.
-    """
+    """Give the FP8 experts of a model by name, with how many of them a token may take."""
     parents = {child: mod for mod in model.modules() for child in mod.children()}
     for name, module in model.named_modules():
         if isinstance(module, ExpertTensors):
@@ -81,12 +72,8 @@ def experts_per_token(
 
     That is what the first of these says: ``top_k`` of the ``routing``, if it is a
     ``functools.partial``; ``top_k`` or ``num_experts_per_tok`` of what is near; a config of these
-    or of the model. Where nothing says it, 1, 2, 4 and 8, up to E.
-
-    Args:
-        module: of experts.
-        near: itself, its parent and what is beside it, in the order in which they are asked.
-        model: the whole, whose config is asked last.
+    or of the model. Where nothing says it, 1, 2, 4 and 8, up to E. ``near`` are itself, its parent
+    and what is beside it, in the order in which they are asked.
     """
     if module.stacks.call == "sorted" or module.stacks.activation is None:
         return (1,)  # no kernel sees more than the rows of an expert
@@ -115,12 +102,7 @@ def _routed(module: ExpertTensors) -> int:
 
 
 def pairs_of_a_token(module: ExpertTensors, top_k: int) -> tuple[int, ...]:
-    """Return the pairs of a token in each call: all, or routed and shared experts apart.
-
-    Args:
-        module: of experts.
-        top_k: experts that its router gives to a token.
-    """
+    """Return the pairs of a token in each call: all, or routed and shared experts apart."""
     if isinstance(module, Fp8Experts) and module.shared:
         return (top_k + module.shared, top_k, module.shared)
     return (top_k,)

@@ -28,13 +28,7 @@ _MANY_ROWS, _LONG = 16, 3584  # so many rows of so many vectors: a program each 
 
 
 class RowCut(NamedTuple):
-    """How a row is spread.
-
-    Args:
-        blocks: blocks of its cluster, a power of two.
-        threads: threads per block.
-        vectors: 16-byte vectors per thread.
-    """
+    """How a row is spread: blocks of a cluster, a power of two, threads, their 16-byte vectors."""
 
     blocks: int
     threads: int
@@ -42,13 +36,7 @@ class RowCut(NamedTuple):
 
 
 def row_cut(m: int, vectors: int, processors: int) -> RowCut | None:
-    """Spread rows of 16-byte vectors; ``None`` if they are too long to be held.
-
-    Args:
-        m: number of rows.
-        vectors: 16-byte vectors of a row.
-        processors: multiprocessors of the GPU.
-    """
+    """Spread rows of 16-byte vectors; ``None`` if they are too long to be held."""
     blocks, each = 2, 1  # a cluster of one has no shared memory to address
     # half of the multiprocessors stay free for the kernel behind, where two blocks per row allow it
     most = min(_MOST_BLOCKS, processors // (2 * m))
@@ -61,12 +49,7 @@ def row_cut(m: int, vectors: int, processors: int) -> RowCut | None:
 
 
 def takes(x: Tensor, processors: int) -> bool:
-    """Return whether ``x [M, K]`` has few and regular rows, and the kernel can be compiled here.
-
-    Args:
-        x: bf16, fp16 or fp32.
-        processors: multiprocessors of the GPU.
-    """
+    """Return whether ``x [M, K]`` has few and regular rows, and the kernel can be compiled here."""
     (m, k), size = x.shape, x.element_size()
     if x.dtype not in _KINDS or not x.is_cuda or k * size % _ALIGN or x.stride(1) != 1:
         return False
@@ -83,13 +66,9 @@ def quantize_rows(
 ) -> None:
     """Quantize ``x`` row by row into ``data`` and ``scale``.
 
-    Args:
-        x: ``[M, K]`` that ``takes`` accepts.
-        scale: ``float32 [M]``, contiguous.
-        data: ``uint8 [M, K]``, e4m3fn codes; columns are adjacent, rows 8 bytes apart in multiples
-            (4 if ``x`` is fp32).
-        min_scale: floor under the scales, such that quotients are exact (``SAFE_SCALE``).
-        processors: multiprocessors of the GPU.
+    ``x [M, K]`` is what ``takes`` accepts, ``scale`` contiguous ``float32 [M]``, and ``data``
+    ``uint8 [M, K]``, e4m3fn codes; columns are adjacent, rows 8 bytes apart in multiples (4 if
+    ``x`` is fp32). The floor under the scales is such that quotients are exact (``SAFE_SCALE``).
     """
     m, k = x.shape
     vectors = k * x.element_size() // _ALIGN
@@ -130,12 +109,7 @@ def _kernel(kind: int, cut: RowCut, device: int) -> Any:
 
 
 def source(kind: int, cut: RowCut) -> str:
-    """Write the CUDA source of one variant.
-
-    Args:
-        kind: tag of the input's dtype, a value of ``_KINDS``.
-        cut: how a row is spread.
-    """
+    """Write the CUDA source of one variant; ``kind`` is a value of ``_KINDS``."""
     constants = {
         "KIND": kind,
         "VECTORS": cut.vectors,

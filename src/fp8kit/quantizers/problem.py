@@ -21,15 +21,7 @@ QUANTIZER_BACKENDS: BackendTable = (
 
 @dataclass(frozen=True, slots=True)
 class QuantizeProblem:
-    """One quantization, static or dynamic.
-
-    Args:
-        group: elements per scale.
-        in_dtype: dtype of the input.
-        dtype: dtype of the codes.
-        device_type: ``"cpu"``, ``"cuda"``, …
-        capability: CUDA compute capability, ``None`` elsewhere.
-    """
+    """One quantization, static or dynamic, of a tensor of ``in_dtype`` to codes of ``dtype``."""
 
     group: GroupShape
     in_dtype: torch.dtype

@@ -58,11 +58,7 @@ class Rebased:
 
 
 def told_change(weights: Iterable[Rebased]) -> str:
-    """Say how many values of weights changed, and by how much (see ``Rebased.largest_change``).
-
-    Args:
-        weights: of one layer.
-    """
+    """Say how many values of weights changed, and by how much (see ``Rebased.largest_change``)."""
     every = list(weights)
     changed, count = sum(x.changed for x in every), sum(x.q.data.numel() for x in every)
     largest = max(x.largest_change for x in every)
@@ -76,13 +72,9 @@ def rebase_or_decline(
 ) -> tuple[GroupShape | None, dict[str, Rebased], str]:
     """Rebase the MX weights of a layer to the first of several groups that loses next to nothing.
 
-    Args:
-        weights: by any name; all of them get the same groups.
-        groups: of the new scales, in the order of preference.
-
-    Returns:
-        The groups, ``None`` if there are none such; the new weights; and a sentence with the count
-        of changed values and the largest change, or with what each of the groups would change.
+    All of them get the same groups. Gives these, ``None`` if there are none such; the new weights;
+    and a sentence with the count of changed values and the largest change, or with what each of the
+    groups would change.
     """
     said: list[str] = []
     for group in groups:
@@ -133,17 +125,9 @@ def rebase(q: QTensor, group: GroupShape = ROW) -> Rebased:
 def restore(q: QTensor, exponents: Tensor) -> QTensor:
     """Undo ``rebase``: give groups of 32 their exponents back, and codes their bits.
 
-    Args:
-        q: what ``rebase`` gave: e4m3fn codes with powers of two as scales.
-        exponents: the E8M0 bytes it kept, ``scale_shape(q.shape, MX)``.
-
-    Returns:
-        The MX weight. A code that ``rebase`` changed is the one nearest to what it became.
-
-    Example:
-        >>> found = rebase(q)
-        >>> torch.equal(restore(found.q, found.exponents).data.view(torch.uint8), codes_of_q)
-        True
+    ``q`` is what ``rebase`` gave: e4m3fn codes with powers of two as scales; and ``exponents`` the
+    E8M0 bytes it kept, ``scale_shape(q.shape, MX)``. A code that ``rebase`` changed is the one
+    nearest to what it became.
     """
     data = torch.empty_like(q.data, memory_format=torch.contiguous_format)
     if data.numel():

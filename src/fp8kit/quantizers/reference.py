@@ -82,14 +82,8 @@ def dequantize(data: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtyp
 def expand_scale(scale: Tensor, shape: tuple[int, ...], group: GroupShape) -> Tensor:
     """Return ``float32`` scales that broadcast against a tensor of ``shape``.
 
-    Args:
-        scale: ``float32`` or E8M0 bytes, of shape ``scale_shape(shape, group)``, or per tensor of
-            ``stack_scale_shape``.
-        shape: shape of the codes.
-        group: elements per scale.
-
-    Returns:
-        A ``float32`` tensor; broadcastable along whole rows, else expanded to ``shape``.
+    ``scale`` is ``float32`` or E8M0 bytes, of shape ``scale_shape(shape, group)``, or per tensor of
+    ``stack_scale_shape``. The result is broadcastable along whole rows, else expanded to ``shape``.
     """
     scale = multipliers(scale, group)
     if group == TENSOR:

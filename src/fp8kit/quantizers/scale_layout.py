@@ -26,11 +26,7 @@ _TMA_ALIGN, _FULL_RATE = 16, 64  # bytes that rows of codes have to start at mul
 
 
 def product_layout(group: GroupShape) -> str:
-    """Name the layout in which layers write the scales of activations, so that nothing copies them.
-
-    Args:
-        group: elements per scale.
-    """
+    """Name the layout in which layers write scales of activations, so that nothing copies them."""
     return "column" if group == GROUP128 else "row"
 
 
@@ -47,17 +43,8 @@ def pitch(rows: int) -> int:
 def empty_scale(x: Tensor, group: GroupShape, layout: str) -> Tensor:
     """Allocate the scales of a tensor, on its device.
 
-    Args:
-        x: what is quantized, K last.
-        group: elements per scale.
-        layout: ``"row"``, or ``"column"`` for groups along a row.
-
-    Returns:
-        ``scale_shape(x.shape, group)``, not initialised, and neither is the padding.
-
-    Example:
-        >>> empty_scale(torch.empty(2, 7, 512), GROUP128, "column").stride()
-        (7, 1, 16)
+    ``layout`` is ``"row"``, or ``"column"`` for groups along a row. Neither the scales,
+    ``scale_shape(x.shape, group)``, nor their padding are initialised.
     """
     shape, dtype = scale_shape(x.shape, group), scale_dtype(group)
     return empty_columns(x, shape, dtype) if layout == "column" else x.new_empty(shape, dtype=dtype)
@@ -66,17 +53,7 @@ def empty_scale(x: Tensor, group: GroupShape, layout: str) -> Tensor:
 def empty_codes(x: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor | None:
     """Allocate codes with gaps between their rows, if a product loads them faster then.
 
-    Args:
-        x: what is quantized, ``[M, K]``.
-        group: elements per scale.
-        dtype: of the codes.
-
-    Returns:
-        ``[M, K]``, not initialised; ``None`` where gaps gain nothing, or were not measured.
-
-    Example:
-        >>> empty_codes(torch.empty(7, 4304, device="cuda"), ROW, torch.float8_e4m3fn).stride()
-        (4352, 1)
+    They are ``[M, K]``, not initialised; ``None`` where gaps gain nothing, or were not measured.
     """
     m, k = x.shape
     if m < 2 or k % _TMA_ALIGN or not k % _FULL_RATE or group.rows != 1:
@@ -93,13 +70,7 @@ def laid_out(scale: Tensor, layout: str) -> Tensor:
 
 
 def empty_columns(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Allocate column-major scales on the device of a tensor.
-
-    Args:
-        like: gives the device.
-        shape: logical shape ``[..., groups]``.
-        dtype: of the scales.
-    """
+    """Allocate column-major scales ``[..., groups]`` on the device of a tensor."""
     strides, rows = [], 1
     for extent in reversed(shape[:-1]):
         strides.append(rows)

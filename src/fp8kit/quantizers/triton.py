@@ -66,18 +66,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales taken from the data; see ``functional.quantize`` for the arguments.
 
-    Args:
-        x: bf16, fp16 or fp32, any shape and strides, K last.
-        group: elements per scale.
-        dtype: dtype of the codes.
-        min_scale: floor under ``float32`` scales.
-        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
-        scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
-        scale_layout: ``"row"``, or ``"column"`` for groups along a row, see ``scale_layout``.
-        data: ``[M, K]``, where the codes go; its rows may have gaps if groups lie along rows.
-
-    Returns:
-        Codes and scales as in ``QTensor``; padding of column-major scales is not initialised.
+    ``x`` is bf16, fp16 or fp32, of any shape and strides. Codes go to ``data [M, K]``, if it is
+    given; its rows may have gaps if groups lie along rows. Padding of column-major scales is not
+    initialised.
     """
     if x.numel() == 0:
         options = (group, dtype, min_scale, scale_ub, scale_rounding, scale_layout, data)

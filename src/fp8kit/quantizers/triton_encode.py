@@ -55,11 +55,8 @@ _E8M0_NAN = tl.constexpr(255)
 class ScaleRule(NamedTuple):
     """The numbers of one quantization, the same for every tile.
 
-    Args:
-        min_scale: floor under a dynamic scale.
-        static: scales are given, not computed.
-        division: what is known of the operands, see ``encode_quotient``.
-        fp8_max: the format's maximum.
+    ``static`` scales are given, not computed; ``division`` is what is known of the operands, see
+    ``encode_quotient``.
     """
 
     min_scale: float
@@ -71,14 +68,7 @@ class ScaleRule(NamedTuple):
 def division_of(
     group: GroupShape, min_scale: float, scale_ub: Tensor | None, scale_rounding: str
 ) -> str:
-    """Return what kernels know of a division by dynamic scales, see ``encode_quotient``.
-
-    Args:
-        group: elements per scale.
-        min_scale: floor under the scales.
-        scale_ub: bound of the amax, or ``None``.
-        scale_rounding: ``"exact"``, ``"up"`` to a power of two, or ``"floor"`` (MX).
-    """
+    """Return what kernels know of a division by dynamic scales, see ``encode_quotient``."""
     if group == MX:
         return "mx floor" if scale_rounding == "floor" else "mx ceil"
     safe = SAFE_SCALE <= min_scale <= 1 / SAFE_SCALE
@@ -92,12 +82,8 @@ def division_of(
 def few_warps(numel: int, lanes: int, processors: int) -> int:
     """Choose the warps of programs whose threads load one vector each, so that few start.
 
-    More than four programs for each multiprocessor take longer to start than they save.
-
-    Args:
-        numel: elements in all.
-        lanes: elements that one warp loads.
-        processors: multiprocessors of the GPU.
+    More than four programs for each multiprocessor take longer to start than they save. One warp
+    loads ``lanes`` of ``numel`` elements in all.
     """
     return next((w for w in (4, 8) if numel <= 4 * w * lanes * processors), 16)
 
@@ -203,14 +189,10 @@ def reciprocal_pair(y):
 
 @triton.jit
 def float_scale(amax, min_scale, DIVISION: tl.constexpr, FP8_MAX: tl.constexpr):
-    """Return ``max(amax / fp8_max, min_scale)``, a power of two if asked, NaN if amax is not
-    finite.
+    """Return ``max(amax / fp8_max, min_scale)``, a power of two if asked.
 
-    Args:
-        amax: ``float32``, one per group.
-        min_scale: ``float32`` floor under the scale.
-        DIVISION: how the elements will be divided, see ``encode_quotient``.
-        FP8_MAX: the format's maximum.
+    ``amax`` is ``float32``, one per group; one that is not finite makes NaN. ``DIVISION`` says how
+    the elements will be divided, see ``encode_quotient``.
     """
     if DIVISION == "ieee" or DIVISION == "ieee power":
         scale = tl.div_rn(amax, FP8_MAX)

@@ -37,11 +37,8 @@ from fp8kit.runtime.triton_overlap import join_stream, overlaps, prefetch
 class GroupTile(NamedTuple):
     """How a matrix of groups is cut.
 
-    Args:
-        rows: rows per tile, a power of two.
-        groups: groups along a row per tile, a power of two.
-        held: tiles per program, next to each other along a row.
-        warps: warps per program.
+    ``rows`` and ``groups`` along a row, per tile, are powers of two; the ``held`` tiles of a
+    program are next to each other along a row.
     """
 
     rows: int
@@ -281,14 +278,9 @@ def quantize_blocks(
 ) -> None:
     """Quantize a stack of matrices block by block, reading (static) or writing ``scale``.
 
-    Args:
-        x: ``[E, M, K]`` in any strides.
-        scale: ``float32 [E, ceil(M / rows), ceil(K / cols)]`` in any strides.
-        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
-        data: ``uint8 [E, M, K]``, contiguous.
-        rows: rows per block, a power of two.
-        cols: columns per block, a power of two.
-        recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
+    ``x [E, M, K]`` and ``scale``, ``float32 [E, ceil(M / rows), ceil(K / cols)]``, are in any
+    strides, ``data``, ``uint8 [E, M, K]``, is contiguous. Rows and columns of a block are powers of
+    two.
     """
     overlap = overlaps(x.device)
     warps = min(8, max(1, rows * cols // 2048))

@@ -33,12 +33,8 @@ _HELD = 7  # 16-byte loads that a thread can hold in 64 registers and still comp
 class RowTile(NamedTuple):
     """How rows are cut, a pure function of the problem; see ``row_tile``.
 
-    Args:
-        rows: rows per program.
-        cols: columns of one tile, a power of two.
-        held: tiles per row kept in registers; 0 reads the row twice.
-        slices: programs per row; more than one only with ``held == 0``.
-        warps: warps per program.
+    ``cols`` of one tile are a power of two; ``held`` tiles of a row are kept in registers, 0 reads
+    it twice. Only then may several programs, ``slices``, share a row.
     """
 
     rows: int
@@ -49,14 +45,7 @@ class RowTile(NamedTuple):
 
 
 def row_tile(m: int, k: int, itemsize: int, processors: int) -> RowTile:
-    """Choose a tile for ``m`` rows of ``k`` elements.
-
-    Args:
-        m: number of rows.
-        k: elements per row.
-        itemsize: bytes per element.
-        processors: multiprocessors of the GPU.
-    """
+    """Choose a tile for ``m`` rows of ``k`` elements."""
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     whole = triton.next_power_of_2(max(k, 16))
     if 16 * m <= processors and k > 16 * lanes:
@@ -176,13 +165,8 @@ def quantize_rows(
 ) -> None:
     """Quantize ``x`` row by row into ``data``, reading (static) or writing ``scale``.
 
-    Args:
-        x: ``[M, K]`` in any strides.
-        scale: ``float32 [M]``.
-        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
-        data: ``uint8 [M, K]``, columns adjacent.
-        recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
-        tile: how the rows are cut; a static quantization needs ``held == 0``.
+    ``x [M, K]`` is in any strides, ``scale`` ``float32 [M]``, and ``data`` ``uint8 [M, K]``,
+    columns adjacent. A static quantization needs ``tile.held == 0``.
     """
     m, k = x.shape
     overlap = overlaps(x.device)

@@ -38,12 +38,8 @@ _READ_ONCE = 60 * _MB  # x up to this size leaves the cache to its codes
 class TensorTile(NamedTuple):
     """How a tensor is cut.
 
-    Args:
-        block: elements of one tile, a power of two.
-        held: tiles per step.
-        partials: programs of the amax.
-        programs: programs of the encoding.
-        warps: warps per program.
+    ``block`` elements of one tile are a power of two, and ``held`` tiles one step; ``partials``
+    programs take the amax, ``programs`` encode.
     """
 
     block: int
@@ -57,11 +53,6 @@ def tensor_tile(numel: int, itemsize: int, processors: int) -> TensorTile:
     """Choose a tile for ``numel`` elements: many steps per program once the GPU is full.
 
     A thread loads 16 bytes of each tile, so that the threads of a warp read without gaps.
-
-    Args:
-        numel: number of elements.
-        itemsize: bytes per element.
-        processors: multiprocessors of the GPU.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     if numel > 32 * LOADS * lanes * processors:
@@ -197,13 +188,8 @@ def quantize_tensor(
 ) -> None:
     """Quantize ``x`` as a whole into ``data``, reading (static) or writing ``scale``.
 
-    Args:
-        x: ``[M, K]`` in any strides.
-        scale: ``float32 [1, 1]``.
-        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
-        data: ``uint8 [M, K]``, contiguous.
-        recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
-        tile: how the tensor is cut.
+    ``x [M, K]`` is in any strides, ``scale`` ``float32 [1, 1]``, and ``data`` ``uint8 [M, K]``,
+    contiguous.
     """
     numel, contiguous = x.numel(), x.is_contiguous()
     strides = (0, 0) if contiguous else x.stride()

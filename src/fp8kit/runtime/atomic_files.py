@@ -18,12 +18,7 @@ except ImportError:  # Windows: processes are not kept apart
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that appears whole or not at all.
 
-    Args:
-        path: where; its folder is made.
-        data: all of it.
-
-    Raises:
-        OSError: if it cannot be written; nothing is left behind.
+    Its folder is made. Raises ``OSError`` if it cannot be written; nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -38,13 +33,9 @@ def write_whole(path: Path, data: bytes) -> None:
 def locked(lock: Path, *, wait: bool = True) -> Iterator[None]:
     """Keep other processes away; a lock ends with its process, however that ends.
 
-    Args:
-        lock: a file that is for nothing else; its folder is made. Whoever has it may remove it.
-        wait: until no other process has it.
-
-    Raises:
-        BlockingIOError: if the lock is not to be had.
-        OSError: if the file cannot be opened, or is a symbolic link.
+    The file is for nothing else, and its folder is made; whoever has it may remove it. Raises
+    ``BlockingIOError`` if the lock is not to be had, and ``OSError`` if the file cannot be opened,
+    or is a symbolic link.
     """
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -66,12 +57,7 @@ def locked(lock: Path, *, wait: bool = True) -> Iterator[None]:
 def held(folder: Path, *, wait: bool = False) -> Iterator[bool]:
     """Hold a folder as long as this process lives, or find that nobody holds it.
 
-    Args:
-        folder: that exists, or existed a moment ago.
-        wait: until no other process holds it.
-
-    Yields:
-        Whether it is held here and still there; ``False`` where the system cannot tell.
+    Gives whether it is held here and still there; ``False`` where the system cannot tell.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))

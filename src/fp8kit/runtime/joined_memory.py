@@ -11,9 +11,8 @@ from torch import Tensor
 def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     """Return tensors that follow one another in memory as one, ``None`` where they do not.
 
-    Args:
-        parts: contiguous tensors that agree in all but their first extent. They own the memory:
-            the result is valid while they are where they are.
+    They are contiguous and agree in all but their first extent. They own the memory: the result is
+    valid while they are where they are.
     """
     first, end = parts[0], parts[0].data_ptr()
     for part in parts:

@@ -61,9 +61,7 @@ class Launch(Protocol):
     def move(self, position: int, address: int) -> None:
         """Pass another address from now on.
 
-        Args:
-            position: of the address in ``self.addresses``.
-            address: aligned to 16 bytes where the recorded one is.
+        It is aligned to 16 bytes where the recorded one is.
         """
 
     def start(self, stream: int) -> None:
@@ -171,14 +169,9 @@ def record(
 ) -> tuple[Result, Recording | None]:
     """Run a function and record what it launches.
 
-    Args:
-        function: computes a tensor or several from ``inputs`` and ``constants``, whose addresses
-            stay what they are.
-        inputs: a recording wants others of their shapes, dtypes and strides, 16-byte aligned.
-        constants: the other operands.
-
-    Returns:
-        What it computed, and the recording; ``None`` if launches do not tell all that it did.
+    ``function`` computes a tensor or several from both; addresses of constants stay what they are.
+    The recording wants other inputs of these shapes, dtypes and strides, 16-byte aligned; it is
+    ``None`` if launches do not tell all that was done.
     """
     assert not is_recording(), "one recording at a time"
     _local.launches = []

@@ -37,12 +37,7 @@ def missing() -> str | None:
 
 
 def joined(constants: Mapping[str, int | str], *files: str) -> str:
-    """Return the source of one variant of a kernel: its macros, then files.
-
-    Args:
-        constants: values of macros by name.
-        files: paths below the package.
-    """
+    """Return the source of one variant of a kernel: its macros, then files."""
     texts = [resources.files("fp8kit").joinpath(name).read_text() for name in files]
     return "".join(f"#define {k} {v}\n" for k, v in constants.items()) + "\n".join(texts)
 
@@ -50,15 +45,8 @@ def joined(constants: Mapping[str, int | str], *files: str) -> str:
 def cubin(source: str, architecture: str) -> bytes:
     """Compile, or read what an earlier process compiled.
 
-    Args:
-        source: CUDA C++ without includes.
-        architecture: e.g. ``"sm_90a"``.
-
-    Returns:
-        The device image.
-
-    Raises:
-        RuntimeError: if the source does not compile, with the compiler's log.
+    The source has no includes; an architecture is e.g. ``"sm_90a"``. Raises ``RuntimeError`` if the
+    source does not compile, with the compiler's log.
     """
     version = ".".join(map(str, checked(nvrtc.nvrtcVersion())))
     identity = "\0".join((source, architecture, version, *map(str, _OPTIONS)))
@@ -83,15 +71,8 @@ def cubin(source: str, architecture: str) -> bytes:
 def compiled(source: str, architecture: str) -> tuple[bytes, str]:
     """Compile on any machine with NVRTC; no GPU and no driver are needed.
 
-    Args:
-        source: CUDA C++ without includes.
-        architecture: e.g. ``"sm_90a"``.
-
-    Returns:
-        The device image, and what the compiler said: empty if nothing.
-
-    Raises:
-        RuntimeError: if the source does not compile, with the compiler's log.
+    Gives the device image, and what the compiler said. Raises ``RuntimeError`` if the source does
+    not compile, with the compiler's log.
     """
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"fp8kit.cu", 0, [], []))
     try:

@@ -33,10 +33,8 @@ _SCALARS: dict[str, Any] = {
 class TritonLaunch:
     """A compiled kernel with its grid and arguments.
 
-    Args:
-        compiled: what a launch of the jitted function returned.
-        blocks: grid size along x.
-        arguments: every argument of the signature, in order.
+    ``compiled`` is what a launch of the jitted function returned; ``arguments`` has every one of
+    the signature, in order.
     """
 
     def __init__(self, compiled: Any, blocks: int, arguments: Sequence[Any]) -> None:
@@ -64,11 +62,7 @@ class TritonLaunch:
 def launch(kernel: Any, blocks: int, *arguments: Any, **options: Any) -> None:
     """Launch on a one-dimensional grid.
 
-    Args:
-        kernel: a function under ``triton.jit``.
-        blocks: grid size.
-        arguments: the positional arguments.
-        options: constants of the kernel and options of the compiler.
+    ``options`` are constants of the kernel and options of the compiler.
     """
     compiled = kernel[(blocks,)](*arguments, **options)
     if is_recording():

@@ -61,11 +61,7 @@ def version(tensor: Tensor) -> int:
 
 
 def safe_to_prefetch(weight: Tensor) -> bool:
-    """Return whether no kernel that may still write this weight is in flight.
-
-    Args:
-        weight: codes, or any other tensor that a kernel reads.
-    """
+    """Return whether no kernel that may still write this weight is in flight."""
     mark: object = getattr(weight, MARK, None)
     if mark is not None:
         return mark == (version(weight), weight.data_ptr())
@@ -76,8 +72,7 @@ def safe_to_prefetch(weight: Tensor) -> bool:
 def mark_synchronized(weight: Tensor) -> None:
     """Note that a launch reads this weight: the first one, without overlap, synchronizes with it.
 
-    Args:
-        weight: as it is now; a change that torch counts, or another address, ends the mark.
+    A change that torch counts, or another address, ends the mark.
     """
     for part in getattr(weight, _PARTS, (weight,)):
         count = version(part)
@@ -93,9 +88,7 @@ def invalidate(weight: Tensor) -> None:
 def join(whole: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Return a weight that is safe if its parts are.
 
-    Args:
-        whole: a tensor over the memory of all parts.
-        parts: tensors that count their changes by themselves.
+    They count their changes by themselves.
     """
     setattr(whole, _PARTS, tuple(parts))
     return whole

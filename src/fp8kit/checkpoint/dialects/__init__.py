@@ -54,18 +54,8 @@ DIALECTS: tuple[Dialect, ...] = (
 def detect(source: Source) -> Dialect | None:
     """Return which dialect a checkpoint is written in: by its tensors first, then by its config.
 
-    Args:
-        source: what the checkpoint says about itself.
-
-    Returns:
-        The dialect, or ``None`` for a checkpoint in high precision.
-
-    Raises:
-        CheckpointError: if it announces a quantization that no dialect here understands.
-
-    Example:
-        >>> detect(Source({"quantization_config": {"quant_method": "fp8"}})).name
-        'autofp8'
+    ``None`` stands for a checkpoint in high precision. Raises ``CheckpointError`` if it announces a
+    quantization that no dialect here understands.
     """
     if _is_quanto(source):
         raise CheckpointError(
@@ -94,15 +84,7 @@ def _is_quanto(source: Source) -> bool:
 def dialect_named(name: str) -> Dialect:
     """Return the dialect of this name, to write in.
 
-    Args:
-        name: as ``inspect`` and the command line call it.
-
-    Raises:
-        ValueError: for an unknown name, or one that is only read.
-
-    Example:
-        >>> dialect_named("compressed-tensors").suffixes["weight_scale"]
-        'weight_scale'
+    Raises ``ValueError`` for an unknown name, or one that is only read.
     """
     writable = {d.name: d for d in DIALECTS if d.writable}
     if name not in writable:

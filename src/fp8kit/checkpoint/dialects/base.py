@@ -82,12 +82,7 @@ class Numbers:
     unscaled: bool = False
 
     def scheme(self, weight: GroupShape, has_input_scale: bool) -> Scheme:
-        """Return the scheme of a layer once the granularity of its weight is known.
-
-        Args:
-            weight: granularity of the weight.
-            has_input_scale: an ``input_scale`` lies beside it.
-        """
+        """Return the scheme of a layer once the granularity of its weight is known."""
         if self.static or (self.static is None and has_input_scale):
             return scheme_of(weight, TENSOR, static=True)
         if self.weight_only:
@@ -174,17 +169,8 @@ def listed(names: Iterable[str]) -> set[str]:
     """List what stays in high precision, with what engines may ask for in its place.
 
     They merge q, k and v, and gate and up, and ask for the parts of most merged layers; but for
-    some, such as those in the vision tower of GLM-4V, for the merged layer itself.
-
-    Args:
-        names: of the layers.
-
-    Returns:
-        These, the output head, and the merged layers all of whose parts are among them.
-
-    Example:
-        >>> sorted(listed(["a.gate_proj", "a.up_proj", "b.qkv"]))
-        ['a.gate_proj', 'a.gate_up_proj', 'a.up_proj', 'b.qkv', 'b.qkv_proj', 'lm_head']
+    some, such as those in the vision tower of GLM-4V, for the merged layer itself. The result has
+    these names, the output head, and the merged layers all of whose parts are among them.
     """
     found = {"lm_head", *names}
     for name in sorted(found):
@@ -204,18 +190,7 @@ def scheme_of(
     static: bool = False,
     ue8m0: bool = False,
 ) -> Scheme:
-    """Find the preset that computes so, or describe the scheme if there is none.
-
-    Args:
-        weight: granularity of the weight.
-        activation: granularity of the activations, ``None`` for 16 bit.
-        static: as in ``Scheme``.
-        ue8m0: as in ``Scheme``.
-
-    Example:
-        >>> scheme_of(BLOCK, GROUP128).name, scheme_of(BLOCK, GROUP128, ue8m0=True).name
-        ('FP8_BLOCK', 'FP8_BLOCK_UE8M0')
-    """
+    """Find the preset that computes so, or describe the scheme; no activation means 16 bit."""
     ue8m0 = ue8m0 and MX not in (weight, activation)
     for preset in SCHEMES.values():
         if (preset.weight, preset.activation, preset.static) == (weight, activation, static):
@@ -229,18 +204,8 @@ def scheme_of(
 def quantization_config(config: JsonObject) -> JsonObject | None:
     """Find the quantization config in a ``config.json``, wherever tools have put it.
 
-    Args:
-        config: the parsed file.
-
-    Returns:
-        The object, or ``None`` for a checkpoint that says nothing about quantization.
-
-    Raises:
-        CheckpointError: if it is there and is not a JSON object.
-
-    Example:
-        >>> quantization_config({"quantization_config": {"quant_method": "fp8"}})
-        {'quant_method': 'fp8'}
+    ``None`` stands for a checkpoint that says nothing about quantization. Raises
+    ``CheckpointError`` if the config is there and is not a JSON object.
     """
     text = config.get("text_config")
     for holder, key in (
@@ -263,14 +228,7 @@ def quantization_config(config: JsonObject) -> JsonObject | None:
 def broken(
     key: str, found: object, wanted: str, *, file: str = "The quantization config"
 ) -> CheckpointError:
-    """Return that an entry of a config cannot be honoured.
-
-    Args:
-        key: where it stands.
-        found: what is there.
-        wanted: what would be accepted.
-        file: the document, if it is not the quantization config.
-    """
+    """Return that an entry of a config is ``found`` where only ``wanted`` could be honoured."""
     shown = repr(found)
     return CheckpointError(
         f"{file} has {key} = {shown if len(shown) < 300 else shown[:300] + '...'}.",
@@ -282,12 +240,7 @@ def broken(
 def strings(config: JsonObject, *keys: str) -> tuple[str, ...]:
     """Read a list of names, under the first of these keys that is there.
 
-    Args:
-        config: the object it stands in.
-        keys: the names of the entry.
-
-    Raises:
-        CheckpointError: if it is anything else than a list of strings, or null.
+    Raises ``CheckpointError`` if it is anything else than a list of strings, or null.
     """
     for key in keys:
         found = config.get(key)
@@ -312,11 +265,7 @@ def objects(config: JsonObject, key: str) -> JsonObject:
 def block_shape(config: JsonObject) -> GroupShape | None:
     """Read a block size ``[rows, columns]``; ``None`` if it is absent or null.
 
-    Args:
-        config: the object it stands in, as ``weight_block_size``.
-
-    Raises:
-        CheckpointError: if it is not two positive integers.
+    Raises ``CheckpointError`` if it is not two positive integers.
     """
     found = config.get(key := "weight_block_size")
     if found is None:

@@ -44,18 +44,7 @@ def scheme_of_plain(scheme: str | JsonObject) -> Scheme:
 
 
 def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
-    """Read the schemes of layers as ``plain`` writes them.
-
-    Args:
-        layers: name of each FP8 layer to its scheme.
-
-    Raises:
-        CheckpointError: if one is no scheme.
-
-    Example:
-        >>> schemes_of({"blocks.0.ff": "FP8_BLOCK"})["blocks.0.ff"].name
-        'FP8_BLOCK'
-    """
+    """Read the schemes of FP8 layers, by name, as ``plain`` writes them; refuse what is none."""
     found = {}
     for name, scheme in layers.items():
         try:

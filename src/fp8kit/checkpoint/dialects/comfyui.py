@@ -26,12 +26,7 @@ MARKER = "scaled_fp8"
 
 
 def describes_layers(names: Iterable[str], metadata: Mapping[str, str]) -> bool:
-    """Return whether a file says layer by layer how ComfyUI packed it, as those with FP4 do.
-
-    Args:
-        names: of its tensors.
-        metadata: text entries of its header.
-    """
+    """Return whether a file says layer by layer how ComfyUI packed it, as those with FP4 do."""
     return METADATA in metadata or any(name.endswith(f".{ENTRY}") for name in names)
 
 

@@ -63,11 +63,7 @@ def _is_mx(layer: str, source: Source) -> bool:
 def fp8_numbers(found: JsonObject) -> Numbers:
     """Read what a config with ``quant_method`` ``fp8`` says about every layer.
 
-    Args:
-        found: the quantization config.
-
-    Raises:
-        CheckpointError: if a value is none that this package carries out.
+    Raises ``CheckpointError`` if a value is none that this package carries out.
     """
     activation = choice(found, "activation_scheme", ("dynamic", "static", None))
     choice(found, "fmt", ("e4m3", "float8_e4m3fn", None))

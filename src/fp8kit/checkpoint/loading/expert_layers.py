@@ -24,12 +24,7 @@ from fp8kit.modules.stacked_experts import empty_experts, held_tensors
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What a module of experts becomes.
-
-    Args:
-        stacks: how it holds its experts.
-        scheme: of its codes.
-    """
+    """What a module of experts becomes."""
 
     stacks: ExpertStacks
     scheme: Scheme
@@ -48,16 +43,8 @@ def experts_in_checkpoint(
 ) -> dict[str, Experts]:
     """Find the modules of experts whose stacks a checkpoint holds in FP8, all of one scheme.
 
-    Args:
-        model: dense, or with FP8 experts already.
-        checkpoint: an FP8 one, its layers under the names of the model.
-        shapes: of the model's tensors.
-
-    Returns:
-        Names of dense modules to what they become; what is in none is decoded.
-
-    Raises:
-        CheckpointError: if a module of FP8 experts is there, and of another scheme.
+    Gives what dense modules become, by name; what is in none is decoded. Raises ``CheckpointError``
+    if a module of FP8 experts is there, and of another scheme.
     """
     parts: dict[str, dict[str, list[Layer]]] = defaultdict(lambda: defaultdict(list))
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -90,13 +77,7 @@ def experts_in_checkpoint(
 
 
 def stack_of_layer(name: str, layer: Layer, shapes: Shapes) -> str:
-    """Name the stack of the model that a layer of a checkpoint goes into; empty if none.
-
-    Args:
-        name: of the layer.
-        layer: one matrix, or a whole stack.
-        shapes: of the model's tensors.
-    """
+    """Name the stack of the model that a layer of a checkpoint goes into; empty if none."""
     if len(layer.shape) == 3:
         return name if len(shapes.get(name, ())) == 3 else ""
     route: Route | None = find(name, "weight", shapes)
@@ -106,12 +87,8 @@ def stack_of_layer(name: str, layer: Layer, shapes: Shapes) -> str:
 def scheme_of(layers: Iterable[Layer], checkpoint: Checkpoint) -> Scheme | None:
     """Return the one scheme of experts; ``None`` if they have several.
 
-    A stack joins gate and up of an expert. Where each has one scale and these are equal, so has
-    the stack; otherwise every row of it keeps the scale it had.
-
-    Args:
-        layers: of one module of experts.
-        checkpoint: that holds their scales.
+    A stack joins gate and up of an expert. Where each has one scale and these are equal, so has the
+    stack; otherwise every row of it keeps the scale it had.
     """
     layers = list(layers)
     schemes = {layer.scheme for layer in layers}
@@ -146,13 +123,7 @@ def stacks_by_name(model: nn.Module, experts: Mapping[str, Experts]) -> dict[str
 
 
 def as_stored(model: nn.Module, experts: Mapping[str, Experts], shapes: Shapes) -> Shapes:
-    """Return the shapes of a checkpoint's dense stacks as the model will hold their codes.
-
-    Args:
-        model: with dense or FP8 experts.
-        experts: modules that become FP8.
-        shapes: of the tensors of a checkpoint in high precision.
-    """
+    """Return the shapes of a checkpoint's dense stacks as the model will hold their codes."""
     found = dict(shapes)
     for name, stacks in stacks_by_name(model, experts).items():
         for stack in stacks.names:

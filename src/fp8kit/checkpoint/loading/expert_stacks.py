@@ -24,15 +24,8 @@ class Arrivals:
     """What has arrived of the stacks of a model, and where it goes.
 
     A matrix is quantized, or copied, into its place in the stack as soon as its parts are there, so
-    that no stack in high precision is ever put together.
-
-    Args:
-        model: with modules of FP8 experts; their tensors may be on meta.
-        place: gives the device for a tensor that the model holds.
-        kept: copies what waits, if its memory may be used again.
-
-    Example:
-        >>> arrivals = Arrivals(model, lambda held: held.device, lambda tensor: tensor)
+    that no stack in high precision is ever put together. Tensors of the model may be on meta:
+    ``place`` gives the device for one. ``kept`` copies what waits, if its memory may be used again.
     """
 
     def __init__(
@@ -75,17 +68,8 @@ class Arrivals:
     def put(self, module: ExpertTensors, route: Route, value: Value) -> set[str]:
         """Take a matrix, a part of one, or a whole stack.
 
-        Args:
-            module: the module of experts.
-            route: where it goes.
-            value: dense, or codes with scales.
-
-        Returns:
-            Names of the tensors that are complete now.
-
-        Raises:
-            CheckpointError: if it does not fit.
-            ConversionError: if it cannot be quantized.
+        Gives the names of the tensors that are complete now. Raises ``CheckpointError`` if it does
+        not fit, and ``ConversionError`` if it cannot be quantized.
         """
         name, stack = route.target, self._homes[route.target][1]
         self._materialize(module, stack)

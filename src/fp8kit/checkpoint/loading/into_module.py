@@ -44,14 +44,7 @@ from fp8kit.modules.linear import Fp8Linear
 
 @dataclass(slots=True)
 class Selection:
-    """Which layers of a high-precision checkpoint become FP8.
-
-    Args:
-        scheme: a preset name or a ``Scheme``.
-        include: as in ``fp8kit.plan``.
-        exclude: as in ``fp8kit.plan``.
-        strict: as in ``fp8kit.plan``.
-    """
+    """Which layers of a high-precision checkpoint become FP8, as ``fp8kit.plan`` has it."""
 
     scheme: Scheme | str
     include: Sequence[str] | None = None
@@ -63,10 +56,8 @@ class Selection:
 class Filled:
     """What to know about a load.
 
-    Args:
-        unused: names of the tensors that the model does not use.
-        decoded: names of the layers that are FP8 in the checkpoint and dense in the model.
-        told: further sentences.
+    ``unused`` names tensors that the model does not use, ``decoded`` layers that are FP8 in the
+    checkpoint and dense in the model; ``told`` has further sentences.
     """
 
     unused: list[str] = field(default_factory=list)
@@ -74,11 +65,7 @@ class Filled:
     told: list[str] = field(default_factory=list)
 
     def notes(self, source: str) -> list[str]:
-        """Return it in sentences.
-
-        Args:
-            source: what was loaded.
-        """
+        """Return it in sentences about ``source``, which was loaded."""
         found = []
         if self.unused:
             found.append(
@@ -105,26 +92,12 @@ def fill(
 ) -> Filled:
     """Load a checkpoint into a module, in place; linear layers become FP8 on the way.
 
-    Args:
-        model: any module; parameters on the meta device are made, others overwritten.
-        checkpoint: one that has been opened.
-        selection: what to quantize of a high-precision checkpoint; ``None`` for an FP8 one.
-        device: where the model goes; by default it stays, and meta goes to the CPU.
-        dtype: its high precision; by default tensors in memory keep theirs, those on meta take the
-            checkpoint's.
-        strict: raise for tensors that the model does not use.
-        form: how MXFP8 layers compute, as in ``mx_forms.settle``.
-        missing: as in ``fp8kit.load``.
-
-    Returns:
-        What did not go the way of the others.
-
-    Raises:
-        CheckpointError: if names or shapes do not match; nothing has been changed then.
-        ConversionError: if a layer cannot be quantized.
-
-    Example:
-        >>> fill(model, open_checkpoint("dir"), None)
+    Parameters on meta are made, others overwritten. ``selection`` is for a checkpoint in high
+    precision alone. By default the model stays where it is and meta goes to the CPU; tensors in
+    memory keep their dtype, and those on meta take the checkpoint's. ``strict`` raises for tensors
+    that the model does not use, ``form`` is as in ``mx_forms.settle``, ``missing`` as in
+    ``fp8kit.load``. Raises ``CheckpointError`` if names or shapes do not match; nothing has been
+    changed then. Raises ``ConversionError`` if a layer cannot be quantized.
     """
     high = dtype or checkpoint.dtype
     if selection is None:
@@ -172,14 +145,8 @@ def begin(
 ) -> Placement:
     """Put new FP8 layers into a model, and make ready for tensors to arrive.
 
-    Args:
-        model: the module to fill.
-        layers: what ``layers_by_plan`` gave; they learn here which of their tensors are tied.
-        sources: as in ``Placement``.
-        device: as in ``fill``.
-        dtype: as in ``fill``.
-        high: as in ``Placement``.
-        owned: as in ``Placement``.
+    ``layers``, from ``layers_by_plan``, learn here which of their tensors are tied. The rest is as
+    in ``fill`` and ``Placement``.
     """
     for name, module in model.named_modules():
         if isinstance(module, Fp8Experts):
@@ -204,11 +171,8 @@ def begin(
 def end(model: nn.Module, layers: Layers, arrivals: Placement) -> list[str]:
     """Check that all has arrived, tie what is tied, and let layers share their input.
 
-    Returns:
-        What became of MXFP8 layers, in sentences.
-
-    Raises:
-        CheckpointError: if a weight is not whole, or a tensor is still on meta.
+    Gives what became of MXFP8 layers, in sentences. Raises ``CheckpointError`` if a weight is not
+    whole, or a tensor is still on meta.
     """
     arrivals.finish()
     for group in layers.ties:
@@ -275,13 +239,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
 def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -> Layers:
     """Make empty FP8 layers for what a plan selects.
 
-    Args:
-        model: the module they are for; it is not changed.
-        selection: scheme and patterns.
-        dtype: their compute dtype.
-
-    Raises:
-        ConversionError: if the scheme is static, and as ``fp8kit.plan`` raises it.
+    Raises ``ConversionError`` if the scheme is static, and as ``fp8kit.plan`` raises it.
     """
     scheme = Scheme.of(selection.scheme)
     refuse_static(scheme)

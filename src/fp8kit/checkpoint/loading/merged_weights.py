@@ -17,12 +17,7 @@ _E8M0_NAN = 255
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """The codes and scales of one layer.
-
-    Args:
-        q: the weight.
-        input_scale: fp32 ``[1, 1]`` of a static scheme.
-    """
+    """The codes and scales of one layer; ``input_scale`` is fp32 ``[1, 1]`` of a static scheme."""
 
     q: QTensor
     input_scale: Tensor | None = None
@@ -38,15 +33,10 @@ def fp8_weight(
 ) -> Fp8Weight:
     """Put codes and scales together.
 
-    Args:
-        name: of the scale, for errors.
-        codes: FP8 ``[N, K]``, or a stack ``[E, N, K]``.
-        scale: as many numbers as ``group`` wants, in any shape.
-        input_scale: one number; of a stack's, the largest.
-        group: granularity of ``scale``.
-
-    Raises:
-        CheckpointError: if the scale has another dtype or size, or is not finite and positive.
+    Codes are FP8 ``[N, K]``, or a stack ``[E, N, K]``; the scale has as many numbers as ``group``
+    wants, in any shape. The input scale is one number; of a stack's, the largest counts. Raises
+    ``CheckpointError`` for ``name`` if the scale has another dtype or size, or is not finite and
+    positive.
     """
     wanted = stack_scale_shape(codes.shape, group)
     scale = scale.to(codes.device)
@@ -74,13 +64,6 @@ def joined_scheme(scheme: Scheme) -> Scheme:
     """Return the scheme of a layer that is joined from several: one scale per tensor becomes rows.
 
     Nothing is requantized so: every row keeps the scale it had.
-
-    Args:
-        scheme: of the layers that are joined.
-
-    Example:
-        >>> joined_scheme(Scheme.of("FP8_TENSOR")).name
-        'FP8_DYNAMIC'
     """
     if scheme.weight != TENSOR:
         return scheme
@@ -93,17 +76,7 @@ def joined_scheme(scheme: Scheme) -> Scheme:
 
 
 def rows_of(weight: Fp8Weight, first: int, last: int, name: str) -> Fp8Weight:
-    """Cut rows out of an FP8 weight.
-
-    Args:
-        weight: a matrix.
-        first: first row.
-        last: row after the last one.
-        name: of the layer, for errors.
-
-    Raises:
-        CheckpointError: if the cut goes through a block.
-    """
+    """Cut rows ``first`` to ``last`` (exclusive) out of an FP8 weight; not through a block."""
     q = weight.q
     if q.group == TENSOR:
         scale = q.scale
@@ -119,15 +92,8 @@ def join(weights: Sequence[Fp8Weight], group: GroupShape, name: str) -> Fp8Weigh
 
     Scales per tensor become one scale per row if the result has rows, which changes no number; if
     it has one scale, that is the largest, and weights of smaller ones are requantized, as serving
-    engines do. Input scales become the largest one.
-
-    Args:
-        weights: matrices of equal K and granularity.
-        group: granularity of the result.
-        name: of the joined layer, for errors.
-
-    Raises:
-        CheckpointError: if blocks would straddle two weights, or granularities do not fit.
+    engines do. Input scales become the largest one. Raises ``CheckpointError`` if blocks would
+    straddle two weights, or granularities do not fit.
     """
     groups = {w.q.group for w in weights}
     found = groups.pop()

@@ -16,13 +16,9 @@ from fp8kit.checkpoint.schema.merged_names import Route, Shapes
 class Partial:
     """A tensor that is not whole.
 
-    Args:
-        route: of one of its parts.
-        experts: how many matrices it has.
-        total: rows of one matrix.
-        rows: of each part that has arrived, by expert and index.
-        dense: what the rows of a weight to be quantized are gathered in.
-        codes: FP8 parts by index.
+    ``total`` counts the rows of one of its ``experts`` matrices, ``rows`` those of each part that
+    has arrived, by expert and index. Rows of a weight to be quantized are gathered in ``dense``,
+    FP8 parts in ``codes`` by index.
     """
 
     route: Route
@@ -34,27 +30,16 @@ class Partial:
 
 
 class Partials:
-    """All tensors that are not whole, by name.
-
-    Args:
-        shapes: of the tensors that a model wants, by name.
-    """
+    """All tensors that are not whole, by name; ``shapes`` are those that a model wants."""
 
     def __init__(self, shapes: Shapes) -> None:
         self._shapes = shapes
         self._held: dict[str, Partial] = {}
 
     def begin(self, route: Route, name: str, part: torch.Size, matrix: tuple[int, ...]) -> Partial:
-        """Note a part that has arrived.
+        """Note a part that has arrived; refuse one that does not fit.
 
-        Args:
-            route: of the part.
-            name: of the tensor it belongs to.
-            part: its shape.
-            matrix: shape of the tensor, or of one of its experts.
-
-        Raises:
-            CheckpointError: if the part does not fit.
+        ``matrix`` is the shape of the tensor, or of one of its experts.
         """
         if part[0] > matrix[0] or part[1:] != matrix[1:]:
             check_shape(route.sources[route.index], part, matrix)

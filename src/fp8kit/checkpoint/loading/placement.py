@@ -51,11 +51,6 @@ class Placement:
         high: high precision of decoded FP8 weights, if there is no ``dtype``.
         owned: tensors may be kept, and those on meta take their dtype; otherwise what waits is
             copied, because the caller may use its memory again, and the model's dtypes stay.
-
-    Example:
-        >>> arrivals = Placement(model, shapes)
-        >>> arrivals.put("up.weight", weight)
-        >>> arrivals.finish()
     """
 
     def __init__(
@@ -88,15 +83,10 @@ class Placement:
         self._partial = Partials(shapes)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor.
+        """Take one tensor, on any device, by its name in the checkpoint.
 
-        Args:
-            name: as in the checkpoint: ``X.weight``, ``X.weight_scale`` and so on.
-            tensor: on any device.
-
-        Raises:
-            CheckpointError: if it has arrived before, does not fit, or contradicts its scale.
-            ConversionError: if it cannot be quantized.
+        Raises ``CheckpointError`` if it has arrived before, does not fit, or contradicts its scale,
+        and ``ConversionError`` if it cannot be quantized.
         """
         if name in self._arrived:
             raise CheckpointError(
@@ -128,11 +118,7 @@ class Placement:
             self._deliver(route, layer, tensor, kind)
 
     def finish(self) -> None:
-        """Check that no weight is left waiting for a part.
-
-        Raises:
-            CheckpointError: naming each that waits, and what it waits for.
-        """
+        """Check that no weight is left waiting for a part, or name each and what it lacks."""
         waiting = [
             f"{named(layer, next(iter(source)))} waits for {self._missing(layer, source)}"
             for layer, source in self._waiting.items()

@@ -20,18 +20,7 @@ def plan_to_load(
     exclude: Sequence[str] | None,
     strict: bool,
 ) -> Report:
-    """Plan as ``fp8kit.plan`` does, less what becomes FP8 in memory only: a ``Conv1D``.
-
-    Args:
-        model: the model; its weights may be on the meta device.
-        scheme: what its layers would become.
-        include: as in ``fp8kit.plan``.
-        exclude: as in ``fp8kit.plan``.
-        strict: as in ``fp8kit.plan``.
-
-    Raises:
-        ConversionError: as ``fp8kit.plan`` raises it.
-    """
+    """Plan as ``fp8kit.plan`` does, less what becomes FP8 in memory only: a ``Conv1D``."""
     report = plan(model, scheme, include=include, exclude=exclude, strict=strict).report
     for record in report.linears:
         if is_conv1d(model.get_submodule(record.name)):

@@ -20,20 +20,8 @@ _PIECE = 2**20
 def decode_weight(layer: Layer, raw: Tensor, where: str) -> Tensor:
     """Return the codes of a layer: e4m3fn, K last.
 
-    Args:
-        layer: whose weight it is.
-        raw: the tensor on disk.
-        where: how to call it in errors.
-
-    Returns:
-        Codes of ``layer.shape``; a view of ``raw`` unless bytes had to change.
-
-    Raises:
-        CheckpointError: if codes of e4m3fnuz hold NaN.
-
-    Example:
-        >>> decode_weight(layer, raw, "a.weight").dtype
-        torch.float8_e4m3fn
+    A view of ``raw``, the tensor on disk, unless bytes had to change. Raises ``CheckpointError`` if
+    codes of e4m3fnuz hold NaN.
     """
     codes = raw.transpose(-1, -2) if layer.transposed else raw
     if layer.codes != _FNUZ:
@@ -44,23 +32,11 @@ def decode_weight(layer: Layer, raw: Tensor, where: str) -> Tensor:
 
 
 def decode_scale(layer: Layer, raw: Tensor, weight: Callable[[], Tensor], where: str) -> Tensor:
-    """Return the scales of a layer's weight.
+    """Return the scales of a layer's weight: multipliers in fp32, or E8M0 bytes for MX.
 
-    Args:
-        layer: whose scales they are.
-        raw: the tensor on disk.
-        weight: gives the layer's codes on disk; called for e4m3fnuz only.
-        where: how to call it in errors.
-
-    Returns:
-        Multipliers of ``scale_shape(layer.shape, layer.group)``: fp32, or E8M0 bytes for MX.
-
-    Raises:
-        CheckpointError: for a scale that is not finite and positive.
-
-    Example:
-        >>> decode_scale(layer, raw, lambda: codes, "a.weight_scale").dtype
-        torch.float32
+    Their shape is ``scale_shape(layer.shape, layer.group)``. ``weight`` gives the codes on disk; it
+    is called for e4m3fnuz only. Raises ``CheckpointError`` for a scale that is not finite and
+    positive.
     """
     halved = layer.codes == _FNUZ and _same_bits(weight())
     wanted = scale_shape(layer.shape, layer.group)
@@ -83,19 +59,8 @@ def decode_scale(layer: Layer, raw: Tensor, weight: Callable[[], Tensor], where:
 def decode_input_scale(layer: Layer, raw: Tensor, where: str) -> Tensor:
     """Return the scale of a layer's activations: ``[1, 1]``, or ``[E, 1]`` if a stack has several.
 
-    Fused layers with one scale for each part get the largest, as engines do.
-
-    Args:
-        layer: whose scale it is.
-        raw: the tensor on disk.
-        where: how to call it in errors.
-
-    Raises:
-        CheckpointError: for a scale that is not finite and positive.
-
-    Example:
-        >>> decode_input_scale(layer, torch.tensor(0.5), "a.input_scale")
-        tensor([[0.5000]])
+    Fused layers with one scale for each part get the largest, as engines do. Raises
+    ``CheckpointError`` for a scale that is not finite and positive.
     """
     scale = raw.float()
     _check_positive(scale, where)
@@ -107,17 +72,7 @@ def decode_input_scale(layer: Layer, raw: Tensor, where: str) -> Tensor:
 def decode_cache_scale(raw: Tensor, fnuz: bool, where: str) -> Tensor:
     """Return a scale of the KV cache: fp32, ``[1]``, or ``[heads, 1, 1]``.
 
-    Args:
-        raw: the tensor on disk.
-        fnuz: the checkpoint is written for e4m3fnuz.
-        where: how to call it in errors.
-
-    Raises:
-        CheckpointError: for a scale that is not finite and positive.
-
-    Example:
-        >>> decode_cache_scale(torch.tensor(0.5), False, "a.k_scale")
-        tensor([0.5000])
+    Raises ``CheckpointError`` for a scale that is not finite and positive.
     """
     scale = raw.float()
     _check_positive(scale, where)
@@ -126,18 +81,7 @@ def decode_cache_scale(raw: Tensor, fnuz: bool, where: str) -> Tensor:
 
 
 def check_codes(codes: Tensor, where: str) -> None:
-    """Refuse codes that hold NaN, which no quantizer of finite weights writes.
-
-    Args:
-        codes: e4m3fn.
-        where: how to call them in errors.
-
-    Raises:
-        CheckpointError: if a byte is 0x7F or 0xFF.
-
-    Example:
-        >>> check_codes(codes, "a.weight")
-    """
+    """Refuse codes that hold NaN, which no quantizer of finite weights writes."""
     if _has_largest(codes):
         raise _not_numbers(where)
 

@@ -58,14 +58,8 @@ def given_widths(
 ) -> tuple[int, ...]:
     """Return the rows of each part of a fused matrix, as a user gave them; empty if nobody did.
 
-    Args:
-        name: of the layer.
-        shape: of its weight.
-        count: of scales that it has.
-        widths: rows of the parts, by patterns of names as in ``fp8kit.plan``.
-
-    Raises:
-        CheckpointError: if they are not the rows of the weight, or not one for each scale.
+    ``widths`` are by patterns of names as in ``fp8kit.plan``. Raises ``CheckpointError`` if they
+    are not the rows of the weight, or not one for each of ``count`` scales.
     """
     for pattern, rows in widths.items():
         if matches(pattern, name):
@@ -84,15 +78,7 @@ def given_widths(
 def part_widths(name: str, shape: Shape, count: int, config: JsonObject) -> tuple[int, ...]:
     """Return the rows of each part of a fused matrix; empty if it is not one of ``count`` parts.
 
-    Args:
-        name: of the layer, ending in ``qkv_proj`` or ``gate_up_proj``.
-        shape: of its weight.
-        count: of scales that it has.
-        config: ``config.json``, which says how many heads there are.
-
-    Example:
-        >>> part_widths("mlp.gate_up_proj", (64, 16), 2, {})
-        (32, 32)
+    It ends in ``qkv_proj`` or ``gate_up_proj``; ``config.json`` says how many heads there are.
     """
     last, rows = name.rpartition(".")[2], shape[0]
     if len(shape) == 2 and last == "gate_up_proj" and count == 2 and rows % 2 == 0:
@@ -109,17 +95,7 @@ def part_widths(name: str, shape: Shape, count: int, config: JsonObject) -> tupl
 
 
 def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[Shape, ...]:
-    """List the shapes in which exporters write the scales of one weight.
-
-    Args:
-        shape: of the codes on disk.
-        group: granularity.
-        numbers: whether scales are swizzled, and stacks transposed.
-
-    Example:
-        >>> accepted_shapes((300, 256), BLOCK, Numbers())
-        ((3, 2), (3, 1, 2, 1))
-    """
+    """List the shapes in which exporters write the scales of codes of this shape on disk."""
     *stack, rows, cols = shape
     if numbers.transposed and stack and group == MX:
         return (scale_shape((*stack, cols, rows), MX),)
@@ -145,13 +121,7 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
 def granularity(numbers: Numbers, shape: Shape, scale: Kind) -> GroupShape:
     """Return how fine the scales of a weight are: as announced, else by their dtype and shape.
 
-    Args:
-        numbers: what the config says.
-        shape: of the codes on disk.
-        scale: dtype and shape of the scales on disk.
-
-    Returns:
-        The granularity; where nothing fits the likeliest, whose check will then fail.
+    Where nothing fits it is the likeliest, whose check will then fail.
     """
     if numbers.weight is not None:
         return numbers.weight
@@ -163,14 +133,7 @@ def granularity(numbers: Numbers, shape: Shape, scale: Kind) -> GroupShape:
 
 
 def scale_problem(name: str, scale: Kind, shape: Shape, numbers: Numbers) -> str:
-    """Return what is wrong with the scales of a weight; empty if nothing is.
-
-    Args:
-        name: of the scales on disk.
-        scale: their dtype and shape.
-        shape: of the codes on disk.
-        numbers: how the layer computes; its ``weight`` is known.
-    """
+    """Return what is wrong with scales of codes of this shape on disk; empty if nothing is."""
     group = numbers.weight
     assert group is not None
     shapes = accepted_shapes(shape, group, numbers)
@@ -198,12 +161,8 @@ def input_scale_problem(
 ) -> str:
     """Return what is wrong with the scale of a layer's activations; empty if nothing is.
 
-    Args:
-        wanted: our name of the scale.
-        scale: name, dtype and shape of the scale on disk; ``None`` if there is none.
-        shape: of the codes on disk.
-        scheme: of the layer.
-        parts: of a fused matrix, which may have a scale each.
+    ``wanted`` is our name of it, ``scale`` its name, dtype and shape on disk, ``None`` if there is
+    none. Each of the ``parts`` of a fused matrix may have one.
     """
     if scale is None:
         return scheme.static * teach(

@@ -20,10 +20,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Fit:
     """How the tensors of a checkpoint fit a model.
 
-    Args:
-        covered: names of the model's tensors that the checkpoint has something for.
-        unused: names of the checkpoint's tensors that the model has no place for.
-        problems: what does not fit, one text each.
+    ``covered`` names tensors of the model that the checkpoint has something for, ``unused`` those
+    of the checkpoint that the model has no place for; ``problems`` are one text each.
     """
 
     covered: set[str] = field(default_factory=set)
@@ -75,30 +73,12 @@ class Route:
         return tuple(f"{holder.rpartition('.')[0]}.{expert}.{last}" for holder, _, last in parts)
 
     def first_row(self, rows: int, total: int) -> int:
-        """Return the row of the target at which this source begins.
-
-        Args:
-            rows: rows of this source.
-            total: rows of the target.
-        """
+        """Return the row of a target of ``total`` rows at which this source of ``rows`` begins."""
         return 0 if self.index == 0 else total - (len(self.sources) - self.index) * rows
 
 
 def find(layer: str, kind: str, wanted: Shapes) -> Route | None:
-    """Find the place of a layer's tensor in a model.
-
-    Args:
-        layer: name of the layer in the checkpoint.
-        kind: ``weight``, ``bias``, ``weight_scale`` and so on.
-        wanted: shapes of the tensors that the model has, by name.
-
-    Returns:
-        The route, or ``None`` if the model has no place for it.
-
-    Example:
-        >>> find("mlp.up_proj", "weight", {"mlp.gate_up_proj.weight": (64, 16)})
-        Route(target='mlp.gate_up_proj', sources=('mlp.gate_proj', 'mlp.up_proj'), index=1, ...)
-    """
+    """Find the place in a model of a layer's ``weight``, ``bias`` or other tensor, or ``None``."""
     kind = "weight" if kind in SCALES and named(layer, kind) not in wanted else kind
     if named(layer, kind) in wanted:
         return Route(layer, (layer,))
@@ -117,15 +97,8 @@ def find(layer: str, kind: str, wanted: Shapes) -> Route | None:
 def fit(found: Shapes, wanted: Shapes, scales: Mapping[str, str] | None = None) -> Fit:
     """Compare the names and shapes of a checkpoint with those of a model.
 
-    Args:
-        found: shapes in the checkpoint.
-        wanted: shapes in the model.
-        scales: names of scales in the checkpoint to the weights they belong to, with which their
-            shapes have been compared already.
-
-    Example:
-        >>> fit({"a.weight": (2, 3)}, {"a.weight": (2, 4)}).problems
-        ['a.weight: [2, 3] on disk, [2, 4] in the model']
+    ``scales`` maps scales in the checkpoint to the weights they belong to, with which their shapes
+    have been compared already.
     """
     result = Fit()
     parts: dict[str, dict[str, int]] = defaultdict(dict)

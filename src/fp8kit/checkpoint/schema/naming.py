@@ -58,11 +58,8 @@ _BARE_STACKS = ("input_linear", "output_linear")
 class Parts:
     """The tensors of one layer, as names on disk; a sound layer has one of each at most.
 
-    Args:
-        weight: of its codes; empty if they are missing.
-        scales: of the scales of its weight.
-        input_scales: of the scales of its activations.
-        stack: the codes are a parameter of their own, e.g. ``experts.gate_up_proj``.
+    ``weight`` is empty if the codes are missing; those of a ``stack`` are a parameter of their own,
+    as ``experts.gate_up_proj``.
     """
 
     weight: str = ""
@@ -94,18 +91,7 @@ def named(layer: str, kind: str) -> str:
 
 
 def experts_of(name: str) -> str:
-    """Return the module of experts, as serving engines name it, that a layer or tensor belongs to.
-
-    Args:
-        name: of one expert's layer, of a stack, of its tensor, or of the module itself.
-
-    Returns:
-        Its name; empty if it belongs to none.
-
-    Example:
-        >>> experts_of("layers.0.mlp.experts.3.w1"), experts_of("layers.0.moe.input_linear.weight")
-        ('layers.0.mlp.experts', 'layers.0.moe.experts')
-    """
+    """Return the module of experts, as engines name it, of a layer or tensor; empty if none."""
     found = _EXPERTS.match(name)
     if found:
         return found["experts"]
@@ -116,16 +102,7 @@ def experts_of(name: str) -> str:
 def engine_name(name: str, model_type: str) -> str:
     """Return a tensor or layer the name by which engines and Transformers load it.
 
-    Args:
-        name: as an exporter wrote it.
-        model_type: of the model, as ``config.json`` says it.
-
-    Returns:
-        The same name, but for the experts and routers of Mixtral and its like.
-
-    Example:
-        >>> engine_name("model.layers.0.mlp.experts.3.up_proj.weight", "mixtral")
-        'model.layers.0.block_sparse_moe.experts.3.w3.weight'
+    It is the same name, but for the experts and routers of Mixtral and its like.
     """
     found = _MIXTRAL.fullmatch(name) if model_type in _MIXTRAL_LIKE else None
     if found is None:
@@ -140,16 +117,7 @@ def engine_name(name: str, model_type: str) -> str:
 
 
 def dense_stacks(dense: Mapping[str, tuple[int, ...]], coded: Iterable[str]) -> set[str]:
-    """Name the modules of experts whose stacks are in high precision.
-
-    Args:
-        dense: names of the tensors in high precision, and their shapes.
-        coded: names of the FP8 layers.
-
-    Example:
-        >>> dense_stacks({"mlp.experts.down_proj": (8, 64, 32)}, ["self_attn.q_proj"])
-        {'mlp.experts'}
-    """
+    """Name the modules of experts whose stacks are in high precision."""
     found = set()
     for name, shape in dense.items():
         inside = name.removeprefix(f"{experts_of(name)}.")
@@ -159,18 +127,7 @@ def dense_stacks(dense: Mapping[str, tuple[int, ...]], coded: Iterable[str]) -> 
 
 
 def sort_names(kinds: Kinds) -> Names:
-    """Sort the tensors of a quantized checkpoint by what they are.
-
-    Args:
-        kinds: name of each tensor on disk to its dtype and shape.
-
-    Returns:
-        The layers with all that belongs to them, and the rest.
-
-    Example:
-        >>> sort_names({"a.weight": (E4M3, (2, 3)), "a.weight_scale": (F32, (2, 1))}).layers
-        {'a': Parts(weight='a.weight', scales=['a.weight_scale'], input_scales=[], stack=False)}
-    """
+    """Sort the tensors of a quantized checkpoint by what they are."""
     found = Names()
     for name, (dtype, shape) in sorted(kinds.items()):
         if dtype in CODES:
@@ -246,27 +203,15 @@ def _add_cache(found: Names, name: str) -> bool:
 def cache_strategy(shapes: Iterable[tuple[int, ...]]) -> str:
     """Return how fine the scales of a KV cache are, in the word of compressed-tensors.
 
-    Args:
-        shapes: of all of them.
-
-    Returns:
-        ``"tensor"``, ``"attn_head"`` if one has a number per head, or nothing if there are none.
-
-    Example:
-        >>> cache_strategy([(1,), (1,)]), cache_strategy([(8, 1, 1)])
-        ('tensor', 'attn_head')
+    That is ``"tensor"``, ``"attn_head"`` if one has a number per head, or nothing if there are
+    none.
     """
     found = {"attn_head" if len(shape) == 3 else "tensor" for shape in shapes}
     return min(found, default="")
 
 
 def standard_names(layer: str, stack: bool) -> Mapping[str, str]:
-    """Return our names of the tensors of a layer.
-
-    Args:
-        layer: its name.
-        stack: its codes are a parameter of their own, with scales named after it.
-    """
+    """Return our names of the tensors of a layer; scales of a stack are named after its codes."""
     kinds = ("weight", "weight_scale", "input_scale")
     if stack:
         return dict(zip(kinds, (layer, f"{layer}_scale", f"{layer}_input_scale"), strict=True))

@@ -31,13 +31,8 @@ _READ = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 class Reading:
     """What a checkpoint holds, in the words of this package.
 
-    Args:
-        dialect: how it is written; ``None`` for high precision.
-        spec: how its layers compute; ``None`` likewise.
-        tensors: our name of each tensor to its name on disk.
-        layers: name to layer, in the order of names.
-        kv_scales: our names of the scales of the KV cache.
-        problems: damage, one text each.
+    Without dialect and spec it is in high precision. ``tensors`` has names on disk by ours,
+    ``layers`` are in the order of names, and ``problems`` are damage, one text each.
     """
 
     dialect: Dialect | None = None
@@ -51,16 +46,7 @@ class Reading:
 def interpret(source: Source) -> Reading:
     """Return what a checkpoint holds, and everything in it that does not fit together.
 
-    Args:
-        source: its config, and the names, dtypes and shapes of its tensors.
-
-    Returns:
-        Layers, the names of all tensors, and problems; that the checkpoint announces what no
-        dialect here understands is one of them.
-
-    Example:
-        >>> interpret(Source({}, {"a.weight": (torch.float8_e4m3fn, (2, 3))})).problems
-        ['a.weight is torch.float8_e4m3fn and has no a.weight_scale. ...']
+    That the checkpoint announces what no dialect here understands is one of the problems.
     """
     try:
         dialect = detect(source)
@@ -90,16 +76,7 @@ def interpret(source: Source) -> Reading:
 
 
 def group_repeated(problems: Iterable[str], shown: int = 3) -> list[str]:
-    """Show a few of the problems that differ in numbers only, and count the others.
-
-    Args:
-        problems: one text each.
-        shown: how many of a kind are shown in full.
-
-    Example:
-        >>> group_repeated(["0.a is bad.", "1.a is bad.", "2.a is bad."], shown=1)
-        ['0.a is bad. (And 2 more like this.)']
-    """
+    """Show some of the problems that differ in numbers only, and count the others."""
     kinds: dict[str, list[str]] = {}
     for text in problems:
         kinds.setdefault(re.sub(r"\d+", "#", text), []).append(text)

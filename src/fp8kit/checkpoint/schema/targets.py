@@ -67,10 +67,6 @@ def loads_stacks_alone(model_type: str, dialect: Dialect) -> bool:
     """Return whether Transformers takes experts from stacks with K first, never one by one.
 
     In compressed-tensors it takes those of Llama 4 one by one.
-
-    Args:
-        model_type: of the model, as ``config.json`` says it.
-        dialect: that is written.
     """
     return model_type in ("gpt_oss", *_LLAMA4) and not _parts_stacks(model_type, dialect)
 
@@ -78,17 +74,7 @@ def loads_stacks_alone(model_type: str, dialect: Dialect) -> bool:
 def check_dense_stacks(
     names: Iterable[str], model_type: str, target: str, dialect: Dialect
 ) -> None:
-    """Refuse stacks of experts in high precision that Transformers would not find.
-
-    Args:
-        names: of the stacks.
-        model_type: of the model, as ``config.json`` says it.
-        target: who shall load them.
-        dialect: that is written.
-
-    Raises:
-        CheckpointError: if Transformers would draw these experts at random.
-    """
+    """Refuse stacks of experts in high precision that Transformers would not find."""
     stacks = sorted(names)
     if stacks and target == "transformers" and _parts_stacks(model_type, dialect):
         raise CheckpointError(
@@ -107,20 +93,8 @@ def _parts_stacks(model_type: str, dialect: Dialect) -> bool:
 def dialect_for(target: str, scheme: Scheme) -> Dialect:
     """Choose the dialect in which a scheme is written for a target.
 
-    Args:
-        target: one of ``TARGETS``.
-        scheme: what the layers hold.
-
-    Returns:
-        The dialect.
-
-    Raises:
-        ValueError: for an unknown target.
-        CheckpointError: if the target cannot load the scheme, with the reason and an alternative.
-
-    Example:
-        >>> dialect_for("vllm", Scheme.of("FP8_DYNAMIC")).name
-        'compressed-tensors'
+    Raises ``ValueError`` for an unknown target, and ``CheckpointError`` if the target cannot load
+    the scheme, with the reason and an alternative.
     """
     if target not in TARGETS:
         raise InvalidValue(
@@ -171,22 +145,9 @@ def check_layers(
 ) -> None:
     """Refuse layers that the target could not load.
 
-    Args:
-        target: one of ``TARGETS``.
-        scheme: what the quantized layers hold.
-        quantized: names and weight shapes ``(N, K)`` of the quantized layers.
-        dense: names of the linear layers left in high precision.
-        dialect: how they are written, if not as ``dialect_for`` says.
-        others: quantized layers of other schemes.
-
-    Raises:
-        CheckpointError: for sides that the target cannot cut into blocks, for a quantized output
-            head, and for layers that serving engines merge and that are not all of one kind.
-
-    Example:
-        >>> check_layers("vllm", Scheme.of("FP8_DYNAMIC"), {"a.q_proj": (64, 64)}, ["a.k_proj"])
-        Traceback (most recent call last):
-        fp8kit.errors.CheckpointError: ...
+    ``others`` are quantized layers of other schemes; shapes are ``(N, K)``. Raises
+    ``CheckpointError`` for sides that the target cannot cut into blocks, for a quantized output
+    head, and for layers that serving engines merge and that are not all of one kind.
     """
     dense = list(dense)
     names = {*quantized, *dense, *(others or ())}
@@ -232,18 +193,7 @@ def _check_dialect(target: str, scheme: Scheme, dialect: Dialect, experts: bool)
 
 
 def check_cache(dialect: Dialect, kv_scales: str) -> None:
-    """Refuse scales of the KV cache that engines cannot load from a dialect.
-
-    Args:
-        dialect: how they would be written.
-        kv_scales: as in ``Spec``.
-
-    Raises:
-        CheckpointError: for scales per head elsewhere than in compressed-tensors.
-
-    Example:
-        >>> check_cache(AUTOFP8, "tensor")
-    """
+    """Refuse scales of the KV cache per head in a dialect from which engines cannot load them."""
     if kv_scales == "attn_head" and dialect is not COMPRESSED_TENSORS:
         raise CheckpointError(
             f"The KV cache has scales per head, to write as {dialect.name}.",
@@ -271,16 +221,7 @@ def misfit(
 ) -> str:
     """Return why the target cannot load a layer of this name and shape; empty if it can.
 
-    Args:
-        target: one of ``TARGETS``.
-        scheme: of the layer.
-        name: of the layer.
-        shape: of its weight, ``(N, K)``.
-        names: of all linear layers, which tell one kind of mixer from another.
-
-    Example:
-        >>> misfit("transformers", Scheme.of("FP8_BLOCK"), "a.o_proj", (576, 256))
-        'transformers loads 128x128 blocks without ragged edges only; it is 576x256'
+    ``names``, of all linear layers, tell one kind of mixer from another.
     """
     rows, cols = shape
     parent, _, last = name.rpartition(".")

@@ -51,9 +51,6 @@ def resolved(source: str | Path) -> Path:
     """Return the real place of a source; a lone file keeps its name.
 
     Hub caches link names to blobs, which have no names that say what they are.
-
-    Args:
-        source: a directory or a file.
     """
     path = as_path(source, "a checkpoint")
     if path.is_file():
@@ -64,15 +61,8 @@ def resolved(source: str | Path) -> Path:
 def check_destination(destination: Path, source: Path | None, overwrite: bool) -> None:
     """Refuse a destination that is in the way, before any work is done.
 
-    Args:
-        destination: directory to make.
-        source: directory or file that is read.
-        overwrite: a checkpoint at the destination may be replaced.
-
-    Raises:
-        CheckpointError: if the destination is or lies inside a file, is or holds the source or a
-            file that the source links to, lies inside the source, or is not empty and not
-            replaceable.
+    Raises ``CheckpointError`` if the destination is or lies inside a file, is or holds the source
+    or a file that the source links to, lies inside the source, or is not empty and not replaceable.
     """
     check_name(destination)
     where = ""
@@ -150,11 +140,7 @@ def check_space(folder: Path, wanted: int) -> None:
 
 
 def size(count: int) -> str:
-    """Write a number of bytes for people: ``4.97 GB``.
-
-    Args:
-        count: of bytes.
-    """
+    """Write a number of bytes for people: ``4.97 GB``."""
     from tqdm import tqdm  # a tenth of what importing this package takes
 
     text = tqdm.format_sizeof(count)
@@ -163,14 +149,9 @@ def size(count: int) -> str:
 
 @contextmanager
 def disk_errors(place: Path, kept: Callable[[], str]) -> Iterator[None]:
-    """Explain a full disk, and one that may not be written.
+    """Raise a ``CheckpointError`` for a full disk, and for one that may not be written.
 
-    Args:
-        place: what is being made.
-        kept: gives a sentence that says what is kept when a disk is full, and what to do.
-
-    Raises:
-        CheckpointError: in place of the ``OSError``.
+    ``kept`` gives a sentence that says what is kept when a disk is full, and what to do.
     """
     try:
         yield
@@ -196,20 +177,9 @@ def complete(
 ) -> list[str]:
     """Add everything that is not a shard, read the result back, and make it durable.
 
-    Args:
-        folder: holds the shards.
-        shards: the files.
-        layout: what they hold.
-        config: the content of ``config.json``.
-        source: directory whose tokenizer and the like are copied; a lone file says nothing about
-            what lies beside it.
-        texts: further files by name, instead of the source's.
-
-    Returns:
-        The names of all files.
-
-    Raises:
-        CheckpointError: if the result does not read back.
+    The tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are given; a
+    lone file says nothing about what lies beside it. Gives the names of all files. Raises
+    ``CheckpointError`` if the result does not read back.
     """
     if len(shards) > 1:
         stem = shards[0].file.partition("-")[0]
@@ -237,14 +207,7 @@ def write_json(file: Path, content: JsonObject) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Show the bytes of a tensor; of one that is contiguous on the CPU, its own memory.
-
-    Args:
-        tensor: of any dtype and device.
-
-    Returns:
-        A writable view that keeps the memory alive.
-    """
+    """Show the bytes of a tensor, writable; of a contiguous one on the CPU, its own memory."""
     flat = tensor.detach().to("cpu").contiguous().view(-1)
     if not flat.numel():
         return memoryview(b"")
@@ -256,9 +219,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def install(folder: Path, destination: Path) -> None:
     """Let a finished folder take the place of the destination, in one step where possible.
 
-    Args:
-        folder: on the same file system as the destination.
-        destination: absent, empty, or replaceable; its old files are deleted at last.
+    Both are on one file system; old files are deleted at last.
     """
     if not destination.exists() or not any(destination.iterdir()):
         folder.rename(destination)

@@ -32,17 +32,8 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     GPT-OSS stacks experts as ``X_blocks [E, N, K / 32, 16]`` beside ``X_scales``; its model holds
     them as ``X [E, K, N]``, which is what they become. compressed-tensors packs a matrix as
     ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``; DeepSeek V4 as ``X.weight`` of int8
-    beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers' name.
-
-    Args:
-        tensors: name on disk of each tensor to where it is.
-
-    Raises:
-        CheckpointError: for stacks of FP4 matrices in another layout.
-
-    Example:
-        >>> sorted(unpacked(tensors))
-        ['experts.down_proj', 'experts.down_proj_scale']
+    beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers' name. Raises ``CheckpointError``
+    for stacks of FP4 matrices in another layout.
     """
     found = dict(tensors)
     for name, info in tensors.items():
@@ -66,15 +57,9 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def unpack(data: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return FP8 codes for bytes of two FP4 codes each.
+    """Return FP8 codes for bytes of two FP4 codes each, flat, K last.
 
-    Args:
-        data: bytes, flat, K last.
-        shape: of the codes: ``(N, K)``, or ``(E, K, N)`` for a stack, which is transposed.
-
-    Example:
-        >>> unpack(torch.tensor([0x21], dtype=torch.uint8), (1, 2)).float()
-        tensor([[0.5000, 1.0000]])
+    ``shape`` is ``(N, K)``, or ``(E, K, N)`` for a stack, which is transposed.
     """
     pairs = _pairs()[data.long()].view(_CODES)
     if len(shape) == 3:

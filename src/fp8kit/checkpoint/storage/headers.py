@@ -60,13 +60,8 @@ _ENTRY = {"dtype", "shape", "data_offsets"}
 class TensorInfo:
     """Where a tensor is and what it is, without its data.
 
-    Args:
-        name: its name on disk.
-        shard: file name inside the directory.
-        dtype: dtype on disk.
-        shape: shape on disk.
-        offset: position of its data in the shard.
-        packed: FP4 codes, two to a byte; ``dtype`` and ``shape`` are what reading makes of them.
+    ``offset`` is the position of its data in the shard. ``packed`` are FP4 codes, two to a byte;
+    ``dtype`` and ``shape`` are then what reading makes of them.
     """
 
     name: str
@@ -113,9 +108,8 @@ def printable(text: str) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
-    Raises:
-        CheckpointError: if it is no regular file or no JSON object, is too large or nested too
-            deep, or names a key twice.
+    Raises ``CheckpointError`` if it is no regular file or no JSON object, is too large or nested
+    too deep, or names a key twice.
     """
     try:
         with _reading(path) as file:
@@ -138,12 +132,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Read what one safetensors file holds, by the names it uses, and the texts in its header.
 
-    Args:
-        path: the directory.
-        shard: name of a file in it.
-
-    Raises:
-        CheckpointError: if the file is missing, truncated, or not safetensors.
+    Raises ``CheckpointError`` if the file is missing, truncated, or not safetensors.
     """
     try:
         with _reading(path / shard) as file:
@@ -177,17 +166,9 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
 
 
 def read_tensor(path: Path, info: TensorInfo) -> Tensor:
-    """Read the data of one tensor.
+    """Read the data of one tensor: on the CPU, with its own memory, dtype and shape as on disk.
 
-    Args:
-        path: the directory.
-        info: what ``read_header`` found.
-
-    Returns:
-        A tensor on the CPU that owns its memory: dtype and shape as on disk.
-
-    Raises:
-        CheckpointError: if the file has become shorter, or cannot be read.
+    Raises ``CheckpointError`` if the file has become shorter, or cannot be read.
     """
     if info.nbytes == 0:
         return torch.empty(info.shape, dtype=info.dtype)

@@ -26,11 +26,8 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class Shard:
     """One safetensors file before it is written.
 
-    Args:
-        file: its name.
-        header: its first bytes: the length of the JSON header, and the header.
-        starts: name of each tensor to the position of its data in the file.
-        size: size of the whole file in bytes.
+    ``header`` holds its first bytes: the length of the JSON header, and the header. ``starts`` has
+    the position of each tensor's data in the file; ``size`` is that of the whole file in bytes.
     """
 
     file: str
@@ -42,20 +39,8 @@ class Shard:
 def plan_shards(layout: Layout, max_shard_bytes: int, stem: str = "model") -> list[Shard]:
     """Divide tensors into files; those of one module, such as weight and scale, stay together.
 
-    Args:
-        layout: name of every tensor to its dtype and shape, in any order.
-        max_shard_bytes: start a new file before this size is exceeded.
-        stem: beginning of the file names.
-
-    Returns:
-        The files in the order of their numbers; one is called ``<stem>.safetensors``.
-
-    Raises:
-        ValueError: if ``max_shard_bytes`` is no positive number.
-
-    Example:
-        >>> [s.file for s in plan_shards({"a.weight": (torch.uint8, (3, 5))}, 100)]
-        ['model.safetensors']
+    A file ends before it exceeds ``max_shard_bytes``; one alone is ``<stem>.safetensors``. Raises
+    ``ValueError`` if that is no positive number.
     """
     if not isinstance(max_shard_bytes, int | float) or max_shard_bytes < 1:
         raise InvalidValue(
@@ -84,12 +69,7 @@ def plan_shards(layout: Layout, max_shard_bytes: int, stem: str = "model") -> li
 
 
 def index_of(shards: Sequence[Shard], layout: Layout) -> JsonObject:
-    """Return the content of ``<stem>.safetensors.index.json``.
-
-    Args:
-        shards: the files.
-        layout: what they hold.
-    """
+    """Return the content of ``<stem>.safetensors.index.json``."""
     places = {name: shard.file for shard in shards for name in shard.starts}
     total = sum(nbytes(kind) for kind in layout.values())
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

@@ -63,11 +63,7 @@ class Matrix:
 
 
 class MatrixFile:
-    """Reads rows of matrices from the files of one directory; one per thread.
-
-    Args:
-        folder: the directory.
-    """
+    """Reads rows of matrices from the files of one directory; one per thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -75,18 +71,9 @@ class MatrixFile:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def rows(self, matrix: Matrix, first: int, last: int) -> Tensor:
-        """Read rows ``first`` to ``last`` (exclusive).
+        """Read rows ``first`` to ``last`` (exclusive): contiguous, valid until the next call.
 
-        Args:
-            matrix: where they are.
-            first: the first row.
-            last: one past the last row.
-
-        Returns:
-            A contiguous matrix on the CPU, valid until the next call.
-
-        Raises:
-            CheckpointError: if the file ends before them.
+        Raises ``CheckpointError`` if the file ends before them.
         """
         count, item = last - first, matrix.dtype.itemsize
         size = count * matrix.row_bytes
@@ -132,20 +119,9 @@ def stacked_experts(
     ``experts.gate_up_proj`` is ``[E, 2I, H]`` (or ``[E, H, 2I]`` in the models that multiply from
     the other side) with gate before up, ``experts.down_proj`` ``[E, H, I]`` (or ``[E, I, H]``).
     Which of the two it is follows from the shapes of both. Engines take experts one by one, as
-    ``experts.<e>.gate_proj``, ``up_proj`` and ``down_proj``.
-
-    Args:
-        tensors: names on disk.
-        model_type: of ``config.json``.
-
-    Returns:
-        For each module of experts, by the name of one of its stacks, the matrices by layer name;
-        and the stacks that cannot be taken apart, with the reason.
-
-    Example:
-        >>> found, odd = stacked_experts(checkpoint.tensors)
-        >>> found["mlp.experts"]["mlp.experts.0.gate_proj"].rows
-        768
+    ``experts.<e>.gate_proj``, ``up_proj`` and ``down_proj``. Gives for each module of experts, by
+    the name of one of its stacks, the matrices by layer name; and the stacks that cannot be taken
+    apart, with the reason.
     """
     stacks: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():

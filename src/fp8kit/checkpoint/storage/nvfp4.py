@@ -62,17 +62,8 @@ def as_fp8(
 ) -> dict[str, TensorInfo]:
     """Return NVFP4 weights as the FP8 tensors that reading makes of them.
 
-    Args:
-        tensors: name on disk of each tensor to where it is.
-        scheme: what NVFP4 weights become; ``FP8_DYNAMIC`` by default.
-        tiled: the file was packed as ComfyUI does it.
-
-    Raises:
-        CheckpointError: if there are NVFP4 weights and they cannot become that.
-
-    Example:
-        >>> sorted(as_fp8(tensors, None))
-        ['fc.weight', 'fc.weight_scale']
+    They become ``scheme``, by default ``FP8_DYNAMIC``; ``tiled`` files were packed as ComfyUI does
+    it. Raises ``CheckpointError`` if they cannot become that.
     """
     found, wanted = dict(tensors), scheme or DEFAULT
     for name, info in tensors.items():
@@ -103,12 +94,7 @@ def as_fp8(
 def convert(part: Part, read: Callable[[TensorInfo], Tensor]) -> tuple[QTensor, float]:
     """Return an NVFP4 weight in FP8, and the relative error (of norms) that this adds.
 
-    Args:
-        part: of the weight.
-        read: gives a tensor as it is on disk.
-
-    Raises:
-        CheckpointError: if scales are no finite, or no positive numbers.
+    Raises ``CheckpointError`` if scales are no finite, or no positive numbers.
     """
     shape = (part.codes.shape[0], 2 * part.codes.shape[1])
     packed, groups, factor = (read(info) for info in (part.codes, part.groups, part.factor))
@@ -132,12 +118,7 @@ def convert(part: Part, read: Callable[[TensorInfo], Tensor]) -> tuple[QTensor, 
 
 
 def told(errors: Mapping[str, float], scheme: Scheme) -> list[str]:
-    """Say what converting NVFP4 layers has cost.
-
-    Args:
-        errors: of each layer, by name.
-        scheme: what they became.
-    """
+    """Say what converting NVFP4 layers has cost."""
     if not any(errors.values()):
         return []
     worst, mean = max(errors, key=lambda n: errors[n]), sum(errors.values()) / len(errors)

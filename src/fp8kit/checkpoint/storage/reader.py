@@ -102,12 +102,7 @@ class Checkpoint:
         )
 
     def for_engines(self) -> Checkpoint:
-        """Return the same checkpoint under the names by which engines and Transformers load it.
-
-        Example:
-            >>> "model.layers.0.block_sparse_moe.gate.weight" in checkpoint.for_engines().tensors
-            True
-        """
+        """Return the same checkpoint under the names by which engines and Transformers load it."""
         model_type = str(self.config.get("model_type"))
         names = {n: engine_name(n, model_type) for n in (*self.tensors, *self.layers)}
         taken = len({names[n] for n in self.tensors}) < len(self.tensors)
@@ -127,41 +122,17 @@ class Checkpoint:
         return replace(self, tensors=tensors, layers=layers)
 
     def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Load tensors one at a time, shard by shard, in the order they have on disk.
+        """Load tensors one at a time, all or some, shard by shard, in the order they have on disk.
 
-        Args:
-            names: which ones, in our names; by default all.
-
-        Yields:
-            Our name and a tensor on the CPU that owns its memory; scales are fp32, in the shape
-            of ``scale_shape``.
-
-        Raises:
-            CheckpointError: for a scale that is not finite and positive.
-
-        Example:
-            >>> for name, tensor in open_checkpoint("dir").stream(): ...
+        Gives our name and a tensor on the CPU that owns its memory; scales are fp32, in the shape
+        of ``scale_shape``. Raises ``CheckpointError`` for a scale that is not finite and positive.
         """
         chosen = [(n, self.tensors[n]) for n in (self.tensors if names is None else names)]
         for name, _ in sorted(chosen, key=lambda c: (c[1].shard, c[1].offset)):
             yield name, self.read(name)
 
     def read(self, name: str) -> Tensor:
-        """Load one tensor.
-
-        Args:
-            name: our name.
-
-        Returns:
-            A tensor on the CPU that owns its memory; scales as in ``stream``.
-
-        Raises:
-            CheckpointError: for a scale that is not finite and positive, or a file that changed.
-
-        Example:
-            >>> open_checkpoint("dir").read("lm_head.weight").shape
-            torch.Size([4096, 256])
-        """
+        """Load one tensor by our name, as ``stream`` gives it; a file that changed raises, too."""
         return self._ours(name, self._raw(name))
 
     def _raw(self, name: str) -> Tensor:
@@ -234,24 +205,12 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint directory without loading its tensors.
 
-    Args:
-        path: a directory with ``model.safetensors``, or ``model.safetensors.index.json`` and its
-            shards, and usually ``config.json``.
-        widths: rows of the parts of fused layers with one scale for each part, by patterns of
-            their names, where neither names nor config tell.
-        scheme: what NVFP4 weights become as they are read; by default ``FP8_DYNAMIC``.
-
-    Returns:
-        The checkpoint; every tensor is known by name, place, dtype and shape.
-
-    Raises:
-        CheckpointError: if it does not exist, holds no safetensors, is of an unknown dialect, or is
-            damaged; every damage is named. Or if widths do not fit, or no layer has such a name.
-
-    Example:
-        >>> checkpoint = open_checkpoint("dir")
-        >>> checkpoint.spec.scheme.name
-        'FP8_DYNAMIC'
+    The directory has ``model.safetensors``, or ``model.safetensors.index.json`` and its shards, and
+    usually ``config.json``. ``widths`` are the rows of the parts of fused layers with one scale for
+    each part, by patterns of their names, where neither names nor config tell. NVFP4 weights become
+    ``scheme`` as they are read, by default ``FP8_DYNAMIC``. Raises ``CheckpointError`` if it does
+    not exist, holds no safetensors, is of an unknown dialect, or is damaged; every damage is named.
+    Or if widths do not fit, or no layer has such a name.
     """
     checkpoint = scan(path, widths, scheme)
     for pattern in widths or ():
@@ -272,8 +231,7 @@ def scan(
 ) -> Checkpoint:
     """Open a checkpoint as ``open_checkpoint`` does, but collect damage in ``problems``.
 
-    Raises:
-        CheckpointError: only if there is nothing to look at, or the config cannot be read.
+    Raises ``CheckpointError`` only if there is nothing to look at, or the config cannot be read.
     """
     check_source(path)
     path = Path(path)

@@ -21,10 +21,8 @@ from fp8kit.quantizers.rebase import restore
 class Part(TensorInfo):
     """Codes that a rebased weight has once it is MX again.
 
-    Args:
-        scales: of the codes on disk, powers of two.
-        exponents: E8M0 bytes of the groups.
-        group: granularity of ``scales``.
+    ``scales`` are those of the codes on disk, powers of two per ``group``; ``exponents`` are E8M0
+    bytes of the MX groups.
     """
 
     scales: TensorInfo
@@ -33,15 +31,7 @@ class Part(TensorInfo):
 
 
 def as_mx(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return rebased weights as the MX weights that reading makes of them.
-
-    Args:
-        tensors: name on disk of each tensor to where it is.
-
-    Example:
-        >>> sorted(as_mx(tensors))
-        ['fc.weight', 'fc.weight_scale']
-    """
+    """Return rebased weights as the MX weights that reading makes of them."""
     found = dict(tensors)
     for name, exponents in tensors.items():
         layer = name.removesuffix(".weight_exponents")
@@ -61,11 +51,6 @@ def as_mx(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def codes_of(part: Part, read: Callable[[TensorInfo], Tensor]) -> Tensor:
-    """Return the codes that a weight had before it was rebased.
-
-    Args:
-        part: of the weight.
-        read: gives a tensor as it is on disk.
-    """
+    """Return the codes that a weight had before it was rebased."""
     held = QTensor(read(part), read(part.scales), part.group)
     return restore(held, read(part.exponents)).data

@@ -26,13 +26,9 @@ _A_CHECKPOINT = "A checkpoint is a directory with safetensors files, or one such
 
 
 def check_source(path: str | Path) -> None:
-    """Refuse a path at which there is no checkpoint to look into.
+    """Refuse what is neither a directory that may be read nor a safetensors file.
 
-    Args:
-        path: as the caller wrote it; hub ids are known by that.
-
-    Raises:
-        CheckpointError: if it is neither a directory that may be read nor a safetensors file.
+    The path is as the caller wrote it; hub ids are known by that.
     """
     place = as_path(path, "a checkpoint")
     check_name(place)
@@ -54,11 +50,7 @@ def check_source(path: str | Path) -> None:
 def check_name(path: Path) -> None:
     """Refuse a path that the safetensors library cannot open, or that leads nowhere.
 
-    Args:
-        path: of a checkpoint, or of one that shall be made.
-
-    Raises:
-        CheckpointError: if it is not UTF-8, or goes through a link that leads to itself.
+    It is not UTF-8, or goes through a link that leads to itself.
     """
     try:
         os.path.realpath(path).encode()
@@ -81,11 +73,7 @@ def check_name(path: Path) -> None:
 
 
 def no_weights(folder: Path) -> CheckpointError:
-    """Return what a directory holds instead of the safetensors files of one model.
-
-    Args:
-        folder: a directory without ``model.safetensors`` and without an index.
-    """
+    """Return what a directory holds instead of the safetensors files of one model."""
     files = sorted(p.name for p in folder.iterdir() if p.is_file() or p.is_symlink())
     shards = [n for n in files if n.endswith(".safetensors")]
     if shards:
@@ -113,12 +101,7 @@ def no_weights(folder: Path) -> CheckpointError:
 
 
 def pointer(file: str, start: bytes) -> CheckpointError | None:
-    """Tell a pointer that git-LFS leaves in the place of a file it did not download.
-
-    Args:
-        file: its name.
-        start: its first bytes.
-    """
+    """Tell a pointer that git-LFS leaves in the place of a file it did not download."""
     if not start.startswith(b"version https://git-lfs"):
         return None
     return CheckpointError(
@@ -202,12 +185,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def unwritable(error: OSError, place: Path) -> CheckpointError | None:
-    """Return that something may not be written, if that is what an error of the system means.
-
-    Args:
-        error: what the system said.
-        place: what should have been written.
-    """
+    """Return that something may not be written, if that is what an error of the system means."""
     ours = _made_for(place, error.filename)
     refusing = (errno.EACCES, errno.EPERM, errno.EROFS)
     # /proc says of a folder that it will not make that it is not there

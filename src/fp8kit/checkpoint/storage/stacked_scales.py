@@ -24,17 +24,8 @@ _KINDS = {"scale": "weight_scale", "scale_inv": "weight_scale_inv"}
 def sliced(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return each expert its slice of a stack of scales as a tensor of its own.
 
-    Args:
-        tensors: name on disk of each tensor to where it is.
-
-    Returns:
-        The same, with a stack of scales replaced by its slices where the codes it belongs to are
-        there one by one; a slice has the name that the scale of one layer has, lies inside of its
-        stack, and is read alone.
-
-    Example:
-        >>> sorted(sliced(tensors))
-        ['experts.0.down_proj.weight', 'experts.0.down_proj.weight_scale_inv']
+    That is so where the codes it belongs to are there one by one; a slice has the name that the
+    scale of one layer has, lies inside of its stack, and is read alone.
     """
     found = dict(tensors)
     for name, info in tensors.items():

@@ -40,31 +40,14 @@ def write_checkpoint(
 ) -> list[str]:
     """Write a checkpoint directory in one step.
 
-    Args:
-        destination: directory to make; parents are made too.
-        layout: name of every tensor to its dtype and shape. Tensors of one module, such as a
-            weight and its scale, stay in one file.
-        tensors: each name of the layout once, in any order, on any device.
-        config: the content of ``config.json``.
-        source: directory or file the model came from; the tokenizer and the like of a directory
-            are copied.
-        texts: further files by name, instead of the source's.
-        overwrite: replace a destination that is a checkpoint; its old files go last.
-        max_shard_bytes: start a new file before this size is exceeded.
-
-    Returns:
-        The names of the files.
-
-    Raises:
-        CheckpointError: if the destination is in the way, is the source, or lacks space; if a file
-            to copy is a git-LFS pointer; if the tensors are not those of the layout; if the result
-            does not read back. The destination is then untouched and nothing is left behind.
-        ValueError: if ``max_shard_bytes`` is not positive.
-
-    Example:
-        >>> layout = {n: (t.dtype, tuple(t.shape)) for n, t in state.items()}
-        >>> write_checkpoint("dir", layout, state.items(), config={})
-        ['config.json', 'model.safetensors']
+    Parents of the destination are made. Tensors of one module, such as a weight and its scale, stay
+    in one file; ``tensors`` has each name of the layout once, in any order, on any device. The
+    tokenizer and the like of a ``source`` directory are copied, unless ``texts`` are given.
+    ``overwrite`` replaces a destination that is a checkpoint; its old files go last. Gives the
+    names of the files. Raises ``CheckpointError`` if the destination is in the way, is the source,
+    or lacks space; if a file to copy is a git-LFS pointer; if the tensors are not those of the
+    layout; if the result does not read back. The destination is then untouched and nothing is left
+    behind.
     """
     destination = Path(os.path.realpath(as_path(destination, "the destination")))
     origin = None if source is None else directory.resolved(source)

@@ -38,20 +38,10 @@ def write_shards(
 ) -> None:
     """Write some files of a plan; slices of all of them are shared among the workers.
 
-    Args:
-        work: the plan.
-        indices: which files of it.
-        source: directory that is read.
-        folder: directory that is written; files that have their names are whole.
-        devices: one worker thread for each entry, at least one; a device may appear repeatedly.
-        progress: called with the bytes of the source that were done since the last call.
-
-    Raises:
-        ConversionError: if a weight holds NaN or infinities.
-        CheckpointError: if the disk is full, or the source changed. Whole files stay.
-
-    Example:
-        >>> write_shards(work, [0], source, folder, [torch.device("cpu")] * 2)
+    Files that have their names are whole. There is one worker thread for each entry of ``devices``;
+    a device may appear repeatedly. ``progress`` is called with the bytes of the source that were
+    done since the last call. Raises ``ConversionError`` if a weight holds NaN or infinities, and
+    ``CheckpointError`` if the disk is full, or the source changed. Whole files stay.
     """
     queue = _Queue(work, indices, folder, progress)
     threads = torch.get_num_threads()
@@ -71,12 +61,7 @@ def write_shards(
 
 
 def is_whole(folder: Path, shard: Shard) -> bool:
-    """Return whether a file of a plan was written; one of another plan or size is none.
-
-    Args:
-        folder: where it would be.
-        shard: what it would be.
-    """
+    """Return whether a file of a plan was written; one of another plan or size is none."""
     file = folder / shard.file
     if file.is_symlink() or not file.is_file() or file.stat().st_size != shard.size:
         return False

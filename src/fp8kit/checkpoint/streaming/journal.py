@@ -26,11 +26,7 @@ _VERSION = 1
 
 
 class Partial:
-    """An unfinished conversion on disk.
-
-    Args:
-        destination: the directory that is being made.
-    """
+    """An unfinished conversion on disk; ``destination`` is the directory that is being made."""
 
     def __init__(self, destination: Path) -> None:
         self.destination = destination
@@ -43,9 +39,8 @@ class Partial:
     def locked(self) -> Iterator[None]:
         """Keep other processes away; a lock ends with its process, however that ends.
 
-        Raises:
-            CheckpointError: if another process is at work here, or somebody put symbolic links
-                here, which would lead what is written elsewhere.
+        Raises ``CheckpointError`` if another process is at work here, or somebody put symbolic
+        links here, which would lead what is written elsewhere.
         """
         self._refuse_link(self.home)
         with ExitStack() as stack:
@@ -81,11 +76,8 @@ class Partial:
     def begin(self, run: JsonObject) -> None:
         """Start, or continue what was interrupted.
 
-        Args:
-            run: what this run is, as plain data; only the same one may continue.
-
-        Raises:
-            CheckpointError: if another run was interrupted here; every difference is named.
+        ``run`` says what this run is, as plain data. Raises ``CheckpointError`` if another one was
+        interrupted here; every difference is named.
         """
         run = _described(run)
         if self._journal.exists():
@@ -195,9 +187,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """Describe the files of a source, so that a change of any of them shows.
 
     Sizes, times and headers are compared, not the data, which would have to be read for it.
-
-    Args:
-        checkpoint: one that has been opened.
     """
     found = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     for shard in checkpoint.shards:

@@ -29,18 +29,7 @@ _OTHERWISE = ("quantization_config", "attention_bias", "mlp_bias", "auto_map")
 
 
 def facts_of_decoder(checkpoint: Checkpoint) -> Facts | None:
-    """Tell what the tensors of a checkpoint are, as Transformers would.
-
-    Args:
-        checkpoint: in high precision.
-
-    Returns:
-        The facts; ``None`` if it is no decoder that is known here.
-
-    Example:
-        >>> facts_of_decoder(open_checkpoint("dir")).layers["lm_head"].role
-        'output head'
-    """
+    """Tell what the tensors of a known decoder are, as Transformers would; else ``None``."""
     config = checkpoint.config
     named = config.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in _KINDS:

@@ -49,11 +49,8 @@ _CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clv
 class KnownLayer:
     """What is known about a linear layer whose weight is on disk.
 
-    Args:
-        names: its names in the model.
-        obstacle: why it cannot become FP8; empty if it can.
-        role: what it does, if the defaults keep such layers; else empty.
-        shape: of its weight, where that is not on disk.
+    ``obstacle`` is empty if it can become FP8, ``role`` unless the defaults keep such layers;
+    ``shape`` is that of its weight, where that is not on disk.
     """
 
     names: tuple[str, ...]
@@ -89,11 +86,9 @@ class Facts:
 class Selection:
     """What happens to every tensor of a checkpoint.
 
-    Args:
-        report: one record per layer, for people.
-        matrices: layers that become FP8, by the name they will have, and where their weights are.
-        copies: names of the tensors that go over as they are.
-        ignore: names of what engines must not take for FP8.
+    The report has one record per layer, ``matrices`` the layers that become FP8, by the name they
+    will have, ``copies`` the names of tensors that go over as they are; ``ignore`` names what
+    engines must not take for FP8.
     """
 
     report: Report
@@ -103,15 +98,7 @@ class Selection:
 
 
 def facts_by_name(checkpoint: Checkpoint) -> Facts:
-    """Tell linear layers from embeddings by names and shapes, where no model class is known.
-
-    Args:
-        checkpoint: in high precision.
-
-    Example:
-        >>> sorted(facts_by_name(checkpoint).embeddings)
-        ['model.embed_tokens']
-    """
+    """Tell linear layers from embeddings by names and shapes, where no model class is known."""
     facts = Facts("names and shapes")
     text = checkpoint.config.get("text_config")
     config = {**checkpoint.config, **(text if isinstance(text, dict) else {})}
@@ -140,19 +127,8 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
 def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selection:
     """Decide about every tensor.
 
-    Args:
-        checkpoint: in high precision.
-        recipe: scheme, target and patterns.
-        facts: what the tensors are.
-
-    Raises:
-        ConversionError: if a pattern matches nothing, or ``strict`` finds a layer that cannot
-            become FP8.
-        CheckpointError: if the target could not load the result.
-
-    Example:
-        >>> choice = choose(checkpoint, Recipe("FP8_DYNAMIC"), facts_by_name(checkpoint))
-        >>> print(choice.report)
+    Raises ``ConversionError`` if a pattern matches nothing, or ``strict`` finds a layer that cannot
+    become FP8, and ``CheckpointError`` if the target could not load the result.
     """
     model_type = str(checkpoint.config.get("model_type"))
     stacks, odd = stacked_experts(checkpoint.tensors, model_type)

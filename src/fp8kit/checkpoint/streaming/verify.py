@@ -119,19 +119,8 @@ def verify(
     An FP8 weight is wrong if an element is farther from the source than rounding explains: half a
     unit in the last place, or, below the smallest normal number, half a subnormal step. Whether the
     codes are those that this package would write is told, but not demanded of other writers.
-
-    Args:
-        source: in high precision.
-        result: made of it, in any dialect that is read here.
-        workers: threads.
-        progress: called with the bytes of the source that were compared.
-
-    Raises:
-        CheckpointError: if the source is FP8, or the result is not.
-
-    Example:
-        >>> found = verify(open_checkpoint("bf16-dir"), open_checkpoint("fp8-dir"))
-        >>> print(found)
+    ``progress`` is called with the bytes of the source that were compared. Raises
+    ``CheckpointError`` if the source is FP8, or the result is not.
     """
     if source.spec is not None or result.spec is None:
         first, second = ("FP8" if c.spec else "in high precision" for c in (source, result))

@@ -31,11 +31,8 @@ SLICE_BYTES = 2**22
 class Item:
     """One weight to quantize, or one tensor to copy.
 
-    Args:
-        name: the name on disk of the codes, or of the copy.
-        matrix: where the source is.
-        scale: the name on disk of the scales; empty for a copy.
-        dtype: dtype of the codes, or of the copy.
+    ``name`` and ``dtype`` are those of the codes, or of the copy; ``scale`` names the scales, and
+    is empty for a copy.
     """
 
     name: str
@@ -46,13 +43,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Rows of an item that one worker handles in one go.
-
-    Args:
-        item: what they belong to.
-        first: the first row.
-        last: one past the last row.
-    """
+    """Rows ``first`` to ``last`` (exclusive) of an item, which one worker handles in one go."""
 
     item: Item
     first: int
@@ -68,12 +59,8 @@ class Slice:
 class Work:
     """A whole conversion: what is written where, and from what.
 
-    Args:
-        scheme: what weights become.
-        layout: every tensor of the result.
-        shards: the files of the result.
-        items: what has to be done, by the name on disk of the main tensor.
-        config: the content of ``config.json``.
+    ``layout`` has every tensor of the result, ``items`` what has to be done, by the name on disk of
+    the main tensor.
     """
 
     scheme: Scheme
@@ -119,18 +106,7 @@ class Work:
 def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Selection) -> Work:
     """Lay out the result of a conversion.
 
-    Args:
-        checkpoint: in high precision.
-        recipe: scheme, target and file size.
-        choice: what becomes FP8.
-
-    Raises:
-        CheckpointError: if tensors of the source would be taken for scales of the result.
-
-    Example:
-        >>> work = plan_work(checkpoint, recipe, choice)
-        >>> [s.file for s in work.shards]
-        ['model.safetensors']
+    Raises ``CheckpointError`` if tensors of the source would be taken for scales of the result.
     """
     scheme = recipe.resolved
     dialect = dialect_for(recipe.target, scheme)

@@ -18,15 +18,7 @@ from fp8kit.conversion.readers.values import first_holder
 def dtype_answers(model: nn.Module) -> dict[nn.Module, str]:
     """Find the linear layers without a bias whose weight gives a module its ``dtype``.
 
-    Args:
-        model: it is neither run nor changed.
-
-    Returns:
-        The layers, each with the reason, as the end of a sentence.
-
-    Example:
-        >>> dtype_answers(model)
-        {Linear(...): 'its weight is the first of Encoder, whose dtype code asks for'}
+    Each comes with the reason, as the end of a sentence; the model is neither run nor changed.
     """
     found: dict[nn.Module, str] = {}
     for module in model.modules():

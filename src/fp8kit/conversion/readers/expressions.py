@@ -69,10 +69,7 @@ class Reader(Protocol):
 class Expressions:
     """Values of expressions where they stand; names are those of one function.
 
-    Args:
-        reader: knows the whole model.
-        scope: the function.
-        depth: how many calls lie between it and the first.
+    ``depth`` calls lie between this one and the first.
     """
 
     def enter(self, local: Local, args: list[Values], kwargs: dict[str, Values]) -> Values:

@@ -61,15 +61,8 @@ _WORDS = frozenset({"weight", *TENSORS})
 def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
     """Find the modules of a model whose weight is read by code that does not call them.
 
-    Args:
-        model: it is neither run nor changed.
-
-    Returns:
-        The modules, each with where it is read and how, as the end of a sentence.
-
-    Example:
-        >>> weight_reads(model)
-        {Linear(...): 'MambaMixer.slow_forward reads its weight instead of calling it'}
+    Each comes with where it is read and how, as the end of a sentence. The model is neither run nor
+    changed.
     """
     reader = _Reader(model)
     alike: dict[Any, list[nn.Module]] = defaultdict(list)

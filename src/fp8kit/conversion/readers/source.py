@@ -24,11 +24,7 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def node_of(code: CodeType) -> Any:
-    """Parse the source of a function.
-
-    Returns:
-        A ``FunctionDef`` or ``Lambda``; ``None`` if there is no source, or not that function's.
-    """
+    """Parse the source of a function; ``None`` if there is no source, or not that function's."""
     try:
         lines, _ = inspect.getsourcelines(code)
         if code.co_name == "<lambda>":

@@ -16,15 +16,7 @@ def microseconds(
     block_scales: bool,
     costs: Costs | None = None,
 ) -> float:
-    """Estimate the time of a GEMM, to compare its configurations.
-
-    Args:
-        config: one of them.
-        problem: ``(M, N, K)``.
-        device: the GPU.
-        block_scales: 1x128 by 128x128 scales.
-        costs: in place of the device's.
-    """
+    """Estimate the time of a GEMM ``(M, N, K)``, to compare its configurations."""
     (m, n, k), costs = problem, costs or device.costs
     layout, pipeline, split = config.layout, config.pipeline, config.launch.split_k
     tiles, clusters = config.tiles(m, n), device.clusters[split - 1]

@@ -87,15 +87,7 @@ class Device:
 
 @functools.cache
 def hopper(sm_count: int) -> Device:
-    """Return the record of a Hopper GPU.
-
-    Args:
-        sm_count: streaming multiprocessors; 132 on H100 SXM and H200.
-
-    Example:
-        >>> hopper(132).clusters
-        (132, 66, 39, 30)
-    """
+    """Return the record of a Hopper GPU; H100 SXM and H200 have 132 multiprocessors."""
     # clusters of 3 and 4 do not fill the GPCs, which have 16 and 18 SMs on an H200
     two, three, four = sm_count // 2, sm_count * 39 // 132, sm_count * 30 // 132
     clusters = (sm_count, max(1, two), max(1, three), max(1, four))

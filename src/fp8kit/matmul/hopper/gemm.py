@@ -89,13 +89,7 @@ def run(
 ) -> Tensor:
     """Multiply ``x [M, K]`` by ``w [N, K]``.
 
-    Args:
-        operands: e4m3fn codes with float32 scales, and a bias ``[N]`` or ``None``.
-        problem: what is computed.
-        config: in place of the heuristics' choice.
-
-    Returns:
-        ``[M, N]`` in the problem's ``out_dtype``.
+    Operands are e4m3fn codes with float32 scales; ``config`` is in place of the heuristics' choice.
     """
     x, x_scale, w, w_scale, bias = operands
     groups = (problem.x_group, problem.w_group)
@@ -117,13 +111,8 @@ def quantize_in_gemm(
 ) -> Tensor | None:
     """Quantize and multiply in one kernel, with the bits of two.
 
-    Args:
-        operands: ``x`` is bf16 or fp16 ``[M, K]``, to be quantized by its own maxima.
-        problem: of the GEMM; ``x_dtype`` is that of the codes.
-        min_scale: floor under the scales of ``x``.
-
-    Returns:
-        ``[M, N]`` in the problem's ``out_dtype``; ``None`` if two kernels are needed.
+    ``x`` is bf16 or fp16 ``[M, K]``, to be quantized by its own maxima to ``problem.x_dtype``, with
+    the floor ``min_scale`` under its scales. ``None`` if two kernels are needed.
     """
     x, _, w, w_scale, bias = operands
     groups = (problem.x_group, problem.w_group)
@@ -146,11 +135,7 @@ def quantize_in_gemm(
 
 @functools.cache
 def device_record(index: int) -> Device:
-    """Return the record of a CUDA device, which the heuristics read.
-
-    Args:
-        index: of the device.
-    """
+    """Return the record of a CUDA device, which the heuristics read."""
     return hopper(torch.cuda.get_device_properties(index).multi_processor_count)
 
 

@@ -36,18 +36,8 @@ def choose(m: int, n: int, k: int, device: Device, block_scales: bool) -> TileCo
     """Return the tile configuration of a GEMM.
 
     Up to 64 rows the weights alone matter, and split-K depends on N and K only, as it decides the
-    order of the sum. Above, the choice is the fastest by ``microseconds``.
-
-    Args:
-        m: rows of ``x``.
-        n: rows of ``w``.
-        k: columns of both.
-        device: the GPU.
-        block_scales: 1x128 by 128x128 scales.
-
-    Example:
-        >>> str(choose(16, 4096, 4096, H200, False))
-        'tiles of 16 rows by 128 weights, 12 stages, K in 3 parts where tiles are few'
+    order of the sum. Above, the choice is the fastest by ``microseconds``. ``block_scales`` are
+    1x128 by 128x128 scales.
     """
     if m <= FEW_ROWS:
         return _choose_few_rows(max(8, 1 << (m - 1).bit_length()), n, k, device, block_scales)
@@ -70,15 +60,7 @@ def choose_quantizing(
 ) -> TileConfig | None:
     """Return the configuration of a GEMM that quantizes its tokens, tiled as ``choose`` does.
 
-    Args:
-        m: as in ``choose``, and so are the others.
-        n: see there.
-        k: see there.
-        device: see there.
-        block_scales: see there.
-
-    Returns:
-        The configuration; ``None`` if registers or shared memory do not hold the tokens.
+    ``None`` if registers or shared memory do not hold the tokens.
     """
     config, rows = choose(m, n, k, device, block_scales), 1 << (m - 1).bit_length()
     vectors = 1 << (-(-k // 8 // (128 * config.layout.warpgroups // rows)) - 1).bit_length()
@@ -111,13 +93,7 @@ def row_counts(
 ) -> list[int]:
     """Return row counts in ``(m / 2, m]`` that between them need every kernel these need.
 
-    Args:
-        m: a power of two.
-        n: as in ``choose``, and so are the others.
-        k: see there.
-        device: see there.
-        block_scales: see there.
-        out_bytes: bytes of an element of the result.
+    ``m`` is a power of two, and ``out_bytes`` those of an element of the result.
     """
     found: dict[object, int] = {}
     for rows in range(m, m // 2, -min(16, m)):  # a tile has a multiple of 16 tokens, or all
@@ -130,14 +106,7 @@ def row_counts(
 def estimates(
     problem: Shape, device: Device, block_scales: bool, costs: Costs | None = None
 ) -> dict[TileConfig, float]:
-    """Return ``microseconds`` of every configuration that is considered above 64 rows.
-
-    Args:
-        problem: ``(M, N, K)``.
-        device: the GPU.
-        block_scales: 1x128 by 128x128 scales.
-        costs: in place of the device's.
-    """
+    """Return ``microseconds`` of every configuration that is considered above 64 rows."""
     return {
         config: microseconds(config, problem, device, block_scales, costs)
         for config in candidates(problem, device, block_scales)
@@ -145,13 +114,7 @@ def estimates(
 
 
 def candidates(problem: Shape, device: Device, block_scales: bool) -> list[TileConfig]:
-    """Return the configurations that are considered above 64 rows.
-
-    Args:
-        problem: ``(M, N, K)``.
-        device: the GPU.
-        block_scales: 1x128 by 128x128 scales.
-    """
+    """Return the configurations that are considered above 64 rows."""
     m, _, k = problem
     # tokens of a tile, if all have as many
     even = -(-m // (16 * -(-m // MAX_PIPELINED_COLS))) * 16
@@ -190,9 +153,6 @@ def most_pipelined_steps(k: int) -> int:
     """Return how many K steps are pipelined where there are many waves.
 
     More steps drain the pipeline less often, but the steps beyond K are wasted.
-
-    Args:
-        k: columns of both operands.
     """
     steps, counts = -(-k // TILE_K), range(_MAX_STEPS, 1, -1)
     return min(counts, key=lambda count: round_up(steps, count) * (1 + _DRAIN / count))
@@ -201,9 +161,7 @@ def most_pipelined_steps(k: int) -> int:
 def pipelined_steps(k: int, split: int) -> int:
     """Return how many K steps are pipelined: four, or as above if that wastes fewer steps.
 
-    Args:
-        k: columns of both operands.
-        split: blocks that split K; their parts are multiples of four steps.
+    Parts of K, one for each block that splits it, are multiples of four steps.
     """
     steps, most = -(-k // TILE_K), most_pipelined_steps(k)
     fewer = split == 1 and round_up(steps, most) < round_up(steps, _STEPS)
@@ -211,13 +169,7 @@ def pipelined_steps(k: int, split: int) -> int:
 
 
 def with_inflight(config: TileConfig, max_inflight: int, device: Device) -> TileConfig:
-    """Return the configuration with other weight loads in flight, and a warmup that fits them.
-
-    Args:
-        config: any configuration.
-        max_inflight: weight loads in flight, in stages.
-        device: the GPU.
-    """
+    """Return the configuration with other weight loads in flight, and a warmup that fits them."""
     per_stage = config.weights * TILE_K * config.launch.blocks_per_sm
     warmup = max(2, device.warmup_bytes // per_stage)
     pipeline = replace(

@@ -43,12 +43,7 @@ class Variant(NamedTuple):
 
 
 def macros(config: TileConfig, variant: Variant) -> dict[str, int | str]:
-    """Return the macros that ``gemm.cu`` is compiled with; its head says what they mean.
-
-    Args:
-        config: the tile configuration.
-        variant: what the kernel is compiled for beside it.
-    """
+    """Return the macros that ``gemm.cu`` is compiled with; its head says what they mean."""
     layout, pipeline, launch = config.layout, config.pipeline, config.launch
     accumulators = range(layout.mma_n // 2)
     operands = ", ".join(f"%{i}" for i in accumulators)
@@ -88,10 +83,5 @@ def macros(config: TileConfig, variant: Variant) -> dict[str, int | str]:
 
 
 def source(config: TileConfig, variant: Variant) -> str:
-    """Return the CUDA source of one kernel.
-
-    Args:
-        config: the tile configuration.
-        variant: what the kernel is compiled for beside it.
-    """
+    """Return the CUDA source of one kernel."""
     return nvrtc.joined(macros(config, variant), *SOURCES)

@@ -117,25 +117,7 @@ class InGemmQuantization:
 class TileConfig:
     """A configuration of the Hopper GEMM.
 
-    Args:
-        layout: shape of a tile.
-        pipeline: its stages.
-        epilogue: how it leaves.
-        launch: clusters and occupancy.
-        quantize: ``None`` if tokens come as codes.
-
-    Example:
-        >>> TileConfig(
-        ...     layout=Layout(mma_n=128, warpgroups=2),
-        ...     pipeline=Pipeline(
-        ...         weight_stages=6,
-        ...         token_stages=6,
-        ...         pipelined_steps=4,
-        ...         max_inflight=6,
-        ...         warmup_inflight=3,
-        ...     ),
-        ... ).dynamic_smem_bytes(block_scales=False)
-        212992
+    Tokens come as codes unless ``quantize`` is given.
     """
 
     layout: Layout
@@ -269,13 +251,6 @@ class TileConfig:
         It takes longer than the threads do, and lets them go on to the next tile: it is for blocks
         with several tiles. Rows of the result must be multiples of 16 bytes. With block scales,
         tiles of 144 and 160 columns were 1 to 4 % slower.
-
-        Args:
-            m: rows of the result.
-            n: its columns.
-            device: the GPU.
-            block_scales: 1x128 by 128x128 scales.
-            out_bytes: bytes of an element of the result.
         """
         several = self.tiles(m, n) > self.grid(m, n, device)
         storable = out_bytes == 2 and n % 8 == 0 and self.launch.split_k == 1
@@ -284,10 +259,5 @@ class TileConfig:
 
 
 def round_up(count: int, multiple: int) -> int:
-    """Return the next multiple.
-
-    Args:
-        count: any number.
-        multiple: of what.
-    """
+    """Return the next multiple."""
     return -(-count // multiple) * multiple

@@ -123,16 +123,7 @@ def _lacking(problem: ExpertsProblem) -> str | None:
 def experts(
     operands: ExpertOperands, problem: ExpertsProblem, config: GroupedConfig | None = None
 ) -> Tensor:
-    """Compute a layer of experts.
-
-    Args:
-        operands: of the layer.
-        problem: describes them.
-        config: in place of the choice by the number of pairs.
-
-    Returns:
-        ``[M, H]`` in the dtype of the input.
-    """
+    """Compute a layer of experts; ``config`` is in place of the choice by the number of pairs."""
     # copies, if any, are made first: behind that kernels start before their predecessors have ended
     operands = _loadable(operands)
     x, pairs = operands.x, operands.ids.numel()

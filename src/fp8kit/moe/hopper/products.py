@@ -31,11 +31,7 @@ from fp8kit.runtime import cuda_launch
 def multiply(call: Call, rows: Rows, h: Rows, products: Tensor) -> list[Launch]:
     """Multiply by gates and ups, activate, quantize, and multiply by the down weights.
 
-    Args:
-        call: of the layer.
-        rows: quantized rows of pairs.
-        h: takes the intermediate.
-        products: takes the rows of pairs, ``[M * k, H]``.
+    ``h`` takes the intermediate, and ``products`` the rows of pairs, ``[M * k, H]``.
     """
     if call.config.one_kernel and few(call):
         return [_product(call, rows, h, products, Products.BOTH)]
@@ -110,13 +106,8 @@ def _operands(
 ) -> list[Any]:
     """Return maps, factors and biases of a product.
 
-    Args:
-        call: of the layer.
-        w: its weights.
-        rows: what they multiply.
-        step: rows of an expert from feature to feature.
-        second_map_row: rows of a map from the first half of a tile to the second.
-        tiles: of the rows of an expert.
+    ``step`` counts rows of an expert from feature to feature, ``second_map_row`` rows of a map from
+    the first half of a tile to the second, and ``tiles`` those of the rows of an expert.
     """
     _, n, k = w.data.shape
     return [
@@ -134,10 +125,8 @@ def _operands(
 def weight_maps(data: Tensor, step: int, config: GroupedConfig) -> tuple[Any, Any]:
     """Describe the rows of both halves of a stage: every ``step``-th of all experts.
 
-    Args:
-        data: codes ``[E, N, K]``.
-        step: 2 if gates and ups are neighbours, and each half has one of them.
-        config: the tile configuration.
+    Codes are ``[E, N, K]``; ``step`` is 2 if gates and ups are neighbours, and each half has one of
+    them.
     """
     (count, rows, k), address = data.shape, data.data_ptr()
     shape = (count * rows // step, k, step * k, config.half_rows, TILE_K)

@@ -43,10 +43,6 @@ class GroupedConfig:
         warpgroups: consumers of a block, each with 64 rows of both halves of a tile: 1 or 2.
         blocks_per_sm: occupancy.
         narrow: tiles of the second product have one half of weight rows, and twice as much of K.
-
-    Example:
-        >>> GroupedConfig(tokens=16, warpgroups=1, blocks_per_sm=2).stages(Products.BOTH)
-        6
     """
 
     tokens: int
@@ -143,14 +139,7 @@ class GroupedConfig:
 def choose(pairs: int, experts: int, many: bool = True) -> GroupedConfig:
     """Return the configuration for so many pairs.
 
-    Args:
-        pairs: of a token and an expert.
-        experts: E.
-        many: whether a tile may have so many tokens that they are the MMA's rows.
-
-    Example:
-        >>> choose(128, 128)
-        GroupedConfig(tokens=8, warpgroups=1, blocks_per_sm=2, narrow=False)
+    With ``many`` a tile may have so many tokens that they are the MMA's rows.
     """
     each = pairs / experts
     tokens = next((n for most, n in _TOKENS if each <= most), _MANY if many else _MANY // 2)
