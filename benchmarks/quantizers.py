@@ -38,7 +38,7 @@ class Kind:
         group: elements per scale.
         terabytes: bandwidth to reach from 4096 rows.
         speedup: ratio to vLLM to reach from 4096 rows; 0 where vLLM has no such operator.
-        layout: layout of the scales: ``"row"``, ``"column"`` or ``"swizzled"``.
+        layout: layout of the scales: ``"row"`` or ``"column"``.
         static: the scale is given.
     """
 
@@ -56,7 +56,6 @@ KINDS = {
     "tensor_static": Kind(TENSOR, 4.1, 1.0, static=True),
     "tensor_dynamic": Kind(TENSOR, 2.4, 1.0),
     "mx": Kind(MX, 3.7),
-    "mx_swizzled": Kind(MX, 3.7, layout="swizzled"),
     "block": Kind(BLOCK, 3.7),
 }
 LARGE = {
@@ -74,7 +73,6 @@ LARGE = {
     "tensor_static": [(4096, 4096), (4096, 14336), (16384, 28672)],
     "tensor_dynamic": [(4096, 4096), (4096, 14336), (16384, 28672)],
     "mx": [(4096, 4096), (4096, 14336)],
-    "mx_swizzled": [(4096, 4096), (4096, 14336)],
     "block": [(4096, 4096), (14336, 4096), (57344, 8192)],
 }
 SMALL_US = 1.7
@@ -179,8 +177,6 @@ def ours(kind: Kind, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize with fp8kit's kernels."""
     if kind.static:
         return triton.quantize_static(x, scale, kind.group, E4M3), scale
-    if kind.layout == "swizzled":
-        return triton.quantize_mx_swizzled(x, E4M3)
     return triton.quantize(x, kind.group, E4M3, floor(kind), None, rounding(kind), kind.layout)
 
 
@@ -189,10 +185,6 @@ def check(kind: Kind, x: Tensor, given: Tensor, data: Tensor, scale: Tensor) -> 
     expected = reference.quantize_static(x, given, kind.group, E4M3)
     if not torch.equal(data.view(torch.uint8), expected.view(torch.uint8)):
         raise SystemExit(f"{kind}: codes differ from the reference")
-    if kind.layout == "swizzled":
-        # 128 rows x 4 blocks are one tile; the shapes here leave none unfilled
-        tiles = given.view(given.shape[0] // 128, 4, 32, given.shape[1] // 4, 4)
-        given = tiles.permute(0, 3, 2, 1, 4).reshape(-1)
     if not torch.equal(scale, given):
         raise SystemExit(f"{kind}: scales differ from the reference")
 

@@ -252,7 +252,6 @@ def triton_calls(device: str) -> Calls:
     calls["quantize tensor, strided"] = lambda: triton.quantize(
         strided, TENSOR, E4M3, floor, None, "exact"
     )
-    calls["quantize MX, tiles"] = lambda: triton.quantize_mx_swizzled(x, E4M3)
     for group in (ROW, GROUP128):
         calls |= {
             f"rms norm {group}": lambda g=group: fused.rms_norm_quantize(x, weight, group=g),

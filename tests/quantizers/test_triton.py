@@ -22,7 +22,7 @@ from fp8kit.errors import UnsupportedError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.quantizers import reference
 from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
-from grids import COMPILED, diagonal, pairwise
+from grids import diagonal, pairwise
 from numerics import assert_bits_equal
 
 triton = pytest.importorskip("fp8kit.quantizers.triton")
@@ -236,33 +236,6 @@ def test_column_major_scales(
     assert_bits_equal(triton.quantize_static(x, scale, group, E4M3), expected[0])
 
 
-def swizzled(scale: Tensor) -> Tensor:
-    """Lay ``[M, blocks]`` out in 128x4 tiles: byte ``16 * (r % 32) + 4 * (r // 32) + c``."""
-    m, blocks = scale.shape
-    padded = scale.new_zeros(-(-m // 128) * 128, -(-blocks // 4) * 4)
-    padded[:m, :blocks] = scale
-    tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
-
-
-# fewer than a tile of 128 rows by 4 blocks, more of either, and leading dimensions
-@pytest.mark.parametrize(
-    ("shape", "rounding"),
-    [
-        *diagonal([(5, 132), (130, 36), (2, 9, 100)], ["floor", "up"]),
-        # an interpreter takes ten seconds to find that one row has one block
-        pytest.param((1, 32), "floor", marks=pytest.mark.skipif(not COMPILED, reason="slow")),
-    ],
-    ids=str,
-)
-def test_swizzled_mx_scales(shape: tuple[int, ...], rounding: str, device: torch.device) -> None:
-    x = torch.randn(shape, device=device)
-    data, scale = triton.quantize_mx_swizzled(x, E4M3, rounding)
-    expected_data, expected_scale = reference.quantize(x, MX, E4M3, 0.0, None, rounding)
-    assert_bits_equal(data, expected_data)
-    assert_bits_equal(scale, swizzled(expected_scale.flatten(0, -2)))
-
-
 ROW_TILES = (
     RowTile(1, 512, 1, 1, 1),
     RowTile(4, 512, 1, 1, 2),
@@ -316,11 +289,6 @@ def test_no_group_tile_changes_the_result(
     quantize_groups(x, scale, None, codes, group.cols, recipe, GroupTile(*tile))
     assert_bits_equal(codes.view(E4M3), expected)
     assert_bits_equal(scale, expected_scale)
-    if group == MX:
-        wanted = swizzled(expected_scale)
-        tiles = torch.empty_like(wanted)
-        quantize_groups(x, tiles, None, codes, group.cols, recipe, GroupTile(*tile))
-        assert_bits_equal(tiles, wanted)
 
 
 @pytest.mark.parametrize("layout", ["row", "column"])

@@ -92,31 +92,6 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
     return data
 
 
-def quantize_mx_swizzled(
-    x: Tensor, dtype: torch.dtype, scale_rounding: str = "floor"
-) -> tuple[Tensor, Tensor]:
-    """Quantize to MX with the scales in the 128x4 tile layout that block-scaled GEMMs read.
-
-    Args:
-        x: bf16, fp16 or fp32 ``[..., K]``; leading dimensions are folded into rows.
-        dtype: dtype of the codes.
-        scale_rounding: ``"floor"`` or ``"up"``.
-
-    Returns:
-        Codes ``[..., K]``, and E8M0 bytes ``uint8 [ceil(M / 128) * 128 * ceil(K / 32 / 4) * 4]``:
-        tile after tile along K, zero where padded.
-    """
-    data = torch.empty(x.shape, dtype=dtype, device=x.device)
-    m, k = math.prod(x.shape[:-1]), x.shape[-1]
-    size = math.ceil(m / 128) * 128 * math.ceil(math.ceil(k / MX.cols) / 4) * 4
-    scale = torch.empty(size, dtype=torch.uint8, device=x.device)
-    if x.numel():
-        division = division_of(MX, 0.0, None, scale_rounding)
-        recipe = ScaleRule(0.0, False, division, fp8_format(dtype).max)
-        _launch(x, scale, None, data, MX, recipe, swizzled=True)
-    return data, scale
-
-
 def dequantize(data: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
     """Raise: this backend declines to dequantize."""
     raise UnsupportedError("The Triton backend does not dequantize; use the reference backend.")
@@ -129,7 +104,6 @@ def _launch(
     data: Tensor,
     group: GroupShape,
     recipe: ScaleRule,
-    swizzled: bool = False,
 ) -> None:
     raw = data.view(torch.uint8)
     m, k = math.prod(x.shape[:-1]), x.shape[-1]
@@ -152,9 +126,8 @@ def _launch(
             tile = tile._replace(held=0) if recipe.static else tile
             quantize_rows(rows, scales, scale_ub, codes, recipe, tile)
         else:
-            scales = scale if swizzled else scale.reshape(1, -1) if m == 1 else scale.flatten(0, -2)
-            column = swizzled or scales.stride(0) == 1
-            part = group_tile(m, k, group.cols, x.element_size(), column, count)
+            scales = scale.reshape(1, -1) if m == 1 else scale.flatten(0, -2)
+            part = group_tile(m, k, group.cols, x.element_size(), scales.stride(0) == 1, count)
             quantize_groups(x.reshape(m, k), scales, scale_ub, codes, group.cols, recipe, part)
 
 

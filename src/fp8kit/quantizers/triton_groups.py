@@ -52,15 +52,8 @@ def group_tile(
 ) -> GroupTile:
     """Choose a tile for ``[m, k]`` in groups of ``group`` columns.
 
-    A thread loads 16 bytes of each tile, so that the threads of a warp read without gaps.
-
-    Args:
-        m: number of rows.
-        k: elements per row.
-        group: columns per scale, a power of two.
-        itemsize: bytes per element.
-        column: scales are column-major or swizzled: more rows per tile, so that they coalesce.
-        processors: multiprocessors of the GPU.
+    A thread loads 16 bytes of each tile, so that the threads of a warp read without gaps. A tile
+    has more rows where scales are column-major, so that they coalesce.
     """
     lanes = 32 * 16 // itemsize  # elements that one warp loads with 16 bytes per thread
     crowded = m * k > 16 * LOADS * lanes * processors
@@ -77,13 +70,6 @@ def group_tile(
     groups = min(span // held, most)
     rows = min(budget // groups, triton.next_power_of_2(m))
     return GroupTile(rows, groups, held, min(16, max(1, rows * groups * group // lanes)))
-
-
-@triton.jit
-def _swizzled(row, block, BLOCKS):
-    # 128 rows x 4 blocks are 512 consecutive bytes: 32 rows of 16, each four row quarters of 4
-    tile = (row // 128) * ((BLOCKS + 3) // 4) + block // 4
-    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
 
 
 @triton.jit
@@ -122,15 +108,13 @@ def _groups_kernel(
     STATIC: tl.constexpr,
     DIVISION: tl.constexpr,
     FP8_MAX: tl.constexpr,
-    SWIZZLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
     HELD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    ROUNDED: tl.constexpr = (GROUPS + 3) // 4 * 4 if SWIZZLE else GROUPS
-    ACROSS: tl.constexpr = (ROUNDED + HELD * BLOCK_G - 1) // (HELD * BLOCK_G)
+    ACROSS: tl.constexpr = (GROUPS + HELD * BLOCK_G - 1) // (HELD * BLOCK_G)
     COLS: tl.constexpr = HELD * BLOCK_G * GROUP
     program = tl.program_id(0)
     if stride_xk == 1:
@@ -142,22 +126,17 @@ def _groups_kernel(
     row = (program // ACROSS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = (program % ACROSS).to(tl.int64) * (HELD * BLOCK_G) + tl.arange(0, BLOCK_G)
     lane = tl.arange(0, GROUP)[None, None, :]
-    # swizzled scales have rows that the matrix has not
-    present = (row < M if SWIZZLE else existing(row, M))[:, None, None]
+    present = existing(row, M)
     held = ()
     for i in tl.static_range(HELD):
         col = (first + i * BLOCK_G)[None, :, None] * GROUP + lane
         offset = row[:, None, None] * stride_xm + col * stride_xk
-        x = tl.load(x_ptr + offset, mask=present & (col < K), other=0.0)
+        x = tl.load(x_ptr + offset, mask=present[:, None, None] & (col < K), other=0.0)
         held = appended(held, x)
     for i in tl.static_range(HELD):
         group = first + i * BLOCK_G
-        if SWIZZLE:
-            where = scale_ptr + _swizzled(row[:, None], group[None, :], GROUPS)
-            kept = (group < ROUNDED)[None, :]
-        else:
-            where = scale_ptr + row[:, None] * stride_sm + group[None, :] * stride_sg
-            kept = existing(row, M)[:, None] & (group < GROUPS)[None, :]
+        where = scale_ptr + row[:, None] * stride_sm + group[None, :] * stride_sg
+        kept = present[:, None] & (group < GROUPS)[None, :]
         if STATIC:
             scale = tl.load(where, mask=kept, other=0)
         else:
@@ -166,7 +145,7 @@ def _groups_kernel(
         codes = _group_codes(held[i], scale, DIVISION, FP8_MAX)
         col = group[None, :, None] * GROUP + lane
         to = data_ptr + row[:, None, None] * STRIDE_DM + col
-        tl.store(to, codes, mask=present & (col < K))
+        tl.store(to, codes, mask=present[:, None, None] & (col < K))
 
 
 def quantize_groups(
@@ -180,29 +159,17 @@ def quantize_groups(
 ) -> None:
     """Quantize ``x`` in groups of columns into ``data``, reading (static) or writing ``scale``.
 
-    Args:
-        x: ``[M, K]`` in any strides.
-        scale: ``[M, ceil(K / group)]`` in any strides, ``float32`` or (MX) ``uint8``; a 1-D
-            ``uint8`` tensor receives the padded 128x4 tiles of cuBLAS.
-        scale_ub: ``float32`` scalar bound of the amax, or ``None``.
-        data: ``uint8 [M, K]``, columns adjacent.
-        group: columns per scale, a power of two.
-        recipe: floor, division and format; ``static`` reads ``scale``, else it is written.
-        tile: how the matrix is cut; for swizzled scales, rows must be a power of two up to 128.
+    ``x [M, K]`` and ``scale``, ``[M, ceil(K / group)]`` of ``float32`` or (MX) ``uint8``, are in
+    any strides, and ``data`` is ``uint8 [M, K]``, columns adjacent. A group is a power of two.
     """
     m, k = x.shape
     overlap = overlaps(x.device)
-    swizzle = scale.dim() == 1
-    across = triton.cdiv(k, group)
-    stride_sm, stride_sg = (0, 0) if swizzle else scale.stride()
-    rows = triton.cdiv(m, 128) * 128 if swizzle else m
-    across = triton.cdiv(across, 4) * 4 if swizzle else across
-    blocks = triton.cdiv(rows, tile.rows) * triton.cdiv(across, tile.groups * tile.held)
+    across = triton.cdiv(triton.cdiv(k, group), tile.groups * tile.held)
     launch(
-        _groups_kernel, blocks,
-        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), stride_sm, stride_sg,
+        _groups_kernel, triton.cdiv(m, tile.rows) * across,
+        x, scale, scale_ub, data, m, x.stride(0), x.stride(1), scale.stride(0), scale.stride(1),
         recipe.min_scale, K=k, STRIDE_DM=data.stride(0), GROUP=group, STATIC=recipe.static,
-        DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, SWIZZLE=swizzle, BLOCK_M=tile.rows,
+        DIVISION=recipe.division, FP8_MAX=recipe.fp8_max, BLOCK_M=tile.rows,
         BLOCK_G=tile.groups, HELD=tile.held, num_warps=tile.warps, enable_fp_fusion=False,
         OVERLAP=overlap, launch_pdl=overlap,
     )  # fmt: skip

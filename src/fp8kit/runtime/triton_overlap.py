@@ -38,9 +38,8 @@ def prefetch(ptr, stride, rows, cols, total, EACH: tl.constexpr, OVERLAP: tl.con
     Called before ``join_stream``, which is allowed: nothing is read, and what the kernel ahead has
     yet to write goes through the same cache. Only the first programs do it, and only for inputs
     that are larger than what the memory moves meanwhile. Rows, whose elements are adjacent, begin
-    at ``ptr`` and are ``stride`` apart; as many are fetched as the program has threads, and none
-    where only padding of the scales is written. The input has ``total`` elements, and a tile that
-    lacks none has ``EACH``.
+    at ``ptr`` and are ``stride`` apart; as many are fetched as the program has threads. The input
+    has ``total`` elements, and a tile that lacks none has ``EACH``.
     """
     if OVERLAP:
         SIZE: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
