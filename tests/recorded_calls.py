@@ -284,7 +284,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
             supports=made.supports,
             quantize=made.quantize,
             quantize_static=made.quantize_static,
-            dequantize=quantizer.dequantize,
         ),
         "fused": FusedBackend(
             supports=made.supports,

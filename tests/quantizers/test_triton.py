@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from fp8kit import formats
-from fp8kit.errors import UnsupportedError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.quantizers import reference
-from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem
+from fp8kit.quantizers.problem import QuantizeProblem
 from grids import diagonal, pairwise
 from numerics import assert_bits_equal
 
@@ -414,12 +413,6 @@ def test_what_is_supported(request: pytest.FixtureRequest) -> None:
     assert triton.supports(problem(capability=(8, 9))) is None
     elsewhere = QuantizeProblem(ROW, torch.bfloat16, E4M3, "cpu", None)
     assert triton.supports(elsewhere) == "needs an NVIDIA GPU"
-
-
-def test_it_does_not_dequantize() -> None:
-    assert triton.supports(DequantizeProblem(ROW, E4M3, torch.bfloat16, "cuda")) is not None
-    with pytest.raises(UnsupportedError):
-        triton.dequantize(torch.ones(1, 1), torch.ones(1, 1), ROW, torch.float32)
 
 
 # M: one row, a decode batch, both sides of where programs stop sharing rows, prefill

@@ -21,12 +21,8 @@ from fp8kit.matmul.problem import (
     MatmulOperands,
     MatmulProblem,
 )
-from fp8kit.quantizers.problem import (
-    QUANTIZER_BACKENDS,
-    DequantizeProblem,
-    QuantizeProblem,
-    QuantizerBackend,
-)
+from fp8kit.quantizers import reference
+from fp8kit.quantizers.problem import QUANTIZER_BACKENDS, QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_codes, product_layout
 
 Group = Sequence[int]  # rows and columns of a ``GroupShape``
@@ -43,22 +39,20 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize with scales that are taken from the data; see ``functional.quantize``."""
     shape = GroupShape(*group)
-    backend = _quantizer(QuantizeProblem.of(x, shape, dtype))
+    backend = _quantizer(x, shape, dtype)
     return backend.quantize(x, shape, dtype, min_scale, scale_ub, scale_rounding, scale_layout)
 
 
 def quantize_static(x: Tensor, scale: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
     """Quantize with given scales; see ``functional.quantize``."""
     shape = GroupShape(*group)
-    backend = _quantizer(QuantizeProblem.of(x, shape, dtype))
+    backend = _quantizer(x, shape, dtype)
     return backend.quantize_static(x, scale, shape, dtype)
 
 
 def dequantize(data: Tensor, scale: Tensor, group: Group, dtype: torch.dtype) -> Tensor:
     """Multiply codes by their scales; see ``functional.dequantize``."""
-    shape = GroupShape(*group)
-    problem = DequantizeProblem(shape, data.dtype, dtype, data.device.type)
-    return _quantizer(problem).dequantize(data, scale, shape, dtype)
+    return reference.dequantize(data, scale, GroupShape(*group), dtype)
 
 
 def scaled_mm(
@@ -160,7 +154,7 @@ def quantize_rows(
     """
     if group is None:
         return rows, None
-    backend = _quantizer(QuantizeProblem.of(rows, group, dtype))
+    backend = _quantizer(rows, group, dtype)
     if input_scale is not None:
         return backend.quantize_static(rows, input_scale, group, dtype), input_scale
     how = (min_scale(group, dtype, "activation"), scale_ub, scale_rounding, product_layout(group))
@@ -177,8 +171,8 @@ def reshaped(y: Tensor, shape: Sequence[int]) -> Tensor:
     return z
 
 
-def _quantizer(problem: QuantizeProblem | DequantizeProblem) -> QuantizerBackend:
-    backend: QuantizerBackend = require(QUANTIZER_BACKENDS, problem)
+def _quantizer(x: Tensor, group: GroupShape, dtype: torch.dtype) -> QuantizerBackend:
+    backend: QuantizerBackend = require(QUANTIZER_BACKENDS, QuantizeProblem.of(x, group, dtype))
     return backend
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import reference
-from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
+from fp8kit.quantizers.problem import QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import laid_out
 
 # elements: input, fp32 copy and codes of a piece stay in cache; several threads get pieces
@@ -27,10 +27,8 @@ _BITS = {
 }
 
 
-def supports(problem: QuantizeProblem | DequantizeProblem) -> str | None:
+def supports(problem: QuantizeProblem) -> str | None:
     """Accept quantization of the three float dtypes."""
-    if isinstance(problem, DequantizeProblem):
-        return "only quantizes"
     return None if problem.in_dtype in _BITS else f"reads no {problem.in_dtype}"
 
 
@@ -145,9 +143,4 @@ def _with_nan(codes: Tensor, scale: Tensor, group: GroupShape, nan_code: int) ->
     return codes
 
 
-BACKEND = QuantizerBackend(
-    supports=supports,
-    quantize=quantize,
-    quantize_static=quantize_static,
-    dequantize=reference.dequantize,
-)
+BACKEND = QuantizerBackend(supports=supports, quantize=quantize, quantize_static=quantize_static)

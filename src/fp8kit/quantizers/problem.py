@@ -38,29 +38,12 @@ class QuantizeProblem:
         return f"quantize {self.in_dtype} to {self.dtype} per {self.group} on {self.device_type}"
 
 
-@dataclass(frozen=True, slots=True)
-class DequantizeProblem:
-    """One dequantization; fields as in ``QuantizeProblem``, ``out_dtype`` of the result."""
-
-    group: GroupShape
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    device_type: str
-
-    def __str__(self) -> str:
-        return f"dequantize {self.dtype} per {self.group} on {self.device_type}"
-
-
 @dataclass(kw_only=True, eq=False, slots=True)
 class QuantizerBackend(Backend):
     """An implementation of quantization, with the arguments of ``reference``.
 
-    Args:
-        quantize: takes scales from the data.
-        quantize_static: takes given scales.
-        dequantize: multiplies codes by their scales; for what ``supports`` a ``DequantizeProblem``.
+    Dequantizing is not memory-critical: ``reference`` does it on every device.
     """
 
     quantize: Callable[..., tuple[Tensor, Tensor]]
     quantize_static: Callable[[Tensor, Tensor, GroupShape, torch.dtype], Tensor]
-    dequantize: Callable[[Tensor, Tensor, GroupShape, torch.dtype], Tensor]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fp8kit.formats import MX, TENSOR, Fp8Format, GroupShape, fp8_format, scale_shape
-from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
+from fp8kit.quantizers.problem import QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import laid_out
 
 _MANTISSA_MASK = 0x7FFFFF
@@ -23,7 +23,7 @@ _EXPONENT_MASK = 0x7F800000
 _E8M0_NAN = 255
 
 
-def supports(problem: QuantizeProblem | DequantizeProblem) -> str | None:
+def supports(problem: QuantizeProblem) -> str | None:
     """Accept everything: this is the definition."""
     return None
 
@@ -147,6 +147,4 @@ def _divided(amax: Tensor, divisor: float) -> Tensor:
     return amax / torch.full_like(amax, divisor)
 
 
-BACKEND = QuantizerBackend(
-    supports=supports, quantize=quantize, quantize_static=quantize_static, dequantize=dequantize
-)
+BACKEND = QuantizerBackend(supports=supports, quantize=quantize, quantize_static=quantize_static)

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from fp8kit.dispatch.device import current
-from fp8kit.errors import UnsupportedError
 from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import hopper_rows, reference
-from fp8kit.quantizers.problem import DequantizeProblem, QuantizeProblem, QuantizerBackend
+from fp8kit.quantizers.problem import QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_scale
 from fp8kit.quantizers.triton_encode import INTERPRETED, ScaleRule, division_of
 from fp8kit.quantizers.triton_groups import group_tile, quantize_blocks, quantize_groups
@@ -27,10 +26,8 @@ E4M3_MAX = fp8_format(torch.float8_e4m3fn).max
 _MAX_BLOCK = 32768  # elements per group that one program holds in registers
 
 
-def supports(problem: QuantizeProblem | DequantizeProblem) -> str | None:
+def supports(problem: QuantizeProblem) -> str | None:
     """Accept what the kernels cover, or give the reason why not."""
-    if isinstance(problem, DequantizeProblem):
-        return "dequantizing is not memory-critical and left to torch"
     if problem.in_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{problem.in_dtype} input; the kernels read bfloat16, float16 and float32"
     if not INTERPRETED.value:
@@ -92,11 +89,6 @@ def quantize_static(x: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dt
     return data
 
 
-def dequantize(data: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) -> Tensor:
-    """Raise: this backend declines to dequantize."""
-    raise UnsupportedError("The Triton backend does not dequantize; use the reference backend.")
-
-
 def _launch(
     x: Tensor,
     scale: Tensor,
@@ -138,6 +130,4 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-BACKEND = QuantizerBackend(
-    supports=supports, quantize=quantize, quantize_static=quantize_static, dequantize=dequantize
-)
+BACKEND = QuantizerBackend(supports=supports, quantize=quantize, quantize_static=quantize_static)
