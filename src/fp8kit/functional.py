@@ -18,21 +18,7 @@ from fp8kit.formats import (
     fp8_format,
     min_scale,
 )
-from fp8kit.ops import bodies, operators
-from fp8kit.ops.validation import (
-    activation_format,
-    check_codes,
-    check_float,
-    check_input_scale,
-    check_layout,
-    check_operands,
-    check_out_dtype,
-    check_quantized,
-    check_quantized_input,
-    check_rounding,
-    check_scale_ub,
-    check_static_scale,
-)
+from fp8kit.ops import bodies, operators, validation
 from fp8kit.runtime import settings
 from fp8kit.runtime.replay_cache import call_on
 
@@ -83,7 +69,7 @@ def quantize(
         >>> q.scale.shape
         torch.Size([4, 2])
     """
-    check_float("x", x)
+    validation.check_float("x", x)
     check_group(group)
     fp8_format(dtype)
     if x.dim() == 0 or (group.rows > 1 and x.dim() < 2):
@@ -100,12 +86,12 @@ def quantize(
                 "These shape scales that are taken from the data.",
                 "Leave them out, or leave out scale.",
             )
-        check_static_scale(scale, x, group)
+        validation.check_static_scale(scale, x, group)
         data = operators.QUANTIZE_STATIC(x, scale, (group.rows, group.cols), dtype)
         return QTensor(data, scale, group)
-    rounding = check_rounding(scale_rounding, group)
-    check_scale_ub(scale_ub, x)
-    check_layout(scale_layout, group)
+    rounding = validation.check_rounding(scale_rounding, group)
+    validation.check_scale_ub(scale_ub, x)
+    validation.check_layout(scale_layout, group)
     options = (floor, scale_ub, rounding, scale_layout)
     data, found = operators.QUANTIZE(x, (group.rows, group.cols), dtype, *options)
     return QTensor(data, found, group)
@@ -128,8 +114,8 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
         >>> fp8kit.dequantize(fp8kit.quantize(torch.ones(2, 8)))[0, 0]
         tensor(1.)
     """
-    check_quantized("q", q)
-    check_out_dtype(dtype)
+    validation.check_quantized("q", q)
+    validation.check_out_dtype(dtype)
     value: Tensor = operators.DEQUANTIZE(q.data, q.scale, (q.group.rows, q.group.cols), dtype)
     return value
 
@@ -167,11 +153,11 @@ def scaled_mm(
         >>> x_q, w_q = fp8kit.quantize(x), fp8kit.quantize(w, role="weight")
         >>> y = fp8kit.scaled_mm(x_q, w_q)
     """
-    check_quantized("x_q", x_q)
-    check_quantized("w_q", w_q)
+    validation.check_quantized("x_q", x_q)
+    validation.check_quantized("w_q", w_q)
     x, w = x_q.data, w_q.data
-    check_operands(x, w, bias, accum)
-    check_out_dtype(out_dtype)
+    validation.check_operands(x, w, bias, accum)
+    validation.check_out_dtype(out_dtype)
     if x_q.group.rows > 1 and x.dim() > 2:
         raise InvalidValue(
             f"Got x of shape {tuple(x.shape)} in {x_q.group} groups.",
@@ -234,11 +220,11 @@ def linear(
         >>> w_q = fp8kit.quantize(w, fp8kit.BLOCK, role="weight")
         >>> y = fp8kit.linear(x, w_q)
     """
-    check_quantized("w_q", w_q)
+    validation.check_quantized("w_q", w_q)
     if out_dtype is not None:
-        check_out_dtype(out_dtype)
+        validation.check_out_dtype(out_dtype)
     if isinstance(x, QTensor):
-        check_quantized_input(x, w_q, scheme, input_scale, scale_ub)
+        validation.check_quantized_input(x, w_q, scheme, input_scale, scale_ub)
         return scaled_mm(
             x,
             w_q,
@@ -247,14 +233,14 @@ def linear(
             accum=accum,
             batch_invariant=batch_invariant,
         )
-    check_float("x", x)
-    check_operands(x, w_q.data, bias, accum)
+    validation.check_float("x", x)
+    validation.check_operands(x, w_q.data, bias, accum)
     if scheme is not None:
-        check_codes("w_q", w_q.data.dtype, Scheme.of(scheme))
-    activation, rounding = activation_format(w_q.group, scheme, input_scale)
+        validation.check_codes("w_q", w_q.data.dtype, Scheme.of(scheme))
+    activation, rounding = validation.activation_format(w_q.group, scheme, input_scale)
     if input_scale is not None:
-        check_input_scale(input_scale, x.shape, x.device)
-    check_scale_ub(scale_ub, x)
+        validation.check_input_scale(input_scale, x.shape, x.device)
+    validation.check_scale_ub(scale_ub, x)
     if scale_ub is not None and (activation is None or input_scale is not None):
         raise InvalidValue(
             "Got scale_ub for activations that have no scale of their own.",

@@ -10,24 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, JsonObject, Spec
 from fp8kit.checkpoint.expert_names import stacks_in
-from fp8kit.checkpoint.exporting import (
-    Exported,
-    dense_linears,
-    on_disk,
-    refuse_transposed,
-    unquantized_stacks,
-)
+from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import cache_strategy
-from fp8kit.checkpoint.schema.targets import (
-    check_cache,
-    check_dense_stacks,
-    check_layers,
-    dialect_for,
-    output_heads,
-)
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
@@ -63,7 +51,7 @@ class Announced:
     def on_disk(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
         """Return a tensor of the module its name and shape on disk."""
         scheme = self.schemes.get(name.rpartition(".")[0], self.main)
-        return on_disk(name, tensor, self.dialect, scheme)
+        return exporting.on_disk(name, tensor, self.dialect, scheme)
 
 
 def check_unknown(names: Sequence[str], target: str) -> None:
@@ -90,7 +78,7 @@ def tell_of_stacks(names: Sequence[str]) -> None:
 
 
 def announce(
-    model: nn.Module, exported: Exported, target: str, dialect: Dialect | None = None
+    model: nn.Module, exported: exporting.Exported, target: str, dialect: Dialect | None = None
 ) -> Announced:
     """Tell how the FP8 layers of a module are written for a target.
 
@@ -120,7 +108,7 @@ def announce(
             "Save the adapter with PeftModel.save_pretrained, and the base model before the "
             "adapter is attached, or after PeftModel.unload().",
         )
-    refuse_transposed(layers)
+    exporting.refuse_transposed(layers)
     kinds = {n: m.scheme.stored for n, m in layers.items()}
     counts = Counter(kinds.values())
     counts.update(layer.scheme for layer in exported.experts.values())
@@ -128,19 +116,21 @@ def announce(
     main = counts.most_common(1)[0][0]
     bound = _bound(layers, dialect)
     if dialect is None:
-        dialect = dialect_for(target, main) if len(counts) == 1 else COMPRESSED_TENSORS
+        dialect = targets.dialect_for(target, main) if len(counts) == 1 else COMPRESSED_TENSORS
         dialect = dialect if bound is None else FBGEMM
     held = {n: (kinds[n], (m.out_features, m.in_features)) for n, m in layers.items()}
     for name, one in exported.experts.items():
         held[name] = one.scheme, (one.weight.shape[0], one.weight.shape[1])
-    dense = dense_linears(model)
+    dense = exporting.dense_linears(model)
     model_type = str(exported.config.get("model_type"))
-    check_dense_stacks(unquantized_stacks(exported.tensors), model_type, target, dialect)
+    targets.check_dense_stacks(
+        exporting.unquantized_stacks(exported.tensors), model_type, target, dialect
+    )
     for scheme in counts:
-        dialect_for(target, scheme)
+        targets.dialect_for(target, scheme)
         shapes = {n: shape for n, (s, shape) in held.items() if s == scheme}
         others = {n: s for n, (s, _) in held.items() if s != scheme}
-        check_layers(target, scheme, shapes, dense, dialect=dialect, others=others)
+        targets.check_layers(target, scheme, shapes, dense, dialect=dialect, others=others)
     stored = {t.data_ptr(): n for n, t in exported.tensors.items()}
     schemes = {n: one.scheme for n, one in exported.experts.items()}
     schemes |= {name: m.scheme.stored for name, (m, _) in stacks_in(model).items()}
@@ -149,8 +139,8 @@ def announce(
         schemes |= dict.fromkeys((name, found.removesuffix(".weight")), kinds[name])
     dtype = every[0].compute_dtype
     cache = cache_strategy(tuple(t.shape) for t in held_cache_scales(model).values())
-    check_cache(dialect, cache)
-    return Announced(dialect, dtype, main, schemes, output_heads(layers), cache, bound)
+    targets.check_cache(dialect, cache)
+    return Announced(dialect, dtype, main, schemes, targets.output_heads(layers), cache, bound)
 
 
 def _bound(layers: Mapping[str, Fp8Linear], dialect: Dialect | None) -> float | None:

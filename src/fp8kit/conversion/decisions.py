@@ -12,12 +12,7 @@ from torch import nn
 
 from fp8kit.conversion.eligibility import Eligibility, bypassed
 from fp8kit.conversion.experts import names_to_match, recognize
-from fp8kit.conversion.patterns import (
-    exclusion,
-    merged_siblings,
-    roles_by_name,
-    size_obstacle,
-)
+from fp8kit.conversion.patterns import exclusion, merged_siblings, roles_by_name, size_obstacle
 from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.conversion.roles import layer_roles
 from fp8kit.formats import BLOCK, MX, Scheme, scale_dtype, scale_shape

@@ -6,13 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
 
-from fp8kit.conversion.fusible_modules import (
-    can_produce,
-    fuse_feed_forward,
-    is_feed_forward,
-    make_plain,
-    make_producer,
-)
+from fp8kit.conversion import fusible_modules
 from fp8kit.conversion.fusion_rules import Link, family_links, given_links, verify_links
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.routers import fuse_routers
@@ -60,7 +54,7 @@ def user_links(
     _check_apart(links)
     for link in links:
         producer = model.get_submodule(link.name(link.producer or ""))
-        known = isinstance(producer, Fused) or can_produce(producer)
+        known = isinstance(producer, Fused) or fusible_modules.can_produce(producer)
         if link.producer is not None and not known:
             raise ConversionError(
                 f"Got {link.name(link.producer)} ({type(producer).__name__}) before an arrow.",
@@ -128,7 +122,8 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
         if isinstance(module, (Fused, nn.ModuleList)) or not name:
             continue
         in_block = parent in blocks and name.endswith("mlp")
-        fused = fuse_feed_forward(module) if in_block or is_feed_forward(module) else None
+        known = in_block or fusible_modules.is_feed_forward(module)
+        fused = fusible_modules.fuse_feed_forward(module) if known else None
         if fused is not None and fused.is_converted():
             model.set_submodule(name, fused)
             replaced.append(name)
@@ -139,7 +134,7 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
             replaced.append(link.name(link.producer))
     if any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules()):
         for name, module in model.named_modules():
-            plain = make_plain(module)
+            plain = fusible_modules.make_plain(module)
             if plain is not None:
                 set_forward(module, plain)
                 replaced.append(name)
@@ -160,4 +155,4 @@ def _producer(model: nn.Module, link: Link) -> Producer | None:
         return None
     if own_forward(module) is not None:
         del module.forward
-    return make_producer(module, Consumers(group, link.unchanged(model)))
+    return fusible_modules.make_producer(module, Consumers(group, link.unchanged(model)))

@@ -10,15 +10,7 @@ from torch import Tensor
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import ROW, TENSOR, GroupShape, check_group, fp8_format, min_scale
 from fp8kit.fused.problem import ROUNDINGS
-from fp8kit.ops.validation import (
-    check_float,
-    check_layout,
-    check_operand,
-    check_options,
-    check_rounding,
-    check_scale_ub,
-    check_static_scale,
-)
+from fp8kit.ops import validation
 
 
 class QuantizeOptions(TypedDict, total=False):
@@ -55,7 +47,9 @@ def rms_norm_arguments(
     """
     target, rounding = _resolved("x", x, options), settings[2]
     _check_norm(rounding, *settings[:2])
-    check_operand("weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None)
+    validation.check_operand(
+        "weight", weight, (x.shape[-1],), x, x.dtype if rounding == "stepwise" else None
+    )
     return (x, residual, weight, *settings, *target)
 
 
@@ -75,7 +69,7 @@ def layer_norm_arguments(
     _check_norm(rounding, eps)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
-            check_operand(name, vector, (x.shape[-1],), x, None)
+            validation.check_operand(name, vector, (x.shape[-1],), x, None)
     if modulation is not None:
         _check_modulation(modulation, x, x.dtype if rounding == "stepwise" else None)
     return (x, weight, bias, *(modulation or (None, None)), *settings, *target)
@@ -87,19 +81,19 @@ def activation_arguments(
     """Check what an activation takes, and give the arguments of its operator."""
     target = _resolved("x" if up is None else "gate", gate, options)
     if up is not None:
-        check_operand("up", up, tuple(gate.shape), gate, gate.dtype)
+        validation.check_operand("up", up, tuple(gate.shape), gate, gate.dtype)
     return (gate, up, kind, *target)
 
 
 def _resolved(name: str, x: Tensor, options: QuantizeOptions) -> tuple[object, ...]:
-    check_float(name, x)
+    validation.check_float(name, x)
     if x.dim() == 0:
         raise InvalidValue(
             f"Got {name} without dimensions.",
             "The last dimension is K.",
             f"Add one, e.g. {name}.reshape(1).",
         )
-    check_options(options, QuantizeOptions.__annotations__)
+    validation.check_options(options, QuantizeOptions.__annotations__)
     return _checked(x, **options)
 
 
@@ -129,10 +123,10 @@ def _checked(
                 "These shape scales that are taken from the data.",
                 "Leave them out, or leave out scale.",
             )
-        check_static_scale(scale, x, group)
-    check_scale_ub(scale_ub, x)
-    rounding = check_rounding(scale_rounding, group)
-    check_layout(scale_layout, group)
+        validation.check_static_scale(scale, x, group)
+    validation.check_scale_ub(scale_ub, x)
+    rounding = validation.check_rounding(scale_rounding, group)
+    validation.check_layout(scale_layout, group)
     floor = min_scale(group, dtype, "activation")
     return scale, (group.rows, group.cols), dtype, floor, scale_ub, rounding, scale_layout
 
@@ -169,4 +163,6 @@ def _check_modulation(pair: tuple[Tensor, Tensor], x: Tensor, dtype: torch.dtype
             "Pass x of shape [B, ..., K].",
         )
     for name, part in zip(("scale", "shift"), parts, strict=True):
-        check_operand(f"{name} of the modulation", part, (x.shape[0], x.shape[-1]), x, dtype)
+        validation.check_operand(
+            f"{name} of the modulation", part, (x.shape[0], x.shape[-1]), x, dtype
+        )

@@ -8,12 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8kit.fused.triton_norms import (
-    load_weights,
-    norm_tile,
-    reciprocal_deviation,
-    weighted,
-)
+from fp8kit.fused.triton_norms import load_weights, norm_tile, reciprocal_deviation, weighted
 from fp8kit.fused.triton_output import narrow
 from fp8kit.quantizers.triton_encode import appended, existing, widen
 from fp8kit.runtime.triton_launch import launch

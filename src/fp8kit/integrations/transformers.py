@@ -30,12 +30,7 @@ from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.transformers_experts import Taken, chosen_experts, take_experts
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
 from fp8kit.integrations.transformers_quantizer import Fp8KitQuantizer as Fp8KitQuantizer
-from fp8kit.integrations.transformers_quantizer import (
-    decide,
-    layers_in_model,
-    not_quantized,
-    plain,
-)
+from fp8kit.integrations.transformers_quantizer import decide, layers_in_model, not_quantized, plain
 from fp8kit.integrations.transformers_saving import check_version
 from fp8kit.integrations.transformers_saving import export as export
 from fp8kit.integrations.transformers_trial import accepted as accepted

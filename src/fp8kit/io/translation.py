@@ -16,12 +16,7 @@ from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, Spec
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.rebasing import fall_back, weights_of
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
-from fp8kit.checkpoint.schema.targets import (
-    check_cache,
-    dialect_for,
-    is_embedding,
-    output_heads,
-)
+from fp8kit.checkpoint.schema.targets import check_cache, dialect_for, is_embedding, output_heads
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint

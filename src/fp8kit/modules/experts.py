@@ -10,18 +10,8 @@ from torch import Tensor, nn
 
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import QTensor, Scheme, scale_dtype, stack_scale_shape
-from fp8kit.modules import refusals
+from fp8kit.modules import expert_stacks, refusals
 from fp8kit.modules.entries import stored_tensors
-from fp8kit.modules.expert_stacks import (
-    check_activation,
-    check_extents,
-    expert_table,
-    placed_rows,
-    quantize_stack,
-    rearranged,
-    slots_of,
-    stack_extents,
-)
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.parameters import empty_exponents, frozen
 from fp8kit.moe.activation import Activation
@@ -88,7 +78,7 @@ class Fp8Experts(ExpertTensors):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_activation(activation)
+        expert_stacks.check_activation(activation)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
         first = "gate_up_proj" if activation.gated else "up_proj"
@@ -143,8 +133,8 @@ class Fp8Experts(ExpertTensors):
         """
         scheme = Scheme.of(scheme)
         dtypes: list[torch.dtype] = []
-        w13 = quantize_stack(gate_up, scheme, transposed, dtypes)
-        w2 = quantize_stack(down, scheme, transposed, dtypes)
+        w13 = expert_stacks.quantize_stack(gate_up, scheme, transposed, dtypes)
+        w2 = expert_stacks.quantize_stack(down, scheme, transposed, dtypes)
         return cls.from_quantized(
             w13, w2, scheme, activation=activation, biases=biases, input_scales=input_scales,
             dtype=dtypes[0],
@@ -181,14 +171,14 @@ class Fp8Experts(ExpertTensors):
             >>> layer = Fp8Experts.from_quantized(w13, w2, "FP8_BLOCK")
         """
         scheme = Scheme.of(scheme)
-        count, hidden, intermediate = stack_extents(down)
+        count, hidden, intermediate = expert_stacks.stack_extents(down)
         layer = cls(count, hidden, intermediate, activation, scheme, False, "meta", dtype)
         scales = input_scales or (None, None)
         for name, q, bias, input_scale in zip(
             layer._matrices(), (gate_up, down), biases or (None, None), scales, strict=True
         ):
             validation.check_quantized(name, q)
-            check_extents(name, q, (count, *layer._matrices()[name]))
+            expert_stacks.check_extents(name, q, (count, *layer._matrices()[name]))
             validation.check_codes(name, q.data.dtype, scheme)
             validation.activation_format(
                 q.group, scheme.stored if scheme.rebased else scheme, input_scale
@@ -308,14 +298,14 @@ class Fp8Experts(ExpertTensors):
         Example:
             >>> layer.place(torch.tensor([0, 1, 2, 3, 3]))  # two replicas of the last expert
         """
-        slots, ids, device = slots_of(placement), self.num_ids, self.down_proj.device
+        slots, ids, device = expert_stacks.slots_of(placement), self.num_ids, self.down_proj.device
         homes = list(range(ids)) if self.expert_map is None else self.expert_map[:, 0].tolist()
-        source = torch.tensor(placed_rows(slots, homes), device=device)
+        source = torch.tensor(expert_stacks.placed_rows(slots, homes), device=device)
         for name, held in list(self._parameters.items()):
             if held is not None and not name.endswith("_input_scale"):
                 self._refill(name, held, source)
         self.num_experts = len(slots)
-        table = torch.tensor(expert_table(slots, ids), device=device)
+        table = torch.tensor(expert_stacks.expert_table(slots, ids), device=device)
         if self.expert_map is not None and self.expert_map.shape == table.shape:
             self.expert_map.copy_(table)
         else:
@@ -334,7 +324,7 @@ class Fp8Experts(ExpertTensors):
         held, arrived = self.expert_map, state_dict.get(f"{prefix}expert_map")
         down = state_dict.get(f"{prefix}down_proj", self.down_proj)
         if arrived is None and held is not None and down is not self.down_proj:
-            if reason := rearranged(held, self.num_experts, prefix.rstrip(".")):
+            if reason := expert_stacks.rearranged(held, self.num_experts, prefix.rstrip(".")):
                 rest[-1].append(reason)
                 return
             state_dict = {**state_dict, f"{prefix}expert_map": held}

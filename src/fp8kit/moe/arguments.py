@@ -9,13 +9,7 @@ from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.formats import TENSOR, GroupShape, QTensor, Scheme
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.routing import check_routing
-from fp8kit.ops.validation import (
-    check_codes,
-    check_input_scale,
-    check_operand,
-    check_out_dtype,
-    check_quantized,
-)
+from fp8kit.ops import validation
 
 _INTEGERS = (torch.int32, torch.int64)
 # codes, bias and input scale of one of the two weights
@@ -24,8 +18,8 @@ Weight = tuple[QTensor, Tensor | None, Tensor | None]
 
 def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
     """Refuse weights that are not quantized alike, and what is no activation."""
-    check_quantized("w13", w13)
-    check_quantized("w2", w2)
+    validation.check_quantized("w13", w13)
+    validation.check_quantized("w2", w2)
     _check_alike(w13, w2)
     if not isinstance(activation, Activation):
         raise InvalidType(
@@ -58,9 +52,9 @@ def check_layer(x: Tensor, first: Weight, second: Weight, activation: Activation
     for name, (q, bias, input_scale) in (("13", first), ("2", second)):
         _check_device(f"w{name}", q.data, x)
         if bias is not None:
-            check_operand(f"bias{name}", bias, (q.shape[0], q.shape[1]), x, None)
+            validation.check_operand(f"bias{name}", bias, (q.shape[0], q.shape[1]), x, None)
         if input_scale is not None:
-            check_input_scale(input_scale, x.shape, x.device)
+            validation.check_input_scale(input_scale, x.shape, x.device)
 
 
 def check_routes(x: Tensor, ids: Tensor, weights: Tensor, expert_map: Tensor | None) -> None:
@@ -93,7 +87,7 @@ def check_scheme(
 ) -> None:
     """Refuse codes of another dtype than the scheme's, and a scale that nobody reads."""
     if scheme is not None:
-        check_codes("w13", w.data.dtype, Scheme.of(scheme))
+        validation.check_codes("w13", w.data.dtype, Scheme.of(scheme))
     if x_group is None and input_scale2 is not None:
         raise InvalidValue(
             "Got input_scale2 for a layer that does not quantize its input.",
@@ -106,9 +100,9 @@ def check_grouped(
     x_q: QTensor, w_q: QTensor, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> None:
     """Refuse what ``grouped_scaled_mm`` cannot multiply."""
-    check_quantized("x_q", x_q)
-    check_quantized("w_q", w_q)
-    check_out_dtype(out_dtype)
+    validation.check_quantized("x_q", x_q)
+    validation.check_quantized("w_q", w_q)
+    validation.check_out_dtype(out_dtype)
     x, w = x_q.data, w_q.data
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2]:
         raise InvalidValue(

@@ -6,16 +6,8 @@ import torch
 from torch import Tensor
 
 from fp8kit.formats import QTensor, Scheme
-from fp8kit.moe import operators
+from fp8kit.moe import arguments, operators
 from fp8kit.moe.activation import Activation, ActivationWords
-from fp8kit.moe.arguments import (
-    check_grouped,
-    check_kinds,
-    check_layer,
-    check_routes,
-    check_scheme,
-    stacked_scale,
-)
 from fp8kit.ops.operators import autocast
 from fp8kit.ops.validation import activation_format, check_float
 from fp8kit.runtime.replay_cache import cache_on
@@ -80,15 +72,15 @@ def experts(
         >>> y = fp8kit.moe.experts(x, w13, w2, *fp8kit.moe.route(logits, 2))
     """
     check_float("x", x)
-    check_kinds(w13, w2, activation)
+    arguments.check_kinds(w13, w2, activation)
     x_group, rounding = activation_format(w13.group, scheme, input_scale13)
     # before the call is looked for: a recording has no casts
     x = autocast(x)
     if isinstance(weights, Tensor) and weights.is_floating_point():
         weights = weights.float()
     constants = (
-        w13.data, stacked_scale(w13), bias13, input_scale13,
-        w2.data, stacked_scale(w2), bias2, input_scale2, expert_map,
+        w13.data, arguments.stacked_scale(w13), bias13, input_scale13,
+        w2.data, arguments.stacked_scale(w2), bias2, input_scale2, expert_map,
     )  # fmt: skip
     options = (
         None if x_group is None else (x_group.rows, x_group.cols),
@@ -99,11 +91,15 @@ def experts(
     cache = None if torch.compiler.is_compiling() else cache_on(w13.data)
     y: Tensor | None = None if cache is None else cache.replay(*call)
     if y is None:
-        check_layer(x, (w13, bias13, input_scale13), (w2, bias2, input_scale2), activation)
-        check_routes(x, ids, weights, expert_map)
-        check_scheme(scheme, x_group, w13, input_scale2)
-        arguments = (x, ids, weights, *constants, *options)
-        y = operators.LAYER.registered(*arguments) if cache is None else cache.run(*call)
+        arguments.check_layer(
+            x, (w13, bias13, input_scale13), (w2, bias2, input_scale2), activation
+        )
+        arguments.check_routes(x, ids, weights, expert_map)
+        arguments.check_scheme(scheme, x_group, w13, input_scale2)
+        if cache is None:
+            y = operators.LAYER.registered(x, ids, weights, *constants, *options)
+        else:
+            y = cache.run(*call)
     return y
 
 
@@ -143,9 +139,9 @@ def grouped_scaled_mm(
         >>> offsets = torch.tensor([0, 3, 3, 8])  # three experts: 3, 0 and 5 rows
         >>> y = fp8kit.grouped_scaled_mm(fp8kit.quantize(x), w_q, offsets)
     """
-    check_grouped(x_q, w_q, offsets, bias, out_dtype)
+    arguments.check_grouped(x_q, w_q, offsets, bias, out_dtype)
     y: Tensor = torch.ops.fp8kit.grouped_scaled_mm(
-        x_q.data, x_q.scale, w_q.data, stacked_scale(w_q), offsets, bias,
+        x_q.data, x_q.scale, w_q.data, arguments.stacked_scale(w_q), offsets, bias,
         (x_q.group.rows, x_q.group.cols), (w_q.group.rows, w_q.group.cols),
         out_dtype, batch_invariant, backend,
     )  # fmt: skip

@@ -24,13 +24,7 @@ from fp8kit.matmul.triton_gemm_kernels import (
     operand,
     place_of_tile,
 )
-from fp8kit.quantizers.triton_encode import (
-    amax_of,
-    encode_quotient,
-    float_scale,
-    magnitude,
-    widen,
-)
+from fp8kit.quantizers.triton_encode import amax_of, encode_quotient, float_scale, magnitude, widen
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

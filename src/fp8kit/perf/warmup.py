@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from fp8kit.errors import InvalidType, InvalidValue
 from fp8kit.modules.diffusers_producers import FusedAdaptiveNorm, FusedFeedForward
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.fused_producers import (
-    FusedActivation,
-    FusedGatedMlp,
-    FusedNorm,
-    Producer,
-)
+from fp8kit.modules.fused_producers import FusedActivation, FusedGatedMlp, FusedNorm, Producer
 from fp8kit.modules.fused_router import RouterForward
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join
 from fp8kit.modules.linear import Fp8Linear

@@ -10,12 +10,7 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint.cache_scales import has_home
 from fp8kit.checkpoint.exporting import refuse_renamed
-from fp8kit.checkpoint.loading.expert_layers import (
-    Experts,
-    as_stored,
-    by_every_name,
-    stacks_by_name,
-)
+from fp8kit.checkpoint.loading import expert_layers
 from fp8kit.checkpoint.schema.merged_names import fit
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
@@ -31,7 +26,7 @@ class Layers:
     """New FP8 layers by every name they will have, and the layers that share an input."""
 
     made: dict[str, Fp8Linear] = field(default_factory=dict)
-    experts: dict[str, Experts] = field(default_factory=dict)
+    experts: dict[str, expert_layers.Experts] = field(default_factory=dict)
     groups: list[tuple[str, ...]] = field(default_factory=list)
     ties: list[list[str]] = field(default_factory=list)
     form: Scheme | None = None  # of MXFP8 layers; by default the fastest on their device
@@ -48,7 +43,7 @@ def expected_state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
             kept[named(name, kind)] = tensor
     for name, experts in layers.experts.items():
         held = experts.tensors(model.get_submodule(name))
-        for alias in by_every_name(model, {name: experts}):
+        for alias in expert_layers.by_every_name(model, {name: experts}):
             kept |= {named(alias, kind): tensor for kind, tensor in held.items()}
     return kept
 
@@ -63,7 +58,7 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
     wanted = expected_state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
     coded = {layer.weight: layer.shape for layer in checkpoint.layers.values()}
-    tensors = {**as_stored(model, layers.experts, tensors), **coded}
+    tensors = {**expert_layers.as_stored(model, layers.experts, tensors), **coded}
     scales = {
         scale: layer.weight
         for layer in checkpoint.layers.values()
@@ -114,7 +109,7 @@ def _made_here(model: nn.Module, layers: Layers, covered: set[str]) -> set[str]:
     """Name the tensors that need not be on disk: scales of weights that are quantized here."""
     fp8 = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear)} | layers.made
     names = set()
-    for name, held in stacks_by_name(model, layers.experts).items():
+    for name, held in expert_layers.stacks_by_name(model, layers.experts).items():
         for stack in held.names:
             if named(name, stack) in covered:
                 names |= {named(name, stack + kind) for kind in FROZEN_KINDS[1:]}

@@ -11,13 +11,7 @@ import torch
 from torch import nn
 
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
-from fp8kit.checkpoint.loading.expected import (
-    Layers,
-    check_fit,
-    expected_state,
-    shapes_of,
-    ties,
-)
+from fp8kit.checkpoint.loading.expected import Layers, check_fit, expected_state, shapes_of, ties
 from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.loading.placement import Placement

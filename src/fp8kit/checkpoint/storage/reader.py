@@ -13,12 +13,7 @@ from torch import Tensor
 
 from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
 from fp8kit.checkpoint.dialects.comfyui import ENTRY, METADATA, describes_layers
-from fp8kit.checkpoint.schema.decoding import (
-    decode_cache_scale,
-    decode_input_scale,
-    decode_scale,
-    decode_weight,
-)
+from fp8kit.checkpoint.schema import decoding
 from fp8kit.checkpoint.schema.layers import FLOATS, Layer
 from fp8kit.checkpoint.schema.naming import engine_name
 from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
@@ -188,14 +183,14 @@ class Checkpoint:
         where = f"{info.shard}: {info.name}"
         if name in self.kv_scales:
             fnuz = any(x.codes == torch.float8_e4m3fnuz for x in self.layers.values())
-            return decode_cache_scale(tensor, fnuz, where)
+            return decoding.decode_cache_scale(tensor, fnuz, where)
         if layer is None:
             return tensor
         if name == layer.weight:
-            return decode_weight(layer, tensor, where)
+            return decoding.decode_weight(layer, tensor, where)
         if name == layer.input_scale:
-            return decode_input_scale(layer, tensor, where)
-        return decode_scale(layer, tensor, lambda: self._raw(layer.weight), where)
+            return decoding.decode_input_scale(layer, tensor, where)
+        return decoding.decode_scale(layer, tensor, lambda: self._raw(layer.weight), where)
 
 
 def open_checkpoint(

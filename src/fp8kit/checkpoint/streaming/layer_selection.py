@@ -9,24 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
+from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.naming import dense_stacks
-from fp8kit.checkpoint.schema.targets import (
-    check_dense_stacks,
-    check_layers,
-    dialect_for,
-    loads_stacks_alone,
-)
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.streaming.recipe import Recipe
-from fp8kit.conversion.patterns import (
-    check_patterns,
-    exclusion,
-    merged_siblings,
-    roles_by_name,
-    size_obstacle,
-)
+from fp8kit.conversion import patterns
 from fp8kit.conversion.report import Record, Report
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import BLOCK, Scheme, scale_dtype, scale_shape
@@ -119,7 +108,7 @@ def facts_by_name(checkpoint: Checkpoint) -> Facts:
         else:
             obstacle = "its weight is tied to another parameter" if tied and head else ""
             facts.layers[layer] = KnownLayer((layer,), obstacle)
-    roles = roles_by_name(facts.layers)
+    roles = patterns.roles_by_name(facts.layers)
     facts.layers = {n: replace(f, role=roles.get(n, "")) for n, f in facts.layers.items()}
     return facts
 
@@ -132,8 +121,8 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     """
     model_type = str(checkpoint.config.get("model_type"))
     stacks, odd = stacked_experts(checkpoint.tensors, model_type)
-    dialect = dialect_for(recipe.target, recipe.resolved)
-    if recipe.target == "transformers" and loads_stacks_alone(model_type, dialect):
+    dialect = targets.dialect_for(recipe.target, recipe.resolved)
+    if recipe.target == "transformers" and targets.loads_stacks_alone(model_type, dialect):
         why = f"Transformers loads experts of this model in high precision alone, in {dialect.name}"
         stacks, odd = {}, dict.fromkeys(stacks, why) | odd
     layers = {**_experts(checkpoint), **facts.layers}
@@ -153,7 +142,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         elif (experts := stack_of(name)) is not None and len(info.shape) == 3:
             if _decide_stack(choice, info, stacks.get(experts, {}), odd.get(experts, ""), recipe):
                 continue
-            check_dense_stacks([name], model_type, recipe.target, dialect)
+            targets.check_dense_stacks([name], model_type, recipe.target, dialect)
             choice.ignore.append(experts)
         elif kind == "weight" and len(info.shape) == 2 and layer not in facts.embeddings:
             choice.ignore.append(layer)
@@ -181,8 +170,8 @@ def _check_patterns(recipe: Recipe, layers: dict[str, KnownLayer]) -> None:
     names = [
         n for disk, layer in layers.items() for n in {disk: None, **dict.fromkeys(layer.names)}
     ]
-    for argument, patterns in (("include", recipe.include), ("exclude", recipe.exclude)):
-        check_patterns(argument, () if patterns is None else patterns, names)
+    for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
+        patterns.check_patterns(argument, () if given is None else given, names)
 
 
 def _merged(kept: dict[str, TensorInfo], layers: dict[str, KnownLayer], recipe: Recipe) -> set[str]:
@@ -195,7 +184,7 @@ def _merged(kept: dict[str, TensorInfo], layers: dict[str, KnownLayer], recipe: 
         for n, info in held.items()
         if len(info.shape) == 2
     }
-    return {n for n in taken if any(taken.get(other) for other in merged_siblings(n))}
+    return {n for n in taken if any(taken.get(other) for other in patterns.merged_siblings(n))}
 
 
 def _decide(
@@ -219,7 +208,7 @@ def _decide(
 
 
 def _excluded(names: list[str], layer: KnownLayer, recipe: Recipe) -> str:
-    return exclusion(names, recipe.include, recipe.exclude, layer.role)
+    return patterns.exclusion(names, recipe.include, recipe.exclude, layer.role)
 
 
 def _decide_stack(
@@ -246,7 +235,7 @@ def _decide_stack(
 def _obstacle(matrix: Matrix, small: bool) -> str:
     if matrix.dtype not in FLOATS:
         return f"its weight is {matrix.dtype}; FP8 is made from bf16, fp16 or fp32"
-    return "" if small else size_obstacle((matrix.rows, matrix.cols))
+    return "" if small else patterns.size_obstacle((matrix.rows, matrix.cols))
 
 
 def _add(
@@ -274,7 +263,7 @@ def _check(choice: Selection, recipe: Recipe) -> None:
             "There is at least one linear layer that nothing keeps in high precision.",
             "Exclude less, or include a layer by its full name, which lifts the defaults.",
         )
-    check_layers(recipe.target, recipe.resolved, shapes, choice.ignore)
+    targets.check_layers(recipe.target, recipe.resolved, shapes, choice.ignore)
     mixed = _mixed_experts(shapes, choice.ignore)
     if mixed:
         raise CheckpointError(
