@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from fp8kit.checkpoint.announcing import check_unknown, tell_of_stacks
 from fp8kit.checkpoint.dialects import Dialect, scheme_of
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
+from fp8kit.checkpoint.quantization_config import check_unknown, tell_of_stacks
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
 from fp8kit.checkpoint.schema.targets import check_layers, loads_stacks_alone, misfit

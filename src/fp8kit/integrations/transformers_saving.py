@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from fp8kit.checkpoint import expert_names
-from fp8kit.checkpoint.announcing import announce, check_unknown
 from fp8kit.checkpoint.cache_scales import held_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import Exported, as_stored, unquantized, untied
 from fp8kit.checkpoint.loading.expected import ties
 from fp8kit.checkpoint.loading.into_module import tie
+from fp8kit.checkpoint.quantization_config import announce, check_unknown
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, UnsupportedError, teach

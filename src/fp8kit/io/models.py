@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from fp8kit.checkpoint import exporting
-from fp8kit.checkpoint.announcing import announce, check_unknown, tell_of_stacks
 from fp8kit.checkpoint.dialects import JsonObject, Kinds
 from fp8kit.checkpoint.loading import into_module
+from fp8kit.checkpoint.quantization_config import announce, check_unknown, tell_of_stacks
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
