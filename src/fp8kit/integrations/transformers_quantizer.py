@@ -35,15 +35,9 @@ from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS, Scheme
+from fp8kit.integrations import transformers_saving as saving
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
-from fp8kit.integrations.transformers_saving import (
-    GIVEN,
-    METHOD,
-    as_saved,
-    check_version,
-    saving_what_is_given,
-)
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import unlike_linear
 from fp8kit.modules.entries import quantize_weight, stored_tensors
@@ -54,14 +48,14 @@ from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form, settle
 from fp8kit.modules.parameters import frozen
 
-if METHOD not in ALL_EXPERTS_FUNCTIONS:
+if saving.METHOD not in ALL_EXPERTS_FUNCTIONS:
     # FP8 experts compute by a forward of their own, whatever the model's setting; others do as ever
-    ALL_EXPERTS_FUNCTIONS.register(METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
+    ALL_EXPERTS_FUNCTIONS.register(saving.METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
 _FUNCTION = "a function: pass the Fp8KitConfig itself, and not its dictionary"
 _TIED = "its weight is tied to another parameter"
 
 
-@register_quantization_config(METHOD)
+@register_quantization_config(saving.METHOD)
 class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """What ``from_pretrained(..., quantization_config=...)`` takes to quantize while loading.
 
@@ -92,7 +86,7 @@ class Fp8KitConfig(QuantizationConfigMixin):  # type: ignore[misc]
         strict: bool = False,
         layers: Mapping[str, str | JsonObject] | None = None,
         experts: Mapping[str, str | JsonObject] | None = None,
-        quant_method: str = METHOD,
+        quant_method: str = saving.METHOD,
         mx_form: str | None = None,
     ) -> None:
         if layers is None:
@@ -146,7 +140,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
         return out
 
 
-@register_quantizer(METHOD)
+@register_quantizer(saving.METHOD)
 class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     """Swap linear layers for ``Fp8Linear`` before Transformers fills in the weights.
 
@@ -178,10 +172,10 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         """Refuse what would be wrong: FP8 that nobody described, quantizing into files on disk."""
-        check_version()
+        saving.check_version()
         if self.pre_quantized and self.quantization_config.layers is None:
             raise UnsupportedError(
-                f"A config has quant_method {METHOD!r}, which no file has.",
+                f"A config has quant_method {saving.METHOD!r}, which no file has.",
                 "It does not say which layers are FP8; loaded as dense, they would be wrong.",
                 "Load the checkpoint with fp8kit.load(directory).",
             )
@@ -269,7 +263,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         Raises ``CheckpointError`` if Transformers could not load what would be written, or if the
         ``state_dict`` that ``save_pretrained`` got is none of the model.
         """
-        given = GIVEN.get()
+        given = saving.GIVEN.get()
         # the adapter alone is saved, or nothing by a process whose tensors another one gathered
         if getattr(model, "_hf_peft_config_loaded", False) or given == {}:
             return given, {}
@@ -277,7 +271,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         if not any(isinstance(m, kinds) for m in model.modules()):  # all were replaced
             self.remove_quantization_config(model)
             return given, {}
-        state, self.quantization_config.announced = as_saved(model)
+        state, self.quantization_config.announced = saving.as_saved(model)
         for part in model.modules():
             if isinstance(part, PreTrainedModel) and hasattr(part.config, "quantization_config"):
                 del part.config.quantization_config  # one file announces the whole model
@@ -294,12 +288,12 @@ def tell() -> None:
 
     Raises ``UnsupportedError`` if this version of Transformers is too old.
     """
-    check_version()
+    saving.check_version()
     PreTrainedModel.hf_quantizer = QuantizerOfLayers(
         lambda layer: Fp8KitQuantizer(Fp8KitConfig(plain(layer.scheme), layers={}))
     )
     PreTrainedModel._get_resized_lm_head = _resized_as_numbers(PreTrainedModel._get_resized_lm_head)
-    PreTrainedModel.save_pretrained = saving_what_is_given(PreTrainedModel.save_pretrained)
+    PreTrainedModel.save_pretrained = saving.saving_what_is_given(PreTrainedModel.save_pretrained)
 
 
 def _resized_as_numbers(own: Any) -> Any:

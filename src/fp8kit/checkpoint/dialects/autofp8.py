@@ -8,15 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Source,
-    Spec,
-    listed,
-    strings,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Source, Spec
 from fp8kit.checkpoint.dialects.transformers_fp8 import fp8_numbers
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import ROW, TENSOR
@@ -28,7 +21,7 @@ def _detect(source: Source) -> bool:
 
 def _parse(source: Source) -> Announcement:
     numbers = fp8_numbers(source.quantization)
-    ignore = strings(source.quantization, "ignored_layers", "modules_to_not_convert")
+    ignore = base.strings(source.quantization, "ignored_layers", "modules_to_not_convert")
     return Announcement(lambda _: numbers, ignore)
 
 
@@ -41,7 +34,7 @@ def _render(spec: Spec) -> JsonObject:
             "This dialect holds one scale per tensor, the same scheme everywhere.",
             "Write dialect compressed-tensors, or convert with FP8 or FP8_TENSOR.",
         )
-    left = sorted(listed(spec.ignore))
+    left = sorted(base.listed(spec.ignore))
     return {
         "quant_method": "fp8",
         "activation_scheme": "static" if scheme.static else "dynamic",

@@ -11,15 +11,8 @@ from dataclasses import asdict
 
 import torch
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Numbers,
-    Source,
-    broken,
-    objects,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
 from fp8kit.formats import MX_FORMS, SCHEMES, GroupShape, Scheme
 
 METHOD = "fp8kit"
@@ -50,7 +43,7 @@ def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
         try:
             found[name] = scheme_of_plain(scheme)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise broken(f"layers.{name}", scheme, "a scheme") from error
+            raise base.broken(f"layers.{name}", scheme, "a scheme") from error
     return found
 
 
@@ -59,11 +52,11 @@ def _detect(source: Source) -> bool:
 
 
 def _parse(source: Source) -> Announcement:
-    schemes = schemes_of(objects(source.quantization, "layers"))
+    schemes = schemes_of(base.objects(source.quantization, "layers"))
 
     def numbers(layer: str) -> Numbers:
         if layer not in schemes:
-            raise broken("layers", sorted(schemes)[:5], f"a list with {layer}, which is FP8")
+            raise base.broken("layers", sorted(schemes)[:5], f"a list with {layer}, which is FP8")
         scheme = schemes[layer].stored  # a rebased weight is read as the MX weight it was
         only = scheme.activation is None
         return Numbers(scheme.weight, scheme.activation, scheme.static, only, scheme.ue8m0)

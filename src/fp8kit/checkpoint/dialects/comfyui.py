@@ -11,14 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Numbers,
-    Source,
-    broken,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
 
 METADATA = "_quantization_metadata"
 ENTRY = "comfy_quant"
@@ -59,7 +53,7 @@ def _object(place: str, found: object) -> JsonObject:
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, dict):
-        raise broken(place, found, "a JSON object", file="The file")
+        raise base.broken(place, found, "a JSON object", file="The file")
     return read
 
 
@@ -70,7 +64,9 @@ def _check_format(layer: str, form: object, source: Source) -> None:
     # tools add the granularity, as in float8_e4m3fn_rowwise
     fits = form is None or str(form).startswith(codes) or str(form).endswith("mxfp8")
     if not fits and not (form == "nvfp4" and layer in source.made):
-        raise broken(f"{layer}: format", form, f"the format of {weight}, {codes}", file="The file")
+        raise base.broken(
+            f"{layer}: format", form, f"the format of {weight}, {codes}", file="The file"
+        )
 
 
 COMFYUI = Dialect("comfyui", _detect, _parse)

@@ -13,18 +13,8 @@ from typing import Any
 
 import torch
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Numbers,
-    Source,
-    Spec,
-    broken,
-    listed,
-    objects,
-    strings,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
@@ -62,8 +52,8 @@ def _parse(source: Source) -> Announcement:
     found = source.quantization
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise broken("config_groups", groups, "an object with at least one group")
-    ignore = strings(found, "ignore")
+        raise base.broken("config_groups", groups, "an object with at least one group")
+    ignore = base.strings(found, "ignore")
     attention = [name for name, group in groups.items() if _is_attention(name, group)]
     read = [
         (_targets(name, group), _group(name, group, found))
@@ -71,12 +61,14 @@ def _parse(source: Source) -> Announcement:
         if name not in attention
     ]
     if not read:
-        raise broken("config_groups", groups, "an object with a group of linear layers")
-    sparsity = objects(found, "sparsity_config")
+        raise base.broken("config_groups", groups, "an object with a group of linear layers")
+    sparsity = base.objects(found, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
-        raise broken("sparsity_config", sparsity, "absent or dense")
+        raise base.broken("sparsity_config", sparsity, "absent or dense")
     if found.get("transform_config"):
-        raise broken("transform_config", found["transform_config"], "absent: weights as they are")
+        raise base.broken(
+            "transform_config", found["transform_config"], "absent: weights as they are"
+        )
     cache = "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales."
     quantized = "The config quantizes attention; its scales are not used."
     said = {cache: found.get("kv_cache_scheme"), quantized: attention}
@@ -109,24 +101,24 @@ def _is_pattern_of(target: str, layer: str) -> bool:
 
 def _targets(name: str, group: Any) -> tuple[str, ...]:
     if not isinstance(group, dict):
-        raise broken(f"config_groups.{name}", group, "an object")
-    targets = strings(group, "targets")
+        raise base.broken(f"config_groups.{name}", group, "an object")
+    targets = base.strings(group, "targets")
     for target in targets:
         try:
             re.compile(target[3:] if target.startswith("re:") else "")
         except re.error as error:
             key = f"config_groups.{name}.targets"
-            raise broken(key, target, "names or regular expressions") from error
+            raise base.broken(key, target, "names or regular expressions") from error
     return targets
 
 
 def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
     layout = group.get("format") or found.get("format") or _FLOAT
     if layout not in (*_FORMATS, "mixed-precision"):
-        raise broken("format", layout, " or ".join(_FORMATS))
+        raise base.broken("format", layout, " or ".join(_FORMATS))
     if group.get("output_activations") is not None:
         key = f"config_groups.{name}.output_activations"
-        raise broken(key, group["output_activations"], "null")
+        raise base.broken(key, group["output_activations"], "null")
     weights = _args(name, group, "weights")
     inputs = _args(name, group, "input_activations")
     if isinstance(weights.get("block_structure"), str):  # written so by early exporters
@@ -156,7 +148,7 @@ def _args(name: str, group: JsonObject, key: str) -> JsonObject:
     if args is None:
         return {}
     if not isinstance(args, dict):
-        raise broken(f"config_groups.{name}.{key}", args, "an object or null")
+        raise base.broken(f"config_groups.{name}.{key}", args, "an object or null")
     known = {k: v for k, v in args.items() if v is not None and k not in _HISTORY}
     return {"symmetric": True, "dynamic": False, **known}
 
@@ -181,7 +173,7 @@ def _render(spec: Spec) -> JsonObject:
         "format": "mixed-precision" if mixed else layouts[0],
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted((listed(spec.ignore) | _asked_for(spec.ignore)) - spec.others.keys()),
+        "ignore": sorted((base.listed(spec.ignore) | _asked_for(spec.ignore)) - spec.others.keys()),
         "kv_cache_scheme": cache if spec.kv_scales else None,
     }
 

@@ -8,17 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Numbers,
-    Source,
-    Spec,
-    broken,
-    listed,
-    strings,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import ROW
 
@@ -31,8 +22,8 @@ def _parse(source: Source) -> Announcement:
     found = source.quantization
     bound = found.get("activation_scale_ub")
     if not isinstance(bound, int | float | None) or (bound is not None and not bound > 0):
-        raise broken("activation_scale_ub", bound, "a positive number or null")
-    ignore = strings(found, "modules_to_not_convert")
+        raise base.broken("activation_scale_ub", bound, "a positive number or null")
+    ignore = base.strings(found, "modules_to_not_convert")
     numbers = Numbers(ROW, ROW, transposed=True)
     return Announcement(lambda _: numbers, ignore, scale_ub=bound)
 
@@ -53,7 +44,7 @@ def _render(spec: Spec) -> JsonObject:
     return {
         "quant_method": "fbgemm_fp8",
         "activation_scale_ub": spec.scale_ub,
-        "modules_to_not_convert": sorted(listed(spec.ignore)),
+        "modules_to_not_convert": sorted(base.listed(spec.ignore)),
     }
 
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Numbers,
-    Source,
-    broken,
-    objects,
-    strings,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 
 FILE = "hf_quant_config.json"
@@ -36,24 +28,24 @@ def _detect(source: Source) -> bool:
 def _parse(source: Source) -> Announcement:
     found = source.quantization
     if not source.method:
-        found = objects(source.documents[FILE], "quantization")
+        found = base.objects(source.documents[FILE], "quantization")
     elif "quant_algo" not in found and isinstance(found.get("quantization"), dict):
         found = found["quantization"]
-    ignore = strings(found, "ignore", "exclude_modules")
+    ignore = base.strings(found, "ignore", "exclude_modules")
     word = found.get("quant_algo")
     if word == "MIXED_PRECISION":
-        return Announcement(_mixed(objects(found, "quantized_layers")), ignore)
+        return Announcement(_mixed(base.objects(found, "quantized_layers")), ignore)
     numbers = _algorithm("quant_algo", word)
     return Announcement(lambda _: numbers, ignore)
 
 
 def _mixed(layers: JsonObject) -> Callable[[str], Numbers]:
     known = {
-        name: _algorithm(f"quantized_layers.{name}", objects(layers, name).get("quant_algo"))
+        name: _algorithm(f"quantized_layers.{name}", base.objects(layers, name).get("quant_algo"))
         for name in layers
     }
     if not known:
-        raise broken("quantized_layers", layers, "an object with at least one layer")
+        raise base.broken("quantized_layers", layers, "an object with at least one layer")
 
     def numbers(layer: str) -> Numbers:
         patterns = (n for pattern, n in known.items() if fnmatch.fnmatchcase(layer, pattern))
@@ -66,7 +58,7 @@ def _mixed(layers: JsonObject) -> Callable[[str], Numbers]:
 def _algorithm(key: str, word: object) -> Numbers:
     found = _ALGORITHMS.get(str(word).upper())
     if found is None:
-        raise broken(key, word, f"one of {', '.join(_ALGORITHMS)}")
+        raise base.broken(key, word, f"one of {', '.join(_ALGORITHMS)}")
     return found
 
 

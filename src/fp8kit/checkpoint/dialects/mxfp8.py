@@ -6,19 +6,8 @@ There are two spellings: SGLang and Transformers read ``weight_scale_inv``, vLLM
 
 from __future__ import annotations
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Numbers,
-    Source,
-    Spec,
-    block_shape,
-    broken,
-    choice,
-    listed,
-    strings,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, SCHEMES
 
@@ -37,11 +26,11 @@ def _detect_inverse(source: Source) -> bool:
 
 def _parse(source: Source) -> Announcement:
     found = source.quantization
-    if block_shape(found) not in (None, MX):
-        raise broken("weight_block_size", found["weight_block_size"], "[1, 32]")
-    choice(found, "scale_fmt", ("ue8m0", None))
-    choice(found, "activation_scheme", ("dynamic", None))
-    ignore = strings(found, "ignored_layers", "modules_to_not_convert")
+    if base.block_shape(found) not in (None, MX):
+        raise base.broken("weight_block_size", found["weight_block_size"], "[1, 32]")
+    base.choice(found, "scale_fmt", ("ue8m0", None))
+    base.choice(found, "activation_scheme", ("dynamic", None))
+    ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
     return Announcement(lambda _: Numbers(MX, MX), ignore)
 
 
@@ -52,7 +41,7 @@ def _render(spec: Spec) -> JsonObject:
             "This dialect holds MX weights and activations, everywhere the same.",
             "Write dialect compressed-tensors, or convert with MXFP8.",
         )
-    left = sorted(listed(spec.ignore))
+    left = sorted(base.listed(spec.ignore))
     return {
         "quant_method": "mxfp8",
         "activation_scheme": "dynamic",

@@ -5,16 +5,8 @@ from __future__ import annotations
 import fnmatch
 from typing import Any
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Numbers,
-    Source,
-    broken,
-    objects,
-    strings,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
 
 
@@ -24,17 +16,17 @@ def _detect(source: Source) -> bool:
 
 def _parse(source: Source) -> Announcement:
     found = source.quantization
-    ignore = strings(found, "exclude")
-    pack = objects(found, "export").get("weight_format")
+    ignore = base.strings(found, "exclude")
+    pack = base.objects(found, "export").get("weight_format")
     if pack not in (None, "real_quantized"):
-        raise broken(
+        raise base.broken(
             "export.weight_format", pack, "'real_quantized': fake quantization has no codes"
         )
     if found.get("global_quant_config") is None and "activation_scheme" in found:
         # the custom mode of early exporters: AutoFP8's layout
         return Announcement(lambda _: Numbers(TENSOR, static=None), ignore)
     common = _numbers("global_quant_config", found.get("global_quant_config"))
-    special = objects(found, "layer_quant_config")
+    special = base.objects(found, "layer_quant_config")
     layers = {n: _numbers(f"layer_quant_config.{n}", c) for n, c in special.items()}
 
     def numbers(layer: str) -> Numbers:
@@ -46,14 +38,14 @@ def _parse(source: Source) -> Announcement:
 
 def _numbers(key: str, config: Any) -> Numbers:
     if not isinstance(config, dict):
-        raise broken(key, config, "an object")
-    weight = _group(f"{key}.weight", objects(config, "weight"))
-    inputs = objects(config, "input_tensors")
+        raise base.broken(key, config, "an object")
+    weight = _group(f"{key}.weight", base.objects(config, "weight"))
+    inputs = base.objects(config, "input_tensors")
     if not inputs:
         return Numbers(weight, weight_only=True)
     if inputs.get("is_dynamic") is not True:
         if inputs.get("qscheme") != "per_tensor":
-            raise broken(f"{key}.input_tensors", inputs, "dynamic, or static per_tensor")
+            raise base.broken(f"{key}.input_tensors", inputs, "dynamic, or static per_tensor")
         return Numbers(weight, static=True)
     # per channel of an activation means per token; a block weight brings groups along K
     activation = None
@@ -65,7 +57,7 @@ def _numbers(key: str, config: Any) -> Numbers:
 def _group(key: str, config: JsonObject) -> GroupShape:
     dtype, scheme = config.get("dtype"), config.get("qscheme")
     if dtype != "fp8_e4m3":
-        raise broken(f"{key}.dtype", dtype, "'fp8_e4m3'")
+        raise base.broken(f"{key}.dtype", dtype, "'fp8_e4m3'")
     if scheme == "per_tensor":
         return TENSOR
     if scheme == "per_channel" and config.get("ch_axis") in (0, None):
@@ -79,7 +71,9 @@ def _group(key: str, config: JsonObject) -> GroupShape:
             return MX
         if all(isinstance(n, int) and 0 < n <= 2**20 for n in block):
             return GroupShape(*block)
-    raise broken(key, config, "per_tensor, per_channel over axis 0, per_block, or groups of 32")
+    raise base.broken(
+        key, config, "per_tensor, per_channel over axis 0, per_block, or groups of 32"
+    )
 
 
 QUARK = Dialect("quark", _detect, _parse)

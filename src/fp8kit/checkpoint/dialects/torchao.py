@@ -9,15 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Numbers,
-    Source,
-    broken,
-    strings,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
 
@@ -29,7 +22,7 @@ def _detect(source: Source) -> bool:
 
 
 def _parse(source: Source) -> Announcement:
-    ignore = strings(source.quantization, "modules_to_not_convert")
+    ignore = base.strings(source.quantization, "modules_to_not_convert")
     if not source.metadata.get("tensor_names"):
         raise CheckpointError(
             "The headers (__metadata__) do not describe torchao's tensors (tensor_names).",
@@ -41,7 +34,7 @@ def _parse(source: Source) -> Announcement:
         for name in (f"{layer}.weight", layer):
             if name in source.metadata:
                 return _described(name, source.metadata[name], source)
-        raise broken(f"{layer}.weight", None, "a description", file="The safetensors header")
+        raise base.broken(f"{layer}.weight", None, "a description", file="The safetensors header")
 
     return Announcement(numbers, ignore)
 
@@ -65,8 +58,10 @@ def _described(name: str, text: str, source: Source) -> Numbers:
                 return Numbers(weight, weight_only=True)
             return _with_activations(weight, acts, data)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise broken(name, text, f"a description of a tensor ({error})", file=file) from error
-    raise broken(name, text, "a Float8Tensor, or an MXTensor of float8_e4m3fn by 32", file=file)
+        raise base.broken(name, text, f"a description of a tensor ({error})", file=file) from error
+    raise base.broken(
+        name, text, "a Float8Tensor, or an MXTensor of float8_e4m3fn by 32", file=file
+    )
 
 
 def _with_activations(weight: GroupShape, acts: JsonObject, data: JsonObject) -> Numbers:

@@ -11,18 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from fp8kit.checkpoint.dialects.base import (
-    Announcement,
-    Dialect,
-    JsonObject,
-    Numbers,
-    Source,
-    Spec,
-    block_shape,
-    choice,
-    listed,
-    strings,
-)
+from fp8kit.checkpoint.dialects import base
+from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, MX, TENSOR, GroupShape, scale_shape
 
@@ -47,8 +37,8 @@ def _detect(source: Source) -> bool:
 def _parse(source: Source) -> Announcement:
     found = source.quantization
     numbers = fp8_numbers(found)
-    choice(found, "expert_dtype", ("fp8", "fp4", None))
-    ignore = strings(found, "ignored_layers", "modules_to_not_convert")
+    base.choice(found, "expert_dtype", ("fp8", "fp4", None))
+    ignore = base.strings(found, "ignored_layers", "modules_to_not_convert")
     return Announcement(lambda n: Numbers(MX, MX) if _is_mx(n, source) else numbers, ignore)
 
 
@@ -65,10 +55,10 @@ def fp8_numbers(found: JsonObject) -> Numbers:
 
     Raises ``CheckpointError`` if a value is none that this package carries out.
     """
-    activation = choice(found, "activation_scheme", ("dynamic", "static", None))
-    choice(found, "fmt", ("e4m3", "float8_e4m3fn", None))
-    ue8m0 = choice(found, "scale_fmt", ("ue8m0", "float", None)) == "ue8m0"
-    block = block_shape(found)
+    activation = base.choice(found, "activation_scheme", ("dynamic", "static", None))
+    base.choice(found, "fmt", ("e4m3", "float8_e4m3fn", None))
+    ue8m0 = base.choice(found, "scale_fmt", ("ue8m0", "float", None)) == "ue8m0"
+    block = base.block_shape(found)
     static = activation == "static"
     if block is None or static:
         return Numbers(block, static=static)
@@ -86,7 +76,7 @@ def _render(spec: Spec) -> JsonObject:
             "This dialect holds 128x128 blocks or one scale per tensor, the same everywhere.",
             "Write dialect compressed-tensors, or convert with FP8_BLOCK.",
         )
-    left = sorted(listed(spec.ignore))
+    left = sorted(base.listed(spec.ignore))
     return {
         "quant_method": "fp8",
         "activation_scheme": "static" if scheme.static else "dynamic",
