@@ -7,14 +7,15 @@ same storage. The protocol is vLLM's: ``param.weight_loader(param, loaded_weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8kit.errors import InvalidValue
+from fp8kit.formats import FP8_FORMATS, GroupShape
 from fp8kit.modules.parameters import frozen
 
 Loader = Callable[..., Any]
@@ -72,6 +73,11 @@ class Arriving:
             setattr(parameter, fact, value)
         parameter.weight_loader = load  # type: ignore[attr-defined]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights that are expected."""
+        return tuple(self._described)
+
     def take(self, name: str) -> Tensor:
         """Return a dense weight that has arrived, or was put into the layer by hand."""
         if name in self.dense:
@@ -95,10 +101,27 @@ class Arriving:
                     "Load the missing shards through weight_loader first.",
                 )
 
-    def forget(self) -> None:
-        """Drop the dense buffers."""
+    def is_coded(self) -> bool:
+        """Return whether the first of the weights is FP8, as the layer was given or keeps it."""
+        return self.take(self.names[0]).dtype in FP8_FORMATS
+
+    def keep(self, tensors: Mapping[str, Tensor]) -> None:
+        """Drop the dense buffers, and write tensors into Parameters of the layer in their place.
+
+        That is done in place where they fit, for graphs and views.
+        """
         self.dense.clear()
         self._missing.clear()
+        for name, tensor in tensors.items():
+            old = self._layer._parameters.get(name)
+            facts = ("dtype", "shape", "device")
+            if old is not None and all(getattr(old, f) == getattr(tensor, f) for f in facts):
+                with torch.no_grad():
+                    old.copy_(tensor)
+            else:
+                self._layer.register_parameter(name, frozen(tensor))
+        for name in self.names:
+            self.attend(name, self._layer.get_parameter(name))
 
     def _load(self, name: str, loaded_weight: Tensor, *shard: Any, **words: Any) -> Any:
         if name not in self.dense:
@@ -125,17 +148,35 @@ class Arriving:
         self.dense[name], self._missing[name] = parameter, parameter.numel()
 
 
-def store(layer: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, nn.Parameter]:
-    """Write tensors into Parameters of a layer: in place where they fit, for graphs and views."""
-    made = {}
-    for name, tensor in tensors:
-        old = layer._parameters.get(name)
-        facts = ("dtype", "shape", "device")
-        if old is not None and all(getattr(old, f) == getattr(tensor, f) for f in facts):
-            with torch.no_grad():
-                old.copy_(tensor)
-            made[name] = old
-        else:
-            made[name] = frozen(tensor)
-            layer.register_parameter(name, made[name])
-    return made
+class OnlineMethod:
+    """What vLLM's online methods share: weights arrive dense and are kept as FP8."""
+
+    uses_meta_device = True
+    weight_block_size: list[int] | None = None
+    _group: ClassVar[GroupShape]
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Quantize the dense weights, unless that was done since they arrived.
+
+        Raises:
+            ValueError: if pieces of a weight have not arrived.
+        """
+        arriving: Arriving = layer.__dict__["_arriving"]
+        done = getattr(layer, "_already_called_process_weights_after_loading", False)
+        if (done and not arriving.has_begun()) or arriving.is_coded():
+            return
+        arriving.check_complete()
+        arriving.keep(self._quantized(arriving))
+        layer._already_called_process_weights_after_loading = True  # type: ignore[assignment]
+
+    def _await(self, layer: nn.Module) -> Arriving:
+        """Make a layer ready for weights to arrive."""
+        layer.__dict__["_arriving"] = arriving = Arriving(
+            layer, lambda: self.process_weights_after_loading(layer)
+        )
+        layer._already_called_process_weights_after_loading = False  # type: ignore[assignment]
+        return arriving
+
+    def _quantized(self, arriving: Arriving) -> dict[str, Tensor]:
+        """Return the tensors that a layer keeps of the weights that have arrived."""
+        raise NotImplementedError

@@ -5,27 +5,23 @@ Source: ``vllm/model_executor/layers/quantization/online/fp8.py``.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.compat.arriving import Arriving, Loader, store
+from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import with_scale_as_stored
 from fp8kit.errors import InvalidValue, teach
-from fp8kit.formats import BLOCK, FP8_FORMATS, TENSOR, GroupShape, QTensor
+from fp8kit.formats import BLOCK, FP8_FORMATS, TENSOR, QTensor
 
 _SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
-class _OnlineLinearMethod:
+class _OnlineLinearMethod(OnlineMethod):
     """What both granularities share."""
-
-    uses_meta_device = True
-    weight_block_size: list[int] | None = None
-    _group: ClassVar[GroupShape]
 
     def create_weights(
         self,
@@ -63,33 +59,10 @@ class _OnlineLinearMethod:
         }.items():
             setattr(layer, name, value)
         loader: Loader = extra_weight_attrs.pop("weight_loader", None) or _loader(layer)
-        arriving = Arriving(layer, lambda: self.process_weights_after_loading(layer))
-        layer.__dict__["_arriving"] = arriving
         facts = {"input_dim": 1, "output_dim": 0, **extra_weight_attrs}
         if "weight" in layer._parameters:
             del layer.weight
-        arriving.expect("weight", (n, k), params_dtype, loader, **facts)
-        layer._already_called_process_weights_after_loading = False  # type: ignore[assignment]
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Quantize the dense weight, unless that was done since it arrived.
-
-        Raises:
-            ValueError: if pieces of the weight have not arrived.
-        """
-        arriving: Arriving = layer.__dict__["_arriving"]
-        done = getattr(layer, "_already_called_process_weights_after_loading", False)
-        if done and not arriving.has_begun():
-            return
-        dense = arriving.take("weight")
-        if dense.dtype in FP8_FORMATS:
-            return
-        arriving.check_complete()
-        q = functional.quantize(dense, self._group, role="weight")
-        arriving.forget()
-        self._keep(layer, q)
-        arriving.attend("weight", layer.get_parameter("weight"))
-        layer._already_called_process_weights_after_loading = True  # type: ignore[assignment]
+        self._await(layer).expect("weight", (n, k), params_dtype, loader, **facts)
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute ``[..., N]`` in the dtype of ``x``.
@@ -113,7 +86,10 @@ class _OnlineLinearMethod:
             )
         return functional.linear(x, self._weight(layer, weight), bias)
 
-    def _keep(self, layer: nn.Module, q: QTensor) -> None:
+    def _quantized(self, arriving: Arriving) -> dict[str, Tensor]:
+        return self._held(functional.quantize(arriving.take("weight"), self._group, role="weight"))
+
+    def _held(self, q: QTensor) -> dict[str, Tensor]:
         raise NotImplementedError
 
     def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
@@ -138,8 +114,8 @@ class Fp8PerTensorOnlineLinearMethod(_OnlineLinearMethod):
     def __init__(self) -> None:
         self._known = KnownWeights()
 
-    def _keep(self, layer: nn.Module, q: QTensor) -> None:
-        store(layer, (("weight", q.data.t()), ("weight_scale", q.scale.reshape(1))))
+    def _held(self, q: QTensor) -> dict[str, Tensor]:
+        return {"weight": q.data.t(), "weight_scale": q.scale.reshape(1)}
 
     def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
         return self._known.of(weight, layer.get_parameter("weight_scale"), with_scale_as_stored)
@@ -158,8 +134,8 @@ class Fp8PerBlockOnlineLinearMethod(_OnlineLinearMethod):
     weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as there, never written)
     _group = BLOCK
 
-    def _keep(self, layer: nn.Module, q: QTensor) -> None:
-        store(layer, (("weight", q.data), ("weight_scale_inv", q.scale)))
+    def _held(self, q: QTensor) -> dict[str, Tensor]:
+        return {"weight": q.data, "weight_scale_inv": q.scale}
 
     def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
         return QTensor(weight, layer.get_parameter("weight_scale_inv"), BLOCK)

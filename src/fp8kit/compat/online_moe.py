@@ -5,13 +5,13 @@ Source: ``vllm/model_executor/layers/quantization/online/fp8.py`` and ``moe_base
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.compat.arriving import Arriving, Loader, store
+from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod
 from fp8kit.errors import InvalidValue, teach
 from fp8kit.formats import BLOCK, FP8_FORMATS, TENSOR, GroupShape, QTensor
 from fp8kit.moe.activation import Activation
@@ -37,7 +37,7 @@ _WORDS = (
 ).split()
 
 
-class _OnlineMoEMethod:
+class _OnlineMoEMethod(OnlineMethod):
     """What both granularities share.
 
     Args:
@@ -46,10 +46,7 @@ class _OnlineMoEMethod:
             ``apply_router_weight_on_input``, ``top_k`` and the words of the router).
     """
 
-    uses_meta_device = True
-    weight_block_size: list[int] | None = None
     weight_scale_name = "weight_scale"
-    _group: ClassVar[GroupShape]
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         self.moe = getattr(layer, "moe_config", None)
@@ -85,41 +82,22 @@ class _OnlineMoEMethod:
             "weight_block_size": self.weight_block_size,
             "w13_input_scale": None,
             "w2_input_scale": None,
-            "_already_called_process_weights_after_loading": False,
         }.items():
             setattr(layer, name, value)
         loader: Loader = extra_weight_attrs.pop("weight_loader", None) or _load
         shapes: dict[str, tuple[int, ...]] = {"w13_weight": (e, columns, h), "w2_weight": (e, h, i)}
         if getattr(self.moe, "has_bias", False) or getattr(layer, "has_bias", False):
             shapes |= {"w13_bias": (e, columns), "w2_bias": (e, h)}
-        arriving = Arriving(layer, lambda: self.process_weights_after_loading(layer))
-        layer.__dict__["_arriving"] = arriving
+        arriving = self._await(layer)
         for name, shape in shapes.items():
             arriving.expect(name, shape, params_dtype, loader, **extra_weight_attrs)
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Quantize each expert's weights, unless that was done since they arrived.
-
-        Raises:
-            ValueError: if pieces of a weight have not arrived.
-        """
-        arriving: Arriving = layer.__dict__["_arriving"]
-        done = getattr(layer, "_already_called_process_weights_after_loading", False)
-        if done and not arriving.has_begun():
-            return
-        if arriving.take("w13_weight").dtype in FP8_FORMATS:
-            return
-        arriving.check_complete()
-        biases = [n for n in ("w13_bias", "w2_bias") if n in layer._parameters]
-        found: dict[str, Tensor] = {n: arriving.take(n) for n in biases}
+    def _quantized(self, arriving: Arriving) -> dict[str, Tensor]:
+        found = {name: arriving.take(name) for name in arriving.names if name.endswith("_bias")}
         for part in ("w13", "w2"):
             codes, scale = _quantized(arriving.take(f"{part}_weight"), self._group)
             found |= {f"{part}_weight": codes, f"{part}_{self.weight_scale_name}": scale}
-        arriving.forget()
-        store(layer, found.items())
-        for name in ("w13_weight", "w2_weight", *biases):
-            arriving.attend(name, layer.get_parameter(name))
-        layer._already_called_process_weights_after_loading = True  # type: ignore[assignment]
+        return found
 
     def apply(
         self,
