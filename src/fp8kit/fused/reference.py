@@ -47,17 +47,9 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize the RMS norm of ``x``, or of ``x + residual``, which is the third result.
 
-    Args:
-        x: bf16, fp16 or fp32 ``[..., K]``.
-        residual: like ``x``, or ``None``.
-        weight: ``[K]``; ``rounding == "stepwise"`` needs the dtype of ``x``.
-        eps: added to the mean square.
-        weight_offset: added to the weight: 1 where checkpoints store ``w - 1``.
-        rounding: ``"stepwise"`` or ``"once"``, see the head of this file.
-        target: how the result is quantized.
-
-    Returns:
-        Codes, scale (the given one if static), and ``x + residual`` or ``None``.
+    ``x`` is bf16, fp16 or fp32 ``[..., K]``, the residual like it; the weight ``[K]`` has its dtype
+    if ``rounding`` is ``"stepwise"``. ``weight_offset`` is 1 where checkpoints store ``w - 1``. The
+    scale is the given one if static.
     """
     total = x if residual is None else x + residual
     y = rms_normed(total, weight, eps, weight_offset, rounding)
@@ -75,18 +67,9 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Quantize the layer norm of ``x``, plain or adaptive.
 
-    Args:
-        x: bf16, fp16 or fp32 ``[..., K]``; ``[B, ..., K]`` with a modulation.
-        weight: ``[K]`` or ``None``.
-        bias: ``[K]`` or ``None``.
-        modulation: scale and shift ``[B, K]``, applied as ``norm * (1 + scale) + shift``;
-            ``rounding == "stepwise"`` needs them in the dtype of ``x``.
-        eps: added to the variance.
-        rounding: ``"stepwise"`` or ``"once"``: only a modulation makes a difference.
-        target: how the result is quantized.
-
-    Returns:
-        Codes and scale (the given one if static).
+    ``x`` is bf16, fp16 or fp32 ``[..., K]``. A modulation, ``norm * (1 + scale) + shift``, has both
+    as ``[B, K]`` for ``x`` of ``[B, ..., K]``, in its dtype if ``rounding`` is ``"stepwise"``; only
+    with one does that make a difference. The scale of the result is the given one if static.
     """
     return quantized(layer_normed(x, weight, bias, modulation, eps, rounding), target)
 
@@ -94,14 +77,8 @@ def layer_norm(
 def activation(kind: str, gate: Tensor, up: Tensor | None, target: Target) -> tuple[Tensor, Tensor]:
     """Quantize ``act(gate) * up``, or ``act(gate)``.
 
-    Args:
-        kind: ``"silu"``, ``"gelu"`` (erf) or ``"gelu_tanh"``.
-        gate: bf16, fp16 or fp32 ``[..., K]``.
-        up: like ``gate``, or ``None``.
-        target: how the result is quantized.
-
-    Returns:
-        Codes and scale (the given one if static).
+    ``kind`` is ``"silu"``, ``"gelu"`` (erf) or ``"gelu_tanh"``; ``gate`` is bf16, fp16 or fp32
+    ``[..., K]``, and ``up`` like it. The scale is the given one if static.
     """
     return quantized(activated(kind, gate, up), target)
 

@@ -94,19 +94,8 @@ class ExpertsProblem:
 class GroupedProblem:
     """``y[r] = x[r] @ w[e].T + bias[e]`` for the rows ``r`` of each expert ``e``.
 
-    Args:
-        m: rows of ``x``, rounded up to a power of two.
-        experts: E.
-        n: rows of each ``w[e]``.
-        k: columns of both.
-        x_group: granularity of ``x``; ``None`` if it is not quantized.
-        w_group: granularity of each ``w[e]``.
-        x_dtype: dtype of ``x``.
-        w_dtype: dtype of the weight codes.
-        out_dtype: dtype of ``y``.
-        batch_invariant: the bits of a row do not depend on the other rows.
-        device_type: ``"cpu"``, ``"cuda"``, …
-        capability: CUDA compute capability, ``None`` elsewhere.
+    ``n`` rows of each ``w[e]`` and ``k`` columns are multiplied; the other fields are as in
+    ``ExpertsProblem`` and ``MatmulProblem``.
     """
 
     m: int
