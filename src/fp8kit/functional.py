@@ -80,12 +80,7 @@ def quantize(
         )
     floor = min_scale(group, dtype, role)
     if scale is not None:
-        if scale_ub is not None or scale_rounding is not None or scale_layout != "row":
-            raise InvalidValue(
-                "Got a static scale with scale_ub, scale_rounding or scale_layout.",
-                "These shape scales that are taken from the data.",
-                "Leave them out, or leave out scale.",
-            )
+        validation.check_static_options(scale_ub, scale_rounding, scale_layout)
         validation.check_static_scale(scale, x, group)
         data = operators.QUANTIZE_STATIC(x, scale, (group.rows, group.cols), dtype)
         return QTensor(data, scale, group)

@@ -117,12 +117,7 @@ def _checked(
             "Use fp8kit.ROW, GROUP128 or MX, or TENSOR with scale=.",
         )
     if scale is not None:
-        if scale_ub is not None or scale_rounding is not None or scale_layout != "row":
-            raise InvalidValue(
-                "Got a static scale with scale_ub, scale_rounding or scale_layout.",
-                "These shape scales that are taken from the data.",
-                "Leave them out, or leave out scale.",
-            )
+        validation.check_static_options(scale_ub, scale_rounding, scale_layout)
         validation.check_static_scale(scale, x, group)
     validation.check_scale_ub(scale_ub, x)
     rounding = validation.check_rounding(scale_rounding, group)

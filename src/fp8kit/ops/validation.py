@@ -222,6 +222,18 @@ def check_static_scale(scale: Tensor, x: Tensor, group: GroupShape) -> None:
         )
 
 
+def check_static_options(
+    scale_ub: Tensor | None, scale_rounding: str | None, scale_layout: str
+) -> None:
+    """Refuse beside a static scale what only shapes scales that are taken from the data."""
+    if scale_ub is not None or scale_rounding is not None or scale_layout != "row":
+        raise InvalidValue(
+            "Got a static scale with scale_ub, scale_rounding or scale_layout.",
+            "These shape scales that are taken from the data.",
+            "Leave them out, or leave out scale.",
+        )
+
+
 def check_input_scale(
     scale: Tensor, shape: Sequence[int], device: torch.device, *, wait: bool = False
 ) -> None:
