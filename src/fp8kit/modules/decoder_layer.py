@@ -42,10 +42,7 @@ class Flow:
     def run(self, layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Compute a decoder layer: attention and feed-forward, each normed and added to its input.
 
-        Args:
-            layer: the layer, with ``self_attn``, ``mlp`` and the norms.
-            x: hidden states ``[..., K]``.
-            kwargs: all arguments of ``self_attn`` but the hidden states.
+        ``kwargs`` are all arguments of ``self_attn`` but the hidden states ``x [..., K]``.
         """
         children = layer._modules
         attention, mlp = children["self_attn"], children["mlp"]
@@ -73,9 +70,7 @@ FLOWS = (
 class ResidualForward:
     """The ``forward`` of a decoder layer that is known to follow a flow.
 
-    Args:
-        layer: the layer; its class still computes where nothing can be fused.
-        flow: what it does.
+    Where nothing can be fused, the class of the layer still computes.
     """
 
     def __init__(self, layer: nn.Module, flow: Flow) -> None:
@@ -98,8 +93,7 @@ class ResidualForward:
 def install_residual_forwards(layers: Iterable[nn.Module]) -> None:
     """Let decoder layers whose second norm is fused add to the residual in the same pass.
 
-    Args:
-        layers: decoder layers of any class; those that follow no known flow are left alone.
+    Layers that follow no known flow are left alone.
     """
     for layer in layers:
         flow = None if "forward" in vars(layer) else find_flow(layer)
@@ -110,8 +104,7 @@ def install_residual_forwards(layers: Iterable[nn.Module]) -> None:
 def find_flow(layer: nn.Module) -> Flow | None:
     """Find out what the class of a decoder layer computes, by running it on random children.
 
-    Args:
-        layer: the layer; its children are neither run nor changed.
+    The children of the layer are neither run nor changed.
     """
     random = torch.Generator().manual_seed(0)
     passed = {name: object() for name in (*_arguments(layer), "another")}
@@ -141,9 +134,7 @@ def find_flow(layer: nn.Module) -> Flow | None:
 class RandomChild(nn.Module):
     """A child that computes something random, and remembers what else it was given.
 
-    Args:
-        random: where its function comes from.
-        attends: it gives a second result, as attention does.
+    If it ``attends`` it gives a second result, as attention does.
     """
 
     def __init__(self, random: torch.Generator, attends: bool = False) -> None:

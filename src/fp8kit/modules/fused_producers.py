@@ -88,9 +88,6 @@ class Fused(nn.Module):
 
     It shares the dictionaries of Parameters, buffers and children with the module it replaces, so
     names, moves, casts and loading reach both, and where it may not fuse it calls that module.
-
-    Args:
-        replaced: the module it stands for.
     """
 
     def __init__(self, replaced: nn.Module) -> None:
@@ -165,12 +162,7 @@ class Fused(nn.Module):
 
 
 class Producer(Fused):
-    """A module whose result is read by known layers alone.
-
-    Args:
-        replaced: the module it stands for.
-        consumers: these layers.
-    """
+    """A module whose result is read by known layers alone."""
 
     def __init__(self, replaced: nn.Module, consumers: Consumers) -> None:
         super().__init__(replaced)
@@ -182,13 +174,7 @@ class Producer(Fused):
 
 
 class FusedNorm(Producer):
-    """A norm that quantizes for the layers behind it.
-
-    Args:
-        norm: the norm it replaces.
-        formula: what that computes.
-        consumers: the layers behind it.
-    """
+    """A norm that quantizes for the layers behind it."""
 
     def __init__(self, norm: nn.Module, formula: NormFormula, consumers: Consumers) -> None:
         super().__init__(norm, consumers)
@@ -232,10 +218,7 @@ class FusedNorm(Producer):
 class FusedActivation(Producer):
     """An activation that quantizes for the layer behind it.
 
-    Args:
-        activation: the module it replaces.
-        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
-        consumers: the layers behind it.
+    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
     """
 
     def __init__(self, activation: nn.Module, kind: str, consumers: Consumers) -> None:
@@ -254,9 +237,7 @@ class FusedActivation(Producer):
 class FusedGatedMlp(Fused):
     """``down(act(gate(x)) * up(x))`` with activation, product and quantization in one pass.
 
-    Args:
-        mlp: the feed-forward it replaces.
-        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
     """
 
     def __init__(self, mlp: nn.Module, kind: str) -> None:

@@ -25,11 +25,8 @@ _FUSABLE = (ROW, GROUP128)
 class NormFormula:
     """What a norm computes: see ``fused/reference.py`` for the roundings.
 
-    Args:
-        kind: ``"rms_norm"`` or ``"layer_norm"``.
-        eps: added to the mean square or the variance.
-        weight_offset: added to the weight of an RMS norm.
-        rounding: ``"stepwise"`` or ``"once"``.
+    ``kind`` is ``"rms_norm"``, to whose weight ``weight_offset`` is added, or ``"layer_norm"``, and
+    ``rounding`` is ``"stepwise"`` or ``"once"``.
     """
 
     kind: str
@@ -60,15 +57,9 @@ class NormFormula:
     def codes(self, replays: ReplayCache, x: Tensor, norm: nn.Module, scheme: Scheme) -> RowCodes:
         """Return the norm of ``x`` as the layers of a scheme read it.
 
-        Args:
-            replays: of the norm's module.
-            x: ``[..., K]``.
-            norm: holds the weight, and the bias of a layer norm.
-            scheme: of the layers.
-
-        Raises:
-            TypeError: if ``x`` is not a float tensor.
-            ValueError: if the weight does not fit it.
+        ``x`` is ``[..., K]``; ``norm`` holds the weight, and the bias of a layer norm. Raises
+        ``TypeError`` if ``x`` is not a float tensor, and ``ValueError`` if the weight does not fit
+        it.
         """
         if self.kind == "rms_norm":
             data, scale = self._rms_norm(replays, (x,), norm, scheme)
@@ -129,16 +120,8 @@ def activation_codes(
 ) -> RowCodes:
     """Return ``act(gate) * up``, or ``act(gate)``, as the layers of a scheme read it.
 
-    Args:
-        replays: of the module that computes it.
-        kind: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
-        gate: ``[..., K]``.
-        up: like ``gate``, or ``None``.
-        scheme: of the layers.
-
-    Raises:
-        TypeError: if a tensor is not of a float dtype.
-        ValueError: if their shapes differ.
+    ``kind`` is ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``; both tensors are ``[..., K]``. Raises
+    ``TypeError`` if one is not of a float dtype, and ``ValueError`` if their shapes differ.
     """
     options = (kind, *_target(scheme))
     inputs, constants = ((gate,), (None,)) if up is None else ((gate, up), ())

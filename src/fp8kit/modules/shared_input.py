@@ -66,20 +66,15 @@ class _Local(threading.local):
 class SharedInput:
     """A group of layers with one input; each member holds it as ``layer.shared``.
 
-    While the members' weights lie one behind the other in one allocation, the group multiplies
-    them as one matrix. They are moved there on first use and again after a device move, but not
-    once a CUDA graph was captured of the group: its replays read weights where they were. Each
-    member's part is a storage of its own, so that nothing that looks for shared storage takes
-    siblings for tied weights. The members own the allocation; the group only knows where it is.
-
-    Args:
-        members: layers with equal K, scheme and options, in the order they are called.
-        unchanging: the code that calls them is known not to change their input in between and to
-            take results in any strides. Otherwise results are made contiguous, and inference
-            tensors, which do not count their changes, are not shared.
-
-    Example:
-        >>> group = SharedInput([attention.q_proj, attention.k_proj, attention.v_proj])
+    While the members' weights lie one behind the other in one allocation, the group multiplies them
+    as one matrix. They are moved there on first use and again after a device move, but not once a
+    CUDA graph was captured of the group: its replays read weights where they were. Each member's
+    part is a storage of its own, so that nothing that looks for shared storage takes siblings for
+    tied weights. The members own the allocation; the group only knows where it is. ``members`` have
+    equal K, scheme and options, in the order they are called. With ``unchanging`` the code that
+    calls them is known not to change their input in between and to take results in any strides;
+    otherwise results are made contiguous, and inference tensors, which do not count their changes,
+    are not shared.
     """
 
     def __init__(self, members: Sequence[Fp8Linear], unchanging: bool = False) -> None:
@@ -164,9 +159,7 @@ class SharedInput:
     def offer(self, stand_in: Tensor, codes: RowCodes) -> None:
         """Take codes that were made elsewhere; members called with ``stand_in`` multiply them.
 
-        Args:
-            stand_in: the tensor object the members will be called with; its values are not read.
-            codes: the quantized input that it stands for.
+        ``stand_in`` is the tensor object that they will be called with; its values are not read.
         """
         everyone: _Results = {id(m): (None, _OFFERED) for m in self.members}
         self._pending = _Pending(stand_in, _input_state(stand_in), everyone, codes)
@@ -292,12 +285,8 @@ class SharedInput:
         """Multiply an input, or its codes, by the joined weights.
 
         The joined weight is another tensor at every call, and shares a counter of changes with its
-        first part alone. So it is the parts whose state counts.
-
-        Args:
-            operator: ``LINEAR`` or ``CODES``.
-            inputs: of the operator.
-            options: of the operator, for the first member.
+        first part alone. So it is the parts whose state counts. Options are those for the first
+        member.
         """
         weight = join(self._joined("weight"), [m.codes for m in self.members])
         bias = None if self.members[0].bias is None else self._joined("bias")

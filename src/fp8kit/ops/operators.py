@@ -40,22 +40,8 @@ def linear_registered(
 ) -> Tensor:
     """Quantize ``x`` and multiply it by a weight, as one registered operator.
 
-    Args:
-        x: activations ``[..., K]``.
-        w: codes ``[N, K]``.
-        w_scale: scales of ``w``.
-        bias: ``[N]`` or ``None``.
-        input_scale: static per-tensor scale or ``None``.
-        scale_ub: bound on amax or ``None``.
-        x_group: rows and columns of ``x`` per scale; ``None`` leaves it in high precision.
-        w_group: rows and columns of ``w`` per scale.
-        scale_rounding: how scales of ``x`` are rounded.
-        accum: as in ``functional.scaled_mm``.
-        batch_invariant: as in ``functional.scaled_mm``.
-        out_dtype: of the result; ``None`` for that of ``x``, or autocast's where autocast is on.
-
-    Returns:
-        ``[..., N]`` in ``out_dtype``.
+    The input is ``[..., K]``, codes of the weight are ``[N, K]``. Without ``x_group`` it stays in
+    high precision; ``out_dtype`` of ``None`` is that of ``x``, or autocast's where autocast is on.
     """
     _refuse_tangent(x)
     x = autocast(x)
@@ -92,13 +78,8 @@ def joined_registered(
 ) -> tuple[Tensor, ...]:
     """Multiply ``x`` by the weights of several layers at once, as one registered operator.
 
-    Args:
-        x: activations ``[..., K]``.
-        operands: of each layer, as ``linear_registered`` takes them.
-        options: as ``linear_registered`` takes them, the same for all.
-
-    Returns:
-        Each layer's columns of one result.
+    ``x`` is ``[..., K]``; the operands of each layer, and options that are the same for all, are as
+    ``linear_registered`` takes them. Gives each layer's columns of one result.
     """
     x = autocast(x)
     weights, scales, biases, _, bounds = map(list, zip(*operands, strict=True))
@@ -120,12 +101,8 @@ CODES = Operator(bodies.multiply_codes, codes_registered)
 class RowCodes:
     """An input quantized for several products.
 
-    Args:
-        data: codes ``[M, K]``.
-        scale: scales of ``data``, laid out as products load them.
-        group: elements per scale.
-        shape: shape of the input, ``[..., K]``.
-        dtype: dtype of the input (or autocast's), which results get.
+    ``data`` are codes ``[M, K]``, and the scale is laid out as products load it. ``shape [..., K]``
+    and ``dtype`` are those of the input (or autocast's dtype), which results get.
     """
 
     data: Tensor
@@ -136,12 +113,7 @@ class RowCodes:
 
 
 def split(codes: RowCodes, options: Options) -> tuple[tuple[Tensor, Tensor], Options]:
-    """Return inputs and options of ``CODES``.
-
-    Args:
-        codes: the quantized input.
-        options: of ``LINEAR``, for a layer that multiplies them.
-    """
+    """Return inputs and options of ``CODES``; ``options`` are those of ``LINEAR`` for a layer."""
     _, w_group, _, accum, batch_invariant, out_dtype = options
     group = (codes.group.rows, codes.group.cols)
     inputs = (codes.data, codes.scale)
@@ -158,13 +130,7 @@ def quantize_rows(
 ) -> RowCodes:
     """Quantize activations ``[..., K]`` once, for several products.
 
-    Args:
-        x: bf16, fp16 or fp32.
-        group: elements per scale.
-        dtype: dtype of the codes.
-        rounding: how scales are rounded.
-        input_scale: static per-tensor scale or ``None``.
-        scale_ub: bound on amax or ``None``.
+    They are bf16, fp16 or fp32; scales are taken from the data unless one is given.
     """
     _refuse_tangent(x)
     x = autocast(x)

@@ -32,14 +32,10 @@ _CARVEOUT = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMOR
 class Function:
     """A function on one device, with a fixed block, cluster and amount of shared memory.
 
-    Args:
-        handle: the ``CUfunction``.
-        block: threads per block.
-        cluster: blocks per cluster along x; 0 if it was not compiled for clusters.
-        shared_bytes: dynamic shared memory per block, which the function has been allowed.
-        device: index of its device.
-        owner: what unloads the function when it goes, if anything does.
-        cooperative: all blocks of a grid run at the same time, or none.
+    ``handle`` is the ``CUfunction``, ``cluster`` 0 if it was not compiled for clusters, and
+    ``shared_bytes`` per block are what it has been allowed. ``owner`` unloads the function when it
+    goes, if anything does. If it is ``cooperative``, all blocks of a grid run at the same time, or
+    none.
     """
 
     def __init__(
@@ -86,17 +82,10 @@ class Function:
 class Kernel(Function):
     """A compiled kernel on one device, with a fixed block, cluster and amount of shared memory.
 
-    Args:
-        source: CUDA C++; the kernel is ``extern "C"``.
-        name: name of the kernel.
-        block: threads per block.
-        cluster: blocks per cluster along x.
-        shared_bytes: dynamic shared memory per block.
-        device: where it runs.
-        cooperative: all blocks of a grid run at the same time, or none.
-
-    Raises:
-        RuntimeError: if the source does not compile, with the compiler's log, or CUDA fails.
+    ``source`` is CUDA C++ with an ``extern "C"`` kernel; ``block`` counts threads, ``cluster``
+    blocks along x, and ``shared_bytes`` dynamic memory per block. If it is ``cooperative``, all
+    blocks of a grid run at the same time, or none. Raises ``RuntimeError`` if the source does not
+    compile, with the compiler's log, or CUDA fails.
     """
 
     def __init__(
@@ -137,12 +126,11 @@ class Kernel(Function):
     def launch(self, blocks: int, arguments: Sequence[Any], *, overlap: bool) -> None:
         """Launch on torch's current stream of the current device.
 
-        Args:
-            blocks: grid size along x, a multiple of the cluster.
-            arguments: ``ctypes`` values and tensor maps, in the order of the kernel's parameters;
-                a value that ``pointer`` made is an address, any other is a number.
-            overlap: start before the previous kernel of the stream has ended (programmatic
-                dependent launch); the kernel itself waits before it reads that kernel's results.
+        ``blocks`` are a multiple of the cluster. Arguments are ``ctypes`` values and tensor maps,
+        in the order of the kernel's parameters; a value that ``pointer`` made is an address, any
+        other is a number. With ``overlap`` it starts before the previous kernel of the stream has
+        ended (programmatic dependent launch); the kernel itself waits before it reads that kernel's
+        results.
         """
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         parameters = _parameters(arguments)
@@ -161,11 +149,7 @@ class Kernel(Function):
 class KernelLaunch:
     """A launch of a kernel that can be repeated with other addresses (see ``launch_recording``).
 
-    Args:
-        kernel: the kernel, or another function.
-        blocks: grid size along x.
-        arguments: as of ``Kernel.launch``.
-        overlap: as of ``Kernel.launch``.
+    The arguments and ``overlap`` are as of ``Kernel.launch``.
     """
 
     def __init__(
@@ -235,11 +219,8 @@ def _bind(device: int) -> None:
 class TileMap:
     """A matrix as the tensor memory accelerator sees it.
 
-    Args:
-        address: of the first byte.
-        make: makes such a map from an address and ``shape``.
-        shape: the other arguments of ``make``.
-        handle: the ``CUtensorMap``.
+    ``make`` makes such a map from the address of the first byte and ``shape``, its other arguments;
+    ``handle`` is the ``CUtensorMap``.
     """
 
     address: int
@@ -287,15 +268,8 @@ def byte_tile_map(
 def float_row_map(address: int, rows: int, cols: int, pitch: int, tile_cols: int) -> TileMap:
     """Describe a row-major ``float32`` matrix that is loaded in parts of one row.
 
-    Args:
-        address: of the first value, a multiple of 16 bytes.
-        rows: rows of the matrix; reads beyond them give zeros.
-        cols: values per row; reads beyond them give zeros.
-        pitch: values from row to row, a multiple of 4.
-        tile_cols: values of one load, at most 256.
-
-    Returns:
-        What to pass to ``Kernel.launch``.
+    Reads beyond its rows and columns give zeros. The address is a multiple of 16 bytes, the pitch
+    (values from row to row) of 4; one load takes ``tile_cols`` values, at most 256.
     """
     kind = driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32
     swizzle = driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE

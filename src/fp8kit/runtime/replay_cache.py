@@ -52,9 +52,8 @@ Guards = list[object]
 class Operator:
     """One computation, called with its inputs, then its constants, then its options.
 
-    Args:
-        body: launches the kernels.
-        registered: computes the same in a form that whoever looks on can follow.
+    ``body`` launches the kernels; ``registered`` computes the same in a form that whoever looks on
+    can follow.
     """
 
     __slots__ = ("body", "registered")
@@ -80,11 +79,9 @@ class Operator:
 class Entry:
     """What is known of a key.
 
-    Args:
-        guards: what its last full call found.
-        recorded: whether that call was recorded, or tried to be.
-        recording: its launches; ``None`` if they do not tell all that it did.
-        single: whether it gave one tensor, and not several.
+    ``guards`` are what its last full call found, and that was ``recorded``, or tried to be;
+    ``recording`` is ``None`` if its launches do not tell all that it did. ``single`` if it gave one
+    tensor, and not several.
     """
 
     guards: Guards
@@ -101,14 +98,8 @@ class ReplayCache(dict[Key, Entry]):
     ) -> Any:
         """Compute, by a recording if there is one that fits.
 
-        Args:
-            operator: is called with inputs, constants and options.
-            inputs: tensors that are others at every call.
-            constants: tensors that stay, as a rule: weights, scales and biases.
-            options: whatever else the result depends on.
-
-        Returns:
-            What the operator gives.
+        ``inputs`` are tensors that are others at every call, ``constants`` those that stay, as a
+        rule: weights, scales and biases; ``options`` are whatever else the result depends on.
         """
         result = self.replay(operator, inputs, constants, options)
         return self.run(operator, inputs, constants, options) if result is None else result
@@ -135,12 +126,7 @@ class ReplayCache(dict[Key, Entry]):
     ) -> Any:
         """Compute in full, arguments as in ``call``; the second call of a key is recorded.
 
-        Args:
-            operator: as in ``call``.
-            inputs: as in ``call``.
-            constants: as in ``call``.
-            options: as in ``call``.
-            guarded: what ``replay`` gets for constants that are put together at every call.
+        ``guarded`` is what ``replay`` gets for constants that are put together at every call.
         """
         arguments = (*inputs, *constants, *options)
         watched = constants if guarded is None else guarded
