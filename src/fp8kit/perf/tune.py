@@ -130,7 +130,7 @@ def tune(
     layer does not fit.
     """
     start = time.monotonic()
-    outcome = Outcome(_empty_table(device, timer))
+    outcome = Outcome(limits(device, timer))
     for wish in wishes:
         if min((*wish.rows, *(side for s in wish.shapes for side in s)), default=1) < 1:
             raise InvalidValue(
@@ -262,7 +262,11 @@ def _one_sign(layer: Operands) -> Operands:
     return dataclasses.replace(layer, x=layer.x.abs(), weights=weights)
 
 
-def _empty_table(device: torch.device, timer: Timer) -> Table:
+def limits(device: torch.device, timer: Timer = time_cases) -> Table:
+    """Return the bandwidth and FP8 rate of a device as an empty table, for rooflines.
+
+    A GPU with a table keeps the table's figures; any other is measured.
+    """
     name = device_name(device) or device.type
     known = table_for(device_name(device))
     if known is not None:
@@ -279,11 +283,3 @@ def _limits(device: torch.device, timer: Timer) -> tuple[float, float]:
     cases: dict[str, Case] = {"copy": lambda _: target.copy_(source), "product": lambda _: a @ a}
     times = timer(cases, 2, QUICK, device)
     return 2 * source.nbytes / times["copy"] * 1e6, 2 * 2 * side**3 / times["product"] * 1e6
-
-
-def limits(device: torch.device, timer: Timer = time_cases) -> Table:
-    """Return the bandwidth and FP8 rate of a device as an empty table, for rooflines.
-
-    A GPU with a table keeps the table's figures; any other is measured.
-    """
-    return _empty_table(device, timer)
