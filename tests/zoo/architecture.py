@@ -37,12 +37,16 @@ class Architecture:
 
     def run(self, model: nn.Module, dtype: torch.dtype, candidate: int) -> list[Tensor]:
         """Call a model on the same input at every call; gives the tensors that it returns."""
-        torch.manual_seed(1)
-        chosen = self.inputs(model)[candidate]
-        given = {name: _cast(value, dtype) for name, value in chosen.items()}
+        given = self.given(model, dtype, candidate)
         torch.manual_seed(2)  # for models that draw noise
         with torch.no_grad():
             return list(tensors(model(*given.pop("", ()), **given)))
+
+    def given(self, model: nn.Module, dtype: torch.dtype, candidate: int) -> dict[str, Any]:
+        """Return a candidate for what its forward takes, the same at every call."""
+        torch.manual_seed(1)
+        chosen = self.inputs(model)[candidate]
+        return {name: _cast(value, dtype) for name, value in chosen.items()}
 
     def runs(self, model: nn.Module, dtype: torch.dtype) -> int:
         """Return the first input that runs; raises what the first one raised if none does."""
