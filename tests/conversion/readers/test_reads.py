@@ -6,6 +6,8 @@ What no code of the model shows raises when it happens: ``tests/modules/test_gua
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8kit
 from fp8kit.conversion.readers.reads import weight_reads
+from fp8kit.conversion.readers.source import node_of
 from numerics import relative_error
 
 SIZE = 128
@@ -633,3 +636,19 @@ def test_stacks_that_are_read_beside_their_module_stay_dense(
     converted = {r.name for r in fp8kit.convert(model).stacks}
     assert converted == ({*names} if run is calls else {"alone"})
     assert relative_error(model(x, ids, weights), expected) < (0.1 if run is calls else 1e-6)
+
+
+def test_no_code_of_the_standard_library_is_followed() -> None:
+    class Logs(Holder):
+        def forward(self, x: Tensor) -> Tensor:
+            logging.getLogger(__name__).warning("%s: %s", self, self.proj)
+            arguments = inspect.signature(self.proj.forward).parameters
+            return self.proj(x, **{name: x for name in arguments if name in self.named})
+
+    def asked() -> int:
+        known = node_of.cache_info()
+        return known.hits + known.misses
+
+    before = asked()
+    weight_reads(Logs())
+    assert asked() - before < 50

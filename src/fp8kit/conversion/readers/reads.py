@@ -49,8 +49,8 @@ _APART = (
 ).split()
 _LIBRARIES = tuple(
     """
-    abc. accelerate. collections. diffusers. enum. fp8kit. functools. huggingface_hub.
-    numpy. peft. torch. transformers. typing.
+    abc. accelerate. ast. collections. diffusers. enum. fp8kit. functools. huggingface_hub.
+    inspect. logging. numpy. peft. torch. transformers. typing.
     """.split()
 )
 _MODELS = ("transformers.models.", "diffusers.models.")
