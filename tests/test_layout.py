@@ -11,16 +11,14 @@ import ast
 import functools
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import fp8kit
+import fresh
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "fp8kit"
@@ -373,9 +371,7 @@ print(json.dumps({
 
 def import_effects(module: str, folder: Path) -> list[str]:
     """Import a module in a fresh interpreter after torch and say what it disturbed."""
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'src'}"}
-    run = [sys.executable, "-c", PROBE, module]
-    out = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    out = fresh.run(PROBE, module, first=folder)
     seen = json.loads(out.stdout.splitlines()[-1])
     found = [f"loads {m}" for m in seen["modules"] if m in HEAVY]
     found += [] if seen["environment"] else ["changes the environment"]
@@ -412,7 +408,7 @@ def import_milliseconds(module: str, folder: Path, tries: int = 10) -> float:
     code = CLOCK.format(str(folder / "bytecode"), module)
     best = math.inf
     for attempt in range(1 + tries):
-        took = float(_fresh(code, folder))
+        took = float(fresh.run(code, first=folder).stdout)
         best = min(best, took) if attempt else best
         if best <= IMPORT_MILLISECONDS:
             break
@@ -425,15 +421,8 @@ def loaded_stages(code: str) -> set[str]:
         "import sys; print(*(m for m, found in sys.modules.items() "
         "if m.partition('.')[0] == 'fp8kit' and found.__spec__))"
     )
-    modules = _fresh(f"{code}\n{words}").splitlines()[-1].split()
+    modules = fresh.run(f"{code}\n{words}").stdout.splitlines()[-1].split()
     return {(module.partition(".")[2].split(".")[0] or "__init__") for module in modules}
-
-
-def _fresh(code: str, folder: Path = ROOT) -> str:
-    """Run code in a fresh interpreter and give what it prints."""
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT / 'src'}"}
-    run = [sys.executable, "-c", code]
-    return subprocess.run(run, env=environment, capture_output=True, check=True, text=True).stdout
 
 
 def test_the_top_has_few_names() -> None:
@@ -598,7 +587,8 @@ def test_import_is_inert(tmp_path: Path) -> None:
 
 def test_the_warning_filters_are_those_of_torch() -> None:
     code = "import warnings, {0}; print(*warnings.filters, sep='\\n')"
-    assert _fresh(code.format("fp8kit")) == _fresh(code.format("torch"))
+    ours, theirs = (fresh.run(code.format(name)).stdout for name in ("fp8kit", "torch"))
+    assert ours == theirs
 
 
 def test_the_search_for_import_effects_can_fail(tmp_path: Path) -> None:
@@ -648,7 +638,7 @@ def test_no_layer_loads_the_compiler() -> None:
         "fp8kit.convert(model)\nmodel['q_proj'](torch.ones(1, 128))\n"
         "print({'torch._dynamo', 'triton', 'sympy'} & set(sys.modules))"
     )
-    assert _fresh(code).strip() == "set()"
+    assert fresh.run(code).stdout.strip() == "set()"
 
 
 def test_the_list_of_what_is_loaded_can_fail() -> None:
@@ -657,7 +647,7 @@ def test_the_list_of_what_is_loaded_can_fail() -> None:
 
 def test_every_public_name_is_found_when_it_is_asked_for() -> None:
     code = "import fp8kit\nprint(*sorted(fp8kit.__all__))\nfrom fp8kit import *\nconvert, ROW"
-    assert _fresh(code).split() == sorted(PUBLIC.split())
+    assert fresh.run(code).stdout.split() == sorted(PUBLIC.split())
     assert {*PUBLIC.split(), "__version__"} <= set(dir(fp8kit))
     assert fp8kit.fused.rms_norm_quantize.__module__ == "fp8kit.fused.functional"
     for name in ("no_such_name", "_private"):
@@ -670,7 +660,8 @@ def test_importing_the_package_registers_every_operator() -> None:
     schemas = "print(*(s.name for s in torch._C._jit_get_all_schemas()))"
     code = f"import torch, fp8kit\n{schemas}\nfrom fp8kit import *\n{schemas}"
     alone, everything = (
-        {s for s in line.split() if s.startswith("fp8kit::")} for line in _fresh(code).splitlines()
+        {s for s in line.split() if s.startswith("fp8kit::")}
+        for line in fresh.run(code).stdout.splitlines()
     )
     assert alone == everything
     assert "fp8kit::linear" in alone

@@ -11,13 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 import fp8kit
+import fresh
 from checkpoint_samples import edit_tensors
 from disks import Disk
 from fp8kit.cli.main import _in_shell_words, main
@@ -480,10 +480,11 @@ def test_env() -> None:
     assert f"fp8kit: {fp8kit.__version__}" in run("env").output
 
 
+MODULE = "import runpy; runpy.run_module('fp8kit', run_name='__main__', alter_sys=True)"
+
+
 def test_module_entry_point() -> None:
-    command = [sys.executable, "-m", "fp8kit", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert fp8kit.__version__ in done.stdout
+    assert fp8kit.__version__ in fresh.run(MODULE, "--version").stdout
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
@@ -743,9 +744,8 @@ def test_errors_of_the_system_are_words(tmp_path: Path, disk: Disk) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_behind_standard_output_is_named() -> None:
-    command = [sys.executable, "-m", "fp8kit", "inspect", str(NANO)]
     with Path("/dev/full").open("w") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        result = fresh.run(MODULE, "inspect", NANO, out=full.fileno(), check=False)
     assert result.returncode == 1
     assert "Error: Standard output: No space left on device." in result.stderr
 
@@ -765,21 +765,10 @@ def test_a_pipe_gets_lines_of_progress(tmp_path: Path, monkeypatch: pytest.Monke
     assert not any("\r" in line for line in lines)
 
 
-def fresh(
-    *arguments: object, path: Path | None = None, **options: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own; ``path`` comes before all other modules."""
-    own = [str(Path(fp8kit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    places = os.pathsep.join([str(path), *own] if path else own)
-    command = [sys.executable, "-m", "fp8kit", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": places}
-    return subprocess.run(command, env=environment, text=True, **options)
-
-
 def test_a_reader_who_has_seen_enough_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    done = fresh("inspect", NANO, stdout=writing, stderr=subprocess.PIPE)
+    done = fresh.run(MODULE, "inspect", NANO, out=writing, check=False)
     os.close(writing)
     assert "Error" not in done.stderr
     assert "Traceback" not in done.stderr
@@ -789,10 +778,17 @@ def test_numpy_is_asked_for_only_where_it_is_needed(quantized: Path, tmp_path: P
     (tmp_path / "numpy.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'numpy'\", name='numpy')"
     )
-    done = fresh("inspect", NANO, path=tmp_path, capture_output=True)
+    paths = [str(tmp_path), str(Path(fp8kit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:  # of torch without numpy
+        command = [sys.executable, "-m", "fp8kit", *map(str, arguments)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    done = run("inspect", NANO)
     assert (done.returncode, done.stderr) == (0, "")
     pytest.importorskip("transformers")
-    done = fresh("explain", quantized, path=tmp_path, capture_output=True)
+    done = run("explain", quantized)
     assert done.returncode == 1
     assert "Error: numpy is not installed, and Transformers needs it. Loading" in done.stderr
     assert "Run pip install numpy, or" in done.stderr

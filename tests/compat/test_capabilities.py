@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import fp8kit
+import fresh
 from fp8kit import compat
 
 NAMES = {
@@ -42,8 +40,7 @@ def test_flags_are_attributes(flag: str) -> None:
 
 def test_importing_asks_no_device() -> None:
     code = "import torch, fp8kit; fp8kit.compat; print(torch.cuda.is_initialized())"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "False"
+    assert fresh.run(code).stdout.strip() == "False"
 
 
 def test_the_probe_of_products_can_fail() -> None:

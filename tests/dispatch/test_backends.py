@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+import fresh
 from backend_tables import table_of
 from fp8kit.dispatch import backends as dispatch
 from fp8kit.dispatch import device as dispatch_device
@@ -544,9 +542,7 @@ def test_a_backend_that_is_disabled_when_imported_is_a_reason() -> None:
         "found = fp8kit.explain(layer).to_dict()[0]\n"
         "print(found['backend'], found['declined']['dequantized'], sep='\\n')"
     )
-    environment = {**os.environ, "FP8KIT_DISABLE": " dequantized, torch_native ,"}
-    run = [sys.executable, "-c", code]
-    out = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    out = fresh.run(code, variables={"FP8KIT_DISABLE": " dequantized, torch_native ,"})
     assert out.stdout.splitlines() == ["reference", "disabled by FP8KIT_DISABLE"]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +17,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import fp8kit
+import fresh
 import lora as lora_benchmark
 from checkpoint_samples import NANO
 from fp8kit.errors import UnsupportedError
@@ -591,7 +590,7 @@ def test_peft_may_be_imported_after_the_conversion() -> None:
         "tuned.merge_adapter()\n"
         "assert type(tuned.merge_and_unload()[0]) is fp8kit.Fp8Linear\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    fresh.run(code)
 
 
 def test_an_old_peft_is_refused(outdate: Callable[[ModuleType], None]) -> None:

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,13 +14,13 @@ import torch
 
 import earlier_models
 import fp8kit
+import fresh
 from fp8kit.conversion.plan import Plan
 from fp8kit.conversion.report import Report
 from fp8kit.io import moved_classes
 from fp8kit.modules.fused_producers import FusedNorm
 
 FILES = Path(__file__).parent / "earlier_version"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def load(name: str) -> object:
@@ -76,12 +74,7 @@ def test_a_process_that_has_imported_nothing_loads_them() -> None:
         f"torch.load({str(FILES / 'model.pt')!r}, weights_only=False); "
         "print('fp8kit' in sys.modules)"
     )
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
-    run = [sys.executable, "-c", code]
-    out = subprocess.run(
-        run, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    assert out.stdout.strip() == "True", out.stderr
+    assert fresh.run(code, first=Path(earlier_models.__file__).parent).stdout.strip() == "True"
 
 
 def test_old_modules_have_no_other_names() -> None:

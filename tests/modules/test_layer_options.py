@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import math
-import os
 import pickle
 import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
+import fresh
 from fp8kit import Fp8Linear
 from fp8kit.formats import ROW, SCHEMES, TENSOR
 from fp8kit.modules.fused_producers import can_multiply
@@ -185,10 +184,7 @@ print(layer.accum, layer.batch_invariant, default["accum"].default,
 
 def test_the_process_chooses_sums_and_invariance() -> None:
     def run(**variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, **variables}
-        return subprocess.run(
-            [sys.executable, "-c", SAID], env=environment, capture_output=True, text=True
-        )
+        return fresh.run(SAID, variables=variables, check=False)
 
     found = run(FP8KIT_ACCUM="fast", FP8KIT_BATCH_INVARIANT="1").stdout
     assert found.strip() == "fast True fast True ('fast', True)"

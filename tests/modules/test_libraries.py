@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 import fp8kit
+import fresh
 from fp8kit.modules import libraries
 
 
@@ -23,7 +22,7 @@ def test_converting_loads_no_library() -> None:
         "fp8kit.convert(model)\n"
         "assert not {'transformers', 'diffusers', 'peft', 'accelerate'} & sys.modules.keys()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    fresh.run(code)
 
 
 def test_a_library_that_cannot_be_told_is_named_once(
@@ -54,7 +53,7 @@ def test_diffusers_knows_the_method_once_both_are_imported(first: str) -> None:
         "assert type(spec.loader).__name__ == 'SourceFileLoader'\n"
         "assert not any('fp8kit' in type(f).__module__ for f in sys.meta_path)\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    fresh.run(code)
 
 
 def test_diffusers_loaded_first_is_told_at_the_import() -> None:
@@ -66,7 +65,7 @@ def test_diffusers_loaded_first_is_told_at_the_import() -> None:
         "import fp8kit\n"
         "assert 'fp8kit' in AUTO_QUANTIZER_MAPPING\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    fresh.run(code)
 
 
 @pytest.mark.parametrize(
@@ -90,4 +89,4 @@ def test_a_pipeline_finds_the_method_by_its_name(before: str) -> None:
         "found = config._resolve_quant_config(False, 'transformer')\n"
         "assert type(found).__module__ == 'fp8kit.integrations.transformers_quantizer'\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    fresh.run(code)

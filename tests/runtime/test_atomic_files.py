@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import fresh
 from disks import Disk
 from fp8kit.runtime.atomic_files import held, locked, write_whole
 
@@ -47,10 +45,8 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, disk: Disk) -> No
 def test_processes_change_a_file_one_after_the_other(tmp_path: Path) -> None:
     path = tmp_path / "count"
     path.write_text("0")
-    run = [sys.executable, "-c", COUNT, str(path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    started = [subprocess.Popen(run, env=environment) for _ in range(3)]
-    assert [process.wait() for process in started] == [0, 0, 0]
+    started = [fresh.Program(COUNT, path) for _ in range(3)]
+    assert [program.wait()[1] for program in started] == [0, 0, 0]
     assert path.read_text() == "150"
 
 

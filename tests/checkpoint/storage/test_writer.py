@@ -6,8 +6,7 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+import fresh
 from checkpoint_samples import NANO, all_bytes
 from disks import Disk
 from fp8kit.checkpoint.dialects import DIALECTS, Spec
@@ -397,34 +397,28 @@ write_checkpoint(sys.argv[1], {"a.weight": kind, "b.weight": kind}, tensors(), c
 """
 
 
-def writing(destination: Path, signal: str) -> subprocess.Popen[bytes]:
-    """Start a process that gets a signal while it writes."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([sys.executable, "-c", DIE, destination, signal], env=environment)
-
-
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
     others = [".c.partial", ".c.0123abcd", ".d.0123abcd.tmp", "c.0123abcd.tmp", ".c.0123abcd.tmp.x"]
     for name in others:
         (tmp_path / name).mkdir()
     (tmp_path / ".c.01234567.tmp").symlink_to(tmp_path / ".c.partial")
-    assert writing(tmp_path / "c", "SIGKILL").wait() == -9
+    assert fresh.Program(DIE, tmp_path / "c", "SIGKILL").wait()[1] == signal.SIGKILL
     assert len(only(tmp_path / "c")) == len(others) + 2
     write(tmp_path / "c", state())
     assert only(tmp_path / "c") == sorted(["c", ".c.01234567.tmp", *others])
 
 
 def test_what_a_living_run_writes_stays(tmp_path: Path) -> None:
-    process = writing(tmp_path / "c", "SIGSTOP")
+    program = fresh.Program(DIE, tmp_path / "c", "SIGSTOP")
+    number, status = program.wait()
     try:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
         (theirs,) = tmp_path.iterdir()
         write(tmp_path / "c", state())
         assert theirs.is_dir()
         assert only(tmp_path / "c") == sorted([theirs.name, "c"])
     finally:
-        process.kill()
-        process.wait()
+        os.kill(number, signal.SIGKILL)
+        program.wait()
     write(tmp_path / "c", state(), overwrite=True)
     assert only(tmp_path / "c") == ["c"]

@@ -1,0 +1,144 @@
+"""Programs in a fresh interpreter that has imported torch and nothing else.
+
+They are forks of one process that waits for them, since importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+
+# Each request comes as files: its words, standard output and error, and where to say how it ends.
+SERVER = """
+import json, os, signal, socket, sys, traceback
+import torch
+
+asked, paths = socket.socket(fileno=int(sys.argv[1])), sys.path[1:]
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while True:
+    _, files, _, _ = socket.recv_fds(asked, 1, 4)
+    if not files:
+        sys.exit()
+    if not os.fork():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        child = os.fork()
+        if not child:
+            break
+        for file in files[:3]:
+            os.close(file)
+        status = 0x7f
+        while os.WIFSTOPPED(status):
+            _, status = os.waitpid(child, os.WUNTRACED)
+            os.write(files[3], f"{child} {status}\\n".encode())
+        os._exit(0)
+    for file in files:
+        os.close(file)
+asked.close()
+for number, file in enumerate(files[1:3], 1):
+    os.dup2(file, number)
+with open(files[0]) as words:
+    code, sys.argv[1:], variables = json.load(words)
+for file in files[1:]:
+    os.close(file)
+os.environ.clear()
+os.environ.update(variables)
+sys.path[:] = ["", *variables["PYTHONPATH"].split(os.pathsep), *paths]
+status = 0
+try:
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+except SystemExit as end:
+    status = end.code or 0
+except BaseException:
+    traceback.print_exc()
+    status = 1
+sys.stdout.flush()
+os._exit(status)  # to take all of torch apart takes a second
+"""
+
+
+@functools.cache
+def _server() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        )
+
+    @atexit.register
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    return ours
+
+
+class Program:
+    """A program that was started.
+
+    Args:
+        code: what it runs; the package of this checkout is found, and what PYTHONPATH names.
+        arguments: its ``sys.argv[1:]``.
+        first: a folder in which it looks for modules before all others.
+        variables: of its environment, beside those of this process.
+        out: its standard output.
+        err: its standard error.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        *arguments: object,
+        first: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        out: int = 1,
+        err: int = 2,
+    ) -> None:
+        folders = [*([first] if first else []), SOURCE, os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(str(folder) for folder in folders if folder)
+        environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
+        told, tell = os.pipe()
+        self._told = os.fdopen(told)
+        with tempfile.TemporaryFile("w+") as words:
+            json.dump((code, [str(a) for a in arguments], environment), words)
+            words.seek(0)
+            socket.send_fds(_server(), [b"x"], [words.fileno(), out, err, tell])
+        os.close(tell)
+
+    def wait(self) -> tuple[int, int]:
+        """Wait until it stops or ends, and give its number and its status."""
+        number, status = self._told.readline().split()
+        if not os.WIFSTOPPED(int(status)):
+            self._told.close()
+        return int(number), int(status)
+
+
+def run(
+    code: str, *arguments: object, check: bool = True, out: int | None = None, **others: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and fail with what it says if it fails.
+
+    Args:
+        code: as of ``Program``, and so are the ``arguments`` and the ``others``.
+        check: whether it has to succeed.
+        out: standard output that is not to be read.
+    """
+    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complaints:
+        files = {"out": said.fileno() if out is None else out, "err": complaints.fileno()}
+        _, status = Program(code, *arguments, **files, **others).wait()
+        words = [file.seek(0) or file.read() for file in (said, complaints)]
+        result = subprocess.CompletedProcess(code, os.waitstatus_to_exitcode(status), *words)
+    assert not (check and result.returncode), result.stderr
+    return result
