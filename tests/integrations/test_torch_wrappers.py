@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8kit
+import fresh
 from fp8kit import CheckpointError, UnsupportedError
 from fp8kit.integrations.torch_wrappers import tell
 from fp8kit.modules.fused_producers import FusedNorm
@@ -43,6 +43,13 @@ class Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x) + self.adapters(x)
         return y
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers")  # which two processes need not load
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=160, num_hidden_layers=1, **sizes)
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 def inputs() -> Tensor:
@@ -98,7 +105,7 @@ def test_ddp_in_mixed_precision_casts_no_codes() -> None:
     assert not any("base" in n and "weight" in n for n in cast)
 
 
-def of_two(rank: int, store: str, found: Any) -> None:
+def of_two(rank: int, store: str) -> None:
     """Train, shard and average in one of two processes whose codes differ at first."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -121,16 +128,21 @@ def of_two(rank: int, store: str, found: Any) -> None:
         fully_shard(model.base[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert_bits_equal(model(x), expected)
-    found.put(rank)
     dist.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_processes_agree(tmp_path: Path) -> None:
-    context = torch.multiprocessing.get_context("spawn")
-    found = context.SimpleQueue()
-    torch.multiprocessing.spawn(of_two, (f"{tmp_path}/store", found), nprocs=2)
-    assert sorted([found.get(), found.get()]) == [0, 1]
+    code = (
+        "import os, sys\n"
+        "from integrations.test_torch_wrappers import of_two\n"
+        "child = os.fork()\n"
+        "of_two(int(not child), sys.argv[1])\n"
+        "assert not child or os.waitpid(child, 0)[1] == 0\n"
+        "print('done')\n"
+    )
+    done = fresh.run(code, tmp_path / "store", first=Path(__file__).parents[1])
+    assert done.stdout.split() == ["done", "done"]
 
 
 @pytest.mark.usefixtures("mesh")
@@ -160,9 +172,7 @@ def test_fsdp1_is_refused_until_it_ignores_what_is_frozen() -> None:
 )
 def test_fsdp1_flattens_the_weights_of_fused_norms() -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 99}
-    config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
-    model, ids = LlamaForCausalLM(config).eval(), torch.arange(6)[None]
+    model, ids = llama(), torch.arange(6)[None]
     fp8kit.convert(model)
     assert isinstance(model.model.layers[0].input_layernorm, FusedNorm)
     with torch.no_grad():
@@ -189,8 +199,7 @@ def test_fully_shard_gathers_codes(mesh: Any, tmp_path: Path) -> None:
 
 
 def test_what_was_gathered_of_fully_shard_is_saved(mesh: Any, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=160, num_hidden_layers=1, **sizes)).eval()
+    model = llama()
     fp8kit.convert(model)
     whole = copy.deepcopy(model.state_dict())
     fully_shard(model, mesh=mesh)
