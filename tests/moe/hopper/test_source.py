@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -34,21 +35,41 @@ GATHERS = (GATHERING, FIRST_BLOCKS._replace(lists=False, gathers=True))
 IN_ONE_KERNEL = (BOTH, BOTH_BLOCKS, BOTH_STATIC)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=label)
-def test_products_compile(config: GroupedConfig) -> None:
-    in_one = IN_ONE_KERNEL if config.one_kernel else ()
-    gathering = GATHERS if config.warpgroups == 2 and config.swap_ab else ()
-    for variant in in_one if config.narrow else (*VARIANTS, *in_one, *gathering):
-        found = cuda_resources(sources.grouped_source(config, variant))
-        total = found["shared"] + config.smem_bytes(variant.products, variant.token_groups)
-        assert total <= 228 * 1024 // config.blocks_per_sm
-        assert found["registers"] * config.threads * config.blocks_per_sm <= 65536
+def variants(config: GroupedConfig) -> Iterator[Any]:
+    if not config.narrow:
+        yield from VARIANTS
+        yield from GATHERS if config.warpgroups == 2 and config.swap_ab else ()
+    yield from IN_ONE_KERNEL if config.one_kernel else ()
 
 
-def test_the_kernels_around_the_products_compile() -> None:
-    sizes = [(256, 1, 1, True, False, 1), (256, 1, 0, True, False, 4), (256, 1, 0, True, True, 4)]
-    sizes.append((1024, 8, 2, False, False, 1))
-    for size, scales, dtype in itertools.product(sizes, (0, 1, 2), (BF16, F16)):
-        cuda_resources(sources.pairs_source(sources.PairsVariant(*size, scales, 16, dtype)))
-    for dtype in (BF16, F16):
-        cuda_resources(sources.combine_source(256, 8, dtype))
+@pytest.mark.parametrize(
+    ("config", "variant"),
+    [
+        pytest.param(config, variant, id=f"{label(config)}-{number}")
+        for config in CONFIGS
+        for number, variant in enumerate(variants(config))
+    ],
+)
+def test_products_compile(config: GroupedConfig, variant: Any) -> None:
+    found = cuda_resources(sources.grouped_source(config, variant))
+    total = found["shared"] + config.smem_bytes(variant.products, variant.token_groups)
+    assert total <= 228 * 1024 // config.blocks_per_sm
+    assert found["registers"] * config.threads * config.blocks_per_sm <= 65536
+
+
+SIZES = [(256, 1, 1, True, False, 1), (256, 1, 0, True, False, 4), (256, 1, 0, True, True, 4)]
+SIZES.append((1024, 8, 2, False, False, 1))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("scales", [0, 1, 2])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_the_kernel_before_the_products_compiles(
+    size: tuple[Any, ...], scales: int, dtype: torch.dtype
+) -> None:
+    cuda_resources(sources.pairs_source(sources.PairsVariant(*size, scales, 16, dtype)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_the_kernel_behind_the_products_compiles(dtype: torch.dtype) -> None:
+    cuda_resources(sources.combine_source(256, 8, dtype))
