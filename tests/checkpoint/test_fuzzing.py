@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import fresh
 import fuzzing
 from fp8kit.errors import CheckpointError
 
@@ -22,10 +21,8 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="n
 
 @pytest.mark.timeout(300 + CASES // 20)
 def test_mutated_files_are_read_or_refused_by_name() -> None:
-    tests = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(tests.parent / "src")}
-    run = [sys.executable, str(tests / "fuzzing.py"), str(CASES)]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    code = "import sys, fuzzing; sys.exit(fuzzing.main(int(sys.argv[1])))"
+    done = fresh.run(code, CASES, first=Path(fuzzing.__file__).parent, check=False)
     assert done.returncode == 0, f"{done.stdout[-5000:]}{done.stderr[-5000:]}"
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["cases"] == CASES

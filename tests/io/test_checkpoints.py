@@ -26,6 +26,7 @@ from transformers import AutoConfig, GenerationConfig, Qwen3MoeConfig, Qwen3MoeF
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 import fp8kit
+import fresh
 from checkpoint_samples import NANO, all_bytes, edit_json, edit_tensors
 from disks import Disk
 from fp8kit.checkpoint.storage.reader import open_checkpoint
@@ -338,10 +339,7 @@ def test_memory_does_not_grow_with_the_tensor(scheme: str, tmp_path: Path) -> No
 def test_kills(tmp_path: Path) -> None:
     """A dozen by default; FP8KIT_KILLS=200 for the long run."""
     kills = os.environ.get("FP8KIT_KILLS", "12")
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{TESTS}"}
-    command = [sys.executable, str(TESTS / "interruptions.py"), str(tmp_path), kills]
-    out = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert out.returncode == 0, out.stderr
+    out = fresh.run("import interruptions; interruptions.main()", tmp_path, kills, first=TESTS)
     counts = json.loads(out.stdout.splitlines()[-1])
     assert counts["random"] + counts["steps"] >= int(kills)
     assert counts["steps"] > 0
