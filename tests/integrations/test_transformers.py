@@ -33,6 +33,7 @@ from numerics import (
 
 transformers = pytest.importorskip("transformers")
 from fp8kit.integrations import transformers as plugin  # noqa: E402
+from fp8kit.integrations import transformers_saving  # noqa: E402
 
 IDS = torch.arange(60).view(1, -1) * 37 % 4096
 
@@ -522,7 +523,8 @@ def test_offload_to_disk_is_refused() -> None:
 
 
 def test_old_transformers_is_refused(outdate: Callable[[ModuleType], None]) -> None:
-    outdate(transformers)
+    # its first processor is imported with another `transformers` in sys.modules from then on
+    outdate(transformers_saving.transformers)
     with pytest.raises(UnsupportedError, match=r"Transformers is 0.1.0. .* 5.17 and later"):
         load(NANO, scheme="FP8_DYNAMIC")
 

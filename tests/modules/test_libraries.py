@@ -30,7 +30,7 @@ def test_a_library_that_cannot_be_told_is_named_once(
 ) -> None:
     monkeypatch.setattr(libraries, "_told", set())  # another test may have told them
     pytest.importorskip("transformers.modeling_utils")
-    # transformers puts another module in its place when it is first imported
+    # its first processor is imported with another `transformers` in sys.modules from then on
     outdate(pytest.importorskip("fp8kit.integrations.transformers_saving").transformers)
     with pytest.warns(UserWarning, match=r"transformers is loaded.*for 5\.17 .*fp8kit\.save"):
         fp8kit.convert(nn.Sequential(nn.Linear(128, 128)))
