@@ -60,14 +60,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = set(SLOW.read_text().split())
+    slow, slowest = (set(path.read_text().split()) for path in (SLOW, SLOWEST))
+    pays: defaultdict[tuple[Path, str], set[str]] = defaultdict(set)
     for item in items:
+        name = item.nodeid.partition("[")[0]
         fixtures = SLOW_FIXTURES.intersection(getattr(item, "fixturenames", ()))
-        if fixtures or item.nodeid.partition("[")[0] in slow:
+        for fixture in fixtures:
+            pays[item.path, fixture].add(name)
+        if fixtures or name in slow:
             item.add_marker(pytest.mark.slow)
+    # where one is left out, the next would pay
+    slowest |= {name for names in pays.values() if names & slowest for name in names}
     most = config.getoption("cases")
     if most is not None:
-        left_out = beyond_the_first(items, most, set(SLOWEST.read_text().split()))
+        left_out = beyond_the_first(items, most, slowest)
         config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
