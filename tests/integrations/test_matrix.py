@@ -42,11 +42,11 @@ def test_the_document_is_in_step() -> None:
 def test_the_search_for_flaws_can_fail() -> None:
     here = "integrations/test_matrix.py::"
     shown = f"{here}test_the_document_is_in_step"
-    assert flaw(Row("a", "works", shown)) is None
-    assert flaw(Row("a", "untested")) is None
-    assert "no test" in str(flaw(Row("a", "works")))
-    assert "not there" in str(flaw(Row("a", "works", "integrations/gone.py::test_a")))
-    assert "does not have" in str(flaw(Row("a", "works", f"{here}test_gone")))
-    assert "expects no error" in str(flaw(Row("a", "refused", shown)))
-    assert "is untested" in str(flaw(Row("a", "untested", shown)))
+    assert flaw(Row("works", "a", shown)) is None
+    assert flaw(Row("untested", "a")) is None
+    assert "no test" in str(flaw(Row("works", "a")))
+    assert "not there" in str(flaw(Row("works", "a", "integrations/gone.py::test_a")))
+    assert "does not have" in str(flaw(Row("works", "a", f"{here}test_gone")))
+    assert "expects no error" in str(flaw(Row("refused", "a", shown)))
+    assert "is untested" in str(flaw(Row("untested", "a", shown)))
     assert "| a | works |" not in matrix.DOCUMENT.read_text()
