@@ -29,44 +29,22 @@ _DEEPSEEK: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen3Moe": _QWEN,
-    "Qwen3_5MoeText": {
-        **_QWEN,
-        "shared_expert_intermediate_size": 128,
-        "layer_types": ["full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-    },
-    "DeepseekV3": {
-        **_DEEPSEEK,
-        "n_group": 2,
-        "topk_group": 1,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 64,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 64,
-        "head_dim": 32,
-    },
+    "Qwen3_5MoeText": {**_QWEN, "shared_expert_intermediate_size": 128,
+        "layer_types": ["full_attention", "linear_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "DeepseekV3": {**_DEEPSEEK, "n_group": 2, "topk_group": 1, "q_lora_rank": 64,
+        "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 64,
+        "head_dim": 32},
     "GptOss": {"num_local_experts": 4},
-    "Llama4Text": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 128,
-        "interleave_moe_layer_step": 1,
-    },
+    "Llama4Text": {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 128,
+        "interleave_moe_layer_step": 1},
     "GraniteMoe": {"num_local_experts": 4},
-    "NemotronH": {
-        "n_routed_experts": 4,
-        "moe_intermediate_size": 128,
-        "moe_shared_expert_intermediate_size": 128,
-        "moe_latent_size": None,
-        "layers_block_type": ["attention", "moe"],
-    },
+    "NemotronH": {"n_routed_experts": 4, "moe_intermediate_size": 128,
+        "moe_shared_expert_intermediate_size": 128, "moe_latent_size": None,
+        "layers_block_type": ["attention", "moe"]},
     "Olmoe": {"num_experts": 4},
     "Glm4Moe": _DEEPSEEK,
-}
+}  # fmt: skip
 
 
 def tiny(kind: str, **changes: Any) -> Any:

@@ -89,52 +89,23 @@ def compressed_tensors() -> dict[str, Golden]:
         short["truth"][layer] = values(w, scale.float())
     name = "compressed-tensors"
     return {
-        "compressed-tensors-static": Golden(
-            name,
-            "FP8",
-            quantization=compressed(
-                tensor, {"strategy": "tensor", "dynamic": False}, kv_cache_scheme=kv
-            ),
-            writable=True,
-            cache=KV,
-            **static,
-        ),
-        "compressed-tensors-dynamic": Golden(
-            name,
-            "FP8_DYNAMIC",
-            quantization=compressed({"strategy": "channel"}, TOKEN),
-            writable=True,
-            **by_row("weight_scale"),
-        ),
-        "compressed-tensors-bf16-scales": Golden(
-            name,
-            "FP8_DYNAMIC",
-            quantization=compressed({"strategy": "channel"}, TOKEN),
-            **short,
-        ),
-        "compressed-tensors-block": Golden(
-            name,
-            "FP8_BLOCK",
-            quantization=compressed(BLOCKS, {**GROUP, "group_size": 128}),
-            writable=True,
-            **by_block("weight_scale"),
-        ),
-        "compressed-tensors-mxfp8": Golden(
-            name,
-            "MXFP8",
-            quantization=compressed(
-                mx, {**GROUP, "group_size": 32, **BYTES}, format="mxfp8-quantized"
-            ),
-            writable=True,
-            **by_mx("weight_scale"),
-        ),
-        "compressed-tensors-two-groups": Golden(
-            name,
-            {OUT: "FP8_TENSOR_BY_16BIT", DOWN: "FP8_DYNAMIC"},
-            quantization=groups,
-            **mixed,
-        ),
-    }
+        "compressed-tensors-static": Golden(name, "FP8",
+            quantization=compressed(tensor, {"strategy": "tensor", "dynamic": False},
+                kv_cache_scheme=kv), writable=True, cache=KV, **static),
+        "compressed-tensors-dynamic": Golden(name, "FP8_DYNAMIC",
+            quantization=compressed({"strategy": "channel"}, TOKEN), writable=True,
+            **by_row("weight_scale")),
+        "compressed-tensors-bf16-scales": Golden(name, "FP8_DYNAMIC",
+            quantization=compressed({"strategy": "channel"}, TOKEN), **short),
+        "compressed-tensors-block": Golden(name, "FP8_BLOCK",
+            quantization=compressed(BLOCKS, {**GROUP, "group_size": 128}), writable=True,
+            **by_block("weight_scale")),
+        "compressed-tensors-mxfp8": Golden(name, "MXFP8",
+            quantization=compressed(mx, {**GROUP, "group_size": 32, **BYTES},
+                format="mxfp8-quantized"), writable=True, **by_mx("weight_scale")),
+        "compressed-tensors-two-groups": Golden(name,
+            {OUT: "FP8_TENSOR_BY_16BIT", DOWN: "FP8_DYNAMIC"}, quantization=groups, **mixed),
+    }  # fmt: skip
 
 
 def fp8_method() -> dict[str, Golden]:
@@ -160,76 +131,32 @@ def fp8_method() -> dict[str, Golden]:
         fnuz["tensors"][f"{layer}.weight"] = raw.view(torch.float8_e4m3fnuz)
         fnuz["truth"][layer] = values(raw, fnuz["tensors"][f"{layer}.weight_scale"] / 2)
     return {
-        "fp8-block": Golden(
-            "fp8",
-            "FP8_BLOCK",
-            quantization=HF_BLOCK,
-            writable=True,
-            **by_block("weight_scale_inv"),
-        ),
-        "fp8-block-ue8m0": Golden(
-            "fp8",
-            "FP8_BLOCK_UE8M0",
-            quantization=HF_BLOCK | {"scale_fmt": "ue8m0"},
-            writable=True,
-            **by_block("weight_scale_inv", power),
-        ),
-        "fp8-block-e8m0": Golden(
-            "fp8",
-            "FP8_BLOCK_UE8M0",
+        "fp8-block": Golden("fp8", "FP8_BLOCK", quantization=HF_BLOCK, writable=True,
+            **by_block("weight_scale_inv")),
+        "fp8-block-ue8m0": Golden("fp8", "FP8_BLOCK_UE8M0",
+            quantization=HF_BLOCK | {"scale_fmt": "ue8m0"}, writable=True,
+            **by_block("weight_scale_inv", power)),
+        "fp8-block-e8m0": Golden("fp8", "FP8_BLOCK_UE8M0",
             quantization=HF_BLOCK | {"scale_fmt": "ue8m0", "expert_dtype": "fp8"},
-            **by_block("scale", lambda e: e.view(torch.float8_e8m0fnu)),
-        ),
-        "fp8-block-experts": Golden(
-            "fp8",
-            "FP8_BLOCK",
-            rest() | stack,
-            {
-                f"{EXPERTS}.down_proj": values(two, spread(scales(2, 1, 1), (16, 32), 128, 128)),
-                f"{EXPERTS}.gate_up_proj": values(
-                    up, spread(scales(2, 2, 1, seed=4), (256, 8), 128, 128)
-                ),
-            },
-            HF_BLOCK,
-        ),
-        "fp8-mistral": Golden(
-            "fp8",
-            "FP8",
-            quantization=mistral,
-            **by_tensor("weight_scale_inv", "activation_scale", ()),
-        ),
-        "autofp8-static": Golden(
-            "autofp8",
-            "FP8",
-            quantization=auto | {"kv_cache_scheme": "static"},
-            writable=True,
-            cache=KV,
-            **static,
-        ),
-        "autofp8-dynamic": Golden(
-            "autofp8",
-            "FP8_TENSOR",
-            quantization=auto | {"activation_scheme": "dynamic"},
-            writable=True,
-            **by_tensor("weight_scale", "", ()),
-        ),
-        "autofp8-fnuz": Golden(
-            "autofp8",
-            "FP8_TENSOR",
-            quantization=auto | {"activation_scheme": "dynamic"},
-            **fnuz,
-        ),
-        "mxfp8": Golden(
-            "mxfp8", "MXFP8", quantization=MX, writable=True, **by_mx("weight_scale_inv")
-        ),
-        "mxfp8-weight-scale": Golden(
-            "mxfp8-weight-scale",
-            "MXFP8",
-            quantization=MX,
-            writable=True,
-            **by_mx("weight_scale"),
-        ),
-    }
+            **by_block("scale", lambda e: e.view(torch.float8_e8m0fnu))),
+        "fp8-block-experts": Golden("fp8", "FP8_BLOCK", rest() | stack,
+            {f"{EXPERTS}.down_proj": values(two, spread(scales(2, 1, 1), (16, 32), 128, 128)),
+                f"{EXPERTS}.gate_up_proj": values(up,
+                    spread(scales(2, 2, 1, seed=4), (256, 8), 128, 128))}, HF_BLOCK),
+        "fp8-mistral": Golden("fp8", "FP8", quantization=mistral,
+            **by_tensor("weight_scale_inv", "activation_scale", ())),
+        "autofp8-static": Golden("autofp8", "FP8",
+            quantization=auto | {"kv_cache_scheme": "static"}, writable=True, cache=KV, **static),
+        "autofp8-dynamic": Golden("autofp8", "FP8_TENSOR",
+            quantization=auto | {"activation_scheme": "dynamic"}, writable=True,
+            **by_tensor("weight_scale", "", ())),
+        "autofp8-fnuz": Golden("autofp8", "FP8_TENSOR",
+            quantization=auto | {"activation_scheme": "dynamic"}, **fnuz),
+        "mxfp8": Golden("mxfp8", "MXFP8", quantization=MX, writable=True,
+            **by_mx("weight_scale_inv")),
+        "mxfp8-weight-scale": Golden("mxfp8-weight-scale", "MXFP8", quantization=MX, writable=True,
+            **by_mx("weight_scale")),
+    }  # fmt: skip
 
 
 def fbgemm() -> dict[str, Golden]:
@@ -353,45 +280,23 @@ def modelopt() -> dict[str, Golden]:
         "*.down_proj": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
     }
     return {
-        "modelopt-nested": Golden(
-            "modelopt",
-            "FP8",
-            extra={
-                "hf_quant_config.json": file,
-                "config.json": {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"},
-            },
-            cache=KV,
-            **nested,
-        ),
-        "modelopt-flat": Golden(
-            "modelopt",
-            "FP8",
-            quantization=flat | {"quant_algo": "FP8"},
-            **by_tensor("weight_scale", "input_scale", ()),
-        ),
-        "modelopt-channel": Golden(
-            "modelopt",
-            "FP8_DYNAMIC",
+        "modelopt-nested": Golden("modelopt", "FP8",
+            extra={"hf_quant_config.json": file,
+                "config.json": {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}},
+            cache=KV, **nested),
+        "modelopt-flat": Golden("modelopt", "FP8", quantization=flat | {"quant_algo": "FP8"},
+            **by_tensor("weight_scale", "input_scale", ())),
+        "modelopt-channel": Golden("modelopt", "FP8_DYNAMIC",
             quantization=flat | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
-            **by_row("weight_scale", column=False),
-        ),
-        "modelopt-block": Golden(
-            "modelopt", "FP8_BLOCK", quantization=flat | {"quant_algo": "FP8_PB_WO"}, **blocks
-        ),
-        "modelopt-mxfp8": Golden(
-            "modelopt",
-            "MXFP8",
-            quantization=flat | {"quant_algo": "MXFP8"},
-            **by_mx("weight_scale"),
-        ),
-        "modelopt-mixed": Golden(
-            "modelopt",
-            {OUT: "FP8", DOWN: "FP8_DYNAMIC"},
+            **by_row("weight_scale", column=False)),
+        "modelopt-block": Golden("modelopt", "FP8_BLOCK",
+            quantization=flat | {"quant_algo": "FP8_PB_WO"}, **blocks),
+        "modelopt-mxfp8": Golden("modelopt", "MXFP8", quantization=flat | {"quant_algo": "MXFP8"},
+            **by_mx("weight_scale")),
+        "modelopt-mixed": Golden("modelopt", {OUT: "FP8", DOWN: "FP8_DYNAMIC"},
             quantization=flat | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers},
-            inputs={OUT: 0.5},
-            **mixed,
-        ),
-    }
+            inputs={OUT: 0.5}, **mixed),
+    }  # fmt: skip
 
 
 def swizzled(scale: Tensor) -> Tensor:
@@ -422,16 +327,10 @@ def torchao() -> dict[str, Golden]:
     described: dict[str, Any] = {
         f"{OUT}.weight": ("Float8Tensor", {"block_size": [1, 32], "act_quant_kwargs": acts}),
         f"{DOWN}.weight": ("Float8Tensor", {"block_size": [10, 16], "act_quant_kwargs": None}),
-        f"{up}.weight": (
-            "MXTensor",
-            {
-                "elem_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"},
-                "block_size": 32,
-                "act_quant_kwargs": mx_acts,
-                "is_swizzled_scales": True,
-            },
-        ),
-    }
+        f"{up}.weight": ("MXTensor",
+            {"elem_dtype": {"_type": "torch.dtype", "_data": "float8_e4m3fn"}, "block_size": 32,
+                "act_quant_kwargs": mx_acts, "is_swizzled_scales": True}),
+    }  # fmt: skip
     names = ["qdata", "scale"]
     metadata = {
         n: json.dumps({"_type": kind, "_data": data, "_tensor_data_names": names})
@@ -491,31 +390,17 @@ def quark() -> dict[str, Golden]:
     )
     group = {"qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
     return {
-        "quark-tensor": Golden(
-            "quark",
-            "FP8",
-            quantization=config(
-                {"qscheme": "per_tensor"}, {"qscheme": "per_tensor", "is_dynamic": False}
-            ),
-            cache=KV,
-            **static,
-        ),
-        "quark-channel": Golden(
-            "quark",
-            "FP8_DYNAMIC",
-            quantization=config(
-                {"qscheme": "per_channel", "ch_axis": 0},
-                {"qscheme": "per_channel", "is_dynamic": True},
-            ),
-            **by_row("weight_scale", column=False),
-        ),
-        "quark-mxfp8": Golden(
-            "quark",
-            "MXFP8",
+        "quark-tensor": Golden("quark", "FP8",
+            quantization=config({"qscheme": "per_tensor"},
+                {"qscheme": "per_tensor", "is_dynamic": False}), cache=KV, **static),
+        "quark-channel": Golden("quark", "FP8_DYNAMIC",
+            quantization=config({"qscheme": "per_channel", "ch_axis": 0},
+                {"qscheme": "per_channel", "is_dynamic": True}),
+            **by_row("weight_scale", column=False)),
+        "quark-mxfp8": Golden("quark", "MXFP8",
             quantization=config(group, {**group, "is_dynamic": True}),
-            **by_mx("weight_scale", e8m0=True),
-        ),
-    }
+            **by_mx("weight_scale", e8m0=True)),
+    }  # fmt: skip
 
 
 def without_a_config() -> dict[str, Golden]:
@@ -553,20 +438,14 @@ def without_a_config() -> dict[str, Golden]:
     bare["truth"][fused] = values(w, rows)
     model = {"num_attention_heads": 4, "num_key_value_heads": 2, "dtype": "bfloat16"}
     return {
-        "mistral": Golden(
-            "mistral",
-            "FP8",
-            extra={"params.json": params},
+        "mistral": Golden("mistral", "FP8", extra={"params.json": params},
             file="consolidated.safetensors",
-            cache={f"{native}.k_scale": 0.5, f"{native}.v_scale": 0.75},
-            **found,
-        ),
-        "comfyui-scaled": Golden(
-            "comfyui", "FP8_TENSOR_BY_16BIT", file="diffusion.safetensors", **old
-        ),
+            cache={f"{native}.k_scale": 0.5, f"{native}.v_scale": 0.75}, **found),
+        "comfyui-scaled": Golden("comfyui", "FP8_TENSOR_BY_16BIT", file="diffusion.safetensors",
+            **old),
         "comfyui-quant": Golden("comfyui", "FP8_WEIGHT_ONLY", file="diffusion.safetensors", **new),
         "bare": Golden("bare", "FP8_DYNAMIC", extra={"config.json": model}, **bare),
-    }
+    }  # fmt: skip
 
 
 def goldens() -> dict[str, Golden]:
