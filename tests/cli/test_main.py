@@ -328,13 +328,8 @@ def test_bench_times_shapes() -> None:
     result = run("bench", *options, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert [(t["n"], t["k"], t["m"]) for t in found] == [
-        (64, 128, 3),
-        (64, 64, 3),
-    ]
+    assert [(t["n"], t["k"], t["m"]) for t in found] == [(64, 128, 3), (64, 64, 3)]
     assert all(t["us"] > 0 and t["bf16_us"] > 0 and t["roofline_us"] > 0 for t in found)
-    options = ("--shapes", "64x64", "-m", "1", "--device", "cpu")
-    assert "of the roofline" in run("bench", *options).output
 
 
 @pytest.fixture
@@ -374,6 +369,7 @@ def test_explain_asks_the_gpu_where_there_is_one(
 def test_bench_takes_the_layers_of_a_model(benched: list[tuple[object, ...]]) -> None:
     result = run("bench", NANO, "-m", "2", "--device", "cpu")
     assert result.exit_code == 0, result.output
+    assert "of the roofline" in result.output
     ((shapes, rows),) = benched
     config = json.loads((NANO / "config.json").read_text())
     assert (config["intermediate_size"], config["hidden_size"]) in shapes
