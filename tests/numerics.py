@@ -6,9 +6,10 @@ Quantizers have none: codes and scales equal the reference bit for bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # A kernel may order and group its sums differently from the yardstick, no more: twice its error.
 MATMUL_FACTOR = 2.0
@@ -182,6 +183,16 @@ def assert_bits_equal(a: Tensor, b: Tensor) -> None:
     assert a.dtype == b.dtype
     assert a.shape == b.shape
     assert torch.equal(bits(a).cpu(), bits(b).cpu())
+
+
+def assert_same_tensors(
+    found: nn.Module | Mapping[str, Tensor], wanted: nn.Module | Mapping[str, Tensor]
+) -> None:
+    """Check that two modules or states have the same tensors under the same names, to the bit."""
+    ours, theirs = (s.state_dict() if isinstance(s, nn.Module) else s for s in (found, wanted))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert_bits_equal(tensor, theirs[name])
 
 
 def assert_logits_of_one_checkpoint(ours: Tensor, other: Tensor, unrounded: Tensor) -> None:

@@ -21,6 +21,7 @@ from fp8kit.errors import ConversionError
 from fp8kit.formats import GROUP128, Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.moe.activation import Activation
+from numerics import assert_same_tensors
 from tiny_experts import KINDS, tiny
 
 transformers = pytest.importorskip("transformers")
@@ -206,8 +207,7 @@ def test_dense_and_coded_state_dicts_load_into_the_same_storage() -> None:
             module.codes(name).data.zero_()
         model.load_state_dict({n: t for n, t in state.items() if "experts" in n}, strict=False)
         assert {n: t.data_ptr() for n, t in module.state_dict().items()} == places
-        for name, tensor in model.state_dict().items():
-            numerics.assert_bits_equal(tensor, coded[name])
+        assert_same_tensors(model, coded)
     half = {n: t for n, t in coded.items() if not n.endswith("gate_up_proj_scale")}
     with pytest.raises(RuntimeError, match="codes come with their scales"):
         model.load_state_dict(half, strict=False)
@@ -229,8 +229,7 @@ def test_models_become_dense_again() -> None:
     fp8kit.convert(model, weight_storage="keep")
     model.dequantize()
     assert not experts_in(model)
-    for name, tensor in model.state_dict().items():
-        numerics.assert_bits_equal(tensor, before[name])
+    assert_same_tensors(model, before)
 
 
 class Own(nn.Module):

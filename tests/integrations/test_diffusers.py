@@ -19,7 +19,7 @@ import numerics
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError
 from fp8kit.formats import ROW
-from numerics import assert_bits_equal
+from numerics import assert_bits_equal, assert_same_tensors
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what it warns about on import is not ours to fix
@@ -76,13 +76,6 @@ def fp8_layers(model: nn.Module) -> dict[str, fp8kit.Fp8Linear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, fp8kit.Fp8Linear)}
 
 
-def assert_same(a: nn.Module, b: nn.Module) -> None:
-    ours, theirs = a.state_dict(), b.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert_bits_equal(tensor, theirs[name])
-
-
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_family_is_quantized_while_loading_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     model = dense(kind, tmp_path / "dense")
@@ -96,7 +89,7 @@ def test_a_family_is_quantized_while_loading_saved_and_loaded(kind: str, tmp_pat
     assert not any(info.values())
     converted = load(tmp_path / "dense", torch_dtype=BF16)
     fp8kit.convert(converted)
-    assert_same(found, converted)
+    assert_same_tensors(found, converted)
     names = fp8_layers(found)
     assert all(n.startswith(BLOCKS[kind]) for n in names), "only repeated blocks convert"
     assert not any(word in n for n in names for word in MODULATION)
@@ -115,7 +108,7 @@ def test_a_family_is_quantized_while_loading_saved_and_loaded(kind: str, tmp_pat
     for saved in (found, converted):
         saved.save_pretrained(tmp_path / "saved")
         again = load(tmp_path / "saved", torch_dtype=BF16)
-        assert_same(again, found)
+        assert_same_tensors(again, found)
         assert_bits_equal(run(again, given), y)
 
 
@@ -134,12 +127,12 @@ def test_every_scheme_is_saved_and_loaded(scheme: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved", max_shard_size="200KB")
     assert (tmp_path / "saved" / f"{WEIGHTS}.index.json").exists()
     again = type(model).from_pretrained(tmp_path / "saved", torch_dtype=BF16)
-    assert_same(again, model)
+    assert_same_tensors(again, model)
     assert_bits_equal(run(again, given), run(model, given))
     other = type(model).from_config(type(model).load_config(tmp_path / "saved")).to(BF16)
     fp8kit.load(tmp_path / "saved", other)
     assert_bits_equal(run(other, given), run(model, given))
-    assert_same(other, model)
+    assert_same_tensors(other, model)
     if scheme == "MXFP8":  # rebased on a CPU, and saved so by diffusers
         dialect = "compressed-tensors"
         fp8kit.convert_checkpoint(tmp_path / "saved", tmp_path / "mx", dialect=dialect)
@@ -199,7 +192,7 @@ def test_a_pipeline_is_quantized_saved_and_loaded(by: str, tmp_path: Path) -> No
     assert not fp8_layers(found.vae)
     found.save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved", torch_dtype=BF16)
-    assert_same(again.transformer, found.transformer)
+    assert_same_tensors(again.transformer, found.transformer)
     assert torch.equal(image(again), image(found))
     assert not torch.equal(image(found), image(pipe))
 
@@ -500,7 +493,7 @@ def test_a_file_of_black_forest_labs_is_read_to_the_bit(tmp_path: Path) -> None:
     assert 1e-3 < error < numerics.SCHEME_ERROR["FP8_DYNAMIC"][1]
     found.save_pretrained(tmp_path / "saved")
     again = type(model).from_pretrained(tmp_path / "saved", torch_dtype=BF16)
-    assert_same(again, found)
+    assert_same_tensors(again, found)
 
 
 def test_a_single_file_in_high_precision_is_quantized(tmp_path: Path) -> None:
@@ -513,7 +506,7 @@ def test_a_single_file_in_high_precision_is_quantized(tmp_path: Path) -> None:
         torch_dtype=BF16,
     )
     fp8kit.convert(model)
-    assert_same(found, model)
+    assert_same_tensors(found, model)
 
 
 def test_rows_with_one_scale_each_load_into_any_module(tmp_path: Path) -> None:

@@ -23,7 +23,13 @@ from checkpoint_samples import NANO
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES
 from fp8kit.modules.linear import Fp8Linear
-from numerics import ONE_OPERAND, assert_bits_equal, assert_trains_alike, relative_error
+from numerics import (
+    ONE_OPERAND,
+    assert_bits_equal,
+    assert_same_tensors,
+    assert_trains_alike,
+    relative_error,
+)
 from tiny_experts import tiny
 
 peft = pytest.importorskip("peft")
@@ -73,9 +79,7 @@ def state(layer: Fp8Linear) -> dict[str, Tensor]:
 
 
 def assert_same_state(layer: Fp8Linear, before: dict[str, Tensor]) -> None:
-    assert layer.state_dict().keys() == before.keys()
-    for name, tensor in layer.state_dict().items():
-        assert_bits_equal(tensor, before[name])
+    assert_same_tensors(layer, before)
 
 
 def llama() -> Any:

@@ -24,7 +24,7 @@ from fp8kit.integrations.torch_wrappers import tell
 from fp8kit.modules.fused_producers import FusedNorm
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.runtime.weight_hazards import MARK, mark_synchronized
-from numerics import assert_bits_equal
+from numerics import assert_bits_equal, assert_same_tensors
 
 SCHEMES = ["FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "MXFP8"]
 
@@ -206,8 +206,7 @@ def test_what_was_gathered_of_fully_shard_is_saved(mesh: Any, tmp_path: Path) ->
     sharded = dict(model.named_parameters())
     model.save_pretrained(tmp_path, state_dict=whole)
     assert all(p is sharded[n] for n, p in model.named_parameters())
-    for name, tensor in fp8kit.load(tmp_path).state_dict().items():
-        assert_bits_equal(tensor, whole[name])
+    assert_same_tensors(fp8kit.load(tmp_path), whole)
     with pytest.raises(CheckpointError, match="sharded over several"):
         model.save_pretrained(tmp_path)
 

@@ -28,6 +28,7 @@ from numerics import (
     assert_bits_equal,
     assert_logits_of_one_checkpoint,
     assert_matmul,
+    assert_same_tensors,
     relative_error,
 )
 
@@ -48,10 +49,7 @@ def logits(model: Any, ids: Tensor = IDS) -> Tensor:
 
 
 def assert_same(a: Any, b: Any, ids: Tensor = IDS) -> None:
-    ours, theirs = a.state_dict(), b.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert_bits_equal(tensor, theirs[name])
+    assert_same_tensors(a, b)
     assert_bits_equal(logits(a, ids), logits(b, ids))
 
 
@@ -554,10 +552,7 @@ def test_a_converted_model_saves_itself_as_we_would(tmp_path: Path, scheme: str)
     model.save_pretrained(tmp_path / "theirs")
     save(model, tmp_path / "ours", target="transformers" if scheme == "MXFP8" else "vllm")
     assert config_of(tmp_path / "theirs") == config_of(tmp_path / "ours")
-    ours, theirs = (load_file(tmp_path / name / SHARD) for name in ("ours", "theirs"))
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert_bits_equal(tensor, theirs[name])
+    assert_same_tensors(*(load_file(tmp_path / name / SHARD) for name in ("ours", "theirs")))
     assert_same(model, load(tmp_path / "theirs"))
 
 
@@ -608,8 +603,7 @@ def test_a_state_dict_is_what_is_saved(scheme: str, storage: str, tmp_path: Path
     whole = load_file(tmp_path / "wanted" / SHARD)
     found = load_file(tmp_path / "part" / SHARD)
     assert {n for n in whole if ".layers.1." in n and ".up_proj." not in n} == found.keys()
-    for name, tensor in found.items():
-        assert_bits_equal(tensor, whole[name])
+    assert_same_tensors(found, {name: whole[name] for name in found})
 
 
 def test_a_state_dict_with_one_name_of_tied_tensors_gives_both(tmp_path: Path) -> None:
@@ -700,10 +694,7 @@ def test_a_part_of_a_model_announces_itself_alone(tmp_path: Path) -> None:
     assert content["quantization_config"]["quant_method"] == "compressed-tensors"
     assert "quantization_config" not in content["text_config"]
     loaded = load(tmp_path / "whole")
-    ours, theirs = model.state_dict(), loaded.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert_bits_equal(tensor, theirs[name])
+    assert_same_tensors(model, loaded)
 
 
 def test_dense_again(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.errors import CheckpointError
 from fp8kit.io.checkpoints import quantize_checkpoint, verify_checkpoint
 from fp8kit.io.translation import convert_checkpoint
-from numerics import assert_bits_equal
+from numerics import assert_bits_equal, assert_same_tensors
 
 transformers = pytest.importorskip("transformers")
 from transformers.quantizers.quantizer_finegrained_fp8 import (  # noqa: E402
@@ -80,10 +80,7 @@ def quantization(path: Path) -> dict[str, Any]:
 
 
 def assert_same_files(a: Path, b: Path) -> None:
-    ours, theirs = load_file(a / SHARD), load_file(b / SHARD)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert_bits_equal(tensor, theirs[name])
+    assert_same_tensors(load_file(a / SHARD), load_file(b / SHARD))
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
@@ -133,8 +130,7 @@ def test_experts_are_read_one_by_one_or_by_transformers_alike(
     assert [r.experts for r in other.hf_quantizer.report.stacks] == [4]
     state = model.state_dict()
     assert sum(n.endswith("experts.gate_up_proj_scale") for n in state) == 1
-    for name, tensor in other.state_dict().items():
-        assert_bits_equal(tensor, state[name])
+    assert_same_tensors(other, state)
     if kind == "Mixtral":
         other.save_pretrained(tmp_path / "c")
         fp8kit.save(model, tmp_path / "d")
@@ -148,8 +144,7 @@ def test_experts_are_read_one_by_one_or_by_transformers_alike(
             save()
     with pytest.warns(UserWarning, match="stacks of codes, which fp8kit.load reads"):
         fp8kit.save(model, tmp_path / "d")
-    for name, tensor in fp8kit.load(tmp_path / "d").state_dict().items():
-        assert_bits_equal(tensor, state[name])
+    assert_same_tensors(fp8kit.load(tmp_path / "d"), state)
 
 
 def test_an_expert_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:

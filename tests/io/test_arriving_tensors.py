@@ -20,7 +20,7 @@ from fp8kit import load_weights
 from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.quantizers import reference
-from numerics import assert_bits_equal
+from numerics import assert_bits_equal, assert_same_tensors
 
 Q, KV, K, FF, EXPERTS = 256, 128, 192, 320, 3
 SOURCES = {
@@ -144,8 +144,7 @@ def test_a_state_dict_is_taken_as_its_pairs() -> None:
     fp8kit.convert(theirs)
     state = dense.state_dict()
     assert load_weights(ours, state) == load_weights(theirs, state.items())
-    for name, tensor in ours.state_dict().items():
-        assert_bits_equal(tensor, theirs.state_dict()[name])
+    assert_same_tensors(ours, theirs)
 
 
 @pytest.mark.parametrize("joined", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8kit
 from fp8kit.errors import CheckpointError, ConversionError
-from numerics import assert_bits_equal
+from numerics import assert_bits_equal, assert_same_tensors
 from tiny_experts import tiny
 
 transformers = pytest.importorskip("transformers")
@@ -65,9 +65,7 @@ def one_by_one(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def assert_same(model: nn.Module, other: nn.Module) -> None:
     state = other.state_dict()
-    assert state.keys() == model.state_dict().keys()
-    for name, tensor in model.state_dict().items():
-        assert_bits_equal(tensor, state[name])
+    assert_same_tensors(model, state)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

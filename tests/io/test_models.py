@@ -32,7 +32,7 @@ from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import ROW, Scheme
 from fp8kit.io.models import load, save
 from fp8kit.modules.linear import Fp8Linear
-from numerics import assert_bits_equal
+from numerics import assert_bits_equal, assert_same_tensors
 
 IDS = torch.arange(97).view(1, -1)
 SCHEMES = ("FP8", "FP8_DYNAMIC", "FP8_TENSOR", "FP8_WEIGHT_ONLY")
@@ -46,10 +46,7 @@ def on_meta() -> Ragged:
 
 
 def assert_same(a: nn.Module, b: nn.Module) -> None:
-    ours, theirs = a.state_dict(), b.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert_bits_equal(tensor, theirs[name])
+    assert_same_tensors(a, b)
     with torch.no_grad():
         assert_bits_equal(a(IDS), b(IDS))
 
@@ -194,8 +191,7 @@ def test_hooks_are_kept(tmp_path: Path) -> None:
 
 def untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
     assert not any(isinstance(m, Fp8Linear) for m in model.modules())
-    for name, tensor in model.state_dict().items():
-        assert_bits_equal(tensor, before[name])
+    assert_same_tensors(model, before)
 
 
 def test_missing_tensor_is_named_and_nothing_changes(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import fp8kit
 from fp8kit.errors import CheckpointError
 from fp8kit.modules.linear import Fp8Linear
-from numerics import assert_bits_equal
+from numerics import assert_bits_equal, assert_same_tensors
 from recorded_calls import fuse_on_cpu
 from tiny_experts import tiny
 
@@ -413,13 +413,6 @@ def changed(saver: Saver, before: dict[str, bytes], after: dict[str, bytes]) -> 
     return [file for file in before if len(after[file]) != len(before[file])]
 
 
-def assert_equal_state(ours: nn.Module, theirs: nn.Module) -> None:
-    state, other = ours.state_dict(), theirs.state_dict()
-    assert state.keys() == other.keys()
-    for name, tensor in state.items():
-        assert_bits_equal(tensor, other[name])
-
-
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
     yield
@@ -441,7 +434,7 @@ def test_running_changes_nothing_that_is_saved(kind: str, name: str, tmp_path: P
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loaded = saver.load(make(), tmp_path / folder)
-        assert_equal_state(model, loaded)
+        assert_same_tensors(model, loaded)
         with torch.no_grad():
             assert_bits_equal(run(untouched, 5), run(loaded, 5))
 
@@ -608,8 +601,7 @@ def test_files_that_divide_a_weight_from_its_scale_load_as_one(tmp_path: Path) -
         lambda model: accelerate.load_checkpoint_in_model(model, str(tmp_path)),
     ):
         load(other := made(5.0))
-        for name, tensor in other.state_dict().items():
-            assert_bits_equal(tensor, wanted[name])
+        assert_same_tensors(other, wanted)
 
 
 def test_an_exported_program_holds_the_same_weights(tmp_path: Path) -> None:
@@ -637,7 +629,7 @@ def test_diffusers_saves_what_it_loads(model: Callable[[], Any], tmp_path: Path)
     saved = model()
     saved.save_pretrained(tmp_path / "c")
     loaded = type(saved).from_pretrained(tmp_path / "c", torch_dtype=torch.bfloat16)
-    assert_equal_state(loaded, saved)
+    assert_same_tensors(loaded, saved)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -649,7 +641,7 @@ def test_diffusers_saves_a_part_that_was_converted_and_a_copy(tmp_path: Path) ->
     fp8kit.convert(dense.transformer_blocks)
     for model in (dense, copy.deepcopy(dense), pickle.loads(pickle.dumps(dense))):
         model.save_pretrained(tmp_path / "c")
-        assert_equal_state(type(model).from_pretrained(tmp_path / "c"), dense)
+        assert_same_tensors(type(model).from_pretrained(tmp_path / "c"), dense)
     restored = dense.dequantize()
     assert not any(isinstance(m, Fp8Linear) for m in restored.modules())
     restored.save_pretrained(tmp_path / "c")

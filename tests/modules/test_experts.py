@@ -16,7 +16,7 @@ import fp8kit
 from fp8kit import moe
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR
 from frames import above_launches, launch_from
-from numerics import assert_bits_equal
+from numerics import assert_bits_equal, assert_same_tensors
 from slow_experts import Layer, assert_experts, random_layer, slow_experts
 
 OSS = moe.Activation("silu", interleaved=True, limit=1.0, alpha=1.702, up_offset=1.0)
@@ -70,8 +70,7 @@ def test_other_layouts_of_dense_experts_give_the_same_layer() -> None:
         "down_proj", "down_proj_bias", "down_proj_scale",
         "gate_up_proj", "gate_up_proj_bias", "gate_up_proj_scale",
     ]  # fmt: skip
-    for name, tensor in turned.state_dict().items():
-        assert_bits_equal(tensor, state[name])
+    assert_same_tensors(turned, state)
     assert not any(p.requires_grad for p in layer.parameters())
 
 

@@ -15,7 +15,7 @@ from checkpoint_samples import NANO, SHARD, converted, edit_json, edit_tensors, 
 from fp8kit.checkpoint.storage.reader import open_checkpoint, scan
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import SCHEMES
-from numerics import assert_bits_equal
+from numerics import assert_bits_equal, assert_same_tensors
 
 INDEX = "model.safetensors.index.json"
 E4 = torch.float8_e4m3fn
@@ -59,10 +59,8 @@ def test_tensors_come_back_bit_for_bit(shards: str, request: pytest.FixtureReque
     torch.manual_seed(0)
     state = converted().state_dict()
     streamed = dict(checkpoint.stream())
-    assert streamed.keys() == checkpoint.tensors.keys()
-    for name, tensor in streamed.items():
-        assert_bits_equal(tensor, state[name])
-        assert_bits_equal(tensor, checkpoint.read(name))
+    assert_same_tensors(streamed, {name: state[name] for name in checkpoint.tensors})
+    assert_same_tensors(streamed, {name: checkpoint.read(name) for name in checkpoint.tensors})
 
 
 def test_streamed_tensors_own_their_memory(sound: Path) -> None:
