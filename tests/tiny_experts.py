@@ -1,4 +1,4 @@
-"""Tiny models with random experts, of every form in which Transformers holds them."""
+"""Tiny random models, with experts of every form in which Transformers holds them or dense."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ def tiny(kind: str, **changes: Any) -> Any:
     """Return a random model in bf16, in eval mode.
 
     Args:
-        kind: one of ``KINDS``.
+        kind: of its config; one that is not in ``KINDS`` is dense.
         changes: of its config.
     """
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **changes})
+    sizes = {**SIZES, **KINDS.get(kind, {"intermediate_size": 256}), **changes}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
     made = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
     torch.manual_seed(0)
     model = made._from_config(config, dtype=torch.bfloat16).eval()

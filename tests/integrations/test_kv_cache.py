@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import fp8kit
 import numerics
+import tiny_experts
 from fp8kit.errors import CheckpointError, UnsupportedError
 from numerics import assert_bits_equal
 
@@ -71,19 +72,7 @@ def fake_cache(model: Any, room: int = 0) -> Any:
 
 
 def tiny(kind: str = "Llama", **kwargs: Any) -> Any:
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=160,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=WIDTH,
-        **kwargs,
-    )
-    torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return model.eval().requires_grad_(False)
+    return tiny_experts.tiny(kind, **kwargs).requires_grad_(False)
 
 
 def states(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:

@@ -83,17 +83,7 @@ def assert_same_state(layer: Fp8Linear, before: dict[str, Tensor]) -> None:
 
 
 def llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=160,
-        hidden_size=SIZE,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = tiny("Llama")
     fp8kit.convert(model)
     return model
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fp8kit
+import tiny_experts
 from checkpoint_samples import NANO, SHARD, all_bytes, edit_json, edit_tensors
 from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError
 from fp8kit.formats import ROW
@@ -77,19 +78,8 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tiny(kind: str, tmp_path: Path, **changes: Any) -> Path:
     """A random checkpoint in bf16."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=160,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        **changes,
-    )
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16()
-    model.save_pretrained(tmp_path / kind)
+    changes = {"intermediate_size": 256, "num_attention_heads": 4, **changes}
+    tiny_experts.tiny(kind, **changes).save_pretrained(tmp_path / kind)
     return tmp_path / kind
 
 

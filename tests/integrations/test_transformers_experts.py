@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fp8kit
+import tiny_experts
 from checkpoint_samples import SHARD, edit_json
 from engines import are_dense, modules_of_experts
 from fp8kit.checkpoint.inspection import inspect
@@ -52,18 +53,9 @@ def tiny(kind: str, folder: Path) -> Path:
     """Return a checkpoint in bf16 with one layer."""
     path = folder / kind
     if not path.exists():
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(
-            vocab_size=160,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            **KINDS[kind],
-        )
-        getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16().save_pretrained(path)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+        made = tiny_experts.tiny(kind, num_hidden_layers=1, **sizes, **KINDS[kind])
+        made.save_pretrained(path)
     return path
 
 

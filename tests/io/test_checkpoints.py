@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, GenerationConfig, Qwen3MoeForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 import fp8kit
@@ -35,6 +35,7 @@ from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.io import checkpoints
 from fp8kit.io.checkpoints import Recipe, quantize_checkpoint, workers_on
 from numerics import assert_bits_equal
+from tiny_experts import tiny
 
 SCHEMES = ("FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "FP8_WEIGHT_ONLY", "MXFP8")
 TESTS = Path(__file__).parents[1]
@@ -86,25 +87,8 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-MoE model, its experts one by one on disk."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-        mlp_only_layers=[1],
-        dtype="bfloat16",
-        tie_word_embeddings=False,
-    )
     path = tmp_path_factory.mktemp("moe") / "moe"
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tiny("Qwen3Moe", intermediate_size=256, mlp_only_layers=[1]).save_pretrained(path)
     return path
 
 

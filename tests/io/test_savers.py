@@ -76,17 +76,7 @@ def plain(scheme: str = "FP8_DYNAMIC") -> nn.Module:
 
 
 def llama(scheme: str = "FP8_DYNAMIC") -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=160,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = tiny("Llama", num_attention_heads=4, tie_word_embeddings=True)
     assert len(fp8kit.convert(model, scheme).converted) == 14
     return model
 
