@@ -73,3 +73,11 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 def all_bytes(path: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint."""
+    found: dict[str, Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found

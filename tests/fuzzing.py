@@ -35,6 +35,7 @@ import fp8kit
 from fp8kit.checkpoint.inspection import inspect
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.errors import CheckpointError
+from golden.layout import compressed
 
 SECONDS = 5.0  # of processor time; what waits without end meets the time limit of the test
 FITTING = 6
@@ -119,7 +120,8 @@ def samples() -> list[Files]:
     torch.manual_seed(0)
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     mx = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
-    row = quantization()
+    dynamic = {"strategy": "token", "dynamic": True}
+    row = compressed({"strategy": "channel"}, dynamic, ignore=["head"])
     tensor = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["head"]}
     return [
         sample(1, fp8kit.ROW, "weight_scale", {"quantization_config": row}),
@@ -162,22 +164,6 @@ def sample(shards: int, group: fp8kit.GroupShape | None, scale: str, config: Any
         kind = {"model_type": "llama", "dtype": "bfloat16", "num_hidden_layers": 2}
         (path / CONFIG).write_bytes(dumped(kind | config))
         return {p.name: p.read_bytes() for p in path.iterdir()}
-
-
-def quantization() -> dict[str, Any]:
-    """Announce row weights and token activations, in compressed-tensors."""
-    numbers = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = {**numbers, "strategy": "channel", "dynamic": False}
-    inputs = {**numbers, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["head"],
-        "kv_cache_scheme": None,
-    }
 
 
 def dumped(tree: Any) -> bytes:

@@ -6,20 +6,13 @@ from typing import Any
 
 import torch
 
-# sides of 128: smaller experts are not worth FP8
+# sides of 128: smaller layers and experts are not worth FP8
 SIZES: dict[str, Any] = {
-    "vocab_size": 160,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts_per_tok": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+    "vocab_size": 160, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+_EXPERTS = {"intermediate_size": 128, "num_experts_per_tok": 2}
 _QWEN: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 128}
 _DEEPSEEK: dict[str, Any] = {
     "n_routed_experts": 4,
@@ -56,7 +49,7 @@ def tiny(kind: str, **changes: Any) -> Any:
     """
     import transformers
 
-    sizes = {**SIZES, **KINDS.get(kind, {"intermediate_size": 256}), **changes}
+    sizes = {**SIZES, **({**_EXPERTS, **KINDS[kind]} if kind in KINDS else {}), **changes}
     config = getattr(transformers, f"{kind}Config")(**sizes)
     made = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
     torch.manual_seed(0)

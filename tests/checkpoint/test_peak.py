@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 import fp8kit
 from checkpoint_samples import edit_json
+from golden.layout import compressed
 
 if not Path("/proc/self/clear_refs").exists():
     pytest.skip("needs the memory counters of Linux", allow_module_level=True)
@@ -66,22 +67,10 @@ def write(path: Path, blocks: int, width: int, fp8: bool) -> Path:
     (path / "shape.json").write_text(json.dumps({"blocks": blocks, "width": width}))
     config: dict[str, Any] = {"dtype": "bfloat16"}
     if fp8:
-        config["quantization_config"] = quantization()
+        inputs = {"strategy": "token", "dynamic": True}
+        config["quantization_config"] = compressed({"strategy": "channel"}, inputs, ignore=[])
     (path / "config.json").write_text(json.dumps(config))
     return path
-
-
-def quantization() -> dict[str, Any]:
-    arguments = {"num_bits": 8, "type": "float", "symmetric": True}
-    weights = {**arguments, "strategy": "channel", "dynamic": False}
-    inputs = {**arguments, "strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": [],
-    }
 
 
 @pytest.fixture(scope="module")

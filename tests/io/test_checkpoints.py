@@ -27,7 +27,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 import fp8kit
 import fresh
-from checkpoint_samples import NANO, all_bytes, edit_json, edit_tensors
+from checkpoint_samples import NANO, all_bytes, edit_json, edit_tensors, read
 from disks import Disk
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.streaming import journal
@@ -53,13 +53,6 @@ def plain(path: Path, tensors: dict[str, Tensor], **config: Any) -> Path:
 def weights(count: int = 3, n: int = 128, k: int = 256) -> dict[str, Tensor]:
     found = {f"layers.{i}.up_proj.weight": torch.randn(n, k).bfloat16() for i in range(count)}
     return found | {"embed_tokens.weight": torch.randn(300, 64), "norm.weight": torch.ones(64)}
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in path.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
 
 
 def stream(source: Path, destination: Path, scheme: str = "FP8_DYNAMIC", **options: Any) -> Path:

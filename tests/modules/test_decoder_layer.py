@@ -18,20 +18,10 @@ import fp8kit
 from fp8kit.modules.decoder_layer import FLOWS, ResidualForward, find_flow
 from fp8kit.modules.norm_formula import NormFormula
 from numerics import assert_bits_equal, relative_error
+from tiny_experts import SIZES
 
 PLAIN, SANDWICH = FLOWS
 pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
-
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 128,
-    "pad_token_id": 0,
-}
 
 
 @pytest.fixture

@@ -33,20 +33,10 @@ from fp8kit.modules import fused_producers
 from fp8kit.modules.plain_norm import NormForward
 from numerics import assert_bits_equal, relative_error
 from recorded_calls import install, record_on_cpu
+from tiny_experts import SIZES
 
 pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),

@@ -25,20 +25,10 @@ from fp8kit.moe.hopper.tile_config import choose as choose_tiles
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem, MoeBackend
 from fp8kit.perf.row_counts import counts_of_pairs
 from recorded_calls import install
-from tiny_experts import tiny
+from tiny_experts import SIZES, tiny
 
 pytestmark = pytest.mark.usefixtures("fuses_on_cpu")
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "vocab_size": 128,
-    "tie_word_embeddings": False,
-}
 ROWS = 17
 
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -277,44 +278,24 @@ def test_a_weight_written_in_place_is_read_anew(cpu_backends: CpuBackends) -> No
     assert_bits_equal(y, layer.bias.expand(3, -1))
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
-    ) -> object:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_dispatch_modes_see_the_operator(cpu_backends: CpuBackends) -> None:
-    x = x_of(3)
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [(TorchDispatchMode, "fp8kit.linear.default"), (TorchFunctionMode, "fp8kit.linear")],
+)
+def test_modes_see_the_operator(kind: type[Any], wanted: str, cpu_backends: CpuBackends) -> None:
+    x, seen = x_of(3), []
     layer = warmed(made(), x, cpu_backends)
-    with Seen() as seen:
+
+    class Mode(kind):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+        __torch_function__ = __torch_dispatch__
+
+    with Mode():
         layer(x)
-    assert "fp8kit.linear.default" in seen.names
-
-
-class Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(
-        self, func: object, types: object, args: tuple[object, ...] = (), kwargs: object = None
-    ) -> object:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_function_modes_see_the_operator(cpu_backends: CpuBackends) -> None:
-    x = x_of(3)
-    layer = warmed(made(), x, cpu_backends)
-    with Functions() as seen:
-        layer(x)
-    assert any("fp8kit.linear" in name for name in seen.names)
+    assert any(wanted in name for name in seen)
 
 
 @pytest.mark.filterwarnings(

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fresh
-from checkpoint_samples import NANO, all_bytes
+from checkpoint_samples import NANO, all_bytes, read
 from disks import Disk
 from fp8kit.checkpoint.dialects import DIALECTS, Spec
 from fp8kit.checkpoint.storage import directory
@@ -50,13 +50,6 @@ def layout(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[int
 def write(path: Path, tensors: dict[str, Tensor], **options: Any) -> list[str]:
     config = options.pop("config", CONFIG)
     return write_checkpoint(path, layout(tensors), tensors.items(), config=config, **options)
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for file in path.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
 
 
 def only(path: Path) -> list[str]:
