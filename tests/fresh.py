@@ -48,9 +48,10 @@ asked.close()
 for number, file in enumerate(files[1:3], 1):
     os.dup2(file, number)
 with open(files[0]) as words:
-    code, sys.argv[1:], variables = json.load(words)
+    code, sys.argv[1:], folder, variables = json.load(words)
 for file in files[1:]:
     os.close(file)
+os.chdir(folder)
 os.environ.clear()
 os.environ.update(variables)
 sys.path[:] = ["", *variables["PYTHONPATH"].split(os.pathsep), *paths]
@@ -112,14 +113,16 @@ class Program:
         told, tell = os.pipe()
         self._told = os.fdopen(told)
         with tempfile.TemporaryFile("w+") as words:
-            json.dump((code, [str(a) for a in arguments], environment), words)
+            json.dump((code, [str(a) for a in arguments], os.getcwd(), environment), words)
             words.seek(0)
             socket.send_fds(_server(), [b"x"], [words.fileno(), out, err, tell])
         os.close(tell)
 
     def wait(self) -> tuple[int, int]:
         """Wait until it stops or ends, and give its number and its status."""
-        number, status = self._told.readline().split()
+        told = self._told.readline()
+        assert told, "the process that forks programs is gone"
+        number, status = told.split()
         if not os.WIFSTOPPED(int(status)):
             self._told.close()
         return int(number), int(status)
