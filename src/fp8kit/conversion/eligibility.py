@@ -22,6 +22,7 @@ from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.modules.dense import extras, is_linear, unlike_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.hooks import own_names
 from fp8kit.modules.linear import Fp8Linear
 
 # modules of Transformers and diffusers name here what a cast to 16 bits must leave alone
@@ -68,6 +69,7 @@ class Eligibility:
             or self._in_parts.get(module, "")
             or self._read.get(module, "")
             or self._answers.get(module, "")
+            or _of_names_taken(module)
             or self._of_weight(module.get_parameter("weight"), wanted or merged)
         )
 
@@ -177,6 +179,15 @@ def _of_state(module: nn.Module) -> str:
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     return ""
+
+
+def _of_names_taken(module: nn.Module) -> str:
+    """Find what was hung on a layer under a name that an FP8 layer uses itself."""
+    held = {*vars(module), *module._buffers, *module._modules, *module._parameters}
+    taken = held & own_names(Fp8Linear) - own_names(nn.Linear)
+    # methods that were set on the instance; how it is printed is for the FP8 layer to say
+    taken |= vars(module).keys() & set(dir(nn.Linear)) - {"extra_repr"}
+    return f"it has {some_of(sorted(taken))} of its own, and an FP8 layer too" if taken else ""
 
 
 def _of_holder(holders: Iterable[nn.Module]) -> str:

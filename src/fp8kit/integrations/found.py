@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.fused_producers import Fused
-from fp8kit.modules.hooks import become
+from fp8kit.modules.hooks import become, own_names
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.own_forward import own_forward
 from fp8kit.modules.stacked_experts import StackedExperts
@@ -46,7 +46,7 @@ def restore_dense(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     dense: dict[nn.Module, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, Fp8Linear):
-            become(module, module.to_linear(dtype))
+            become(module, module.to_linear(dtype), own_names(Fp8Linear))
         elif isinstance(module, StackedExperts):
             module.to_dense(dtype)
         elif isinstance(module, Fused):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
+
+# of dense and of FP8 layers, which do not outlive them
+LAYER_TENSORS = frozenset("weight bias weight_scale weight_exponents input_scale".split())
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
@@ -20,22 +25,39 @@ def carry_hooks(old: nn.Module, new: nn.Module) -> None:
             setattr(new, name, value)
 
 
-def become(module: nn.Module, other: nn.Module) -> Any:
+def become(module: nn.Module, other: nn.Module, own: Collection[str] = ()) -> Any:
     """Turn a module into another, in place, with its own hooks and mode, and return it.
 
     Whoever holds it, in a list, an object, a closure or a weak reference, runs what it is now: a
-    child that is replaced would stay as it was there.
+    child that is replaced would stay as it was there. Code that hung attributes, tensors or modules
+    of its own on it finds them there.
 
     Args:
         module: of a class whose instances may become ``other``'s: Python checks it.
         other: gives its class and all that it holds, and is of no use afterwards.
+        own: attributes of the module that go with its class.
     """
-    carry_hooks(module, other)
-    other.train(module.training)
+    held, new, passing = vars(module), vars(other), "_non_persistent_buffers_set"
+    new |= {n: v for n, v in held.items() if "hook" in n or n == "training"}
+    for kind in ("_parameters", "_buffers", "_modules"):
+        new[kind] |= {n: v for n, v in held[kind].items() if n not in LAYER_TENSORS}
+    new[passing] |= held[passing]
+    known = {*own, *dir(other)}
+    kept = {name: value for name, value in held.items() if name not in known}
     module.__class__ = type(other)
-    vars(module).clear()
-    vars(module).update(vars(other))
+    held.clear()
+    held.update(new | kept)
     return module
+
+
+@functools.cache
+def own_names(kind: Any) -> frozenset[str]:
+    """Name what layers of a class have by themselves: attributes, methods, tensors.
+
+    Args:
+        kind: made as ``nn.Linear`` is.
+    """
+    return frozenset(dir(kind(1, 1, device="meta")))
 
 
 def is_watched(*modules: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
 from fp8kit.modules.expert_tensors import FROZEN_KINDS
+from fp8kit.modules.hooks import LAYER_TENSORS
 from fp8kit.modules.linear import Fp8Linear
 
 
@@ -37,7 +38,12 @@ def expected_state(model: nn.Module, layers: Layers) -> dict[str, Tensor]:
     """Return the tensors that the model will hold once its layers are swapped."""
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     refuse_renamed(model, state)
-    kept = {n: t for n, t in state.items() if n.rpartition(".")[0] not in layers.made}
+    parts = {n: n.rpartition(".") for n in state}
+    kept = {
+        n: t
+        for n, t in state.items()
+        if parts[n][0] not in layers.made or parts[n][2] not in LAYER_TENSORS
+    }
     for name, layer in layers.made.items():
         for kind, tensor in layer.state_dict(keep_vars=True).items():
             kept[named(name, kind)] = tensor
