@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
@@ -636,6 +637,42 @@ def test_diffusers_saves_a_part_that_was_converted_and_a_copy(tmp_path: Path) ->
     assert not any(isinstance(m, Fp8Linear) for m in restored.modules())
     restored.save_pretrained(tmp_path / "c")
     assert json.loads((tmp_path / "c/config.json").read_text()).get("quantization_config") is None
+
+
+def wrapped_inside(model: nn.Module) -> Any:
+    """Compile blocks by themselves, and checkpoint some of their layers."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(module, nn.ModuleList):
+                setattr(module, name, torch.compile(child, backend="eager"))
+            elif isinstance(child, Fp8Linear) and child.bias is None:
+                setattr(module, name, checkpoint_wrapper(child))
+    assert any(n.endswith("_wrapped_module") for n, _ in model.named_modules())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [plain, llama])
+def test_what_is_wrapped_inside_a_model_is_saved_under_its_own_names(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    bare = make()
+    model = wrapped_inside(copy.deepcopy(bare))
+    before = list(model.named_modules())
+    fp8kit.save(bare, tmp_path / "bare")
+    fp8kit.save(model, tmp_path / "saved")
+    ours, theirs = (load_file(tmp_path / d / "model.safetensors") for d in ("saved", "bare"))
+    assert ours.keys() == theirs.keys()
+    assert_equal_state(load_ours(make(), tmp_path), bare)
+    filled = wrapped_inside(make())
+    assert fp8kit.load(tmp_path / "saved", filled) is filled
+    assert_equal_state(filled, model)
+    fp8kit.load_weights(filled, {n: t.clone() for n, t in bare.state_dict().items()})
+    assert_equal_state(filled, model)
+    assert list(model.named_modules()) == before
+    if make is llama:
+        model.save_pretrained(tmp_path / "own")
+        assert_equal_state(fp8kit.load(tmp_path / "own"), bare)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -29,6 +29,7 @@ from fp8kit.errors import CheckpointError, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS, MX
 from fp8kit.integrations.transformers_trial import accepted_of
 from fp8kit.modules.expert_tensors import FROZEN_KINDS, ExpertTensors
+from fp8kit.modules.libraries import bare
 from fp8kit.modules.linear import Fp8Linear
 
 OLDEST = (5, 17)
@@ -257,10 +258,11 @@ def as_saved(model: Any) -> tuple[dict[str, Any], JsonObject]:
     Transformers could not load it, or a tensor does not fit it.
     """
     given = GIVEN.get()
-    if given is None:
-        return _as_saved(model, ())
-    with _holding(model, given) as absent:
-        return _as_saved(model, absent)
+    with bare(model):
+        if given is None:
+            return _as_saved(model, ())
+        with _holding(model, given) as absent:
+            return _as_saved(model, absent)
 
 
 def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], JsonObject]:

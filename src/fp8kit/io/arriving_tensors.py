@@ -17,7 +17,7 @@ from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue
 from fp8kit.formats import Scheme
-from fp8kit.modules.libraries import unwrapped
+from fp8kit.modules.libraries import bare
 
 _Load = tuple[Layers, Placement]
 # loads of which more parts follow; a model that goes takes its own along
@@ -71,30 +71,30 @@ def load_weights(
         >>> fp8kit.load_weights(model, [])  # all buckets were there: check that nothing waits
     """
     _check_arguments(model, weights)
-    model = unwrapped(model)
-    where = None if device is None else torch.device(device)
-    load = _UNFINISHED.pop(model, None)
-    if load is None:
-        load = _begun(model, _selection(scheme, include, exclude, strict), where)
-    layers, arrivals = load
-    for pair in weights.items() if isinstance(weights, Mapping) else weights:
-        name, tensor = _checked(pair)
-        arrivals.put(name, tensor)
-        if strict and arrivals.unused:
-            raise CheckpointError(
-                f"{name} is not in the model.",
-                "With strict=True every tensor has a place.",
-                "Leave it out, or drop strict to get a warning.",
-            )
-    if partial:
-        _UNFINISHED[model] = load
-        return set(arrivals.placed)
-    into_module.end(model, layers, arrivals)
-    if where is not None:
-        model.to(where)
-    for note in into_module.Filled(arrivals.unused, arrivals.decoded).notes("The load"):
-        warnings.warn(note, stacklevel=2)
-    return arrivals.placed
+    with bare(model) as model:
+        where = None if device is None else torch.device(device)
+        load = _UNFINISHED.pop(model, None)
+        if load is None:
+            load = _begun(model, _selection(scheme, include, exclude, strict), where)
+        layers, arrivals = load
+        for pair in weights.items() if isinstance(weights, Mapping) else weights:
+            name, tensor = _checked(pair)
+            arrivals.put(name, tensor)
+            if strict and arrivals.unused:
+                raise CheckpointError(
+                    f"{name} is not in the model.",
+                    "With strict=True every tensor has a place.",
+                    "Leave it out, or drop strict to get a warning.",
+                )
+        if partial:
+            _UNFINISHED[model] = load
+            return set(arrivals.placed)
+        into_module.end(model, layers, arrivals)
+        if where is not None:
+            model.to(where)
+        for note in into_module.Filled(arrivals.unused, arrivals.decoded).notes("The load"):
+            warnings.warn(note, stacklevel=2)
+        return arrivals.placed
 
 
 def _check_arguments(model: object, weights: object) -> None:

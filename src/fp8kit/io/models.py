@@ -22,7 +22,7 @@ from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, teach
 from fp8kit.formats import FP8_FORMATS, MX_FORMS, SCHEMES, Scheme
-from fp8kit.modules.libraries import unwrapped
+from fp8kit.modules.libraries import bare
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form
 from fp8kit.modules.weight_parts import recode_for_devices
@@ -77,31 +77,31 @@ def save(
             "source= is the one whose tokenizer and the like are copied.",
             "Check the path, or leave source out and copy these files yourself.",
         )
-    model = unwrapped(model)
-    is_hf = is_transformers(model)
-    exported = integration().export(model) if is_hf else exporting.export_module(model)
-    if is_hf:
-        known = Path(str(getattr(model, "name_or_path", "") or ""))
-        source = source or (known if known.name and known.is_dir() else None)
-    check_unknown(exported.whole if is_hf else [], target)
-    announced = announce(model, exported, target)
-    tell_of_stacks(exported.whole)
-    tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
-    exporting.refuse_reserved(model, tensors)
-    quantization = announced.config(exported.dense)
-    kinds = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-    if is_hf and target == "transformers":
-        quantization = integration().accepted_of(model, quantization, kinds, announced.dtype)
-    return write_checkpoint(
-        destination,
-        kinds,
-        tensors.items(),
-        config=exporting.with_quantization(exported.config, quantization, announced.dtype),
-        source=source,
-        texts=exported.texts,
-        overwrite=overwrite,
-        max_shard_bytes=max_shard_bytes,
-    )
+    with bare(model) as model:
+        is_hf = is_transformers(model)
+        exported = integration().export(model) if is_hf else exporting.export_module(model)
+        if is_hf:
+            known = Path(str(getattr(model, "name_or_path", "") or ""))
+            source = source or (known if known.name and known.is_dir() else None)
+        check_unknown(exported.whole if is_hf else [], target)
+        announced = announce(model, exported, target)
+        tell_of_stacks(exported.whole)
+        tensors = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
+        exporting.refuse_reserved(model, tensors)
+        quantization = announced.config(exported.dense)
+        kinds = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+        if is_hf and target == "transformers":
+            quantization = integration().accepted_of(model, quantization, kinds, announced.dtype)
+        return write_checkpoint(
+            destination,
+            kinds,
+            tensors.items(),
+            config=exporting.with_quantization(exported.config, quantization, announced.dtype),
+            source=source,
+            texts=exported.texts,
+            overwrite=overwrite,
+            max_shard_bytes=max_shard_bytes,
+        )
 
 
 def load(
@@ -177,19 +177,20 @@ def load(
         selection = (
             None if chosen is None else into_module.Selection(chosen, include, exclude, strict)
         )
-        filled = into_module.fill(
-            unwrapped(model),
-            checkpoint,
-            selection,
-            device=where,
-            dtype=dtype,
-            strict=strict,
-            form=form,
-            missing=missing,
-        )
-        _bound_inputs(checkpoint, model)
-        recode_for_devices(model)
-        _tell_errors(checkpoint, model)
+        with bare(model) as inner:
+            filled = into_module.fill(
+                inner,
+                checkpoint,
+                selection,
+                device=where,
+                dtype=dtype,
+                strict=strict,
+                form=form,
+                missing=missing,
+            )
+            _bound_inputs(checkpoint, inner)
+            recode_for_devices(inner)
+            _tell_errors(checkpoint, inner)
         _warn(checkpoint, filled)
         return model
     hf = integration()

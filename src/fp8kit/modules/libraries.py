@@ -12,7 +12,8 @@ import functools
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -38,6 +39,7 @@ _LOADING = "diffusers.models.modeling_utils"
 # looks a method up by its name, in diffusers and Transformers, before either has loaded a model
 _CHOOSING = "diffusers.quantizers.pipe_quant_config"
 _METHOD = "fp8kit"
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # by torch.compile, for checkpointing
 
 
 def register_when_loaded() -> None:
@@ -81,8 +83,32 @@ def unwrapped(model: nn.Module) -> nn.Module:
     inner: nn.Module | None = model
     while inner is not None:
         model = inner
-        inner = model._modules.get("module" if isinstance(model, wrappers) else "_orig_mod")
+        names = ("module",) if isinstance(model, wrappers) else _WRAPPED
+        inner = next((model._modules[n] for n in names if n in model._modules), None)
     return model
+
+
+@contextmanager
+def bare(model: nn.Module) -> Iterator[nn.Module]:
+    """Unwrap a model, and for a while all that is wrapped in it: tensors have their own names.
+
+    Args:
+        model: of which single blocks or layers may be compiled or checkpointed.
+    """
+    model = unwrapped(model)
+    wrapped = [
+        (held, name, child, unwrapped(child))
+        for held in (module._modules for module in model.modules())
+        for name, child in held.items()
+        if child is not None
+    ]
+    for held, name, _, inner in wrapped:
+        held[name] = inner
+    try:
+        yield model
+    finally:
+        for held, name, child, _ in wrapped:
+            held[name] = child
 
 
 class _Finder(MetaPathFinder):
