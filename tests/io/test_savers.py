@@ -639,6 +639,18 @@ def test_diffusers_saves_a_part_that_was_converted_and_a_copy(tmp_path: Path) ->
     assert json.loads((tmp_path / "c/config.json").read_text()).get("quantization_config") is None
 
 
+def test_the_mixin_of_huggingface_hub_loads_what_it_saves(tmp_path: Path) -> None:
+    model: Any = plain()
+    model.save_pretrained(tmp_path)
+    loaded = Plain.from_pretrained(tmp_path)
+    assert loaded is not model
+    assert_equal_state(loaded.bfloat16(), model)
+    assert torch.equal(loaded(IDS), model(IDS))
+    dense = Plain()
+    dense.save_pretrained(tmp_path)
+    assert_equal_state(Plain.from_pretrained(tmp_path), dense)
+
+
 def wrapped_inside(model: nn.Module) -> Any:
     """Compile blocks by themselves, and checkpoint some of their layers."""
     for module in list(model.modules()):

@@ -49,11 +49,25 @@ def test_diffusers_knows_the_method_once_both_are_imported(first: str) -> None:
         "diffusers.FluxTransformer2DModel\n"
         "from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
         "assert 'fp8kit' in AUTO_QUANTIZER_MAPPING\n"
+        "import huggingface_hub.hub_mixin\n"
         "spec = sys.modules['diffusers.models.modeling_utils'].__spec__\n"
         "assert type(spec.loader).__name__ == 'SourceFileLoader'\n"
         "assert not any('fp8kit' in type(f).__module__ for f in sys.meta_path)\n"
     )
     fresh.run(code)
+
+
+@pytest.mark.parametrize(
+    "first", ["fp8kit, huggingface_hub.hub_mixin", "huggingface_hub.hub_mixin, fp8kit"]
+)
+def test_the_mixin_is_told_once_both_are_imported(first: str) -> None:
+    pytest.importorskip("huggingface_hub")
+    code = (
+        f"import {first}\n"
+        "load = huggingface_hub.hub_mixin.PyTorchModelHubMixin._load_as_safetensor\n"
+        "assert load.__globals__['__name__'] == 'fp8kit.integrations.huggingface_hub'\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_diffusers_loaded_first_is_told_at_the_import() -> None:

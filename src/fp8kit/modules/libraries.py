@@ -30,6 +30,7 @@ _TOLD_BY = {
     "diffusers.models.modeling_utils": "fp8kit.integrations.diffusers",
     "peft.tuners.lora.model": "fp8kit.integrations.peft",
     "accelerate.utils.modeling": "fp8kit.integrations.accelerate",
+    "huggingface_hub.hub_mixin": "fp8kit.integrations.huggingface_hub",
     "torch.nn.parallel.distributed": "fp8kit.integrations.torch_wrappers",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "fp8kit.integrations.torch_wrappers",
 }
@@ -38,17 +39,20 @@ _told: set[str] = set()
 _LOADING = "diffusers.models.modeling_utils"
 # looks a method up by its name, in diffusers and Transformers, before either has loaded a model
 _CHOOSING = "diffusers.quantizers.pipe_quant_config"
+# builds a dense model, and fills it with codes before there is any FP8 layer
+_MIXIN = "huggingface_hub.hub_mixin"
 _METHOD = "fp8kit"
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # by torch.compile, for checkpointing
 
 
 def register_when_loaded() -> None:
-    """Register the quantization method of diffusers: now if it is loaded, else when it is.
+    """Tell diffusers and huggingface_hub's mixin of FP8: now if they are loaded, else then.
 
     Nothing is imported before diffusers itself imports its models, or is asked for the method.
     """
     following = {
         _LOADING: lambda _: _tell(_LOADING),
+        _MIXIN: lambda _: _tell(_MIXIN),
         _CHOOSING: _register_when_chosen,
     }
     for name in [n for n in following if n in sys.modules]:

@@ -107,6 +107,18 @@ def test_two_sets_of_weights(sharded: Path) -> None:
     refused(sharded, "holds both model.safetensors and model.safetensors.index.json")
 
 
+def test_shards_of_a_variant(sharded: Path) -> None:
+    before = open_checkpoint(sharded).tensors
+    for file in [*sharded.glob("*.safetensors"), sharded / INDEX]:
+        text = file.read_bytes()
+        if file.name == INDEX:
+            text = text.replace(b"model-", b"model.fp8-")
+        renamed = file.name.replace("model-", "model.fp8-").replace("index.json", "index.fp8.json")
+        file.unlink()
+        (sharded / renamed).write_bytes(text)
+    assert open_checkpoint(sharded).tensors.keys() == before.keys()
+
+
 def test_one_file_with_an_index_of_its_own(sound: Path) -> None:
     names = load_file(sound / SHARD)
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, SHARD)}

@@ -322,6 +322,10 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     single_files = [p.name for p in path.glob("*.safetensors")]
     if len(single_files) == 1:
         return None, single_files
+    indexes = [*path.glob("*.safetensors.index.*.json")]  # of Transformers' variant=
+    if len(indexes) == 1:
+        weights = _weight_map(indexes[0])
+        return weights, sorted(set(weights.values()))
     raise no_weights(path)
 
 
