@@ -389,7 +389,51 @@ class Scaling(nn.Linear):
         return super().forward(x) * scale
 
 
-ODD = [Switching, Widening, Restless, Bounded, Guarded, Masked, Images, Casting, Scaling]
+class Probing(nn.Linear):
+    """Lets no gradient through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+class Recorded(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
+
+
+class Clearing(nn.Linear):
+    """Leaves nothing of its input to others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        x.zero_()
+        return y
+
+
+class Paying(nn.Linear):
+    """Rounds its weight where that pays."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.in_features % 32 else self.weight * 64 // 1 / 64
+        return nn.functional.linear(x, weight, self.bias)
+
+
+class Truncating(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:256])
+
+
+class Lone(nn.Linear):
+    """Takes one row for that of a running generation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.shape[:-1].numel() == 1 and x.dim() == 2 else 1)
+
+
+ODD = [
+    *(Switching, Widening, Restless, Bounded, Guarded, Masked, Images, Casting, Scaling),
+    *(Probing, Recorded, Clearing, Paying, Truncating, Lone),
+]
 
 
 @pytest.mark.parametrize("kind", ODD)
@@ -422,6 +466,15 @@ def test_a_model_made_in_inference_mode_converts() -> None:
     with torch.inference_mode():
         model = one(nn.Linear(D, D))
     assert "fc" in {layer.name for layer in fp8kit.convert(model).converted}
+
+
+def test_a_model_converted_in_inference_mode_is_as_useful_as_before() -> None:
+    model = one(Passing(D, D))
+    with torch.inference_mode():
+        assert "fc" in {layer.name for layer in fp8kit.convert(model).converted}
+    assert not any(p.is_inference() for p in model.parameters())
+    model(torch.randn(3, D, requires_grad=True)).sum().backward()
+    model.load_state_dict(model.state_dict())
 
 
 def test_attention_of_torch_is_left_alone_by_name() -> None:

@@ -84,9 +84,12 @@ class Plan:
 
     def _carry_out(self, weight_storage: str) -> Report:
         _check_storage(weight_storage)
-        replacement.replace_layers(
-            self.model, self.scheme, self.report, self.calibrate, weight_storage
-        )
+        recording = torch.is_grad_enabled()
+        # what is made in inference mode takes no other weights, and passes no gradient on
+        with torch.inference_mode(False), torch.set_grad_enabled(recording):
+            replacement.replace_layers(
+                self.model, self.scheme, self.report, self.calibrate, weight_storage
+            )
         siblings.share_inputs(self.model, self.report.groups)
         if fusion.level(self.fuse) > 1:
             self.report.fused = fusion.fuse_producers(self.model, self.links)

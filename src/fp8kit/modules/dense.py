@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from fp8kit.modules.linear import Fp8Linear
 
 _TRIED = (24, 40)  # K and N of the layer that a class is tried as
-_LEADS = ((2, 3), (_TRIED[0],), (), (2, _TRIED[0], 1))  # dimensions of its inputs before K
+_WIDE = (128, 256)  # the same for classes that look whether something pays
+_LEADS = ((2, 3), (24,), (), (2, 24, 1), (1,), (300,))  # dimensions of its inputs before K
 # of the rows that it is tried on: past any bound that a class may set, and past fp16
 _MAGNITUDES = (1.0, 0.0, 30.0, 1e4, 1e-4, 1e6)
 _SIZES = ("in_features", "out_features")
@@ -106,9 +107,9 @@ def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str
     """Return how the ``forward`` of a layer differs from that of ``nn.Linear``; empty if it is it.
 
     The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
-    modes, in three dtypes, on inputs of one to four dimensions whose rows are zeros, small, and
-    beyond what fp16 holds. The layer itself is neither run nor changed. ``tried`` has what came of
-    other layers, which alike ones are not tried again for.
+    modes, two sizes and three dtypes, on inputs of one to four dimensions whose rows are zeros,
+    small, and beyond what fp16 holds, and back. The layer itself is neither run nor changed.
+    ``tried`` has what came of other layers, which alike ones are not tried again for.
     """
     if type(linear).forward is nn.Linear.forward:
         return ""
@@ -122,8 +123,9 @@ def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str
         try:
             with on_trial():
                 agrees = all(
-                    _agrees(linear, training, dtype)
+                    _agrees(linear, training, dtype, sizes)
                     for dtype in (torch.float32, torch.bfloat16, torch.float16)
+                    for sizes in (_TRIED, _WIDE)
                     for training in (False, True)
                 )
             tried[key] = "" if agrees else "computes something else"
@@ -132,14 +134,14 @@ def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str
     return tried[key]
 
 
-def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype) -> bool:
+def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype, sizes: tuple[int, int]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    k, n = _TRIED
+    k, n = sizes
     weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((n, k), (n,)))
     own: dict[str, nn.Parameter | None] = {"weight": nn.Parameter(weight)}
     own["bias"] = None if linear.bias is None else nn.Parameter(bias)
     twin = owned(linear, _parameters=own)
-    twin.__dict__ |= dict(zip(_SIZES, _TRIED, strict=True))
+    twin.__dict__ |= dict(zip(_SIZES, sizes, strict=True))
     set_training(twin, training)
     tried = False
     for lead in _LEADS if dtype == torch.float32 else _LEADS[:1]:
@@ -147,21 +149,37 @@ def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype) -> bool:
         rows = x.view(-1, k)
         rows *= row_factors(_MAGNITUDES, len(rows))
         x = x.to(dtype)
+        given = x.clone()
         try:
-            y = twin.forward(x.clone())
+            y = twin.forward(given)
         except Exception:  # it needs what a layer of another size or on another device has
             if not tried:
                 return False
             continue  # inputs of this form are none of its
-        tried = True
-        if not _close(y, functional.linear(x, weight, own["bias"])):
+        if not _close(y, functional.linear(x, weight, own["bias"])) or not torch.equal(given, x):
             return False
+        if not tried and dtype == torch.float32 and not _backward_agrees(twin, x, y):
+            return False
+        tried = True
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     try:
         twin.forward(torch.randn(2, k, generator=generator).to(other))
     except Exception:  # as that of nn.Linear does
         return True
     return False  # it casts its input, and its result has another dtype than that
+
+
+@torch.enable_grad()
+def _backward_agrees(twin: Any, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether it gives the same while gradients are recorded, and their own."""
+    x = x.clone().requires_grad_()
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    try:
+        found = twin.forward(x * 1)  # which it may change in place, unlike a leaf
+        (gradient,) = torch.autograd.grad(found, x, upstream)
+    except Exception:  # it detaches its input, or what it does has no gradient
+        return False
+    return _close(found, y) and _close(gradient, upstream @ twin._parameters["weight"])
 
 
 def _close(y: object, wanted: torch.Tensor) -> bool:

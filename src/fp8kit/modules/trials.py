@@ -53,6 +53,7 @@ def on_trial() -> Iterator[None]:
     with (
         torch.random.fork_rng(devices),
         torch.autocast("cpu", enabled=False),
+        torch.inference_mode(False),  # what is made in it has no gradient
         torch.no_grad(),
         here,
     ):
