@@ -183,6 +183,26 @@ def test_fsdp1_flattens_the_weights_of_fused_norms() -> None:
     assert_bits_equal(wrapped(ids).logits.detach(), expected)
 
 
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:.*NO_SHARD", "ignore:.*FSDP")
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_wrapped_already_stays_dense(whole: bool) -> None:
+    for wrap, said in (
+        (
+            lambda m: FullyShardedDataParallel(
+                m, use_orig_params=whole, device_id=torch.device("cpu")
+            ),
+            "FullyShardedDataParallel keeps its weight in one tensor with others; convert the",
+        ),
+        (nn.parallel.DistributedDataParallel, "which stays dense; convert the model before it is"),
+    ):
+        model = nn.Sequential(nn.Linear(128, 128))
+        wrapped: Any = wrap(model)
+        with pytest.warns(UserWarning, match=said):
+            fp8kit.convert(wrapped)
+        assert wrapped(torch.ones(2, 128)).isfinite().all()
+
+
 def test_fully_shard_gathers_codes(mesh: Any, tmp_path: Path) -> None:
     model, x = Adapted().base, inputs()
     expected, layer = model(x), model[0]

@@ -31,6 +31,10 @@ _DISPATCHED = (
     "accelerate dispatched the model and runs this layer by a hook; convert the model "
     "first and dispatch it then, or call remove_hook_from_submodules of accelerate.hooks"
 )
+_SHARDED = (
+    "FullyShardedDataParallel keeps its weight in one tensor with others; convert the model first "
+    "and wrap it then, with ignored_states= for what is frozen"
+)
 # modules of torch that multiply by the weights of their layers without calling these
 _READERS: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "multiplies by the weight itself, in one function for all of attention",
@@ -170,6 +174,8 @@ def _bypass(module: nn.Module) -> str:
 def _of_state(module: nn.Module) -> str:
     if isinstance(module, Fp8Linear):
         return ALREADY
+    if getattr(module, "_is_fsdp_managed_module", False):
+        return _SHARDED
     if parametrize.is_parametrized(module):
         return "its weight is parametrized; remove the parametrization first"
     if "weight" not in module._parameters:
@@ -210,13 +216,21 @@ def _held_in_parts(model: nn.Module) -> dict[nn.Module, str]:
         if is_linear(module) and (weight := module._parameters.get("weight")) is not None
     }
     return {
-        layer: f"{type(holder).__name__} holds its {part} in {attribute}, "
-        "which stays dense; call the layer instead"
+        layer: f"{type(holder).__name__} holds its {part} in {attribute}, which stays dense; "
+        + (
+            "convert the model before it is wrapped"
+            if _is_wrapper(holder)
+            else "call the layer instead"
+        )
         for holder in model.modules()
         for attribute, value in vars(holder).items()
         if attribute not in of_every_module
         for layer, part in _parts_of_layers(value, owners)
     }
+
+
+def _is_wrapper(holder: nn.Module) -> bool:
+    return isinstance(holder, nn.parallel.DistributedDataParallel)
 
 
 def _parts_of_layers(
