@@ -89,5 +89,5 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         " Did you mean 'FP8_DYNAMIC'?"
     """
     by_lower = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(str(word).lower(), by_lower, n=1, cutoff=0.7)
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -415,6 +415,10 @@ def test_half_converted_siblings(tmp_path: Path) -> None:
     save(model, tmp_path / "c", target="transformers")
 
 
+NO_DTYPE: Any = "bfloat16"
+NO_TARGET: Any = None
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
@@ -428,6 +432,12 @@ def test_half_converted_siblings(tmp_path: Path) -> None:
          "a scheme of your own, 'FP8_TENSOR'"),
         (lambda _: load(NANO, scheme="FP8_DYNAMIC", dtype=torch.float8_e4m3fn), ValueError,
          "high precision of the model"),
+        (lambda _: load(NANO, scheme="FP8_DYNAMIC", dtype=torch.int8), ValueError,
+         "high precision of the model"),
+        (lambda _: load(NANO, scheme="FP8_DYNAMIC", dtype=NO_DTYPE), ValueError,
+         "high precision of the model"),
+        (lambda p: save(converted(), p, target=NO_TARGET), ValueError,
+         "Known targets are vllm, sglang, transformers"),
         (lambda p: save(ragged(), p), CheckpointError, "holds no FP8 layers"),
         (lambda p: save(two_schemes(torch.bfloat16), p), CheckpointError,
          r"compute in torch\.bfloat16 and torch\.float32.*one high precision"),

@@ -160,6 +160,12 @@ def test_one_batch_is_no_list(data: object) -> None:
         fp8kit.evaluate(converted(dense), dense, data)  # type: ignore[arg-type]
 
 
+def test_what_is_no_model_is_named() -> None:
+    for pair in ((converted(Stack()), None), ("dir", Stack())):
+        with pytest.raises(TypeError, match=r"Got a (NoneType|str) as one of the models"):
+            fp8kit.evaluate(*pair, [torch.ones(1, 128)])  # type: ignore[arg-type]
+
+
 def test_the_command_prints_what_the_function_measures(tmp_path: Path) -> None:
     fp8kit.quantize_checkpoint(NANO, tmp_path / "fp8")
     text = tmp_path / "text"

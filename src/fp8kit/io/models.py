@@ -21,7 +21,7 @@ from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, teach
-from fp8kit.formats import FP8_FORMATS, MX_FORMS, SCHEMES, Scheme
+from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
 from fp8kit.modules.libraries import bare
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form
@@ -306,11 +306,12 @@ def _preset(scheme: Scheme | str | None) -> str:
     return found.name
 
 
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype in FP8_FORMATS:
+def _check_dtype(dtype: object) -> None:
+    known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not None and not known:
         raise InvalidValue(
-            f"Got dtype={dtype}.",
-            "It is the high precision of the model: bfloat16, float16 or float32.",
+            f"Got dtype={dtype!r}.",
+            "It is the high precision of the model: bfloat16, float16 or float32 of torch.",
             "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'.",
         )
 

@@ -129,6 +129,12 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
             "It is a list, or another iterable, of batches.",
             "Pass [batch].",
         )
+    if odd := [m for m in (model, reference) if not isinstance(m, nn.Module)]:
+        raise InvalidType(
+            f"Got a {type(odd[0]).__name__} as one of the models.",
+            "A converted model is compared with its dense original.",
+            "Copy the model before it is converted, and pass both.",
+        )
     pairs = _pairs(model, reference)
     own, drift = {n: _Noise() for n in pairs}, {n: _Noise() for n in pairs}
     output, tokens = _Noise(), _Tokens()
