@@ -644,11 +644,11 @@ def test_the_mixin_of_huggingface_hub_loads_what_it_saves(tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     loaded = Plain.from_pretrained(tmp_path)
     assert loaded is not model
-    assert_equal_state(loaded.bfloat16(), model)
+    assert_same_tensors(loaded.bfloat16(), model)
     assert torch.equal(loaded(IDS), model(IDS))
     dense = Plain()
     dense.save_pretrained(tmp_path)
-    assert_equal_state(Plain.from_pretrained(tmp_path), dense)
+    assert_same_tensors(Plain.from_pretrained(tmp_path), dense)
 
 
 def wrapped_inside(model: nn.Module) -> Any:
@@ -675,16 +675,16 @@ def test_what_is_wrapped_inside_a_model_is_saved_under_its_own_names(
     fp8kit.save(model, tmp_path / "saved")
     ours, theirs = (load_file(tmp_path / d / "model.safetensors") for d in ("saved", "bare"))
     assert ours.keys() == theirs.keys()
-    assert_equal_state(load_ours(make(), tmp_path), bare)
+    assert_same_tensors(load_ours(make(), tmp_path), bare)
     filled = wrapped_inside(make())
     assert fp8kit.load(tmp_path / "saved", filled) is filled
-    assert_equal_state(filled, model)
+    assert_same_tensors(filled, model)
     fp8kit.load_weights(filled, {n: t.clone() for n, t in bare.state_dict().items()})
-    assert_equal_state(filled, model)
+    assert_same_tensors(filled, model)
     assert list(model.named_modules()) == before
     if make is llama:
         model.save_pretrained(tmp_path / "own")
-        assert_equal_state(fp8kit.load(tmp_path / "own"), bare)
+        assert_same_tensors(fp8kit.load(tmp_path / "own"), bare)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -67,7 +67,7 @@ def test_the_mixin_is_told_once_both_are_imported(first: str) -> None:
         "load = huggingface_hub.hub_mixin.PyTorchModelHubMixin._load_as_safetensor\n"
         "assert load.__globals__['__name__'] == 'fp8kit.integrations.huggingface_hub'\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    fresh.run(code)
 
 
 def test_diffusers_loaded_first_is_told_at_the_import() -> None:
