@@ -245,6 +245,8 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "integrations/test_torch.py::test_autocast_decides_the_dtype_of_the_model"),
         Row("works", "`inference_mode`, `no_grad`",
             "integrations/test_torch.py::test_inference_mode_and_no_grad_agree"),
+        Row("works", "`FlopCounterMode`",
+            "integrations/test_flop_counter.py::test_linear_layers_forward_and_backward"),
         Row("refused", "`jit.script`", "integrations/test_torch.py::test_scripting_is_refused"),
     ),
 }  # fmt: skip

@@ -49,7 +49,7 @@ def test_diffusers_knows_the_method_once_both_are_imported(first: str) -> None:
         "diffusers.FluxTransformer2DModel\n"
         "from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING\n"
         "assert 'fp8kit' in AUTO_QUANTIZER_MAPPING\n"
-        "import huggingface_hub.hub_mixin\n"
+        "import huggingface_hub.hub_mixin, torch.utils.flop_counter\n"
         "spec = sys.modules['diffusers.models.modeling_utils'].__spec__\n"
         "assert type(spec.loader).__name__ == 'SourceFileLoader'\n"
         "assert not any('fp8kit' in type(f).__module__ for f in sys.meta_path)\n"

@@ -32,6 +32,7 @@ _TOLD_BY = {
     "accelerate.utils.modeling": "fp8kit.integrations.accelerate",
     "huggingface_hub.hub_mixin": "fp8kit.integrations.huggingface_hub",
     "torch.nn.parallel.distributed": "fp8kit.integrations.torch_wrappers",
+    "torch.utils.flop_counter": "fp8kit.integrations.flop_counter",
     "torch.distributed.fsdp.fully_sharded_data_parallel": "fp8kit.integrations.torch_wrappers",
 }
 _told: set[str] = set()
@@ -41,20 +42,21 @@ _LOADING = "diffusers.models.modeling_utils"
 _CHOOSING = "diffusers.quantizers.pipe_quant_config"
 # builds a dense model, and fills it with codes before there is any FP8 layer
 _MIXIN = "huggingface_hub.hub_mixin"
+# counts what runs, however long ago it was made
+_COUNTING = "torch.utils.flop_counter"
 _METHOD = "fp8kit"
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # by torch.compile, for checkpointing
 
 
 def register_when_loaded() -> None:
-    """Tell diffusers and huggingface_hub's mixin of FP8: now if they are loaded, else then.
+    """Tell libraries that may meet FP8 before a layer is made: now if they are loaded, else then.
 
     Nothing is imported before diffusers itself imports its models, or is asked for the method.
     """
-    following = {
-        _LOADING: lambda _: _tell(_LOADING),
-        _MIXIN: lambda _: _tell(_MIXIN),
-        _CHOOSING: _register_when_chosen,
+    following: dict[str, Callable[[ModuleType], None]] = {
+        name: lambda module: _tell(module.__name__) for name in (_LOADING, _MIXIN, _COUNTING)
     }
+    following[_CHOOSING] = _register_when_chosen
     for name in [n for n in following if n in sys.modules]:
         following.pop(name)(sys.modules[name])
     if following and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
