@@ -653,6 +653,35 @@ def test_fp8_where_no_linear_layer_is(tmp_path: Path, stacked: bool, device: str
     assert isinstance(model.fc, Fp8Linear)
 
 
+class Casting(nn.Module):
+    """What T5 does: it asks a layer's weight for the dtype of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.wo(self.wi(x).to(self.wo.weight.dtype))
+        return y
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer_whose_weight_is_read_is_decoded(tmp_path: Path, device: str) -> None:
+    source = nn.Module()
+    source.wi, source.wo = nn.Linear(128, 128), nn.Linear(128, 128)
+    fp8kit.convert(source.bfloat16(), exclude=[])
+    save(source, tmp_path / "c")
+    with torch.device(device):
+        model = Casting().bfloat16()
+    with pytest.warns(UserWarning, match=r"decoded .*: wo\. wo: .* the dtype of its weight"):
+        load(tmp_path / "c", model)
+    assert isinstance(model.wi, Fp8Linear)
+    wanted = fp8kit.dequantize(source.wo.quantized_weight(), torch.bfloat16)
+    assert_bits_equal(model.wo.weight, wanted)
+    x = torch.randn(3, 128).bfloat16()
+    assert_bits_equal(model(x), nn.functional.linear(source.wi(x), wanted, source.wo.bias))
+
+
 def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(128, 128))
     fp8kit.convert(model, exclude=[])

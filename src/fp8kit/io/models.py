@@ -122,7 +122,7 @@ def load(
     NVFP4 weights become ``scheme``, by default FP8_DYNAMIC; a warning tells the error of that.
     Each tensor is read, quantized and placed before the next one. q/k/v, gate/up and experts may be
     joined in the checkpoint, in the model, or in both. FP8 weights for which the model has no
-    linear layer, such as stacks of experts, are decoded, and a warning names them.
+    linear layer, or one whose weight its code reads, are decoded, and a warning names them.
 
     Args:
         source: a checkpoint directory.

@@ -24,13 +24,17 @@ from fp8kit.modules.linear import Fp8Linear
 
 @dataclass(slots=True)
 class Layers:
-    """New FP8 layers by every name they will have, and the layers that share an input."""
+    """New FP8 layers by every name they will have, and the layers that share an input.
+
+    ``read`` names layers that stay dense because code reads their weight, each with the reason.
+    """
 
     made: dict[str, Fp8Linear] = field(default_factory=dict)
     experts: dict[str, expert_layers.Experts] = field(default_factory=dict)
     groups: list[tuple[str, ...]] = field(default_factory=list)
     ties: list[list[str]] = field(default_factory=list)
     form: Scheme | None = None  # of MXFP8 layers; by default the fastest on their device
+    read: dict[str, str] = field(default_factory=dict)
     missing: Sequence[str] = ()  # patterns of those that keep what they hold
 
 

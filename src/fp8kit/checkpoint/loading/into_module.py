@@ -25,6 +25,8 @@ from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
+from fp8kit.conversion.readers.dtypes import dtype_answers
+from fp8kit.conversion.readers.reads import weight_reads
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
@@ -51,12 +53,14 @@ class Filled:
     """What to know about a load.
 
     ``unused`` names tensors that the model does not use, ``decoded`` layers that are FP8 in the
-    checkpoint and dense in the model; ``told`` has further sentences.
+    checkpoint and dense in the model, ``why`` the reason of one of these; ``told`` has further
+    sentences.
     """
 
     unused: list[str] = field(default_factory=list)
     decoded: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
+    why: str = ""
 
     def notes(self, source: str) -> list[str]:
         """Return it in sentences about ``source``, which was loaded."""
@@ -68,7 +72,7 @@ class Filled:
         if self.decoded:
             found.append(
                 f"{source} holds {len(self.decoded)} FP8 layers for which the model has no FP8 "
-                f"layer; they were decoded to high precision: {some_of(self.decoded)}."
+                f"layer; they were decoded to high precision: {some_of(self.decoded)}.{self.why}"
             )
         return found + self.told
 
@@ -104,10 +108,11 @@ def fill(
     for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
         arrivals.put(name, checkpoint.read(name))
     told = end(model, layers, arrivals)
+    why = [f" {name}: {reason}." for name, reason in layers.read.items()]
     if device is not None:
         model.to(device)
     kept = keep_cache_scales(model, checkpoint, {n: n for n in unused})
-    return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded), told)
+    return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded), told, "".join(why[:1]))
 
 
 def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
@@ -197,6 +202,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
     modules = dict(model.named_modules(remove_duplicate=False))
     shapes = shapes_of(expected_state(model, found))
     found.experts = experts_in_checkpoint(model, checkpoint, shapes)
+    read = {**dtype_answers(model), **weight_reads(model)} if checkpoint.layers else {}
     for name, source in checkpoint.layers.items():
         route = find(name, "weight", shapes)
         if route is None or route.expert is not None or source.weight == name:
@@ -209,6 +215,9 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             module = modules.get(target)
             if not isinstance(module, nn.Linear):
                 continue  # an embedding, say, or renamed by a hook of state_dict: decoded
+            if module in read and not isinstance(module, Fp8Linear):
+                found.read[target] = read[module]  # codes are not its numbers: decoded
+                continue
             if (
                 isinstance(module, Fp8Linear)
                 and module.scheme.stored.activation == scheme.activation
