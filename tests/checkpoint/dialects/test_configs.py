@@ -44,6 +44,27 @@ def read(config: dict[str, Any], scale: str = "weight_scale", **more: Any) -> tu
 
 
 @pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("rotation_config", {"block_size": 32, "hadamard_type": "hadamard"}),
+        ("spinquant_config", {"r4": True}),
+        ("algo_config", [{"name": "rotation", "r1": True, "r4": True}]),
+        ("algo_config", [{"name": "awq"}, {"name": "rotation", "online_r1_rotation": True}]),
+    ],
+)
+def test_inputs_that_are_rotated_at_run_time_are_refused(key: str, config: Any) -> None:
+    auto_round = {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8}
+    base = quark({}) if key == "algo_config" else auto_round
+    with pytest.raises(CheckpointError, match=f"has {key}.*: inputs of layers are rotated"):
+        read({**base, key: config})
+
+
+@pytest.mark.parametrize("config", [None, [], [{"name": "rotation", "r1": True, "r4": False}]])
+def test_rotations_that_are_part_of_the_weights_change_nothing(config: Any) -> None:
+    assert read({**quark({}), "algo_config": config}) == read(quark({}))
+
+
+@pytest.mark.parametrize(
     ("config", "scale", "name", "numbers"),
     [
         (FP8, "weight_scale", "autofp8", Numbers(static=False)),

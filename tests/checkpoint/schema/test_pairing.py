@@ -40,8 +40,27 @@ W: Kind = (E4, (256, 128))
 
 @pytest.mark.parametrize("quantization", [None, BLOCK, MX, STATIC, CHANNEL])
 def test_a_weight_without_its_scale(quantization: Any) -> None:
-    text = problem(read(quantization, a__weight=W))
+    other = {} if quantization else {"b__weight": W, "b__weight_scale": (F32, (256, 1))}
+    text = problem(read(quantization, a__weight=W, **other))
     assert text.startswith("a.weight is torch.float8_e4m3fn and has no a.weight_scale.")
+
+
+@pytest.mark.parametrize("kinds", [{"a__weight": W}, {"a__weight": (E5, (256, 128))}, {}])
+def test_plain_casts_are_told_from_codes_without_scales(kinds: dict[str, Kind]) -> None:
+    found = read(None, a__bias=(E4, (256,)), norm__weight=(F32, (128,)), **kinds)
+    text = problem(found)
+    assert text.startswith(f"None of the FP8 tensors, such as a.{'weight' if kinds else 'bias'}, ")
+    assert "cast every tensor of a plain cast to bfloat16, save that, and quantize it." in text
+
+
+@pytest.mark.parametrize("quantization", [None, STATIC, {"quant_method": "modelopt"}])
+def test_a_layer_whose_input_is_scaled_before_it_is_quantized(quantization: Any) -> None:
+    algorithm = {"quant_algo": "FP8"} if quantization and "modelopt" in str(quantization) else {}
+    config = quantization and {**quantization, **algorithm}
+    scales = {"a__weight_scale": (F32, ()), "a__input_scale": (F32, ())}
+    text = problem(read(config, a__weight=W, a__pre_quant_scale=(BF16, (128,)), **scales))
+    assert text.startswith("a.pre_quant_scale multiplies what goes into its layer")
+    assert not read(config, a__weight=W, b__pre_quant_scale=(BF16, (128,)), **scales).problems
 
 
 @pytest.mark.parametrize("weight", [None, (BF16, (256, 128))])

@@ -55,7 +55,7 @@ def detect(source: Source) -> Dialect | None:
     """Return which dialect a checkpoint is written in: by its tensors first, then by its config.
 
     ``None`` stands for a checkpoint in high precision. Raises ``CheckpointError`` if it announces a
-    quantization that no dialect here understands.
+    quantization that no dialect here understands, or rotations of what goes into layers.
     """
     if _is_quanto(source):
         raise CheckpointError(
@@ -63,10 +63,22 @@ def detect(source: Source) -> Dialect | None:
             "Its scales and packed weights have no dialect that is read here.",
             "Start from the high-precision checkpoint that it was made of.",
         )
+    found = source.quantization
+    rotated = [key for key in ("rotation_config", "spinquant_config") if found.get(key)]
+    algorithms = found.get("algo_config") or ()
+    for algorithm in algorithms if isinstance(algorithms, list) else ():
+        wanted = ("r4", "online_r1_rotation")  # those that the model has to do while it runs
+        if isinstance(algorithm, dict):
+            rotated += [f"algo_config: {key}" for key in wanted if algorithm.get(key)]
+    if rotated:
+        raise CheckpointError(
+            f"The quantization config has {rotated[0]}: inputs of layers are rotated at run time.",
+            "Layers here multiply their inputs as they come: every number would be wrong.",
+            "Export the model without rotations, or with those alone that are part of the weights.",
+        )
     for dialect in DIALECTS:
         if dialect.detect(source):
             return dialect
-    found = source.quantization
     if not found:
         return None
     raise CheckpointError(

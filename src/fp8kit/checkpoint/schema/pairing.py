@@ -57,6 +57,10 @@ def interpret(source: Source) -> Reading:
         return Reading(tensors={n: n for n in source.kinds}, problems=[str(error)])
     names = sort_names(source.kinds)
     found = Reading(dialect, tensors={n: n for n in names.plain})
+    if dialect.name == "bare" and not any(parts.scales for parts in names.layers.values()):
+        coded = [*(parts.weight for parts in names.layers.values()), *names.stray]
+        found.problems.append(_plain_casts(next(filter(None, coded))))
+        return found
     for name in names.stray:
         found.problems.append(_stray(name, source.kinds[name][0]))
     unset = [n for n, parts in names.layers.items() if _is_unset(n, parts, source, announced)]
@@ -136,9 +140,29 @@ def _add_layer(
             problems.append(_ambiguous(f"{taken[0]} and {held[role][0]}", ours))
         for on_disk in held[role][:1]:
             found.tensors[ours] = on_disk
+    if (smooth := named(name, "pre_quant_scale")) in source.kinds:
+        problems.append(_smoothed(smooth))
     found.problems += problems
     if parts.weight:
         found.layers[name] = _layer(found, name, parts, source, announced, not problems)
+
+
+def _plain_casts(weight: str) -> str:
+    return teach(
+        f"None of the FP8 tensors, such as {weight}, has a scale (X.weight_scale).",
+        "FP8 weights are codes with scales. If these are numbers that were cast, as in "
+        "flux1-dev-fp8 and t5xxl_fp8_e4m3fn, no scale was divided out of them.",
+        "Start from the checkpoint in bf16; or cast every tensor of a plain cast to bfloat16, "
+        "save that, and quantize it. Else a shard may be missing.",
+    )
+
+
+def _smoothed(name: str) -> str:
+    return teach(
+        f"{name} multiplies what goes into its layer, before it is quantized.",
+        "Layers here multiply their inputs as they come: every number would be wrong.",
+        "Export the model without AWQ or SmoothQuant, or with these scales in the norms before.",
+    )
 
 
 def _ambiguous(names: str, ours: str) -> str:
