@@ -74,7 +74,7 @@ def as_path(value: object, what: str) -> Path:
     )
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Offer the known word that is closest to a mistyped one, as the end of an error text.
 
     Args:

@@ -17,6 +17,7 @@ from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue
 from fp8kit.formats import Scheme
+from fp8kit.io.arguments import as_device
 from fp8kit.modules.libraries import bare
 
 _Load = tuple[Layers, Placement]
@@ -63,7 +64,7 @@ def load_weights(
             without ``partial``, if a weight is not whole or a tensor still on meta.
         ConversionError: if a weight cannot be quantized, and as ``fp8kit.plan`` raises it.
         TypeError: if ``model`` is no module, or something that arrives is no name with a tensor.
-        ValueError: for an unknown scheme, or patterns without one.
+        ValueError: for an unknown scheme, patterns without one, or a device that is not there.
 
     Example:
         >>> fp8kit.load_weights(model, trainer.named_parameters())
@@ -72,7 +73,7 @@ def load_weights(
     """
     _check_arguments(model, weights)
     with bare(model) as model:
-        where = None if device is None else torch.device(device)
+        where = as_device(device)
         load = _UNFINISHED.pop(model, None)
         if load is None:
             load = _begun(model, _selection(scheme, include, exclude, strict), where)

@@ -29,6 +29,7 @@ from fp8kit.checkpoint.streaming.work_plan import Work, plan_work
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, InvalidValue, UnsupportedError, as_path, teach
 from fp8kit.formats import Scheme
+from fp8kit.io.arguments import as_devices
 from fp8kit.io.models import accepted
 
 THREADS_PER_GPU = 8
@@ -284,9 +285,7 @@ class _Lines:
 
 
 def _threads(devices: Sequence[torch.device | str]) -> Runner:
-    found = [torch.device(d) for d in devices]
-    if not found:
-        raise InvalidValue("Got no devices.", "Each one is a worker.", "Pass at least 'cpu'.")
+    found = as_devices(devices)
 
     def run(
         work: Work,

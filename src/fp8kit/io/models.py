@@ -22,6 +22,7 @@ from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, teach
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
+from fp8kit.io.arguments import as_device, check_dtype
 from fp8kit.modules.libraries import bare
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form
@@ -152,8 +153,9 @@ def load(
             does not fit the model.
         ConversionError: as ``fp8kit.plan`` raises it.
         ImportError: if Transformers is needed and is not there, or is too old.
-        TypeError: if ``model`` is no module.
-        ValueError: for an unknown scheme, an FP8 ``dtype``, or ``missing`` without ``model``.
+        TypeError: if ``model`` is no module, or ``dtype`` no dtype.
+        ValueError: for an unknown scheme, an FP8 ``dtype``, a ``device`` that is not there, or
+            ``missing`` without ``model``.
 
     Example:
         >>> model = fp8kit.load("fp8-dir", device="cuda")
@@ -165,12 +167,12 @@ def load(
             "The second argument is the module to fill; a scheme has a keyword.",
             "Pass scheme='FP8_DYNAMIC' or the like by name.",
         )
-    _check_dtype(dtype)
+    check_dtype(dtype)
+    where = as_device(device)
     wanted = None if scheme is None else Scheme.of(scheme).stored
     checkpoint = open_checkpoint(source, widths, wanted)
     _check_request(checkpoint, model, scheme, include, exclude)
     _check_missing(missing, model)
-    where = None if device is None else torch.device(device)
     form = None if scheme is None else named_form(Scheme.of(scheme), bool(checkpoint.spec))
     if model is not None:
         chosen = None if checkpoint.spec or scheme is None else scheme
@@ -304,16 +306,6 @@ def _preset(scheme: Scheme | str | None) -> str:
             "Load the model in high precision, then fp8kit.convert(model, scheme).",
         )
     return found.name
-
-
-def _check_dtype(dtype: object) -> None:
-    known = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
-    if dtype is not None and not known:
-        raise InvalidValue(
-            f"Got dtype={dtype!r}.",
-            "It is the high precision of the model: bfloat16, float16 or float32 of torch.",
-            "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'.",
-        )
 
 
 def _check_missing(missing: Sequence[str], model: nn.Module | None) -> None:

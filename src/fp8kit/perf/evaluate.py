@@ -123,7 +123,14 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
         >>> fp8kit.convert(model)
         >>> print(fp8kit.evaluate(model, dense, [{"input_ids": ids}]))
     """
-    if isinstance(data, Tensor | Mapping | str):
+    for name, module in (("model", model), ("reference", reference)):
+        if not isinstance(module, nn.Module):
+            raise InvalidType(
+                f"Got a {type(module).__name__} as {name}.",
+                "The FP8 model and the dense one are compared.",
+                "Pass both modules, then the batches.",
+            )
+    if isinstance(data, Tensor | Mapping | str | bytes) or not isinstance(data, Iterable):
         raise InvalidType(
             f"Got data of type {type(data).__name__}.",
             "It is a list, or another iterable, of batches.",

@@ -1,0 +1,65 @@
+"""Arguments of loads, checked before a file is opened: the device, and the high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8kit.errors import InvalidType, InvalidValue
+from fp8kit.formats import FP8_FORMATS
+
+
+def as_device(value: object) -> torch.device | None:
+    """Return a device that holds values and is there; ``None`` for ``None``.
+
+    Raises ``ValueError`` otherwise.
+    """
+    if value is None:
+        return None
+    required = "It is one that this machine has and that holds values, such as 'cpu' or 'cuda:0'."
+    try:
+        found: torch.device | None = None
+        if not isinstance(value, bool):
+            found = torch.device(value)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise InvalidValue(f"Got device={value!r:.80}.", required, "Pass one of these.") from error
+    count = torch.cuda.device_count()
+    if found is None or found.type == "meta":
+        raise InvalidValue(f"Got device={value!r:.80}.", required, "Pass one of these.")
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise InvalidValue(
+            f"Got device={value!r:.80}, and torch {torch.__version__} finds {count} GPUs here.",
+            required,
+            "Leave it out, or run this where the GPU is; fp8kit env shows what is found.",
+        )
+    return found
+
+
+def as_devices(value: object) -> list[torch.device]:
+    """Return devices of workers, one or more; raises ``TypeError`` or ``ValueError`` otherwise."""
+    if isinstance(value, str | torch.device) or not isinstance(value, Sequence):
+        raise InvalidType(
+            f"Got devices={value!r:.80}.",
+            "It is a list with a device for each worker.",
+            "Pass ['cpu'], or ['cuda:0', 'cuda:1'].",
+        )
+    if not value:
+        raise InvalidValue("Got no devices.", "Each one is a worker.", "Pass at least 'cpu'.")
+    return [found for each in value if (found := as_device(each)) is not None]
+
+
+def check_dtype(dtype: object) -> None:
+    """Refuse what is no high precision of a model; ``None`` is that of the checkpoint."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if dtype not in FP8_FORMATS:
+            return
+        remedy = "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'."
+    else:
+        remedy = "Pass torch.bfloat16, or leave it out for that of the checkpoint."
+    kind = InvalidValue if isinstance(dtype, torch.dtype) else InvalidType
+    raise kind(
+        f"Got dtype={dtype!r:.80}.",
+        "It is the high precision of the model: bfloat16, float16 or float32.",
+        remedy,
+    )
