@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.conversion.model_families import STACKED
-from fp8kit.formats import TENSOR, Scheme
+from fp8kit.formats import ROW, SCHEMES, TENSOR, Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 
 # (stack, its experts, the words for their layers) -> names of layers, by expert and word; a stack
@@ -76,7 +76,20 @@ def split_experts(
     for name in names:
         found = zip(names[name], _layers(*held[name], len(parts[name])), strict=True)
         layers |= dict(found)
-    return layers, [name for name in parts if name not in names]
+    return _with_one_scale(layers), [name for name in parts if name not in names]
+
+
+def _with_one_scale(layers: dict[str, ExpertLayer]) -> dict[str, ExpertLayer]:
+    """Return static experts with one scale each, if all rows of each have the same.
+
+    So they were in the checkpoint, and no engine loads static ones by rows.
+    """
+    wide, one = replace(SCHEMES["FP8"], name="", weight=ROW), SCHEMES["FP8"]
+    for layer in layers.values():
+        fits = replace(layer.scheme, name="") == wide
+        if not fits or not bool((layer.scale == layer.scale[0]).all()):
+            return layers
+    return {n: replace(x, scheme=one, scale=x.scale[:1].clone()) for n, x in layers.items()}
 
 
 def in_module(wanted: Mapping[str, tuple[int, tuple[str, ...]]]) -> dict[str, list[str]]:
