@@ -45,6 +45,14 @@ def test_a_weight_without_its_scale(quantization: Any) -> None:
     assert text.startswith("a.weight is torch.float8_e4m3fn and has no a.weight_scale.")
 
 
+def test_blocks_of_a_size_that_nothing_announces_are_told_apart() -> None:
+    text = problem(read(None, a__weight=W, a__weight_scale=(F32, (4, 2))))
+    assert text.startswith("a.weight_scale is torch.float32 of shape [4, 2], and no config says")
+    assert "tensor [1], row [256, 1], 128x128 [2, 1], mx [256, 4]." in text
+    sizes = {**BLOCK, "weight_block_size": [64, 64]}
+    assert not read(sizes, a__weight=W, a__weight_scale_inv=(F32, (4, 2))).problems
+
+
 @pytest.mark.parametrize("kinds", [{"a__weight": W}, {"a__weight": (E5, (256, 128))}, {}])
 def test_plain_casts_are_told_from_codes_without_scales(kinds: dict[str, Kind]) -> None:
     found = read(None, a__bias=(E4, (256,)), norm__weight=(F32, (128,)), **kinds)
@@ -121,7 +129,6 @@ def test_bytes_and_numbers_are_not_mixed_up(quantization: Any, scale: Kind) -> N
         (MX, (256, 3)),
         (CHANNEL, (128, 1)),
         (CHANNEL, (1,)),
-        (None, (4, 4)),
     ],
 )
 def test_a_scale_of_the_wrong_shape(quantization: Any, shape: tuple[int, ...]) -> None:

@@ -132,8 +132,13 @@ def granularity(numbers: Numbers, shape: Shape, scale: Kind) -> GroupShape:
     return fitting[0] if fitting else candidates[0]
 
 
-def scale_problem(name: str, scale: Kind, shape: Shape, numbers: Numbers) -> str:
-    """Return what is wrong with scales of codes of this shape on disk; empty if nothing is."""
+def scale_problem(
+    name: str, scale: Kind, shape: Shape, numbers: Numbers, announced: bool = True
+) -> str:
+    """Return what is wrong with scales of codes of this shape on disk; empty if nothing is.
+
+    Not ``announced`` is a granularity that was guessed from the scales.
+    """
     group = numbers.weight
     assert group is not None
     shapes = accepted_shapes(shape, group, numbers)
@@ -149,6 +154,16 @@ def scale_problem(name: str, scale: Kind, shape: Shape, numbers: Numbers) -> str
         remedy = "Exponent bytes and numbers are not cast into each other: export again."
     elif len(scale[1]) == 1 and len(shape) == 2 and group.rows < 2:
         remedy += " If each part of a fused layer has one: fp8kit.load(dir, widths={name: rows})."
+    elif not announced and len(shape) == 2:
+        known = ((g, accepted_shapes(shape, g, numbers)[0]) for g in (TENSOR, ROW, BLOCK, MX))
+        return teach(
+            f"{name} is {scale[0]} of shape {list(scale[1])}, and no config says how fine it is.",
+            f"Scales of a weight of {list(shape)} are known without one by their shapes: "
+            + ", ".join(f"{group} {list(sides)}" for group, sides in known)
+            + ".",
+            'Say it in config.json: "quantization_config": {"quant_method": "fp8", '
+            '"weight_block_size": [rows, columns]}.',
+        )
     return teach(
         f"{name} is {scale[0]} of shape {list(scale[1])}.",
         f"{group} scales of a weight of {list(shape)} are {kind} of shape {listed}.",

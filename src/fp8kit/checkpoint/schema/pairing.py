@@ -199,9 +199,10 @@ def _layer(
             except CheckpointError as error:
                 found.problems.append(str(error))
             widths = widths or part_widths(name, shape, scale[1][0], source.config)
+        said = numbers.weight is not None
         numbers = replace(numbers, weight=ROW if widths else granularity(numbers, shape, scale))
         if not widths:
-            found.problems += _texts(scale_problem(parts.scales[0], scale, shape, numbers))
+            found.problems += _texts(scale_problem(parts.scales[0], scale, shape, numbers, said))
     scheme = numbers.scheme(numbers.weight or TENSOR, bool(parts.input_scales))
     if sound:
         beside = (
