@@ -762,3 +762,23 @@ def test_a_model_with_an_fp8_head_gets_other_words(words: int, scheme: str, tmp_
     assert relative_error(after[..., :kept], before[..., :kept]) < 2 * torch.finfo(dtype).eps
     model.save_pretrained(tmp_path)
     assert_bits_equal(logits(load(tmp_path)), after)
+
+
+def test_layers_whose_weight_is_read_are_decoded(tmp_path: Path) -> None:
+    """T5 casts to the dtype of the weight of ``wo``, which exporters quantize all the same."""
+    config = transformers.T5Config(
+        d_model=128, d_kv=64, d_ff=128, num_layers=1, num_heads=2, vocab_size=64
+    )
+    source = transformers.T5EncoderModel(config).bfloat16().eval()
+    fp8kit.convert(source, exclude=[])
+    fp8kit.save(source, tmp_path / "c")
+    name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
+    q = fp8kit.quantize(source.get_parameter(name).detach(), role="weight")
+    edit_tensors(tmp_path / "c", **{name.replace(".", "__"): q.data, f"{name}_scale": q.scale})
+    with pytest.warns(UserWarning, match=r"1 FP8 layers .* asks for the dtype of its weight"):
+        model = fp8kit.load(tmp_path / "c")
+    assert_bits_equal(model.get_parameter(name), fp8kit.dequantize(q, torch.bfloat16))
+    kept = [n for n, m in model.named_modules() if isinstance(m, fp8kit.Fp8Linear)]
+    assert kept == [n for n, m in source.named_modules() if isinstance(m, fp8kit.Fp8Linear)]
+    assert kept
+    assert model(input_ids=torch.arange(8).view(1, -1)).last_hidden_state.isfinite().all()

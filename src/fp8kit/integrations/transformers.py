@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from fp8kit import functional
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
-from fp8kit.checkpoint.loading.into_module import Filled
+from fp8kit.checkpoint.loading.into_module import Filled, read_by_code
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.storage.reader import Checkpoint
@@ -54,7 +54,8 @@ def load(
     """Load a Transformers model from a checkpoint that has been opened.
 
     Each tensor is read when it is placed, experts one by one into the stacks of the model. FP8
-    layers that the model merges with others in any other way are decoded to high precision.
+    layers that the model merges with others in any other way, or whose weight its code reads, are
+    decoded to high precision.
     ``config`` is for a checkpoint in high precision alone; ``strict`` raises if the checkpoint
     holds tensors that the model does not use, and ``form`` is as in ``mx_forms.settle``. Gives the
     model in eval mode, and what to know about the load. Raises ``CheckpointError`` if Transformers
@@ -66,7 +67,7 @@ def load(
     built = skeleton(checkpoint)
     taken = _taken(checkpoint, built, config)
     _check_shapes(checkpoint, built, taken.tensors)
-    kept, merged = _layers(checkpoint, built)
+    kept, merged, read = _layers(checkpoint, built)
     surplus = _surplus(checkpoint, taken)
     alone = taken.tensors | surplus
     merged = [n for n in merged if checkpoint.layers[n].weight not in alone]
@@ -104,7 +105,7 @@ def load(
     model.config.name_or_path = model.name_or_path = str(checkpoint.path.resolve())
     if model.can_generate() and (checkpoint.path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
-    return model.eval(), Filled(sorted(info["unexpected_keys"]), merged, told)
+    return model.eval(), Filled(sorted(info["unexpected_keys"]), merged, told, read)
 
 
 def skeleton(checkpoint: Checkpoint) -> Any:
@@ -155,11 +156,18 @@ class _OnDisk:
         return tensor[index]
 
 
-def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str]]:
-    """Divide the FP8 layers into those that stay one matrix in the model, and the others."""
+def _layers(checkpoint: Checkpoint, model: Any) -> tuple[list[str], list[str], Mapping[str, str]]:
+    """Divide the FP8 layers into those that stay FP8 in the model, and the others.
+
+    Those are merged, or their weight is read by code; the reasons of the latter come with them.
+    """
     weights = {layer.weight: name for name, layer in checkpoint.layers.items()}
     kept, merged = layers_in_model(model, weights)
-    return [weights[w] for w in kept], [weights[w] for w in merged]
+    by_code = read_by_code(model) if kept else {}
+    modules = {weights[w]: model.get_submodule(name) for w, name in kept.items()}
+    read = {name: by_code[module] for name, module in modules.items() if module in by_code}
+    others = [*(weights[w] for w in merged), *read]
+    return [name for name in modules if name not in read], others, read
 
 
 def _surplus(checkpoint: Checkpoint, taken: Taken) -> set[str]:

@@ -53,14 +53,14 @@ class Filled:
     """What to know about a load.
 
     ``unused`` names tensors that the model does not use, ``decoded`` layers that are FP8 in the
-    checkpoint and dense in the model, ``why`` the reason of one of these; ``told`` has further
-    sentences.
+    checkpoint and dense in the model, ``read`` those of them whose weight code reads, with the
+    reasons; ``told`` has further sentences.
     """
 
     unused: list[str] = field(default_factory=list)
     decoded: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
-    why: str = ""
+    read: Mapping[str, str] = field(default_factory=dict)
 
     def notes(self, source: str) -> list[str]:
         """Return it in sentences about ``source``, which was loaded."""
@@ -72,7 +72,8 @@ class Filled:
         if self.decoded:
             found.append(
                 f"{source} holds {len(self.decoded)} FP8 layers for which the model has no FP8 "
-                f"layer; they were decoded to high precision: {some_of(self.decoded)}.{self.why}"
+                f"layer; they were decoded to high precision: {some_of(self.decoded)}."
+                + "".join(f" {name}: {reason}." for name, reason in [*self.read.items()][:1])
             )
         return found + self.told
 
@@ -108,11 +109,15 @@ def fill(
     for name in _in_order(checkpoint, set(checkpoint.tensors) - set(unused), arrivals.shapes):
         arrivals.put(name, checkpoint.read(name))
     told = end(model, layers, arrivals)
-    why = [f" {name}: {reason}." for name, reason in layers.read.items()]
     if device is not None:
         model.to(device)
     kept = keep_cache_scales(model, checkpoint, {n: n for n in unused})
-    return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded), told, "".join(why[:1]))
+    return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded), told, layers.read)
+
+
+def read_by_code(model: nn.Module) -> dict[nn.Module, str]:
+    """Find the layers whose weight is read by code, which codes would mislead, and the reasons."""
+    return {**dtype_answers(model), **weight_reads(model)}
 
 
 def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:
@@ -202,7 +207,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
     modules = dict(model.named_modules(remove_duplicate=False))
     shapes = shapes_of(expected_state(model, found))
     found.experts = experts_in_checkpoint(model, checkpoint, shapes)
-    read = {**dtype_answers(model), **weight_reads(model)} if checkpoint.layers else {}
+    read = read_by_code(model) if checkpoint.layers else {}
     for name, source in checkpoint.layers.items():
         route = find(name, "weight", shapes)
         if route is None or route.expert is not None or source.weight == name:
