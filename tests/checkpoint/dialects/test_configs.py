@@ -20,6 +20,7 @@ from fp8kit.checkpoint.dialects import (
     dialect_named,
     scheme_of,
 )
+from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 
@@ -326,3 +327,11 @@ def test_granularity_of_activations_follows_the_weight() -> None:
     assert (
         Numbers(weight_only=True).scheme(ROW, has_input_scale=False) == SCHEMES["FP8_WEIGHT_ONLY"]
     )
+
+
+@pytest.mark.parametrize("scheme", [None, {}, 3, [1], {"weight": 1, "activation": None}])
+def test_what_is_no_scheme_in_a_config_is_told(scheme: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"has scheme = .* the name of a preset"):
+        scheme_of_plain(scheme)
+    with pytest.raises(CheckpointError, match=r"has layers.a = .* a scheme"):
+        read({"quant_method": "fp8kit", "layers": {"a": scheme}})

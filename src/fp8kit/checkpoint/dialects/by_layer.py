@@ -26,14 +26,17 @@ def plain(scheme: Scheme) -> str | JsonObject:
 
 
 def scheme_of_plain(scheme: str | JsonObject) -> Scheme:
-    """Undo ``plain``; raises ``ValueError`` for an unknown preset."""
+    """Undo ``plain``; raises ``ValueError`` for an unknown preset, or what is no scheme."""
     if isinstance(scheme, str):
         return Scheme.of(scheme)
-    groups = {
-        key: None if scheme[key] is None else GroupShape(**scheme[key])
-        for key in ("weight", "activation")
-    }
-    return Scheme(**{**scheme, **groups, "dtype": getattr(torch, scheme["dtype"])})
+    try:
+        groups = {
+            key: None if scheme[key] is None else GroupShape(**scheme[key])
+            for key in ("weight", "activation")
+        }
+        return Scheme(**{**scheme, **groups, "dtype": getattr(torch, scheme["dtype"])})
+    except (TypeError, LookupError, AttributeError) as error:
+        raise base.broken("scheme", scheme, "the name of a preset, or its fields") from error
 
 
 def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
@@ -42,7 +45,7 @@ def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
     for name, scheme in layers.items():
         try:
             found[name] = scheme_of_plain(scheme)
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except ValueError as error:
             raise base.broken(f"layers.{name}", scheme, "a scheme") from error
     return found
 
