@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,36 @@ def test_experts_come_back_bit_for_bit(scheme: str, tmp_path: Path) -> None:
         online = Model().bfloat16()
     fp8kit.load(tmp_path, online, scheme=scheme)
     assert_same(model, online)
+
+
+def test_static_experts_of_one_scale_each_are_saved_with_it(tmp_path: Path) -> None:
+    tensors, weights = {}, one_by_one(dense().state_dict())
+    for name, weight in weights.items():
+        if "experts" in name:
+            q = fp8kit.quantize(weight, fp8kit.TENSOR, role="weight")
+            layer = name.removesuffix(".weight")
+            tensors |= {name: q.data, f"{layer}.weight_scale": q.scale.reshape(())}
+            tensors[f"{layer}.input_scale"] = torch.tensor(0.05)
+        else:
+            tensors[name] = weight
+    save_file({n: t.contiguous() for n, t in tensors.items()}, tmp_path / SHARD)
+    config = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["proj"]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    model = fp8kit.load(tmp_path, dense())
+    fp8kit.save(model, tmp_path / "c", target="vllm")
+    words = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    written = load_file(tmp_path / "c" / SHARD)
+    for name, tensor in tensors.items():
+        on_disk = name
+        for word, other in words.items():
+            on_disk = on_disk.replace(f".{word}.", f".{other}.")
+        assert_bits_equal(written[on_disk].reshape(tensor.shape), tensor)
+    assert len(written) == len(tensors)
+    x = torch.randn(5, 128).bfloat16()
+    assert_bits_equal(fp8kit.load(tmp_path / "c", dense())(x), model(x))
+    model.experts.gate_up_proj_scale.data[1, 5] *= 2
+    with pytest.raises(CheckpointError, match="no experts of row weights with static"):
+        fp8kit.save(model, tmp_path / "d", target="vllm")
 
 
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR"])
