@@ -434,7 +434,7 @@ NO_TARGET: Any = None
          "high precision of the model"),
         (lambda _: load(NANO, scheme="FP8_DYNAMIC", dtype=torch.int8), ValueError,
          "high precision of the model"),
-        (lambda _: load(NANO, scheme="FP8_DYNAMIC", dtype=NO_DTYPE), ValueError,
+        (lambda _: load(NANO, scheme="FP8_DYNAMIC", dtype=NO_DTYPE), TypeError,
          "high precision of the model"),
         (lambda p: save(converted(), p, target=NO_TARGET), ValueError,
          "Known targets are vllm, sglang, transformers"),

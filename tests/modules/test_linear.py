@@ -551,3 +551,13 @@ def test_options_follow_their_attributes() -> None:
         each.accum = "precise"
         assert each.options()[-3:-1] == ("precise", True)
         each.accum = "fast"
+
+
+def test_inputs_and_weights_of_other_kinds_are_named() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(64, 64))
+    x = torch.randn(4, 64)
+    with pytest.raises(TypeError, match=r"layout torch.sparse_coo.*Pass x.to_dense"):
+        layer(x.to_sparse())
+    nothing: Any = None
+    with pytest.raises(TypeError, match=r"Got weight of type NoneType.*role=.weight"):
+        fp8kit.Fp8Linear.from_quantized(nothing)

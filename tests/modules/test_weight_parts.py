@@ -81,6 +81,10 @@ def test_what_does_not_fit_is_refused(function, scales, widths, error, said) -> 
     codes, _, _ = parts()
     with pytest.raises(error, match=said):
         function(codes, torch.tensor(scales), widths)
+    with pytest.raises(TypeError, match="codes of type NoneType"):
+        function(None, torch.ones(2), (1, 1))
+    with pytest.raises(TypeError, match="widths of NoneType"):
+        function(codes, torch.ones(2), None)
     with pytest.raises(TypeError, match="float32"):
         function(codes, torch.ones(2, dtype=torch.bfloat16), (40, 8))
     with pytest.raises(TypeError, match="FP8"):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from fp8kit.errors import InvalidType, InvalidValue
-from fp8kit.formats import FP8_FORMATS
 
 
 def as_device(value: object) -> torch.device | None:
@@ -52,7 +51,7 @@ def as_devices(value: object) -> list[torch.device]:
 def check_dtype(dtype: object) -> None:
     """Refuse what is no high precision of a model; ``None`` is that of the checkpoint."""
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        if dtype not in FP8_FORMATS:
+        if dtype is None or dtype.itemsize > 1:
             return
         remedy = "Choose FP8 by its scheme, such as scheme='FP8_DYNAMIC'."
     else:

@@ -35,10 +35,13 @@ def checked(layer: Fp8Linear, name: str, value: Any) -> Any:
         check_switch(name, value)
     if name != "scale_ub" or value is None:
         return value
-    bound = float(value)
+    try:
+        bound = float(value)
+    except (TypeError, ValueError):
+        bound = math.nan
     if not 0 < bound < math.inf:
         raise InvalidValue(
-            f"Got scale_ub={bound:.4g}.",
+            f"Got scale_ub={value!r:.80}.",
             "It bounds the amax of activations: it is positive and finite.",
             "Pass the largest magnitude that is to be kept, or None for no bound.",
         )

@@ -178,15 +178,14 @@ class Fp8Linear(nn.Linear):
             dtype: the compute dtype.
 
         Raises:
+            TypeError: if ``weight`` is no ``QTensor``.
             ValueError: if shapes, granularity, devices or scales do not fit the scheme.
 
         Example:
             >>> layer = Fp8Linear.from_quantized(fp8kit.quantize(w, role="weight"))
         """
         scheme = Scheme.of(scheme)
-        validation.check_operands(weight.data, weight.data, bias, "precise")
-        validation.check_codes("a weight", weight.data.dtype, scheme)
-        validation.activation_format(weight.group, scheme.stored, input_scale)
+        validation.check_layer_weight(weight, bias, scheme, input_scale)
         n, k = weight.shape
         layer = cls(k, n, False, scheme, device="meta", dtype=dtype)
         for name, tensor in stored_tensors(weight, scheme).items():

@@ -199,6 +199,12 @@ def _scaled(q: QTensor, double: bool) -> Tensor:
 
 def _scale_of_each(codes: Tensor, scales: Tensor, widths: Sequence[int]) -> Tensor:
     """Return one scale for each part, ``[len(widths)]``; refuse what does not fit the weight."""
+    if not isinstance(codes, Tensor) or not isinstance(widths, Sequence):
+        raise InvalidType(
+            f"Got codes of type {type(codes).__name__}, and widths of {type(widths).__name__}.",
+            "They are codes [N, K], and the rows of each part.",
+            "Pass q.data, q.scale and a tuple such as (64, 64).",
+        )
     fp8_format(codes.dtype)
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
         raise InvalidType(

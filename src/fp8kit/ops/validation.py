@@ -37,6 +37,16 @@ def default_rounding(group: GroupShape | None, ue8m0: bool = False) -> str:
     return "up" if ue8m0 or group == MX else "exact"
 
 
+def check_layer_weight(
+    weight: QTensor, bias: Tensor | None, scheme: Scheme, input_scale: Tensor | None
+) -> None:
+    """Refuse what no layer of a scheme can be made of."""
+    check_quantized("weight", weight)
+    check_operands(weight.data, weight.data, bias, "precise")
+    check_codes("a weight", weight.data.dtype, scheme)
+    activation_format(weight.group, scheme.stored, input_scale)
+
+
 def activation_format(
     w_group: GroupShape, scheme: Scheme | str | None, input_scale: Tensor | None
 ) -> tuple[GroupShape | None, str]:
@@ -116,6 +126,12 @@ def check_tensor(name: str, x: object) -> None:
             f"Got {name} of type {type(x).__name__}.",
             "It is a bfloat16, float16 or float32 tensor, which is quantized here.",
             "Pass a torch.Tensor; fp8kit.scaled_mm multiplies what is quantized already.",
+        )
+    if x.layout not in (torch.strided, torch.jagged):
+        raise InvalidType(
+            f"Got {name} in the layout {x.layout}.",
+            "Rows of dense tensors are quantized.",
+            f"Pass {name}.to_dense().",
         )
 
 

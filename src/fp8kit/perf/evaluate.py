@@ -114,7 +114,7 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
         An ``Evaluation``: ``print`` it.
 
     Raises:
-        TypeError: if ``data`` is one batch and not a list of batches.
+        TypeError: if one of the two is no module, or ``data`` one batch and not a list of batches.
         ValueError: if there is no FP8 layer or no data, if no FP8 layer ran, or if ``reference``
             lacks one of the layers, or has it in FP8 too.
 
@@ -135,12 +135,6 @@ def evaluate(model: nn.Module, reference: nn.Module, data: Iterable[Batch]) -> E
             f"Got data of type {type(data).__name__}.",
             "It is a list, or another iterable, of batches.",
             "Pass [batch].",
-        )
-    if odd := [m for m in (model, reference) if not isinstance(m, nn.Module)]:
-        raise InvalidType(
-            f"Got a {type(odd[0]).__name__} as one of the models.",
-            "A converted model is compared with its dense original.",
-            "Copy the model before it is converted, and pass both.",
         )
     pairs = _pairs(model, reference)
     own, drift = {n: _Noise() for n in pairs}, {n: _Noise() for n in pairs}
