@@ -63,7 +63,10 @@ except SystemExit as end:
 except BaseException:
     traceback.print_exc()
     status = 1
-sys.stdout.flush()
+try:
+    sys.stdout.flush()
+except OSError:
+    status = status or 120  # what Python says of it at its end
 os._exit(status)  # to take all of torch apart takes a second
 """
 

@@ -251,11 +251,6 @@ class Scheme:
             )
         return known[scheme]
 
-    def __setstate__(self, state: Sequence[object]) -> None:
-        """Take the fields of a pickle; one of before there were rebased schemes has one less."""
-        for entry, value in zip(fields(self), (*state, False), strict=False):
-            object.__setattr__(self, entry.name, value)
-
     @property
     def stored(self) -> Scheme:
         """The scheme of the checkpoint that such layers come from and go to."""
@@ -272,6 +267,16 @@ class Scheme:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _take_fields(scheme: Scheme, state: Sequence[object]) -> None:
+    """Take the fields of a pickle; one of before there were rebased schemes has one less."""
+    for entry, value in zip(fields(scheme), (*state, False), strict=False):
+        object.__setattr__(scheme, entry.name, value)
+
+
+# in the class, dataclass of Python 3.11.2 and older would put its own in the place of it
+Scheme.__setstate__ = _take_fields  # type: ignore[attr-defined]
 
 
 SCHEMES: dict[str, Scheme] = {
