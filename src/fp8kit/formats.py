@@ -275,7 +275,7 @@ def _take_fields(scheme: Scheme, state: Sequence[object]) -> None:
         object.__setattr__(scheme, entry.name, value)
 
 
-# in the class, dataclass of Python 3.11.2 and older would put its own in the place of it
+# in the class, dataclass of Python 3.11.2 would put its own in the place of it
 Scheme.__setstate__ = _take_fields  # type: ignore[attr-defined]
 
 
