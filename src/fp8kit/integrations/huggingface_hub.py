@@ -9,15 +9,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.hub_mixin import PyTorchModelHubMixin
 from safetensors import safe_open
-from torch import nn
 
-from fp8kit.checkpoint.loading.into_module import fill
-from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.errors import UnsupportedError
-from fp8kit.modules.weight_parts import recode_for_devices
+from fp8kit.modules.libraries import on_demand
+
+_load = on_demand("fp8kit.io.models", "load")  # the mixin is told when fp8kit is imported
 
 
 def tell() -> None:
@@ -31,11 +29,7 @@ def tell() -> None:
     def load(cls: Any, model: Any, model_file: str, map_location: str, strict: bool) -> Any:
         if not _holds_codes(model_file):
             return own(cls, model, model_file, map_location, strict)
-        device = torch.device(map_location)
-        fill(model, open_checkpoint(Path(model_file)), None, device=device, strict=strict)
-        recode_for_devices(model)
-        found: nn.Module = model.eval()
-        return found
+        return _load(Path(model_file), model, device=map_location, strict=strict).eval()
 
     setattr(PyTorchModelHubMixin, "_load_as_safetensor", classmethod(load))  # noqa: B010
 

@@ -79,6 +79,11 @@ def _register_when_chosen(module: ModuleType) -> None:
     kind.post_init = post_init
 
 
+def on_demand(module: str, name: str) -> Callable[..., Any]:
+    """Return a function of a module that is imported when the function is called."""
+    return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model in torch's wrappers, which put a word of their own before each name.
 
@@ -103,10 +108,10 @@ def bare(model: nn.Module) -> Iterator[nn.Module]:
     """
     model = unwrapped(model)
     wrapped = [
-        (held, name, child, unwrapped(child))
+        (held, name, child, inner)
         for held in (module._modules for module in model.modules())
         for name, child in held.items()
-        if child is not None
+        if child is not None and (inner := unwrapped(child)) is not child
     ]
     for held, name, _, inner in wrapped:
         held[name] = inner
