@@ -78,8 +78,11 @@ struct Epilogue {
     if constexpr (Product::ACTIVATED) {
       const int of_thread = feature + threadIdx.x % 128 / 32 * 16 + g;
 #pragma unroll
-      for (int i = 0; i < ACC; i++)
-        acc[0][i] = of_thread + i % 4 / 2 * 8 < features ? activated(acc[0][i], acc[1][i], of.gate) : 0.0f;
+      for (int i = 0; i < ACC; i++) acc[0][i] = activated(acc[0][i], acc[1][i], of.gate);
+      if (feature + 64 > features)  // rows behind the last feature are no part of a group
+#pragma unroll
+        for (int i = 0; i < ACC; i++)
+          if (of_thread + i % 4 / 2 * 8 >= features) acc[0][i] = 0.0f;
       if (GIVEN_SCALE) {
         if (threadIdx.x < MMA_N) facts.scale[threadIdx.x] = *to.scale;
         all_consumers();
@@ -91,6 +94,7 @@ struct Epilogue {
 #pragma unroll
       for (int half = 0; half < Product::HALVES; half++)
         store_numbers(acc[half], tile, feature + half * HALF_ROWS, features, to);
+      warpgroup_barrier(warpgroup);  // the facts of the next tile may be loaded
     }
   }
 
@@ -158,27 +162,25 @@ struct Epilogue {
     }
   }
 
+  // A warp stores its own 16 features, which are a sector of each token.
   __device__ void store_numbers(const float (&acc)[ACC], const TileWalk& tile, int feature, int features,
                                 const Destination& to) {
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, matrix = lane / 8;
-    const int warpgroup = threadIdx.x / 128;
+    u8* const lines = buffer + warp * BUFFER_BYTES<Product>;
+    const u32 line = shared(lines) + (matrix / 2 * 8 + lane % 8) * LINE_BYTES<Product> + matrix % 2 * 16;
 #pragma unroll
-    for (int from = 0; from < MMA_N; from += EPILOGUE_TOKENS) {
-#pragma unroll
-      for (int c = 0; c < EPILOGUE_TOKENS; c += 16) {
-        const float* v = acc + (from + c) / 2;
-        const u32 line = shared(buffer) + (c + matrix / 2 * 8 + lane % 8) * LINE_BYTES<Product> + (warp * 2 + matrix % 2) * 16;
-        if (MMA_N == 8)
-          asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(line),
-                       "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])) : "memory");
-        else
-          asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
-                       "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
-                       "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
-      }
-      warpgroup_barrier(warpgroup);
-      copy_lines<Product>(buffer, facts.tokens[warpgroup], tile.row, tile.end, from, feature, features, to);
-      warpgroup_barrier(warpgroup);
+    for (int from = 0; from < MMA_N; from += Product::LINES) {
+      const float* v = acc + from / 2;
+      if (MMA_N == 8)
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(line),
+                     "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])) : "memory");
+      else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
+                     "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
+                     "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
+      __syncwarp();
+      copy_lines<Product>(lines, facts.tokens[threadIdx.x / 128], tile.row, tile.end, from, feature + warp * 16, features, to);
+      __syncwarp();
     }
   }
 };

@@ -13,38 +13,43 @@ constexpr int SCALE_BYTES =
     (FIRST && X_GROUPS) || (SECOND && H_GROUPS) ? (TILE_TOKENS * 4 + 127) / 128 * 128 : 0;
 constexpr int X_STAGE_BYTES = X_BYTES << NARROW, SCALE_STAGE_BYTES = SCALE_BYTES << NARROW;
 constexpr int STAGE_BYTES = W_BYTES + X_STAGE_BYTES + SCALE_STAGE_BYTES;
-// two warpgroups of consumers take registers from one of producers
-constexpr bool MOVE_REGISTERS = WARPGROUPS == 2;
-constexpr int PRODUCER_THREADS = MOVE_REGISTERS ? 128 : 64;
+// consumers take registers from a warpgroup of producers
+constexpr bool MOVE_REGISTERS = WARPGROUPS == 2 || GATHERS;
+constexpr int PRODUCER_THREADS = MOVE_REGISTERS ? 128 : 64, TOKEN_WARPS = GATHERS ? 3 : 1;  // warps that load tokens
+constexpr int PRODUCER_REGISTERS = GATHERS ? 40 : 24;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 1 ? 208 : GATHERS ? 232 : 240;  // no more than producers give
 // blocks of few tokens take turns, as their tiles take the same time
 constexpr bool TAKES_TURNS = WARPGROUPS == 1;
 // partial sums: with two, the half that is promoted is not the half that is multiplied; with four, two
 // steps are in flight
 constexpr int PARTIALS = !SWAP_AB ? 1 : MMA_N <= 32 ? 4 : 2, LAST = PARTIALS - 1;
-static_assert(TOKENS % EPILOGUE_TOKENS == 0, "whole turns");
 
 // x by gates and ups, activated and quantized in groups.
 struct FirstProduct {
-  static constexpr bool ACTIVATED = true, TOKEN_GROUPS = X_GROUPS;
+  static constexpr bool ACTIVATED = true, TOKEN_GROUPS = X_GROUPS, GATHERED = GATHERS;
   static constexpr int BIAS_KIND = BIAS_KIND_13, TILE_FEATURES = 128, HALVES = 2;
-  static constexpr int LINE_FEATURES = SWAP_AB ? 64 : 128, LINE_VECTORS = LINE_FEATURES / 16;
+  // threads that copy lines together, how many, and of how many vectors of 16 bytes each is
+  static constexpr int COPIERS = SWAP_AB ? 128 : 32, LINES = SWAP_AB ? EPILOGUE_TOKENS : 16, VECTORS = SWAP_AB ? 4 : 8;
 };
 
 // That by the down weights, each row to the place of its pair.
 struct SecondProduct {
-  static constexpr bool ACTIVATED = false, TOKEN_GROUPS = H_GROUPS;
+  static constexpr bool ACTIVATED = false, TOKEN_GROUPS = H_GROUPS, GATHERED = false;
   static constexpr int BIAS_KIND = BIAS_KIND_2, HALVES = NARROW ? 1 : 2, TILE_FEATURES = HALVES * HALF_ROWS;
-  static constexpr int LINE_FEATURES = 64, LINE_VECTORS = LINE_FEATURES * 2 / 16;
+  static constexpr int COPIERS = 32, LINES = SWAP_AB && MMA_N < 16 ? MMA_N : 16, VECTORS = SWAP_AB ? 2 : 8;
 };
 
 // Lines of results are padded against bank conflicts.
 template <typename Product>
-constexpr int LINE_BYTES = Product::LINE_VECTORS * 16 + 16;
-constexpr int MOST_LINE_BYTES = SECOND ? LINE_BYTES<SecondProduct> : LINE_BYTES<FirstProduct>;
-constexpr int EPILOGUE_BYTES = EPILOGUE_TOKENS * MOST_LINE_BYTES;
+constexpr int LINE_BYTES = Product::VECTORS * 16 + 16;
+template <typename Product>
+constexpr int BUFFER_BYTES = Product::LINES * LINE_BYTES<Product>;  // of threads that copy together
+constexpr int FIRST_BYTES = FIRST * 128 / FirstProduct::COPIERS * BUFFER_BYTES<FirstProduct>;
+constexpr int SECOND_BYTES = SECOND * 128 / SecondProduct::COPIERS * BUFFER_BYTES<SecondProduct>;
+constexpr int EPILOGUE_BYTES = FIRST_BYTES > SECOND_BYTES ? FIRST_BYTES : SECOND_BYTES;  // of a warpgroup
+static_assert(STAGES * STAGE_BYTES + WARPGROUPS * EPILOGUE_BYTES == SMEM_BYTES, "as the host counts");
+static_assert(TOKENS % EPILOGUE_TOKENS == 0, "whole turns");
 
 static_assert(MMA_N % 8 == 0 && MMA_N <= 128, "a thread scales one token");
 static_assert(!FIRST || CLUSTER * HALF_ROWS == 128, "a cluster has the 128 features of a group");
-static_assert(!GATHERS || (FIRST && !SECOND && SWAP_AB && WARPGROUPS == 2), "tiles of 128 rows are slower gathered");
 static_assert(!NARROW || (FIRST && SECOND && PARTIALS == 4), "few tokens alone are worth it");
-static_assert(LINE_BYTES<SecondProduct> >= LINE_BYTES<FirstProduct>, "both fit");

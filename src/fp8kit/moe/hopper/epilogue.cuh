@@ -80,9 +80,11 @@ __device__ __forceinline__ float activated(float gate, float up, const Gate& by)
     gate = gate > by.limit ? by.limit : gate;  // NaN stays
     up = up > by.limit ? by.limit : up < -by.limit ? -by.limit : up;
   }
-  float exponent = gate * by.alpha, power, sigmoid;
-  if (GELU) exponent = 1.5957691216057308f * fmaf(0.044715f * gate * gate, gate, gate);
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * exponent));
+  float power, sigmoid;
+  constexpr float LOG2_E = 1.4426950408889634f, TWO_ROOT_2_OVER_PI = 1.5957691216057308f;
+  const float exponent = GELU ? -LOG2_E * TWO_ROOT_2_OVER_PI * fmaf(0.044715f * gate * gate, gate, gate)
+                              : gate * (-LOG2_E * by.alpha);
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(exponent));
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
   return gate * sigmoid * (up + by.up_offset);
 }
@@ -112,12 +114,13 @@ struct TokenFacts {
   }
 };
 
-// Copies lines of a warpgroup's buffer to global memory: codes to their rows, numbers to their pairs.
+// Copies lines of a buffer to global memory: codes to their rows, numbers to their pairs.
 template <typename Product>
 __device__ __forceinline__ void copy_lines(const u8* buffer, const TokenFacts& tokens, int row, int end,
                                            int from, int feature, int features, const Destination& to) {
-  constexpr int VECTORS = Product::LINE_VECTORS, EACH_VECTOR = Product::ACTIVATED ? 16 : 8;
-  for (int i = threadIdx.x % 128; i < EPILOGUE_TOKENS * VECTORS; i += 128) {
+  constexpr int VECTORS = Product::VECTORS, EACH_VECTOR = Product::ACTIVATED ? 16 : 8;
+#pragma unroll
+  for (int i = threadIdx.x % Product::COPIERS; i < Product::LINES * VECTORS; i += Product::COPIERS) {
     const int token = from + i / VECTORS, at = feature + i % VECTORS * EACH_VECTOR;
     if (row + token >= end || at >= features) continue;
     const long long line = Product::ACTIVATED ? row + token : tokens.pair[token];

@@ -8,10 +8,10 @@
 // checkpoint's own layout, and of the tokens. Few tokens are the MMA's columns, so that they waste no MMA;
 // many are its rows, where a warp has whole groups and a thread needs two scales per step.
 //
-// Pipeline: one producer warp loads weights and one loads tokens, by TMA into one ring. With GATHERS two
-// warps copy the rows of tokens instead. Weights are
-// loaded before the previous kernel has ended (PDL): the second product finds the tiles that the kernel
-// before that has listed, the first one lists them itself if pairs are few.
+// Pipeline: one producer warp loads weights and one loads tokens, by TMA into one ring; with GATHERS warps
+// copy each row of tokens by cp.async. Weights are loaded before the previous kernel has ended (PDL): the
+// second product finds the tiles that the kernel before that has listed, the first one lists them itself if
+// pairs are few.
 //
 // Both products of few tokens are one kernel, in which the ring runs on: down weights are on their way
 // while the last rows of the first product are multiplied. A block counts itself in at each tile whose
@@ -35,7 +35,8 @@
 //   MMA_N             columns     of the MMA
 //   WARPGROUPS        warpgroups  consumers; each has 64 of the MMA's rows
 //   STAGES            stages      of the ring
-//   EPILOGUE_TOKENS   tokens      that a warpgroup moves to global memory at once
+//   SMEM_BYTES        bytes       of dynamic shared memory
+//   EPILOGUE_TOKENS   tokens      whose codes a warpgroup moves to global memory at once, with SWAP_AB
 //   BLOCKS_PER_SM     blocks      occupancy
 //   CLUSTER           blocks      of a cluster; in the first product they share the 128 features of a group
 //   BAND              tiles       of tokens that all weights of an expert pass together
@@ -73,8 +74,9 @@ __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWa
   Stage<TileQueue::SLOTS> slot;
   auto advance = [&](int taken) {
     if (TAKES_TURNS) return tile.next();
-    if (threadIdx.x % 32 == 0) queue.tell(slot, taken);
     tile.go_to(__shfl_sync(~0u, taken, 0));
+    if (threadIdx.x % 32 == 0) queue.tell(slot, tile.packed());
+    slot.advance();
   };
   int taken = 0;
   for (; tile.more(); advance(taken)) {
@@ -85,7 +87,7 @@ __device__ __forceinline__ void load_weights(const Operands<Product>& of, TileWa
       barrier_wait(ring.empty[next.index], next.parity ^ 1);
       if (elect_one()) {
         const u32 ready = ring.full[next.index], at = ring.w + next.index * W_BYTES;
-        constexpr bool SCALES = GATHERS && Product::TOKEN_GROUPS;  // of tokens, where other warps copy their rows
+        constexpr bool SCALES = Product::GATHERED && Product::TOKEN_GROUPS;  // of tokens, whose rows are copied
         constexpr int CHUNKS = Operands<Product>::CHUNKS;
         barrier_expect(ready, W_BYTES + (SCALES ? TILE_TOKENS * 4 : 0));
         if (SCALES)
@@ -132,62 +134,49 @@ __device__ __forceinline__ void load_tokens(const Operands<Product>& of, TileWal
   }
 }
 
-#if GATHERS
-// Tokens that lie once, and the rows of pairs that are gathered from them.
-struct Gathered {
-  static constexpr int THREADS = 64, ROWS_AT_ONCE = THREADS / 8, LAG = 2;  // stages in flight behind the newest
-  const u8* codes;
-  const int* pair_of_row;
-  int top_k, k;
-  u32 (&vector_of)[TILE_TOKENS];  // where the tokens of a tile's rows begin, in units of 16 bytes
-};
-
-// A warp's lane copies a vector of 16 bytes of every eighth row, in the order of the MMA's swizzle. TMA
-// cannot gather. Copies of a stage are complete, and visible to the MMA, LAG stages later.
+// Copies the rows of pairs from tokens that lie once, in the order of the MMA's swizzle. A warp copies every
+// TOKEN_WARPS-th stage, a lane 16 bytes of every fourth row. TMA would take 18 cycles for a row.
 template <typename Product>
 __device__ __forceinline__ void gather_tokens(const Operands<Product>& of, TileWalk tile, const Ring& ring,
-                                              const Gathered& from, const TileQueue& queue) {
-  const int thread = threadIdx.x - 32 * (4 * WARPGROUPS + 1), first = thread / 8, vector = thread % 8;
-  const u32 place = first * TILE_K + ((vector ^ first) * 16);
-  const int steps = of.steps();
+                                              const uint4* tokens, const int* pair_of_row, int top_k, u32* begins,
+                                              const TileQueue& queue) {
+  const int lane = threadIdx.x % 32, row = lane / 8, vector = lane % 8;
+  const u32 place = ring.x + row * TILE_K + (vector ^ row) * 16;  // four rows further, bit 6 differs
+  constexpr int TOGETHER = TILE_TOKENS % 16 == 0 ? 4 : 2;  // rows of a lane whose places are on their way
+  const int steps = of.steps(), vectors = of.k / 16;
   Stage<TileQueue::SLOTS> slot;
-  Stage<STAGES> next, complete;
-  int in_flight = 0;
-  auto finish = [&] {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  Stage<STAGES> next;
+  int step = threadIdx.x / 32 - (4 * WARPGROUPS + 1);
+  for (int i = 0; i < step; i++) next.advance();
+  for (; tile.more(); TAKES_TURNS ? tile.next() : tile.go_to(queue.hear(slot)), step -= steps) {
+    __syncwarp();  // the last tile's rows have been copied
+    for (int i = lane; i < TILE_TOKENS; i += 32)
+      begins[i] = (u32)__ldcg(pair_of_row + min(tile.row + i, tile.end - 1)) / top_k * vectors;
     __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(ring.full[complete.index]);
-    complete.advance();
-  };
-  for (; tile.more(); tile.go_to(queue.hear(slot))) {
-    asm volatile("bar.sync 4, %0;" ::"n"(Gathered::THREADS) : "memory");  // nobody reads the last tile's tokens
-    for (int i = thread; i < TILE_TOKENS; i += Gathered::THREADS)
-      from.vector_of[i] = (u32)__ldcg(from.pair_of_row + min(tile.row + i, tile.end - 1)) / from.top_k * (from.k / 16);
-    asm volatile("bar.sync 4, %0;" ::"n"(Gathered::THREADS) : "memory");
 #pragma unroll 1
-    for (int step = 0; step < steps; step++) {
+    for (; step < steps; step += TOKEN_WARPS) {
       barrier_wait(ring.empty[next.index], next.parity ^ 1);
-      const int bytes = step * TILE_K + vector * 16 < from.k ? 16 : 0;  // beyond K zeros
-      const uint4* const at = (const uint4*)from.codes + (bytes ? step * (TILE_K / 16) + vector : 0);
-      const u32 to = ring.x + next.index * X_STAGE_BYTES + place;
-#pragma unroll 4
-      for (int i = 0; i < TILE_TOKENS / Gathered::ROWS_AT_ONCE; i++)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * Gathered::ROWS_AT_ONCE * TILE_K),
-                     "l"(at + from.vector_of[first + i * Gathered::ROWS_AT_ONCE]), "r"(bytes) : "memory");
-      asm volatile("cp.async.commit_group;" ::: "memory");
-      next.advance();
-      if (in_flight < Gathered::LAG) {
-        in_flight++;
-        continue;
+      const int col = step * (TILE_K / 16) + vector, bytes = col < vectors ? 16 : 0;  // beyond K zeros
+      const uint4* const from = tokens + (bytes ? col : 0);
+      const u32 to[2] = {place + next.index * X_STAGE_BYTES, (place ^ 64) + next.index * X_STAGE_BYTES};
+#pragma unroll
+      for (int together = 0; together < TILE_TOKENS / 4; together += TOGETHER) {
+        u32 begin[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) begin[i] = begins[row + (together + i) * 4];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++)
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to[i % 2] + (together + i) * 4 * TILE_K),
+                       "l"(from + begin[i]), "r"(bytes) : "memory");
       }
-      asm volatile("cp.async.wait_group %0;" ::"n"(Gathered::LAG) : "memory");
-      finish();
+      asm volatile("cp.async.wait_all;\nfence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (lane == 0) barrier_arrive(ring.full[next.index]);
+#pragma unroll
+      for (int i = 0; i < TOKEN_WARPS; i++) next.advance();
     }
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  for (; in_flight > 0; in_flight--) finish();
 }
-#endif
 
 // Multiplies tiles, and calls stored(tile) behind each. `now` is the stage to multiply, `done` the one to promote.
 template <typename Product, typename Done>
@@ -335,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     int w13_map_rows, int up_map_row, int hidden, int w13_tiles, const float* x_scale, int x_stride,
     const float* w13_scale, int w13_expert_stride, int w13_row_stride, const void* bias13, int intermediate,
     int gate_step, int up_row, int w13_rows, void* h, float* h_scale, int h_pitch, float limit, float alpha,
-    float up_offset, float min_scale, const u8* tokens, const int* gathered_pairs, int top_k,
+    float up_offset, float min_scale, const uint4* tokens, const int* gathered_pairs, int top_k,
 #endif
 #if SECOND
     const __grid_constant__ TensorMap low_map, const __grid_constant__ TensorMap high_map,
@@ -347,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     TokenTile* tiles, int* tile_count, const void* ids, int id_bytes, int pairs, int experts) {
   extern __shared__ __align__(1024) u8 smem[];  // aligned to the pattern of the swizzle
   __shared__ alignas(8) u64 barriers[2 * STAGES + 2 * TileQueue::SLOTS];
-  __shared__ int taken_tiles[TileQueue::SLOTS];
+  __shared__ int4 taken_tiles[TileQueue::SLOTS];
   __shared__ alignas(8) u64 maxima_received;
   __shared__ SharedFacts facts;
   const Barriers full(barriers);
@@ -364,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
     };
     for (int s = 0; s < STAGES; s++) {
-      init(ring.full[s], 2 + GATHERS);  // warps that load
+      init(ring.full[s], 2);  // warps that load
       init(ring.empty[s], 4 * WARPGROUPS);
     }
     init(shared(&maxima_received), 1);
@@ -399,9 +388,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
   __syncthreads();
 #endif
   if (CLUSTER > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-  // what producers give is all that consumers can take, or they wait for ever
-  if (MOVE_REGISTERS && producer) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHERS ? 32 : 24));
-  if (producer && warp > 4 * WARPGROUPS + 1 + GATHERS) return;
+  if (MOVE_REGISTERS && producer) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+  if (producer && warp > 4 * WARPGROUPS + TOKEN_WARPS) return;
   // what is older than the kernel before this one needs no wait: routes, and for the second product tiles
   const bool tiles_are_known = LISTS || !FIRST;
   if (!tiles_are_known || !loads_weights) asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -449,8 +437,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
 #if FIRST
     if (!SECOND && up_tiles.total > up_tiles.stride) launch_dependents();
 #if GATHERS
-    __shared__ u32 vector_of[TILE_TOKENS];
-    gather_tokens(up, up_tiles, ring, {tokens, gathered_pairs, top_k, hidden, vector_of}, queue);
+    __shared__ u32 begins[TOKEN_WARPS][TILE_TOKENS];
+    gather_tokens(up, up_tiles, ring, tokens, gathered_pairs, top_k, begins[warp - 4 * WARPGROUPS - 1], queue);
 #else
     load_tokens(up, up_tiles, ring, tiles, 0, queue, next);
 #endif
@@ -464,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCER_THREADS, BLOCK
     return;
   }
 
-  if (MOVE_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GATHERS ? 232 : 240));
+  if (MOVE_REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
   // the other block's barrier is there before maxima are sent to it
   if (CLUSTER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   const int warpgroup = warp / 4;

@@ -12,6 +12,9 @@ from fp8kit.moe.hopper.tile_config import FEW_PAIRS, GroupedConfig
 from fp8kit.moe.problem import ExpertOperands, ExpertsProblem
 from fp8kit.runtime import cuda_launch
 
+# times that a product copies rows of tokens in large tiles, rather than reads rows copied before it
+_MOST_GATHERED = 4
+
 
 class Sorted(NamedTuple):
     """Where pairs lie, and the tiles of tokens.
@@ -62,9 +65,11 @@ def few(call: Call) -> bool:
 def gathers(call: Call) -> bool:
     """Return whether the first product gathers the rows of pairs from tokens, which lie once.
 
-    In tiles of many rows the copies do not keep up with TMA.
+    It copies a row for each 128 of I. In tiles whose MMAs take all the time, the copies slow them.
     """
-    return call.config.warpgroups == 2 and call.config.swap_ab and not few(call)
+    if few(call):
+        return False
+    return call.config.swap_ab or call.problem.intermediate <= _MOST_GATHERED * GROUP128.cols
 
 
 def row_pitch(rows: Rows) -> int:

@@ -3,8 +3,8 @@
 // Few pairs are sorted by each block for itself, which then quantizes one token. Many are sorted by a
 // cluster that counts: each warp counts the experts of a stretch of pairs, prefix sums over all warps of
 // all blocks give it a first row for each expert, then it walks its stretch again. The kernel behind it
-// quantizes, at the same time if it writes each token once, for a product that gathers the rows of its
-// pairs: only their scales wait for the sort. Both sorts are stable.
+// quantizes at the same time, and waits for the sort before it stores: codes, or scales alone if it writes
+// each token once, for a product that gathers the rows of its pairs. Both sorts are stable.
 //
 //   macro           unit         meaning
 //   THREADS         threads      of a block
@@ -123,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
   __shared__ u32 maxima[THREADS / 32];
   const int token = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   [[maybe_unused]] const Routes routes = {ids, id_bytes, pairs, experts};
-  // the sort, which runs beside a kernel that writes each token once, has waited for what is older
-  if (!GATHERED) asm volatile("griddepcontrol.wait;" ::: "memory");
+  // beside a sort that has waited for what is older
+  if (SORTS) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   uint4 held[VECTORS];
   if (QUANTIZES) {
@@ -154,11 +154,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
       tile_count[1] = tile_count[2] = 0;
     }
   }
-#elif !GATHERED
-  for (int i = threadIdx.x; i < top_k; i += THREADS) own_rows[i] = row_of_pair[token * top_k + i];
 #endif
   if (!QUANTIZES) return;
   const long long row_bytes = (long long)vectors * EACH;
+  auto load_rows = [&] {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int i = threadIdx.x; i < top_k; i += THREADS) own_rows[i] = __ldcg(row_of_pair + token * top_k + i);
+    __syncthreads();
+  };
   float scale = 0, reciprocal = 0, of_group[VECTORS];
   if (SCALES == 0) {
     const u32 magnitude = __reduce_max_sync(~0u, largest(held));
@@ -173,6 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
   }
   if (SCALES == 2) scale = *given_scale;
   if (SCALES != 1) reciprocal = __frcp_rn(scale);
+  if (!SORTS && !GATHERED) load_rows();
 #pragma unroll
   for (int i = 0; i < VECTORS; i++) {
     const int at = threadIdx.x + i * THREADS;
@@ -195,11 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_and_quantize(
     for (int j = 0; j < top_k && !GATHERED; j++)
       if (own_rows[j] >= 0) *(uint2*)(codes + own_rows[j] * row_bytes + at * EACH) = bytes;
   }
-#if GATHERED
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  for (int i = threadIdx.x; i < top_k; i += THREADS) own_rows[i] = __ldcg(row_of_pair + token * top_k + i);
-  __syncthreads();
-#endif
+  if (GATHERED) load_rows();
   if (SCALES == 0)
     for (int i = threadIdx.x; i < top_k; i += THREADS)
       if (own_rows[i] >= 0) scales[own_rows[i]] = scale;

@@ -150,7 +150,7 @@ def _grouped_kernel(config: GroupedConfig, variant: Variant, device: int) -> cud
     return cuda_launch.Kernel(
         grouped_source(config, variant),
         "grouped_gemm",
-        block=config.threads,
+        block=config.threads(variant.gathers),
         cluster=config.cluster(variant.products),
         shared_bytes=config.smem_bytes(variant.products, variant.token_groups),
         device=torch.device("cuda", device),

@@ -1,4 +1,4 @@
-// The epilogue where tokens are the MMA's rows: a warp has whole groups, and warpgroups share nothing.
+// The epilogue where tokens are the MMA's rows: a warp has whole groups, and copies its own lines.
 //
 // Accumulator i of a thread: token i % 4 / 2 * 8 + g of its warp's 16, feature i / 4 * 8 + q * 2 + i % 2.
 
@@ -26,12 +26,13 @@ __device__ __forceinline__ u32 add_scaled(float (&acc)[ACC], const float (&sum)[
 
 template <typename Product>
 struct Epilogue {
-  static constexpr int LINE_FEATURES = Product::LINE_FEATURES;
   SharedFacts& facts;
-  u8* buffer;
+  u8* buffer;  // of this warp
   float bias[2];  // of the feature that this thread loads, by half
 
-  __device__ static Epilogue make(SharedFacts& facts, u8* buffer, u32, int) { return {facts, buffer}; }
+  __device__ static Epilogue make(SharedFacts& facts, u8* buffer, u32, int) {
+    return {facts, buffer + threadIdx.x % 128 / 32 * BUFFER_BYTES<Product>};
+  }
 
   // Loads what the tile needs, so that nothing waits for memory behind the MMAs.
   __device__ void load(const TileWalk& tile, const Operands<Product>& of, int feature) {
@@ -67,8 +68,11 @@ struct Epilogue {
       }
     if constexpr (Product::ACTIVATED) {
 #pragma unroll
-      for (int i = 0; i < ACC; i++)
-        acc[0][i] = feature + i / 4 * 8 + q * 2 + i % 2 < features ? activated(acc[0][i], acc[1][i], of.gate) : 0.0f;
+      for (int i = 0; i < ACC; i++) acc[0][i] = activated(acc[0][i], acc[1][i], of.gate);
+      if (feature + MMA_N > features)  // rows behind the last feature are no part of a group
+#pragma unroll
+        for (int i = 0; i < ACC; i++)
+          if (feature + i / 4 * 8 + q * 2 + i % 2 >= features) acc[0][i] = 0.0f;
       store_codes(acc[0], tile, row, feature, features, to);
     } else {
 #pragma unroll
@@ -77,6 +81,7 @@ struct Epilogue {
         for (int from = 0; from < MMA_N; from += LINE_FEATURES)
           store_numbers(acc[half] + from / 2, tile, row, feature + half * HALF_ROWS + from, features, to);
     }
+    warpgroup_barrier(warpgroup);  // the facts of the next tile may be loaded
   }
 
   __device__ void store_codes(const float (&acc)[ACC], const TileWalk& tile, int row, int feature, int features,
@@ -103,29 +108,28 @@ struct Epilogue {
       }
 #pragma unroll
       for (int j = 2 * i; j < ACC; j += 4)
-        *(u16*)(buffer + token * LINE_BYTES<Product> + j / 4 * 8 + q * 2) =
+        *(u16*)(buffer + (i * 8 + g) * LINE_BYTES<Product> + j / 4 * 8 + q * 2) =
             encode_pair(acc[j], acc[j + 1], scale, scale, reciprocal, reciprocal);
     }
-    const int warpgroup = threadIdx.x / 128;
-    warpgroup_barrier(warpgroup);
-    copy_lines<Product>(buffer, facts.tokens[warpgroup], row, tile.end, 0, feature, features, to);
-    warpgroup_barrier(warpgroup);
+    __syncwarp();
+    copy_lines<Product>(buffer, facts.tokens[threadIdx.x / 128], row, tile.end, warp * 16, feature, features, to);
   }
 
-  // 64 features of all tokens.
+  static constexpr int LINE_FEATURES = 64;  // of numbers
+
   __device__ void store_numbers(const float* acc, const TileWalk& tile, int row, int feature, int features,
                                 const Destination& to) {
-    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128;
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int c = 0; c < LINE_FEATURES; c += 16) {
       const float* v = acc + c / 2;
-      const u32 line = shared(buffer) + (warp * 16 + lane % 16) * LINE_BYTES<Product> + (c / 8 + lane / 16) * 16;
+      const u32 line = shared(buffer) + lane % 16 * LINE_BYTES<Product> + (c / 8 + lane / 16) * 16;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
                    "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
                    "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
     }
-    warpgroup_barrier(warpgroup);
-    copy_lines<Product>(buffer, facts.tokens[warpgroup], row, tile.end, 0, feature, features, to);
-    warpgroup_barrier(warpgroup);
+    __syncwarp();
+    copy_lines<Product>(buffer, facts.tokens[threadIdx.x / 128], row, tile.end, warp * 16, feature, features, to);
+    __syncwarp();
   }
 };

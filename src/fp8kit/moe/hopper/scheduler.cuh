@@ -22,6 +22,12 @@ struct TileWalk {
     at = tile;
     locate();
   }
+  // What other warps of the block need of the tile; `total` ends their walk.
+  __device__ int4 packed() const { return {expert, row, end, more() ? w : -1}; }
+  __device__ void go_to(const int4& tile) {
+    expert = tile.x, row = tile.y, end = tile.z, w = tile.w;
+    if (w < 0) at = total;
+  }
   __device__ void next() {
     if (at < early) {
       at += early_stride;
@@ -48,26 +54,27 @@ struct TileWalk {
 };
 
 // The tile that a block takes after the present one. The warp that loads weights takes it from a counter
-// that all blocks share, as tiles differ in their time, and tells the others.
+// that all blocks share, as tiles differ in their time, finds it in the list, and tells the others.
 struct TileQueue {
-  static constexpr int SLOTS = 2, READERS = 1 + GATHERS + 4 * WARPGROUPS;  // warps
+  static constexpr int SLOTS = 2, READERS = TOKEN_WARPS + 4 * WARPGROUPS;  // warps
   Barriers told, read;
   u32 slots;
   u32* counter;
 
   __device__ int take() const { return gridDim.x + atomicAdd(counter, 1); }
-  __device__ void tell(Stage<SLOTS>& slot, int tile) const {
+  __device__ void tell(Stage<SLOTS>& slot, const int4& tile) const {
     barrier_wait(read[slot.index], slot.parity ^ 1);
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(slots + slot.index * 4), "r"(tile) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(slots + slot.index * 16), "r"(tile.x),
+                 "r"(tile.y), "r"(tile.z), "r"(tile.w) : "memory");
     barrier_arrive(told[slot.index]);
-    slot.advance();
   }
-  __device__ int hear(Stage<SLOTS>& slot) const {
-    u32 tile;
+  __device__ int4 hear(Stage<SLOTS>& slot) const {
+    int4 tile;
     barrier_wait(told[slot.index], slot.parity);
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(tile) : "r"(slots + slot.index * 4) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(tile.x), "=r"(tile.y), "=r"(tile.z), "=r"(tile.w)
+                 : "r"(slots + slot.index * 16) : "memory");
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive_after(read[slot.index], tile);
+    if (threadIdx.x % 32 == 0) barrier_arrive_after(read[slot.index], tile.w);
     slot.advance();
     return tile;
   }

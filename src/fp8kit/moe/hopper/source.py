@@ -94,6 +94,7 @@ def grouped_source(config: GroupedConfig, variant: Variant) -> str:
         "MMA_N": config.mma_n,
         "WARPGROUPS": config.warpgroups,
         "STAGES": config.stages(variant.products),
+        "SMEM_BYTES": config.smem_bytes(variant.products, variant.token_groups),
         "EPILOGUE_TOKENS": config.epilogue_tokens,
         "BLOCKS_PER_SM": config.blocks_per_sm,
         "CLUSTER": config.cluster(variant.products),

@@ -72,7 +72,7 @@ class GroupedConfig:
 
     @property
     def epilogue_tokens(self) -> int:
-        """Tokens that a warpgroup moves to global memory at once: whole turns of a tile."""
+        """Tokens whose codes a warpgroup moves to global memory at once: whole turns of a tile."""
         return 16 if HALF < self.tokens < _MANY else min(self.tokens, HALF)
 
     @property
@@ -81,14 +81,13 @@ class GroupedConfig:
         return self.warpgroups == 1 and self.tokens <= 32
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 128 * self.warpgroups + (128 if self.warpgroups == 2 else 64)
-
-    @property
     def band(self) -> int:
         """Tiles of tokens that all weights of an expert pass together."""
         return _BAND_TOKENS // self.tokens
+
+    def threads(self, gathers: bool) -> int:
+        """Return the threads of a block, whose first product gathers tokens or not."""
+        return 128 * self.warpgroups + (128 if self.warpgroups == 2 or gathers else 64)
 
     def cluster(self, products: Products) -> int:
         """Return how many blocks share the features of a group, in the first product."""
@@ -120,9 +119,11 @@ class GroupedConfig:
         return 2 * self.half_rows * TILE_K + tokens
 
     def _epilogue_bytes(self, products: Products) -> int:
-        features = HALF if self.swap_ab or Products.SECOND in products else GROUP
-        line = features * (2 if Products.SECOND in products else 1) + 16
-        return self.warpgroups * self.epilogue_tokens * line
+        # lines of 64 codes, with tokens as columns 16 numbers of a warp, else 128 bytes; all padded
+        of_codes = self.epilogue_tokens * ((HALF if self.swap_ab else GROUP) + 16)
+        of_numbers = 4 * min(self.tokens, 16) * ((32 if self.swap_ab else 128) + 16)
+        sizes = {Products.FIRST: of_codes, Products.SECOND: of_numbers}
+        return self.warpgroups * max(sizes[each] for each in sizes if each in products)
 
     def token_tiles(self, pairs: int, experts: int) -> int:
         """Return how many tiles of tokens there can be, however pairs are distributed."""
