@@ -119,12 +119,20 @@ template <typename Product>
 __device__ __forceinline__ void copy_lines(const u8* buffer, const TokenFacts& tokens, int row, int end,
                                            int from, int feature, int features, const Destination& to) {
   constexpr int VECTORS = Product::VECTORS, EACH_VECTOR = Product::ACTIVATED ? 16 : 8;
+  constexpr int TURNS = (Product::LINES * VECTORS + Product::COPIERS - 1) / Product::COPIERS;
+  const int thread = threadIdx.x % Product::COPIERS, at = feature + thread % VECTORS * EACH_VECTOR;
+  uint4 held[TURNS];
+  uint4* places[TURNS];
 #pragma unroll
-  for (int i = threadIdx.x % Product::COPIERS; i < Product::LINES * VECTORS; i += Product::COPIERS) {
-    const int token = from + i / VECTORS, at = feature + i % VECTORS * EACH_VECTOR;
-    if (row + token >= end || at >= features) continue;
-    const long long line = Product::ACTIVATED ? row + token : tokens.pair[token];
-    *(uint4*)((u8*)to.y + (line * features + at) * (16 / EACH_VECTOR)) =
-        *(const uint4*)(buffer + i / VECTORS * LINE_BYTES<Product> + i % VECTORS * 16);
+  for (int i = 0; i < TURNS; i++) {  // all loads before the first store
+    const int line = min((thread + i * Product::COPIERS) / VECTORS, Product::LINES - 1), token = from + line;
+    held[i] = *(const uint4*)(buffer + line * LINE_BYTES<Product> + thread % VECTORS * 16);
+    const long long row_of_y = Product::ACTIVATED ? row + token : tokens.pair[token];
+    places[i] = (uint4*)((u8*)to.y + (row_of_y * features + at) * (16 / EACH_VECTOR));
+  }
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
+    const int line = (thread + i * Product::COPIERS) / VECTORS;
+    if (line < Product::LINES && row + from + line < end && at < features) *places[i] = held[i];
   }
 }

@@ -39,12 +39,16 @@ __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, Tok
   u32* const of_block = counts + WARPS * experts;  // rows of each expert
   for (int i = threadIdx.x; i < WARPS * experts; i += THREADS) counts[i] = 0;
   __syncthreads();
-  // several loads in flight: a warp has little else to wait with
-  for (int from = begin + lane; from < end; from += 32 * LOADS) {
-    int loaded[LOADS];
+  int loaded[LOADS];  // several loads in flight: a warp has little else to wait with
+  auto load = [&](int from) {
 #pragma unroll
-    for (int i = 0; i < LOADS; i++)
-      loaded[i] = from + i * 32 < end ? routes.expert(from + i * 32) : -1;
+    for (int i = 0; i < LOADS; i++) {
+      const int pair = from + i * 32 + lane;
+      loaded[i] = pair < end ? routes.expert(pair) : -1;
+    }
+  };
+  for (int from = begin; from < end; from += 32 * LOADS) {
+    load(from);
 #pragma unroll
     for (int i = 0; i < LOADS; i++)
       if (loaded[i] >= 0) atomicAdd(own + loaded[i], 1u);
@@ -78,8 +82,7 @@ __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, Tok
   const int through = inclusive_sum(tiled);
   if (lane == 31) sums[warp] = through;
   __syncthreads();
-  int tile = through - tiled;
-  for (int w = 0; w < warp; w++) tile += sums[w];
+  int tile = through - tiled + __reduce_add_sync(~0u, lane < warp ? sums[lane] : 0);
   for (int e = first; e < last; e++) {
     const int rows = rows_of(e, before), count = (rows + TILE_TOKENS - 1) / TILE_TOKENS;
     int row = tile * TILE_TOKENS + before;
@@ -97,20 +100,18 @@ __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, Tok
     tile_count[1] = tile_count[2] = 0;  // tiles that the products have taken
   }
   cluster_barrier();  // no block leaves while another reads its counts
-  for (int from = begin + lane; from - lane < end; from += 32 * LOADS) {
-    int loaded[LOADS];
-#pragma unroll
-    for (int i = 0; i < LOADS; i++)
-      loaded[i] = from + i * 32 < end ? routes.expert(from + i * 32) : -1;
+  for (int from = begin; from < end; from += 32 * LOADS) {
+    if (stretch > 32 * LOADS) load(from);  // else they are held
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
+      if (from + i * 32 >= end) break;
       const u32 same = __match_any_sync(~0u, loaded[i]), before = same & ((1u << lane) - 1);
       int row = -1;
       if (loaded[i] >= 0) row = own[loaded[i]] + __popc(before);
       __syncwarp();
       if (loaded[i] >= 0 && before == 0) own[loaded[i]] += __popc(same);
       __syncwarp();
-      if (from + i * 32 < end) store(from + i * 32, row);
+      if (from + i * 32 + lane < end) store(from + i * 32 + lane, row);
     }
   }
 }
