@@ -8,10 +8,11 @@ __device__ __forceinline__ void all_consumers() {
 
 // What the epilogues of a block share: the largest magnitudes of tokens, as bits, and their scales.
 struct SharedFacts {
+  static constexpr int QUANTIZED = FIRST ? MMA_N : 1;  // tokens
   TokenFacts tokens[WARPGROUPS];
-  u32 of_warp[4 * WARPGROUPS][MMA_N];
-  u32 of_peer[2][MMA_N];  // by parity of the tile
-  float scale[MMA_N], reciprocal[MMA_N];
+  u32 of_warp[4 * WARPGROUPS][QUANTIZED];
+  u32 of_peer[2][QUANTIZED];  // by parity of the tile
+  float scale[QUANTIZED], reciprocal[QUANTIZED];
 };
 
 // Adds a partial sum by the scales of its tokens. Returns a value that depends on what was read.
@@ -93,7 +94,7 @@ struct Epilogue {
     } else {
 #pragma unroll
       for (int half = 0; half < Product::HALVES; half++)
-        store_numbers(acc[half], tile, feature + half * HALF_ROWS, features, to);
+        store_numbers(acc[half], half, tile, feature + half * HALF_ROWS, features, to);
       warpgroup_barrier(warpgroup);  // the facts of the next tile may be loaded
     }
   }
@@ -162,15 +163,16 @@ struct Epilogue {
     }
   }
 
-  // A warp stores its own 16 features, which are a sector of each token.
-  __device__ void store_numbers(const float (&acc)[ACC], const TileWalk& tile, int feature, int features,
+  // The lines of one buffer are copied while those of the other are written.
+  __device__ void store_numbers(const float (&acc)[ACC], int half, const TileWalk& tile, int feature, int features,
                                 const Destination& to) {
-    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, matrix = lane / 8;
-    u8* const lines = buffer + warp * BUFFER_BYTES<Product>;
-    const u32 line = shared(lines) + (matrix / 2 * 8 + lane % 8) * LINE_BYTES<Product> + matrix % 2 * 16;
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, matrix = lane / 8, warpgroup = threadIdx.x / 128;
 #pragma unroll
     for (int from = 0; from < MMA_N; from += Product::LINES) {
       const float* v = acc + from / 2;
+      u8* const lines = buffer + (half * MMA_N + from) / Product::LINES % 2 * BUFFER_BYTES<Product>;
+      const u32 line =
+          shared(lines) + (matrix / 2 * 8 + lane % 8) * LINE_BYTES<Product> + (warp * 2 + matrix % 2) * 16;
       if (MMA_N == 8)
         asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(line),
                      "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])) : "memory");
@@ -178,9 +180,8 @@ struct Epilogue {
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
                      "r"(narrow(v[0], v[1])), "r"(narrow(v[2], v[3])),
                      "r"(narrow(v[4], v[5])), "r"(narrow(v[6], v[7])) : "memory");
-      __syncwarp();
-      copy_lines<Product>(lines, facts.tokens[threadIdx.x / 128], tile.row, tile.end, from, feature + warp * 16, features, to);
-      __syncwarp();
+      warpgroup_barrier(warpgroup);
+      copy_lines<Product>(lines, facts.tokens[warpgroup], tile.row, tile.end, from, feature, features, to);
     }
   }
 };

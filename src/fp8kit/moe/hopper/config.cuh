@@ -36,7 +36,7 @@ struct FirstProduct {
 struct SecondProduct {
   static constexpr bool ACTIVATED = false, TOKEN_GROUPS = H_GROUPS, GATHERED = false;
   static constexpr int BIAS_KIND = BIAS_KIND_2, HALVES = NARROW ? 1 : 2, TILE_FEATURES = HALVES * HALF_ROWS;
-  static constexpr int COPIERS = 32, LINES = SWAP_AB && MMA_N < 16 ? MMA_N : 16, VECTORS = SWAP_AB ? 2 : 8;
+  static constexpr int COPIERS = SWAP_AB ? 128 : 32, LINES = SWAP_AB && MMA_N < 16 ? MMA_N : 16, VECTORS = 8;
 };
 
 // Lines of results are padded against bank conflicts.
@@ -45,7 +45,7 @@ constexpr int LINE_BYTES = Product::VECTORS * 16 + 16;
 template <typename Product>
 constexpr int BUFFER_BYTES = Product::LINES * LINE_BYTES<Product>;  // of threads that copy together
 constexpr int FIRST_BYTES = FIRST * 128 / FirstProduct::COPIERS * BUFFER_BYTES<FirstProduct>;
-constexpr int SECOND_BYTES = SECOND * 128 / SecondProduct::COPIERS * BUFFER_BYTES<SecondProduct>;
+constexpr int SECOND_BYTES = SECOND * (SWAP_AB ? 2 : 4) * BUFFER_BYTES<SecondProduct>;
 constexpr int EPILOGUE_BYTES = FIRST_BYTES > SECOND_BYTES ? FIRST_BYTES : SECOND_BYTES;  // of a warpgroup
 static_assert(STAGES * STAGE_BYTES + WARPGROUPS * EPILOGUE_BYTES == SMEM_BYTES, "as the host counts");
 static_assert(TOKENS % EPILOGUE_TOKENS == 0, "whole turns");

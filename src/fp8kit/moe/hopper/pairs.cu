@@ -29,7 +29,7 @@ __device__ __forceinline__ void cluster_barrier() {
 template <typename Store>
 __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, TokenTile* tiles,
                                           int* tile_count, Store store) {
-  constexpr int WARPS = THREADS / 32, LOADS = 8;
+  constexpr int WARPS = THREADS / 32, LOADS = 4;
   __shared__ int sums[WARPS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = routes.experts;
   const int all_warps = WARPS * CLUSTER, rank = CLUSTER > 1 ? blockIdx.x : 0;
@@ -104,14 +104,15 @@ __device__ __forceinline__ void sort_many(const Routes& routes, u32* counts, Tok
     if (stretch > 32 * LOADS) load(from);  // else they are held
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      if (from + i * 32 >= end) break;
-      const u32 same = __match_any_sync(~0u, loaded[i]), before = same & ((1u << lane) - 1);
-      int row = -1;
-      if (loaded[i] >= 0) row = own[loaded[i]] + __popc(before);
-      __syncwarp();
-      if (loaded[i] >= 0 && before == 0) own[loaded[i]] += __popc(same);
-      __syncwarp();
-      if (from + i * 32 + lane < end) store(from + i * 32 + lane, row);
+      if (from + i * 32 < end) {
+        const u32 same = __match_any_sync(~0u, loaded[i]), before = same & ((1u << lane) - 1);
+        int row = -1;
+        if (loaded[i] >= 0) row = own[loaded[i]] + __popc(before);
+        __syncwarp();
+        if (loaded[i] >= 0 && before == 0) own[loaded[i]] += __popc(same);
+        __syncwarp();
+        if (from + i * 32 + lane < end) store(from + i * 32 + lane, row);
+      }
     }
   }
 }

@@ -101,8 +101,9 @@ class GroupedConfig:
     def stages(self, products: Products) -> int:
         """Return how many stages shared memory holds, with scales of groups or without."""
         tokens, warpgroups = self.tokens, self.warpgroups
-        facts = 8 * warpgroups * tokens + 4 * tokens * (4 * warpgroups + 4) + 1024
-        facts += 24 * FEW_PAIRS if Products.FIRST in products else 0
+        facts = 8 * warpgroups * tokens + 1024
+        if Products.FIRST in products:
+            facts += 4 * tokens * (4 * warpgroups + 4) + 24 * FEW_PAIRS
         spare = self._epilogue_bytes(products) + facts
         room = _SMEM // self.blocks_per_sm - _SYSTEM_SMEM * (self.blocks_per_sm - 1) - spare
         return min(room // self.stage_bytes(token_groups=True), _MOST_STAGES)
@@ -119,9 +120,9 @@ class GroupedConfig:
         return 2 * self.half_rows * TILE_K + tokens
 
     def _epilogue_bytes(self, products: Products) -> int:
-        # lines of 64 codes, with tokens as columns 16 numbers of a warp, else 128 bytes; all padded
+        # padded lines: of 64 codes, with tokens as rows 128; of 64 numbers
         of_codes = self.epilogue_tokens * ((HALF if self.swap_ab else GROUP) + 16)
-        of_numbers = 4 * min(self.tokens, 16) * ((32 if self.swap_ab else 128) + 16)
+        of_numbers = min(self.tokens, 16) * (2 if self.swap_ab else 4) * (2 * HALF + 16)
         sizes = {Products.FIRST: of_codes, Products.SECOND: of_numbers}
         return self.warpgroups * max(sizes[each] for each in sizes if each in products)
 
