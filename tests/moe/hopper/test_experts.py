@@ -40,6 +40,9 @@ CASES = {
     "tensors": ((ROW, TENSOR), Activation("gelu_tanh"), (4, 80, 256), BF16, ()),
     "static": ((TENSOR, TENSOR), OSS, (4, 96, 176), F16, ("static", "biases")),
     "gpt-oss": ((ROW, ROW), OSS, (5, 192, 320), BF16, ("biases",)),
+    # rows of large tiles are copied before the first product, not in it
+    "wide": ((ROW, ROW), SWIGLU, (3, 144, 528), BF16, ()),
+    "wide, blocks": ((GROUP128, BLOCK), SWIGLU, (3, 128, 640), F16, ("biases",)),
 }
 ROUTINGS = ("drawn", "one expert", "foreign", "int32")
 
