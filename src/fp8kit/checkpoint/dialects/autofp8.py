@@ -11,12 +11,7 @@ import torch
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Source, Spec
 from fp8kit.checkpoint.dialects.transformers_fp8 import fp8_numbers
-from fp8kit.errors import CheckpointError
 from fp8kit.formats import ROW, TENSOR
-
-
-def _detect(source: Source) -> bool:
-    return source.method == "fp8"
 
 
 def _parse(source: Source) -> Announcement:
@@ -29,26 +24,20 @@ def _render(spec: Spec) -> JsonObject:
     scheme = spec.scheme
     fits = scheme.weight == TENSOR and (scheme.static or scheme.activation == ROW)
     if spec.others or not fits or scheme.dtype != torch.float8_e4m3fn:
-        raise CheckpointError(
-            f"Got scheme {scheme}{' and others' if spec.others else ''} to write as autofp8.",
+        raise base.refused(
+            spec,
+            "autofp8",
             "This dialect holds one scale per tensor, the same scheme everywhere.",
             "Write dialect compressed-tensors, or convert with FP8 or FP8_TENSOR.",
         )
-    left = sorted(base.listed(spec.ignore))
     return {
         "quant_method": "fp8",
         "activation_scheme": "static" if scheme.static else "dynamic",
         **({"kv_cache_scheme": "static"} if spec.kv_scales else {}),
-        "ignored_layers": left,
-        "modules_to_not_convert": left,
+        **base.left_dense(spec),
     }
 
 
 AUTOFP8 = Dialect(
-    "autofp8",
-    _detect,
-    _parse,
-    _render,
-    {"weight": "weight", "weight_scale": "weight_scale", "input_scale": "input_scale"},
-    (),
+    "autofp8", lambda source: source.method == "fp8", _parse, _render, tensor_scale=()
 )

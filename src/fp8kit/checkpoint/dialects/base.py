@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -148,7 +149,7 @@ class Dialect:
         parse: read what it announces; raises ``CheckpointError`` if that cannot be honoured.
         render: write a quantization config; raises ``CheckpointError`` if the dialect cannot hold
             the scheme, or is only read.
-        suffixes: our name of each tensor of a layer, and the name it has on disk.
+        suffixes: our names of tensors that have another name on disk, and that name.
         tensor_scale: shape of a per-tensor scale on disk.
     """
 
@@ -163,6 +164,26 @@ class Dialect:
     def writable(self) -> bool:
         """Whether checkpoints are written in it."""
         return self.render is not _read_only
+
+
+def refused(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointError:
+    """Return that a dialect cannot hold what it was asked to; ``holds`` says what it can."""
+    others = " and others" if spec.others else ""
+    return CheckpointError(
+        f"Got scheme {spec.scheme}{others} to write as {dialect}.", holds, remedy
+    )
+
+
+def left_dense(spec: Spec) -> JsonObject:
+    """Announce the layers in high precision as vLLM reads it, and as Transformers does."""
+    left = sorted(listed(spec.ignore))
+    return {"ignored_layers": left, "modules_to_not_convert": left}
+
+
+def first_match(known: Mapping[str, Numbers], layer: str, default: Numbers) -> Numbers:
+    """Return what is known of a layer: by its own name, else by the first pattern it matches."""
+    patterns = (n for pattern, n in known.items() if fnmatch.fnmatchcase(layer, pattern))
+    return known.get(layer) or next(patterns, default)
 
 
 def listed(names: Iterable[str]) -> set[str]:

@@ -50,10 +50,6 @@ def schemes_of(layers: Mapping[str, str | JsonObject]) -> dict[str, Scheme]:
     return found
 
 
-def _detect(source: Source) -> bool:
-    return source.method == METHOD
-
-
 def _parse(source: Source) -> Announcement:
     schemes = schemes_of(base.objects(source.quantization, "layers"))
 
@@ -67,4 +63,4 @@ def _parse(source: Source) -> Announcement:
     return Announcement(numbers)
 
 
-BY_LAYER = Dialect(METHOD, _detect, _parse)
+BY_LAYER = Dialect(METHOD, lambda source: source.method == METHOD, _parse)

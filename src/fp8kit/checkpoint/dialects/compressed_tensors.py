@@ -209,10 +209,4 @@ def _rendered(scheme: Scheme) -> Mapping[str, Any]:
     }
 
 
-COMPRESSED_TENSORS = Dialect(
-    "compressed-tensors",
-    _detect,
-    _parse,
-    _render,
-    {"weight": "weight", "weight_scale": "weight_scale", "input_scale": "input_scale"},
-)
+COMPRESSED_TENSORS = Dialect("compressed-tensors", _detect, _parse, _render)

@@ -10,12 +10,7 @@ import torch
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
-from fp8kit.errors import CheckpointError
 from fp8kit.formats import ROW
-
-
-def _detect(source: Source) -> bool:
-    return source.method == "fbgemm-fp8"
 
 
 def _parse(source: Source) -> Announcement:
@@ -34,9 +29,9 @@ def _render(spec: Spec) -> JsonObject:
     fits = fits and scheme.dtype == torch.float8_e4m3fn and spec.scale_ub is not None
     if spec.others or spec.kv_scales or not fits:
         bound = "no scale_ub" if spec.scale_ub is None else f"scale_ub = {spec.scale_ub}"
-        raise CheckpointError(
-            f"Got scheme {scheme}{' and others' if spec.others else ''} with {bound} to write "
-            "as fbgemm.",
+        raise base.refused(
+            spec,
+            f"fbgemm, with {bound}",
             "This dialect holds FP8_DYNAMIC everywhere, with a bound on the amax of tokens; no "
             "other dialect has one.",
             "Convert with FP8_DYNAMIC, or set layer.scale_ub = None to write another dialect.",
@@ -48,4 +43,4 @@ def _render(spec: Spec) -> JsonObject:
     }
 
 
-FBGEMM = Dialect("fbgemm", _detect, _parse, _render)
+FBGEMM = Dialect("fbgemm", lambda source: source.method == "fbgemm-fp8", _parse, _render)

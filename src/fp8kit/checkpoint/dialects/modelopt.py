@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable
 
 from fp8kit.checkpoint.dialects import base
@@ -47,12 +46,8 @@ def _mixed(layers: JsonObject) -> Callable[[str], Numbers]:
     if not known:
         raise base.broken("quantized_layers", layers, "an object with at least one layer")
 
-    def numbers(layer: str) -> Numbers:
-        patterns = (n for pattern, n in known.items() if fnmatch.fnmatchcase(layer, pattern))
-        # a layer that is not listed and FP8 all the same: its tensors say the rest
-        return known.get(layer) or next(patterns, Numbers(static=None))
-
-    return numbers
+    # a layer that is not listed and FP8 all the same: its tensors say the rest
+    return lambda layer: base.first_match(known, layer, Numbers(static=None))
 
 
 def _algorithm(key: str, word: object) -> Numbers:

@@ -9,13 +9,9 @@ from fp8kit.checkpoint.dialects.base import Announcement, Dialect, Numbers, Sour
 from fp8kit.formats import MX
 
 
-def _detect(source: Source) -> bool:
-    return source.method == "mxfp4"
-
-
 def _parse(source: Source) -> Announcement:
     ignore = strings(source.quantization, "modules_to_not_convert", "ignored_layers")
     return Announcement(lambda _: Numbers(MX, MX, transposed=True), ignore)
 
 
-MXFP4 = Dialect("mxfp4", _detect, _parse)
+MXFP4 = Dialect("mxfp4", lambda source: source.method == "mxfp4", _parse)

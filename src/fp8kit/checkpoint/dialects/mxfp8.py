@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
-from fp8kit.errors import CheckpointError
 from fp8kit.formats import MX, SCHEMES
 
 
@@ -36,33 +35,22 @@ def _parse(source: Source) -> Announcement:
 
 def _render(spec: Spec) -> JsonObject:
     if spec.others or spec.scheme != SCHEMES["MXFP8"]:
-        raise CheckpointError(
-            f"Got scheme {spec.scheme}{' and others' * bool(spec.others)} to write as mxfp8.",
+        raise base.refused(
+            spec,
+            "mxfp8",
             "This dialect holds MX weights and activations, everywhere the same.",
             "Write dialect compressed-tensors, or convert with MXFP8.",
         )
-    left = sorted(base.listed(spec.ignore))
     return {
         "quant_method": "mxfp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [1, 32],
         "scale_fmt": "ue8m0",
-        "ignored_layers": left,
-        "modules_to_not_convert": left,
+        **base.left_dense(spec),
     }
 
 
 MXFP8_INVERSE = Dialect(
-    "mxfp8",
-    _detect_inverse,
-    _parse,
-    _render,
-    {"weight": "weight", "weight_scale": "weight_scale_inv"},
+    "mxfp8", _detect_inverse, _parse, _render, {"weight_scale": "weight_scale_inv"}
 )
-MXFP8_PLAIN = Dialect(
-    "mxfp8-weight-scale",
-    _detect,
-    _parse,
-    _render,
-    {"weight": "weight", "weight_scale": "weight_scale"},
-)
+MXFP8_PLAIN = Dialect("mxfp8-weight-scale", _detect, _parse, _render)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
 from typing import Any
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
 from fp8kit.formats import MX, ROW, TENSOR, GroupShape
-
-
-def _detect(source: Source) -> bool:
-    return source.method == "quark"
 
 
 def _parse(source: Source) -> Announcement:
@@ -28,12 +23,7 @@ def _parse(source: Source) -> Announcement:
     common = _numbers("global_quant_config", found.get("global_quant_config"))
     special = base.objects(found, "layer_quant_config")
     layers = {n: _numbers(f"layer_quant_config.{n}", c) for n, c in special.items()}
-
-    def numbers(layer: str) -> Numbers:
-        patterns = (n for pattern, n in layers.items() if fnmatch.fnmatchcase(layer, pattern))
-        return layers.get(layer) or next(patterns, common)
-
-    return Announcement(numbers, ignore)
+    return Announcement(lambda layer: base.first_match(layers, layer, common), ignore)
 
 
 def _numbers(key: str, config: Any) -> Numbers:
@@ -76,4 +66,4 @@ def _group(key: str, config: JsonObject) -> GroupShape:
     )
 
 
-QUARK = Dialect("quark", _detect, _parse)
+QUARK = Dialect("quark", lambda source: source.method == "quark", _parse)

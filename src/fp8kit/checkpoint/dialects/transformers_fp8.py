@@ -13,7 +13,6 @@ import torch
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
-from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, MX, TENSOR, GroupShape, scale_shape
 
 _BYTES = (torch.uint8, torch.float8_e8m0fnu)
@@ -71,32 +70,21 @@ def _render(spec: Spec) -> JsonObject:
     block = scheme.weight == BLOCK and scheme.activation == GroupShape(1, 128)
     tensor = scheme.weight == TENSOR and (dynamic or scheme.static)
     if spec.others or not (block or tensor) or scheme.dtype != torch.float8_e4m3fn:
-        raise CheckpointError(
-            f"Got scheme {scheme}{' and others' if spec.others else ''} to write as fp8.",
+        raise base.refused(
+            spec,
+            "fp8",
             "This dialect holds 128x128 blocks or one scale per tensor, the same everywhere.",
             "Write dialect compressed-tensors, or convert with FP8_BLOCK.",
         )
-    left = sorted(base.listed(spec.ignore))
     return {
         "quant_method": "fp8",
         "activation_scheme": "static" if scheme.static else "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [128, 128] if block else None,
         **({"scale_fmt": "ue8m0"} if scheme.ue8m0 else {}),
-        # vLLM reads the first, Transformers the second
-        "ignored_layers": left,
-        "modules_to_not_convert": left,
+        **base.left_dense(spec),
     }
 
 
-TRANSFORMERS_FP8 = Dialect(
-    "fp8",
-    _detect,
-    _parse,
-    _render,
-    {
-        "weight": "weight",
-        "weight_scale": "weight_scale_inv",
-        "input_scale": "activation_scale",
-    },
-)
+_SUFFIXES = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+TRANSFORMERS_FP8 = Dialect("fp8", _detect, _parse, _render, _SUFFIXES)
