@@ -237,8 +237,7 @@ def test_slices_and_workers_do_not_matter(
 ) -> None:
     source = plain(tmp_path / "source", weights(3, 384, 640))
     whole = stream(source, tmp_path / "whole", scheme, devices=["cpu"])
-    for module in ("work_plan", "executor"):
-        monkeypatch.setattr(f"fp8kit.checkpoint.streaming.{module}.SLICE_BYTES", 5000)
+    monkeypatch.setattr("fp8kit.checkpoint.storage.matrices.SLICE_BYTES", 5000)
     sliced = stream(source, tmp_path / "sliced", scheme, devices=["cpu"] * 5)
     assert all_bytes(whole) == all_bytes(sliced)
 
@@ -267,11 +266,11 @@ def test_ten_thousand_tensors(tmp_path: Path) -> None:
 MEMORY = """
 import sys
 from fp8kit.io.checkpoints import quantize_checkpoint, workers_on
-from fp8kit.checkpoint.streaming import executor as streaming, work_plan as work
+from fp8kit.checkpoint.storage import matrices
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-work.SLICE_BYTES = streaming.SLICE_BYTES = int(sys.argv[4])
+matrices.SLICE_BYTES = int(sys.argv[4])
 start = peak()
 quantize_checkpoint(
     sys.argv[1], sys.argv[2], sys.argv[3], devices=workers_on(["cpu"], 2), progress=False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -18,6 +18,8 @@ from fp8kit.errors import CheckpointError
 _STACK = re.compile(
     r"(?P<experts>(?:.*\.)?experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$"
 )
+# of the source; small enough that a slice and its codes stay in a shared cache
+SLICE_BYTES = 2**22
 # models whose stacks are laid out otherwise: gate and up alternate
 _INTERLEAVED = ("gpt_oss",)
 
@@ -60,6 +62,13 @@ class Matrix:
     def nbytes(self) -> int:
         """Size of all elements."""
         return self.rows * self.row_bytes
+
+    def slices(self, rows: int = 1) -> Iterator[tuple[int, int]]:
+        """Cut the rows into ranges of about ``SLICE_BYTES``, of whole groups of so many rows."""
+        step = max(1, SLICE_BYTES // max(1, self.row_bytes))
+        step = -(-step // rows) * rows
+        for first in range(0, self.rows, step):
+            yield first, min(first + step, self.rows)
 
 
 class MatrixFile:
@@ -154,33 +163,25 @@ def stack_of(name: str) -> str | None:
 
 def _split(experts: str, gate_up: TensorInfo, down: TensorInfo) -> dict[str, Matrix] | None:
     (e, a, b), (e_, c, d) = gate_up.shape, down.shape
-    if e != e_:
-        return None
-    found = {}
-    if b == c and a == 2 * d:
-        hidden, inner = b, d
-        for i in range(e):
-            for j, kind in enumerate(("gate_proj", "up_proj")):
-                at = gate_up.offset + (2 * i + j) * inner * hidden * gate_up.dtype.itemsize
-                found[f"{experts}.{i}.{kind}"] = Matrix(
-                    gate_up.shard, gate_up.dtype, at, inner, hidden, hidden
-                )
-            at = down.offset + i * hidden * inner * down.dtype.itemsize
-            found[f"{experts}.{i}.down_proj"] = Matrix(
-                down.shard, down.dtype, at, hidden, inner, inner
-            )
-    elif a == d and b == 2 * c:
-        hidden, inner = a, c
-        for i in range(e):
-            for j, kind in enumerate(("gate_proj", "up_proj")):
-                at = gate_up.offset + (2 * i * hidden + j) * inner * gate_up.dtype.itemsize
-                found[f"{experts}.{i}.{kind}"] = Matrix(
-                    gate_up.shard, gate_up.dtype, at, inner, hidden, 2 * inner, transposed=True
-                )
-            at = down.offset + i * hidden * inner * down.dtype.itemsize
-            found[f"{experts}.{i}.down_proj"] = Matrix(
-                down.shard, down.dtype, at, hidden, inner, hidden, transposed=True
-            )
+    if e == e_ and b == c and a == 2 * d:
+        hidden, inner, transposed = b, d, False
+    elif e == e_ and a == d and b == 2 * c:
+        hidden, inner, transposed = a, c, True
     else:
         return None
+    # elements from the gate of an expert to its up, and from a stored row to the next
+    half, wide, narrow = (
+        (inner, 2 * inner, hidden) if transposed else (inner * hidden, hidden, inner)
+    )
+    found = {}
+    for expert in range(e):
+        for part, info, at, rows, cols, pitch in (
+            ("gate_proj", gate_up, 2 * expert * inner * hidden, inner, hidden, wide),
+            ("up_proj", gate_up, 2 * expert * inner * hidden + half, inner, hidden, wide),
+            ("down_proj", down, expert * inner * hidden, hidden, inner, narrow),
+        ):
+            offset = info.offset + at * info.dtype.itemsize
+            found[f"{experts}.{expert}.{part}"] = Matrix(
+                info.shard, info.dtype, offset, rows, cols, pitch, transposed
+            )
     return found

@@ -20,7 +20,7 @@ from fp8kit import functional
 from fp8kit.checkpoint.storage.directory import bytes_of, sync
 from fp8kit.checkpoint.storage.layout import Shard
 from fp8kit.checkpoint.storage.matrices import MatrixFile
-from fp8kit.checkpoint.streaming.work_plan import SLICE_BYTES, Item, Slice, Work
+from fp8kit.checkpoint.streaming.work_plan import Item, Slice, Work
 from fp8kit.errors import ConversionError
 from fp8kit.formats import MX, TENSOR
 from fp8kit.modules.entries import quantize_weight
@@ -203,8 +203,7 @@ def _quantize_whole(
 ) -> None:
     """Quantize a weight with one scale: once through for the maximum, once more for the codes."""
     matrix, scheme = item.matrix, work.scheme
-    step = max(1, SLICE_BYTES // max(1, matrix.row_bytes))
-    slices = [(i, min(i + step, matrix.rows)) for i in range(0, matrix.rows, step)]
+    slices = list(matrix.slices())
     # numbers, not tensors: small tensors that stay would split the memory of the slices that go
     peaks = [float(_to(reader.rows(matrix, *ends), device).abs().amax()) for ends in slices]
     # the scale of a tensor is that of its largest element

@@ -17,7 +17,6 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.matrices import Matrix, MatrixFile, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint
-from fp8kit.checkpoint.streaming.work_plan import SLICE_BYTES
 from fp8kit.conversion.report import table
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import E4M3FN, MX, TENSOR, QTensor
@@ -229,17 +228,9 @@ class _Comparison:
         yield 0, layer.shape[-2], dense, self._result.read(layer.weight)
 
     def _pairs(self, matrix: Matrix, stored: Matrix, rows: int) -> Pairs:
-        files = self._files()
-        step = max(1, SLICE_BYTES // max(1, matrix.row_bytes))
-        step = -(-step // rows) * rows
-        for first in range(0, matrix.rows, step):
-            last = min(first + step, matrix.rows)
-            yield (
-                first,
-                last,
-                files[0].rows(matrix, first, last),
-                files[1].rows(stored, first, last),
-            )
+        ours, theirs = self._files()
+        for first, last in matrix.slices(rows):
+            yield first, last, ours.rows(matrix, first, last), theirs.rows(stored, first, last)
 
     def _same_tensor(self, layer: Layer, matrix: Matrix, stored: Matrix, scale: Tensor) -> bool:
         """Requantize with the one scale that the whole weight has."""

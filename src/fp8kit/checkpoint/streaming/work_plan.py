@@ -23,9 +23,6 @@ from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import TENSOR, Scheme, scale_dtype, scale_shape
 
-# of the source; small enough that a slice and its codes stay in a shared cache
-SLICE_BYTES = 2**22
-
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -83,14 +80,14 @@ class Work:
 
         A weight with one scale is one slice: its maximum has to be known before its first code.
         """
+        group = self.scheme.weight
         for item in self.items_of(index):
-            matrix, group = item.matrix, self.scheme.weight
-            step = max(1, SLICE_BYTES // max(1, matrix.row_bytes))
-            if item.scale:
-                step = -(-step // max(1, group.rows)) * max(1, group.rows)
-                step = matrix.rows if group == TENSOR else step
-            for first in range(0, max(1, matrix.rows), max(1, step)):
-                yield Slice(item, first, min(first + step, matrix.rows))
+            matrix = item.matrix
+            if item.scale and group == TENSOR:
+                yield Slice(item, 0, matrix.rows)
+                continue
+            for first, last in matrix.slices(group.rows if item.scale else 1):
+                yield Slice(item, first, last)
 
     def digest(self) -> str:
         """Return a number for the whole plan: equal plans write equal files."""
