@@ -74,6 +74,19 @@ def as_path(value: object, what: str) -> Path:
     )
 
 
+def check_choice(
+    name: str, value: object, known: Iterable[str], remedy: str = "Pass one of these words."
+) -> None:
+    """Refuse an argument whose value is none of a few words; raises ``InvalidValue``."""
+    words = list(known)
+    if value not in words:
+        raise InvalidValue(
+            f"Got {name}={value!r}.",
+            f"It is one of {', '.join(map(str, words))}.",
+            remedy + did_you_mean(value, words),
+        )
+
+
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Offer the known word that is closest to a mistyped one, as the end of an error text.
 

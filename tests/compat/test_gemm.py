@@ -108,7 +108,7 @@ def test_inputs_that_are_not_cast_meet_the_dense_weight(mode: str) -> None:
 def test_options_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ValueError, match="Inputs that are not cast need the dense weight"):
         layer_of("discard", cast_inputs=False)
-    with pytest.raises(ValueError, match="'keep', 'cpu_offload', 'discard'"):
+    with pytest.raises(ValueError, match="keep, cpu_offload, discard"):
         layer_of("gpu")
     options = FP8GemmOptions()
     words = (options.cast_inputs, options.cast_output_back, options.fp16_weight_storage)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8kit import functional
 from fp8kit.dispatch.backends import choose
-from fp8kit.errors import InvalidValue, did_you_mean
+from fp8kit.errors import check_choice
 from fp8kit.formats import BLOCK, GROUP128, SCHEMES, Scheme
 from fp8kit.matmul.problem import DECODING, MATMUL_BACKENDS, linear_problem
 from fp8kit.moe.functional import grouped_scaled_mm
@@ -48,12 +48,7 @@ def supports(kind: str, device: torch.device | str | None = None) -> bool:
         >>> fp8kit.compat.supports("fp8", "cpu")
         False
     """
-    if kind not in KINDS:
-        raise InvalidValue(
-            f"Got kind={kind!r}.",
-            f"Known are {', '.join(KINDS)}.",
-            "Pass one of these words." + did_you_mean(str(kind), KINDS),
-        )
+    check_choice("kind", kind, KINDS)
     if device is None:
         if not torch.cuda.is_available():
             return False

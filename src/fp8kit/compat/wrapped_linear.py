@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fp8kit import functional
 from fp8kit.compat.shapes import with_scale
-from fp8kit.errors import InvalidType, InvalidValue, teach
+from fp8kit.errors import InvalidType, InvalidValue, check_choice, teach
 from fp8kit.formats import FP8_FORMATS, TENSOR
 from fp8kit.modules.linear import Fp8Linear as Core
 from fp8kit.runtime.weight_hazards import version
@@ -377,12 +377,7 @@ def _check(linear: nn.Module, options: FP8GemmOptions) -> None:
             "Cast the layer, or leave it out with module_filter.",
         )
     storage = options.fp16_weight_storage
-    if storage not in STORAGES:
-        raise InvalidValue(
-            f"Got fp16_weight_storage={storage!r}.",
-            f"It is one of {', '.join(map(repr, STORAGES))}.",
-            "Pass one of these words.",
-        )
+    check_choice("fp16_weight_storage", storage, STORAGES)
     if storage == "discard" and not options.cast_inputs:
         raise InvalidValue(
             "Got fp16_weight_storage='discard' with cast_inputs=False.",

@@ -11,7 +11,7 @@ from fp8kit.conversion.fusion_rules import Link, family_links, given_links, veri
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.routers import fuse_routers
 from fp8kit.conversion.siblings import share_inputs
-from fp8kit.errors import ConversionError, InvalidValue
+from fp8kit.errors import ConversionError, check_choice
 from fp8kit.formats import Scheme
 from fp8kit.modules.decoder_layer import install_residual_forwards
 from fp8kit.modules.expert_tensors import ExpertTensors
@@ -24,18 +24,14 @@ from fp8kit.modules.shared_input import SharedInput
 from fp8kit.modules.stacked_experts import StackedExperts
 
 _LEVELS = ("none", "inputs", "all")
+_FUSE = "Pass one of these words, or a mapping from blocks to rules for code of your own."
 
 
 def level(fuse: str | Mapping[str, Sequence[str]]) -> int:
     """Rank what is fused: 0 for ``"none"``, 1 for ``"inputs"``, 2 for ``"all"`` or a mapping."""
     if isinstance(fuse, Mapping):
         return _LEVELS.index("all")
-    if fuse not in _LEVELS:
-        raise InvalidValue(
-            f"Got fuse={fuse!r}.",
-            f"It is one of {', '.join(_LEVELS)}.",
-            "Pass one of these words, or a mapping from blocks to rules for code of your own.",
-        )
+    check_choice("fuse", fuse, _LEVELS, _FUSE)
     return _LEVELS.index(fuse)
 
 

@@ -18,7 +18,7 @@ from fp8kit.conversion.fusion_rules import Link
 from fp8kit.conversion.patterns import check_patterns, chosen, some_of
 from fp8kit.conversion.report import Report
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import ConversionError, InvalidType, InvalidValue
+from fp8kit.errors import ConversionError, InvalidType, check_choice
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import holds_matrix
@@ -83,7 +83,8 @@ class Plan:
         return report
 
     def _carry_out(self, weight_storage: str) -> Report:
-        _check_storage(weight_storage)
+        remedy = "Pass one of these; 'discard' frees the dense weights."
+        check_choice("weight_storage", weight_storage, STORAGES, remedy)
         recording = torch.is_grad_enabled()
         # what is made in inference mode takes no other weights, and passes no gradient on
         with torch.inference_mode(False), torch.set_grad_enabled(recording):
@@ -320,15 +321,6 @@ def _check_arguments(model: object, calibrate: object) -> None:
             f"Got calibrate of type {type(calibrate).__name__}.",
             "It is a function that runs the model, which it gets, on representative data.",
             "Pass calibrate=lambda model: model(batch).",
-        )
-
-
-def _check_storage(weight_storage: str) -> None:
-    if weight_storage not in STORAGES:
-        raise InvalidValue(
-            f"Got weight_storage={weight_storage!r}.",
-            f"It is one of {', '.join(STORAGES)}.",
-            "Pass one of these; 'discard' frees the dense weights.",
         )
 
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 )
 
 from fp8kit import functional
-from fp8kit.errors import CheckpointError, InvalidValue, UnsupportedError
+from fp8kit.errors import CheckpointError, InvalidValue, UnsupportedError, check_choice
 from fp8kit.formats import ROW
 from fp8kit.integrations.encoder_decoder_cache import WithEncoder, bare
 from fp8kit.matmul.dequantized import decode
@@ -318,12 +318,7 @@ class _Fp8StaticCacheWithEncoder(WithEncoder, Fp8StaticCache):
 def _layers(
     model: PreTrainedModel, scale: str, classes: dict[str, type[_Fp8Layer]], room: dict[str, int]
 ) -> Iterator[Any]:
-    if scale not in _SCALES:
-        raise InvalidValue(
-            f"Got scale={scale!r}.",
-            f"It is one of {', '.join(map(repr, _SCALES))}.",
-            "Leave it out for one scale per token and head.",
-        )
+    check_choice("scale", scale, _SCALES, "Leave it out for one scale per token and head.")
     kinds, given = get_layer_types_and_kwargs(model.config.get_text_config(decoder=True))
     given = [given] * len(kinds) if isinstance(given, dict) else given  # one for all in 5.17
     fixed = _scales_of(model) if scale == "checkpoint" else {}

@@ -21,7 +21,7 @@ from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
 from fp8kit.checkpoint.translated import Matrix, Translation, check_target, matrices_of
-from fp8kit.errors import CheckpointError, InvalidValue
+from fp8kit.errors import CheckpointError, check_choice
 from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.io.models import accepted
 from fp8kit.moe.arguments import stacked_scale
@@ -79,12 +79,8 @@ def convert_checkpoint(
         >>> convert_checkpoint("modelopt-dir", "dir", target="transformers")
         ['config.json', 'model.safetensors']
     """
-    if unfit not in UNFIT:
-        raise InvalidValue(
-            f"Got unfit={unfit!r}.",
-            f"It is one of {', '.join(UNFIT)}.",
-            "Pass what shall happen to layers that the target cannot load.",
-        )
+    remedy = "Pass what shall happen to layers that the target cannot load."
+    check_choice("unfit", unfit, UNFIT, remedy)
     checkpoint = open_checkpoint(source, scheme=None if scheme is None else Scheme.of(scheme))
     held = _scheme(checkpoint)
     wanted = held if scheme is None else _wanted(checkpoint, Scheme.of(scheme))

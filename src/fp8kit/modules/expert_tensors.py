@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit.dispatch.device import capability
-from fp8kit.errors import CheckpointError, InvalidValue
+from fp8kit.errors import CheckpointError, check_choice
 from fp8kit.formats import FP8_FORMATS, MX, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.matmul.problem import m_bucket
 from fp8kit.modules.entries import check_form, quantize_weight, stored_entries, stored_tensors
@@ -53,12 +53,8 @@ class ExpertStacks:
     call: str = "routed"
 
     def __post_init__(self) -> None:
-        if self.call not in CALLS:
-            raise InvalidValue(
-                f"Got call={self.call!r}.",
-                f"It is one of {', '.join(CALLS)}.",
-                "Pass 'routed' for forward(tokens, ids, weights).",
-            )
+        remedy = "Pass 'routed' for forward(tokens, ids, weights)."
+        check_choice("call", self.call, CALLS, remedy)
 
     @property
     def names(self) -> tuple[str, str]:
