@@ -49,6 +49,11 @@ class Record:
         """Whether the layer was FP8 before."""
         return self.kind == "Fp8Linear" or (self.experts > 0 and self.reason == ALREADY)
 
+    def skip(self, reason: str, warning: bool = False) -> None:
+        """Leave a layer as it is that was to become FP8."""
+        self.action, self.reason, self.warning = "skip", reason, warning
+        self.bytes_after = self.bytes_before
+
 
 @dataclass(slots=True)
 class Report:

@@ -85,8 +85,7 @@ def _skip(team: Sequence[Record], slower: Sequence[Verdict], known: Sequence[Ver
     if faster := [str(v.m) for v in known if not v.slower]:
         reason += f"; FP8 is faster at m={', '.join(faster)}"
     for record in team:
-        record.action, record.reason = "skip", reason
-        record.bytes_after = record.bytes_before
+        record.skip(reason)
 
 
 def _serving(weight: torch.Tensor) -> torch.device:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import METHOD, plain, scheme_of_plain, schemes_of
 from fp8kit.checkpoint.exporting import refuse_transposed
+from fp8kit.checkpoint.loading.into_module import plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite
-from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing

@@ -28,8 +28,8 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import plain as plain
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.expert_names import stacks_in
+from fp8kit.checkpoint.loading.into_module import plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite
-from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
@@ -332,8 +332,7 @@ def decide(model: Any, config: Fp8KitConfig) -> Report:
         links = getattr(model, "all_tied_weights_keys", None) or {}
         tied = {n.removesuffix(".weight") for n in (*links, *links.values())}
         if tied & {record.name, *record.aliases}:
-            record.action, record.reason, record.warning = "skip", _TIED, True
-            record.bytes_after = record.bytes_before
+            record.skip(_TIED, warning=True)
     if config.strict:
         report.refuse_blocked()
     report.groups = siblings.find_groups(model, [r.name for r in report.linears])

@@ -15,22 +15,23 @@ from fp8kit.checkpoint.loading.expected import Layers, check_fit, expected_state
 from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.loading.placement import Placement
-from fp8kit.checkpoint.loading.planning import plan_to_load
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.checkpoint.streaming.layer_selection import AS_CONV1D
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.patterns import some_of
-from fp8kit.conversion.plan import refuse_static, warn_of_nothing
+from fp8kit.conversion.plan import plan, refuse_static, warn_of_nothing
 from fp8kit.conversion.readers.dtypes import dtype_answers
 from fp8kit.conversion.readers.reads import weight_reads
+from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
-from fp8kit.modules.dense import unlike_linear
+from fp8kit.modules.dense import is_conv1d, unlike_linear
 from fp8kit.modules.expert_stacks import rearranged
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.experts import Fp8Experts
@@ -242,6 +243,23 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
                 found.made.update(dict.fromkeys(names[module], layer))
     found.groups = _groups(model, found)
     return found
+
+
+def plan_to_load(
+    model: nn.Module,
+    scheme: Scheme,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    strict: bool,
+) -> Report:
+    """Plan as ``fp8kit.plan`` does, less what becomes FP8 in memory only: a ``Conv1D``."""
+    report = plan(model, scheme, include=include, exclude=exclude, strict=strict).report
+    for record in report.linears:
+        if is_conv1d(model.get_submodule(record.name)):
+            record.skip(AS_CONV1D, warning=True)
+    if strict:
+        report.refuse_blocked()
+    return report
 
 
 def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -> Layers:
