@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,6 +26,9 @@ from fp8kit.conversion.readers.values import (
     united,
 )
 
+if TYPE_CHECKING:
+    from fp8kit.conversion.readers.reads import Reader
+
 _SETTINGS = (type(None), bool, int, float, str)
 _COMPARES: dict[type, Callable[[Any, Any], bool]] = {
     ast.Is: operator.is_,
@@ -44,26 +47,6 @@ _HARMLESS = frozenset(
     ndim ndimension nelement numel requires_grad requires_grad_ shape size _is_hf_initialized
     """.split()
 )
-
-
-class Reader(Protocol):
-    """What a walk tells, and asks, about the whole model."""
-
-    running: bool  # whether this is the forward pass itself
-
-    def escape(self, values: Iterable[Any], where: str, how: str = "") -> None:
-        """Note that the weights among values are read."""
-
-    def follow(
-        self, function: Any, args: list[Values], kwargs: dict[str, Values], depth: int
-    ) -> Values:
-        """Walk through a function that is called."""
-
-    def is_followed(self, function: Any) -> bool:
-        """Return whether a function is walked through, not passed by."""
-
-    def changes(self, owner: Any, name: str) -> bool:
-        """Return whether methods assign an attribute once an object is made."""
 
 
 class Expressions:

@@ -64,7 +64,7 @@ def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
     Each comes with where it is read and how, as the end of a sentence. The model is neither run nor
     changed.
     """
-    reader = _Reader(model)
+    reader = Reader(model)
     alike: dict[Any, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
         if not isinstance(module, nn.Linear):  # what subclasses do is judged by their class
@@ -161,7 +161,9 @@ def _is_python(function: Any) -> bool:
     return isinstance(function, types.FunctionType) and not _is_library(function.__module__ or "")
 
 
-class _Reader:
+class Reader:
+    """What walks ask and tell about the whole model; ``running`` in the forward pass itself."""
+
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[nn.Module, str] = {}
         self.running = True
