@@ -408,7 +408,8 @@ def judge(case: Case, path: Path, watch: Watch, limit: float = SECONDS) -> tuple
 
 
 def read_all(path: Path) -> None:
-    for _, tensor in open_checkpoint(path).stream():
+    checkpoint = open_checkpoint(path)
+    for tensor in map(checkpoint.read, checkpoint.tensors):
         tensor.view(torch.uint8) if tensor.dim() else tensor.clone()
 
 

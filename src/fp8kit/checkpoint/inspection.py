@@ -163,7 +163,7 @@ def inspect(path: str | Path) -> Inspection:
 
 
 def _layer(checkpoint: Checkpoint, layer: Layer) -> LayerInfo:
-    scheme, held = layer.scheme, (layer.weight, layer.scale, layer.input_scale)
+    scheme, held = layer.scheme, layer.tensors.values()
     scale = checkpoint.tensors.get(layer.scale)
     activation = "16 bit" if scheme.activation is None else str(scheme.activation)
     return LayerInfo(

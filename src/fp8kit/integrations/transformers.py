@@ -77,8 +77,9 @@ def load(
     apart = places.keys() | alone
     state = {n: _OnDisk(checkpoint, n) for n in checkpoint.tensors if n not in apart}
     for layer in (checkpoint.layers[name] for name in merged):
-        for scale in (layer.scale, layer.input_scale):
-            state.pop(scale or "", None)
+        for name in layer.tensors.values():
+            if name != layer.weight:
+                state.pop(name, None)
         state[layer.weight] = _OnDisk(checkpoint, layer.weight, layer, high)
     placed = device is not None and device.type != "cpu" and _has_accelerate()
     options: dict[str, Any] = {"device_map": {"": device}} if placed else {}

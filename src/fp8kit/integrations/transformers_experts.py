@@ -51,10 +51,7 @@ class Taken:
     @property
     def tensors(self) -> set[str]:
         """Names on disk of all their tensors."""
-        found = set(self.names)
-        for layer in self.layers.values():
-            found |= {layer.weight, layer.scale, layer.input_scale or layer.scale}
-        return found
+        return set(self.names).union(*(layer.tensors.values() for layer in self.layers.values()))
 
     def fill(
         self, model: Any, checkpoint: Checkpoint, device: torch.device | None, high: torch.dtype

@@ -72,8 +72,8 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
     scales = {
         scale: layer.weight
         for layer in checkpoint.layers.values()
-        for scale in (layer.scale, layer.input_scale)
-        if scale is not None
+        for kind, scale in layer.tensors.items()
+        if kind != "weight"
     }
     found = fit(tensors, shapes_of(wanted), scales)
     problems = list(found.problems)

@@ -72,7 +72,7 @@ class Placement:
         self._roles = {
             name: (layer.name, role)
             for layer in self._layers.values()
-            for role, name in _names(layer).items()
+            for role, name in layer.tensors.items()
         }
         self._device, self._dtype, self._high = device, dtype, dtype or high
         self._owned = owned
@@ -180,7 +180,8 @@ class Placement:
         weight, numbers = source.get("weight"), self._numbers(layer)
         if weight is None or weight.dtype in FP8_FORMATS:
             static = numbers is not None and numbers[0].static
-            names = _names(self._layers.get(layer), layer, static)
+            known, kinds = self._layers.get(layer), SCALES if static else SCALES[:1]
+            names = known.tensors if known else {k: named(layer, k) for k in ("weight", *kinds)}
             scale = source.get("weight_scale")
             if scale is not None and scale.dtype != torch.uint8 and numbers and numbers[1] == MX:
                 names[_EXPONENTS] = named(layer, _EXPONENTS)  # of an MX weight that was rebased
@@ -353,12 +354,3 @@ class Placement:
         if isinstance(held, nn.Parameter):
             value = nn.Parameter(value, requires_grad=held.requires_grad)
         setattr(module, key, value)
-
-
-def _names(layer: Layer | None, name: str = "", static: bool = False) -> dict[str, str]:
-    """Name the codes and scales of a layer by their roles."""
-    if layer is None:
-        kinds = ("weight", *(SCALES if static else SCALES[:1]))
-        return {kind: named(name, kind) for kind in kinds}
-    found = {"weight": layer.weight, "weight_scale": layer.scale}
-    return found | ({"input_scale": layer.input_scale} if layer.input_scale else {})

@@ -47,6 +47,12 @@ class Layer:
     widths: tuple[int, ...] = ()
 
     @property
+    def tensors(self) -> dict[str, str]:
+        """Our names of its codes and its scales, by what they are."""
+        scales = {"weight_scale": self.scale, "input_scale": self.input_scale}
+        return {"weight": self.weight, **{kind: name for kind, name in scales.items() if name}}
+
+    @property
     def group(self) -> GroupShape:
         """What the scales obey once read: in a stack, one per matrix becomes one per row."""
         stacked = len(self.shape) == 3 and self.scheme.weight == TENSOR

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import lexists
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -68,10 +68,7 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         self._owners = {
-            name: layer
-            for layer in self.layers.values()
-            for name in (layer.weight, layer.scale, layer.input_scale)
-            if name is not None
+            name: layer for layer in self.layers.values() for name in layer.tensors.values()
         }
 
     @property
@@ -116,18 +113,12 @@ class Checkpoint:
         tensors = {names[n]: info for n, info in self.tensors.items()}
         return replace(self, tensors=tensors, layers=layers)
 
-    def stream(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Load tensors one at a time, all or some, shard by shard, in the order they have on disk.
-
-        Gives our name and a tensor on the CPU that owns its memory; scales are fp32, in the shape
-        of ``scale_shape``. Raises ``CheckpointError`` for a scale that is not finite and positive.
-        """
-        chosen = [(n, self.tensors[n]) for n in (self.tensors if names is None else names)]
-        for name, _ in sorted(chosen, key=lambda c: (c[1].shard, c[1].offset)):
-            yield name, self.read(name)
-
     def read(self, name: str) -> Tensor:
-        """Load one tensor by our name, as ``stream`` gives it; a file that changed raises, too."""
+        """Load one tensor by our name: on the CPU, in memory of its own.
+
+        Scales are fp32, in the shape of ``scale_shape``. Raises ``CheckpointError`` for one that is
+        not finite and positive, and if the file has changed.
+        """
         return self._ours(name, self._raw(name))
 
     def _raw(self, name: str) -> Tensor:
@@ -229,24 +220,39 @@ def scan(
     Raises ``CheckpointError`` only if there is nothing to look at, or the config cannot be read.
     """
     check_source(path)
-    path = Path(path)
+    path, index = Path(path), None
+    config: JsonObject = {}
+    documents: dict[str, JsonObject] = {}
     if path.is_file():  # it has no config of its own
-        return _scan(path.parent, {}, {}, None, [path.name], widths or {}, scheme)
-    config = read_json(path / "config.json") if lexists(path / "config.json") else {}
-    documents = {n: read_json(path / n) for n in DOCUMENTS if lexists(path / n)}
-    index, shards = _files(path)
-    return _scan(path, config, documents, index, shards, widths or {}, scheme)
+        path, shards = path.parent, [path.name]
+    else:
+        config = read_json(path / "config.json") if lexists(path / "config.json") else {}
+        documents = {n: read_json(path / n) for n in DOCUMENTS if lexists(path / n)}
+        index, shards = _files(path)
+    tensors, metadata, problems = _headers(path, shards, index)
+    tiled = describes_layers(tensors, metadata)
+    tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme, tiled)))
+    kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
+    parts = (info for info in tensors.values() if isinstance(info, nvfp4.Part))
+    made = {part.layer: part.scheme.weight for part in parts}
+    read = interpret(Source(config, kinds, documents, metadata, widths or {}, made))
+    return Checkpoint(
+        path,
+        config,
+        {ours: tensors[on_disk] for ours, on_disk in read.tensors.items()},
+        tuple(shards),
+        read.dialect,
+        read.spec,
+        read.layers,
+        read.kv_scales,
+        problems + [_placed(problem, tensors) for problem in read.problems],
+    )
 
 
-def _scan(
-    path: Path,
-    config: JsonObject,
-    documents: dict[str, JsonObject],
-    index: dict[str, str] | None,
-    shards: list[str],
-    widths: Mapping[str, Sequence[int]],
-    scheme: Scheme | None,
-) -> Checkpoint:
+def _headers(
+    path: Path, shards: list[str], index: dict[str, str] | None
+) -> tuple[dict[str, TensorInfo], dict[str, str], list[str]]:
+    """Return what all files hold, the texts in them, and what is wrong with them."""
     problems: list[str] = []
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
@@ -264,23 +270,7 @@ def _scan(
         if index is not None:
             problems += _disagreements(shard, found, index)
     metadata.update({n: _text(path, i) for n, i in tensors.items() if n.endswith(ENTRY)})
-    tiled = describes_layers(tensors, metadata)
-    tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme, tiled)))
-    kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
-    parts = (info for info in tensors.values() if isinstance(info, nvfp4.Part))
-    made = {part.layer: part.scheme.weight for part in parts}
-    read = interpret(Source(config, kinds, documents, metadata, widths, made))
-    return Checkpoint(
-        path,
-        config,
-        {ours: tensors[on_disk] for ours, on_disk in read.tensors.items()},
-        tuple(shards),
-        read.dialect,
-        read.spec,
-        read.layers,
-        read.kv_scales,
-        problems + [_placed(problem, tensors) for problem in read.problems],
-    )
+    return tensors, metadata, problems
 
 
 def _text(path: Path, info: TensorInfo) -> str:
