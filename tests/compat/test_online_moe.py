@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_told() -> None:
     method, layer = new_layer("FP8_TENSOR")
     x, logits = tokens()
     ids, weights = fp8kit.moe.route(logits, TOP)
-    with pytest.raises(RuntimeError, match="Weights become FP8 when all of them have arrived"):
+    with pytest.raises(RuntimeError, match="The weight becomes FP8 when all of it has arrived"):
         method.apply(layer, x, weights, ids)
     layer.w13_weight.weight_loader(layer.w13_weight, weights_of(0)["w13_weight"])
     with pytest.raises(ValueError, match="elements of w2_weight"):

@@ -8,14 +8,14 @@ same storage. The protocol is vLLM's: ``param.weight_loader(param, loaded_weight
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fp8kit.errors import InvalidValue
-from fp8kit.formats import FP8_FORMATS, GroupShape
+from fp8kit.errors import InvalidValue, teach
+from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.parameters import frozen
 
 Loader = Callable[..., Any]
@@ -148,12 +148,34 @@ class Arriving:
         self.dense[name], self._missing[name] = parameter, parameter.numel()
 
 
+def fill(param: Tensor, loaded_weight: Tensor, remedy: str) -> None:
+    """Write a piece into its place; raises ``ValueError``, with a remedy, if it does not fit."""
+    if loaded_weight.shape != param.shape:
+        raise InvalidValue(
+            f"Got a weight of shape {tuple(loaded_weight.shape)}.",
+            f"Here {tuple(param.shape)} is due.",
+            remedy,
+        )
+    param.copy_(loaded_weight)
+
+
+def check_coded(weight: Tensor) -> None:
+    """Refuse to compute with a weight that is not FP8 yet; raises ``RuntimeError``."""
+    if weight.dtype not in FP8_FORMATS:
+        raise RuntimeError(
+            teach(
+                f"apply got a layer with a {weight.dtype} weight.",
+                "The weight becomes FP8 when all of it has arrived.",
+                "Load it through weight_loader, or call process_weights_after_loading.",
+            )
+        )
+
+
 class OnlineMethod:
     """What vLLM's online methods share: weights arrive dense and are kept as FP8."""
 
     uses_meta_device = True
     weight_block_size: list[int] | None = None
-    _group: ClassVar[GroupShape]
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Quantize the dense weights, unless that was done since they arrived.

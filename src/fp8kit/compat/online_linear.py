@@ -11,17 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from fp8kit import functional
-from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod
+from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
 from fp8kit.compat.known_weights import KnownWeights
 from fp8kit.compat.shapes import with_scale_as_stored
-from fp8kit.errors import InvalidValue, teach
-from fp8kit.formats import BLOCK, FP8_FORMATS, TENSOR, QTensor
+from fp8kit.formats import BLOCK, TENSOR, GroupShape, QTensor
 
 _SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
 class _OnlineLinearMethod(OnlineMethod):
     """What both granularities share."""
+
+    _group: GroupShape
 
     def create_weights(
         self,
@@ -76,14 +77,7 @@ class _OnlineLinearMethod(OnlineMethod):
             RuntimeError: if the weight was not processed yet.
         """
         weight = layer.get_parameter("weight")
-        if weight.dtype not in FP8_FORMATS:
-            raise RuntimeError(
-                teach(
-                    f"apply got a layer with a {weight.dtype} weight.",
-                    "The weight becomes FP8 when all of it has arrived.",
-                    "Load it through weight_loader, or call process_weights_after_loading.",
-                )
-            )
+        check_coded(weight)
         return functional.linear(x, self._weight(layer, weight), bias)
 
     def _quantized(self, arriving: Arriving) -> dict[str, Tensor]:
@@ -150,12 +144,6 @@ def _loader(layer: nn.Module) -> Loader:
             widths: list[int] = layer.logical_widths  # type: ignore[assignment]
             start = sum(widths[:index])
             param = param.narrow(0, start, widths[index])
-        if loaded_weight.shape != param.shape:
-            raise InvalidValue(
-                f"Got a weight of shape {tuple(loaded_weight.shape)}.",
-                f"Here {tuple(param.shape)} is due.",
-                "Pass the shard's number for a part of a fused weight.",
-            )
-        param.copy_(loaded_weight)
+        fill(param, loaded_weight, "Pass the shard's number for a part of a fused weight.")
 
     return load

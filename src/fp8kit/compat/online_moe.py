@@ -5,15 +5,16 @@ Source: ``vllm/model_executor/layers/quantization/online/fp8.py`` and ``moe_base
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8kit import functional
-from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod
-from fp8kit.errors import InvalidValue, teach
-from fp8kit.formats import BLOCK, FP8_FORMATS, TENSOR, GroupShape, QTensor
+from fp8kit.compat.arriving import Arriving, Loader, OnlineMethod, check_coded, fill
+from fp8kit.errors import InvalidValue
+from fp8kit.formats import SCHEMES, TENSOR, QTensor, Scheme
+from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.moe.activation import Activation
 from fp8kit.moe.functional import experts
 from fp8kit.moe.routing import route
@@ -47,6 +48,7 @@ class _OnlineMoEMethod(OnlineMethod):
     """
 
     weight_scale_name = "weight_scale"
+    _scheme: Scheme
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         self.moe = getattr(layer, "moe_config", None)
@@ -95,8 +97,9 @@ class _OnlineMoEMethod(OnlineMethod):
     def _quantized(self, arriving: Arriving) -> dict[str, Tensor]:
         found = {name: arriving.take(name) for name in arriving.names if name.endswith("_bias")}
         for part in ("w13", "w2"):
-            codes, scale = _quantized(arriving.take(f"{part}_weight"), self._group)
-            found |= {f"{part}_weight": codes, f"{part}_{self.weight_scale_name}": scale}
+            q = quantize_stack(arriving.take(f"{part}_weight"), self._scheme, False, [])
+            scale = q.scale.flatten() if self._scheme.weight == TENSOR else q.scale
+            found |= {f"{part}_weight": q.data, f"{part}_{self.weight_scale_name}": scale}
         return found
 
     def apply(
@@ -172,17 +175,10 @@ class _OnlineMoEMethod(OnlineMethod):
 
     def _weight(self, layer: nn.Module, part: str) -> QTensor:
         codes = layer.get_parameter(f"{part}_weight").detach()
-        if codes.dtype not in FP8_FORMATS:
-            raise RuntimeError(
-                teach(
-                    f"apply got a layer with {codes.dtype} weights.",
-                    "Weights become FP8 when all of them have arrived.",
-                    "Load them through weight_loader, or call process_weights_after_loading.",
-                )
-            )
+        check_coded(codes)
         scale = layer.get_parameter(f"{part}_{self.weight_scale_name}").detach()
-        per_expert = scale.reshape(-1, 1, 1) if self._group == TENSOR else scale
-        return QTensor(codes, per_expert, self._group)
+        group = self._scheme.weight
+        return QTensor(codes, scale.reshape(-1, 1, 1) if group == TENSOR else scale, group)
 
 
 class Fp8PerTensorOnlineMoEMethod(_OnlineMoEMethod):
@@ -196,7 +192,7 @@ class Fp8PerTensorOnlineMoEMethod(_OnlineMoEMethod):
         >>> method.create_weights(layer, 8, 64, 128, torch.bfloat16)
     """
 
-    _group = TENSOR
+    _scheme = SCHEMES["FP8_TENSOR"]
 
 
 class Fp8PerBlockOnlineMoEMethod(_OnlineMoEMethod):
@@ -211,7 +207,7 @@ class Fp8PerBlockOnlineMoEMethod(_OnlineMoEMethod):
 
     weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as there, never written)
     weight_scale_name = "weight_scale_inv"
-    _group = BLOCK
+    _scheme = SCHEMES["FP8_BLOCK"]
 
 
 def _asks(value: Any) -> bool:
@@ -255,21 +251,7 @@ def _activation(layer: nn.Module, given: Any) -> Activation:
     limit = getattr(layer, "swiglu_limit", None)
     if limit is None or not found.gated:
         return found
-    return Activation(
-        found.kind,
-        interleaved=found.interleaved,
-        limit=float(limit),
-        alpha=found.alpha,
-        up_offset=found.up_offset,
-    )
-
-
-def _quantized(weights: Tensor, group: GroupShape) -> tuple[Tensor, Tensor]:
-    """Quantize each expert by itself: codes, and scales ``[E]`` or ``[E, rows, columns]``."""
-    parts = [functional.quantize(w, group, role="weight") for w in weights]
-    codes = torch.stack([q.data.view(torch.uint8) for q in parts]).view(parts[0].data.dtype)
-    scales = torch.stack([q.scale for q in parts])
-    return codes, scales.flatten() if group == TENSOR else scales
+    return replace(found, limit=float(limit))
 
 
 def _load(
@@ -292,10 +274,4 @@ def _load(
     if shard_id in ("w1", "w3") and target.shape[dim] != loaded_weight.shape[dim]:
         half = target.shape[dim] // 2
         target = target.narrow(dim, half if shard_id == "w3" else 0, half)
-    if target.shape != loaded_weight.shape:
-        raise InvalidValue(
-            f"Got a weight of shape {tuple(loaded_weight.shape)}.",
-            f"Here {tuple(target.shape)} is due.",
-            "Pass shard_id and expert_id for a part of the stack.",
-        )
-    target.copy_(loaded_weight)
+    fill(target, loaded_weight, "Pass shard_id and expert_id for a part of the stack.")
