@@ -34,7 +34,8 @@ def _write(work: Work, index: int, source: str, folder: str, device: str) -> Non
             )
     if is_whole(Path(folder), work.shards[index]):  # by a worker that was lost afterwards
         return
-    write_shards(work, [index], Path(source), Path(folder), [torch.device(device)])
+    places, devices = (Path(source), Path(folder)), [torch.device(device)]
+    write_shards(work, [index], *places, lambda _: None, devices)
 
 
 class Runner:

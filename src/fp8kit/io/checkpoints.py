@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -103,7 +104,8 @@ def quantize_checkpoint(
         held = accepted(checkpoint, work.config["quantization_config"], work.layout)
         work = replace(work, config={**work.config, "quantization_config": held})
     report = _sized(choice, work)
-    runner = runner or _threads(workers_on(["cpu"]) if devices is None else devices)
+    threads = workers_on(["cpu"]) if devices is None else devices
+    runner = runner or functools.partial(executor.write_shards, devices=as_devices(threads))
     run = {"source": journal.fingerprint(checkpoint), "plan": work.digest(), **recipe.to_dict()}
     with directory.disk_errors(goal, lambda: _kept(work, partial)), partial.locked():
         if partial.installed():
@@ -282,21 +284,6 @@ class _Lines:
 
     def flush(self) -> None:
         sys.stderr.flush()
-
-
-def _threads(devices: Sequence[torch.device | str]) -> Runner:
-    found = as_devices(devices)
-
-    def run(
-        work: Work,
-        indices: Sequence[int],
-        source: Path,
-        folder: Path,
-        progress: Callable[[int], object],
-    ) -> None:
-        executor.write_shards(work, indices, source, folder, found, progress)
-
-    return run
 
 
 def _facts(checkpoint: Checkpoint, recipe: Recipe) -> Facts:

@@ -33,8 +33,8 @@ def write_shards(
     indices: Sequence[int],
     source: Path,
     folder: Path,
+    progress: Callable[[int], object],
     devices: Sequence[torch.device],
-    progress: Callable[[int], object] = lambda _: None,
 ) -> None:
     """Write some files of a plan; slices of all of them are shared among the workers.
 
