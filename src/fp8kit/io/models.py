@@ -174,36 +174,23 @@ def load(
     _check_request(checkpoint, model, scheme, include, exclude)
     _check_missing(missing, model)
     form = None if scheme is None else named_form(Scheme.of(scheme), bool(checkpoint.spec))
-    if model is not None:
-        chosen = None if checkpoint.spec or scheme is None else scheme
-        selection = (
-            None if chosen is None else into_module.Selection(chosen, include, exclude, strict)
-        )
+    options: dict[str, Any] = {"device": where, "dtype": dtype, "strict": strict, "form": form}
+    if model is None:
+        hf = integration()
+        config = None
+        if checkpoint.spec is None:
+            config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
+        made, filled = hf.load(checkpoint, config, **options)
+        _finish(checkpoint, made)
+    else:
+        made, selection = model, None
+        if scheme is not None and checkpoint.spec is None:
+            selection = into_module.Selection(scheme, include, exclude, strict)
         with bare(model) as inner:
-            filled = into_module.fill(
-                inner,
-                checkpoint,
-                selection,
-                device=where,
-                dtype=dtype,
-                strict=strict,
-                form=form,
-                missing=missing,
-            )
-            _bound_inputs(checkpoint, inner)
-            recode_for_devices(inner)
-            _tell_errors(checkpoint, inner)
-        _warn(checkpoint, filled)
-        return model
-    hf = integration()
-    config = None
-    if checkpoint.spec is None:
-        config = hf.Fp8KitConfig(_preset(scheme), include, exclude, strict)
-    made, filled = hf.load(checkpoint, config, device=where, dtype=dtype, strict=strict, form=form)
-    _bound_inputs(checkpoint, made)
-    recode_for_devices(made)
-    _tell_errors(checkpoint, made)
-    _warn(checkpoint, filled)
+            filled = into_module.fill(inner, checkpoint, selection, missing=missing, **options)
+            _finish(checkpoint, inner)
+    for note in _notes(checkpoint, filled):
+        warnings.warn(note, stacklevel=2)
     return made
 
 
@@ -271,29 +258,27 @@ def accepted(checkpoint: Checkpoint, quantization: JsonObject, kinds: Kinds) -> 
     return found
 
 
-def _bound_inputs(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Give layers the bound on activations that a checkpoint has."""
-    if checkpoint.spec is None or checkpoint.spec.scale_ub is None:
-        return
-    for layer in model.modules():
-        if isinstance(layer, Fp8Linear):
-            layer.scale_ub = checkpoint.spec.scale_ub
+def _finish(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Tell layers what a checkpoint says of them beside their tensors.
 
-
-def _tell_errors(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Note at layers what quantizing their NVFP4 weights has added."""
+    That is a bound on activations, and what quantizing their NVFP4 weights has added.
+    """
+    bound = checkpoint.spec.scale_ub if checkpoint.spec else None
     for name, layer in model.named_modules():
-        if isinstance(layer, Fp8Linear) and name in checkpoint.errors:
-            error = f"NVFP4 quantized to FP8: relative error {checkpoint.errors[name]:.1e}"
-            layer.form_note = "; ".join(filter(None, (error, layer.form_note)))
+        if isinstance(layer, Fp8Linear):
+            layer.scale_ub = layer.scale_ub if bound is None else bound
+            if name in checkpoint.errors:
+                error = f"NVFP4 quantized to FP8: relative error {checkpoint.errors[name]:.1e}"
+                layer.form_note = "; ".join(filter(None, (error, layer.form_note)))
+    recode_for_devices(model)
 
 
-def _warn(checkpoint: Checkpoint, filled: into_module.Filled) -> None:
-    notes = list(checkpoint.spec.unread) if checkpoint.spec else []
-    notes += filled.notes(str(checkpoint.path))
-    notes += told(checkpoint.errors, checkpoint.spec.scheme) if checkpoint.spec else []
-    for note in notes:
-        warnings.warn(note, stacklevel=3)
+def _notes(checkpoint: Checkpoint, filled: into_module.Filled) -> list[str]:
+    notes = filled.notes(str(checkpoint.path))
+    if checkpoint.spec is None:
+        return notes
+    errors = told(checkpoint.errors, checkpoint.spec.scheme)
+    return [*checkpoint.spec.unread, *notes, *errors]
 
 
 def _preset(scheme: Scheme | str | None) -> str:
