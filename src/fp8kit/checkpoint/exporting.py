@@ -19,6 +19,10 @@ from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import stored_weight
 
+AS_CONV1D = (
+    "held as [K, N] by Conv1D of Transformers, as which no engine loads FP8; fp8kit.convert takes "
+    "it once the model is loaded"
+)
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 

@@ -25,12 +25,12 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import METHOD, plain, scheme_of_plain, schemes_of
 from fp8kit.checkpoint.exporting import refuse_transposed
 from fp8kit.checkpoint.loading.into_module import plan_to_load
-from fp8kit.checkpoint.loading.merged_weights import is_finite
+from fp8kit.checkpoint.loading.merged_weights import is_finite, not_finite
 from fp8kit.conversion import fusion, siblings
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
-from fp8kit.errors import CheckpointError, ConversionError, UnsupportedError
+from fp8kit.errors import CheckpointError, UnsupportedError
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.integrations.diffusers_bfl import bundled, is_bundle, parts_of
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
@@ -244,11 +244,7 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         layers = _layers(model)
         if self.not_finite:
-            raise ConversionError(
-                f"{some_of(self.not_finite)} hold NaN or infinities.",
-                "Weights are finite.",
-                "Repair the checkpoint, or exclude these layers.",
-            )
+            raise not_finite(self.not_finite)
         held = {n: [getattr(m, k, None) for k in _HELD] for n, m in layers.items()}
         absent = [n for n, ts in held.items() if any(t is not None and t.is_meta for t in ts)]
         if absent:

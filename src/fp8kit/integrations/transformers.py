@@ -22,10 +22,11 @@ from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.loading.into_module import Filled, read_by_code
+from fp8kit.checkpoint.loading.merged_weights import not_finite
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.storage.reader import Checkpoint
-from fp8kit.errors import CheckpointError, ConversionError
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.transformers_experts import Taken, chosen_experts, take_experts
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig as Fp8KitConfig
@@ -308,11 +309,7 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
     quantizer = getattr(model, "hf_quantizer", None)
     damaged = getattr(quantizer, "not_finite", [])
     if damaged:
-        raise ConversionError(
-            f"{', '.join(damaged[:5])} hold NaN or infinities.",
-            "Weights are finite.",
-            "Repair the checkpoint, or exclude these layers.",
-        )
+        raise not_finite(damaged)
     for name, found, wanted in info["mismatched_keys"]:
         raise _misfit(type(model), name, found, wanted)
     for keys, what, remedy in (

@@ -8,12 +8,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, check_shape, is_finite, join
+from fp8kit.checkpoint.loading.merged_weights import Fp8Weight, check_shape, join, quantized
 from fp8kit.checkpoint.schema.merged_names import Route
 from fp8kit.checkpoint.schema.naming import named, standard_names
-from fp8kit.errors import CheckpointError, ConversionError
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor
-from fp8kit.modules.entries import quantize_weight
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.parameters import frozen
 
@@ -114,13 +113,8 @@ class Arrivals:
             q = whole.q
             self._fix(module, stack, name, value.input_scale)
         else:
-            q = quantize_weight(value.to(module.codes(stack).device), module.scheme)
-            if not is_finite(q):
-                raise ConversionError(
-                    f"Expert {expert} of {name} holds NaN or infinities.",
-                    "Weights are finite.",
-                    "Repair the checkpoint, or exclude these experts.",
-                )
+            place, where = module.codes(stack).device, f"Expert {expert} of {name}"
+            q = quantized(value.to(place), module.scheme, where)
         module.store(stack, expert, q)
         self._arrived.setdefault(name, set()).add(expert)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
+from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.loading.expected import Layers, check_fit, expected_state, shapes_of, ties
 from fp8kit.checkpoint.loading.expert_layers import Experts, experts_in_checkpoint
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
@@ -19,7 +20,6 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import Shapes, find
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
-from fp8kit.checkpoint.streaming.layer_selection import AS_CONV1D
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.experts import recognize

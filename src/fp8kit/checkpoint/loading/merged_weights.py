@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8kit.errors import CheckpointError
+from fp8kit.conversion.patterns import some_of
+from fp8kit.errors import CheckpointError, ConversionError
 from fp8kit.formats import MX, ROW, SCHEMES, TENSOR, GroupShape, QTensor, Scheme, stack_scale_shape
+from fp8kit.modules.entries import quantize_weight
 from fp8kit.modules.weight_parts import join_scales, requantize
 
 _E8M0_NAN = 255
@@ -58,6 +60,23 @@ def fp8_weight(
 def is_finite(q: QTensor) -> bool:
     """Return whether all scales are finite, as those of finite numbers are."""
     return bool((q.scale != _E8M0_NAN if q.group == MX else q.scale.isfinite()).all())
+
+
+def quantized(dense: Tensor, scheme: Scheme, name: str) -> QTensor:
+    """Quantize a weight ``[N, K]``; raises ``ConversionError`` for NaN or infinities."""
+    q = quantize_weight(dense, scheme)
+    if not is_finite(q):
+        raise not_finite([name])
+    return q
+
+
+def not_finite(names: Sequence[str]) -> ConversionError:
+    """Return that weights hold what cannot be quantized."""
+    return ConversionError(
+        f"{some_of(names)} {'holds' if len(names) == 1 else 'hold'} NaN or infinities.",
+        "Weights are finite.",
+        "Repair the checkpoint, or exclude what is not.",
+    )
 
 
 def joined_scheme(scheme: Scheme) -> Scheme:

@@ -15,19 +15,19 @@ from fp8kit.checkpoint.loading.merged_weights import (
     Fp8Weight,
     check_shape,
     fp8_weight,
-    is_finite,
     join,
+    quantized,
     rows_of,
 )
 from fp8kit.checkpoint.loading.partial_tensors import Partials
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import SCALES, Route, Shapes, find
 from fp8kit.checkpoint.schema.naming import named
-from fp8kit.errors import CheckpointError, ConversionError
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, FP8_FORMATS, MX, ROW, GroupShape, QTensor, Scheme, scale_shape
 from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
-from fp8kit.modules.linear import Fp8Linear, quantize_weight
+from fp8kit.modules.linear import Fp8Linear
 from fp8kit.quantizers.rebase import restore
 
 _SHOWN = 20
@@ -284,13 +284,7 @@ class Placement:
             if value.input_scale is not None and layer.input_scale is not None:
                 found["input_scale"] = value.input_scale
         else:
-            q = quantize_weight(value.to(place), layer.scheme)
-            if not is_finite(q):
-                raise ConversionError(
-                    f"{named(name, 'weight')} holds NaN or infinities.",
-                    "Weights are finite.",
-                    "Repair the checkpoint, or exclude this layer.",
-                )
+            q = quantized(value.to(place), layer.scheme, named(name, "weight"))
             if layer.original_weight is not None:
                 layer.original_weight.copy_(value)
             found = stored_tensors(q, layer.scheme, layer=name)

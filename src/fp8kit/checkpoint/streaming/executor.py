@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from fp8kit import functional
+from fp8kit.checkpoint.loading.merged_weights import quantized
 from fp8kit.checkpoint.storage.directory import bytes_of, sync
 from fp8kit.checkpoint.storage.layout import Shard
 from fp8kit.checkpoint.storage.matrices import MatrixFile
 from fp8kit.checkpoint.streaming.work_plan import Item, Slice, Work
-from fp8kit.errors import ConversionError
-from fp8kit.formats import MX, TENSOR
-from fp8kit.modules.entries import quantize_weight
+from fp8kit.formats import TENSOR
 
 PART = ".part"
 
@@ -191,9 +190,8 @@ def _quantize(
         _quantize_whole(work, item, reader, writer, device)
         return
     rows = _to(reader.rows(item.matrix, piece.first, piece.last), device)
-    q = quantize_weight(rows, work.scheme)
+    q = quantized(rows, work.scheme, item.name)
     scale = q.scale.cpu()
-    _check_finite(item, scale == 255 if group == MX else ~scale.isfinite())
     writer.write(item.name, piece.first * rows.shape[1], q.data.cpu())
     writer.write(item.scale, piece.first // group.rows * scale.shape[1], scale)
 
@@ -207,8 +205,7 @@ def _quantize_whole(
     # numbers, not tensors: small tensors that stay would split the memory of the slices that go
     peaks = [float(_to(reader.rows(matrix, *ends), device).abs().amax()) for ends in slices]
     # the scale of a tensor is that of its largest element
-    scale = quantize_weight(torch.tensor(peaks).amax().reshape(1, 1), scheme).scale
-    _check_finite(item, ~scale.isfinite())
+    scale = quantized(torch.tensor(peaks).amax().reshape(1, 1), scheme, item.name).scale
     for first, last in slices:
         rows = _to(reader.rows(matrix, first, last), device)
         q = functional.quantize(rows, TENSOR, dtype=scheme.dtype, scale=scale.to(device))
@@ -218,12 +215,3 @@ def _quantize_whole(
 
 def _to(rows: Tensor, device: torch.device) -> Tensor:
     return rows if device.type == "cpu" else rows.to(device)
-
-
-def _check_finite(item: Item, bad: Tensor) -> None:
-    if bad.any():
-        raise ConversionError(
-            f"{item.name} holds NaN or infinities.",
-            "Weights are finite.",
-            "Repair the checkpoint, or exclude this layer.",
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
+from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.naming import dense_stacks
@@ -24,10 +25,6 @@ _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.[^.]+$")
 _EMBEDDING = re.compile(
     r"(\w*embed|\w*embedding|\w*embeddings|embed_tokens|\w*_emb|emb|wte|wpe|shared|"
     r"relative_attention_bias)$"
-)
-AS_CONV1D = (
-    "held as [K, N] by Conv1D of Transformers, as which no engine loads FP8; fp8kit.convert takes "
-    "it once the model is loaded"
 )
 # GPT-2 keeps these as [K, N] in a module of its own
 _CONV1D = ("c_attn", "c_proj", "c_fc", "q_attn")
