@@ -12,7 +12,23 @@ from pathlib import Path
 
 from fp8kit.errors import CheckpointError, as_path
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# endings of files that hold weights in another form: what that is, what is read, what to do
+_OTHERS = {
+    ".gguf": (
+        "GGUF, the format of llama.cpp, which is quantized already.",
+        "Weights are read from safetensors.",
+        "Start from the model it was made of, in bf16 and safetensors.",
+    ),
+    **dict.fromkeys(
+        (".bin", ".pt", ".pth", ".ckpt", ".pkl"),
+        (
+            "a pickle.",
+            "Weights are read from safetensors, never from pickle files, which run code.",
+            "Download the model's safetensors files, or load it where you trust it and save it "
+            "with save_pretrained.",
+        ),
+    ),
+}
 _SHARD = re.compile(r"(.+)-\d{5}-of-\d{5}\.safetensors")
 # owner/name, as hubs write it, or a name without a dot; what begins with .. or a slash is meant
 # as a path, and Path leaves one slash where an address has two
@@ -89,9 +105,8 @@ def no_weights(folder: Path) -> CheckpointError:
             f"Pass one of its folders, such as {inner[0]}.",
         )
     for name in files:
-        other = _kind_of(name)
-        if other is not None:
-            return _only(f"{folder} holds no safetensors files, only {name}", other)
+        if other := _of_another_form(name, f"{folder} holds no safetensors files, only {name}"):
+            return other
     empty = "" if any(folder.iterdir()) else ": it is empty"
     return CheckpointError(
         f"{folder} holds no safetensors files{empty}.",
@@ -132,9 +147,8 @@ def _absent(place: Path) -> CheckpointError:
 
 
 def _other_file(place: Path) -> CheckpointError:
-    kind = _kind_of(place.name)
-    if kind is not None:
-        return _only(f"{place} is a file", kind)
+    if other := _of_another_form(place.name, f"{place} is a file"):
+        return other
     beside = any(place.parent.glob("*.safetensors"))
     folder = shlex.quote(str(place.parent))
     remedy = f"Pass its directory: {folder}" if beside else "Check the path"
@@ -143,27 +157,9 @@ def _other_file(place: Path) -> CheckpointError:
     )
 
 
-def _kind_of(name: str) -> str | None:
-    """Name what weights are kept in elsewhere, by the ending of a file."""
-    ending = Path(name).suffix.lower()
-    if ending == ".gguf":
-        return "GGUF"
-    return "a pickle" if ending in _PICKLES else None
-
-
-def _only(what: str, kind: str) -> CheckpointError:
-    if kind == "GGUF":
-        return CheckpointError(
-            f"{what}: that is GGUF, the format of llama.cpp, which is quantized already.",
-            "Weights are read from safetensors.",
-            "Start from the model it was made of, in bf16 and safetensors.",
-        )
-    return CheckpointError(
-        f"{what}: that is a pickle.",
-        "Weights are read from safetensors, never from pickle files, which run code.",
-        "Download the model's safetensors files, or load it where you trust it and save it "
-        "with save_pretrained.",
-    )
+def _of_another_form(name: str, what: str) -> CheckpointError | None:
+    form, *rest = _OTHERS.get(Path(name).suffix.lower(), ("",))
+    return CheckpointError(f"{what}: that is {form}", *rest) if form else None
 
 
 def _several(folder: Path, shards: Sequence[str]) -> CheckpointError:

@@ -6,6 +6,7 @@ where Transformers knows it, else from names and shapes (``facts_by_name``).
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, replace
 
@@ -124,7 +125,10 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         stacks, odd = {}, dict.fromkeys(stacks, why) | odd
     layers = {**_experts(checkpoint), **facts.layers}
     layers |= {name: KnownLayer((name,)) for stack in stacks.values() for name in stack}
-    _check_patterns(recipe, {**layers, **facts.absent})
+    every = {**layers, **facts.absent}.items()
+    names = [n for disk, known in every for n in dict.fromkeys((disk, *known.names))]
+    for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
+        patterns.check_patterns(argument, () if given is None else given, names)
     choice = Selection(Report(str(recipe.resolved)))
     choice.report.notes.append(f"Layers are known from {facts.source}.")
     kept = {n: i for n, i in checkpoint.tensors.items() if n not in facts.repeated}
@@ -147,7 +151,8 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
                 _add(choice, layer, Matrix.of(info), recipe.resolved, facts.others[layer])
         choice.copies.append(name)
     for name, absent in facts.absent.items():
-        reason = _excluded([name], absent, recipe) or absent.obstacle or "not on disk"
+        excluded = patterns.exclusion([name], recipe.include, recipe.exclude, absent.role)
+        reason = excluded or absent.obstacle or "not on disk"
         choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
     dense = {n: checkpoint.tensors[n].shape for n in choice.copies}
     # vLLM runs models that it has no class for by their modules, without renaming what is listed
@@ -161,14 +166,6 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
 def _experts(checkpoint: Checkpoint) -> dict[str, KnownLayer]:
     layers = (n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith(".weight"))
     return {n: KnownLayer((n,)) for n in layers if _EXPERT.match(n)}
-
-
-def _check_patterns(recipe: Recipe, layers: dict[str, KnownLayer]) -> None:
-    names = [
-        n for disk, layer in layers.items() for n in {disk: None, **dict.fromkeys(layer.names)}
-    ]
-    for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
-        patterns.check_patterns(argument, () if given is None else given, names)
 
 
 def _merged(kept: dict[str, TensorInfo], layers: dict[str, KnownLayer], recipe: Recipe) -> set[str]:
@@ -194,7 +191,7 @@ def _decide(
 ) -> bool:
     """Record the decision about one layer; say whether it becomes FP8."""
     names = list(dict.fromkeys((name, *layer.names)))
-    excluded = _excluded(names, layer, recipe)
+    excluded = patterns.exclusion(names, recipe.include, recipe.exclude, layer.role)
     wanted = not set(recipe.include or ()).isdisjoint(names)
     reason = excluded or layer.obstacle or _obstacle(matrix, wanted or merged)
     _add(choice, name, matrix, recipe.resolved, reason, warning=bool(reason) and not excluded)
@@ -202,10 +199,6 @@ def _decide(
         return False
     choice.matrices[name] = matrix
     return True
-
-
-def _excluded(names: list[str], layer: KnownLayer, recipe: Recipe) -> str:
-    return patterns.exclusion(names, recipe.include, recipe.exclude, layer.role)
 
 
 def _decide_stack(
@@ -239,15 +232,11 @@ def _add(
     choice: Selection, name: str, matrix: Matrix, scheme: Scheme, reason: str, warning: bool = False
 ) -> None:
     shape, before = (matrix.rows, matrix.cols), matrix.nbytes
-    scales = 1
-    for side in scale_shape(shape, scheme.weight):
-        scales *= side
-    after = matrix.rows * matrix.cols + scales * scale_dtype(scheme.weight).itemsize
-    action = "skip" if reason else "convert"
+    scales = math.prod(scale_shape(shape, scheme.weight)) * scale_dtype(scheme.weight).itemsize
+    action, after = ("skip", before) if reason else ("convert", math.prod(shape) + scales)
     choice.report.records.append(
-        Record(name, "Linear", shape, action, reason, before, before if reason else after)
+        Record(name, "Linear", shape, action, reason, before, after, warning=warning)
     )
-    choice.report.records[-1].warning = warning
 
 
 def _check(choice: Selection, recipe: Recipe) -> None:

@@ -177,15 +177,17 @@ class _Comparison:
         signal = noise = largest = 0.0
         outside, exact = 0, True
         for first, last, dense, codes in pairs:
-            part = scale if group == TENSOR or not plain else _part(scale, first, last, group.rows)
-            q = QTensor(codes, part, group)
+            rows = slice(first // group.rows, -(-last // group.rows))
+            q = QTensor(codes, scale if group == TENSOR or not plain else scale[rows], group)
             error = (dequantize(q) - dense.float()).abs()
             signal += float(dense.float().square().sum(dtype=torch.float64))
             noise += float(error.square().sum(dtype=torch.float64))
             largest = max(largest, float(error.max()))
             outside += int((~(error <= _bound(dense, q))).sum())
             if group != TENSOR:
-                exact = exact and _same(_quantized(dense, layer), q)
+                again = _quantized(dense, layer)
+                same = torch.equal(again.scale, q.scale) and _bits_equal(again.data, q.data)
+                exact = exact and same
             self._count(dense)
         if group == TENSOR:
             exact = plain and self._same_tensor(layer, matrix, stored, scale)
@@ -273,10 +275,6 @@ def _sources(source: Checkpoint, result: Checkpoint, found: Verification) -> dic
     return places
 
 
-def _part(scale: Tensor, first: int, last: int, rows: int) -> Tensor:
-    return scale[first // rows : -(-last // rows)]
-
-
 def _bound(dense: Tensor, q: QTensor) -> Tensor:
     """Give the largest error that rounding to nearest makes, with room for fp32's own rounding."""
     facts = torch.finfo(q.data.dtype)
@@ -285,10 +283,6 @@ def _bound(dense: Tensor, q: QTensor) -> Tensor:
     scale = expand_scale(q.scale, tuple(q.shape), q.group)
     step = scale * (facts.smallest_normal * facts.eps / 2)
     return torch.maximum(dense.float().abs() * relative, step) * (1 + 2.0**-16)
-
-
-def _same(a: QTensor, b: QTensor) -> bool:
-    return torch.equal(a.scale, b.scale) and _bits_equal(a.data, b.data)
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:
