@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from fp8kit.conversion.eligibility import Eligibility, bypassed
@@ -127,7 +127,7 @@ class Candidates:
 
 
 def _record(module: nn.Module, names: Sequence[str], shape: tuple[int, ...]) -> Record:
-    size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    size = sum(p.nbytes for p in module.parameters(recurse=False))
     kind, aliases = type(module).__name__, tuple(names[1:])
     return Record(
         names[0], kind, shape, "skip", bytes_before=size, bytes_after=size, aliases=aliases
@@ -136,9 +136,7 @@ def _record(module: nn.Module, names: Sequence[str], shape: tuple[int, ...]) -> 
 
 def _converted_bytes(linear: nn.Linear, scheme: Scheme) -> int:
     shape = tuple(linear.weight.shape)
-    scales = torch.Size(scale_shape(shape, scheme.weight)).numel()
-    bias = 0 if linear.bias is None else linear.bias.numel() * linear.bias.element_size()
-    static = 4 if scheme.static else 0
-    kept = torch.Size(scale_shape(shape, MX)).numel() if scheme.rebased else 0
-    scales = scales * scale_dtype(scheme.weight).itemsize + kept
-    return linear.weight.numel() + scales + bias + static
+    bias = 0 if linear.bias is None else linear.bias.nbytes
+    scales = math.prod(scale_shape(shape, scheme.weight)) * scale_dtype(scheme.weight).itemsize
+    exponents = math.prod(scale_shape(shape, MX)) if scheme.rebased else 0
+    return math.prod(shape) + scales + exponents + bias + (4 if scheme.static else 0)

@@ -150,25 +150,24 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
     """Report big matrices that are not in a linear layer, so that no skip can hide."""
     if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
         return []
+    reason = reason or f"a parameter of {type(module).__name__}, which is not an nn.Linear"
+    if isinstance(module, nn.MultiheadAttention):
+        reason = (
+            "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
+        )
     return [
         Record(
             f"{name}.{p_name}" if name else p_name,
             type(module).__name__,
             tuple(p.shape),
             "skip",
-            reason or _bypass(module),
-            p.numel() * p.element_size(),
-            p.numel() * p.element_size(),
+            reason,
+            p.nbytes,
+            p.nbytes,
         )
         for p_name, p in module.named_parameters(recurse=False)
         if p.dim() >= 2 and p.numel() >= SMALLEST_WEIGHT
     ]
-
-
-def _bypass(module: nn.Module) -> str:
-    if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
-    return f"a parameter of {type(module).__name__}, which is not an nn.Linear"
 
 
 def _of_state(module: nn.Module) -> str:
@@ -219,7 +218,7 @@ def _held_in_parts(model: nn.Module) -> dict[nn.Module, str]:
         layer: f"{type(holder).__name__} holds its {part} in {attribute}, which stays dense; "
         + (
             "convert the model before it is wrapped"
-            if _is_wrapper(holder)
+            if isinstance(holder, nn.parallel.DistributedDataParallel)
             else "call the layer instead"
         )
         for holder in model.modules()
@@ -227,10 +226,6 @@ def _held_in_parts(model: nn.Module) -> dict[nn.Module, str]:
         if attribute not in of_every_module
         for layer, part in _parts_of_layers(value, owners)
     }
-
-
-def _is_wrapper(holder: nn.Module) -> bool:
-    return isinstance(holder, nn.parallel.DistributedDataParallel)
 
 
 def _parts_of_layers(

@@ -72,7 +72,8 @@ def recognize(module: nn.Module, tried: dict[Any, Any] | None = None) -> ExpertS
         return module.stacks
     if isinstance(module, torch.jit.ScriptModule):
         return None
-    describe, said = _describer(module), None
+    describe = next((_REGISTERED[c] for c in type(module).__mro__ if c in _REGISTERED), None)
+    said: ExpertStacks | None = None
     up = next((n for n in _UP if _is_stack(module, n)), "")
     if describe is not None:
         if (said := _checked(describe(module), module)) is None:
@@ -95,15 +96,12 @@ def recognize(module: nn.Module, tried: dict[Any, Any] | None = None) -> ExpertS
     return f"stacks of {type(module).__name__}, {found}" if isinstance(found, str) else found
 
 
-def _describer(module: nn.Module) -> Callable[[Any], ExpertStacks] | None:
-    return next((_REGISTERED[c] for c in type(module).__mro__ if c in _REGISTERED), None)
-
-
 def _holds_more(module: nn.Module, up: str) -> str:
     known = {name + kind for name in (up, DOWN) for kind in ("", "_bias")}
     if more := set(module._parameters) - known:
         return f"which has {', '.join(sorted(more))} as well"
-    if any(True for _ in module.buffers()) or _with_weights(module):
+    inside = (p for child in module.children() for p in child.parameters())
+    if any(True for _ in (*module.buffers(), *inside)):
         return "which computes with more than its experts"
     if more := set(argument_names(type(module))[3:]):
         return (
@@ -174,7 +172,3 @@ def is_gated(module: nn.Module, stacks: ExpertStacks) -> bool:
 def _is_stack(module: nn.Module, name: str) -> bool:
     parameter = module._parameters.get(name)
     return parameter is not None and parameter.dim() == 3
-
-
-def _with_weights(module: nn.Module) -> list[nn.Module]:
-    return [m for m in module.children() if next(m.parameters(), None) is not None]

@@ -146,7 +146,8 @@ def _check_paths(model: nn.Module, link: Link) -> None:
     paths = [*((link.producer,) if link.producer else ()), *link.consumers]
     missing = [link.name(p) for p in paths if _at(block, p) is None]
     layers = {p: _at(block, p) for p in link.consumers}
-    other = [f"{link.name(p)} ({type(m).__name__})" for p, m in layers.items() if not _linear(m)]
+    odd = {p: type(m).__name__ for p, m in layers.items() if not isinstance(m, nn.Linear)}
+    other = [f"{link.name(p)} ({kind})" for p, kind in odd.items()]
     widths = {getattr(m, "in_features", 0) for m in layers.values()}
     if missing or other or len(widths) > 1:
         wrong = missing or other or link.layers
@@ -197,9 +198,8 @@ class _RunWatch:
         """Raise what the run has shown to be wrong."""
         if self.stray is not None:
             name, live = self.stray
-            self._refuse(
-                f"{name or 'the model'} met NaN: it or code before it reads {some_of(live)}"
-            )
+            where = name or "the model"
+            self._refuse(f"{where} met NaN: it or code before it reads {some_of(live)}")
         for link in self.links:
             made = self.reads.get(link.name(link.producer or ""), 0)
             for layer in link.layers:
@@ -259,7 +259,3 @@ def _at(block: nn.Module, path: str) -> nn.Module | None:
         return block.get_submodule(path)
     except AttributeError:
         return None
-
-
-def _linear(module: nn.Module | None) -> bool:
-    return isinstance(module, nn.Linear)

@@ -173,7 +173,9 @@ def plan(
     modules = model.named_modules(remove_duplicate=False)
     dense = [name for name, module in modules if holds_matrix(module)]
     exclude = _patterns("exclude", exclude, named, dense)
-    report = Report(str(asked), model_bytes_before=_model_bytes(model))
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    size = sum(t.nbytes for t in tensors.values())
+    report = Report(str(asked), model_bytes_before=size)
     report.records = candidates.decide(model, Rules(Eligibility(model), scheme, include, exclude))
     report.notes += notes.mx_numbers(device.type, cores, asked, bool(report.stacks))
     links = [] if isinstance(fuse, str) else fusion.user_links(model, fuse, calibrate)
@@ -322,8 +324,3 @@ def _check_arguments(model: object, calibrate: object) -> None:
             "It is a function that runs the model, which it gets, on representative data.",
             "Pass calibrate=lambda model: model(batch).",
         )
-
-
-def _model_bytes(model: nn.Module) -> int:
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
