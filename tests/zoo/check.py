@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import fp8kit
 from engines import disagreements
-from fp8kit.io.models import is_transformers
 from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.libraries import is_transformers
 from numerics import EXPERTS_DIFFERENCE, matmul_bound, relative_error
 from zoo.architecture import Architecture
 from zoo.fake import operands

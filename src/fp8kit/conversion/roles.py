@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.conversion.patterns import TOWERS, roles_by_name
 from fp8kit.modules.dense import as_linear, is_linear
+from fp8kit.modules.libraries import is_transformers
 
 _HEAD, _PROJECTOR = "output head", "projector"
 _OF_PLACES = re.compile(r"pos|wpe$")  # embeddings of where a word stands
@@ -127,13 +128,13 @@ def _is_from(library: str, module: nn.Module) -> bool:
 def _in_transformers(module: nn.Module) -> Iterator[tuple[str, str]]:
     if type(module).__name__ == "FocalNetModulation":  # in the place of attention
         yield "", ""
-    if not _is_pretrained(module):
+    if not is_transformers(module):
         return
     paths = {id(m): n for n, m in module.named_modules()}
     head = _output_embeddings(module)
     if head is not None and id(head) in paths:
         yield paths[id(head)], _HEAD
-    parts = {n: m for n, m in module.named_modules() if n and _is_pretrained(m)}
+    parts = {n: m for n, m in module.named_modules() if n and is_transformers(m)}
     if parts:
         outputs = _output_sizes(getattr(module, "config", None))
         for name, linear in module.named_modules():
@@ -141,13 +142,6 @@ def _in_transformers(module: nn.Module) -> Iterator[tuple[str, str]]:
             if isinstance(linear, nn.Linear) and not inside and linear.out_features in outputs:
                 yield name, _HEAD
     yield from _towers(module)
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    return any(
-        c.__name__ == "PreTrainedModel" and c.__module__ == "transformers.modeling_utils"
-        for c in type(module).__mro__
-    )
 
 
 def _output_embeddings(module: Any) -> object:
@@ -175,7 +169,7 @@ def _towers(module: nn.Module) -> Iterator[tuple[str, str]]:
     for name, child in module.named_children():
         if senses[name]:
             yield name, senses[name]
-        elif not _is_pretrained(child):
+        elif not is_transformers(child):
             yield name, _PROJECTOR
 
 
@@ -186,7 +180,7 @@ def _sense(module: nn.Module) -> str:
 
 
 def _main_input(module: nn.Module) -> str:
-    return str(getattr(module, "main_input_name", "")) if _is_pretrained(module) else ""
+    return str(getattr(module, "main_input_name", "")) if is_transformers(module) else ""
 
 
 def _in_diffusers(module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -6,10 +6,10 @@ under the names and in the shapes of this package, and builds the model around t
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def load(
             if name != layer.weight:
                 state.pop(name, None)
         state[layer.weight] = _OnDisk(checkpoint, layer.weight, layer, high)
-    placed = device is not None and device.type != "cpu" and _has_accelerate()
+    placed = device is not None and device.type != "cpu" and find_spec("accelerate")
     options: dict[str, Any] = {"device_map": {"": device}} if placed else {}
     if config is not None:
         config.deferred, config.experts = True, _plain_schemes(taken)
@@ -299,10 +299,6 @@ def _misfit(
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
     return f"{lines[0][:200].rstrip('.')}."
-
-
-def _has_accelerate() -> bool:
-    return importlib.util.find_spec("accelerate") is not None
 
 
 def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:

@@ -23,7 +23,7 @@ from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, teach
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
 from fp8kit.io.arguments import as_device, check_dtype
-from fp8kit.modules.libraries import bare
+from fp8kit.modules.libraries import bare, is_transformers
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form
 from fp8kit.modules.weight_parts import recode_for_devices
@@ -203,14 +203,6 @@ def require_fp8(source: Path) -> Path:
             f"Make one: fp8kit quantize {source} DESTINATION.",
         )
     return source
-
-
-def is_transformers(model: nn.Module) -> bool:
-    """Return whether a model is one of Transformers, without importing it."""
-    return any(
-        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.")
-        for c in type(model).__mro__
-    )
 
 
 def integration(name: str = "transformers") -> ModuleType:

@@ -208,7 +208,8 @@ def _announced(job: Translation) -> Iterator[tuple[str, Tensor]]:
             info = checkpoint.tensors[name]
             yield name, torch.empty(info.shape, dtype=info.dtype)
         for name in checkpoint.kv_scales:
-            yield _cache_scale(job, name, torch.empty(_cache_shape(checkpoint, name)))
+            shape = checkpoint.tensors[name].shape
+            yield _cache_scale(job, name, torch.empty(shape if len(shape) == 3 else (1,)))
         for m in job.matrices:
             group = m.scheme.weight
             codes = torch.empty(m.held, dtype=torch.float8_e4m3fn)
@@ -270,11 +271,6 @@ def _dense_weight(m: Matrix, tensor: Tensor) -> tuple[str, Tensor]:
 def _plain(checkpoint: Checkpoint) -> list[str]:
     owned = {layer.weight for layer in checkpoint.layers.values()}
     return [n for n in checkpoint.tensors if n not in owned and not checkpoint.is_scale(n)]
-
-
-def _cache_shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    shape = checkpoint.tensors[name].shape
-    return shape if len(shape) == 3 else (1,)
 
 
 def _cache_scale(job: Translation, name: str, scale: Tensor) -> tuple[str, Tensor]:

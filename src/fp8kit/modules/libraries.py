@@ -84,6 +84,14 @@ def on_demand(module: str, name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
+def is_transformers(model: nn.Module) -> bool:
+    """Return whether a model is one of Transformers, without importing it."""
+    return any(
+        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.")
+        for c in type(model).__mro__
+    )
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model in torch's wrappers, which put a word of their own before each name.
 
