@@ -27,7 +27,14 @@ from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape
 E4, F32, E8 = torch.float8_e4m3fn, torch.float32, torch.float8_e8m0fnu
 KINDS = {"a.weight": (E4, (256, 128))}
 FP8 = {"quant_method": "fp8"}
+AUTO_ROUND = {"quant_method": "auto-round"}
+MX_FP = AUTO_ROUND | {"data_type": "mx_fp"}
+MODELOPT = {"quant_method": "modelopt"}
+MIXED = {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION"}
 QUARK = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+DYNAMIC = {"is_dynamic": True}
+BLOCKS = {"qscheme": "per_block", "block_size": [128, 128]}
+GROUPS = {"qscheme": "per_block", "block_size": [1, 32], "scale_type": "float8_e8m0fnu"}
 
 
 def quark(weight: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -39,9 +46,14 @@ def read(config: dict[str, Any], scale: str = "weight_scale", **more: Any) -> tu
     """Return the dialect of a quantization config, and how it says layer ``a`` computes."""
     kinds = KINDS | {f"a.{scale}": (F32, ())}
     source = Source({"quantization_config": config} if config else {}, kinds, **more)
-    dialect = detect(source)
-    assert dialect is not None
+    dialect = dialect_of(source)
     return dialect.name, dialect.parse(source).numbers("a")
+
+
+def dialect_of(source: Source) -> Any:
+    found = detect(source)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -66,104 +78,68 @@ def test_rotations_that_are_part_of_the_weights_change_nothing(config: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("config", "scale", "name", "numbers"),
+    ("config", "name", "numbers"),
     [
-        (FP8, "weight_scale", "autofp8", Numbers(static=False)),
-        (FP8, "weight_scale_inv", "fp8", Numbers(static=False)),
-        (
-            FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
-            "weight_scale_inv",
-            "fp8",
-            Numbers(BLOCK, GROUP128, ue8m0=True),
-        ),
-        (
-            FP8 | {"weight_block_size": [32, 64]},
-            "weight_scale_inv",
-            "fp8",
-            Numbers(GroupShape(32, 64), GroupShape(1, 64)),
-        ),
-        (FP8 | {"activation_scheme": "static"}, "weight_scale", "autofp8", Numbers(static=True)),
-        (
-            {"quant_method": "auto-round", "packing_format": "auto_round:fp8"},
-            "weight_scale_inv",
-            "fp8",
-            Numbers(static=False),
-        ),
-        (
-            {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 8},
-            "weight_scale",
-            "mxfp8-weight-scale",
-            Numbers(MX, MX),
-        ),
-        (
-            {"quant_method": "auto-round", "data_type": "mx_fp", "bits": 4},
-            "weight_scale",
-            "mxfp8-weight-scale",
-            Numbers(MX, MX),
-        ),
-        (FP8 | {"weight_block_size": [1, 32]}, "weight_scale_inv", "mxfp8", Numbers(MX, MX)),
-        ({"quant_method": "MXFP8"}, "weight_scale", "mxfp8-weight-scale", Numbers(MX, MX)),
-        ({"quant_method": "w8a8_fp8"}, "weight_scale", "bare", Numbers(static=None)),
-        ({"quant_method": "awq"}, "qscale_weight", "mistral", Numbers(static=None)),
-        (quark({}), "weight_scale", "quark", Numbers(TENSOR, weight_only=True)),
-        (
-            quark({}, {}) | {"export": {}},
-            "weight_scale",
-            "quark",
-            Numbers(TENSOR, weight_only=True),
-        ),
-        (
-            quark({}, {"is_dynamic": True}),
-            "weight_scale",
-            "quark",
-            Numbers(TENSOR, TENSOR),
-        ),
-        (
-            quark({"qscheme": "per_block", "block_size": [128, 128]}, {"is_dynamic": True}),
-            "weight_scale",
-            "quark",
-            Numbers(BLOCK),
-        ),
-        (
-            quark(
-                {"qscheme": "per_block", "block_size": [1, 32], "scale_type": "float8_e8m0fnu"},
-                {"is_dynamic": True},
-            ),
-            "weight_scale",
-            "quark",
-            Numbers(MX),
-        ),
+        (FP8, "autofp8", Numbers(static=False)),
+        (FP8 | {"activation_scheme": "static"}, "autofp8", Numbers(static=True)),
+        (MX_FP | {"bits": 8}, "mxfp8-weight-scale", Numbers(MX, MX)),
+        (MX_FP | {"bits": 4}, "mxfp8-weight-scale", Numbers(MX, MX)),
+        ({"quant_method": "MXFP8"}, "mxfp8-weight-scale", Numbers(MX, MX)),
+        ({"quant_method": "w8a8_fp8"}, "bare", Numbers(static=None)),
+        (quark({}), "quark", Numbers(TENSOR, weight_only=True)),
+        (quark({}, {}) | {"export": {}}, "quark", Numbers(TENSOR, weight_only=True)),
+        (quark({}, DYNAMIC), "quark", Numbers(TENSOR, TENSOR)),
+        (quark(BLOCKS, DYNAMIC), "quark", Numbers(BLOCK)),
+        (quark(GROUPS, DYNAMIC), "quark", Numbers(MX)),
         (
             {"quant_method": "quark", "activation_scheme": "static"},
-            "weight_scale",
             "quark",
             Numbers(TENSOR, static=None),
         ),
         (
-            {"quant_method": "modelopt", "quantization": {"quant_algo": "fp8_pb_wo"}},
-            "weight_scale",
+            MODELOPT | {"quantization": {"quant_algo": "fp8_pb_wo"}},
             "modelopt",
             Numbers(BLOCK, GROUP128),
         ),
         (
-            {"quant_method": "modelopt_mixed", "quant_algo": "MIXED_PRECISION"}
-            | {"quantized_layers": {"b": {"quant_algo": "FP8"}}},
-            "weight_scale",
+            MIXED | {"quantized_layers": {"b": {"quant_algo": "FP8"}}},
             "modelopt",
             Numbers(static=None),
         ),
     ],
 )
-def test_what_a_config_means(
-    config: dict[str, Any], scale: str, name: str, numbers: Numbers
+def test_what_a_config_means(config: dict[str, Any], name: str, numbers: Numbers) -> None:
+    assert read(config) == (name, numbers)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "numbers"),
+    [
+        (FP8, "fp8", Numbers(static=False)),
+        (
+            FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+            "fp8",
+            Numbers(BLOCK, GROUP128, ue8m0=True),
+        ),
+        (
+            FP8 | {"weight_block_size": [32, 64]},
+            "fp8",
+            Numbers(GroupShape(32, 64), GroupShape(1, 64)),
+        ),
+        (AUTO_ROUND | {"packing_format": "auto_round:fp8"}, "fp8", Numbers(static=False)),
+        (FP8 | {"weight_block_size": [1, 32]}, "mxfp8", Numbers(MX, MX)),
+    ],
+)
+def test_what_a_config_means_beside_inverse_scales(
+    config: dict[str, Any], name: str, numbers: Numbers
 ) -> None:
-    assert read(config, scale) == (name, numbers)
+    assert read(config, "weight_scale_inv") == (name, numbers)
 
 
 def test_flat_modelopt_counts_more_than_nested() -> None:
     nested = {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}
     assert read({}, documents=nested) == ("modelopt", Numbers(TENSOR, static=True))
-    flat = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    flat = MODELOPT | {"quant_algo": "MXFP8"}
     assert read(flat, documents=nested) == ("modelopt", Numbers(MX, MX))
 
 
@@ -172,6 +148,11 @@ def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool 
     params = {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": word}}
     found = read({}, "qscale_weight", documents={"params.json": params})
     assert found == ("mistral", Numbers(static=static))
+
+
+def test_mistral_is_told_by_its_tensors() -> None:
+    found = read({"quant_method": "awq"}, "qscale_weight")
+    assert found == ("mistral", Numbers(static=None))
 
 
 @pytest.mark.parametrize(
@@ -184,15 +165,12 @@ def test_mistral_says_how_activations_are_scaled(word: str | None, static: bool 
         (FP8 | {"weight_block_size": [0, 128]}, "two positive integers"),
         (FP8 | {"weight_block_size": "big"}, "two positive integers"),
         (FP8 | {"ignored_layers": "lm_head"}, "a list of names"),
-        (
-            FP8 | {"weight_block_size": [128, 128], "expert_dtype": "fp6"},
-            "expert_dtype = 'fp6'",
-        ),
+        (FP8 | {"weight_block_size": [9, 9], "expert_dtype": "fp6"}, "expert_dtype = 'fp6'"),
         ({"quant_method": "mxfp8", "weight_block_size": [1, 16]}, r"\[1, 32\]"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "a positive number"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "x"}, "a positive number"),
-        ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, r"quant_algo = \['FP8'\]"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "at least one layer"),
+        (MODELOPT | {"quant_algo": ["FP8"]}, r"quant_algo = \['FP8'\]"),
+        (MIXED, "at least one layer"),
         ({"quant_method": "quark"}, "global_quant_config = None"),
         (quark({"dtype": "int8"}), "dtype = 'int8'"),
         (quark({"qscheme": "per_group", "group_size": 64}), "groups of 32"),
@@ -232,21 +210,17 @@ def test_params_that_cannot_be_honoured(params: dict[str, Any], message: str) ->
         ("[" * 100_000, "a description of a tensor"),
         (json.dumps({"_type": "Int4Tensor", "_data": {}}), "a Float8Tensor, or an MXTensor"),
         (json.dumps({"_type": "Float8Tensor", "_data": {}}), "'block_size'"),
-        (
-            json.dumps({"_type": "Float8Tensor", "_data": {"block_size": []}}),
-            "a description of a tensor",
-        ),
+        (json.dumps({"_type": "Float8Tensor", "_data": {"block_size": []}}), "a description of"),
     ],
 )
 def test_torchao_descriptions_that_cannot_be_read(text: str, message: str) -> None:
     kinds = {"a._weight_qdata": (E4, (4, 4)), "a._weight_scale": (F32, (4, 1))}
     source = Source({}, kinds, {}, {"tensor_names": "[]", "a.weight": text})
-    dialect = detect(source)
-    assert dialect is not None
+    numbers = dialect_of(source).parse(source).numbers
     with pytest.raises(CheckpointError, match=message):
-        dialect.parse(source).numbers("a")
+        numbers("a")
     with pytest.raises(CheckpointError, match=r"has b\.weight = None"):
-        dialect.parse(source).numbers("b")
+        numbers("b")
 
 
 def test_torchao_blocks_and_groups() -> None:
@@ -257,12 +231,6 @@ def test_torchao_blocks_and_groups() -> None:
     source = Source({}, kinds, {}, {"tensor_names": "[]", "a.weight": text})
     found = dialect_of(source).parse(source).numbers("a")
     assert (found.weight, found.activation) == (BLOCK, GROUP128)
-
-
-def dialect_of(source: Source) -> Any:
-    found = detect(source)
-    assert found is not None
-    return found
 
 
 def test_fbgemm_has_a_bound() -> None:
