@@ -74,6 +74,7 @@ def test_size_of_the_file(tmp_path: Path) -> None:
         (U8 | {"data_offsets": [2**62, 2**62 + 3]}, "a leaves a hole"),
         (U8 | {"more": 1}, "a is not an object of data_offsets, dtype, shape"),
         ([], "a is not an object of data_offsets, dtype, shape"),
+        ("nothing", "a is not an object of data_offsets, dtype, shape"),
     ],
 )
 def test_entries_of_the_header(tmp_path: Path, entry: Any, message: str) -> None:
@@ -99,6 +100,7 @@ def test_tensors_cover_the_data_once(tmp_path: Path) -> None:
         ({"__metadata__": {"a": 1}}, "its __metadata__ is not an object of texts"),
         ({"a\x1b[2J": U8}, "characters that cannot be printed"),
         ({"a\x00": U8}, "characters that cannot be printed"),
+        (b'{"a": {}, "a": {}}', "it names a twice"),
         (b'{"a": \xff}', "'utf-8' codec can't decode"),
         (b"[" * 50_000, "maximum recursion depth"),
         (b'{"a":' * 50_000, "maximum recursion depth"),
@@ -148,6 +150,7 @@ def test_large_files_are_not_read_at_all(tmp_path: Path) -> None:
     [
         ("", "Expecting value"),
         ("[1]", "it holds list, no object"),
+        ("[" * 100_000, "maximum recursion depth"),
         ('{"a": 1, "a": 2}', "it names a twice"),
         ('{"a": ' + "[" * 70 + "]" * 70 + "}", "nested more than 64 deep"),
         ('{"a": {"b": ["\\ud800"]}}', "what is no character at a.b.0"),

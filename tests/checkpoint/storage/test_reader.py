@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from pathlib import Path
 
 import pytest
@@ -36,10 +35,6 @@ def sharded(tmp_path: Path) -> Path:
 def refused(path: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(path)
-
-
-def write_shard(path: Path, header: bytes, data: bytes) -> None:
-    path.write_bytes(struct.pack("<Q", len(header)) + header + data)
 
 
 def test_high_precision_checkpoint() -> None:
@@ -134,12 +129,6 @@ def test_truncated_file_is_named(sharded: Path, keep: int) -> None:
     refused(sharded, f"{name} is damaged. What is wrong: ")
 
 
-def test_missing_shard_is_named(sharded: Path) -> None:
-    name = sorted(p.name for p in sharded.glob("*.safetensors"))[1]
-    (sharded / name).unlink()
-    refused(sharded, f"{name} is missing in .*Complete the download")
-
-
 @pytest.mark.parametrize(
     "shard",
     ["../a.safetensors", "/a.safetensors", "b/../a.safetensors", "b\\a.safetensors", "a.bin", 3],
@@ -165,38 +154,8 @@ def test_index_and_shards_disagree(sharded: Path) -> None:
     refused(sharded, f"{index['up.weight']} is damaged.*holds up.weight, which the index does not")
 
 
-def test_tensor_in_two_shards(sharded: Path) -> None:
-    index = json.loads((sharded / INDEX).read_text())["weight_map"]
-    other = next(s for s in index.values() if s != index["steps"])
-    edit_tensors(sharded, other, steps=torch.tensor([3, 4]))
-    refused(sharded, "steps is also in ")
-
-
-def test_tensor_twice_in_one_header(tmp_path: Path) -> None:
-    entry = '"a":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}'
-    write_shard(tmp_path / SHARD, f"{{{entry},{entry}}}".encode(), b"abc")
-    refused(tmp_path, "model.safetensors is damaged. What is wrong: it names a twice")
-
-
-@pytest.mark.parametrize(
-    ("entry", "data"),
-    [
-        ('{"dtype":"U8","shape":[4],"data_offsets":[0,3]}', b"abc"),
-        ('{"dtype":"U8","shape":[3],"data_offsets":[0,3]}', b"abcdef"),
-        ('{"dtype":"U8","shape":[3],"data_offsets":[1,4]}', b"abcd"),
-        ('{"dtype":"F7","shape":[3],"data_offsets":[0,3]}', b"abc"),
-        ('{"dtype":"U8","shape":[-3],"data_offsets":[0,3]}', b"abc"),
-        ('"nothing"', b""),
-    ],
-)
-def test_lying_headers(tmp_path: Path, entry: str, data: bytes) -> None:
-    write_shard(tmp_path / SHARD, f'{{"a":{entry}}}'.encode(), data)
-    refused(tmp_path, "model.safetensors is damaged")
-
-
-@pytest.mark.parametrize("text", ["[1]", "{", '{"a": \x00}', "[" * 100_000])
-def test_config_is_not_an_object(sound: Path, text: str) -> None:
-    (sound / "config.json").write_text(text)
+def test_config_is_not_an_object(sound: Path) -> None:
+    (sound / "config.json").write_text("{")
     refused(sound, "config.json is damaged")
 
 
@@ -210,44 +169,33 @@ def test_fp8_without_a_config_is_told_by_its_tensors(sound: Path) -> None:
     refused(sound, "up.weight is torch.float8_e4m3fn and has no up.weight_scale")
 
 
-def test_weight_without_its_scale(sound: Path) -> None:
-    edit_tensors(sound, up__weight_scale=None)
-    refused(sound, "up.weight is torch.float8_e4m3fn and has no up.weight_scale")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"up__weight_scale": None}, "up.weight is torch.float8_e4m3fn and has no up.weight_scale"),
+        ({"up__weight": None}, r"up.weight_scale has no FP8 up.weight beside it\."),
+        (
+            {"up__input_scale": torch.ones(1)},
+            "up.input_scale is there, and the config says FP8_DYN",
+        ),
+        ({"up__weight_scale": torch.ones(203, 1).double()}, "up.weight_scale is torch.float64 of"),
+        ({"up__weight": torch.ones(203).to(E4)}, r"up.weight is .* FP8 weights are .* \[N, K\]"),
+        ({"up__weight": torch.ones(2, 203, 129).to(E4)}, r"up.weight_scale is .* \[2, 203, 129\]"),
+        ({"up__bias": torch.ones(203).to(E4)}, "up.bias is .* and is not the weight of a layer"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_what_does_not_fit_is_named_with_its_file(
+    sound: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    edit_tensors(sound, **changes)
+    refused(sound, f"^model.safetensors: {message}")
 
 
 def test_static_scheme_without_input_scale(tmp_path: Path) -> None:
     path = saved(tmp_path / "c", "FP8")
     edit_tensors(path, up__input_scale=None)
     refused(path, "has no up.input_scale. FP8 needs it")
-
-
-def test_dynamic_scheme_with_input_scale(sound: Path) -> None:
-    edit_tensors(sound, up__input_scale=torch.ones(1))
-    refused(sound, "up.input_scale is there, and the config says FP8_DYNAMIC")
-
-
-def test_scale_without_its_weight(sound: Path) -> None:
-    edit_tensors(sound, up__weight=None)
-    refused(sound, r"up.weight_scale has no FP8 up.weight beside it\.")
-    edit_tensors(sound, up__weight=torch.ones(203, 129))
-    refused(sound, r"has no FP8 up.weight beside it, but one of torch.float32\.")
-
-
-@pytest.mark.parametrize(
-    "scale",
-    [
-        torch.ones(129, 1),
-        torch.ones(1),
-        torch.ones(203, 2),
-        torch.ones(203, 1, 1),
-        torch.ones(203, 1, dtype=torch.float64),
-        torch.ones(203, 1, dtype=torch.uint8),
-    ],
-    ids=lambda s: f"{s.dtype}-{list(s.shape)}",
-)
-def test_scale_of_wrong_shape_or_dtype(sound: Path, scale: torch.Tensor) -> None:
-    edit_tensors(sound, up__weight_scale=scale)
-    refused(sound, r"up.weight_scale is torch.* of shape .*are float32 \(or 16 bit\) of shape")
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
@@ -259,19 +207,6 @@ def test_scales_are_finite_and_positive(sound: Path, bad: float) -> None:
     assert len(checkpoint.scale_problems()) == 1
     with pytest.raises(CheckpointError, match=r"model.safetensors: up.weight_scale holds NaN, inf"):
         checkpoint.read("up.weight_scale")
-
-
-@pytest.mark.parametrize("shape", [(2, 203, 129), (203,)])
-def test_weight_that_is_no_matrix(sound: Path, shape: tuple[int, ...]) -> None:
-    edit_tensors(sound, up__weight=torch.ones(shape).to(E4))
-    message = r"up.weight is .* FP8 weights are float8_e4m3fn matrices \[N, K\]"
-    stack = r"up.weight_scale is .* row scales of a weight of \[2, 203, 129\] are"
-    refused(sound, stack if len(shape) == 3 else message)
-
-
-def test_fp8_that_is_no_weight(sound: Path) -> None:
-    edit_tensors(sound, up__bias=torch.ones(203).to(E4))
-    refused(sound, "up.bias is torch.float8_e4m3fn and is not the weight of a layer")
 
 
 def test_scan_collects_every_damage(sharded: Path) -> None:
