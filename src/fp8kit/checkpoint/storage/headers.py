@@ -13,6 +13,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -83,15 +84,31 @@ def damaged(file: str, what: str) -> str:
     return teach(f"{file} is damaged.", f"What is wrong: {what}.", "Get or make it again.")
 
 
-def _refused(file: str, error: Exception, what: str = "") -> CheckpointError:
-    """Tell a file that is damaged from one that this process may not open."""
-    if isinstance(error, OSError) and error.errno in _NOT_THE_FILE:
-        return CheckpointError(
-            f"{file} cannot be opened: {error.strerror}.",
-            "This process needs to read it, and the right to open one file more.",
-            "Look at its permissions (ls -lL) and at the limit of open files (ulimit -n).",
-        )
-    return CheckpointError(damaged(file, f"{what}{error}"))
+@contextmanager
+def _telling(file: str, folder: Path | None = None, what: str = "") -> Iterator[None]:
+    """Tell files that are damaged from those that this process may not open.
+
+    The index names those in a ``folder``, which may be missing; ``what`` begins the reason.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        refused = CheckpointError(damaged(file, f"{what}{error}"))
+        if isinstance(error, FileNotFoundError) and folder is not None:
+            refused = CheckpointError(
+                f"{file} is missing in {folder}.",
+                "The index names it.",
+                "Complete the download or the copy.",
+            )
+        elif isinstance(error, OSError) and error.errno in _NOT_THE_FILE:
+            refused = CheckpointError(
+                f"{file} cannot be opened: {error.strerror}.",
+                "This process needs to read it, and the right to open one file more.",
+                "Look at its permissions (ls -lL) and at the limit of open files (ulimit -n).",
+            )
+        raise refused from error
 
 
 def shown(name: object) -> str:
@@ -111,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises ``CheckpointError`` if it is no regular file or no JSON object, is too large or nested
     too deep, or names a key twice.
     """
-    try:
+    with _telling(path.name):
         with _reading(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > _JSON_LIMIT:
@@ -122,10 +139,6 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError(f"it holds {type(found).__name__}, no object")
         _check_depth(found)
         _check_text(found)
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise _refused(path.name, error) from error
     return found
 
 
@@ -134,7 +147,7 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
 
     Raises ``CheckpointError`` if the file is missing, truncated, or not safetensors.
     """
-    try:
+    with _telling(shard, path):
         with _reading(path / shard) as file:
             size = os.fstat(file.fileno()).st_size
             if size < 8:
@@ -152,16 +165,6 @@ def read_header(path: Path, shard: str) -> tuple[dict[str, TensorInfo], dict[str
         _check_cover(list(found.values()), 8 + length, size)
         with safe_open(str(path / shard), framework="pt"):
             pass  # what the library refuses for reasons of its own is refused here too
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{shard} is missing in {path}.",
-            "The index names it.",
-            "Complete the download or the copy.",
-        ) from error
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise _refused(shard, error) from error
     return found, header.get("__metadata__", {})
 
 
@@ -172,11 +175,9 @@ def read_tensor(path: Path, info: TensorInfo) -> Tensor:
     """
     if info.nbytes == 0:
         return torch.empty(info.shape, dtype=info.dtype)
-    try:
+    with _telling(info.shard, what=f"{shown(info.name)} cannot be read: "):
         with _reading(path / info.shard) as file:
             data = _exactly(file, info.offset, info.nbytes)
-    except (OSError, ValueError) as error:
-        raise _refused(info.shard, error, f"{shown(info.name)} cannot be read: ") from error
     return torch.frombuffer(data, dtype=torch.uint8).view(info.dtype).view(info.shape)
 
 
