@@ -152,7 +152,12 @@ def inspect(path: str | Path) -> Inspection:
         found.kv_scales = list(checkpoint.kv_scales)
         found.notes = list(checkpoint.spec.unread)
         found.layers = [_layer(checkpoint, layer) for layer in checkpoint.layers.values()]
-        found.notes += _short_scales(checkpoint)
+        short = [n for n, info in checkpoint.tensors.items() if info.dtype in FLOATS[:2]]
+        if short := [n for n in short if checkpoint.is_scale(n)]:
+            found.notes.append(
+                f"{len(short)} scales have 16 bit, e.g. {short[0]}: they are read as they are, and "
+                "are coarser than the scales that were computed."
+            )
         found.problems += [checkpoint.announced_alone] * bool(checkpoint.announced_alone)
     if checkpoint.nameless and Path(path).is_dir():
         found.notes.append(checkpoint.nameless)
@@ -175,17 +180,6 @@ def _layer(checkpoint: Checkpoint, layer: Layer) -> LayerInfo:
         "" if scale is None else str(scale.dtype).removeprefix("torch."),
         sum(checkpoint.tensors[n].nbytes for n in held if n in checkpoint.tensors),
     )
-
-
-def _short_scales(checkpoint: Checkpoint) -> list[str]:
-    short = [n for n, i in checkpoint.tensors.items() if i.dtype in FLOATS[:2]]
-    short = [n for n in short if checkpoint.is_scale(n)]
-    if not short:
-        return []
-    return [
-        f"{len(short)} scales have 16 bit, e.g. {short[0]}: they are read as they are, and are "
-        "coarser than the scales that were computed."
-    ]
 
 
 def _pattern(name: str) -> str:

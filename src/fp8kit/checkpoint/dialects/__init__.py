@@ -57,7 +57,8 @@ def detect(source: Source) -> Dialect | None:
     ``None`` stands for a checkpoint in high precision. Raises ``CheckpointError`` if it announces a
     quantization that no dialect here understands, or rotations of what goes into layers.
     """
-    if _is_quanto(source):
+    named = source.method == "quanto" or "quanto_qmap.json" in source.documents
+    if named or source.has(".weight._data"):
         raise CheckpointError(
             "The checkpoint was written by quanto, as its tensors or quanto_qmap.json say.",
             "Its scales and packed weights have no dialect that is read here.",
@@ -86,11 +87,6 @@ def detect(source: Source) -> Dialect | None:
         f"This version reads {', '.join(d.name for d in DIALECTS)}.",
         "Export the model to one of these, or start from its high-precision checkpoint.",
     )
-
-
-def _is_quanto(source: Source) -> bool:
-    named = source.method == "quanto" or "quanto_qmap.json" in source.documents
-    return named or source.has(".weight._data")
 
 
 def dialect_named(name: str) -> Dialect:

@@ -295,18 +295,16 @@ def _files(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     """Find the weights: the index, if there is one, and the shards."""
     for stem in STEMS:
         single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
-        if lexists(path / single) and lexists(path / index):
-            weights = _weight_map(path / index)
-            if set(weights.values()) == {single}:  # as MLX writes it
-                return weights, [single]
-            raise CheckpointError(
-                f"{path} holds both {single} and {index}.",
-                "One of them is the model; the other is left over from something else.",
-                "Remove the one that does not belong.",
-            )
         if lexists(path / index):
             weights = _weight_map(path / index)
-            return weights, sorted(set(weights.values()))
+            shards = sorted(set(weights.values()))
+            if lexists(path / single) and shards != [single]:  # MLX writes an index of one file
+                raise CheckpointError(
+                    f"{path} holds both {single} and {index}.",
+                    "One of them is the model; the other is left over from something else.",
+                    "Remove the one that does not belong.",
+                )
+            return weights, shards
         if lexists(path / single):
             return None, [single]
     single_files = [p.name for p in path.glob("*.safetensors")]
