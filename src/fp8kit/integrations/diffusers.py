@@ -119,7 +119,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: Fp8KitConfig, **kwargs: Any) -> None:
         self.single_file = "pre_quantized" not in kwargs
         if not isinstance(quantization_config, Fp8KitConfig):  # that of Transformers
-            quantization_config = Fp8KitConfig(**_arguments(quantization_config))
+            names = ("scheme", "include", "exclude", "strict", "layers")
+            quantization_config = Fp8KitConfig(*(getattr(quantization_config, n) for n in names))
         super().__init__(quantization_config, **kwargs)
         self.dtype = torch.float32
         self.not_finite: list[str] = []
@@ -337,11 +338,6 @@ def _join_dense_alone(kind: Any, /, **_: Any) -> None:
         own(self, *args, **kwargs)
 
     kind.fuse_projections = fuse_projections
-
-
-def _arguments(config: Any) -> dict[str, Any]:
-    names = ("scheme", "include", "exclude", "strict", "layers")
-    return {name: getattr(config, name) for name in names}
 
 
 def _layers(model: nn.Module) -> dict[str, Fp8Linear]:

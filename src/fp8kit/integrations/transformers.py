@@ -19,7 +19,6 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from fp8kit import functional
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
-from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
 from fp8kit.checkpoint.loading.into_module import Filled, read_by_code
 from fp8kit.checkpoint.loading.merged_weights import not_finite
@@ -85,7 +84,7 @@ def load(
     placed = device is not None and device.type != "cpu" and find_spec("accelerate")
     options: dict[str, Any] = {"device_map": {"": device}} if placed else {}
     if config is not None:
-        config.deferred, config.experts = True, _plain_schemes(taken)
+        config.deferred, config.experts = True, taken.schemes
         options["quantization_config"] = config
     model, info = type(built).from_pretrained(
         None,
@@ -226,10 +225,6 @@ def _taken(checkpoint: Checkpoint, model: Any, config: Fp8KitConfig | None) -> T
     return take_experts(checkpoint, model, chosen_experts(model, {r.name: scheme for r in stacks}))
 
 
-def _plain_schemes(taken: Taken) -> JsonObject:
-    return {name: plain(experts.scheme) for name, experts in taken.experts.items()}
-
-
 def _config(
     checkpoint: Checkpoint, layers: Sequence[str], taken: Taken, form: Scheme | None
 ) -> Any:
@@ -241,7 +236,7 @@ def _config(
             "scheme": plain(checkpoint.spec.scheme),
             "layers": {name: plain(checkpoint.layers[name].scheme) for name in layers},
             "mx_form": None if form is None else form.name,
-            "experts": _plain_schemes(taken),
+            "experts": taken.schemes,
         }
     return config
 

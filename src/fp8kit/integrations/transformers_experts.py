@@ -15,10 +15,17 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from fp8kit.checkpoint.loading.expert_layers import Experts, as_stored, experts_in_checkpoint
+from fp8kit.checkpoint.dialects import JsonObject
+from fp8kit.checkpoint.dialects.by_layer import plain
+from fp8kit.checkpoint.loading.expert_layers import (
+    Experts,
+    as_stored,
+    experts_in_checkpoint,
+    stack_of,
+)
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.checkpoint.schema.merged_names import find, fit
+from fp8kit.checkpoint.schema.merged_names import fit
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import recognize
@@ -47,6 +54,11 @@ class Taken:
     layers: dict[str, Layer] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     rules: list[Any] = field(default_factory=list)
+
+    @property
+    def schemes(self) -> JsonObject:
+        """Their schemes, as JSON can hold them."""
+        return {name: plain(experts.scheme) for name, experts in self.experts.items()}
 
     @property
     def tensors(self) -> set[str]:
@@ -219,11 +231,7 @@ def _of_rule(key: str, target: str, part: int, rule: Any) -> str:
 
 def _holder(layer: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Name the module of experts that a layer, or a whole stack, belongs to; empty if none."""
-    if len(shapes.get(layer, ())) == 3:
-        return layer.rpartition(".")[0]
-    route = find(layer, "weight", shapes)
-    stacked = route is not None and route.expert is not None
-    return route.target.rpartition(".")[0] if route is not None and stacked else ""
+    return stack_of(layer, shapes).rpartition(".")[0]
 
 
 def _natural(name: str) -> list[Any]:

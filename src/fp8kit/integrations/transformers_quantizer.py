@@ -215,18 +215,16 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
             of = {
                 module: scheme_of_plain(schemes[k[: -len(".weight")]]) for k, module in kept.items()
             }
-            names = list(of)
         else:
             assert decided is not None
             self.report = decided
             warn_of_nothing(decided)
-            names = [n for r in self.report.linears for n in (r.name, *r.aliases)]
             _make_room(model, [r.name for r in self.report.stacks], self.scheme, apart)
-            of = dict.fromkeys(names, self.scheme)
-        for name in names:
+            of = {n: self.scheme for r in self.report.linears for n in (r.name, *r.aliases)}
+        for name, scheme in of.items():
             layer = model.get_submodule(name)
             if not isinstance(layer, Fp8Linear):  # it may have several names
-                layer = become(layer, _placeholder(layer, of[name], self.pre_quantized))
+                layer = become(layer, _placeholder(layer, scheme, self.pre_quantized))
             layer.qualified_name = name
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
 from fp8kit.checkpoint.schema.layers import Layer
-from fp8kit.checkpoint.schema.merged_names import Route, Shapes, find
+from fp8kit.checkpoint.schema.merged_names import Shapes, find
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import recognize
@@ -49,8 +49,7 @@ def experts_in_checkpoint(
     parts: dict[str, dict[str, list[Layer]]] = defaultdict(lambda: defaultdict(list))
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, layer in checkpoint.layers.items():
-        target = stack_of_layer(name, layer, shapes)
-        holder, _, stack = target.rpartition(".")
+        holder, _, stack = stack_of(name, shapes).rpartition(".")
         if holder in modules:
             parts[holder][stack].append(layer)
     found, tried = {}, dict[Any, Any]()
@@ -76,11 +75,11 @@ def experts_in_checkpoint(
     return found
 
 
-def stack_of_layer(name: str, layer: Layer, shapes: Shapes) -> str:
-    """Name the stack of the model that a layer of a checkpoint goes into; empty if none."""
-    if len(layer.shape) == 3:
-        return name if len(shapes.get(name, ())) == 3 else ""
-    route: Route | None = find(name, "weight", shapes)
+def stack_of(name: str, shapes: Shapes) -> str:
+    """Name the stack of the model that a layer, or a whole stack, goes into; empty if none."""
+    if len(shapes.get(name, ())) == 3:
+        return name
+    route = find(name, "weight", shapes)
     return route.target if route is not None and route.expert is not None else ""
 
 
