@@ -19,7 +19,7 @@ HOMES = {
     "fused": ("fp8kit.fused.operators.FUSED_BACKENDS",),
     "choice": ("fp8kit.moe.choice.CHOICE_BACKENDS",),
     "plan": ("fp8kit.conversion.notes.MATMUL_BACKENDS",),
-    "profitability": ("fp8kit.conversion.profitability.MATMUL_BACKENDS",),
+    "slower_layers": ("fp8kit.conversion.slower_layers.MATMUL_BACKENDS",),
     "warmup": ("fp8kit.perf.row_counts.MATMUL_BACKENDS",),
 }
 _NUMBERS = itertools.count()  # choices are kept by table: no two tests may have equal ones

@@ -13,7 +13,7 @@ from torch import nn
 
 import backend_tables
 import fp8kit
-from fp8kit.conversion import profitability, slower_layers
+from fp8kit.conversion import slower_layers
 from fp8kit.conversion.report import Record, Report
 from fp8kit.conversion.siblings import joined_shapes
 from fp8kit.dispatch.backends import renew
@@ -31,10 +31,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int], str], 
     """Return a function that lets layers lie on a GPU that need not be here."""
 
     def pretend(capability: tuple[int, int], name: str) -> None:
-        real = profitability.linear_problem
+        real = slower_layers.linear_problem
         gpu = {"device_type": "cuda", "capability": capability, "device": name}
         monkeypatch.setattr(
-            profitability,
+            slower_layers,
             "linear_problem",
             lambda *a, **k: dataclasses.replace(real(*a, **k), **gpu),
         )
@@ -48,7 +48,7 @@ def measured(
 ) -> Callable[[dict[Case, tuple[float, float]]], None]:
     """Pretend that layers run on a GPU with a table of (FP8, bf16) times."""
     on_gpu((8, 9), "Toy GPU")
-    backend_tables.install(monkeypatch, profitability={FIRST: torch_native.BACKEND})
+    backend_tables.install(monkeypatch, slower_layers={FIRST: torch_native.BACKEND})
 
     def pretend(times: dict[Case, tuple[float, float]]) -> None:
         rows = {c: {FIRST: fp8, "bf16": dense} for c, (fp8, dense) in times.items()}

@@ -1,6 +1,9 @@
 """Leave in high precision what FP8 does not make faster.
 
-A layer is judged at the row counts it will serve. Given row counts are a promise that no call gets
+A layer is judged only by the times of that exact layer in the table of its GPU; siblings that will
+share their input are judged together, because they run together.
+
+It is judged at the row counts it will serve. Given row counts are a promise that no call gets
 slower: FP8 must win at each of them. Without them the layer stays FP8 if it wins at any that was
 measured; a layer on meta is then not judged, so that a checkpoint does not depend on the machine
 that makes it.
@@ -10,19 +13,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from fp8kit.conversion import notes
 from fp8kit.conversion.layers_by_name import linear_at, tree_of
-from fp8kit.conversion.profitability import Verdict, judge, measured_rows
 from fp8kit.conversion.report import Record, Report
 from fp8kit.conversion.siblings import sibling_groups
+from fp8kit.dispatch.backends import Choice, choose
+from fp8kit.dispatch.timings import table_for
 from fp8kit.formats import Scheme
-from fp8kit.modules.joining import can_share
+from fp8kit.matmul.problem import MATMUL_BACKENDS, linear_problem
+from fp8kit.modules.joining import MOST_JOINED_ROWS, can_share, joined_shape, would_join
 
 _NO_DEVICE = "a device yet to be chosen"  # of layers on meta
+# rows from which decoding a weight takes longer than reading it in 16 bits saves: all but one of
+# 56 measured layers
+_DECODING_ROWS = 64
 
 
 def leave_slower(
@@ -50,7 +59,8 @@ def leave_slower(
             continue
         device = _serving(weight)
         verdicts = [
-            judge(layers, scheme, device, m) for m in rows or measured_rows(layers, scheme, device)
+            _judge(layers, scheme, device, m)
+            for m in rows or _measured_rows(layers, scheme, device)
         ]
         known = [v for v in verdicts if v is not None]
         slower = [v for v in known if v.slower]
@@ -80,7 +90,7 @@ def leave_slower_by_name(report: Report, scheme: Scheme, rows: tuple[int, ...]) 
     report.groups = []  # a checkpoint holds layers, whatever shares an input when they run
 
 
-def _skip(team: Sequence[Record], slower: Sequence[Verdict], known: Sequence[Verdict]) -> None:
+def _skip(team: Sequence[Record], slower: Sequence[_Verdict], known: Sequence[_Verdict]) -> None:
     reason = f"bf16 is faster at m={slower[0].m}: {slower[0].because}"
     if faster := [str(v.m) for v in known if not v.slower]:
         reason += f"; FP8 is faster at m={', '.join(faster)}"
@@ -99,3 +109,63 @@ def _told(device: torch.device) -> str:
     if device.type == "meta":
         return _NO_DEVICE
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Whether bf16 is faster than FP8 for some layers at one row count.
+
+    A tie goes to the smaller weight. ``because`` has the times, or the rule.
+    """
+
+    m: int
+    slower: bool
+    because: str
+
+
+def _judge(
+    layers: Sequence[nn.Linear], scheme: Scheme, device: torch.device, m: int
+) -> _Verdict | None:
+    """Compare layers that share an input with their dense form; ``None`` without measured times."""
+    joins = len(layers) > 1 and m <= MOST_JOINED_ROWS and would_join(scheme, layers)
+    ran = [_choice(shape, layers[0], scheme, device, m) for shape in _run(layers, joins)]
+    dense = [_choice(shape, layers[0], scheme, device, m).dense_us for shape in _run(layers, False)]
+    if None in dense:
+        dense = [choice.dense_us for choice in ran]
+    if None in dense or any(choice.us is None for choice in ran):
+        if scheme.activation is None and device.type == "cuda" and m >= _DECODING_ROWS:
+            return _Verdict(m, True, f"from {_DECODING_ROWS} rows on decoding weights costs more")
+        return None
+    us, dense_us = sum(c.us or 0.0 for c in ran), sum(time or 0.0 for time in dense)
+    at = ran[0].measured_m
+    basis = "measured" if at == m else f"measured at m={at}"
+    return _Verdict(m, us > dense_us, f"{dense_us:.1f} µs, FP8 {us:.1f} µs ({basis})")
+
+
+def _measured_rows(layers: Sequence[nn.Linear], scheme: Scheme, device: torch.device) -> list[int]:
+    """Return the row counts at which a device has times of layers that share an input."""
+    kind = (scheme, layers[0].weight.dtype, device, False)
+    joins = len(layers) > 1 and would_join(scheme, layers)
+    shapes = {*_run(layers, joins), *_run(layers, False)}
+    found = set[int]()
+    for shape in shapes:
+        problem = linear_problem(shape, *kind, 1)
+        table, case = table_for(problem.device), problem.case()
+        layer = (case.scales, case.accum, *shape)
+        rows = {} if table is None else table.rows
+        found |= {c.m for c in rows if (c.scales, c.accum, c.n, c.k) == layer}
+    return sorted(found)
+
+
+def _run(layers: Sequence[nn.Linear], joined: bool) -> list[tuple[int, int]]:
+    """Return the shapes that are multiplied: one for siblings that are joined, else each."""
+    if joined:
+        return [joined_shape(layers)]
+    return [(layer.out_features, layer.in_features) for layer in layers]
+
+
+def _choice(
+    shape: tuple[int, int], layer: nn.Linear, scheme: Scheme, device: torch.device, m: int
+) -> Choice:
+    kind = (scheme, layer.weight.dtype, device, layer.bias is not None)
+    return choose(MATMUL_BACKENDS, linear_problem(shape, *kind, m))
