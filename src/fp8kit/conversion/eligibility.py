@@ -16,8 +16,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
-from fp8kit.conversion.readers.dtypes import dtype_answers
-from fp8kit.conversion.readers.reads import weight_reads
+from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, Record
 from fp8kit.modules.dense import extras, is_linear, unlike_linear
@@ -53,9 +52,8 @@ class Eligibility:
         self._tried: dict[Any, str] = {}
         self._tied = _tied_weights(model)
         self._kept = _kept_in_float32(model)
-        self._read = weight_reads(model)
+        self._read = read_by_code(model)
         self._in_parts = _held_in_parts(model)
-        self._answers = dtype_answers(model)
 
     def of(self, names: Sequence[str], wanted: bool = False, merged: bool = False) -> str:
         """Return why a linear layer cannot become FP8; empty if it can.
@@ -72,7 +70,6 @@ class Eligibility:
             or self._of_names(names)
             or self._in_parts.get(module, "")
             or self._read.get(module, "")
-            or self._answers.get(module, "")
             or _of_names_taken(module)
             or self._of_weight(module.get_parameter("weight"), wanted or merged)
         )

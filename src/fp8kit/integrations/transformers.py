@@ -20,11 +20,12 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from fp8kit import functional
 from fp8kit.checkpoint.cache_scales import keep_cache_scales
 from fp8kit.checkpoint.dialects.by_layer import scheme_of_plain
-from fp8kit.checkpoint.loading.into_module import Filled, read_by_code
+from fp8kit.checkpoint.loading.into_module import Filled
 from fp8kit.checkpoint.loading.merged_weights import not_finite
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
 from fp8kit.checkpoint.storage.reader import Checkpoint
+from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor, Scheme
 from fp8kit.integrations.transformers_experts import Taken, chosen_experts, take_experts

@@ -25,8 +25,7 @@ from fp8kit.conversion import siblings as conversion_siblings
 from fp8kit.conversion.experts import recognize
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.plan import plan, refuse_static, warn_of_nothing
-from fp8kit.conversion.readers.dtypes import dtype_answers
-from fp8kit.conversion.readers.reads import weight_reads
+from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
@@ -114,11 +113,6 @@ def fill(
         model.to(device)
     kept = keep_cache_scales(model, checkpoint, {n: n for n in unused})
     return Filled(sorted(set(unused) - kept), sorted(arrivals.decoded), told, layers.read)
-
-
-def read_by_code(model: nn.Module) -> dict[nn.Module, str]:
-    """Find the layers whose weight is read by code, which codes would mislead, and the reasons."""
-    return {**dtype_answers(model), **weight_reads(model)}
 
 
 def _in_order(checkpoint: Checkpoint, names: set[str], shapes: Shapes) -> list[str]:

@@ -33,6 +33,7 @@ from fp8kit.conversion.readers.values import (
     Weight,
     closure,
     elements,
+    first_holder,
     identity,
     leaves,
     stacks,
@@ -58,11 +59,36 @@ _SHORT = 200  # bytes of code; a function that only gives a layer is no longer
 _WORDS = frozenset({"weight", *TENSORS})
 
 
+def read_by_code(model: nn.Module) -> dict[nn.Module, str]:
+    """Find the layers whose weight is read by code, which codes would mislead.
+
+    Each comes with the reason, as the end of a sentence. The model is neither run nor changed.
+    """
+    return {**_dtype_answers(model), **weight_reads(model)}
+
+
+def _dtype_answers(model: nn.Module) -> dict[nn.Module, str]:
+    """Find the linear layers without a bias whose weight gives a module its ``dtype``.
+
+    ``model.dtype`` of Transformers and diffusers gives the dtype of the first Parameter, and code
+    casts its inputs to it. That of an ``Fp8Linear`` is its bias, which has the right dtype; without
+    a bias it would be the codes.
+    """
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
+        if isinstance(inspect.getattr_static(type(module), "dtype", None), property):
+            layer = first_holder(module)
+            if isinstance(layer, nn.Linear) and layer.bias is None:
+                kind = type(module).__name__
+                said = f"its weight is the first of {kind}, whose dtype code asks for"
+                found.setdefault(layer, said)
+    return found
+
+
 def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
     """Find the modules of a model whose weight is read by code that does not call them.
 
-    Each comes with where it is read and how, as the end of a sentence. The model is neither run nor
-    changed.
+    Each comes with where it is read and how.
     """
     reader = Reader(model)
     alike: dict[Any, list[nn.Module]] = defaultdict(list)
