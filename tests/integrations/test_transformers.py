@@ -503,13 +503,6 @@ def test_static_scheme_needs_calibration() -> None:
         load(NANO, scheme="FP8")
 
 
-def test_offload_to_disk_is_refused() -> None:
-    quantizer = plugin.Fp8KitQuantizer(plugin.Fp8KitConfig(), pre_quantized=False)
-    with pytest.raises(UnsupportedError, match=r"device_map that places layers on disk"):
-        quantizer.validate_environment(device_map={"a": 0, "b": "disk"})
-    quantizer.validate_environment(device_map={"": "cpu"})
-
-
 def test_old_transformers_is_refused(outdate: Callable[[ModuleType], None]) -> None:
     # its first processor is imported with another `transformers` in sys.modules from then on
     outdate(transformers_saving.transformers)
