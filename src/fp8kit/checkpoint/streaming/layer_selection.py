@@ -173,12 +173,29 @@ def _merged(kept: dict[str, TensorInfo], layers: dict[str, KnownLayer], recipe: 
     if recipe.resolved.weight == BLOCK:  # engines cannot cut blocks
         return set()
     held = {n: kept[f"{n}.weight"] for n in layers if f"{n}.weight" in kept}
-    taken = {
-        n: _decide(Selection(Report("")), n, layers[n], Matrix.of(info), recipe)
-        for n, info in held.items()
-        if len(info.shape) == 2
-    }
-    return {n for n in taken if any(taken.get(other) for other in patterns.merged_siblings(n))}
+    matrices = {n: Matrix.of(info) for n, info in held.items() if len(info.shape) == 2}
+    taken = {n for n, m in matrices.items() if not _reason(n, layers[n], m, recipe)[0]}
+    return {n for n in matrices if not taken.isdisjoint(patterns.merged_siblings(n))}
+
+
+def _reason(
+    name: str, layer: KnownLayer, matrix: Matrix, recipe: Recipe, merged: bool = False
+) -> tuple[str, bool]:
+    """Return why a layer stays as it is, empty if it becomes FP8; and whether nobody asked for it.
+
+    A layer that is ``merged`` runs as one matrix with another that becomes FP8.
+    """
+    names = list(dict.fromkeys((name, *layer.names)))
+    if excluded := patterns.exclusion(names, recipe.include, recipe.exclude, layer.role):
+        return excluded, False
+    if matrix.dtype not in FLOATS:
+        own = f"its weight is {matrix.dtype}; FP8 is made from bf16, fp16 or fp32"
+    elif merged or not set(recipe.include or ()).isdisjoint(names):
+        own = ""
+    else:
+        own = patterns.size_obstacle((matrix.rows, matrix.cols))
+    reason = layer.obstacle or own
+    return reason, bool(reason)
 
 
 def _decide(
@@ -190,15 +207,9 @@ def _decide(
     merged: bool = False,
 ) -> bool:
     """Record the decision about one layer; say whether it becomes FP8."""
-    names = list(dict.fromkeys((name, *layer.names)))
-    excluded = patterns.exclusion(names, recipe.include, recipe.exclude, layer.role)
-    wanted = not set(recipe.include or ()).isdisjoint(names)
-    reason = excluded or layer.obstacle or _obstacle(matrix, wanted or merged)
-    _add(choice, name, matrix, recipe.resolved, reason, warning=bool(reason) and not excluded)
-    if reason:
-        return False
-    choice.matrices[name] = matrix
-    return True
+    reason, warning = _reason(name, layer, matrix, recipe, merged)
+    _add(choice, name, matrix, recipe.resolved, reason, warning)
+    return not reason
 
 
 def _decide_stack(
@@ -206,26 +217,20 @@ def _decide_stack(
 ) -> bool:
     """Record the decision about a stack of experts: all of them become FP8, or none."""
     down = "down_proj" in info.name.rpartition("experts")[2]
-    own = {n: m for n, m in stack.items() if n.endswith("down_proj") == down}
-    trial = Selection(Report(""))
-    taken = [_decide(trial, n, KnownLayer((n,)), m, recipe) for n, m in stack.items()]
-    if stack and all(taken):
-        for n, matrix in own.items():
-            _decide(choice, n, KnownLayer((n,)), matrix, recipe)
+    reasons = [_reason(n, KnownLayer((n,)), m, recipe)[0] for n, m in stack.items()]
+    if stack and not any(reasons):
+        for n, matrix in stack.items():
+            if n.endswith("down_proj") == down:
+                _add(choice, n, matrix, recipe.resolved, "")
         return True
-    reason = odd or next(r.reason for r in trial.report.records if r.reason)
-    if any(taken):
+    apart = not all(reasons)
+    reason = odd or next(filter(None, reasons))
+    if apart:
         reason = f"its experts stay together, and of one of them this is true: {reason}"
-    size, warning = info.nbytes, bool(odd) or any(taken)
+    size, warning = info.nbytes, bool(odd) or apart
     record = Record(info.name, "experts", info.shape, "skip", reason, size, size, warning=warning)
     choice.report.records.append(record)
     return False
-
-
-def _obstacle(matrix: Matrix, small: bool) -> str:
-    if matrix.dtype not in FLOATS:
-        return f"its weight is {matrix.dtype}; FP8 is made from bf16, fp16 or fp32"
-    return "" if small else patterns.size_obstacle((matrix.rows, matrix.cols))
 
 
 def _add(
@@ -237,6 +242,8 @@ def _add(
     choice.report.records.append(
         Record(name, "Linear", shape, action, reason, before, after, warning=warning)
     )
+    if not reason:
+        choice.matrices[name] = matrix
 
 
 def _check(choice: Selection, recipe: Recipe) -> None:
