@@ -7,8 +7,8 @@ A class does not declare the layout of its stacks or what its gate computes. Run
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -94,6 +94,13 @@ def recognize(module: nn.Module, tried: dict[Any, Any] | None = None) -> ExpertS
         tried[key] = found
     found = tried[key]
     return f"stacks of {type(module).__name__}, {found}" if isinstance(found, str) else found
+
+
+def stacks_of(model: nn.Module, names: Iterable[str]) -> dict[str, ExpertStacks]:
+    """Return how modules hold their experts that were recognised before, by name."""
+    tried: dict[Any, Any] = {}
+    found = {name: recognize(model.get_submodule(name), tried) for name in names}
+    return {name: cast(ExpertStacks, stacks) for name, stacks in found.items()}
 
 
 def _holds_more(module: nn.Module, up: str) -> str:

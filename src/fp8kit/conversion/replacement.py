@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8kit.conversion import calibration
-from fp8kit.conversion.experts import recognize
+from fp8kit.conversion.experts import recognize, stacks_of
 from fp8kit.conversion.layers_by_name import linear_at
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.report import Report
@@ -64,13 +64,10 @@ def replace_layers(
 def copied(model: nn.Module, report: Report, weight_storage: str) -> nn.Module:
     """Copy a model whose dense weights are about to be discarded, without copying these."""
     memo: dict[int, object] = {}
-    tried: dict[Any, Any] = {}
     if weight_storage == "discard":
         names = [f"{r.name}.weight" for r in report.linears]
-        for record in report.stacks:
-            stacks = recognize(model.get_submodule(record.name), tried)
-            assert isinstance(stacks, ExpertStacks)
-            names += [f"{record.name}.{stack}" for stack in stacks.names]
+        for name, stacks in stacks_of(model, (r.name for r in report.stacks)).items():
+            names += [f"{name}.{stack}" for stack in stacks.names]
         memo = {id(w): w for w in map(model.get_parameter, names)}
     return deepcopy(model, memo)
 

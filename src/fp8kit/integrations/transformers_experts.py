@@ -28,11 +28,11 @@ from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import fit
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
-from fp8kit.conversion.experts import recognize
+from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.model_families import STACKED
 from fp8kit.errors import CheckpointError
 from fp8kit.integrations.transformers_trial import renamed
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.parameters import frozen
 
 _STACKING = ("MergeModulelist", "Concatenate")  # what this package does itself
@@ -177,12 +177,8 @@ def _nothing(tensor: torch.Tensor) -> torch.Tensor:
 
 def chosen_experts(model: Any, schemes: Mapping[str, Any]) -> dict[str, Experts]:
     """Return what modules of experts become."""
-    found, tried = {}, dict[Any, Any]()
-    for name, scheme in schemes.items():
-        stacks = recognize(model.get_submodule(name), tried)
-        assert isinstance(stacks, ExpertStacks)
-        found[name] = Experts(stacks, scheme)
-    return found
+    stacks = stacks_of(model, schemes)
+    return {name: Experts(held, schemes[name]) for name, held in stacks.items()}
 
 
 def names_in_model(model: Any, tensors: Iterable[str], rules: list[Any]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion import fusion
 from fp8kit.conversion import siblings as conversion_siblings
-from fp8kit.conversion.experts import recognize
+from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.patterns import some_of
 from fp8kit.conversion.plan import plan, refuse_static, warn_of_nothing
 from fp8kit.conversion.readers.reads import read_by_code
@@ -32,7 +32,7 @@ from fp8kit.formats import Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import is_conv1d, unlike_linear
 from fp8kit.modules.expert_stacks import rearranged
-from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
+from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.experts import Fp8Experts
 from fp8kit.modules.hooks import become
 from fp8kit.modules.linear import Fp8Linear
@@ -266,11 +266,9 @@ def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -
     report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
     warn_of_nothing(report)
     found = Layers(groups=report.groups, form=mx_forms.named_form(scheme))
-    scheme, tried = scheme.stored, dict[Any, Any]()
-    for record in report.stacks:
-        stacks = recognize(model.get_submodule(record.name), tried)
-        assert isinstance(stacks, ExpertStacks)
-        found.experts[record.name] = Experts(stacks, scheme)
+    scheme = scheme.stored
+    stacks = stacks_of(model, (r.name for r in report.stacks))
+    found.experts = {name: Experts(held, scheme) for name, held in stacks.items()}
     for record in report.linears:
         module = model.get_submodule(record.name)
         assert isinstance(module, nn.Linear)
