@@ -49,11 +49,11 @@ def user_links(
     links = given_links(model, rules)
     _check_apart(links)
     for link in links:
-        producer = model.get_submodule(link.name(link.producer or ""))
+        producer = model.get_submodule(link.source)
         known = isinstance(producer, Fused) or fusible_modules.can_produce(producer)
         if link.producer is not None and not known:
             raise ConversionError(
-                f"Got {link.name(link.producer)} ({type(producer).__name__}) before an arrow.",
+                f"Got {link.source} ({type(producer).__name__}) before an arrow.",
                 "RMS norms with a weight and layer norms, of one tensor each and along one "
                 "dimension, SiLU and GELU can write FP8.",
                 "Name one of these, or only the layers, which then share their input.",
@@ -87,7 +87,7 @@ def idle_links(
         becomes = {n: layer.scheme for n, layer in layers.items() if isinstance(layer, Fp8Linear)}
         becomes |= dict.fromkeys(set(layers) & set(converted), scheme)
         dense = [name for name in layers if name not in becomes]
-        what = " ".join(link.layers) if link.producer is None else link.name(link.producer)
+        what = " ".join(link.layers) if link.producer is None else link.source
         fits = can_share if link.producer is None else takes_codes
         unfit = [str(becomes[n]) for n in layers if n in becomes and not fits(becomes[n])]
         if dense:
@@ -126,8 +126,8 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
     for link in (*links, *families):
         fused_producer = _producer(model, link)
         if fused_producer is not None and link.producer is not None:
-            model.set_submodule(link.name(link.producer), fused_producer)
-            replaced.append(link.name(link.producer))
+            model.set_submodule(link.source, fused_producer)
+            replaced.append(link.source)
     if any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules()):
         for name, module in model.named_modules():
             plain = fusible_modules.make_plain(module)
@@ -139,7 +139,7 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
 
 
 def _producer(model: nn.Module, link: Link) -> Producer | None:
-    module = model.get_submodule(link.name(link.producer or ""))
+    module = model.get_submodule(link.source)
     members = [model.get_submodule(name) for name in link.layers]
     layers = [m for m in members if isinstance(m, Fp8Linear) and takes_codes(m.scheme)]
     if link.producer is None or isinstance(module, Fused) or len(layers) < len(members):

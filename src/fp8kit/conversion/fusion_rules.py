@@ -65,6 +65,11 @@ class Link:
         return f"{self.block}.{path}".strip(".")
 
     @property
+    def source(self) -> str:
+        """Qualified name of the producer, of the block if there is none."""
+        return self.name(self.producer or "")
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """Qualified names of the consumers."""
         return tuple(map(self.name, self.consumers))
@@ -201,12 +206,12 @@ class _RunWatch:
             where = name or "the model"
             self._refuse(f"{where} met NaN: it or code before it reads {some_of(live)}")
         for link in self.links:
-            made = self.reads.get(link.name(link.producer or ""), 0)
+            made = self.reads.get(link.source, 0)
             for layer in link.layers:
                 if not made or self.reads.get(layer, 0) != made:
                     self._refuse(
-                        f"{link.name(link.producer or '')} ran {made} times, and {layer} read its "
-                        f"result {self.reads.get(layer, 0)} times"
+                        f"{link.source} ran {made} times, and {layer} read its result "
+                        f"{self.reads.get(layer, 0)} times"
                     )
 
     def _refuse(self, what: str) -> None:
@@ -218,7 +223,7 @@ class _RunWatch:
         )
 
     def _inputs(self, name: str) -> Callable[..., Any]:
-        mine = [k.name(k.producer or "") for k in self.links if name in k.layers]
+        mine = [k.source for k in self.links if name in k.layers]
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for producer in mine:
@@ -232,7 +237,7 @@ class _RunWatch:
         return hook
 
     def _outputs(self, name: str) -> Callable[..., Any]:
-        producer = name in {k.name(k.producer or "") for k in self.links}
+        producer = name in {k.source for k in self.links}
 
         def hook(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
             parts = out if isinstance(out, tuple) else (out,)
