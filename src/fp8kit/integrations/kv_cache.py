@@ -8,6 +8,7 @@ token at the same position, so growth, windows and masks are those of Transforme
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -102,29 +103,23 @@ class _Fp8Layer(CacheLayerMixin):  # type: ignore[misc]
         return sum(t.untyped_storage().nbytes() for t in (*held, *beside) if t is not None)
 
     def _both(self, method: str, *args: Any) -> None:
+        """Do with the codes and with their scales what Transformers' layers do with a tensor."""
         getattr(super(), method)(*args)
         if self.scales is not None:
             getattr(self.scales, method)(*args)
 
-    def offload(self) -> None:
-        """Move codes and scales to the CPU."""
-        self._both("offload")
-
-    def prefetch(self) -> None:
-        """Move codes and scales back."""
-        self._both("prefetch")
-
-    def reset(self) -> None:
-        """Forget every token."""
-        self._both("reset")
+    offload = partialmethod(_both, "offload")
+    prefetch = partialmethod(_both, "prefetch")
+    reset = partialmethod(_both, "reset")
 
 
 class _Growing(_Fp8Layer):
     """What layers that grow can do with their tokens and sequences."""
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take the sequences of these indices, as beam search asks for."""
-        self._both("reorder_cache", beam_idx)
+    reorder_cache = partialmethod(_Fp8Layer._both, "reorder_cache")
+    crop = partialmethod(_Fp8Layer._both, "crop")
+    batch_repeat_interleave = partialmethod(_Fp8Layer._both, "batch_repeat_interleave")
+    batch_select_indices = partialmethod(_Fp8Layer._both, "batch_select_indices")
 
     def reset(self) -> None:
         """Forget every token."""
@@ -133,18 +128,6 @@ class _Growing(_Fp8Layer):
             if layer is not None:
                 layer.keys = layer.values = None
                 layer.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens: ``-n`` removes n of them."""
-        self._both("crop", tokens_to_remove)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
-        self._both("batch_repeat_interleave", repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences of these indices."""
-        self._both("batch_select_indices", indices)
 
 
 class Fp8Layer(_Growing, DynamicLayer):  # type: ignore[misc]
@@ -158,9 +141,7 @@ class Fp8SlidingLayer(_Growing, DynamicSlidingWindowLayer):  # type: ignore[misc
 
     plain = DynamicSlidingWindowLayer
 
-    def activate_past_recording(self) -> None:
-        """Keep what leaves the window until the next ``crop``."""
-        self._both("activate_past_recording")
+    activate_past_recording = partialmethod(_Fp8Layer._both, "activate_past_recording")
 
 
 class _Fixed(_Fp8Layer):
