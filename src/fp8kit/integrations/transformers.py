@@ -298,9 +298,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
-    quantizer = getattr(model, "hf_quantizer", None)
-    damaged = getattr(quantizer, "not_finite", [])
-    if damaged:
+    if damaged := model.hf_quantizer.not_finite:
         raise not_finite(damaged)
     for name, found, wanted in info["mismatched_keys"]:
         raise _misfit(type(model), name, found, wanted)
@@ -314,6 +312,5 @@ def _check_loaded(model: Any, info: dict[str, Any], strict: bool) -> None:
                 f"{type(model).__name__} and the checkpoint must have the same tensors.",
                 f"{remedy}, or load with the model class that the checkpoint was made from.",
             )
-    unfilled = getattr(quantizer, "unfilled", [])
-    if unfilled:
+    if unfilled := model.hf_quantizer.unfilled:
         raise not_quantized(unfilled)

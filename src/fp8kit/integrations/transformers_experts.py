@@ -27,6 +27,7 @@ from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.merged_names import fit
 from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.storage.layout import natural
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.experts import stacks_of
 from fp8kit.conversion.model_families import STACKED
@@ -82,7 +83,7 @@ class Taken:
         shapes = {n: tuple(t.shape) for n, t in model.state_dict(keep_vars=True).items()}
         self._check(model, checkpoint, shapes)
         arrivals = Placement(model, shapes, self.layers, device=device, high=high, owned=True)
-        order = sorted(self.tensors, key=lambda n: (checkpoint.tensors[n].shard, _natural(n)))
+        order = sorted(self.tensors, key=lambda n: (checkpoint.tensors[n].shard, natural(n)))
         for name in order:
             arrivals.put(self.names.get(name, name), checkpoint.read(name))
         arrivals.finish()
@@ -228,11 +229,6 @@ def _of_rule(key: str, target: str, part: int, rule: Any) -> str:
 def _holder(layer: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Name the module of experts that a layer, or a whole stack, belongs to; empty if none."""
     return stack_of(layer, shapes).rpartition(".")[0]
-
-
-def _natural(name: str) -> list[Any]:
-    """Order experts by number, and what belongs to one next to each other."""
-    return [int(part) if part.isdigit() else -1 for part in name.split(".")] + [name]
 
 
 def is_stack(module: object, name: str) -> bool:

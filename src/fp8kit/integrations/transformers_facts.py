@@ -11,7 +11,6 @@ from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Facts, KnownLayer
 from fp8kit.conversion.patterns import size_obstacle
 from fp8kit.conversion.roles import layer_roles
-from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
 from fp8kit.integrations.transformers import skeleton
 from fp8kit.integrations.transformers_quantizer import Fp8KitConfig, decide, plain
@@ -25,7 +24,7 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
     Gives linear layers, embeddings, and tensors of other use, by their names on disk. Raises
     ``CheckpointError`` if Transformers has no such model.
     """
-    model = _skeleton(checkpoint)
+    model = skeleton(checkpoint)
     found = Facts(f"{type(model).__name__} of Transformers")
     report = decide(model, Fp8KitConfig(plain(scheme), exclude=[]))
     linears = {n for n, m in model.named_modules() if is_linear(m)}
@@ -60,17 +59,6 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
             found.others[layer] = f"{type(model).__name__} does not use it"
     found.absent = {n: known[n] for n in linears if n not in met}
     return found
-
-
-def _skeleton(checkpoint: Checkpoint) -> Any:
-    try:
-        return skeleton(checkpoint)
-    except Exception as error:  # of many kinds, by model and version
-        raise CheckpointError(
-            f"Transformers cannot build the model of {checkpoint.path}: {error}.",
-            "Its config.json describes a model of this version of Transformers.",
-            "Names and shapes can decide instead.",
-        ) from error
 
 
 def _names_in_model(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
