@@ -335,110 +335,49 @@ def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:
         fp8kit.convert(one(Odd(D, D)), include=["fc"])
 
 
-class Switching(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if self.training else 1)
-
-
-class Widening(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float()
-
-
-class Restless(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(nn.functional.dropout(x, 0.1, self.training))
-
-
-class Bounded(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).clamp(-65504, 65504)
-
-
-class Guarded(nn.Linear):
-    """Replaces what fp16 cannot hold."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if y.isfinite().all() else y.nan_to_num()
-
-
-class Masked(nn.Linear):
-    """Leaves rows of zeros without their bias."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (x != 0).any(-1, keepdim=True)
-
-
-class Images(nn.Linear):
+def images(own: nn.Linear, x: Tensor) -> Tensor:
     """Takes the channels of images from their second dimension."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() < 4:
-            return super().forward(x)
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+    return dense(own, x) if x.dim() < 4 else dense(own, x.movedim(1, -1)).movedim(-1, 1)
 
 
-class Casting(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
-
-
-class Scaling(nn.Linear):
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return super().forward(x) * scale
-
-
-class Probing(nn.Linear):
-    """Lets no gradient through."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.detach())
-
-
-class Recorded(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
-
-
-class Clearing(nn.Linear):
+def clearing(own: nn.Linear, x: Tensor) -> Tensor:
     """Leaves nothing of its input to others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        x.zero_()
-        return y
+    y = dense(own, x)
+    x.zero_()
+    return y
 
 
-class Paying(nn.Linear):
+def paying(own: nn.Linear, x: Tensor) -> Tensor:
     """Rounds its weight where that pays."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.in_features % 32 else self.weight * 64 // 1 / 64
-        return nn.functional.linear(x, weight, self.bias)
+    weight = own.weight if own.in_features % 32 else own.weight * 64 // 1 / 64
+    return nn.functional.linear(x, weight, own.bias)
 
 
-class Truncating(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[:256])
-
-
-class Lone(nn.Linear):
+def lone(own: nn.Linear, x: Tensor) -> Tensor:
     """Takes one row for that of a running generation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if x.shape[:-1].numel() == 1 and x.dim() == 2 else 1)
+    return dense(own, x) * (2 if x.shape[:-1].numel() == 1 and x.dim() == 2 else 1)
 
 
-ODD = [
-    *(Switching, Widening, Restless, Bounded, Guarded, Masked, Images, Casting, Scaling),
-    *(Probing, Recorded, Clearing, Paying, Truncating, Lone),
-]
+dense = nn.Linear.forward
+ODD: dict[str, Any] = {
+    "differs in training": lambda own, x: dense(own, x) * (2 if own.training else 1),
+    "differs with gradients": lambda own, x: dense(own, x) * (2 if torch.is_grad_enabled() else 1),
+    "lets no gradient through": lambda own, x: dense(own, x.detach()),
+    "widens": lambda own, x: dense(own, x).float(),
+    "casts": lambda own, x: dense(own, x.to(own.weight.dtype)),
+    "drops out": lambda own, x: dense(own, nn.functional.dropout(x, 0.1, own.training)),
+    "bounds": lambda own, x: dense(own, x).clamp(-65504, 65504),
+    "replaces what fp16 cannot hold": lambda own, x: dense(own, x).nan_to_num(),
+    "masks rows of zeros": lambda own, x: dense(own, x) * (x != 0).any(-1, keepdim=True),
+    "takes a scale": lambda own, x, scale=1.0: dense(own, x) * scale,
+    "truncates": lambda own, x: dense(own, x[:256]),
+    **{forward.__name__: forward for forward in (images, clearing, paying, lone)},
+}
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_the_trial_of_a_subclass_can_fail(kind: type[nn.Linear]) -> None:
-    layer = kind(D, D)
+def test_the_trial_of_a_subclass_can_fail(kind: str) -> None:
+    layer = type("Subclass", (nn.Linear,), {"forward": ODD[kind]})(D, D)
     layer.weight.data.zero_()  # on which all of them agree
     report = fp8kit.plan(one(layer)).report
     assert "computes something else" in reasons(report)["fc"]

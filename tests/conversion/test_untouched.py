@@ -44,35 +44,24 @@ class Counts:
         if "observer" in self._modules:
             self.observer(torch.randn(4, 3))
 
-
-class Observed(Counts, nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.mark()
-        return super().forward(x)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-class Norm(Counts, LlamaRMSNorm):  # type: ignore[misc]
-    def forward(self, x: Tensor) -> Tensor:
-        self.mark()
-        return super().forward(x)  # type: ignore[no-any-return]
+class Observed(Counts, nn.Linear): ...
 
 
-class Layer(Counts, LlamaDecoderLayer):  # type: ignore[misc]
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.mark()
-        return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+class Norm(Counts, LlamaRMSNorm): ...  # type: ignore[misc]
 
 
-class Mlp(Counts, LlamaMLP):  # type: ignore[misc]
-    def forward(self, x: Tensor) -> Tensor:
-        self.mark()
-        return super().forward(x)  # type: ignore[no-any-return]
+class Layer(Counts, LlamaDecoderLayer): ...  # type: ignore[misc]
 
 
-class Router(Counts, MixtralTopKRouter):  # type: ignore[misc]
-    def forward(self, x: Tensor) -> Tensor:
-        self.mark()
-        return super().forward(x)  # type: ignore[no-any-return]
+class Mlp(Counts, LlamaMLP): ...  # type: ignore[misc]
+
+
+class Router(Counts, MixtralTopKRouter): ...  # type: ignore[misc]
 
 
 class Experts(Counts, nn.Module):
