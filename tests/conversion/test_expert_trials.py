@@ -42,11 +42,6 @@ class Loop(nn.Module):
         return total
 
 
-class MoreArguments(Loop):
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, scale: float = 1.0) -> Tensor:
-        return super().forward(x, ids, weights) * scale
-
-
 class Capacity(Loop):
     factor = 1.25
 
@@ -71,26 +66,6 @@ class Gathered(Loop):
         return (y * weights[..., None]).sum(1)
 
 
-class LastScaled(Loop):
-    def one(self, x: Tensor, expert: int) -> Tensor:
-        return super().one(x, expert) * [1, 1, 1, 1, 1, 4][expert]
-
-
-class Dead(Loop):
-    def one(self, x: Tensor, expert: int) -> Tensor:
-        return super().one(x, expert) * (expert != E - 1)
-
-
-class InPlace(Loop):
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return x.copy_(super().forward(x, ids, weights))
-
-
-class Wide(Loop):
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return super().forward(x, ids, weights).float()
-
-
 class Counting(Loop):
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         self.load = torch.bincount(ids.flatten().clamp(min=0), minlength=E)
@@ -107,21 +82,31 @@ class Functional(Loop):
         return (nn.functional.gelu(gate) * up) @ self.down_proj[expert].T
 
 
-def dropped() -> Loop:
-    return Loop(nn.Sequential(nn.SiLU(), nn.Dropout(0.5)))
+def loop(**methods: Any) -> type[Loop]:
+    return type("Experts", (Loop,), methods)
 
 
+one, forward = Loop.one, Loop.forward
 DENSE: dict[str, tuple[Any, str]] = {
-    "arguments": (MoreArguments, "takes scale besides tokens, ids and weights; fp8kit.register_ex"),
+    "arguments": (
+        loop(forward=lambda own, x, ids, w, scale=1.0: forward(own, x, ids, w) * scale),
+        "takes scale besides tokens, ids and weights; fp8kit.register_experts",
+    ),
     "capacity": (Capacity, "something else where one expert has most tokens"),
     "wide-capacity": (WideCapacity, "something else where one expert has most tokens"),
     "identity": (Identity, "something else for ids past 5"),
     "negative": (Gathered, "something else for ids below zero"),
-    "scaled": (LastScaled, "computes something else"),
-    "dead": (Dead, "computes something else"),
-    "in-place": (InPlace, "writes into its arguments"),
-    "dropout": (dropped, "computes something else"),
-    "dtype": (Wide, "gives torch.float32 for bfloat16 tokens"),
+    "scaled": (
+        loop(one=lambda own, x, e: one(own, x, e) * (1 + 3 * (e == 5))),
+        "computes something else",
+    ),
+    "dead": (loop(one=lambda own, x, e: one(own, x, e) * (e != E - 1)), "computes something else"),
+    "in-place": (loop(forward=lambda *a: a[1].copy_(forward(*a))), "writes into its arguments"),
+    "dropout": (lambda: Loop(nn.Sequential(nn.SiLU(), nn.Dropout(0.5))), "computes something else"),
+    "dtype": (
+        loop(forward=lambda *a: forward(*a).float()),
+        "gives torch.float32 for bfloat16 tokens",
+    ),
     "state": (Counting, "leaves behind what other code may read: load"),
     "functional": (Functional, "computes something else; if .* tell fp8kit.register_experts"),
 }

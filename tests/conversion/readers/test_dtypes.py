@@ -44,12 +44,14 @@ class Casts(nn.Module):
         return y
 
 
-class Asks(nn.Module):
-    """Asks for the first Parameter of a part, and for the smallest number of its dtype."""
-
+class Parts(nn.Module):
     def __init__(self, bias: bool) -> None:
         super().__init__()
         self.parts = nn.Sequential(nn.Linear(D, D, bias=bias), nn.Linear(D, D, bias=bias))
+
+
+class Asks(Parts):
+    """Asks for the first Parameter of a part, and for the smallest number of its dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = next(self.parts.parameters()).dtype
@@ -57,12 +59,8 @@ class Asks(nn.Module):
         return y
 
 
-class Helped(nn.Module):
+class Helped(Parts):
     """Casts its input by a function that knows nothing of layers."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.parts = nn.Sequential(nn.Linear(D, D, bias=bias), nn.Linear(D, D, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.parts(x.to(dtype_of(self)))
