@@ -7,7 +7,6 @@ move they put past ``register_parameter``, which would make it plain.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from accelerate import hooks, utils
@@ -17,36 +16,36 @@ from torch import Tensor, nn
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.guarded_weight import plain
+from fp8kit.modules.libraries import run_through
 from fp8kit.modules.linear import Fp8Linear
 
 
 def tell() -> None:
     """Let accelerate quantize a dense weight that it places into an FP8 layer."""
-    own = modeling.set_module_tensor_to_device
-
-    @functools.wraps(own)
-    def place(
-        module: nn.Module,
-        tensor_name: str,
-        device: Any,
-        value: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        owner, _, name = tensor_name.rpartition(".")
-        layer = module.get_submodule(owner)
-        if str(device) == "meta" or not _would_be_cast(layer, name, value):
-            own(module, tensor_name, device, value, *args, **kwargs)
-            if isinstance(layer, Fp8Linear | ExpertTensors) and name in layer._parameters:
-                layer._parameters[name] = plain(layer._parameters[name])
-            return
-        held = layer._parameters[name]
-        assert held is not None
-        layer.load_state_dict({name: value}, strict=False, assign=held.is_meta)
-        layer.to(device)
-
     for user in (utils, modeling, hooks):
-        user.set_module_tensor_to_device = place
+        run_through(user, "set_module_tensor_to_device", _place)
+
+
+def _place(
+    own: Any,
+    module: nn.Module,
+    tensor_name: str,
+    device: Any,
+    value: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    owner, _, name = tensor_name.rpartition(".")
+    layer = module.get_submodule(owner)
+    if str(device) == "meta" or not _would_be_cast(layer, name, value):
+        own(module, tensor_name, device, value, *args, **kwargs)
+        if isinstance(layer, Fp8Linear | ExpertTensors) and name in layer._parameters:
+            layer._parameters[name] = plain(layer._parameters[name])
+        return
+    held = layer._parameters[name]
+    assert held is not None
+    layer.load_state_dict({name: value}, strict=False, assign=held.is_meta)
+    layer.to(device)
 
 
 def _would_be_cast(layer: nn.Module, name: str, value: Any) -> bool:

@@ -5,7 +5,6 @@ Importing this module registers it: diffusers has two dictionaries for that and 
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -37,6 +36,7 @@ from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.modules import mx_forms
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.hooks import become
+from fp8kit.modules.libraries import run_through
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.parameters import frozen
 
@@ -320,24 +320,21 @@ def _join_dense_alone(kind: Any, /, **_: Any) -> None:
     """Let attention of a class, and of those made of it, refuse to join the codes of q, k and v."""
     for subclass in kind.__subclasses__():
         _join_dense_alone(subclass)
-    own = vars(kind).get("fuse_projections")
-    if own is None:
-        return
+    if "fuse_projections" in vars(kind):
+        run_through(kind, "fuse_projections", _fuse_projections)
 
-    @functools.wraps(own)
-    def fuse_projections(self: Any, *args: Any, **kwargs: Any) -> None:
-        inside = (c.modules() for c in self.children() if not isinstance(c, nn.ModuleList))
-        parts = [m for modules in inside for m in modules if isinstance(m, Fp8Linear)]
-        if parts:
-            raise UnsupportedError(
-                f"fuse_qkv_projections got FP8 layers, such as {parts[0].qualified_name}.",
-                "It joins dense weights; fp8kit quantizes the input of q, k and v once, and "
-                "with few rows multiplies them as one matrix, without it.",
-                "Leave the call out, or call it before the model is converted.",
-            )
-        own(self, *args, **kwargs)
 
-    kind.fuse_projections = fuse_projections
+def _fuse_projections(own: Any, attention: Any, *args: Any, **kwargs: Any) -> None:
+    inside = (c.modules() for c in attention.children() if not isinstance(c, nn.ModuleList))
+    parts = [m for modules in inside for m in modules if isinstance(m, Fp8Linear)]
+    if parts:
+        raise UnsupportedError(
+            f"fuse_qkv_projections got FP8 layers, such as {parts[0].qualified_name}.",
+            "It joins dense weights; fp8kit quantizes the input of q, k and v once, and "
+            "with few rows multiplies them as one matrix, without it.",
+            "Leave the call out, or call it before the model is converted.",
+        )
+    own(attention, *args, **kwargs)
 
 
 def _layers(model: nn.Module) -> dict[str, Fp8Linear]:

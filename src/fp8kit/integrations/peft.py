@@ -6,7 +6,6 @@ it gets the dequantized weight, or an error.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from fp8kit.errors import InvalidValue, UnsupportedError, teach
 from fp8kit.formats import FP8_FORMATS
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_tensors import ExpertTensors
+from fp8kit.modules.libraries import run_through
 from fp8kit.modules.linear import Fp8Linear
 
 OLDEST = (0, 21)
@@ -85,7 +85,7 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         """Add an adapter; refuse one whose initialization would take codes for numbers."""
         if config.init_lora_weights not in _INITS:
             raise _made_from_codes(f"init_lora_weights={config.init_lora_weights!r}")
-        _in_words(super().update_layer)(adapter_name, *args, config=config, **kwargs)
+        _in_words(super().update_layer, adapter_name, *args, config=config, **kwargs)
 
     def merge(
         self,
@@ -193,19 +193,14 @@ def _made_from_codes(what: str) -> UnsupportedError:
     )
 
 
-def _in_words(own: Any) -> Any:
+def _in_words(own: Any, *args: Any, **kwargs: Any) -> Any:
     """Say what torch means where it computes nothing in FP8, which is the dtype of our weights."""
-
-    @functools.wraps(own)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return own(*args, **kwargs)
-        except NotImplementedError as error:
-            if "Float8" not in str(error):
-                raise
-            raise _made_from_codes(f"an adapter that needs numbers ({error})") from error
-
-    return call
+    try:
+        return own(*args, **kwargs)
+    except NotImplementedError as error:
+        if "Float8" not in str(error):
+            raise
+        raise _made_from_codes(f"an adapter that needs numbers ({error})") from error
 
 
 class _DoraLayer(DoraLinearLayer):  # type: ignore[misc]
@@ -248,45 +243,35 @@ def tell() -> None:
             "Upgrade with pip install -U peft.",
         )
     lora_model.dispatch_default = _dispatch
-    _BaseAdaptedAttention.__init__ = _in_words(_BaseAdaptedAttention.__init__)
+    run_through(_BaseAdaptedAttention, "__init__", _in_words)
     for method in ("merge_adapter", "_unload_and_optionally_merge"):
-        setattr(BaseTuner, method, _in_words(getattr(BaseTuner, method)))
-    UniLoraLayer.update_scaling = _scaled_in_high_precision(UniLoraLayer.update_scaling)
-    ModulesToSaveWrapper.check_module = _refusing_fp8(ModulesToSaveWrapper.check_module)
+        run_through(BaseTuner, method, _in_words)
+    run_through(UniLoraLayer, "update_scaling", _scale_in_high_precision)
+    run_through(ModulesToSaveWrapper, "check_module", _refuse_fp8)
 
 
-def _refusing_fp8(own: Any) -> Any:
+def _refuse_fp8(own: Any, wrapper: Any) -> None:
     """Refuse to train a copy of FP8 layers, of which the first backward would know no name."""
-
-    @functools.wraps(own)
-    def check_module(wrapper: Any) -> None:
-        own(wrapper)
-        modules = wrapper.original_module.modules()
-        found = [m for m in modules if isinstance(m, Fp8Linear | ExpertTensors)]
-        if found:
-            names = [getattr(m, "qualified_name", "") or type(m).__name__ for m in found]
-            raise UnsupportedError(
-                f"modules_to_save asks for FP8 layers: {some_of(names)}.",
-                "PEFT trains a copy of such a module, and FP8 weights get no gradient.",
-                "Name it in target_modules, or exclude it from conversion.",
-            )
-
-    return check_module
+    own(wrapper)
+    modules = wrapper.original_module.modules()
+    found = [m for m in modules if isinstance(m, Fp8Linear | ExpertTensors)]
+    if found:
+        names = [getattr(m, "qualified_name", "") or type(m).__name__ for m in found]
+        raise UnsupportedError(
+            f"modules_to_save asks for FP8 layers: {some_of(names)}.",
+            "PEFT trains a copy of such a module, and FP8 weights get no gradient.",
+            "Name it in target_modules, or exclude it from conversion.",
+        )
 
 
-def _scaled_in_high_precision(own: Any) -> Any:
+def _scale_in_high_precision(own: Any, layer: Any, adapter_name: str, *scales: Tensor) -> None:
     """Give UniLora's scales, which it casts to the dtype of the weight, the compute dtype."""
-
-    @functools.wraps(own)
-    def update_scaling(layer: Any, adapter_name: str, *scales: Tensor) -> None:
-        own(layer, adapter_name, *scales)
-        base = layer.get_base_layer()
-        held = layer.unilora_scales_A, layer.unilora_scales_B
-        for kept, given in zip(held, scales, strict=True) if isinstance(base, Fp8Linear) else ():
-            if adapter_name in kept:
-                kept[adapter_name] = given.to(base.codes.device, base.compute_dtype)
-
-    return update_scaling
+    own(layer, adapter_name, *scales)
+    base = layer.get_base_layer()
+    held = layer.unilora_scales_A, layer.unilora_scales_B
+    for kept, given in zip(held, scales, strict=True) if isinstance(base, Fp8Linear) else ():
+        if adapter_name in kept:
+            kept[adapter_name] = given.to(base.codes.device, base.compute_dtype)
 
 
 def _dispatch(target: Any, adapter_name: str, config: Any, **kwargs: Any) -> Any:

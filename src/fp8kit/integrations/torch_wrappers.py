@@ -7,10 +7,8 @@ bytes; an average covers the rest. FSDP1 is refused unless it is told to ignore 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import distributed as dist
 
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS
+from fp8kit.modules.libraries import run_through
 
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # DDP looks for it on the module it gets
@@ -26,22 +25,10 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # DDP looks for it on the module
 
 def tell() -> None:
     """Let the wrappers of torch that are loaded know FP8 layers."""
-    _wrap(nn.parallel.DistributedDataParallel, "__init__", _distribute)
-    _wrap(torch.optim.swa_utils.AveragedModel, "update_parameters", _average)
+    run_through(nn.parallel.DistributedDataParallel, "__init__", _distribute)
+    run_through(torch.optim.swa_utils.AveragedModel, "update_parameters", _average)
     if _FSDP in sys.modules:
-        _wrap(sys.modules[_FSDP].FullyShardedDataParallel, "__init__", _shard)
-
-
-def _wrap(kind: type, name: str, ours: Callable[..., None]) -> None:
-    own = getattr(kind, name)
-    if not hasattr(own, "_fp8kit"):
-
-        @functools.wraps(own)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-            ours(own, self, *args, **kwargs)
-
-        wrapper._fp8kit = True  # type: ignore[attr-defined]
-        setattr(kind, name, wrapper)
+        run_through(sys.modules[_FSDP].FullyShardedDataParallel, "__init__", _shard)
 
 
 def _frozen(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

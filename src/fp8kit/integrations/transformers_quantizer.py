@@ -8,7 +8,6 @@ compressed-tensors, so loading them does not need this package.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +43,7 @@ from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.expert_stacks import quantize_stack
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.hooks import become
+from fp8kit.modules.libraries import run_through
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.mx_forms import named_form, settle
 from fp8kit.modules.parameters import frozen
@@ -290,27 +290,24 @@ def tell() -> None:
     PreTrainedModel.hf_quantizer = QuantizerOfLayers(
         lambda layer: Fp8KitQuantizer(Fp8KitConfig(plain(layer.scheme), layers={}))
     )
-    PreTrainedModel._get_resized_lm_head = _resized_as_numbers(PreTrainedModel._get_resized_lm_head)
-    PreTrainedModel.save_pretrained = saving.saving_what_is_given(PreTrainedModel.save_pretrained)
+    run_through(PreTrainedModel, "_get_resized_lm_head", _resized_as_numbers)
+    run_through(PreTrainedModel, "save_pretrained", saving.save_what_is_given)
 
 
-def _resized_as_numbers(own: Any) -> Any:
+def _resized_as_numbers(
+    own: Any, model: Any, head: nn.Module, *args: Any, **kwargs: Any
+) -> nn.Module:
     """Resize an FP8 head, of which Transformers copies rows, as a dense one, and quantize that."""
-
-    @functools.wraps(own)
-    def resized(model: Any, head: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if not isinstance(head, Fp8Linear):
-            made: nn.Module = own(model, head, *args, **kwargs)
-            return made
-        dense = head.to_linear(torch.float32)
-        grown = own(model, dense, *args, **kwargs)
-        if grown is dense:  # it has the size already
-            return head
-        layer = Fp8Linear.from_linear(grown, head.scheme, head.input_scale)
-        layer.qualified_name = head.qualified_name
-        return layer.to(head.compute_dtype).train(head.training)
-
-    return resized
+    if not isinstance(head, Fp8Linear):
+        made: nn.Module = own(model, head, *args, **kwargs)
+        return made
+    dense = head.to_linear(torch.float32)
+    grown = own(model, dense, *args, **kwargs)
+    if grown is dense:  # it has the size already
+        return head
+    layer = Fp8Linear.from_linear(grown, head.scheme, head.input_scale)
+    layer.qualified_name = head.qualified_name
+    return layer.to(head.compute_dtype).train(head.training)
 
 
 def not_quantized(layers: Sequence[str]) -> UnsupportedError:

@@ -184,18 +184,13 @@ def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tens
     return found
 
 
-def saving_what_is_given(own: Any) -> Any:
-    """Wrap ``save_pretrained``, which tells quantizers nothing of its ``state_dict``."""
-
-    @functools.wraps(own)
-    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
-        token = GIVEN.set(args[2] if len(args) > 2 else kwargs.get("state_dict"))
-        try:
-            return own(model, *args, **kwargs)
-        finally:
-            GIVEN.reset(token)
-
-    return save_pretrained
+def save_what_is_given(own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save by ``save_pretrained``, which tells quantizers nothing of its ``state_dict``."""
+    token = GIVEN.set(args[2] if len(args) > 2 else kwargs.get("state_dict"))
+    try:
+        return own(model, *args, **kwargs)
+    finally:
+        GIVEN.reset(token)
 
 
 @contextmanager

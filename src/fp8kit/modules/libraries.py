@@ -84,6 +84,19 @@ def on_demand(module: str, name: str) -> Callable[..., Any]:
     return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
+def run_through(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Let a function of a class or module run through ours, which gets it first, and only once."""
+    own = getattr(owner, name)
+    if not hasattr(own, "_fp8kit"):
+
+        @functools.wraps(own)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return ours(own, *args, **kwargs)
+
+        wrapper._fp8kit = True  # type: ignore[attr-defined]
+        setattr(owner, name, wrapper)
+
+
 def is_transformers(model: nn.Module) -> bool:
     """Return whether a model is one of Transformers, without importing it."""
     return any(
