@@ -20,9 +20,13 @@ _SHARDS = {"q": 0, "k": 1, "v": 2}
 
 
 class _OnlineLinearMethod(OnlineMethod):
-    """What both granularities share."""
+    """What both granularities share; a weight with one scale is held as the view ``[K, N]``."""
 
+    weight_scale_name = "weight_scale"
     _group: GroupShape
+
+    def __init__(self) -> None:
+        self._known = KnownWeights()
 
     def create_weights(
         self,
@@ -81,13 +85,16 @@ class _OnlineLinearMethod(OnlineMethod):
         return functional.linear(x, self._weight(layer, weight), bias)
 
     def _quantized(self, arriving: Arriving) -> dict[str, Tensor]:
-        return self._held(functional.quantize(arriving.take("weight"), self._group, role="weight"))
-
-    def _held(self, q: QTensor) -> dict[str, Tensor]:
-        raise NotImplementedError
+        q = functional.quantize(arriving.take("weight"), self._group, role="weight")
+        if self._group == TENSOR:
+            return {"weight": q.data.t(), self.weight_scale_name: q.scale.reshape(1)}
+        return {"weight": q.data, self.weight_scale_name: q.scale}
 
     def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
-        raise NotImplementedError
+        scale = layer.get_parameter(self.weight_scale_name)
+        if self._group == TENSOR:
+            return self._known.of(weight, scale, with_scale_as_stored)
+        return QTensor(weight, scale, self._group)
 
 
 class Fp8PerTensorOnlineLinearMethod(_OnlineLinearMethod):
@@ -105,15 +112,6 @@ class Fp8PerTensorOnlineLinearMethod(_OnlineLinearMethod):
 
     _group = TENSOR
 
-    def __init__(self) -> None:
-        self._known = KnownWeights()
-
-    def _held(self, q: QTensor) -> dict[str, Tensor]:
-        return {"weight": q.data.t(), "weight_scale": q.scale.reshape(1)}
-
-    def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
-        return self._known.of(weight, layer.get_parameter("weight_scale"), with_scale_as_stored)
-
 
 class Fp8PerBlockOnlineLinearMethod(_OnlineLinearMethod):
     """Linear layers with a scale for each 128x128 block of the weight, and 1x128 of the input.
@@ -126,13 +124,8 @@ class Fp8PerBlockOnlineLinearMethod(_OnlineLinearMethod):
     """
 
     weight_block_size = [128, 128]  # noqa: RUF012  (an attribute as there, never written)
+    weight_scale_name = "weight_scale_inv"
     _group = BLOCK
-
-    def _held(self, q: QTensor) -> dict[str, Tensor]:
-        return {"weight": q.data, "weight_scale_inv": q.scale}
-
-    def _weight(self, layer: nn.Module, weight: Tensor) -> QTensor:
-        return QTensor(weight, layer.get_parameter("weight_scale_inv"), BLOCK)
 
 
 def _loader(layer: nn.Module) -> Loader:
