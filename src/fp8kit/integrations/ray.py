@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,33 @@ class Runner:
         that were done since the last call. Raises ``CheckpointError`` if a machine does not see the
         directories, or what the task raised.
         """
-        own = not ray.is_initialized()
-        if own:
-            ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
-        try:
-            self._run(work, indices, source, folder, progress)
-        finally:
-            if own:
-                ray.shutdown()
+        kind = "GPU" if self.device.startswith("cuda") else "CPU"
+        gpus = 1 if kind == "GPU" else 0
+        waiting = list(reversed(indices))
+        running: dict[Any, int] = {}
+        with ExitStack() as stack:
+            if not ray.is_initialized():
+                ray.init(address=self.address, log_to_driver=False, include_dashboard=False)
+                stack.callback(ray.shutdown)
+            task = ray.remote(self.write).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
+            plan = ray.put(work)
+            try:
+                while waiting or running:
+                    slots = max(1, int(ray.cluster_resources().get(kind, 1)))  # it may grow
+                    while waiting and len(running) < 2 * slots:
+                        index = waiting.pop()
+                        started = task.remote(plan, index, str(source), str(folder), self.device)
+                        running[started] = index
+                    (ready, *_), _ = ray.wait(list(running), num_returns=1)
+                    index = running.pop(ready)
+                    ray.get(ready)
+                    progress(work.source_bytes(index))
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            finally:
+                # not cancelled: Ray aborts this process if a task ends while it is being cancelled
+                if running:
+                    ray.wait(list(running), num_returns=len(running))
         missing = [s.file for i in indices if not is_whole(folder, s := work.shards[i])]
         if missing:
             raise CheckpointError(
@@ -83,35 +103,3 @@ class Runner:
                 "All machines share source and destination.",
                 "Use a file system that every machine mounts under the same path.",
             )
-
-    def _run(
-        self,
-        work: Work,
-        indices: Sequence[int],
-        source: Path,
-        folder: Path,
-        progress: Callable[[int], object],
-    ) -> None:
-        kind = "GPU" if self.device.startswith("cuda") else "CPU"
-        gpus = 1 if kind == "GPU" else 0
-        task = ray.remote(self.write).options(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
-        plan = ray.put(work)
-        waiting = list(reversed(indices))
-        running: dict[Any, int] = {}
-        try:
-            while waiting or running:
-                slots = max(1, int(ray.cluster_resources().get(kind, 1)))  # a cluster may grow
-                while waiting and len(running) < 2 * slots:
-                    index = waiting.pop()
-                    started = task.remote(plan, index, str(source), str(folder), self.device)
-                    running[started] = index
-                (ready, *_), _ = ray.wait(list(running), num_returns=1)
-                index = running.pop(ready)
-                ray.get(ready)
-                progress(work.source_bytes(index))
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error
-        finally:
-            # not cancelled: Ray aborts this process if a task ends while it is being cancelled
-            if running:
-                ray.wait(list(running), num_returns=len(running))

@@ -167,13 +167,9 @@ def take_out(model: Any, names: Mapping[str, Experts]) -> None:
         _AWAITED[module] = {key: module._parameters[key] for _, key in module.tensors()}
         for key, tensor in _AWAITED[module].items():
             module._parameters[key] = None
-            module.__dict__[key] = _nothing(tensor)
+            # what code of the model that draws the weights of its parts may fill
+            module.__dict__[key] = torch.empty(tensor.shape, dtype=torch.float32, device="meta")
         module._is_hf_initialized = True  # there is nothing in it to draw at random
-
-
-def _nothing(tensor: torch.Tensor) -> torch.Tensor:
-    """Give code of the model that draws the weights of its parts something to fill."""
-    return torch.empty(tensor.shape, dtype=torch.float32, device="meta")
 
 
 def chosen_experts(model: Any, schemes: Mapping[str, Any]) -> dict[str, Experts]:
