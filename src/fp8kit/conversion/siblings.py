@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8kit.conversion.calibration import watch_inputs
 from fp8kit.conversion.fusion_rules import Link, family_links
-from fp8kit.conversion.layers_by_name import linear_at, tree_of
 from fp8kit.conversion.model_families import CROSS_SIBLINGS, SIBLINGS
 from fp8kit.formats import Scheme
-from fp8kit.modules.dense import as_linear
+from fp8kit.modules.dense import as_linear, linear_at
 from fp8kit.modules.joining import can_share, joined_shape, would_join
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.shared_input import SharedInput
@@ -90,6 +91,22 @@ def joined_shapes(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list
     groups = sibling_groups(tree, shapes) if can_share(scheme) else []
     teams = [[linear_at(tree, name) for name in group] for group in groups]
     return [joined_shape(team) for team in teams if would_join(scheme, team)]
+
+
+def tree_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """Make a model on meta of bf16 layers without a bias, from their names and ``(N, K)``."""
+    # a file may name layers as no module could: by nothing, or by what modules have already
+    root = nn.Module()
+    for name, (n, k) in shapes.items():
+        *path, last = name.split(".")
+        children: dict[str, Any] = root._modules
+        for part in path:
+            children = children.setdefault(part, nn.Module())._modules
+        layer = nn.Linear(k, n, False, device="meta", dtype=torch.bfloat16)
+        if last in children:
+            layer._modules.update(children[last]._modules)
+        children[last] = layer
+    return root
 
 
 def traced_groups(

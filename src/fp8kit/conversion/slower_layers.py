@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from fp8kit.conversion import notes
-from fp8kit.conversion.layers_by_name import linear_at, tree_of
 from fp8kit.conversion.report import Record, Report
-from fp8kit.conversion.siblings import sibling_groups
+from fp8kit.conversion.siblings import sibling_groups, tree_of
 from fp8kit.dispatch.backends import Choice, choose
 from fp8kit.dispatch.timings import table_for
 from fp8kit.formats import Scheme
 from fp8kit.matmul.problem import MATMUL_BACKENDS, linear_problem
+from fp8kit.modules.dense import linear_at
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_share, joined_shape, would_join
 
 _NO_DEVICE = "a device yet to be chosen"  # of layers on meta

@@ -66,6 +66,15 @@ def as_linear(module: nn.Module | None) -> nn.Linear:
     return layer.train(module.training)
 
 
+def linear_at(model: nn.Module, name: str) -> nn.Linear:
+    """Return the dense layer of a qualified name, as ``as_linear`` does."""
+    module: nn.Module | None = model
+    for part in name.split("."):
+        assert module is not None
+        module = module._modules[part]
+    return as_linear(module)
+
+
 def no_linear(module: object) -> TypeError:
     """Return what to do with something that is no ``nn.Linear``."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
