@@ -494,7 +494,7 @@ def test_nan_weights_are_not_quantized(tmp_path: Path) -> None:
     weight = load_file(NANO / SHARD)["model.layers.0.mlp.up_proj.weight"]
     weight[5, 5] = float("nan")
     edit_tensors(tmp_path / "c", model__layers__0__mlp__up_proj__weight=weight)
-    with pytest.raises(ConversionError, match=r"0.mlp.up_proj.weight hold NaN or infinities"):
+    with pytest.raises(ConversionError, match=r"0.mlp.up_proj.weight holds NaN or infinities"):
         load(tmp_path / "c", scheme="FP8_DYNAMIC")
 
 

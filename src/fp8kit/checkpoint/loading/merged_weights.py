@@ -72,10 +72,11 @@ def quantized(dense: Tensor, scheme: Scheme, name: str) -> QTensor:
 
 def not_finite(names: Sequence[str]) -> ConversionError:
     """Return that weights hold what cannot be quantized."""
+    verb, layers = ("holds", "this layer") if len(names) == 1 else ("hold", "these layers")
     return ConversionError(
-        f"{some_of(names)} {'holds' if len(names) == 1 else 'hold'} NaN or infinities.",
+        f"{some_of(names)} {verb} NaN or infinities.",
         "Weights are finite.",
-        "Repair the checkpoint, or exclude what is not.",
+        f"Repair the checkpoint, or exclude {layers}.",
     )
 
 
