@@ -7,6 +7,7 @@ control; a walk is made twice for what loops carry from one turn to the next.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from typing import Any
 
 from fp8kit.conversion.readers.calls import DEPTH, Calls
@@ -22,9 +23,13 @@ class Walk(Calls):
         if isinstance(node, ast.Lambda):
             return self.value(node.body)
         for _ in range(2):
-            for statement in node.body:
-                self.visit(statement)
+            self.visit_all(node.body)
         return self.scope.returned
+
+    def visit_all(self, statements: Iterable[ast.AST]) -> None:
+        """Walk statements, one after the other."""
+        for statement in statements:
+            self.visit(statement)
 
     def visit(self, node: ast.AST) -> None:
         """Walk one statement."""
@@ -39,14 +44,13 @@ class Walk(Calls):
                 self.visit(child)
 
     def _visit_Assign(self, node: ast.Assign) -> None:
-        pairs = [(t, node.value) for t in node.targets]
-        for target, value in pairs:
-            both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
-            if both and len(target.elts) == len(value.elts):  # type: ignore[attr-defined]
-                for t, v in zip(target.elts, value.elts, strict=True):  # type: ignore[attr-defined]
+        for target in node.targets:
+            a, b = target, node.value
+            if isinstance(a, ast.Tuple) and isinstance(b, ast.Tuple) and len(a.elts) == len(b.elts):
+                for t, v in zip(a.elts, b.elts, strict=True):
                     self.bind(t, self.value(v))
             else:
-                self.bind(target, self.value(value))
+                self.bind(target, self.value(node.value))
 
     def _visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
@@ -66,24 +70,22 @@ class Walk(Calls):
 
     def _visit_For(self, node: ast.For) -> None:
         self.bind(node.target, elements(self.value(node.iter)))
-        for statement in (*node.body, *node.orelse):
-            self.visit(statement)
+        self.visit_all((*node.body, *node.orelse))
 
     def _visit_If(self, node: ast.If) -> None:
         self.value(node.test)
         known, truth = self.truth(node.test)
-        for statement in (*(node.body if truth or not known else ()),):
-            self.visit(statement)
-        for statement in (*(node.orelse if not truth or not known else ()),):
-            self.visit(statement)
+        if truth or not known:
+            self.visit_all(node.body)
+        if not truth or not known:
+            self.visit_all(node.orelse)
 
     def _visit_Match(self, node: ast.Match) -> None:
         subject = self.value(node.subject)
         for case in node.cases:
             self.capture(case.pattern, subject)
             self.value(case.guard)
-            for statement in case.body:
-                self.visit(statement)
+            self.visit_all(case.body)
 
     def capture(self, pattern: Any, values: Values) -> None:
         """Assign values, and what is in them, to the names in a pattern of ``match``."""
@@ -103,8 +105,7 @@ class Walk(Calls):
             values = self.value(part.context_expr)
             if part.optional_vars is not None:
                 self.bind(part.optional_vars, values)
-        for statement in node.body:
-            self.visit(statement)
+        self.visit_all(node.body)
 
     def _visit_FunctionDef(self, node: Any) -> None:
         local = Local(node, self.scope)
