@@ -103,7 +103,7 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
         return None
     if isinstance(norm, nn.LayerNorm):
         formulas = [NormFormula("layer_norm", eps)]
-    elif isinstance(weight, Tensor) and _holds_only(norm, "weight"):
+    elif isinstance(weight, Tensor) and not norm._buffers and set(norm._parameters) == {"weight"}:
         formulas = [NormFormula("rms_norm", eps, *rest) for rest in _RMS_FORMULAS]
     else:
         return None
@@ -124,11 +124,6 @@ def recognize_norm(norm: nn.Module) -> NormFormula | None:
         if _differs(expected, _normed(formula, x, twin)) <= _PROBED_DIFFERENCE:
             return formula
     return None
-
-
-def _holds_only(module: nn.Module, name: str) -> bool:
-    others = (module._buffers, module._modules)
-    return set(module._parameters) == {name} and not any(others)
 
 
 def fuse_feed_forward(module: nn.Module) -> FusedGatedMlp | FusedFeedForward | None:

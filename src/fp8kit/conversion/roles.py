@@ -56,7 +56,7 @@ def layer_roles(model: nn.Module) -> dict[str, str]:
         found = {name: role for name, role in found.items() if role not in TOWERS}
     for name, module in model.named_modules(remove_duplicate=False):
         for library, roles_in in _LIBRARIES.items():
-            if _is_from(library, module):
+            if type(module).__module__.startswith(f"{library}."):
                 for path, role in roles_in(module):
                     _assign(found, linears, _joined(name, path), role)
         for path in _conditioned(module):
@@ -119,10 +119,6 @@ def _assign(found: dict[str, str], linears: Iterable[str], path: str, role: str)
                 found.setdefault(name, role)
             else:
                 found.pop(name, None)
-
-
-def _is_from(library: str, module: nn.Module) -> bool:
-    return type(module).__module__.startswith(f"{library}.")
 
 
 def _in_transformers(module: nn.Module) -> Iterator[tuple[str, str]]:
