@@ -193,6 +193,7 @@ class Reader:
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[nn.Module, str] = {}
         self.running = True
+        self.inside: list[Any] = []
         self.own: frozenset[nn.Module] = frozenset()  # whose own stacks are read, as FP8 ones are
         self._words = _WORDS.union(*map(stacks, model.modules()))
         self._results: dict[Any, Values] = {}

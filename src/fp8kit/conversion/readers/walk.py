@@ -12,7 +12,9 @@ from typing import Any
 
 from fp8kit.conversion.readers.calls import DEPTH, Calls
 from fp8kit.conversion.readers.source import arguments_of, defaults_of
-from fp8kit.conversion.readers.values import Items, Local, Scope, Values, elements, united
+from fp8kit.conversion.readers.values import Items, Local, Scope, Values, elements, identity, united
+
+_RECURSIONS = 3  # of a function inside another that calls itself, each time with other arguments
 
 
 class Walk(Calls):
@@ -119,11 +121,17 @@ class Walk(Calls):
 
     def enter(self, local: Local, args: list[Values], kwargs: dict[str, Values]) -> Values:
         """Walk a function that is defined inside this one."""
-        if self.depth > DEPTH:
-            return ()
         bound = arguments_of(local.node, args, kwargs)
-        around = Walk(self.reader, local.scope, self.depth)
+        given = frozenset((n, frozenset(map(identity, v))) for n, v in bound.items())
+        around = [call for call in self.reader.inside if call[0] is local.node]
+        # walked twice, a function that calls itself takes a time exponential in the depth
+        if self.depth > DEPTH or len(around) > _RECURSIONS or (local.node, given) in around:
+            return ()
+        outer = Walk(self.reader, local.scope, self.depth)
         for name, default in defaults_of(local.node):
-            bound[name] = united(bound[name], around.value(default))
+            bound[name] = united(bound[name], outer.value(default))
         scope = Scope(self.scope.where, bound, self.scope.function, local.scope)
-        return Walk(self.reader, scope, self.depth + 1).body(local.node)
+        self.reader.inside.append((local.node, given))
+        returned = Walk(self.reader, scope, self.depth + 1).body(local.node)
+        self.reader.inside.pop()
+        return returned
