@@ -328,6 +328,26 @@ def test_a_subclass_with_the_formula_of_its_parent_converts(bias: bool) -> None:
     assert_scheme_error(model.fc(x), y, "FP8_DYNAMIC")
 
 
+class Following(nn.Linear):
+    """Casts its weight to the dtype of its input, as the layers of Whisper do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_subclass_that_follows_the_dtype_of_its_input_converts(
+    bias: bool, dtype: torch.dtype
+) -> None:
+    model, x = one(Following(D, D, bias)), torch.randn(5, D).to(dtype)
+    y = model.fc(x)
+    assert [r.name for r in fp8kit.convert(model).converted] == ["fc", "other"]
+    assert model.fc(x).dtype == dtype
+    assert_scheme_error(model.fc(x), y, "FP8_DYNAMIC")
+
+
 def test_a_subclass_with_more_than_its_parent_converts_on_request() -> None:
     report = fp8kit.convert(one(Tagged(D, D)), include=["fc", "other"])
     assert [r.name for r in report.converted] == ["fc", "other"]

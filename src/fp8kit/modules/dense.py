@@ -171,11 +171,14 @@ def _agrees(linear: nn.Linear, training: bool, dtype: torch.dtype, sizes: tuple[
             return False
         tried = True
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
+    x = torch.randn(2, k, generator=generator).to(other)
     try:
-        twin.forward(torch.randn(2, k, generator=generator).to(other))
+        y = twin.forward(x)
     except Exception:  # as that of nn.Linear does
         return True
-    return False  # it casts its input, and its result has another dtype than that
+    # what casts its weight to the dtype of its input, as Whisper does, computes as an FP8 layer
+    cast = bias.to(other) if linear.bias is not None else None
+    return _close(y, functional.linear(x, weight.to(other), cast))
 
 
 @torch.enable_grad()
