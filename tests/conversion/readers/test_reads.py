@@ -245,6 +245,16 @@ def recursive(self: Any, x: Tensor) -> Tensor:
     return run(self.many, x)
 
 
+def growing(self: Any, x: Tensor, *held: Any) -> Tensor:
+    if len(held) == 7:  # with new arguments for each of its calls
+        self.forward(x, [held], self.many)
+        self.forward(x, [held, self.other], held[0])
+        self.forward(x, [held, held[1]], held)
+        self.forward(x, [[held], [held[1]]])
+        self.forward(x, [[held], self.many], [held])
+    return weighed(self.proj, x)
+
+
 FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "F.linear": lambda self, x: F.linear(x, self.proj.weight),
     "matmul": lambda self, x: x @ self.proj.weight.t(),
@@ -344,7 +354,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
             *(nested, local, by_layer, copied, loop, zipped, walked, collected, orthogonal),
             *(standardized, recomputed, walrus, unpacked, after_unpacked, keywords),
             *(matched, matched_attribute, matched_parts, turned, applied, applied_to_all, got),
-            *(by_default, sorted_by_norm, recursive),
+            *(by_default, sorted_by_norm, recursive, growing),
         )
     },
 }

@@ -15,11 +15,12 @@ one layer, and in torch's own modules. Most of them raise at run time: see
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
 import inspect
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -99,6 +100,7 @@ def weight_reads(model: nn.Module) -> dict[nn.Module, str]:
         reader.own = frozenset(modules if stacks(modules[0]) else ())
         for name, function in _roots(modules[0]):
             if reader.is_suspect(function):
+                reader.walked.clear()
                 reader.running = name in ("forward", "__call__")
                 result = reader.follow(function, [tuple(modules)], {}, 0)
                 reader.escape(result, function.__qualname__)
@@ -194,6 +196,7 @@ class Reader:
         self.found: dict[nn.Module, str] = {}
         self.running = True
         self.inside: list[Any] = []
+        self.walked = Counter[ast.AST]()
         self.own: frozenset[nn.Module] = frozenset()  # whose own stacks are read, as FP8 ones are
         self._words = _WORDS.union(*map(stacks, model.modules()))
         self._results: dict[Any, Values] = {}

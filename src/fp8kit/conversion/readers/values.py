@@ -34,9 +34,22 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """A container, or what iterates over one, of any order."""
+    """A container, or what iterates over one, of any order.
+
+    Containers of containers share parts, so that each remembers what it is made of.
+    """
 
     values: Values
+
+    @functools.cached_property
+    def key(self) -> Any:
+        """Equal for containers of the same candidates."""
+        return "items", frozenset(map(identity, self.values))
+
+    @functools.cached_property
+    def flat(self) -> Values:
+        """The candidates in it, and in the containers in it, each once."""
+        return united(leaves(self.values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +124,7 @@ def identity(value: Any) -> Any:
     if isinstance(value, Weight):
         return "weight", id(value.module), value.tells_dtype
     if isinstance(value, Items):
-        return "items", frozenset(map(identity, value.values))
+        return value.key
     if isinstance(value, Method | Property):
         return "method", id(value.owner), value.function
     if isinstance(value, Parent):
@@ -192,7 +205,7 @@ def leaves(values: Iterable[Any]) -> Iterator[Any]:
     """Return all candidates, also those inside stand-ins for containers."""
     for value in values:
         if isinstance(value, Items):
-            yield from leaves(value.values)
+            yield from value.flat
         elif isinstance(value, list | tuple):
             yield from value
         else:

@@ -14,18 +14,31 @@ from fp8kit.conversion.readers.calls import DEPTH, Calls
 from fp8kit.conversion.readers.source import arguments_of, defaults_of
 from fp8kit.conversion.readers.values import Items, Local, Scope, Values, elements, identity, united
 
-_RECURSIONS = 3  # of a function inside another that calls itself, each time with other arguments
+_MOST_WALKS = 16  # through one function from inside itself, each time with other arguments
 
 
 class Walk(Calls):
     """One walk through the body of a function: statements are visited, expressions valued."""
 
     def body(self, node: Any) -> Values:
-        """Walk twice, so that what a loop assigned last reaches its head."""
+        """Walk twice, so that what a loop assigned last reaches its head.
+
+        Without an end to it, what calls itself takes a time exponential in the depth of calls.
+        """
+        given = {n: frozenset(map(identity, v)) for n, v in self.scope.names.items()}
+        around = [known for other, known in self.reader.inside if other is node]
+        if given in around:
+            return ()
+        if around and self.reader.walked[node] >= _MOST_WALKS:
+            self.reader.escape(united(*self.scope.names.values()), self.scope.where)
+            return ()
+        self.reader.inside.append((node, given))
+        self.reader.walked[node] += 1
         if isinstance(node, ast.Lambda):
-            return self.value(node.body)
-        for _ in range(2):
-            self.visit_all(node.body)
+            self.scope.returned = self.value(node.body)
+        else:
+            self.visit_all((*node.body, *node.body))
+        self.reader.inside.pop()
         return self.scope.returned
 
     def visit_all(self, statements: Iterable[ast.AST]) -> None:
@@ -121,17 +134,11 @@ class Walk(Calls):
 
     def enter(self, local: Local, args: list[Values], kwargs: dict[str, Values]) -> Values:
         """Walk a function that is defined inside this one."""
-        bound = arguments_of(local.node, args, kwargs)
-        given = frozenset((n, frozenset(map(identity, v))) for n, v in bound.items())
-        around = [call for call in self.reader.inside if call[0] is local.node]
-        # walked twice, a function that calls itself takes a time exponential in the depth
-        if self.depth > DEPTH or len(around) > _RECURSIONS or (local.node, given) in around:
+        if self.depth > DEPTH:
             return ()
-        outer = Walk(self.reader, local.scope, self.depth)
+        bound = arguments_of(local.node, args, kwargs)
+        around = Walk(self.reader, local.scope, self.depth)
         for name, default in defaults_of(local.node):
-            bound[name] = united(bound[name], outer.value(default))
+            bound[name] = united(bound[name], around.value(default))
         scope = Scope(self.scope.where, bound, self.scope.function, local.scope)
-        self.reader.inside.append((local.node, given))
-        returned = Walk(self.reader, scope, self.depth + 1).body(local.node)
-        self.reader.inside.pop()
-        return returned
+        return Walk(self.reader, scope, self.depth + 1).body(local.node)
