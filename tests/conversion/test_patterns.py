@@ -29,6 +29,8 @@ from fp8kit.conversion.patterns import DEFAULT_EXCLUDE, matches
         "time_text_embed.timestep_embedder.linear_1",
         "t_embedder.mlp.0",
         "blocks.0.adaLN_modulation.1",
+        "layers.0.attn.to_ada_ln_zero",
+        "layers.0.to_film",
         "transformer_blocks.0.norm1.linear",
         "norm_out.linear",
         "img_mod.modulation.lin",

@@ -44,7 +44,7 @@ _PROTECTED = (
         "time embedding",
     ),
     (
-        r"(?i:(\w+_)?(adaln\w*|ada_?norm\w*|modulation|scale_shift\w*))|(?!_orig_mod)\w+_mod|"
+        r"(?i:(\w+_)?(ada_?(ln|norm)\w*|film|modulation|scale_shift\w*))|(?!_orig_mod)\w+_mod|"
         r"\w*norm\w*\.linear(_\d+)?|\w+_modulation_\w+|distilled_guidance_layer|emb_layers",
         "modulation",
     ),
