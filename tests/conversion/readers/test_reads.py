@@ -531,6 +531,19 @@ class Parent(nn.Module):
         return x
 
 
+class Penalized(Holder):
+    def penalty(self) -> Any:  # apart from the forward pass, it would list them for an optimizer
+        return sum(p.float().abs().sum() for p in self.parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.proj(x) + self.penalty()
+        return y
+
+
+def test_what_the_forward_pass_calls_is_read_whatever_its_name() -> None:
+    assert len(weight_reads(Penalized())) == 5
+
+
 def test_holders_further_up_are_read_too() -> None:
     report = fp8kit.plan(Parent()).report
     kept = {r.name for r in report.skipped if "Parent.forward" in r.reason}

@@ -271,7 +271,7 @@ class Reader:
         if function.__name__ == "forward":
             self.own |= {m for m in owners if isinstance(m, nn.Module) and stacks(m)}
         given = [(n, frozenset(map(identity, v))) for n, v in sorted(bound.items())]
-        key = (function, bool(self.own), *given)
+        key = (function, bool(self.own), self.running, *given)
         if key not in self._results:
             self._results[key] = ()
             self._alive += [v for values in bound.values() for v in values]
