@@ -642,10 +642,16 @@ def test_matrices_outside_linear_layers_are_reported() -> None:
             self.w13 = nn.Parameter(torch.zeros(4, D, D))
             self.small = nn.Parameter(torch.zeros(4, 4))
 
-    model = nn.ModuleDict({"experts": Experts(), "fc": nn.Linear(D, D)})
-    report = fp8kit.plan(model).report
+    class Linear(Experts):
+        """As torch_geometric has one."""
+
+    held = {"experts": Experts(), "own": Linear(), "fc": nn.Linear(D, D), "rnn": nn.GRUCell(D, D)}
+    report = fp8kit.plan(nn.ModuleDict(held)).report
     assert reasons(report) == {
         "experts.w13": "a parameter of Experts, which is not an nn.Linear",
+        "own.w13": f"a parameter of {__name__}.Linear, which is not an nn.Linear",
+        "rnn.weight_ih": "a parameter of GRUCell, which is not an nn.Linear",
+        "rnn.weight_hh": "a parameter of GRUCell, which is not an nn.Linear",
     }
 
 

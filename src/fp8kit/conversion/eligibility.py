@@ -147,11 +147,7 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
     """Report big matrices that are not in a linear layer, so that no skip can hide."""
     if isinstance(module, (nn.Embedding, nn.modules.conv._ConvNd)):
         return []
-    reason = reason or f"a parameter of {type(module).__name__}, which is not an nn.Linear"
-    if isinstance(module, nn.MultiheadAttention):
-        reason = (
-            "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
-        )
+    reason = reason or _bypass(module)
     return [
         Record(
             f"{name}.{p_name}" if name else p_name,
@@ -165,6 +161,15 @@ def bypassed(module: nn.Module, name: str, reason: str = "") -> list[Record]:
         for p_name, p in module.named_parameters(recurse=False)
         if p.dim() >= 2 and p.numel() >= SMALLEST_WEIGHT
     ]
+
+
+def _bypass(module: nn.Module) -> str:
+    if isinstance(module, nn.MultiheadAttention):
+        return "nn.MultiheadAttention holds its projections in one parameter and multiplies itself"
+    name = type(module).__name__
+    if not isinstance(module, getattr(nn, name, object)):  # a Linear of a library's own
+        name = f"{type(module).__module__}.{name}"
+    return f"a parameter of {name}, which is not an nn.Linear"
 
 
 def _of_state(module: nn.Module) -> str:
