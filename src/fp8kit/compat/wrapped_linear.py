@@ -230,9 +230,7 @@ class FP8Linear(nn.Module):
             y: Tensor = self.linear(x)
             return y
         return F.linear(
-            x,
-            weight.to(x.device, x.dtype),
-            None if bias is None else bias.to(x.device, x.dtype),
+            x, weight.to(x.device, x.dtype), None if bias is None else bias.to(x.device, x.dtype)
         )
 
     def _hold(self, layer: Core) -> None:

@@ -92,9 +92,7 @@ def names_block(pattern: str, name: str) -> bool:
 
 
 def chosen(
-    argument: str,
-    given: Sequence[str] | Choice | None,
-    layers: Iterable[tuple[str, nn.Module]],
+    argument: str, given: Sequence[str] | Choice | None, layers: Iterable[tuple[str, nn.Module]]
 ) -> Sequence[str] | None:
     """Return patterns for what a function chooses among layers, or the patterns that were given.
 

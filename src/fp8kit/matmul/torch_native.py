@@ -133,14 +133,7 @@ def _rowwise(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
         one = torch.ones(1, 1, device=x.device)
         recipe = ScalingType.TensorWise
         y = F.scaled_mm(
-            x,
-            w.t(),
-            one,
-            recipe,
-            one,
-            recipe,
-            output_dtype=torch.float32,
-            use_fast_accum=fast,
+            x, w.t(), one, recipe, one, recipe, output_dtype=torch.float32, use_fast_accum=fast
         )[:, :n]
         y = y * x_scale * w_scale.t()
     return _finish(y, bias, out_dtype)
@@ -208,9 +201,5 @@ def _finish(y: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
 
 
 BACKEND = MatmulBackend(
-    supports=supports,
-    run=run,
-    configurations=configurations,
-    pads=pads,
-    yields_to=yields_to,
+    supports=supports, run=run, configurations=configurations, pads=pads, yields_to=yields_to
 )

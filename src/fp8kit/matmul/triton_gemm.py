@@ -235,12 +235,7 @@ def product_constants(problem: MatmulProblem, tile: TritonTile) -> dict[str, obj
 def launch_options(problem: MatmulProblem, tile: TritonTile) -> dict[str, object]:
     """Return the compiler's options for one cut."""
     overlap = {"launch_pdl": True} if _overlaps(problem) else {}
-    return {
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-        "enable_fp_fusion": True,
-        **overlap,
-    }
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True, **overlap}
 
 
 def _overlaps(problem: MatmulProblem) -> bool:

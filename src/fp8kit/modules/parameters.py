@@ -49,10 +49,7 @@ def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Paramet
 
 
 def apply_without_casts(
-    module: nn.Module,
-    names: Iterable[str],
-    fn: Callable[[Tensor], Tensor],
-    recurse: bool,
+    module: nn.Module, names: Iterable[str], fn: Callable[[Tensor], Tensor], recurse: bool
 ) -> None:
     """Apply a function to a module as ``.to()`` and ``.half()`` do, and only move some Parameters.
 

@@ -71,13 +71,7 @@ class StackedExperts(ExpertTensors):
             frozen = not torch.is_grad_enabled() or not self.codes(self.stacks.down).requires_grad
             w13, w2 = map(self.operand if frozen else self.quantized, self.stacks.names)
             y = run_experts(
-                rows,
-                w13,
-                w2,
-                ids,
-                weights,
-                activation=self.stacks.activation,
-                **self._options(),
+                rows, w13, w2, ids, weights, activation=self.stacks.activation, **self._options()
             )
         return y.reshape(x.shape)
 
@@ -133,11 +127,7 @@ class StackedExperts(ExpertTensors):
         matrix = QTensor(q.data[expert], q.scale[expert], q.group)
         bias, fixed = self.beside(name, "bias"), self.beside(name, "input_scale")
         return functional.linear(
-            x,
-            matrix,
-            None if bias is None else bias[expert],
-            scheme=self.scheme,
-            input_scale=fixed,
+            x, matrix, None if bias is None else bias[expert], scheme=self.scheme, input_scale=fixed
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

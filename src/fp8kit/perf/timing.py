@@ -41,10 +41,7 @@ SUSTAINED = Effort(round_ms=6.0, rounds=11)
 
 
 def time_cases(
-    cases: Mapping[str, Case],
-    copies: int,
-    effort: Effort = THOROUGH,
-    device: torch.device = _CUDA,
+    cases: Mapping[str, Case], copies: int, effort: Effort = THOROUGH, device: torch.device = _CUDA
 ) -> dict[str, float]:
     """Time cases against each other.
 

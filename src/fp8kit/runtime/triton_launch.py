@@ -23,11 +23,7 @@ except ImportError:  # without the extra ``cuda``
 
 _COMPILED_IN = "constexpr"
 _SCRATCH_POINTERS = 2  # global and of a profiler; instrumented kernels have more parameters
-_SCALARS: dict[str, Any] = {
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-    "fp32": ctypes.c_float,
-}
+_SCALARS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
 class TritonLaunch:

@@ -34,16 +34,13 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """A container, or what iterates over one, of any order.
-
-    Containers of containers share parts, so that each remembers what it is made of.
-    """
+    """A container, or what iterates over one, of any order."""
 
     values: Values
 
     @functools.cached_property
     def key(self) -> Any:
-        """Equal for containers of the same candidates."""
+        """Equal for containers of the same candidates; kept, as containers share parts."""
         return "items", frozenset(map(identity, self.values))
 
     @functools.cached_property
