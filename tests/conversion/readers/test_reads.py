@@ -544,6 +544,22 @@ def test_what_the_forward_pass_calls_is_read_whatever_its_name() -> None:
     assert len(weight_reads(Penalized())) == 5
 
 
+class Averaging(Penalized):
+    """Has a method with a name that lists and dicts have, too."""
+
+    def update(self) -> None:
+        self.penalty()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.update()
+        y: Tensor = self.proj(x)
+        return y
+
+
+def test_a_method_is_no_container_for_its_name() -> None:
+    assert len(weight_reads(Averaging())) == 5
+
+
 def test_holders_further_up_are_read_too() -> None:
     report = fp8kit.plan(Parent()).report
     kept = {r.name for r in report.skipped if "Parent.forward" in r.reason}

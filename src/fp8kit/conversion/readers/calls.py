@@ -28,6 +28,7 @@ from fp8kit.conversion.readers.values import (
     elements,
     held_by,
     leaves,
+    lookup,
     parameters_of,
     united,
 )
@@ -129,7 +130,8 @@ class Calls(Expressions):
             wanted = [m for m in modules if self.reader.running or isinstance(m, nn.Linear)]
             return True, tuple(map(parameters_of, wanted))
         held = [o for o in owners if isinstance(o, (Items, list, tuple, dict, *CONTAINERS))]
-        if name in _GROWS and isinstance(function.value, ast.Name):
+        own = any(isinstance(v, Method) for o in owners for v in lookup(o, name))
+        if name in _GROWS and isinstance(function.value, ast.Name) and not own:
             added = (Items(united(elements(owners), *args, *[elements(a) for a in args])),)
             scope, name = self.scope, function.value.id
             while scope.outer is not None and name not in scope.names:
