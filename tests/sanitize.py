@@ -307,9 +307,14 @@ def expert_calls(device: str) -> Calls:
 def hopper_expert_calls(device: str = "cuda") -> Calls:
     """Return calls of the CUDA kernels of experts: every configuration, few pairs and many."""
     calls: Calls = {}
-    for pair, tokens, config in itertools.product((PAIRS[0], PAIRS[2]), (3, 90), GROUPED_CONFIGS):
+    sizes = ((3, 256), (90, 256), (90, 640))  # tokens and I; above 512 large tiles do not gather
+    for pair, (tokens, inner), config in itertools.product(
+        (PAIRS[0], PAIRS[2]), sizes, GROUPED_CONFIGS
+    ):
+        if inner > 512 and config.swap_ab:
+            continue
         with torch.device(device):
-            layer = random_layer(pair, sizes=(3, 144, 256), biases=tokens == 3)
+            layer = random_layer(pair, sizes=(3, 144, inner), biases=tokens == 3)
             x, weights = torch.randn(tokens, 144).bfloat16(), torch.rand(tokens, 2)
             ids = torch.randint(-1, 2, (tokens, 2))
         given = operator_arguments(layer, x, ids, weights)

@@ -305,9 +305,11 @@ def test_a_parameter_put_past_the_layer_still_computes() -> None:
 def test_what_is_assigned_to_a_layer_is_plain() -> None:
     model = model_of()
     a, b = model["proj"], model["other"]
-    a.weight, a.weight_scale = b.weight, b.weight_scale
+    with pytest.warns(UserWarning, match="codes of other .* without their scales") as told:
+        a.weight, a.weight_scale = b.weight, b.weight_scale
+    assert told[0].filename == __file__
     assert a._parameters["weight"] is b._parameters["weight"]
-    a.weight = nn.Parameter(b.weight.detach(), requires_grad=False)
+    a.weight = nn.Parameter(a.weight.detach(), requires_grad=False)  # its own: nothing is told
     assert type(a._parameters["weight"]) is nn.Parameter
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert {type(t) for t in model.state_dict().values()} == {Tensor}

@@ -23,6 +23,7 @@ The shards of ``fully_shard`` are plain too.
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -199,6 +200,21 @@ def plain(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(plain(v) for v in value)
     return value
+
+
+def taken(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
+    """Return a Parameter as the layer that ``layer`` names may hold it.
+
+    Warns if it has the codes of another layer: they mean nothing by the scales of this one.
+    """
+    owner = vars(parameter).get("_owner") if isinstance(parameter, GuardedCodes) else None
+    if owner is not None and owner != layer():
+        warnings.warn(
+            f"The weight of {layer()} is now codes of {owner}, without their scales. Assign its "
+            "weight_scale too; or share the whole layer, as in `model.a = model.b`.",
+            stacklevel=5,
+        )
+    return plain(parameter)
 
 
 def _is_of(view: GuardedCodes, parameter: Tensor) -> bool:

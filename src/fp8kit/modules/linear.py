@@ -24,7 +24,7 @@ from fp8kit.matmul.problem import MatmulProblem, linear_problem
 from fp8kit.modules import dense, layer_options, refusals
 from fp8kit.modules.entries import quantize_weight as quantize_weight
 from fp8kit.modules.entries import quantized_entries, stored_tensors
-from fp8kit.modules.guarded_weight import guarded, plain
+from fp8kit.modules.guarded_weight import guarded, taken
 from fp8kit.modules.kept_weight import follow_original
 from fp8kit.modules.libraries import tell_libraries
 from fp8kit.modules.parameters import (
@@ -361,7 +361,7 @@ class Fp8Linear(nn.Linear):
         if param is not None:
             invalidate(param)  # fully_shard gathers weights past their counters of changes
             self.sharded = self.sharded or is_traceable_wrapper_subclass(param)
-        super().register_parameter(name, plain(param))
+        super().register_parameter(name, taken(param, self._described))
 
     def __prepare_scriptable__(self) -> None:
         """Refuse ``torch.jit.script`` in words."""
