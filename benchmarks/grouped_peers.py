@@ -20,6 +20,7 @@ from timing import Case
 
 _BLOCK = 128
 _MOST_MASKED = 128  # tokens: each expert has room for all of them
+_MASKED_ROWS = 64  # a tile is stored whole, over what follows
 _MONO_SHAPE, _MONO_TOKENS = (256, 1024, 2048), 8  # of ``w13``
 
 
@@ -117,7 +118,7 @@ def deepgemm_masked(vllm: Vllm, layer: ExpertLayer) -> Case:
     product = getattr(gemm, "m_grouped_fp8_gemm_nt_masked", None)
     product = product or gemm.fp8_m_grouped_gemm_nt_masked  # its name before 2.1
     tokens = layer.x.shape[0]
-    room = (tokens + 15) // 16 * 16
+    room = (tokens + _MASKED_ROWS - 1) // _MASKED_ROWS * _MASKED_ROWS
 
     def run(w13: Any, w2: Any, routes: Routes) -> Tensor:
         (count, wide, hidden), pairs = w13.data.shape, routes.ids.numel()
