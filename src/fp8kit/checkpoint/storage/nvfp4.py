@@ -25,8 +25,8 @@ from fp8kit.quantizers.scale_layout import unswizzle_scales
 
 DEFAULT = SCHEMES["FP8_DYNAMIC"]
 _TARGETS = ("FP8_DYNAMIC", "FP8_BLOCK", "FP8_TENSOR", "MXFP8")
-_COLUMNS = 16
-_GROUP = GroupShape(1, _COLUMNS)
+COLUMNS = 16
+_GROUP = GroupShape(1, COLUMNS)
 # of each exporter: codes, factor, whether it divides, and what belongs to activations
 _LAYOUTS = (
     ("weight_packed", "weight_global_scale", True, "input_global_scale"),
@@ -111,7 +111,7 @@ def convert(part: Part, read: Callable[[TensorInfo], Tensor]) -> tuple[QTensor, 
             "The file is damaged: get or make it again.",
         )
     scale = groups / factor if part.divides else groups * factor
-    dense = codes * scale.repeat_interleave(_COLUMNS, -1)
+    dense = codes * scale.repeat_interleave(COLUMNS, -1)
     q = quantize_weight(dense, part.scheme)
     change, norm = functional.dequantize(q, torch.float32).sub_(dense).norm(), dense.norm()
     return q, (change / norm).item() if norm > 0 else 0.0
@@ -130,7 +130,7 @@ def told(errors: Mapping[str, float], scheme: Scheme) -> list[str]:
 
 
 def _fit(codes: TensorInfo, groups: TensorInfo, factor: TensorInfo, tiled: bool) -> bool:
-    if codes.dtype != torch.uint8 or len(codes.shape) != 2 or codes.shape[1] % (_COLUMNS // 2):
+    if codes.dtype != torch.uint8 or len(codes.shape) != 2 or codes.shape[1] % (COLUMNS // 2):
         return False
     rows, cols = scale_shape((codes.shape[0], 2 * codes.shape[1]), _GROUP)
     wanted = (rows + -rows % 128, cols + -cols % 4) if tiled else (rows, cols)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import named
+from fp8kit.checkpoint.storage import nvfp4
 from fp8kit.checkpoint.storage.matrices import Matrix, MatrixFile, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.report import table
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import E4M3FN, MX, TENSOR, QTensor
+from fp8kit.formats import E4M3FN, MX, TENSOR, GroupShape, QTensor
 from fp8kit.functional import dequantize, quantize
 from fp8kit.modules.entries import quantize_weight
 from fp8kit.quantizers.reference import expand_scale
@@ -115,9 +116,10 @@ def verify(
 ) -> Verification:
     """Recompute every tensor of a quantized checkpoint from its source.
 
-    An FP8 weight is wrong if an element is farther from the source than rounding explains: half a
-    unit in the last place, or, below the smallest normal number, half a subnormal step. Whether the
-    codes are those that this package would write is told, but not demanded of other writers.
+    A weight is wrong if an element is farther from the source than rounding to FP8, or to the FP4
+    that the file holds, explains: half a unit in the last place, or, below the smallest normal
+    number, half a subnormal step. Whether the codes are those that this package would write is
+    told, but not demanded of other writers.
     ``progress`` is called with the bytes of the source that were compared. Raises
     ``CheckpointError`` if the source is FP8, or the result is not.
     """
@@ -131,6 +133,10 @@ def verify(
             "The first checkpoint is in high precision, the second one is FP8.",
             "Pass the source first, then what was made of it.",
         )
+    # exporters may name experts after Transformers' modules, and not after the source's files
+    result = max(
+        (result, result.for_engines()), key=lambda c: len(c.tensors.keys() & source.tensors.keys())
+    )
     found = Verification()
     places = _sources(source, result, found)
     job = _Comparison(source, result, places, progress)
@@ -168,11 +174,13 @@ class _Comparison:
     def codes(self, layer: Layer) -> Comparison:
         """Compare FP8 codes and their scales with the weight they stand for."""
         name, group = layer.weight, layer.group
-        matrix, stored = self._places[name], Matrix.of(self._result.tensors[name])
-        if self._shape(name) != layer.shape:
-            return _differing(name, "fp8", self._shape(name), layer.shape)
+        info, matrix = self._result.tensors[name], self._places[name]
+        stored, halves = Matrix.of(info), info.packed or isinstance(info, nvfp4.Part)
+        if self._shape(name) != info.shape:
+            return _differing(name, "fp8", self._shape(name), info.shape)
         scale = self._result.read(layer.scale)
         plain = len(layer.shape) == 2 and layer.codes == E4M3FN.dtype and not layer.transposed
+        plain = plain and not halves
         pairs = self._pairs(matrix, stored, max(1, group.rows)) if plain else self._whole(layer)
         signal = noise = largest = 0.0
         outside, exact = 0, True
@@ -183,7 +191,8 @@ class _Comparison:
             signal += float(dense.float().square().sum(dtype=torch.float64))
             noise += float(error.square().sum(dtype=torch.float64))
             largest = max(largest, float(error.max()))
-            outside += int((~(error <= _bound(dense, q))).sum())
+            bound = _nvfp4_bound if isinstance(info, nvfp4.Part) else _bound
+            outside += int((~(error <= bound(dense, q, halves))).sum())
             if group != TENSOR:
                 again = _quantized(dense, layer)
                 same = torch.equal(again.scale, q.scale) and _bits_equal(again.data, q.data)
@@ -227,6 +236,7 @@ class _Comparison:
     def _whole(self, layer: Layer) -> Pairs:
         """Read a stack, or codes that have to be decoded first, in one piece."""
         dense = self._source.read(layer.weight)
+        dense = dense.transpose(-1, -2) if layer.transposed else dense
         yield 0, layer.shape[-2], dense, self._result.read(layer.weight)
 
     def _pairs(self, matrix: Matrix, stored: Matrix, rows: int) -> Pairs:
@@ -275,14 +285,24 @@ def _sources(source: Checkpoint, result: Checkpoint, found: Verification) -> dic
     return places
 
 
-def _bound(dense: Tensor, q: QTensor) -> Tensor:
-    """Give the largest error that rounding to nearest makes, with room for fp32's own rounding."""
+def _bound(dense: Tensor, q: QTensor, halves: bool) -> Tensor:
+    """Give the largest error that rounding to nearest makes, to FP4 if codes are ``halves``."""
     facts = torch.finfo(q.data.dtype)
-    # MX by the floor rule cuts off what exceeds the largest code: an eighth at most
-    relative = facts.eps if q.group == MX else facts.eps / 2
-    scale = expand_scale(q.scale, tuple(q.shape), q.group)
-    step = scale * (facts.smallest_normal * facts.eps / 2)
-    return torch.maximum(dense.float().abs() * relative, step) * (1 + 2.0**-16)
+    eps, normal = (0.5, 1.0) if halves else (facts.eps, facts.smallest_normal)
+    # MX by the floor rule cuts off what exceeds the largest code: an eighth at most, of FP4 a
+    # quarter, as much as rounding
+    relative = eps if q.group == MX and not halves else eps / 2
+    step = expand_scale(q.scale, tuple(q.shape), q.group) * (normal * eps / 2)
+    size = dense.float().abs()
+    # and what a quotient loses that the writer rounded to bf16, as llm-compressor does
+    return torch.maximum(size * relative, step) + size * 2.0**-8
+
+
+def _nvfp4_bound(dense: Tensor, q: QTensor, halves: bool) -> Tensor:
+    """Add the error of FP4 by 16 columns, whose scales were rounded too, to that of FP8."""
+    group = GroupShape(1, nvfp4.COLUMNS)
+    peaks = dense.float().abs().view(len(dense), -1, group.cols).amax(-1) / 6
+    return 1.25 * (_bound(dense, q, False) + _bound(dense, QTensor(q.data, peaks, group), halves))
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:
