@@ -97,6 +97,18 @@ def test_reload_is_exact(tmp_path: Path, scheme: str) -> None:
     assert not any(m.weight.requires_grad for m in loaded.modules() if isinstance(m, Fp8Linear))
 
 
+def test_an_fp8_head_is_not_tied_to_embeddings(tmp_path: Path) -> None:
+    """ModelOpt and Quark quantize the head of a tied model, and leave the config as it was."""
+    save(converted("FP8_DYNAMIC"), tmp_path / "c")
+    weight = load_file(tmp_path / "c" / "model.safetensors")["model.embed_tokens.weight"]
+    q = fp8kit.quantize(weight, fp8kit.ROW, role="weight")
+    edit_tensors(tmp_path / "c", lm_head__weight=q.data, lm_head__weight_scale=q.scale)
+    loaded = load(tmp_path / "c")
+    assert isinstance(loaded.lm_head, Fp8Linear)
+    assert_bits_equal(loaded.model.embed_tokens.weight.detach(), weight)
+    assert not loaded.config.tie_word_embeddings
+
+
 def test_config_is_what_every_engine_needs(nano: Path) -> None:
     config = json.loads((nano / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -186,13 +186,17 @@ def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tupl
 
 
 def with_quantization(
-    config: JsonObject, quantization: JsonObject, dtype: torch.dtype
+    config: JsonObject, quantization: JsonObject, dtype: torch.dtype, heads: Sequence[str] = ()
 ) -> JsonObject:
-    """Return a ``config.json`` with this quantization config, in place of any other, and dtype."""
-    merged = {k: v for k, v in config.items() if k not in (*_QUANTIZATION, "torch_dtype")}
+    """Return a ``config.json`` with this quantization config, in place of any other, and dtype.
+
+    Output ``heads`` that are FP8 are not tied to embeddings: engines would skip their codes.
+    """
+    untied = {"tie_word_embeddings": False} if heads else {}
+    merged = {k: v for k, v in config.items() if k not in (*_QUANTIZATION, "torch_dtype")} | untied
     text = merged.get("text_config")
     if isinstance(text, dict):
-        merged["text_config"] = {k: v for k, v in text.items() if k not in _QUANTIZATION}
+        merged["text_config"] = {k: v for k, v in text.items() if k not in _QUANTIZATION} | untied
     merged["dtype"] = str(dtype).removeprefix("torch.")
     return {**merged, "quantization_config": quantization}
 

@@ -24,6 +24,7 @@ from fp8kit.checkpoint.loading.into_module import Filled
 from fp8kit.checkpoint.loading.merged_weights import not_finite
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import experts_of, named
+from fp8kit.checkpoint.schema.targets import output_heads
 from fp8kit.checkpoint.storage.reader import Checkpoint
 from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.errors import CheckpointError
@@ -256,6 +257,8 @@ def _model_config(checkpoint: Checkpoint) -> Any:
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
+        if output_heads(checkpoint.layers):  # codes are not the table of embeddings
+            part.tie_word_embeddings = False
     return config
 
 

@@ -106,7 +106,9 @@ def convert_checkpoint(
         destination,
         layout,
         _stream(job),
-        config=with_quantization(checkpoint.config, quantization, checkpoint.dtype),
+        config=with_quantization(
+            checkpoint.config, quantization, checkpoint.dtype, output_heads(spec.others)
+        ),
         source=source,
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
