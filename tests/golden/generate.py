@@ -204,7 +204,22 @@ def mxfp4() -> dict[str, Golden]:
         tensors[f"{EXPERTS}.{name}_scales"] = power_of
         truth[f"{EXPERTS}.{name}"] = numbers
     config = {"quant_method": "mxfp4", "modules_to_not_convert": IGNORE}
-    return {"mxfp4": Golden("mxfp4", "MXFP8", quantization=config, tensors=tensors, truth=truth)}
+    packed, known = rest(), {}
+    for layer, (n, k) in ((OUT, (24, 32)), (DOWN, (20, 64))):
+        blocks, power_of, numbers = fp4(1, n, k, seed=n)
+        packed |= {f"{layer}.weight": blocks.view(n, k // 2), f"{layer}.weight_scale": power_of[0]}
+        known[layer] = numbers[0]
+    group = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    common = {"weight": group, "input_tensors": {**group, "is_dynamic": True}}
+    left = {"ignore": IGNORE, "exclude": IGNORE}
+    amd = {"quant_method": "quark", "global_quant_config": common, **left}
+    nvidia = {"quant_method": "modelopt", "quant_algo": "mxfp4", **left}
+    theirs = {"mxfp4": (config, tensors, truth)}
+    theirs |= {"quark-mxfp4": (amd, packed, known), "modelopt-mxfp4": (nvidia, packed, known)}
+    return {
+        name: Golden(name.partition("-")[0], "MXFP8", quantization=c, tensors=t, truth=v)
+        for name, (c, t, v) in theirs.items()
+    }
 
 
 def nvfp4_weight(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,10 @@ _ALGORITHMS = {
     "FP8_PB_WO": Numbers(BLOCK, GROUP128),
     "FP8_BLOCK_SCALES": Numbers(BLOCK, GROUP128),
     "MXFP8": Numbers(MX, MX),
+    "MXFP4": Numbers(MX, MX),  # FP4 values are FP8 values
+    "W4A8_MXFP4_FP8": Numbers(MX, MX),
     "NVFP4": Numbers(),  # what it became as it was read
+    "W4A16_NVFP4": Numbers(),
 }
 
 

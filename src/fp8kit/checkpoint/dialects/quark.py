@@ -46,14 +46,17 @@ def _numbers(key: str, config: Any) -> Numbers:
 
 def _group(key: str, config: JsonObject) -> GroupShape:
     dtype, scheme = config.get("dtype"), config.get("qscheme")
+    e8m0 = "e8m0" in f"{config.get('scale_format')} {config.get('scale_type')}"
+    groups = scheme == "per_group" and config.get("group_size") == 32 and e8m0
+    if groups and dtype == "fp4":  # FP4 values are FP8 values
+        return MX
     if dtype != "fp8_e4m3":
-        raise base.broken(f"{key}.dtype", dtype, "'fp8_e4m3'")
+        raise base.broken(f"{key}.dtype", dtype, "'fp8_e4m3', or 'fp4' in groups of 32 with e8m0")
     if scheme == "per_tensor":
         return TENSOR
     if scheme == "per_channel" and config.get("ch_axis") in (0, None):
         return ROW
-    e8m0 = "e8m0" in f"{config.get('scale_format')} {config.get('scale_type')}"
-    if scheme == "per_group" and config.get("group_size") == 32 and e8m0:
+    if groups:
         return MX
     block = config.get("block_size")
     if scheme == "per_block" and isinstance(block, list) and len(block) == 2:

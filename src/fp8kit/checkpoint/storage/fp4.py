@@ -23,7 +23,8 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, in the order of t
 _PACKED = (torch.uint8, torch.int8)
 _OF_STACKS = (".weight_scale", "_scale", "_scales", "_scale_inv", "_weight_scale")
 # names of a matrix of bytes, and those of its exponents
-_BESIDE = {"weight_packed": ("weight_scale",), "weight": ("scale", "weight_scale_inv")}
+_MATRICES = ("weight", "weight_packed")
+_EXPONENTS = ("weight_scale", "weight_scale_inv", "scale")
 
 
 def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -31,9 +32,9 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
     GPT-OSS stacks experts as ``X_blocks [E, N, K / 32, 16]`` beside ``X_scales``; its model holds
     them as ``X [E, K, N]``, which is what they become. compressed-tensors packs a matrix as
-    ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``; DeepSeek V4 as ``X.weight`` of int8
-    beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers' name. Raises ``CheckpointError``
-    for stacks of FP4 matrices in another layout.
+    ``X.weight_packed [N, K / 2]`` beside ``X.weight_scale``, Quark and ModelOpt as ``X.weight``;
+    DeepSeek V4 has that as int8 beside ``X.scale``, or ``X.weight_scale_inv`` by Transformers'
+    name. Raises ``CheckpointError`` for stacks of FP4 matrices in another layout.
     """
     found = dict(tensors)
     for name, info in tensors.items():
@@ -44,9 +45,8 @@ def unpacked(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
             found[stack] = replace(found.pop(name), dtype=_CODES, shape=shape, packed=True)
             found[f"{stack}_scale"] = found.pop(f"{stack}_scales")
         layer, _, kind = name.rpartition(".")
-        if any(
-            _is_matrix(info, tensors.get(f"{layer}.{beside}")) for beside in _BESIDE.get(kind, ())
-        ):
+        beside = (tensors.get(f"{layer}.{scale}") for scale in _EXPONENTS)
+        if kind in _MATRICES and any(_is_matrix(info, scale) for scale in beside):
             sides = (info.shape[0], 2 * info.shape[1])
             held = replace(found.pop(name), dtype=_CODES, shape=sides, packed=True)
             found[f"{layer}.weight"] = held
