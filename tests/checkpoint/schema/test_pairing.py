@@ -266,6 +266,22 @@ def test_every_name_of_a_scale_of_the_cache(name: str, ours: list[str]) -> None:
     assert found.tensors == dict.fromkeys(ours, name)
 
 
+def test_zeros_that_symmetric_attention_does_not_need_are_left_out() -> None:
+    kinds = {f"l.self_attn.{x}_{word}": (E4 if word == "zero_point" else F32, (1,))
+             for x in "qkv" for word in ("scale", "zero_point")}  # fmt: skip
+    found = interpret(Source({"quantization_config": DYNAMIC}, kinds))
+    assert found.problems == []
+    assert found.tensors.keys() == {f"l.self_attn.{x}_scale" for x in "qkv"}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1, 1)])
+def test_the_scale_of_a_weight_that_is_one_block(shape: tuple[int, ...]) -> None:
+    blocks = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    found = read(blocks, a__weight=(E4, (128, 128)), a__weight_scale=(F32, shape))
+    assert found.problems == []
+    assert found.layers["a"].scheme == SCHEMES["FP8_BLOCK"]
+
+
 def test_the_scale_of_a_query_is_kept_as_it_is() -> None:
     found = interpret(Source({"quantization_config": DYNAMIC}, {"q_proj.output_scale": (F32, ())}))
     assert found.tensors == {"q_proj.output_scale": "q_proj.output_scale"}

@@ -114,14 +114,15 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
         return (32 * down, 16 * across), (128 * down, 4 * across)
     if group == TENSOR:
         one: tuple[Shape, ...] = ((1,), (), (1, 1))
-        whole = tuple(stack)
-        return (*one, whole, (*whole, 1), (*whole, 2), (*whole, 1, 1)) if stack else one
+        e = tuple(stack)
+        return (*one, e, (*e, 1), (*e, 2), (*e, 1, 1)) if stack else one
     if group == ROW:
         return (*stack, rows, 1), (*stack, rows), (*stack, 1, rows)
     wanted = scale_shape(shape, group)
     if group.rows == 1 or stack:
         return (wanted,)
-    return wanted, (wanted[0], 1, wanted[1], 1)
+    whole: tuple[Shape, ...] = ((), (1,)) if wanted == (1, 1) else ()  # ModelOpt drops its sides
+    return wanted, (wanted[0], 1, wanted[1], 1), *whole
 
 
 def granularity(numbers: Numbers, shape: Shape, scale: Kind) -> GroupShape:

@@ -21,7 +21,9 @@ _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "qscale_we
 _INPUT_SCALES = ("input_scale", "activation_scale", "qscale_act", "scale_input")
 # words that other parameters have as well: they count beside an FP8 weight only
 _COMMON = ("scale",)
-MARKERS = (comfyui.MARKER, comfyui.ENTRY)
+# llm-compressor writes zeros in FP8 beside the scales of symmetric attention
+_ZEROS = ("q_zero_point", "k_zero_point", "v_zero_point")
+MARKERS = (comfyui.MARKER, comfyui.ENTRY, *_ZEROS)
 _TORCHAO = re.compile(r"(?P<layer>.*\.)?_(?P<kind>\w+?)_(?P<part>qdata|scale|act_quant_scale)")
 _STACK_SCALES = {
     "_scale": "scale",
