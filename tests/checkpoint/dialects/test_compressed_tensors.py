@@ -67,6 +67,16 @@ def changed(**group: Any) -> dict[str, Any]:
     return {"quantization_config": found}
 
 
+def rotated(*locations: str) -> dict[str, Any]:
+    uses = [{"targets": ["Linear"], "location": word} for word in locations]
+    return {"config_groups": {"R1": {"type": "hadamard", "apply": uses}}}
+
+
+def test_rotations_that_are_part_of_the_weights_change_nothing() -> None:
+    config = {**DYNAMIC, "transform_config": rotated("weight_output", "weight_input")}
+    assert scheme_in({"quantization_config": config}) == SCHEMES["FP8_DYNAMIC"]
+
+
 def test_render_writes_the_union_that_every_engine_needs() -> None:
     assert COMPRESSED_TENSORS.render(Spec(SCHEMES["FP8_DYNAMIC"])) == DYNAMIC
 
@@ -214,6 +224,11 @@ WEIGHTS = DYNAMIC["config_groups"]["group_0"]["weights"]  # type: ignore[index]
         (changed(targets="Linear"), "a list of names"),
         ({"quantization_config": {**DYNAMIC, "transform_config": {"a": 1}}}, "transform_config"),
         ({"quantization_config": {**DYNAMIC, "sparsity_config": {"format": "2:4"}}}, "2:4"),
+        ({"quantization_config": {**DYNAMIC, "transform_config": rotated()}}, "is not computed"),
+        (
+            {"quantization_config": {**DYNAMIC, "transform_config": rotated("output")}},
+            "is not computed",
+        ),
         (changed(weights=4), r"weights = 4"),
         (changed(weights=None), "8-bit symmetric floats"),
         (changed(weights={**WEIGHTS, "num_bits": 4}), "8-bit symmetric floats"),

@@ -65,10 +65,10 @@ def _parse(source: Source) -> Announcement:
     sparsity = base.objects(found, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise base.broken("sparsity_config", sparsity, "absent or dense")
-    if found.get("transform_config"):
-        raise base.broken(
-            "transform_config", found["transform_config"], "absent: weights as they are"
-        )
+    transforms = found.get("transform_config")
+    if transforms and not _is_in_weights(transforms):
+        wanted = "absent, or applied to weights alone: a rotation of inputs is not computed"
+        raise base.broken("transform_config", transforms, wanted)
     cache = "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales."
     quantized = "The config quantizes attention; its scales are not used."
     said = {cache: found.get("kv_cache_scheme"), quantized: attention}
@@ -83,6 +83,16 @@ def _parse(source: Source) -> Announcement:
         return next((g for t, g in read if any(c.isidentifier() for c in t)), read[0][1])
 
     return Announcement(numbers, ignore, unread)
+
+
+def _is_in_weights(transforms: Any) -> bool:
+    """Return whether exporters have multiplied weights by all rotations: nothing is left to do."""
+    try:
+        groups = transforms["config_groups"].values()
+        places = {use["location"] for group in groups for use in group["apply"]}
+    except (LookupError, TypeError, AttributeError):
+        return False
+    return bool(places) and places <= {"weight_input", "weight_output"}
 
 
 def _is_attention(name: str, group: Any) -> bool:
