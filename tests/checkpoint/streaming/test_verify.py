@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fp8kit
-from checkpoint_samples import NANO, all_bytes, edit_tensors
+from checkpoint_samples import NANO, SHARD, all_bytes, edit_tensors
 from fp8kit.checkpoint.streaming.verify import Verification
 from fp8kit.errors import CheckpointError
 from fp8kit.io.checkpoints import Recipe, quantize_checkpoint, verify_checkpoint
+from golden.generate import goldens
+from golden.layout import Golden, codes, fp8, values, write
 
+GOLDENS = goldens()
 SCHEMES = ("FP8_DYNAMIC", "FP8_TENSOR", "FP8_BLOCK", "FP8_WEIGHT_ONLY", "MXFP8")
 LAYER = "model.layers.2.self_attn.q_proj"
 FIELD = LAYER.replace(".", "__")
@@ -84,6 +87,74 @@ def test_a_code_that_another_rounding_gives_is_told_and_allowed(pair: tuple[Path
     assert found.problems == []
     assert not compared(found, f"{LAYER}.weight").exact
     assert sum(c.exact for c in found.compared) == 37
+
+
+def test_quotients_of_16_bits_are_allowed(pair: tuple[Path, Path]) -> None:
+    """llm-compressor divides in bf16: near the middle of two codes that rounds twice."""
+    name = "model.layers.0.mlp.down_proj"
+    w = load_file(NANO / "model.safetensors")[f"{name}.weight"]
+    scale = (w.abs().amax(1, keepdim=True).float() / 448).bfloat16()
+    codes = (w / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    field = name.replace(".", "__")
+    edit_tensors(pair[1], **{f"{field}__weight": codes, f"{field}__weight_scale": scale})
+    assert verify_checkpoint(*pair).problems == []
+
+
+FP4 = [name for name in GOLDENS if name.endswith("fp4")]
+
+
+@pytest.mark.parametrize("name", [*FP4, "modelopt-stacks"])
+def test_what_is_packed_or_transposed_is_compared(name: str, tmp_path: Path) -> None:
+    """FP4 is as far from its source as FP4 rounds; some stacks have K before N."""
+    golden = GOLDENS.get(name) or transposed_stack()
+    write(golden, tmp_path / "out")
+    turned = name in ("mxfp4", "modelopt-stacks")
+    dense = {
+        layer if turned else f"{layer}.weight": (w.mT if turned else w).contiguous() * 1.02
+        for layer, w in golden.truth.items()
+    }
+    (tmp_path / "source").mkdir()
+    for wrong in (False, True):
+        if wrong:
+            next(iter(dense.values())).flatten()[-1] += 100
+        save_file(dense, tmp_path / "source" / SHARD)
+        found = verify_checkpoint(tmp_path / "source", tmp_path / "out").compared
+        assert len(found) == len(golden.truth)
+        assert sum(bool(c.problem) for c in found) == wrong
+
+
+def transposed_stack() -> Golden:
+    """Return a stack of experts as ModelOpt keeps those of GPT-OSS: [E, K, N], one scale."""
+    at = "model.layers.0.mlp.experts"
+    tensors, truth = {}, {}
+    for stack, (k, n) in (("gate_up_proj", (16, 24)), ("down_proj", (12, 16))):
+        bytes_ = codes(2, k, n)
+        tensors[f"{at}.{stack}"] = fp8(bytes_)
+        tensors[f"{at}.{stack}_weight_scale"] = torch.tensor(0.5)
+        tensors[f"{at}.{stack}_input_scale"] = torch.tensor(0.5)
+        truth[f"{at}.{stack}"] = values(bytes_, torch.tensor(0.5)).mT
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    return Golden("modelopt", "FP8", quantization=config, tensors=tensors, truth=truth)
+
+
+def test_experts_may_have_the_names_of_modules(tmp_path: Path) -> None:
+    """llm-compressor and ModelOpt name those of Mixtral after Transformers' modules."""
+    moe = "model.layers.0.block_sparse_moe"
+    dense = {f"{moe}.experts.0.{part}.weight": torch.randn(128, 128) for part in ("w1", "w2", "w3")}
+    (tmp_path / "source").mkdir()
+    save_file({**dense, f"{moe}.gate.weight": torch.randn(4, 128)}, tmp_path / "source" / SHARD)
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "mixtral"}')
+    quantize_checkpoint(tmp_path / "source", tmp_path / "out", progress=False)
+    parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    found = load_file(tmp_path / "out" / SHARD)
+    for old in list(found):
+        *_, part, kind = old.split(".")
+        if part in parts:
+            found[f"{moe}.experts.0.{parts[part]}.{kind}"] = found.pop(old)
+    save_file(found, tmp_path / "out" / SHARD)
+    compared = verify_checkpoint(tmp_path / "source", tmp_path / "out")
+    assert compared.problems == []
+    assert sum(c.kind == "fp8" for c in compared.compared) == 3
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.25, 2.0])
