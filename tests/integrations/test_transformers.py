@@ -97,6 +97,16 @@ def test_reload_is_exact(tmp_path: Path, scheme: str) -> None:
     assert not any(m.weight.requires_grad for m in loaded.modules() if isinstance(m, Fp8Linear))
 
 
+def test_every_way_to_blocks_for_sglang_gives_what_its_llama_loads(tmp_path: Path) -> None:
+    fp8kit.save(converted("FP8_BLOCK"), tmp_path / "vllm")
+    fp8kit.save(converted("FP8_BLOCK"), tmp_path / "saved", target="sglang")
+    fp8kit.convert_checkpoint(tmp_path / "vllm", tmp_path / "converted", target="sglang")
+    recipe = fp8kit.Recipe("FP8_BLOCK", target="sglang")
+    fp8kit.quantize_checkpoint(NANO, tmp_path / "streamed", recipe, progress=False)
+    for way in ("saved", "converted", "streamed"):
+        assert fp8kit.inspect(tmp_path / way).dialect == "compressed-tensors"
+
+
 def test_an_fp8_head_is_not_tied_to_embeddings(tmp_path: Path) -> None:
     """ModelOpt and Quark quantize the head of a tied model, and leave the config as it was."""
     save(converted("FP8_DYNAMIC"), tmp_path / "c")

@@ -115,19 +115,20 @@ def announce(
     counts.update(m.scheme.stored for m in stacked.values())
     main = counts.most_common(1)[0][0]
     bound = _bound(layers, dialect)
+    model_type = str(exported.config.get("model_type"))
     if dialect is None:
-        dialect = targets.dialect_for(target, main) if len(counts) == 1 else COMPRESSED_TENSORS
+        dialect = targets.dialect_for(target, main, model_type)
+        dialect = dialect if len(counts) == 1 else COMPRESSED_TENSORS
         dialect = dialect if bound is None else FBGEMM
     held = {n: (kinds[n], (m.out_features, m.in_features)) for n, m in layers.items()}
     for name, one in exported.experts.items():
         held[name] = one.scheme, (one.weight.shape[0], one.weight.shape[1])
     dense = exporting.dense_linears(model)
-    model_type = str(exported.config.get("model_type"))
     targets.check_dense_stacks(
         exporting.unquantized_stacks(exported.tensors), model_type, target, dialect
     )
     for scheme in counts:
-        targets.dialect_for(target, scheme)
+        targets.dialect_for(target, scheme, model_type)
         shapes = {n: shape for n, (s, shape) in held.items() if s == scheme}
         others = {n: s for n, (s, _) in held.items() if s != scheme}
         targets.check_layers(target, scheme, shapes, dense, dialect=dialect, others=others)

@@ -248,3 +248,12 @@ def test_unread_parts_are_said() -> None:
     assert announced({"quantization_config": found}).unread == (
         "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales.",
     )
+
+
+def test_merged_layers_of_another_scheme_are_targets_too() -> None:
+    """SGLang asks for them by their own names, and takes others for any Linear."""
+    parts = ("a.q_proj", "a.k_proj", "a.v_proj", "b.gate_proj", "b.up_proj", "c.q_proj")
+    spec = Spec(SCHEMES["FP8_DYNAMIC"], others=dict.fromkeys(parts, SCHEMES["FP8_BLOCK"]))
+    first, second = COMPRESSED_TENSORS.render(spec)["config_groups"].values()
+    assert first["targets"] == ["Linear"]
+    assert second["targets"] == sorted({*parts, "a.qkv_proj", "b.gate_up_proj"})

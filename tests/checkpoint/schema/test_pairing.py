@@ -254,6 +254,7 @@ def test_scales_that_nobody_set_beside_ragged_dense_weights() -> None:
         ("l.self_attn.k_proj.k_scale", ["l.self_attn.k_scale"]),
         ("l.self_attn.qkv_proj.v_scale", ["l.self_attn.v_scale"]),
         ("l.self_attn.v_proj.output_scale", ["l.self_attn.v_scale"]),
+        ("l.self_attn.q_proj.output_scale", ["l.self_attn.q_scale"]),
         ("l.self_attn.attn.k_scale", ["l.self_attn.k_scale"]),
         ("l.attention.k_fake_quantizer.qscale_act", ["l.attention.k_scale"]),
         ("l.self_attn.kv_scale", ["l.self_attn.k_scale", "l.self_attn.v_scale"]),
@@ -280,11 +281,6 @@ def test_the_scale_of_a_weight_that_is_one_block(shape: tuple[int, ...]) -> None
     found = read(blocks, a__weight=(E4, (128, 128)), a__weight_scale=(F32, shape))
     assert found.problems == []
     assert found.layers["a"].scheme == SCHEMES["FP8_BLOCK"]
-
-
-def test_the_scale_of_a_query_is_kept_as_it_is() -> None:
-    found = interpret(Source({"quantization_config": DYNAMIC}, {"q_proj.output_scale": (F32, ())}))
-    assert found.tensors == {"q_proj.output_scale": "q_proj.output_scale"}
 
 
 def test_parts_of_a_fused_matrix() -> None:

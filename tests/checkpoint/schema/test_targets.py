@@ -190,7 +190,7 @@ def test_vllm_has_mixers_of_mamba_1_dense_and_of_mamba_2_in_fp8() -> None:
     found = {n: misfit("vllm", Scheme.of("FP8_BLOCK"), n, (256, 256), plamo) for n in plamo}
     assert found["0.mixer.in_proj"]
     assert not found["0.mixer.bcdt_proj"]
-    with pytest.raises(CheckpointError, match=r"Exclude these layers when converting\.$"):
+    with pytest.raises(CheckpointError, match=r"when converting\. Of a .*unfit='dequantize'\.$"):
         check_layers("vllm", DYNAMIC, {"a.mamba.in_proj": (64, 64)}, ["a.mamba.x_proj"])
     check_layers("vllm", DYNAMIC, {"a.mamba.in_proj": (64, 64)}, ["a.mamba.out_proj"])
 
@@ -204,3 +204,15 @@ def test_blocks_of_query_key_value_load_where_it_is_cut_in_order(target: str) ->
     for in_order in ("model.layers.0.attention", "transformer.encoder.layers.0.self_attention"):
         assert not misfit(target, block, f"{in_order}.query_key_value", (384, 128))
         assert misfit(target, block, f"{in_order}.query_key_value", (192, 128))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_sglang_renames_the_scales_of_llama(model_type: str) -> None:
+    """Its LlamaForCausalLM takes weight_scale_inv for weight_scale, and finds no such parameter."""
+    block = Scheme.of("FP8_BLOCK")
+    assert dialect_for("sglang", block, model_type).name == "compressed-tensors"
+    assert dialect_for("sglang", block, "qwen3").name == "fp8"
+    assert dialect_for("vllm", block, model_type).name == "fp8"
+    assert dialect_for("sglang", Scheme.of("MXFP8"), "qwen3").name == "mxfp8"
+    with pytest.raises(CheckpointError, match=r"reads no weight_scale_inv.*scheme='FP8_DYNAMIC'"):
+        dialect_for("sglang", Scheme.of("MXFP8"), model_type)

@@ -193,12 +193,17 @@ def listed(names: Iterable[str]) -> set[str]:
     some, such as those in the vision tower of GLM-4V, for the merged layer itself. The result has
     these names, the output head, and the merged layers all of whose parts are among them.
     """
-    found = {"lm_head", *names}
+    return with_merged({"lm_head", *names}, _MERGED)
+
+
+def with_merged(names: Iterable[str], layers: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """Add those of the merged ``layers``, given with their parts, all of which have names here."""
+    found = set(names)
     for name in sorted(found):
         if _SINGLE_EXPERT.search(name):  # of which engines ask in their own way
             continue
         parent, dot, last = name.rpartition(".")
-        for merged, parts in _MERGED.items():
+        for merged, parts in layers.items():
             if last == parts[0] and {f"{parent}{dot}{part}" for part in parts} <= found:
                 found.add(f"{parent}{dot}{merged}")
     return found

@@ -15,6 +15,7 @@ import torch
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
+from fp8kit.conversion.model_families import GATE_UP
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
@@ -40,6 +41,7 @@ _NVFP4: JsonObject = {"strategy": "tensor_group", "group_size": 16, "num_bits": 
 # these describe how the values were found; reading the values does not need them
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
 
+_MERGED = {"gate_up_proj": GATE_UP, "qkv_proj": ("q_proj", "k_proj", "v_proj")}
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.\d+\..+)?")
 
 
@@ -167,6 +169,8 @@ def _render(spec: Spec) -> JsonObject:
     schemes: dict[Scheme, list[str]] = {spec.scheme: ["Linear"]}
     for layer, scheme in sorted(spec.others.items()):
         schemes.setdefault(scheme, []).append(layer)
+    # SGLang asks for a merged layer itself before it takes it for any other Linear
+    named = {s: sorted(base.with_merged(names, _MERGED)) for s, names in schemes.items()}
     layouts = [_MX if s.weight == MX else _FLOAT for s in schemes]
     mixed = len(set(layouts)) > 1
     groups = {
@@ -175,7 +179,7 @@ def _render(spec: Spec) -> JsonObject:
             "targets": targets,
             **({"format": layout} if mixed else {}),
         }
-        for i, ((scheme, targets), layout) in enumerate(zip(schemes.items(), layouts, strict=True))
+        for i, ((scheme, targets), layout) in enumerate(zip(named.items(), layouts, strict=True))
     }
     cache = {**_ARGS, "strategy": spec.kv_scales, "dynamic": False}
     return {

@@ -26,6 +26,9 @@ _DIALECTS: dict[GroupShape, dict[str, Dialect]] = {
     BLOCK: dict.fromkeys(TARGETS, FP8),
     MX: {"vllm": COMPRESSED_TENSORS, "sglang": MXFP8, "transformers": MXFP8},
 }
+# models of SGLang whose loader takes weight_scale_inv for weight_scale, and leaves blocks unscaled
+_RENAMED = ("llama", "llama4_text", "mistral", "ministral3", "phi3", "internlm3")
+_NO_INVERSE = "its class of this model reads no weight_scale_inv, which its MX layers are scaled by"
 # what engines load in compressed-tensors: weight and activations of linear layers, and of experts
 _LOADED = {
     (TENSOR, TENSOR): "experts",
@@ -90,8 +93,8 @@ def _parts_stacks(model_type: str, dialect: Dialect) -> bool:
     return model_type in _LLAMA4 and dialect.name == "compressed-tensors"
 
 
-def dialect_for(target: str, scheme: Scheme) -> Dialect:
-    """Choose the dialect in which a scheme is written for a target.
+def dialect_for(target: str, scheme: Scheme, model_type: str = "") -> Dialect:
+    """Choose the dialect in which a scheme is written for a target, and a type of model.
 
     Raises ``ValueError`` for an unknown target, and ``CheckpointError`` if the target cannot load
     the scheme, with the reason and an alternative.
@@ -103,6 +106,9 @@ def dialect_for(target: str, scheme: Scheme) -> Dialect:
             "Pass the program that shall load the checkpoint." + did_you_mean(target, TARGETS),
         )
     reason, alternative = _refusal(target, scheme)
+    renamed = target == "sglang" and model_type in _RENAMED
+    if renamed and scheme.weight == MX:
+        reason, alternative = _NO_INVERSE, "FP8_DYNAMIC, or pass scheme='FP8_DYNAMIC'"
     if reason:
         raise CheckpointError(
             f"Got scheme {scheme} for target {target}.",
@@ -110,6 +116,7 @@ def dialect_for(target: str, scheme: Scheme) -> Dialect:
             f"Convert the model with {alternative}.",
         )
     dialect = _DIALECTS.get(scheme.weight, {}).get(target, COMPRESSED_TENSORS)
+    dialect = COMPRESSED_TENSORS if renamed else dialect
     dialect.render(Spec(scheme))
     return dialect
 
@@ -156,11 +163,12 @@ def check_layers(
     }
     if misfits:
         name, reason = next(iter(misfits.items()))
+        other = "" if scheme.weight == ROW or is_embedding(name) else ", or use FP8_DYNAMIC"
         raise CheckpointError(
             f"{len(misfits)} layers do not load in {target}, e.g. {name}.",
             f"{reason}.",
-            "Exclude these layers when converting"
-            + ("." if scheme.name == "FP8_DYNAMIC" else ", or use FP8_DYNAMIC."),
+            f"Exclude these layers when converting{other}. Of a checkpoint, convert_checkpoint "
+            "writes them in high precision with unfit='dequantize'.",
         )
     dialect = dialect or dialect_for(target, scheme)
     _check_dialect(target, scheme, dialect, any(".experts." in n for n in quantized))

@@ -119,7 +119,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     """
     model_type = str(checkpoint.config.get("model_type"))
     stacks, odd = stacked_experts(checkpoint.tensors, model_type)
-    dialect = targets.dialect_for(recipe.target, recipe.resolved)
+    dialect = targets.dialect_for(recipe.target, recipe.resolved, model_type)
     if recipe.target == "transformers" and targets.loads_stacks_alone(model_type, dialect):
         why = f"Transformers loads experts of this model in high precision alone, in {dialect.name}"
         stacks, odd = {}, dict.fromkeys(stacks, why) | odd
