@@ -37,7 +37,7 @@ _STACK_SCALES = {
 # is quantized
 _KV_SCALES = (
     re.compile(r"(?P<module>.*\.)?(?:[qkv]|qkv)_proj\.(?P<kv>[qkv])_scale"),
-    re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_proj\.output_scale"),
+    re.compile(r"(?P<module>.*\.)?(?P<kv>[qkv])_proj\.output_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>[kv])_fake_quantizer\.qscale_act"),
     re.compile(r"(?P<module>.*\.self_attn\.)attn\.(?P<kv>[qkv])_scale"),
     re.compile(r"(?P<module>.*\.)?(?P<kv>)kv_scale"),
