@@ -107,6 +107,14 @@ def test_every_way_to_blocks_for_sglang_gives_what_its_llama_loads(tmp_path: Pat
         assert fp8kit.inspect(tmp_path / way).dialect == "compressed-tensors"
 
 
+def test_an_announced_format_that_no_weight_has_is_told(tmp_path: Path) -> None:
+    shutil.copytree(NANO, tmp_path / "c")
+    left = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    edit_json(tmp_path / "c" / "config.json", quantization_config=left)
+    with pytest.warns(UserWarning, match="announced as FP8_BLOCK, and none of its weights is FP8"):
+        load(tmp_path / "c")
+
+
 def test_an_fp8_head_is_not_tied_to_embeddings(tmp_path: Path) -> None:
     """ModelOpt and Quark quantize the head of a tied model, and leave the config as it was."""
     save(converted("FP8_DYNAMIC"), tmp_path / "c")

@@ -266,11 +266,11 @@ def _finish(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def _notes(checkpoint: Checkpoint, filled: into_module.Filled) -> list[str]:
-    notes = filled.notes(str(checkpoint.path))
+    notes = [note for note in (checkpoint.announced_alone,) if note]
     if checkpoint.spec is None:
-        return notes
+        return [*notes, *filled.notes(str(checkpoint.path))]
     errors = told(checkpoint.errors, checkpoint.spec.scheme)
-    return [*checkpoint.spec.unread, *notes, *errors]
+    return [*notes, *checkpoint.spec.unread, *filled.notes(str(checkpoint.path)), *errors]
 
 
 def _preset(scheme: Scheme | str | None) -> str:

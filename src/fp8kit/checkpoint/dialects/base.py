@@ -210,11 +210,7 @@ def with_merged(names: Iterable[str], layers: Mapping[str, tuple[str, ...]]) -> 
 
 
 def scheme_of(
-    weight: GroupShape,
-    activation: GroupShape | None,
-    *,
-    static: bool = False,
-    ue8m0: bool = False,
+    weight: GroupShape, activation: GroupShape | None, *, static: bool = False, ue8m0: bool = False
 ) -> Scheme:
     """Find the preset that computes so, or describe the scheme; no activation means 16 bit."""
     ue8m0 = ue8m0 and MX not in (weight, activation)

@@ -68,7 +68,8 @@ def _parse(source: Source) -> Announcement:
     if sparsity.get("format", "dense") != "dense":
         raise base.broken("sparsity_config", sparsity, "absent or dense")
     transforms = found.get("transform_config")
-    if transforms and not _is_in_weights(transforms):
+    places = set(re.findall(r"'location': '(\w+)'", repr(transforms)))
+    if transforms and (not places or places - {"weight_input", "weight_output"}):
         wanted = "absent, or applied to weights alone: a rotation of inputs is not computed"
         raise base.broken("transform_config", transforms, wanted)
     cache = "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales."
@@ -85,16 +86,6 @@ def _parse(source: Source) -> Announcement:
         return next((g for t, g in read if any(c.isidentifier() for c in t)), read[0][1])
 
     return Announcement(numbers, ignore, unread)
-
-
-def _is_in_weights(transforms: Any) -> bool:
-    """Return whether exporters have multiplied weights by all rotations: nothing is left to do."""
-    try:
-        groups = transforms["config_groups"].values()
-        places = {use["location"] for group in groups for use in group["apply"]}
-    except (LookupError, TypeError, AttributeError):
-        return False
-    return bool(places) and places <= {"weight_input", "weight_output"}
 
 
 def _is_attention(name: str, group: Any) -> bool:
@@ -206,9 +197,8 @@ def _asked_for(ignore: Iterable[str]) -> set[str]:
 
 def _rendered(scheme: Scheme) -> Mapping[str, Any]:
     weights = _WEIGHTS.get(scheme.weight)
-    inputs: JsonObject | None = {}
-    if scheme.activation is not None:
-        inputs = _ACTIVATIONS.get((scheme.activation, scheme.static))
+    none = scheme.activation is None
+    inputs = {} if none else _ACTIVATIONS.get((scheme.activation or ROW, scheme.static))
     if weights is None or inputs is None or scheme.ue8m0 or scheme.dtype != torch.float8_e4m3fn:
         raise CheckpointError(
             f"Scheme {scheme} has {scheme.weight} weights and {scheme.activation} activations"

@@ -48,7 +48,7 @@ def _group(key: str, config: JsonObject) -> GroupShape:
     dtype, scheme = config.get("dtype"), config.get("qscheme")
     e8m0 = "e8m0" in f"{config.get('scale_format')} {config.get('scale_type')}"
     groups = scheme == "per_group" and config.get("group_size") == 32 and e8m0
-    if groups and dtype == "fp4":  # FP4 values are FP8 values
+    if groups and dtype in ("fp8_e4m3", "fp4"):  # FP4 values are FP8 values
         return MX
     if dtype != "fp8_e4m3":
         raise base.broken(f"{key}.dtype", dtype, "'fp8_e4m3', or 'fp4' in groups of 32 with e8m0")
@@ -56,8 +56,6 @@ def _group(key: str, config: JsonObject) -> GroupShape:
         return TENSOR
     if scheme == "per_channel" and config.get("ch_axis") in (0, None):
         return ROW
-    if groups:
-        return MX
     block = config.get("block_size")
     if scheme == "per_block" and isinstance(block, list) and len(block) == 2:
         if block[1] == 32 and e8m0:

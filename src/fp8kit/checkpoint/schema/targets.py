@@ -28,7 +28,6 @@ _DIALECTS: dict[GroupShape, dict[str, Dialect]] = {
 }
 # models of SGLang whose loader takes weight_scale_inv for weight_scale, and leaves blocks unscaled
 _RENAMED = ("llama", "llama4_text", "mistral", "ministral3", "phi3", "internlm3")
-_NO_INVERSE = "its class of this model reads no weight_scale_inv, which its MX layers are scaled by"
 # what engines load in compressed-tensors: weight and activations of linear layers, and of experts
 _LOADED = {
     (TENSOR, TENSOR): "experts",
@@ -47,10 +46,7 @@ _STATE_SPACE = re.compile(r"(^|\.)(mixer|mamba\w*)$")
 # a layer that a state-space mixer has beside others -> which of them vLLM has no FP8 for: in
 # MambaMixer (Mamba, FalconMamba, Jamba) they get no quant_config, Plamo2 reorders in_proj by heads;
 # MambaMixer2 (Mamba2, Bamba, NemotronH, Falcon-H1, Granite) loads FP8
-_DENSE_MIXERS = {
-    "x_proj": ("in_proj", "x_proj", "dt_proj", "out_proj"),
-    "bcdt_proj": ("in_proj",),
-}
+_DENSE_MIXERS = {"x_proj": ("in_proj", "x_proj", "dt_proj", "out_proj"), "bcdt_proj": ("in_proj",)}
 # query, key and value one after the other (Bailing, ChatGLM, GLM-4V); elsewhere head by head
 _QKV_IN_ORDER = re.compile(
     r"(^|\.)(model\.layers\.\d+\.attention|encoder\.layers\.\d+\.self_attention)$"
@@ -108,7 +104,8 @@ def dialect_for(target: str, scheme: Scheme, model_type: str = "") -> Dialect:
     reason, alternative = _refusal(target, scheme)
     renamed = target == "sglang" and model_type in _RENAMED
     if renamed and scheme.weight == MX:
-        reason, alternative = _NO_INVERSE, "FP8_DYNAMIC, or pass scheme='FP8_DYNAMIC'"
+        reason = "its class of this model reads no weight_scale_inv"
+        alternative = "FP8_DYNAMIC, or pass scheme='FP8_DYNAMIC'"
     if reason:
         raise CheckpointError(
             f"Got scheme {scheme} for target {target}.",
@@ -221,11 +218,7 @@ def output_heads(names: Iterable[str]) -> list[str]:
 
 
 def misfit(
-    target: str,
-    scheme: Scheme,
-    name: str,
-    shape: tuple[int, int],
-    names: Collection[str] = (),
+    target: str, scheme: Scheme, name: str, shape: tuple[int, int], names: Collection[str] = ()
 ) -> str:
     """Return why the target cannot load a layer of this name and shape; empty if it can.
 

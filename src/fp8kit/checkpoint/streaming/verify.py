@@ -175,7 +175,8 @@ class _Comparison:
         """Compare FP8 codes and their scales with the weight they stand for."""
         name, group = layer.weight, layer.group
         info, matrix = self._result.tensors[name], self._places[name]
-        stored, halves = Matrix.of(info), info.packed or isinstance(info, nvfp4.Part)
+        nv = isinstance(info, nvfp4.Part)
+        stored, halves = Matrix.of(info), info.packed or nv
         if self._shape(name) != info.shape:
             return _differing(name, "fp8", self._shape(name), info.shape)
         scale = self._result.read(layer.scale)
@@ -191,8 +192,8 @@ class _Comparison:
             signal += float(dense.float().square().sum(dtype=torch.float64))
             noise += float(error.square().sum(dtype=torch.float64))
             largest = max(largest, float(error.max()))
-            bound = _nvfp4_bound if isinstance(info, nvfp4.Part) else _bound
-            outside += int((~(error <= bound(dense, q, halves))).sum())
+            bound = _nvfp4_bound(dense, q) if nv else _bound(dense, q, halves)
+            outside += int((~(error <= bound)).sum())
             if group != TENSOR:
                 again = _quantized(dense, layer)
                 same = torch.equal(again.scale, q.scale) and _bits_equal(again.data, q.data)
@@ -298,11 +299,11 @@ def _bound(dense: Tensor, q: QTensor, halves: bool) -> Tensor:
     return torch.maximum(size * relative, step) + size * 2.0**-8
 
 
-def _nvfp4_bound(dense: Tensor, q: QTensor, halves: bool) -> Tensor:
+def _nvfp4_bound(dense: Tensor, q: QTensor) -> Tensor:
     """Add the error of FP4 by 16 columns, whose scales were rounded too, to that of FP8."""
     group = GroupShape(1, nvfp4.COLUMNS)
     peaks = dense.float().abs().view(len(dense), -1, group.cols).amax(-1) / 6
-    return 1.25 * (_bound(dense, q, False) + _bound(dense, QTensor(q.data, peaks, group), halves))
+    return 1.25 * (_bound(dense, q, False) + _bound(dense, QTensor(q.data, peaks, group), True))
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:
