@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--processes", type=int, default=16)
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     found = pool.architectures()
     names = [n for n in found if not given.names or any(w in n for w in given.names)]
     random.Random(0).shuffle(names)
