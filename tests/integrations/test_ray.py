@@ -111,4 +111,4 @@ def test_files_that_only_the_other_machine_has(cluster: None, tmp_path: Path) ->
     runner.write = lambda *_: None
     with pytest.raises(CheckpointError, match="was written by another machine and is not in"):
         quantize_checkpoint(NANO, tmp_path / "out", RECIPE, runner=runner, progress=False)
-    assert journal.Partial(tmp_path / "out").home.exists()
+    assert journal.UnfinishedConversion(tmp_path / "out").home.exists()

@@ -325,7 +325,9 @@ class Stop(Exception):
     pass
 
 
-def interrupted(source: Path, destination: Path, whole: int, **options: Any) -> journal.Partial:
+def interrupted(
+    source: Path, destination: Path, whole: int, **options: Any
+) -> journal.UnfinishedConversion:
     """Let a run fail once some files are whole."""
 
     def failing(path: Path) -> None:
@@ -336,7 +338,7 @@ def interrupted(source: Path, destination: Path, whole: int, **options: Any) -> 
         Disk(patch).notes("fsync", failing)
         with pytest.raises(Stop):
             stream(source, destination, devices=["cpu"], **options)
-    return journal.Partial(destination.resolve())
+    return journal.UnfinishedConversion(destination.resolve())
 
 
 def test_a_resumed_run_keeps_what_is_whole(nano: Path, tmp_path: Path) -> None:
@@ -414,7 +416,7 @@ def test_a_changed_source_does_not_continue(nano: Path, tmp_path: Path) -> None:
 
 
 def test_two_runs_at_once(nano: Path, tmp_path: Path) -> None:
-    partial = journal.Partial((tmp_path / "out").resolve())
+    partial = journal.UnfinishedConversion((tmp_path / "out").resolve())
     with partial.locked(), pytest.raises(CheckpointError, match="Another process is writing"):
         stream(nano, tmp_path / "out")
     stream(nano, tmp_path / "out")

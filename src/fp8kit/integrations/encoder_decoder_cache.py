@@ -12,7 +12,7 @@ from fp8kit.errors import InvalidType
 from fp8kit.modules.libraries import unwrapped
 
 
-def bare(model: Any) -> Any:
+def transformers_model(model: Any) -> Any:
     """Return the Transformers model in what PEFT, ``torch.compile`` or DDP made of it.
 
     Raises ``TypeError`` if there is none.

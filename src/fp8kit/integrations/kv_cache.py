@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 from fp8kit import functional
 from fp8kit.errors import CheckpointError, InvalidValue, UnsupportedError, check_choice
 from fp8kit.formats import ROW
-from fp8kit.integrations.encoder_decoder_cache import WithEncoder, bare
+from fp8kit.integrations.encoder_decoder_cache import WithEncoder, transformers_model
 from fp8kit.matmul.dequantized import decode
 from fp8kit.ops import operators
 
@@ -250,7 +250,7 @@ class Fp8Cache(_Fp8Cache):
     """
 
     def __init__(self, model: PreTrainedModel, scale: str = "token") -> None:
-        model = bare(model)
+        model = transformers_model(model)
         super().__init__(layers=list(_layers(model, scale, _DYNAMIC, {})))
         _Fp8CacheWithEncoder.join(self, model)
 
@@ -283,7 +283,7 @@ class Fp8StaticCache(_Fp8Cache):
                 "Pass a whole number above zero.",
             )
         room = {"max_cache_len": max_cache_len}
-        model = bare(model)
+        model = transformers_model(model)
         super().__init__(layers=list(_layers(model, scale, _STATIC, room)))
         _Fp8StaticCacheWithEncoder.join(self, model)
 

@@ -19,9 +19,9 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import plain
 from fp8kit.checkpoint.loading.expert_layers import (
     Experts,
-    as_stored,
     experts_in_checkpoint,
     stack_of,
+    stored_shapes,
 )
 from fp8kit.checkpoint.loading.placement import Placement
 from fp8kit.checkpoint.schema.layers import Layer
@@ -101,7 +101,7 @@ class Taken:
             n if len(layer.shape) == 3 else named(n, "weight"): layer.shape
             for n, layer in self.layers.items()
         }
-        here = {**as_stored(model, self.experts, dense), **coded}
+        here = {**stored_shapes(model, self.experts, dense), **coded}
         problems = _missing(here, stacks)
         if not problems:
             return

@@ -93,7 +93,7 @@ def quantize_checkpoint(
     check_source(source)
     destination = as_path(destination, "the destination")
     origin, goal = directory.resolved(source), Path(os.path.realpath(destination))
-    checkpoint, partial = high_precision(origin), journal.Partial(goal)
+    checkpoint, partial = high_precision(origin), journal.UnfinishedConversion(goal)
     if not partial.installed():
         partial.sweep()
         directory.check_destination(goal, origin, overwrite)
@@ -231,7 +231,11 @@ def ray_runner(address: str | None = None, *, device: str = "cpu") -> Runner:
 
 
 def _carry_out(
-    work: Work, source: Path, partial: journal.Partial, runner: Runner, progress: bool | None
+    work: Work,
+    source: Path,
+    partial: journal.UnfinishedConversion,
+    runner: Runner,
+    progress: bool | None,
 ) -> None:
     every = range(len(work.shards))
     whole = [i for i in every if executor.is_whole(partial.folder, work.shards[i])]
@@ -245,7 +249,7 @@ def _carry_out(
         partial.keep({s.file for s in work.shards})  # not what lost workers left
 
 
-def _kept(work: Work, partial: journal.Partial) -> str:
+def _kept(work: Work, partial: journal.UnfinishedConversion) -> str:
     count = sum(executor.is_whole(partial.folder, s) for s in work.shards)
     return (
         f"{count} of {len(work.shards)} files are complete and kept in {partial.home}. "

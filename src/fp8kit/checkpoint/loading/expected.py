@@ -68,7 +68,7 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
     wanted = expected_state(model, layers)
     tensors = {n: i.shape for n, i in checkpoint.tensors.items()}
     coded = {layer.weight: layer.shape for layer in checkpoint.layers.values()}
-    tensors = {**expert_layers.as_stored(model, layers.experts, tensors), **coded}
+    tensors = {**expert_layers.stored_shapes(model, layers.experts, tensors), **coded}
     scales = {
         scale: layer.weight
         for layer in checkpoint.layers.values()

@@ -121,7 +121,7 @@ def stacks_by_name(model: nn.Module, experts: Mapping[str, Experts]) -> dict[str
     return found | {n: e.stacks for n, e in by_every_name(model, experts).items()}
 
 
-def as_stored(model: nn.Module, experts: Mapping[str, Experts], shapes: Shapes) -> Shapes:
+def stored_shapes(model: nn.Module, experts: Mapping[str, Experts], shapes: Shapes) -> Shapes:
     """Return the shapes of a checkpoint's dense stacks as the model will hold their codes."""
     found = dict(shapes)
     for name, stacks in stacks_by_name(model, experts).items():

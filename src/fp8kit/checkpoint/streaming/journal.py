@@ -25,7 +25,7 @@ from fp8kit.runtime.atomic_files import locked
 _VERSION = 1
 
 
-class Partial:
+class UnfinishedConversion:
     """An unfinished conversion on disk; ``destination`` is the directory that is being made."""
 
     def __init__(self, destination: Path) -> None:
