@@ -370,6 +370,20 @@ def test_two_schemes_are_announced_by_name(tmp_path: Path) -> None:
     assert_bits_equal(loaded(x), model(x))
 
 
+def test_blocks_are_announced_for_all_that_has_no_name(tmp_path: Path) -> None:
+    """SGLang reads the size of blocks there alone."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+    fp8kit.convert(model, "FP8_DYNAMIC", include=["0", "1"])
+    fp8kit.convert(model, "FP8_BLOCK", include=["2"])
+    save(model, tmp_path / "c", target="sglang")
+    config = json.loads((tmp_path / "c/config.json").read_text())["quantization_config"]
+    groups = config["config_groups"].values()
+    assert [(g["weights"]["strategy"], g["targets"]) for g in groups] == [
+        ("block", ["Linear"]),
+        ("channel", ["0", "1"]),
+    ]
+
+
 def test_engines_do_not_merge_layers_of_two_schemes(tmp_path: Path) -> None:
     model = nn.Module()
     for name in ("q_proj", "k_proj", "v_proj"):

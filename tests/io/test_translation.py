@@ -246,6 +246,57 @@ def test_embeddings_are_not_listed_and_dense_experts_are(tmp_path: Path) -> None
     ]
 
 
+def test_dense_stacks_of_experts_are_written_one_by_one_for_engines(tmp_path: Path) -> None:
+    """Quark writes stacks; vLLM's Mixtral and SGLang's Mixtral and Qwen3-MoE know no such names."""
+    home = "model.layers.0.mlp.experts"
+    tensors = {
+        f"{home}.gate_up_proj": torch.randn(2, 8, 6).bfloat16(),
+        f"{home}.down_proj": torch.randn(2, 6, 4).bfloat16(),
+        "model.layers.0.mlp.gate.weight": torch.ones(2, 6).bfloat16(),
+        "c.weight": fp8(codes(32, 128)),
+        "c.weight_scale": torch.tensor(0.5),
+    }
+    for kind, home_on_disk, parts in (
+        ("qwen3_moe", home, ("gate_proj", "up_proj", "down_proj")),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts", ("w1", "w3", "w2")),
+    ):
+        source = make(tmp_path / kind, tensors, FP8, model_type=kind)
+        convert_checkpoint(source, tmp_path / f"{kind}-new", target="sglang")
+        stored = load_file(tmp_path / f"{kind}-new" / SHARD)
+        gate, up = tensors[f"{home}.gate_up_proj"][1].chunk(2)
+        for part, wanted in zip(parts, (gate, up, tensors[f"{home}.down_proj"][1]), strict=True):
+            assert_bits_equal(stored.pop(f"{home_on_disk}.1.{part}.weight"), wanted)
+        assert len([n for n in stored if "experts" in n]) == 3
+    # SGLang's Mixtral asks for its layers without the name of the model around them
+    block = r"re:layers\.0\.block_sparse_moe\.experts\..*"
+    ignored = quantization(tmp_path / "mixtral-new")["ignore"]
+    assert {"layers.0.block_sparse_moe.gate", block} <= set(ignored)
+    convert_checkpoint(source, tmp_path / "whole", target="transformers")
+    assert f"{home}.gate_up_proj".replace("mlp", "block_sparse_moe") in load_file(
+        tmp_path / "whole" / SHARD
+    )
+
+
+def test_blocks_are_what_linear_stands_for(tmp_path: Path) -> None:
+    """SGLang reads the size of blocks in the group of that name alone."""
+    tensors = {"a.weight": fp8(codes(128, 128)), "a.weight_scale": scales(1, 1)}
+    for name in "bc":
+        tensors |= {f"{name}.weight": fp8(codes(32, 128)), f"{name}.weight_scale": scales(32, 1)}
+    args = {"num_bits": 8, "type": "float", "symmetric": True}
+    rows = {"weights": {**args, "strategy": "channel"}, "targets": ["Linear"]}
+    rows["input_activations"] = {**args, "strategy": "token", "dynamic": True}
+    sides = {**args, "strategy": "block", "block_structure": [128, 128]}
+    inputs = {**args, "strategy": "group", "group_size": 128, "dynamic": True}
+    blocks = {"weights": sides, "targets": ["a"], "input_activations": inputs}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+    groups = {"config_groups": {"x": rows, "y": blocks}}
+    source = make(tmp_path / "c", tensors, config | groups)
+    convert_checkpoint(source, tmp_path / "d", target="sglang")
+    first, second = quantization(tmp_path / "d")["config_groups"].values()
+    assert (first["weights"]["strategy"], first["targets"]) == ("block", ["Linear"])
+    assert second["targets"] == ["b", "c"]
+
+
 def test_embeddings_in_fp8_are_decoded_on_request(tmp_path: Path) -> None:
     tensors = {
         "model.embed_tokens.weight": fp8(codes(8, 16)),

@@ -29,8 +29,8 @@ _WRAPPED = ".base_layer"  # where PEFT puts a layer that has an adapter
 class Announced:
     """How the FP8 layers of a module are written.
 
-    ``main`` is the scheme of most layers; ``schemes`` has that of each layer, under its names in
-    the module and in the checkpoint. ``kv_scales`` and ``scale_ub`` are as in ``Spec``.
+    ``main`` is announced for linear layers in general; ``schemes`` has that of each layer, under
+    its names in module and checkpoint. ``kv_scales`` and ``scale_ub`` are as in ``Spec``.
     """
 
     dialect: Dialect
@@ -113,7 +113,7 @@ def announce(
     counts = Counter(kinds.values())
     counts.update(layer.scheme for layer in exported.experts.values())
     counts.update(m.scheme.stored for m in stacked.values())
-    main = counts.most_common(1)[0][0]
+    main = targets.main_scheme(counts)
     bound = _bound(layers, dialect)
     model_type = str(exported.config.get("model_type"))
     if dialect is None:

@@ -16,7 +16,15 @@ from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, Spec
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.rebasing import fall_back, weights_of
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
-from fp8kit.checkpoint.schema.targets import check_cache, dialect_for, is_embedding, output_heads
+from fp8kit.checkpoint.schema.targets import (
+    ENGINES,
+    check_cache,
+    dialect_for,
+    is_embedding,
+    main_scheme,
+    output_heads,
+)
+from fp8kit.checkpoint.storage.matrices import single_experts
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
@@ -86,12 +94,15 @@ def convert_checkpoint(
     wanted = held if scheme is None else _wanted(checkpoint, Scheme.of(scheme))
     if target is None and dialect is None:
         target = "vllm"
+    model_type = str(checkpoint.config.get("model_type"))
+    if target in ENGINES:
+        tensors = single_experts(checkpoint.tensors, model_type)
+        checkpoint = replace(checkpoint, tensors=tensors)
     if target is not None:
         checkpoint = checkpoint.for_engines()
     every = list(matrices_of(checkpoint))
     if scheme is not None:
         every = [replace(m, scheme=wanted) if m.layer.group == MX else m for m in every]
-    model_type = str(checkpoint.config.get("model_type"))
     written = dialect_named(dialect) if dialect else _dialect(target or "vllm", every, model_type)
     job = Translation(checkpoint, written, every)
     dense = _dense(checkpoint)
@@ -172,7 +183,7 @@ def _spec(job: Translation, dense: list[str]) -> Spec:
         )
     apart = [m for m in job.matrices if m in job.apart]
     schemes = Counter(m.scheme for m in job.matrices if m not in job.apart)
-    main = (schemes or Counter(m.scheme for m in apart)).most_common(1)[0][0]
+    main = main_scheme(schemes or Counter(m.scheme for m in apart))
     others = {m.name: m.scheme for m in job.matrices if m.scheme != main and m not in job.apart}
     if apart and apart[0].scheme != main:
         others[_ALL_EXPERTS] = apart[0].scheme

@@ -8,7 +8,7 @@ What is written is the union of what vLLM (``format``, ``type``) and Transformer
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -160,8 +160,11 @@ def _render(spec: Spec) -> JsonObject:
     schemes: dict[Scheme, list[str]] = {spec.scheme: ["Linear"]}
     for layer, scheme in sorted(spec.others.items()):
         schemes.setdefault(scheme, []).append(layer)
+    # SGLang's Mixtral asks for its layers without the name of the model around them
+    bare = any(".block_sparse_moe." in name for name in (*spec.ignore, *spec.others))
     # SGLang asks for a merged layer itself before it takes it for any other Linear
-    named = {s: sorted(base.with_merged(names, _MERGED)) for s, names in schemes.items()}
+    merged = {s: base.with_merged(names, _MERGED) for s, names in schemes.items()}
+    named = {s: sorted(_asked_for(names, bare)) for s, names in merged.items()}
     layouts = [_MX if s.weight == MX else _FLOAT for s in schemes]
     mixed = len(set(layouts)) > 1
     groups = {
@@ -178,20 +181,23 @@ def _render(spec: Spec) -> JsonObject:
         "format": "mixed-precision" if mixed else layouts[0],
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": sorted((base.listed(spec.ignore) | _asked_for(spec.ignore)) - spec.others.keys()),
+        "ignore": sorted(_asked_for(base.listed(spec.ignore), bare) - spec.others.keys()),
         "kv_cache_scheme": cache if spec.kv_scales else None,
     }
 
 
-def _asked_for(ignore: Iterable[str]) -> set[str]:
-    """Name what vLLM and SGLang ask for to learn whether experts are quantized.
+def _asked_for(names: set[str], bare: bool) -> set[str]:
+    """Add what vLLM and SGLang ask for to learn how experts, or layers of ``bare`` name, compute.
 
     They ask for three layers of the first expert, by these names whatever the model calls them,
     and never for a stack. Models of vLLM rename what is listed as they rename weights, but not
     patterns: names serve models that move their layers, the pattern those that rename projections.
     """
-    homes = {m["experts"] for name in ignore if (m := _EXPERTS.fullmatch(name))}
-    names = {f"{h}.0.{part}_proj" for h in homes for part in ("gate", "up", "down")}
+    homes = {m["experts"] for name in names if (m := _EXPERTS.fullmatch(name))}
+    if bare:
+        homes |= {home.removeprefix("model.") for home in homes}
+        names = names | {n.removeprefix("model.") for n in names if not _EXPERTS.fullmatch(n)}
+    names = names | {f"{h}.0.{part}_proj" for h in homes for part in ("gate", "up", "down")}
     return names | {f"re:{re.escape(h)}\\..*" for h in homes}
 
 

@@ -19,7 +19,7 @@ from fp8kit.errors import CheckpointError, InvalidValue, did_you_mean
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
 TARGETS: tuple[str, ...] = ("vllm", "sglang", "transformers")
-_ENGINES = ("vllm", "sglang")
+ENGINES = ("vllm", "sglang")
 # granularity of the weight -> the dialect of each target; everything else is compressed-tensors,
 # whose blocks and MX Transformers does not load into experts, and SGLang has no MX in it at all
 _DIALECTS: dict[GroupShape, dict[str, Dialect]] = {
@@ -118,6 +118,14 @@ def dialect_for(target: str, scheme: Scheme, model_type: str = "") -> Dialect:
     return dialect
 
 
+def main_scheme(counts: Mapping[Scheme, int]) -> Scheme:
+    """Return the scheme to announce for linear layers in general, of those that so many have.
+
+    Blocks come first: SGLang reads their size there alone.
+    """
+    return max(counts, key=lambda scheme: (scheme.weight == BLOCK, counts[scheme]))
+
+
 def _refusal(target: str, scheme: Scheme) -> tuple[str, str]:
     if scheme.dtype != torch.float8_e4m3fn:
         remedy = "the default dtype; codes of e4m3fnuz go back by fp8kit.recode(model, dtype)"
@@ -176,7 +184,7 @@ def check_layers(
             f"{target} reads the output head of dialect {dialect.name} in high precision.",
             "Exclude it when converting, or use FP8_DYNAMIC.",
         )
-    if target in _ENGINES:
+    if target in ENGINES:
         left = {**dict.fromkeys(dense, "not"), **{n: str(s) for n, s in (others or {}).items()}}
         _check_merged(target, quantized, left)
         _check_experts(target, scheme, quantized, left, dialect)
@@ -230,7 +238,7 @@ def misfit(
         return f"{target} reads embeddings in high precision"
     if target == "vllm" and _is_dense_mixer(parent, last, names):
         return f"{target} loads {last} of this kind of Mamba mixer dense only"
-    if target in _ENGINES and scheme.weight == BLOCK and last == "query_key_value":
+    if target in ENGINES and scheme.weight == BLOCK and last == "query_key_value":
         if rows % 128 or not _QKV_IN_ORDER.search(parent):
             return f"{target} cuts query_key_value by heads, across the edges of 128x128 blocks"
     if scheme.weight == MX and cols % 32:

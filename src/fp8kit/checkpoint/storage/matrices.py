@@ -11,6 +11,8 @@ from typing import IO
 import torch
 from torch import Tensor
 
+from fp8kit.checkpoint.schema.layers import FLOATS
+from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.checkpoint.storage.directory import bytes_of
 from fp8kit.checkpoint.storage.reader import TensorInfo
 from fp8kit.errors import CheckpointError
@@ -153,6 +155,23 @@ def stacked_experts(
             else:
                 found[experts] = split
     return found, odd
+
+
+def single_experts(tensors: Mapping[str, TensorInfo], model_type: str) -> dict[str, TensorInfo]:
+    """Return tensors with stacks of experts in high precision as one matrix per projection.
+
+    Many classes of engines know no other names. Stacks with K first stay whole: so files of the
+    models hold them whose own names these are.
+    """
+    dense = {n: info for n, info in tensors.items() if info.dtype in FLOATS}
+    found = {
+        f"{layer}.weight": TensorInfo(layer, m.shard, m.dtype, (m.rows, m.cols), m.offset)
+        for layers in stacked_experts(dense, model_type)[0].values()
+        for layer, m in layers.items()
+        if not m.transposed
+    }
+    whole = {experts_of(name) for name in found}
+    return {n: i for n, i in tensors.items() if stack_of(n) not in whole} | found
 
 
 def stack_of(name: str) -> str | None:
