@@ -282,6 +282,33 @@ def test_unread_config_is_said(tmp_path: Path) -> None:
         load(path, ragged())
 
 
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+        | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ],
+    ids=lambda found: found["quant_method"],
+)
+def test_a_checkpoint_that_quantizes_the_cache_alone(tmp_path: Path, quantization: Any) -> None:
+    """It is dense, and loads so, with the scales for an FP8 cache."""
+    model = nn.ModuleDict({"self_attn": nn.Sequential(nn.Linear(4, 4))})
+    tensors = model.state_dict() | {"self_attn.k_scale": torch.tensor(0.5)}
+    save_file(tensors, tmp_path / SHARD, metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    with pytest.warns(UserWarning, match=r"quantizes the KV cache alone.*loads as the dense model"):
+        loaded = load(tmp_path, model)
+    assert loaded["self_attn"].cache_scales["k_scale"].item() == 0.5
+    for refused in (
+        lambda: load(tmp_path, model, scheme="FP8_DYNAMIC"),
+        lambda: fp8kit.convert_checkpoint(tmp_path, tmp_path / "d"),
+        lambda: fp8kit.quantize_checkpoint(tmp_path, tmp_path / "d", fp8kit.Recipe()),
+    ):
+        with pytest.raises(CheckpointError, match=r"KV cache alone.*remove quantization_config"):
+            refused()
+
+
 def test_a_buffer_on_meta_that_is_not_saved(tmp_path: Path) -> None:
     model = on_meta()
     model.register_buffer("angles", torch.empty(3, device="meta"), persistent=False)

@@ -17,6 +17,7 @@ from fp8kit.errors import CheckpointError
 from fp8kit.formats import QTensor
 from fp8kit.functional import dequantize
 from fp8kit.io import translation
+from fp8kit.io.models import load
 from fp8kit.io.translation import convert_checkpoint
 from golden.generate import FOLDER
 from golden.layout import codes, fp8, scales
@@ -133,11 +134,9 @@ def test_stacks_with_k_first_are_known_by_their_shapes(kind: str, tmp_path: Path
         assert_bits_equal(found[f"{EXPERTS}.{expert}.down_proj"], last[expert].t().contiguous())
 
 
-@pytest.mark.parametrize(
-    ("model_type", "dialect"), [("llama4", "fp8"), ("llama4_text", "fp8"), ("gpt_oss", None)]
-)
+@pytest.mark.parametrize("model_type", ["llama4", "llama4_text"])
 def test_single_experts_that_transformers_would_draw_at_random(
-    model_type: str, dialect: str | None, tmp_path: Path
+    model_type: str, tmp_path: Path
 ) -> None:
     names = [f"{EXPERTS}.{e}.{part}_proj" for e in range(2) for part in ("gate", "up", "down")]
     tensors = {f"{name}.weight": fp8(codes(128, 128)) for name in names}
@@ -146,10 +145,9 @@ def test_single_experts_that_transformers_would_draw_at_random(
     for unfit in ("refuse", "dequantize"):
         with pytest.raises(CheckpointError, match=r"no rule to load these: it would draw them at"):
             convert_checkpoint(
-                source, tmp_path / "d", target="transformers", dialect=dialect, unfit=unfit
+                source, tmp_path / "d", target="transformers", dialect="fp8", unfit=unfit
             )
-    fitting = "vllm" if dialect is None else "transformers"  # which splits those of Llama 4
-    convert_checkpoint(source, tmp_path / "d", target=fitting)
+    convert_checkpoint(source, tmp_path / "d", target="transformers")  # which splits them
     assert values(tmp_path / "d").keys() == set(names)
 
 
@@ -373,9 +371,14 @@ def test_unknown_words(options: dict[str, Any], message: str, tmp_path: Path) ->
 
 
 def test_interleaved_experts_are_refused(tmp_path: Path) -> None:
-    source = make(tmp_path / "c", stack(torch.ones(2)), FP8, model_type="gpt_oss")
-    with pytest.raises(CheckpointError, match=r"interleaves the rows of two projections"):
-        convert_checkpoint(source, tmp_path / "d", dialect="autofp8")
+    name = f"{EXPERTS}.0.up_proj"  # one by one, as llm-compressor writes them
+    single = {f"{name}.weight": fp8(codes(128, 128)), f"{name}.weight_scale": scales(1)}
+    for i, tensors in enumerate((stack(torch.ones(2)), single)):
+        source = make(tmp_path / f"c{i}", tensors, FP8, model_type="gpt_oss")
+        with pytest.raises(CheckpointError, match=r"is an FP8 expert of GPT-OSS.*have biases"):
+            convert_checkpoint(source, tmp_path / "d", dialect="autofp8")
+    with pytest.raises(CheckpointError, match=r"FP8 experts of GPT-OSS, one by one\. The model ho"):
+        load(source)
 
 
 def test_names_that_are_taken(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def refuse_reserved(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Refuse tensors of the model itself that every reader would take for scales."""
     found = sort_names({n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()})
     own = [p for p in found.layers.values() if not p.weight]
-    names = {n for p in own for n in (*p.scales, *p.input_scales)}
+    names = {*found.outputs, *(n for p in own for n in (*p.scales, *p.input_scales))}
     held = held_cache_scales(model)
     for scale, on_disk in found.kv_scales.items():
         # a single number comes back under its name

@@ -72,27 +72,25 @@ class Translation:
 
 def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
     """List what is written, experts one by one."""
+    model_type = str(checkpoint.config.get("model_type"))
     for layer in checkpoint.layers.values():
-        if len(layer.shape) == 2:
-            yield Matrix(layer.name, layer.scheme, layer, 0, layer.shape[0])
-            continue
-        if str(checkpoint.config.get("model_type")) == "gpt_oss":
-            if layer.group != MX:
-                raise CheckpointError(
-                    f"{layer.name} interleaves the rows of two projections (GPT-OSS).",
-                    "No engine loads such experts in FP8 by a dialect that is written here.",
-                    "Keep this checkpoint as it is.",
-                )
-            yield Matrix(layer.name, layer.scheme, layer, 0, layer.shape[1])
+        single = len(layer.shape) == 2
+        if model_type == "gpt_oss" and experts_of(layer.name) and (single or layer.group != MX):
+            raise CheckpointError(
+                f"{layer.name} is an FP8 expert of GPT-OSS, or a stack of them.",
+                "No engine loads its experts in FP8 by a dialect that is written here: they have "
+                "biases, and in stacks their gates alternate with ups.",
+                "Keep this checkpoint as it is, or quantize the original, its experts excluded.",
+            )
+        if single or model_type == "gpt_oss":
+            yield Matrix(layer.name, layer.scheme, layer, 0, layer.shape[-2])
             continue
         parent, _, last = layer.name.rpartition(".")
         parts = _HALVES.get(last, (last,))
         rows = layer.shape[1] // len(parts)
         for expert in range(layer.shape[0]):
             for i, part in enumerate(parts):
-                name = engine_name(
-                    named(parent, f"{expert}.{part}"), str(checkpoint.config.get("model_type"))
-                )
+                name = engine_name(named(parent, f"{expert}.{part}"), model_type)
                 yield Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
 
 

@@ -17,9 +17,11 @@ from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.dialects import JsonObject, Kinds
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.quantization_config import announce, check_unknown, tell_of_stacks
+from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, write_checkpoint
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue, as_path, teach
 from fp8kit.formats import MX_FORMS, SCHEMES, Scheme
 from fp8kit.io.arguments import as_device, check_dtype
@@ -302,6 +304,17 @@ def _check_request(
     exclude: Sequence[str] | None,
 ) -> None:
     wanted = None if scheme is None else Scheme.of(scheme)
+    kind = checkpoint.config.get("model_type")
+    single = [n for n, x in checkpoint.layers.items() if experts_of(n) and len(x.shape) == 2]
+    if model is None and kind == "gpt_oss" and single:
+        raise CheckpointError(
+            f"{some_of(single)} are FP8 experts of GPT-OSS, one by one.",
+            "The model holds stacks of them, whose gates alternate with ups, and their biases.",
+            "Start from its original checkpoint: fp8kit.load reads that in MXFP4, and fp8kit "
+            "quantize takes one in high precision.",
+        )
+    if wanted is not None and checkpoint.announced_alone:
+        raise CheckpointError(checkpoint.announced_alone)
     held = checkpoint.spec.scheme if checkpoint.spec else None
     fits = wanted is None or held is None or wanted.stored == held
     every, mx = {layer.scheme for layer in checkpoint.layers.values()}, SCHEMES["MXFP8"]

@@ -125,13 +125,17 @@ def convert_checkpoint(
         overwrite=overwrite,
         max_shard_bytes=max_shard_bytes,
     )
-    for sentence in told(checkpoint.errors, wanted):
+    assert checkpoint.spec is not None
+    ignored = [said for said in checkpoint.spec.unread if " are ignored: " in said]
+    for sentence in (*ignored, *told(checkpoint.errors, wanted)):
         warnings.warn(sentence, stacklevel=2)
     return written_files
 
 
 def _scheme(checkpoint: Checkpoint) -> Scheme:
-    if checkpoint.spec is None or not checkpoint.layers:
+    if checkpoint.announced_alone:
+        raise CheckpointError(checkpoint.announced_alone)
+    if checkpoint.spec is None:
         raise CheckpointError(
             f"{checkpoint.path} is in high precision.",
             "A dialect is a way to write FP8 layers.",

@@ -229,6 +229,10 @@ WEIGHTS = DYNAMIC["config_groups"]["group_0"]["weights"]  # type: ignore[index]
             {"quantization_config": {**DYNAMIC, "transform_config": rotated("output")}},
             "is not computed",
         ),
+        (
+            {"quantization_config": {**DYNAMIC, "format": "int-quantized"}},
+            r"other formats are not read: start from the high-precision",
+        ),
         (changed(weights=4), r"weights = 4"),
         (changed(weights=None), "8-bit symmetric floats"),
         (changed(weights={**WEIGHTS, "num_bits": 4}), "8-bit symmetric floats"),

@@ -170,6 +170,7 @@ def test_mistral_is_told_by_its_tensors() -> None:
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": -1}, "a positive number"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": "x"}, "a positive number"),
         (MODELOPT | {"quant_algo": ["FP8"]}, r"quant_algo = \['FP8'\]"),
+        (MODELOPT | {"quant_algo": "W8A8_SQ_PER_CHANNEL"}, "other formats are not read: start"),
         (MIXED, "at least one layer"),
         ({"quant_method": "quark"}, "global_quant_config = None"),
         (quark({"dtype": "int8"}), "dtype = 'int8'"),

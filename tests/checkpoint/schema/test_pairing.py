@@ -243,7 +243,20 @@ def test_scales_that_nobody_set_beside_ragged_dense_weights() -> None:
     assert found.tensors["a.weight"] == "a.weight"
     assert found.spec is not None
     assert found.spec.unread == (
-        "Scales beside weights in high precision say nothing and are ignored: a...",
+        "Scales beside weights in high precision say nothing here and are ignored: a.",
+    )
+
+
+def test_scales_of_what_layers_give_are_left_out() -> None:
+    """Quark writes them beside every layer; vLLM refuses a file that has them."""
+    outputs = {f"{name}__output_scale": (F32, ()) for name in ("a", "l.v_proj", "dense")}
+    found = read(BLOCK, a__weight=W, a__weight_scale_inv=(F32, (2, 1)), **outputs)
+    assert found.problems == []
+    assert set(found.tensors) >= {"l.v_scale", "dense.output_scale"}
+    assert "a.output_scale" not in found.tensors.values()
+    assert found.spec is not None
+    assert found.spec.unread == (
+        "Scales of what layers give say nothing here and are ignored: a.output_scale.",
     )
 
 

@@ -53,7 +53,7 @@ def _detect(source: Source) -> bool:
 def _parse(source: Source) -> Announcement:
     found = source.quantization
     groups = found.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
+    if not isinstance(groups, dict) or not (groups or found.get("kv_cache_scheme")):
         raise base.broken("config_groups", groups, "an object with at least one group")
     ignore = base.strings(found, "ignore")
     attention = [name for name, group in groups.items() if _is_attention(name, group)]
@@ -62,7 +62,7 @@ def _parse(source: Source) -> Announcement:
         for name, group in groups.items()
         if name not in attention
     ]
-    if not read:
+    if not read and groups:
         raise base.broken("config_groups", groups, "an object with a group of linear layers")
     sparsity = base.objects(found, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
@@ -74,7 +74,7 @@ def _parse(source: Source) -> Announcement:
         raise base.broken("transform_config", transforms, wanted)
     cache = "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales."
     quantized = "The config quantizes attention; its scales are not used."
-    said = {cache: found.get("kv_cache_scheme"), quantized: attention}
+    said = {cache: groups and found.get("kv_cache_scheme"), quantized: attention}
     unread = tuple(sentence for sentence, reason in said.items() if reason)
 
     def numbers(layer: str) -> Numbers:
@@ -83,7 +83,8 @@ def _parse(source: Source) -> Announcement:
             for targets, group in read:
                 if any(is_match(target, layer) for target in targets):
                     return group
-        return next((g for t, g in read if any(c.isidentifier() for c in t)), read[0][1])
+        common = (g for t, g in read if any(c.isidentifier() for c in t))
+        return next(common, read[0][1] if read else Numbers())
 
     return Announcement(numbers, ignore, unread)
 
@@ -118,7 +119,7 @@ def _targets(name: str, group: Any) -> tuple[str, ...]:
 def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
     layout = group.get("format") or found.get("format") or _FLOAT
     if layout not in (*_FORMATS, "mixed-precision"):
-        raise base.broken("format", layout, " or ".join(_FORMATS))
+        raise base.broken("format", layout, " or ".join(_FORMATS), base.OTHER_FORMAT)
     if group.get("output_activations") is not None:
         key = f"config_groups.{name}.output_activations"
         raise base.broken(key, group["output_activations"], "null")
@@ -142,7 +143,7 @@ def _group(name: str, group: JsonObject, found: JsonObject) -> Numbers:
         f"Config group {name} has weights {weights} and input_activations {inputs or None}.",
         "This version reads 8-bit symmetric floats: weights by tensor, channel, block or group "
         "of 32, activations static by tensor, or dynamic.",
-        "Export the model with FP8, FP8_DYNAMIC, FP8_BLOCK or MXFP8.",
+        base.OTHER_FORMAT,
     )
 
 

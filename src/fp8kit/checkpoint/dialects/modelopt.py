@@ -37,7 +37,8 @@ def _parse(source: Source) -> Announcement:
     word = found.get("quant_algo")
     if word == "MIXED_PRECISION":
         return Announcement(_mixed(base.objects(found, "quantized_layers")), ignore)
-    numbers = _algorithm("quant_algo", word)
+    cache = word is None and found.get("kv_cache_quant_algo") is not None
+    numbers = Numbers() if cache else _algorithm("quant_algo", word)
     return Announcement(lambda _: numbers, ignore)
 
 
@@ -56,7 +57,7 @@ def _mixed(layers: JsonObject) -> Callable[[str], Numbers]:
 def _algorithm(key: str, word: object) -> Numbers:
     found = _ALGORITHMS.get(str(word).upper())
     if found is None:
-        raise base.broken(key, word, f"one of {', '.join(_ALGORITHMS)}")
+        raise base.broken(key, word, f"one of {', '.join(_ALGORITHMS)}", base.OTHER_FORMAT)
     return found
 
 

@@ -51,7 +51,8 @@ def _group(key: str, config: JsonObject) -> GroupShape:
     if groups and dtype in ("fp8_e4m3", "fp4"):  # FP4 values are FP8 values
         return MX
     if dtype != "fp8_e4m3":
-        raise base.broken(f"{key}.dtype", dtype, "'fp8_e4m3', or 'fp4' in groups of 32 with e8m0")
+        wanted = "'fp8_e4m3', or 'fp4' in groups of 32 with e8m0"
+        raise base.broken(f"{key}.dtype", dtype, wanted, base.OTHER_FORMAT)
     if scheme == "per_tensor":
         return TENSOR
     if scheme == "per_channel" and config.get("ch_axis") in (0, None):

@@ -78,12 +78,14 @@ class Names:
         layers: our name of each layer to its tensors.
         kv_scales: our name, ``X.k_scale``, ``X.v_scale`` or ``X.q_scale``, to names on disk.
         plain: tensors that have nothing to do with FP8.
+        outputs: scales of what FP8 layers give, which Quark writes and nothing reads.
         stray: FP8 tensors that are not the weight of a layer.
     """
 
     layers: dict[str, Parts] = field(default_factory=dict)
     kv_scales: dict[str, list[str]] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
     stray: list[str] = field(default_factory=list)
 
 
@@ -138,8 +140,10 @@ def sort_names(kinds: Kinds) -> Names:
         if dtype in CODES:
             continue
         if not (_add_scale(found, name, kinds) or _add_cache(found, name)):
-            if name.rpartition(".")[2] not in MARKERS:
-                found.plain.append(name)
+            layer, _, kind = name.rpartition(".")
+            if kind not in MARKERS:
+                output = kind == "output_scale" and layer in found.layers
+                (found.outputs if output else found.plain).append(name)
     return found
 
 

@@ -21,6 +21,7 @@ from fp8kit.checkpoint.schema.layers import (
 from fp8kit.checkpoint.schema.layers import Layer as Layer
 from fp8kit.checkpoint.schema.naming import CODES, Parts, cache_strategy, sort_names, standard_names
 from fp8kit.checkpoint.schema.naming import named as named
+from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError, teach
 from fp8kit.formats import ROW, TENSOR, Scheme
 
@@ -65,8 +66,9 @@ def interpret(source: Source) -> Reading:
         found.problems.append(_stray(name, source.kinds[name][0]))
     unset = [n for n, parts in names.layers.items() if _is_unset(n, parts, source, announced)]
     if unset:
-        said = f"Scales beside weights in high precision say nothing and are ignored: {unset[0]}..."
-        announced = replace(announced, unread=(*announced.unread, said))
+        announced = _ignoring(announced, "Scales beside weights in high precision", unset)
+    if names.outputs:
+        announced = _ignoring(announced, "Scales of what layers give", names.outputs)
     for name, parts in names.layers.items():
         if name in unset:
             found.tensors[named(name, "weight")] = named(name, "weight")
@@ -77,6 +79,11 @@ def interpret(source: Source) -> Reading:
     cache = cache_strategy(source.kinds[found.tensors[n]][1] for n in found.kv_scales)
     _summarize(found, announced, cache)
     return found
+
+
+def _ignoring(announced: Announcement, what: str, names: list[str]) -> Announcement:
+    said = f"{what} say nothing here and are ignored: {some_of(names)}."
+    return replace(announced, unread=(*announced.unread, said))
 
 
 def group_repeated(problems: Iterable[str], shown: int = 3) -> list[str]:

@@ -84,9 +84,15 @@ class Checkpoint:
 
     @property
     def announced_alone(self) -> str:
-        """The text of an error if an FP8 format is announced and no weight has it; else empty."""
+        """The text of an error if a quantization is announced and no weight has it; else empty."""
         if self.spec is None or self.layers or self.problems:
             return ""
+        if self.kv_scales:
+            return teach(
+                f"{self.path} quantizes the KV cache alone: none of its weights is FP8.",
+                "It loads as the dense model that it is.",
+                "To quantize it, remove quantization_config from config.json.",
+            )
         return teach(
             f"{self.path} is announced as {self.spec.scheme}, and none of its weights is FP8.",
             "Whoever loads it looks for codes and scales.",
