@@ -5,17 +5,24 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.cache_scales import held_cache_scales
-from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, JsonObject, Spec
+from fp8kit.checkpoint.dialects import (
+    COMPRESSED_TENSORS,
+    FBGEMM,
+    Dialect,
+    JsonObject,
+    Spec,
+    scheme_of,
+)
 from fp8kit.checkpoint.expert_names import stacks_in
 from fp8kit.checkpoint.schema import targets
-from fp8kit.checkpoint.schema.naming import cache_strategy
+from fp8kit.checkpoint.schema.naming import cache_strategy, named
 from fp8kit.conversion.patterns import some_of
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import Scheme
@@ -77,6 +84,26 @@ def tell_of_stacks(names: Sequence[str]) -> None:
         )
 
 
+def tell_of_input_scales(names: Sequence[str]) -> None:
+    """Warn of static experts whose input scales are left out for Transformers."""
+    warnings.warn(
+        f"The input scales of {len(names)} experts, e.g. {names[0]}, are left out: "
+        "Transformers merges experts, and does not quantize what goes into them.",
+        stacklevel=5,
+    )
+
+
+def _drop_input_scales(exported: exporting.Exported) -> None:
+    static = [name for name, layer in exported.experts.items() if layer.scheme.static]
+    if static:
+        tell_of_input_scales(static)
+    for name in static:
+        layer = exported.experts[name]
+        scheme = scheme_of(layer.scheme.weight, None)
+        exported.experts[name] = replace(layer, scheme=scheme, input_scale=None)
+        exported.tensors.pop(named(name, "input_scale"), None)
+
+
 def announce(
     model: nn.Module, exported: exporting.Exported, target: str, dialect: Dialect | None = None
 ) -> Announced:
@@ -84,7 +111,8 @@ def announce(
 
     Layers of one scheme are written in the dialect of that scheme, layers of several in
     compressed-tensors, which names those that differ from most, and layers with a ``scale_ub`` in
-    fbgemm, which alone has such a bound. Raises ``CheckpointError`` if there are no FP8 layers, if
+    fbgemm, which alone has such a bound. For Transformers ``exported`` loses the input scales of
+    experts. Raises ``CheckpointError`` if there are no FP8 layers, if
     they compute in several dtypes or have adapters, or bounds that differ, or if the target cannot
     load them.
     """
@@ -109,6 +137,8 @@ def announce(
             "adapter is attached, or after PeftModel.unload().",
         )
     exporting.refuse_transposed(layers)
+    if target == "transformers":
+        _drop_input_scales(exported)
     kinds = {n: m.scheme.stored for n, m in layers.items()}
     counts = Counter(kinds.values())
     counts.update(layer.scheme for layer in exported.experts.values())
@@ -117,7 +147,7 @@ def announce(
     bound = _bound(layers, dialect)
     model_type = str(exported.config.get("model_type"))
     if dialect is None:
-        dialect = targets.dialect_for(target, main, model_type)
+        dialect = targets.dialect_for(target, main, exported.config)
         dialect = dialect if len(counts) == 1 else COMPRESSED_TENSORS
         dialect = dialect if bound is None else FBGEMM
     held = {n: (kinds[n], (m.out_features, m.in_features)) for n, m in layers.items()}
@@ -127,11 +157,12 @@ def announce(
     targets.check_dense_stacks(
         exporting.unquantized_stacks(exported.tensors), model_type, target, dialect
     )
+    given: JsonObject = {"dialect": dialect, "config": exported.config}
     for scheme in counts:
-        targets.dialect_for(target, scheme, model_type)
+        targets.dialect_for(target, scheme, exported.config)
         shapes = {n: shape for n, (s, shape) in held.items() if s == scheme}
         others = {n: s for n, (s, _) in held.items() if s != scheme}
-        targets.check_layers(target, scheme, shapes, dense, dialect=dialect, others=others)
+        targets.check_layers(target, scheme, shapes, dense, others=others, **given)
     stored = {t.data_ptr(): n for n, t in exported.tensors.items()}
     schemes = {n: one.scheme for n, one in exported.experts.items()}
     schemes |= {name: m.scheme.stored for name, (m, _) in stacks_in(model).items()}
@@ -148,9 +179,9 @@ def _bound(layers: Mapping[str, Fp8Linear], dialect: Dialect | None) -> float | 
     """Return the bound on activations that all layers have; ``None`` if none has one."""
     bounds = {layer.scale_ub for layer in layers.values()} or {None}
     if len(bounds) > 1 or (bounds != {None} and dialect not in (None, FBGEMM)):
-        named = ", ".join(sorted(map(str, bounds)))
+        found = ", ".join(sorted(map(str, bounds)))
         raise CheckpointError(
-            f"Layers have scale_ub = {named}{f', to write as {dialect.name}' if dialect else ''}.",
+            f"Layers have scale_ub = {found}{f', to write as {dialect.name}' if dialect else ''}.",
             "A checkpoint has one bound on activations for all of them, in dialect fbgemm.",
             "Set one scale_ub, or None, on every Fp8Linear before saving.",
         )

@@ -7,9 +7,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from fp8kit.checkpoint.dialects import Dialect, scheme_of
+from fp8kit.checkpoint.dialects import Dialect, JsonObject, scheme_of
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
-from fp8kit.checkpoint.quantization_config import check_unknown, tell_of_stacks
+from fp8kit.checkpoint.quantization_config import (
+    check_unknown,
+    tell_of_input_scales,
+    tell_of_stacks,
+)
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
 from fp8kit.checkpoint.schema.targets import check_layers, loads_stacks_alone, misfit
@@ -127,10 +131,11 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
             fits = not m.whole and not misfit(target, m.scheme, m.name, m.shape, names)
             (job.matrices if fits else job.unfit).append(m)
         dense += [m.name for m in job.unfit]
+    given: JsonObject = {"dialect": job.dialect, "config": job.checkpoint.config}
     for scheme in {m.scheme for m in job.matrices}:
         shapes = {m.name: m.shape for m in job.matrices if m.scheme == scheme and not m.whole}
         others = {m.name: m.scheme for m in job.matrices if m.scheme != scheme}
-        check_layers(target, scheme, shapes, dense, dialect=job.dialect, others=others)
+        check_layers(target, scheme, shapes, dense, others=others, **given)
     if job.dialect.name == "compressed-tensors":
         if target == "vllm":
             _check_input_scales(job)
@@ -154,11 +159,7 @@ def _drop_input_scales(job: Translation) -> None:
     left = [m for m in job.matrices if m not in set(experts)]
     job.apart = {replace(m, scheme=scheme_of(m.scheme.weight, None)) for m in experts}
     job.matrices = sorted((*left, *job.apart), key=lambda m: m.name)
-    warnings.warn(
-        f"The input scales of {len(experts)} experts, e.g. {experts[0].name}, are left out: "
-        "Transformers merges experts, and does not quantize what goes into them.",
-        stacklevel=4,
-    )
+    tell_of_input_scales([m.name for m in experts])
 
 
 def _check_input_scales(job: Translation) -> None:

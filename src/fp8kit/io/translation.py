@@ -103,7 +103,7 @@ def convert_checkpoint(
     every = list(matrices_of(checkpoint))
     if scheme is not None:
         every = [replace(m, scheme=wanted) if m.layer.group == MX else m for m in every]
-    written = dialect_named(dialect) if dialect else _dialect(target or "vllm", every, model_type)
+    written = dialect_named(dialect) if dialect else _dialect(target or "vllm", every, checkpoint)
     job = Translation(checkpoint, written, every)
     dense = _dense(checkpoint)
     if target is not None:
@@ -158,9 +158,10 @@ def _wanted(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
     return scheme
 
 
-def _dialect(target: str, matrices: Iterable[Matrix], model_type: str) -> Dialect:
+def _dialect(target: str, matrices: Iterable[Matrix], checkpoint: Checkpoint) -> Dialect:
     """Choose how to write what the target loads; compressed-tensors has several schemes."""
-    found = [dialect_for(target, scheme, model_type) for scheme in {m.scheme for m in matrices}]
+    schemes = {m.scheme for m in matrices}
+    found = [dialect_for(target, scheme, checkpoint.config) for scheme in schemes]
     return found[0] if len(found) == 1 else COMPRESSED_TENSORS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -206,13 +207,31 @@ def test_blocks_of_query_key_value_load_where_it_is_cut_in_order(target: str) ->
         assert misfit(target, block, f"{in_order}.query_key_value", (192, 128))
 
 
-@pytest.mark.parametrize("model_type", ["llama", "phi3"])
-def test_sglang_renames_the_scales_of_llama(model_type: str) -> None:
+def test_blocks_with_activations_in_16_bit_load_in_vllm_alone() -> None:
+    scheme = scheme_of(BLOCK, None)
+    assert dialect_for("vllm", scheme).name == "compressed-tensors"
+    check_layers("vllm", scheme, {"a": SHAPE}, [])
+    with pytest.raises(CheckpointError, match="no experts of 128x128 weights with activations in"):
+        check_layers("vllm", scheme, {"a.experts.0.up_proj": SHAPE}, [])
+    with pytest.raises(CheckpointError, match="needs 128 to divide the columns"):
+        check_layers("vllm", scheme, {"a": (256, 64)}, [])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"model_type": "phi3"}, {"model_type": "voxtral", "text_config": {"model_type": "llama"}}],
+    ids=lambda config: config["model_type"],
+)
+def test_sglang_renames_the_scales_of_llama(config: dict[str, Any]) -> None:
     """Its LlamaForCausalLM takes weight_scale_inv for weight_scale, and finds no such parameter."""
-    block = Scheme.of("FP8_BLOCK")
-    assert dialect_for("sglang", block, model_type).name == "compressed-tensors"
-    assert dialect_for("sglang", block, "qwen3").name == "fp8"
-    assert dialect_for("vllm", block, model_type).name == "fp8"
-    assert dialect_for("sglang", Scheme.of("MXFP8"), "qwen3").name == "mxfp8"
+    block, other = Scheme.of("FP8_BLOCK"), {"model_type": "qwen3"}
+    assert dialect_for("sglang", block, config).name == "compressed-tensors"
+    assert dialect_for("sglang", block, other).name == "fp8"
+    assert dialect_for("vllm", block, config).name == "fp8"
+    assert dialect_for("sglang", Scheme.of("MXFP8"), other).name == "mxfp8"
     with pytest.raises(CheckpointError, match=r"reads no weight_scale_inv.*scheme='FP8_DYNAMIC'"):
-        dialect_for("sglang", Scheme.of("MXFP8"), model_type)
+        dialect_for("sglang", Scheme.of("MXFP8"), config)
+    layers, fp8 = {"a": (128, 128)}, dialect_for("vllm", block)
+    check_layers("sglang", block, layers, [], dialect=fp8, config=other)
+    with pytest.raises(CheckpointError, match=r"no weight_scale_inv\. Write dialect compressed-te"):
+        check_layers("sglang", block, layers, [], dialect=fp8, config=config)

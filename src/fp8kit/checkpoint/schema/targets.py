@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -26,8 +27,11 @@ _DIALECTS: dict[GroupShape, dict[str, Dialect]] = {
     BLOCK: dict.fromkeys(TARGETS, FP8),
     MX: {"vllm": COMPRESSED_TENSORS, "sglang": MXFP8, "transformers": MXFP8},
 }
-# models of SGLang whose loader takes weight_scale_inv for weight_scale, and leaves blocks unscaled
-_RENAMED = ("llama", "llama4_text", "mistral", "ministral3", "phi3", "internlm3")
+# models of SGLang whose loader takes weight_scale_inv for weight_scale, and leaves blocks unscaled;
+# others have such a model inside them
+_RENAMED = {"llama", "llama4_text", "mistral", "ministral3", "phi3", "internlm3"} | {
+    *("llava", "llava_llama", "phi4mm")  # whose configs are that of a Llama
+}
 # what engines load in compressed-tensors: weight and activations of linear layers, and of experts
 _LOADED = {
     (TENSOR, TENSOR): "experts",
@@ -39,6 +43,8 @@ _LOADED = {
     (TENSOR, None): "linear",
     (ROW, None): "linear",
 }
+_NO_INVERSE = "its class of this model reads no weight_scale_inv"
+NO_CONFIG: Mapping[str, Any] = {}
 _EMBEDDING = re.compile(
     r"(.*\.)?(embed(_tokens|_positions)?|((word|token|tok|position|token_type)_)?embeddings?|wte|wpe)"
 )
@@ -89,8 +95,8 @@ def _parts_stacks(model_type: str, dialect: Dialect) -> bool:
     return model_type in _LLAMA4 and dialect.name == "compressed-tensors"
 
 
-def dialect_for(target: str, scheme: Scheme, model_type: str = "") -> Dialect:
-    """Choose the dialect in which a scheme is written for a target, and a type of model.
+def dialect_for(target: str, scheme: Scheme, config: Mapping[str, Any] = NO_CONFIG) -> Dialect:
+    """Choose the dialect in which a scheme is written for a target and the config of a model.
 
     Raises ``ValueError`` for an unknown target, and ``CheckpointError`` if the target cannot load
     the scheme, with the reason and an alternative.
@@ -102,9 +108,9 @@ def dialect_for(target: str, scheme: Scheme, model_type: str = "") -> Dialect:
             "Pass the program that shall load the checkpoint." + did_you_mean(target, TARGETS),
         )
     reason, alternative = _refusal(target, scheme)
-    renamed = target == "sglang" and model_type in _RENAMED
+    renamed = _renames_scales(target, config)
     if renamed and scheme.weight == MX:
-        reason = "its class of this model reads no weight_scale_inv"
+        reason = _NO_INVERSE
         alternative = "FP8_DYNAMIC, or pass scheme='FP8_DYNAMIC'"
     if reason:
         raise CheckpointError(
@@ -113,9 +119,14 @@ def dialect_for(target: str, scheme: Scheme, model_type: str = "") -> Dialect:
             f"Convert the model with {alternative}.",
         )
     dialect = _DIALECTS.get(scheme.weight, {}).get(target, COMPRESSED_TENSORS)
-    dialect = COMPRESSED_TENSORS if renamed else dialect
+    dialect = COMPRESSED_TENSORS if renamed or scheme.activation is None else dialect
     dialect.render(Spec(scheme))
     return dialect
+
+
+def _renames_scales(target: str, config: Mapping[str, Any]) -> bool:
+    parts = (config, *(part for part in config.values() if isinstance(part, dict)))
+    return target == "sglang" and any(part.get("model_type") in _RENAMED for part in parts)
 
 
 def main_scheme(counts: Mapping[Scheme, int]) -> Scheme:
@@ -131,7 +142,7 @@ def _refusal(target: str, scheme: Scheme) -> tuple[str, str]:
         remedy = "the default dtype; codes of e4m3fnuz go back by fp8kit.recode(model, dtype)"
         return f"weights are float8_e4m3fn, not {scheme.dtype}", remedy
     if (scheme.weight, scheme.activation) not in _LOADED:
-        if scheme.weight == MX and target == "vllm" and scheme.activation is None:
+        if scheme.weight in (BLOCK, MX) and target == "vllm" and scheme.activation is None:
             return "", ""
         known = {BLOCK: "FP8_BLOCK", MX: "MXFP8"}.get(scheme.weight, "FP8_DYNAMIC")
         return f"it has no {scheme.weight} weights with {_described(scheme)}", known
@@ -154,10 +165,12 @@ def check_layers(
     *,
     dialect: Dialect | None = None,
     others: Mapping[str, Scheme] | None = None,
+    config: Mapping[str, Any] = NO_CONFIG,
 ) -> None:
     """Refuse layers that the target could not load.
 
-    ``others`` are quantized layers of other schemes; shapes are ``(N, K)``. Raises
+    ``others`` are quantized layers of other schemes; shapes are ``(N, K)``; ``config`` is the
+    model's. Raises
     ``CheckpointError`` for sides that the target cannot cut into blocks, for a quantized output
     head, and for layers that serving engines merge and that are not all of one kind.
     """
@@ -175,8 +188,8 @@ def check_layers(
             f"Exclude these layers when converting{other}. Of a checkpoint, convert_checkpoint "
             "writes them in high precision with unfit='dequantize'.",
         )
-    dialect = dialect or dialect_for(target, scheme)
-    _check_dialect(target, scheme, dialect, any(".experts." in n for n in quantized))
+    dialect = dialect or dialect_for(target, scheme, config)
+    _check_dialect(target, scheme, dialect, any(".experts." in n for n in quantized), config)
     heads = output_heads(quantized)
     if heads and dialect is not COMPRESSED_TENSORS:
         raise CheckpointError(
@@ -190,8 +203,12 @@ def check_layers(
         _check_experts(target, scheme, quantized, left, dialect)
 
 
-def _check_dialect(target: str, scheme: Scheme, dialect: Dialect, experts: bool) -> None:
+def _check_dialect(
+    target: str, scheme: Scheme, dialect: Dialect, experts: bool, config: Mapping[str, Any]
+) -> None:
     reason = _UNREADABLE.get((dialect.name, target), "")
+    if dialect in (FP8, MXFP8) and scheme.weight != TENSOR and _renames_scales(target, config):
+        reason = _NO_INVERSE
     if dialect is COMPRESSED_TENSORS and scheme.weight == MX and target == "sglang":
         reason = "it has no MX in this dialect"
     if dialect is COMPRESSED_TENSORS and scheme.weight in (BLOCK, MX) and experts:
@@ -201,7 +218,7 @@ def _check_dialect(target: str, scheme: Scheme, dialect: Dialect, experts: bool)
         raise CheckpointError(
             f"Got {scheme} in dialect {dialect.name} for target {target}.",
             f"It cannot load there: {reason}.",
-            f"Write dialect {dialect_for(target, scheme).name}.",
+            f"Write dialect {dialect_for(target, scheme, config).name}.",
         )
 
 

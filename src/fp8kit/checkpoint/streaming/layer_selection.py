@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 
+from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.layers import FLOATS
@@ -119,7 +120,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     """
     model_type = str(checkpoint.config.get("model_type"))
     stacks, odd = stacked_experts(checkpoint.tensors, model_type)
-    dialect = targets.dialect_for(recipe.target, recipe.resolved, model_type)
+    dialect = targets.dialect_for(recipe.target, recipe.resolved, checkpoint.config)
     if recipe.target == "transformers" and targets.loads_stacks_alone(model_type, dialect):
         why = f"Transformers loads experts of this model in high precision alone, in {dialect.name}"
         stacks, odd = {}, dict.fromkeys(stacks, why) | odd
@@ -159,7 +160,7 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
     homes = dense_stacks(dense, choice.matrices)
     choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *homes})
-    _check(choice, recipe)
+    _check(choice, recipe, checkpoint.config)
     return choice
 
 
@@ -246,7 +247,7 @@ def _add(
         choice.matrices[name] = matrix
 
 
-def _check(choice: Selection, recipe: Recipe) -> None:
+def _check(choice: Selection, recipe: Recipe, config: JsonObject) -> None:
     if recipe.strict:
         choice.report.refuse_blocked()
     shapes = {name: (m.rows, m.cols) for name, m in choice.matrices.items()}
@@ -256,7 +257,7 @@ def _check(choice: Selection, recipe: Recipe) -> None:
             "There is at least one linear layer that nothing keeps in high precision.",
             "Exclude less, or include a layer by its full name, which lifts the defaults.",
         )
-    targets.check_layers(recipe.target, recipe.resolved, shapes, choice.ignore)
+    targets.check_layers(recipe.target, recipe.resolved, shapes, choice.ignore, config=config)
     mixed = _mixed_experts(shapes, choice.ignore)
     if mixed:
         raise CheckpointError(

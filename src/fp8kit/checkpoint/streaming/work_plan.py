@@ -106,7 +106,7 @@ def plan_work(checkpoint: Checkpoint, recipe: Recipe, choice: Selection) -> Work
     Raises ``CheckpointError`` if tensors of the source would be taken for scales of the result.
     """
     scheme = recipe.resolved
-    dialect = dialect_for(recipe.target, scheme, str(checkpoint.config.get("model_type")))
+    dialect = dialect_for(recipe.target, scheme, checkpoint.config)
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     items = {}
     for layer, matrix in choice.matrices.items():
