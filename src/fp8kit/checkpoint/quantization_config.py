@@ -12,14 +12,8 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint import exporting
 from fp8kit.checkpoint.cache_scales import held_cache_scales
-from fp8kit.checkpoint.dialects import (
-    COMPRESSED_TENSORS,
-    FBGEMM,
-    Dialect,
-    JsonObject,
-    Spec,
-    scheme_of,
-)
+from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, JsonObject, Spec
+from fp8kit.checkpoint.dialects.base import scheme_of
 from fp8kit.checkpoint.expert_names import stacks_in
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import cache_strategy, named
@@ -84,24 +78,23 @@ def tell_of_stacks(names: Sequence[str]) -> None:
         )
 
 
-def tell_of_input_scales(names: Sequence[str]) -> None:
-    """Warn of static experts whose input scales are left out for Transformers."""
-    warnings.warn(
-        f"The input scales of {len(names)} experts, e.g. {names[0]}, are left out: "
-        "Transformers merges experts, and does not quantize what goes into them.",
-        stacklevel=5,
-    )
+def tell_of_inputs(names: Sequence[str]) -> None:
+    """Warn of static experts, if any, whose input scales are left out for Transformers."""
+    if names:
+        warnings.warn(
+            f"The input scales of {len(names)} experts, e.g. {names[0]}, are left out: "
+            "Transformers merges experts, and does not quantize what goes into them.",
+            stacklevel=5,
+        )
 
 
 def _drop_input_scales(exported: exporting.Exported) -> None:
-    static = [name for name, layer in exported.experts.items() if layer.scheme.static]
-    if static:
-        tell_of_input_scales(static)
-    for name in static:
-        layer = exported.experts[name]
+    static = {name: layer for name, layer in exported.experts.items() if layer.scheme.static}
+    tell_of_inputs([*static])
+    for name, layer in static.items():
         scheme = scheme_of(layer.scheme.weight, None)
         exported.experts[name] = replace(layer, scheme=scheme, input_scale=None)
-        exported.tensors.pop(named(name, "input_scale"), None)
+        del exported.tensors[named(name, "input_scale")]
 
 
 def announce(

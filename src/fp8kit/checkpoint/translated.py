@@ -9,11 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from fp8kit.checkpoint.dialects import Dialect, JsonObject, scheme_of
 from fp8kit.checkpoint.loading.merged_weights import joined_scheme
-from fp8kit.checkpoint.quantization_config import (
-    check_unknown,
-    tell_of_input_scales,
-    tell_of_stacks,
-)
+from fp8kit.checkpoint.quantization_config import check_unknown, tell_of_inputs, tell_of_stacks
 from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name, experts_of, named
 from fp8kit.checkpoint.schema.targets import check_layers, loads_stacks_alone, misfit
@@ -82,8 +78,7 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
         if model_type == "gpt_oss" and experts_of(layer.name) and (single or layer.group != MX):
             raise CheckpointError(
                 f"{layer.name} is an FP8 expert of GPT-OSS, or a stack of them.",
-                "No engine loads its experts in FP8 by a dialect that is written here: they have "
-                "biases, and in stacks their gates alternate with ups.",
+                "No dialect that is written here holds them for an engine: they have biases.",
                 "Keep this checkpoint as it is, or quantize the original, its experts excluded.",
             )
         if single or model_type == "gpt_oss":
@@ -154,12 +149,10 @@ def check_target(job: Translation, target: str, dense: list[str], unfit: str) ->
 def _drop_input_scales(job: Translation) -> None:
     """Leave out the input scales of experts, which Transformers runs in high precision."""
     experts = [m for m in job.matrices if experts_of(m.name) and m.scheme.static]
-    if not experts:
-        return
     left = [m for m in job.matrices if m not in set(experts)]
     job.apart = {replace(m, scheme=scheme_of(m.scheme.weight, None)) for m in experts}
-    job.matrices = sorted((*left, *job.apart), key=lambda m: m.name)
-    tell_of_input_scales([m.name for m in experts])
+    job.matrices = sorted((*left, *job.apart), key=lambda m: m.name) if experts else left
+    tell_of_inputs([m.name for m in experts])
 
 
 def _check_input_scales(job: Translation) -> None:

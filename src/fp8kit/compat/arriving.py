@@ -80,9 +80,7 @@ class Arriving:
 
     def take(self, name: str) -> Tensor:
         """Return a dense weight that has arrived, or was put into the layer by hand."""
-        if name in self.dense:
-            return self.dense[name].data
-        return self._layer.get_parameter(name).data
+        return self.dense[name].data if name in self.dense else self._layer.get_parameter(name).data
 
     def has_begun(self) -> bool:
         """Return whether a piece came since the last weight was complete."""

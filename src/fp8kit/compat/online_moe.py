@@ -249,9 +249,7 @@ def _activation(layer: nn.Module, given: Any) -> Activation:
         )
     found = _ACTIVATIONS[word]
     limit = getattr(layer, "swiglu_limit", None)
-    if limit is None or not found.gated:
-        return found
-    return replace(found, limit=float(limit))
+    return found if limit is None or not found.gated else replace(found, limit=float(limit))
 
 
 def _load(

@@ -68,9 +68,7 @@ def is_stored(weight: Tensor, k: int) -> bool:
             "The weight is [N, K], or its transposed view [K, N].",
             "Check that weight and input belong together.",
         )
-    if weight.shape[0] == weight.shape[1]:
-        return weight.stride(1) == 1
-    return weight.shape[1] == k
+    return weight.stride(1) == 1 if weight.shape[0] == weight.shape[1] else weight.shape[1] == k
 
 
 def with_scale_as_stored(weight: Tensor, scale: Tensor | float) -> QTensor:

@@ -183,9 +183,7 @@ def _of_state(module: nn.Module) -> str:
         return "its weight is computed by a hook; remove weight_norm or pruning first"
     if hasattr(module, "_hf_hook"):
         return _DISPATCHED
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
-    return ""
+    return "its forward was replaced on the instance" if "forward" in vars(module) else ""
 
 
 def _of_names_taken(module: nn.Module) -> str:

@@ -26,9 +26,7 @@ def device_name(device: torch.device) -> str:
 
 def architecture(device: torch.device) -> str:
     """Name of the instruction set of an AMD GPU, such as ``gfx942``; empty for any other device."""
-    if device.type != "cuda" or torch.version.hip is None:
-        return ""
-    return _amd(_index(device))
+    return "" if device.type != "cuda" or torch.version.hip is None else _amd(_index(device))
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:

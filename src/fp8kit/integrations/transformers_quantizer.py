@@ -200,9 +200,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
         """Keep FP8 codes as they are, whatever dtype the model's rules ask for."""
         found = getattr(param, "dtype", None)
-        if found in FP8_FORMATS:
-            return None
-        return super().get_new_dtype(converter, param, dtype)
+        return None if found in FP8_FORMATS else super().get_new_dtype(converter, param, dtype)
 
     def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
         plain_schemes = self.quantization_config.experts

@@ -304,14 +304,12 @@ def _check_request(
     exclude: Sequence[str] | None,
 ) -> None:
     wanted = None if scheme is None else Scheme.of(scheme)
-    kind = checkpoint.config.get("model_type")
     single = [n for n, x in checkpoint.layers.items() if experts_of(n) and len(x.shape) == 2]
-    if model is None and kind == "gpt_oss" and single:
+    if model is None and checkpoint.config.get("model_type") == "gpt_oss" and single:
         raise CheckpointError(
             f"{some_of(single)} are FP8 experts of GPT-OSS, one by one.",
             "The model holds stacks of them, whose gates alternate with ups, and their biases.",
-            "Start from its original checkpoint: fp8kit.load reads that in MXFP4, and fp8kit "
-            "quantize takes one in high precision.",
+            "Start from its original checkpoint, in MXFP4 or high precision.",
         )
     if wanted is not None and checkpoint.announced_alone:
         raise CheckpointError(checkpoint.announced_alone)

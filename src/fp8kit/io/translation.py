@@ -15,15 +15,8 @@ from fp8kit import functional
 from fp8kit.checkpoint.dialects import COMPRESSED_TENSORS, FBGEMM, Dialect, Spec, dialect_named
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
 from fp8kit.checkpoint.rebasing import fall_back, weights_of
+from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.naming import dense_stacks, named, standard_names
-from fp8kit.checkpoint.schema.targets import (
-    ENGINES,
-    check_cache,
-    dialect_for,
-    is_embedding,
-    main_scheme,
-    output_heads,
-)
 from fp8kit.checkpoint.storage.matrices import single_experts
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
@@ -94,10 +87,9 @@ def convert_checkpoint(
     wanted = held if scheme is None else _wanted(checkpoint, Scheme.of(scheme))
     if target is None and dialect is None:
         target = "vllm"
-    model_type = str(checkpoint.config.get("model_type"))
-    if target in ENGINES:
-        tensors = single_experts(checkpoint.tensors, model_type)
-        checkpoint = replace(checkpoint, tensors=tensors)
+    if target in targets.ENGINES:
+        kind = str(checkpoint.config.get("model_type"))
+        checkpoint = replace(checkpoint, tensors=single_experts(checkpoint.tensors, kind))
     if target is not None:
         checkpoint = checkpoint.for_engines()
     every = list(matrices_of(checkpoint))
@@ -119,7 +111,7 @@ def convert_checkpoint(
         layout,
         _stream(job),
         config=with_quantization(
-            checkpoint.config, quantization, checkpoint.dtype, output_heads(spec.others)
+            checkpoint.config, quantization, checkpoint.dtype, targets.output_heads(spec.others)
         ),
         source=source,
         overwrite=overwrite,
@@ -161,7 +153,7 @@ def _wanted(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
 def _dialect(target: str, matrices: Iterable[Matrix], checkpoint: Checkpoint) -> Dialect:
     """Choose how to write what the target loads; compressed-tensors has several schemes."""
     schemes = {m.scheme for m in matrices}
-    found = [dialect_for(target, scheme, checkpoint.config) for scheme in schemes]
+    found = [targets.dialect_for(target, scheme, checkpoint.config) for scheme in schemes]
     return found[0] if len(found) == 1 else COMPRESSED_TENSORS
 
 
@@ -173,7 +165,7 @@ def _dense(checkpoint: Checkpoint) -> list[str]:
         if checkpoint.is_scale(name) or layer in checkpoint.layers or name in checkpoint.layers:
             continue
         dense[name] = info.shape
-        if kind == "weight" and len(info.shape) == 2 and not is_embedding(layer):
+        if kind == "weight" and len(info.shape) == 2 and not targets.is_embedding(layer):
             found.append(layer)
     return found + sorted(dense_stacks(dense, checkpoint.layers))
 
@@ -188,14 +180,14 @@ def _spec(job: Translation, dense: list[str]) -> Spec:
         )
     apart = [m for m in job.matrices if m in job.apart]
     schemes = Counter(m.scheme for m in job.matrices if m not in job.apart)
-    main = main_scheme(schemes or Counter(m.scheme for m in apart))
+    main = targets.main_scheme(schemes or Counter(m.scheme for m in apart))
     others = {m.name: m.scheme for m in job.matrices if m.scheme != main and m not in job.apart}
     if apart and apart[0].scheme != main:
         others[_ALL_EXPERTS] = apart[0].scheme
-    heads = output_heads(m.name for m in job.matrices)
+    heads = targets.output_heads(m.name for m in job.matrices)
     others |= {m.name: m.scheme for m in job.matrices if m.name in heads}
     cache = job.checkpoint.spec.kv_scales
-    check_cache(job.dialect, cache)
+    targets.check_cache(job.dialect, cache)
     bound = job.checkpoint.spec.scale_ub
     if bound is not None and job.dialect is not FBGEMM:
         warnings.warn(

@@ -197,9 +197,7 @@ def plain(value: Any) -> Any:
         return own["_codes"] if "_codes" in own else own["_part"]
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(plain(v) for v in value)
-    return value
+    return type(value)(plain(v) for v in value) if type(value) in (list, tuple) else value
 
 
 def taken(parameter: Tensor | None, layer: Callable[[], str]) -> Any:
@@ -296,6 +294,4 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, dict):
         return [t for v in value.values() for t in _tensors(v)]
-    if isinstance(value, list | tuple):
-        return [t for v in value for t in _tensors(v)]
-    return []
+    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []

@@ -96,9 +96,7 @@ def _told(module: ExpertTensors, near: Sequence[nn.Module], model: nn.Module) ->
 
 def _routed(module: ExpertTensors) -> int:
     """Count the ids among which a router chooses."""
-    if isinstance(module, Fp8Experts):
-        return module.num_ids - module.shared
-    return module.expert_count
+    return module.num_ids - module.shared if isinstance(module, Fp8Experts) else module.expert_count
 
 
 def pairs_of_a_token(module: ExpertTensors, top_k: int) -> tuple[int, ...]:

@@ -16,11 +16,9 @@ from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, SCHEMES, TENSOR, GroupShape, Scheme
 
 JsonObject = dict[str, Any]
-# what to do about integers and other formats
-OTHER_FORMAT = (
-    "Weights of other formats are not read: start from the high-precision checkpoint that it was "
-    "made of, and quantize that to FP8 (fp8kit quantize)."
-)
+OTHER_FORMAT = "Weights of other formats are not read: start from the high-precision checkpoint."
+_AGAIN = "Correct it, or export the model again."
+_CONFIG = "The quantization config"
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 _SINGLE_EXPERT = re.compile(r"\bexperts\.\d+\.")
 _MERGED = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",)}
@@ -253,12 +251,7 @@ def quantization_config(config: JsonObject) -> JsonObject | None:
 
 
 def broken(
-    key: str,
-    found: object,
-    wanted: str,
-    remedy: str = "Correct it, or export the model again.",
-    *,
-    file: str = "The quantization config",
+    key: str, found: object, wanted: str, remedy: str = _AGAIN, *, file: str = _CONFIG
 ) -> CheckpointError:
     """Return that an entry of a config is ``found`` where only ``wanted`` could be honoured."""
     shown = repr(found)

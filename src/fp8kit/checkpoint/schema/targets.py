@@ -28,10 +28,8 @@ _DIALECTS: dict[GroupShape, dict[str, Dialect]] = {
     MX: {"vllm": COMPRESSED_TENSORS, "sglang": MXFP8, "transformers": MXFP8},
 }
 # models of SGLang whose loader takes weight_scale_inv for weight_scale, and leaves blocks unscaled;
-# others have such a model inside them
-_RENAMED = {"llama", "llama4_text", "mistral", "ministral3", "phi3", "internlm3"} | {
-    *("llava", "llava_llama", "phi4mm")  # whose configs are that of a Llama
-}
+# some are inside others, whose configs are theirs (LLaVA, Phi-4-multimodal) or hold them
+_RENAMED = "llama llama4_text mistral ministral3 phi3 internlm3 llava llava_llama phi4mm".split()
 # what engines load in compressed-tensors: weight and activations of linear layers, and of experts
 _LOADED = {
     (TENSOR, TENSOR): "experts",

@@ -72,9 +72,7 @@ class Calls(Expressions):
             callees = self.attribute(owners, node.func.attr)
         else:
             callees = self.value(node.func)
-        if not callees:
-            return self.opaque(args, kwargs)
-        return self.call(callees, args, kwargs)
+        return self.opaque(args, kwargs) if not callees else self.call(callees, args, kwargs)
 
     def builtin(self, name: str, args: list[Values], key: Values = ()) -> tuple[bool, Values]:
         """Call what Python has built in; whether it is known, and what it gives."""

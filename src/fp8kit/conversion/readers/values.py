@@ -98,9 +98,7 @@ class Scope:
 
     def first(self) -> Values:
         """Return the first argument of the outermost function, which is ``self`` in methods."""
-        if self.outer is not None:
-            return self.outer.first()
-        return next(iter(self.names.values()), ())
+        return self.outer.first() if self.outer is not None else next(iter(self.names.values()), ())
 
 
 @dataclass(frozen=True, eq=False)
