@@ -112,6 +112,20 @@ def test_the_input_is_left_alone() -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_the_default_dtype_changes_no_code(group: GroupShape, default: torch.dtype) -> None:
+    x = torch.linspace(-3, 5, 8 * 256).view(8, 256)
+    expected = cpu.quantize(x, group, torch.float8_e4m3fn, 1e-10 / 448, None, "exact")
+    torch.set_default_dtype(default)
+    try:
+        found = cpu.quantize(x, group, torch.float8_e4m3fn, 1e-10 / 448, None, "exact")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, wanted in zip(found, expected, strict=True):
+        assert_bits_equal(ours, wanted)
+
+
 @pytest.mark.parametrize("part", [0, 1], ids=["codes", "scales"])
 def test_the_comparison_can_fail(part: int) -> None:
     def wrong_in_one(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ def _pieces(x: Tensor, codes: Tensor, group: GroupShape) -> Iterator[tuple[Tenso
     step = max(1, (_PIECE if threads == 1 else _PIECE_PER_THREAD * threads) // x.shape[1])
     if group.rows > 1:
         step = -(-step // group.rows) * group.rows
-    room = torch.empty(min(step, len(x)), x.shape[1])
+    room = torch.empty(min(step, len(x)), x.shape[1], dtype=torch.float32, device=x.device)
     for piece, out in zip(x.split(step), codes.split(step), strict=True):
         yield piece, out, room[: len(piece)]
 
