@@ -165,7 +165,9 @@ class Swapped(Mlp):
 
 
 def test_feed_forwards_are_tried() -> None:
-    assert fuse_feed_forward(Mlp()) is not None
+    assert fuse_feed_forward(mlp := Mlp()) is not None
+    with torch.device("meta"):
+        assert fuse_feed_forward(mlp) is not None
     assert fuse_feed_forward(Mlp(nn.GELU("tanh"))) is not None
     assert fuse_feed_forward(Mlp(nn.ReLU())) is None
     assert fuse_feed_forward(Dropping().eval()) is None

@@ -139,7 +139,8 @@ class RandomChild(nn.Module):
 
     def __init__(self, random: torch.Generator, attends: bool = False) -> None:
         super().__init__()
-        self.factor, self.phase = torch.rand(2, generator=random, dtype=torch.float64).tolist()
+        factors = torch.rand(2, generator=random, dtype=torch.float64, device="cpu")
+        self.factor, self.phase = factors.tolist()
         self.attends = attends
         self.seen: list[dict[str, Any]] = []
 
