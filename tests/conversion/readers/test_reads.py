@@ -346,6 +346,9 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "method of the class": lambda self, x: type(self)._through_itself(self, x),
     "cached method": lambda self, x: F.linear(x, self._cached_weight().to(x.dtype)),
     "reduce": lambda self, x: functools.reduce(lambda y, m: weighed(m, y), self.many, x),
+    "own dictionary": lambda self, x: F.linear(
+        x, self.proj.__dict__.get("_parameters")["weight"].to(x.dtype)
+    ),
     "map": lambda self, x: next(weighed(layer, x) for layer in [self.proj]),
     "condition": lambda self, x: weighed(self.proj if x.numel() else self.other, x),
     **{
@@ -466,6 +469,10 @@ HARMLESS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "numel": lambda self, x: self.proj(x) * self.proj.weight.numel(),
     "requires_grad": lambda self, x: self.proj(x) * int(self.proj.weight.requires_grad),
     "none": lambda self, x: self.proj(x) if self.proj.weight is not None else x,
+    "is_tensor": lambda self, x: self.proj(x) * int(torch.is_tensor(self.proj.weight)),
+    "own dictionary": lambda self, x: (
+        getattr(self.proj.__dict__.get("_hf_hook"), "hooks", None) or self.proj(x)
+    ),
     "isinstance": lambda self, x: self.proj(x) * int(isinstance(self.proj.weight, Tensor)),
     "switched off": lambda self, x: weighed(self.proj, x) if self.casts else self.proj(x),
     "local": lambda self, x: (lambda w: self.proj(x.to(w.device)))(self.proj.weight),

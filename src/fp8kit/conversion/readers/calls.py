@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from fp8kit.conversion.readers.expressions import Expressions
@@ -111,6 +112,9 @@ class Calls(Expressions):
     ) -> tuple[bool, Values]:
         """Call what modules and containers have; whether it is known, and what it gives."""
         name, modules = function.attr, [o for o in owners if isinstance(o, nn.Module)]
+        inner = function.value
+        if name == "get" and isinstance(inner, ast.Attribute) and inner.attr == "__dict__" and args:
+            return self.builtin("getattr", [self.value(inner.value), *args, ()])
         if modules and name in _INSIDE:
             return True, (Items(united(*[_INSIDE[name](m) for m in modules])),)
         if name in ("__getattr__", "__getattribute__") and args:
@@ -159,6 +163,8 @@ class Calls(Expressions):
                     results.append(functools.reduce(self.attribute, path.split("."), args[0]))
             elif callee is getattr and args:
                 results.append(self.builtin("getattr", [*args, ()])[1])
+            elif callee is torch.is_tensor:
+                continue
             elif callee is functools.partial and args:
                 results.append((Items(self.callback(args[0], args[1:], kwargs)),))
             elif function is None or not self.reader.is_followed(function):
