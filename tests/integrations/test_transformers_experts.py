@@ -30,6 +30,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import (  # noqa: E402
 )
 
 from fp8kit.integrations.transformers import Fp8KitConfig  # noqa: E402
+from fp8kit.integrations.transformers_saving import names_on_disk  # noqa: E402
 
 IDS = torch.arange(40).view(1, -1)
 KINDS: dict[str, dict[str, Any]] = {
@@ -202,6 +203,20 @@ def test_save_pretrained_lists_experts_by_their_names_on_disk(folder: Path, tmp_
     model.save_pretrained(tmp_path / "c")
     assert are_dense(quantization(tmp_path / "c"), "model.layers.0.block_sparse_moe.experts")
     assert "model.layers.0.block_sparse_moe.gate" in quantization(tmp_path / "c")["ignore"]
+
+
+def test_experts_beyond_256_keep_their_names_while_16_bit_is_the_default() -> None:
+    """Numbers stand for names on the way, and loaders make 16 bit the default."""
+    model = tiny_experts.tiny("Llama4Text", num_local_experts=120)
+    stack = "model.layers.0.feed_forward.experts.gate_up_proj"
+    wanted = {stack: (140, ("gate_proj", "up_proj"))}
+    expected = names_on_disk(model, wanted)
+    assert len(set(expected[stack])) == 280
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert names_on_disk(model, wanted) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_router_is_listed_by_the_name_of_its_module_too(folder: Path, tmp_path: Path) -> None:

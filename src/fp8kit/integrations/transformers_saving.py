@@ -117,7 +117,7 @@ def names_on_disk(
     others = {n: w for n, w in wanted.items() if _in_experts(kept.get(first[n], ""))}
     fallback = expert_names.in_module(others)
     singles = {
-        f"{layer}.weight": torch.full((1, 1), float(first[name] + i))
+        f"{layer}.weight": torch.full((1, 1), float(first[name] + i), dtype=torch.float32)
         for name, layers in fallback.items()
         for i, layer in enumerate(layers)
     }
