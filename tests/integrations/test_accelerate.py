@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp8kit
+from fp8kit.errors import CheckpointError
 from fp8kit.formats import SCHEMES
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
@@ -88,6 +89,21 @@ def test_offloaded_layers_compute_the_same(
     assert not any(w.is_meta for w in weights(made))
     assert_same_tensors(made, before)
     assert_bits_equal(run(made), y)
+
+
+@pytest.mark.parametrize("offload", [to_cpu, to_disk, dispatched])
+def test_an_offloaded_model_is_saved_as_the_error_says(
+    offload: Callable[[nn.Module, Path], None], tmp_path: Path
+) -> None:
+    made = model()
+    before = copy.deepcopy(made.state_dict())
+    offload(made, tmp_path / "offloaded")
+    with pytest.raises(CheckpointError, match=r"remove_hook_from_module\(model, recurse=True\)"):
+        fp8kit.save(made, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    hooks.remove_hook_from_module(made, recurse=True)
+    fp8kit.save(made, tmp_path / "saved")
+    assert_same_tensors(fp8kit.load(tmp_path / "saved", model()), before)
 
 
 @pytest.mark.parametrize("offload", [to_cpu, to_disk, dispatched])

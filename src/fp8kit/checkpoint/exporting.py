@@ -77,7 +77,8 @@ def untied(model: nn.Module, last: set[str]) -> dict[str, Tensor]:
             f"{', '.join(absent[:5])} {'is' if len(absent) == 1 else 'are'} on the meta device"
             " or sharded over several.",
             "Saving needs the values of all tensors in this process.",
-            "Load the weights first, or gather them.",
+            "Load the weights first, or gather them. Of a model that accelerate offloads, call "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) first.",
         )
     owner: dict[int, str] = {}
     for name in sorted(state, key=lambda n: n in last):
