@@ -44,7 +44,7 @@ SLOW = Path(__file__).with_name("slow.txt")
 SLOW_SECONDS = 0.12
 # tests of which `make test` runs no case either: their quickest case takes too long
 SLOWEST = SLOW.with_name("slowest.txt")
-SLOWEST_SECONDS = 20.0
+SLOWEST_SECONDS = 8.0
 # fixtures that take long; whichever test of a file comes first pays for all
 SLOW_FIXTURES = {"compiled"}
 
