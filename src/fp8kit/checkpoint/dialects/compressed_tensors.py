@@ -15,7 +15,7 @@ import torch
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source, Spec
-from fp8kit.conversion.model_families import GATE_UP
+from fp8kit.conversion.model_families import JOINED
 from fp8kit.errors import CheckpointError
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, Scheme
 
@@ -41,7 +41,7 @@ _NVFP4: JsonObject = {"strategy": "tensor_group", "group_size": 16, "num_bits": 
 # these describe how the values were found; reading the values does not need them
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
 
-_MERGED = {"gate_up_proj": GATE_UP, "qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_MERGED = {name: JOINED[name][0] for name in ("gate_up_proj", "qkv_proj")}
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.\d+\..+)?")
 
 
