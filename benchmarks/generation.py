@@ -82,6 +82,8 @@ def qwen3_30b() -> Any:
 
 WAYS = ("forward", "generate", "step", "captured", "prefill", "prefill captured", "compiled")
 COMPILED = "compiled"
+DECODING = ("generate", "step", "captured", COMPILED)
+ATTENTION = "fp8kit attention"  # beside FP8 layers, attention that repeats no keys and values
 MODELS = {
     "llama": Model(
         "Llama-8B",
@@ -90,6 +92,7 @@ MODELS = {
         llama_8b,
         {
             "fp8kit": WAYS,
+            ATTENTION: DECODING,
             "torchao": ("compiled",),  # it asks to be compiled
             "bf16": WAYS,
         },
@@ -100,7 +103,12 @@ MODELS = {
         48,
         151936,
         qwen3_30b,
-        {"fp8kit": WAYS, "bf16": WAYS, "bf16 batched_mm": ("step", "captured")},
+        {
+            "fp8kit": WAYS,
+            ATTENTION: DECODING,
+            "bf16": WAYS,
+            "bf16 batched_mm": ("step", "captured"),
+        },
     ),
 }
 TINY = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 128}
@@ -178,8 +186,10 @@ def build(setup: Setup) -> Language:
             twin.prepare(case)
         config.num_hidden_layers = setup.layers
     model = dense(config, setup.variant, device)
-    if setup.variant == "fp8kit":
+    if setup.variant.startswith("fp8kit"):
         fp8kit.convert(model, SCHEME)
+        if setup.variant == ATTENTION:
+            model.set_attn_implementation("fp8kit_sdpa")
         rows = {case.batch * tokens for case in setup.cases for tokens in (case.tokens, PROMPT)}
         fp8kit.warmup(model, m=sorted(rows))
     elif setup.variant == "torchao":

@@ -53,6 +53,11 @@ EXPERTS_ERROR = (_GATED / 1.5, (_GATED + 0.5e-2) * 1.5)
 SHORT_SUM = 2**-10
 SHORT_SUMS = 2**-6 + SHORT_SUM
 
+# Attention of one token, relative to float64: weights of a softmax are rounded once to the dtype of
+# the values, their weighted sum once more, each by half an ulp at most. Torch's own kernels do the
+# same.
+ATTENTION_ERROR = {torch.bfloat16: 2 * 2**-9 * 1.5, torch.float16: 2 * 2**-12 * 1.5}
+
 # Mean loss (the logarithm of perplexity) against plain fake quantization of the same layers. The
 # two differ only in the order of sums, but an ulp can move a code by one step, and the steps grow
 # through the layers: the two models are two draws of one rounding noise. Per sequence their losses

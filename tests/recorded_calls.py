@@ -167,6 +167,19 @@ class CpuBackends:
         launch(kernel, x, weight, y)
         return y
 
+    def rotated(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("rotary")
+        q, k = (torch.empty(x.transpose(1, 2).shape, dtype=x.dtype) for x in (query, key))
+
+        def kernel(*operands: Tensor) -> None:
+            for memory, turned in zip(operands[4:], reference.rotated(*operands[:4]), strict=True):
+                memory.copy_(turned.transpose(1, 2))
+
+        launch(kernel, query, key, cos, sin, q, k)
+        return q.transpose(1, 2), k.transpose(1, 2)
+
     def layer_norm(
         self,
         x: Tensor,
@@ -291,6 +304,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> CpuBackends:
             layer_norm=made.layer_norm,
             activation=made.activation,
             rms_normed=made.rms_normed,
+            rotated=made.rotated,
         ),
         "choice": ChoiceBackend(supports=made.supports, choose=made.choose),
     }

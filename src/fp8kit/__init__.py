@@ -39,6 +39,7 @@ if "torch" not in sys.modules:
 
 # These at once: an exported program finds its operators in torch's registry, by no name of ours.
 # Everything else is imported when it is asked for.
+from fp8kit.fused import attention as _of_attention  # noqa: F401
 from fp8kit.fused import operators  # noqa: F401
 from fp8kit.io import moved_classes
 from fp8kit.modules.libraries import register_when_loaded

@@ -130,9 +130,9 @@ def fuse_producers(model: nn.Module, links: Iterable[Link] = ()) -> list[str]:
             replaced.append(link.source)
     if any(isinstance(module, (Fp8Linear, ExpertTensors)) for module in model.modules()):
         for name, module in model.named_modules():
-            plain = fusible_modules.make_plain(module)
-            if plain is not None:
-                set_forward(module, plain)
+            own = fusible_modules.make_plain(module) or fusible_modules.make_rotary(module)
+            if own is not None:
+                set_forward(module, own)
                 replaced.append(name)
     install_residual_forwards(model.get_submodule(name) for name in sorted(blocks))
     return replaced

@@ -143,10 +143,18 @@ def rms_normed(
     return backend.rms_normed(x, weight, eps, weight_offset, rounding)
 
 
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate heads, in one launch where there is a kernel for them."""
+    backend = _backend(FusedProblem.plain("rotary", query))
+    return backend.rotated(query, key, cos, sin)
+
+
 RMS_NORM = Operator(rms_norm, torch.ops.fp8kit.rms_norm_quantize)
 LAYER_NORM = Operator(layer_norm, torch.ops.fp8kit.layer_norm_quantize)
 ACTIVATION = Operator(activation, torch.ops.fp8kit.activation_quantize)
-RMS_NORMED = Operator(rms_normed, reference.rms_normed)  # of torch's operators, with gradients
+# of torch's operators, with gradients
+RMS_NORMED = Operator(rms_normed, reference.rms_normed)
+ROTATED = Operator(rotated, reference.rotated)
 
 
 def rows_of(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

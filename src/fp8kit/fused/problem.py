@@ -51,9 +51,9 @@ class Target(NamedTuple):
 class FusedProblem:
     """One producer and how its result is quantized.
 
-    ``producer`` is ``"rms_norm"``, ``"layer_norm"`` or one of ``ACTIVATIONS``; without a group its
-    result is left as it is. ``in_dtype`` is the dtype of the input, and of the result before it is
-    quantized; ``k`` counts the elements of a row.
+    ``producer`` is ``"rms_norm"``, ``"layer_norm"``, ``"rotary"`` or one of ``ACTIVATIONS``;
+    without a group its result is left as it is. ``in_dtype`` is the dtype of the input, and of the
+    result before it is quantized; ``k`` counts the elements of a row.
     """
 
     producer: str
@@ -95,9 +95,11 @@ class FusedBackend(Backend):
         layer_norm: gives codes and scales.
         activation: gives codes and scales.
         rms_normed: gives the norm itself, which is not quantized.
+        rotated: gives queries and keys with rotary embedding.
     """
 
     rms_norm: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     layer_norm: Callable[..., tuple[Tensor, Tensor]]
     activation: Callable[[str, Tensor, Tensor | None, Target], tuple[Tensor, Tensor]]
     rms_normed: Callable[[Tensor, Tensor, float, float, str], Tensor]
+    rotated: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -129,6 +129,23 @@ def activated(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
     return y if up is None else y * up
 
 
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate the heads of queries and keys by the angles of their tokens.
+
+    ``query`` and ``key`` are ``[batch, heads, tokens, width]``, each with its own number of heads;
+    ``cos`` and ``sin`` ``[batch or 1, tokens, width]`` have their dtype. The halves of a head are
+    the real and imaginary parts of its numbers: ``rn(rn(x * cos) + rn(half(x) * sin))``, where
+    ``half`` swaps them and negates the first.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+
+    def turned(x: Tensor) -> Tensor:
+        real, imaginary = x.chunk(2, -1)
+        return x * cos + torch.cat((-imaginary, real), -1) * sin
+
+    return turned(query), turned(key)
+
+
 def quantized(y: Tensor, target: Target) -> tuple[Tensor, Tensor]:
     """Quantize an intermediate result as ``target`` says."""
     scale, group, dtype, min_scale, scale_ub, scale_rounding, scale_layout = target
@@ -148,4 +165,5 @@ BACKEND = FusedBackend(
     layer_norm=layer_norm,
     activation=activation,
     rms_normed=rms_normed,
+    rotated=rotated,
 )

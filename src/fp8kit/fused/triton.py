@@ -19,6 +19,7 @@ from fp8kit.fused.triton_norms import MOST_TILES as MOST_NORM_TILES
 from fp8kit.fused.triton_norms import NormOperands, NormSettings, quantize_norm
 from fp8kit.fused.triton_output import TILE_BYTES, Output
 from fp8kit.fused.triton_plain_norm import norm_rows
+from fp8kit.fused.triton_rotary import rotate
 from fp8kit.quantizers.triton_encode import INTERPRETED
 
 _LARGEST_GROUP = 256
@@ -122,6 +123,12 @@ def rms_normed(
     return y
 
 
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate the heads of queries and keys; arguments as in ``reference``."""
+    with current(query.device):
+        return rotate(query, key, cos, sin)
+
+
 def _rows(x: Tensor) -> Tensor:
     """Fold leading dimensions into rows, copying only where strides or a K stride demand it."""
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -134,4 +141,5 @@ BACKEND = FusedBackend(
     layer_norm=layer_norm,
     activation=activation,
     rms_normed=rms_normed,
+    rotated=rotated,
 )

@@ -34,6 +34,7 @@ from fp8kit.conversion.plan import refuse_static, warn_of_nothing
 from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS, Scheme
+from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
 from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
@@ -51,6 +52,7 @@ from fp8kit.modules.parameters import frozen
 if saving.METHOD not in ALL_EXPERTS_FUNCTIONS:
     # FP8 experts compute by a forward of their own, whatever the model's setting; others do as ever
     ALL_EXPERTS_FUNCTIONS.register(saving.METHOD, ALL_EXPERTS_FUNCTIONS["grouped_mm"])
+transformers_attention.register()
 _FUNCTION = "a function: pass the Fp8KitConfig itself, and not its dictionary"
 _TIED = "its weight is tied to another parameter"
 

@@ -60,12 +60,21 @@ def own_names(kind: Any) -> frozenset[str]:
     return frozenset(dir(kind(1, 1, device="meta")))
 
 
+class ClassForward:
+    """A ``forward`` on an instance that runs the code of the class, and sees no more than that."""
+
+
+def is_replaced(forward: object) -> bool:
+    """Return whether what an instance has under this name is there, and not its class's code."""
+    return forward is not None and not isinstance(forward, ClassForward)
+
+
 def is_watched(*modules: nn.Module) -> bool:
     """Return whether a hook, or a forward put on an instance, sees what these take or give."""
     return bool(
         torch.nn.modules.module._has_any_global_hook()  # type: ignore[no-untyped-call]
         or any(
-            "forward" in own
+            is_replaced(own.get("forward"))
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
             or own["_backward_hooks"]

@@ -41,6 +41,7 @@ from fp8kit.conversion.readers.values import (
     united,
 )
 from fp8kit.conversion.readers.walk import Walk
+from fp8kit.modules.hooks import is_replaced
 
 # methods that are no part of a forward pass: they make, load, change or describe a model
 _APART = (
@@ -126,14 +127,14 @@ def _kind(module: nn.Module) -> Any:
     switches = (type(None), bool, str)
     kinds = [(n, v) if isinstance(v, switches) else (n, type(v)) for n, v in held.items()]
     own = vars(module).get("forward")
-    return type(module), id(own) if own is not None else None, frozenset(kinds)
+    return type(module), id(own) if is_replaced(own) else None, frozenset(kinds)
 
 
 def _roots(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Return the functions of a module that may run when a model is used, by name."""
     seen: set[str] = set()
     for name, value in vars(module).items():
-        if name == "forward":
+        if name == "forward" and is_replaced(value):
             seen.add(name)
             yield from ((name, f) for f in [_function(_function(value))] if _is_python(f))
     for cls in type(module).__mro__:

@@ -1,0 +1,103 @@
+"""Attention for Transformers that decodes a token without repeating keys and values in memory.
+
+Where heads share keys and values, and a mask hides the room of a static cache or padding, torch
+gets a copy of both for every head of the queries: in a batch of 64 that takes longer than the FP8
+products of a layer. Under the name ``fp8kit_sdpa`` a kernel of this package attends to one new
+token of each sequence, and reads keys and values once. Everything else is the ``sdpa`` of
+Transformers, also a token without a mask, for which torch's own kernel repeats nothing. The name
+holds "sdpa" because Transformers then refuses models for which that is wrong, such as those with
+attention sinks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fp8kit.errors import UnsupportedError
+from fp8kit.fused.attention import ATTEND
+from fp8kit.modules import fused_producers
+from fp8kit.runtime.replay_cache import ReplayCache
+
+NAME = "fp8kit_sdpa"
+# what changes the result, or where keys come from
+_OTHERS = ("position_bias", "softcap", "s_aux", "cache", "output_attentions")
+_replays: WeakKeyDictionary[nn.Module, ReplayCache] = WeakKeyDictionary()
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as Transformers' ``sdpa`` does; arguments and results are those of its interface.
+
+    Args:
+        module: the attention of a layer.
+        query: ``[batch, heads, tokens, head_dim]``.
+        key: ``[batch, key_heads, all tokens, head_dim]``.
+        value: ``[batch, key_heads, all tokens, value_dim]``.
+        attention_mask: bool ``[batch or 1, 1, tokens, all tokens]``, or ``None``.
+        dropout: probability; above zero only in training.
+        scaling: of the products of queries and keys; ``None`` for ``head_dim ** -0.5``.
+        **kwargs: as of ``sdpa``.
+
+    Returns:
+        The result, ``[batch, tokens, heads, value_dim]``, and ``None``.
+
+    Raises:
+        UnsupportedError: for a paged cache (``generate_batch``), whose masks are made for ``sdpa``.
+    """
+    if kwargs.get("cache") is not None:
+        raise UnsupportedError(
+            f"Got a paged cache for attn_implementation={NAME!r}.",
+            "Transformers makes the masks of continuous batching for other names.",
+            "Call model.set_attn_implementation('sdpa') before generate_batch.",
+        )
+    mask = attention_mask
+    if mask is None or dropout or not _decodes(query, key, value, mask, kwargs):
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, mask, dropout, scaling, **kwargs
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    inputs = (query, key, value, mask)
+    if torch.compiler.is_compiling():
+        return ATTEND(*inputs, scale), None
+    return _replays.setdefault(module, ReplayCache()).call(ATTEND, inputs, (), (scale,)), None
+
+
+def _decodes(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kwargs: dict[str, Any]
+) -> bool:
+    """Return whether the kernel computes these: one token, without a gradient."""
+    fusible = query.device.type in fused_producers.FUSED_DEVICES
+    if not fusible or query.shape[2] != 1 or query.dim() != key.dim():
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return False
+    if any(kwargs.get(name) is not None and kwargs[name] is not False for name in _OTHERS):
+        return False
+    batch, heads = query.shape[:2]
+    stored = key.shape[:3] == value.shape[:3] and key.shape[0] == batch
+    seen = mask.dtype == torch.bool and mask.shape in (
+        (1, 1, 1, key.shape[2]),
+        (batch, 1, 1, key.shape[2]),
+    )
+    return stored and seen and heads % key.shape[1] == 0 and query.dtype == key.dtype == value.dtype
+
+
+def register() -> None:
+    """Let models of Transformers choose this attention by its name."""
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)

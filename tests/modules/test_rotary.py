@@ -1,0 +1,210 @@
+"""Attention of Transformers with rotary embedding in one launch: which, and that all else stays."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8kit
+import recorded_calls
+from fp8kit.conversion.fusible_modules import make_rotary
+from fp8kit.fused import reference
+from fp8kit.modules.hooks import is_replaced
+from fp8kit.modules.rotary import RotaryForward
+from numerics import assert_bits_equal
+
+transformers = pytest.importorskip("transformers")
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 64, "pad_token_id": 0,
+}  # fmt: skip
+IDS = torch.arange(1, 15).view(2, 7)
+
+
+def tiny(kind: str = "llama", **changes: Any) -> Any:
+    """Return a bf16 language model in eval mode."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | changes)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def rotating(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if isinstance(vars(m).get("forward"), RotaryForward)]
+
+
+def converted(kind: str = "llama", **changes: Any) -> Any:
+    model = tiny(kind, **changes)
+    fp8kit.convert(model, "FP8_DYNAMIC")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        *((kind, True) for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2")),
+        ("phi3", True),  # a part of each head
+        ("glm", False),  # pairs of neighbours
+        ("cohere", False),
+        ("gpt2", False),
+    ],
+)
+def test_which_attention_is_known(kind: str, known: bool) -> None:
+    assert len(rotating(converted(kind))) == (2 if known else 0)
+
+
+def test_conversion_without_fusion_leaves_attention_alone() -> None:
+    model = tiny()
+    fp8kit.convert(model, "FP8_DYNAMIC", fuse="inputs")
+    assert not rotating(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3"])
+def test_results_are_those_of_the_class(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded_calls.install(monkeypatch).calls
+    model = converted(kind)
+    own = [vars(m)["forward"] for m in rotating(model)]
+    with torch.no_grad():
+        for module in rotating(model):
+            del module.forward
+        expected = model(IDS).logits
+        for module, forward in zip(
+            (layer.self_attn for layer in model.model.layers), own, strict=True
+        ):
+            module.forward = forward
+        for _ in range(4):  # from the third on a recording computes
+            calls.clear()
+            assert_bits_equal(model(IDS).logits, expected)
+        assert calls == []
+
+
+def test_norms_ahead_of_it_stay_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded_calls.install(monkeypatch).calls
+    model = converted()
+    with torch.no_grad():
+        model(IDS)
+    assert calls.count("rotary") == 2
+    fused = [m.input_layernorm for m in model.model.layers]
+    assert all(norm.consumers.are_ready() for norm in fused)
+    model.model.layers[0].self_attn.forward = lambda *args, **kwargs: None
+    assert [norm.consumers.are_ready() for norm in fused] == [False, True]
+    assert is_replaced(len)
+    assert not is_replaced(None)
+
+
+def test_the_class_computes_what_has_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = recorded_calls.install(monkeypatch).calls
+    model = converted()
+    x = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    model(inputs_embeds=x).logits.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.any()
+    assert "rotary" not in calls
+
+
+def test_nothing_outside_the_model_changes() -> None:
+    function = modeling_llama.apply_rotary_pos_emb
+    model, dense = converted(), tiny()
+    assert modeling_llama.apply_rotary_pos_emb is function
+    assert not rotating(dense)
+    first = rotating(model)[0]
+    assert type(first).forward is modeling_llama.LlamaAttention.forward
+    assert type(first) is modeling_llama.LlamaAttention
+
+
+def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    """Rotate pairs of neighbours."""
+
+    def turned(x: Tensor) -> Tensor:
+        other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+        return x * cos.unsqueeze(unsqueeze_dim) + other * sin.unsqueeze(unsqueeze_dim)
+
+    return turned(q), turned(k)
+
+
+def in_fp32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """Round once."""
+    wide = reference.rotated(*(x.float() for x in (q, k, cos, sin)))
+    return tuple(x.to(q.dtype) for x in wide)
+
+
+def on_a_gpu(*operands: Tensor) -> Any:
+    """Fail, as a kernel of another library does on a CPU."""
+    raise RuntimeError
+
+
+@pytest.mark.parametrize("other", [interleaved, in_fp32, on_a_gpu])
+def test_another_function_stays(other: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = tiny().model.layers[0].self_attn
+    assert isinstance(make_rotary(attention), RotaryForward)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", other)
+    assert make_rotary(attention) is None
+
+
+def test_classes_of_users_stay() -> None:
+    class Own(modeling_llama.LlamaAttention):  # type: ignore[misc]
+        pass
+
+    attention = Own(tiny().config, 0)
+    assert make_rotary(attention) is None
+
+
+def test_copies_and_pickles_compute_by_their_own_weights() -> None:
+    model = converted()
+    with torch.no_grad():
+        expected = model(IDS).logits
+        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert [m.forward.module for m in rotating(made)] == rotating(made)
+            assert_bits_equal(made(IDS).logits, expected)
+            made.model.layers[0].self_attn.o_proj.weight.data.zero_()
+            assert not torch.equal(made(IDS).logits, expected)
+        assert_bits_equal(model(IDS).logits, expected)
+
+
+def test_a_compiler_sees_the_class() -> None:
+    model = converted()
+    with torch.no_grad():
+        expected = model(IDS).logits
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert_bits_equal(compiled(IDS).logits, expected)
+
+
+def test_a_second_conversion_reads_the_same_code() -> None:
+    model, other = tiny(hidden_size=256), tiny(hidden_size=256)
+    fp8kit.convert(model, "FP8_DYNAMIC", exclude=["*.v_proj"])
+    fp8kit.convert(model, "FP8_DYNAMIC")
+    fp8kit.convert(other, "FP8_DYNAMIC")
+    kinds = [{n: type(m) for n, m in made.named_modules()} for made in (model, other)]
+    assert {n: k for n, k in kinds[0].items() if n.endswith("_proj")} == {
+        n: k for n, k in kinds[1].items() if n.endswith("_proj")
+    }
+    assert len(rotating(model)) == 2
+
+
+def test_a_class_that_changes_later_is_followed() -> None:
+    model = converted()
+    attention, own = rotating(model)[0], modeling_llama.LlamaAttention.forward
+    x = torch.zeros(1, 1, 128, dtype=torch.bfloat16)
+    try:
+        modeling_llama.LlamaAttention.forward = lambda self, x: (self, x)
+        assert attention(x) == (attention, x)
+    finally:
+        modeling_llama.LlamaAttention.forward = own
+
+
+def test_a_model_is_freed() -> None:
+    model = converted()
+    with torch.no_grad():
+        model(IDS)
+    gone = [torch._C._WeakTensorRef(model.model.layers[0].self_attn.o_proj.weight)]
+    del model
+    gc.collect()
+    assert all(ref.expired() for ref in gone)
