@@ -8,7 +8,7 @@ for ours: nothing that other models see is changed.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,20 @@ class RotaryForward(ClassForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the class computes."""
-        own = type(self.module).forward
         if torch.compiler.is_compiling():  # a compiler fuses the embedding with what is around it
-            return own(self.module, *args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self._copied()(self.module, *args, **kwargs)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
+        """Rotate heads as ``forward`` does; arguments as of ``reference.rotated``."""
+        rotary: _Rotary = self._copied().__globals__[FUNCTION]
+        return rotary(q, k, cos, sin)
+
+    def _copied(self) -> Any:
+        own = type(self.module).forward
         if self._own is not own:  # the first call, or somebody has changed the class
             self._own, self._fused = own, _with_rotary(own)
-        return self._fused(self.module, *args, **kwargs)
+        return self._fused
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle the module alone: functions that are made here have no name."""
@@ -51,20 +59,18 @@ class RotaryForward(ClassForward):
 class _Rotary:
     """Stands for a model's ``apply_rotary_pos_emb``, and calls it for what our kernel cannot."""
 
-    def __init__(self, own: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, own: Callable[..., Sequence[Tensor]]) -> None:
         self._own = own
         self._replays = ReplayCache()
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Sequence[Tensor]:
         """Rotate the heads of queries and keys."""
         if args or kwargs or not _fits(q, k, cos, sin):
             return self._own(q, k, cos, sin, *args, **kwargs)
-        rotated: tuple[Tensor, Tensor] = self._replays.call(
-            operators.ROTATED, (q, k, cos, sin), (), ()
-        )
-        return rotated
+        found: Sequence[Tensor] = self._replays.call(operators.ROTATED, (q, k, cos, sin), (), ())
+        return found
 
 
 def calls_rotary(forward: object) -> bool:

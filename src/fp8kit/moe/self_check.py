@@ -30,6 +30,7 @@ from fp8kit.moe.problem import (
     GroupedOperands,
     GroupedProblem,
 )
+from fp8kit.runtime import compile_ahead
 
 _TOKENS, _EXPERTS, _TOP_K, _SIZE = 33, 4, 2, 256
 # rounding a pair's row, the result and the reference's to 16 bits gives 2^-9 each, short sums of
@@ -63,7 +64,8 @@ def failure(problem: Problem, run: Callable[..., Tensor], tokens: int = _TOKENS)
                     "Call the layer once before the capture, or fp8kit.warmup(model).",
                 )
             )
-        _found[tried] = _failure_on(*tried)
+        with compile_ahead.running():
+            _found[tried] = _failure_on(*tried)
     return _found[tried]
 
 

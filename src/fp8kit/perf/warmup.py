@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +19,16 @@ from fp8kit.modules.fused_router import RouterForward
 from fp8kit.modules.joining import MOST_JOINED_ROWS, can_join
 from fp8kit.modules.linear import Fp8Linear
 from fp8kit.modules.own_forward import own_forward
+from fp8kit.modules.rotary import RotaryForward
 from fp8kit.modules.shared_input import SharedInput
 from fp8kit.ops.validation import check_row_counts
 from fp8kit.perf import tune as tuning
 from fp8kit.perf.row_counts import layer_counts
 from fp8kit.perf.timing import Timer, time_cases
 from fp8kit.perf.tune import Wish
-from fp8kit.perf.warmup_experts import record_experts, run_experts
+from fp8kit.perf.warmup_experts import calls_of_experts, record_experts
 from fp8kit.runtime import replay_cache
+from fp8kit.runtime.compile_ahead import noting
 
 MOST_SEQUENCES = 256  # row counts up to this one may be sequences that decode, one token each
 
@@ -38,9 +42,9 @@ def warmup(
 ) -> int:
     """Run every distinct FP8 layer once per row count, so that no request waits for a compiler.
 
-    Compiled kernels are kept on disk, and a power of two stands for all row counts below it down to
-    the next, so ``m`` needs one value per size of batch that will come. Where a kernel is cut in
-    several ways for these, layers run each of them.
+    Compiled kernels are kept on disk, those in CUDA C++ are compiled side by side, and a power of
+    two stands for all row counts below it down to the next, so ``m`` needs one value per size of
+    batch that will come. Where a kernel is cut in several ways for these, layers run each of them.
 
     On a GPU every layer then records its launches (see ``runtime.replay_cache``) for exactly these
     row counts: for one prompt of ``m`` tokens, and for ``m`` sequences of one token up to 256.
@@ -85,23 +89,32 @@ def warmup(
     m = check_row_counts(m)
     if tune:
         tune_layers(layers, m, timer)
-    done, calls = set[object](), 0
     with torch.no_grad():
-        for module in model.modules():
-            kind = _kind(module)
-            if kind is None or kind in done:
-                continue
-            done.add(kind)
-            for rows in dict.fromkeys(count for most in m for count in _row_counts(module, most)):
-                _run(module, (1, rows))
-                calls += 1
-        calls += run_experts(model, m)
+        calls = [*_calls(model, m), *calls_of_experts(model, m)]
+        if any(codes.is_cuda for codes in held):
+            with noting():
+                for call in calls:
+                    call()
+        for call in calls:
+            call()
         _record(model, m)
         record_experts(model, m)
     for device in {codes.device for codes in held}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    return calls
+    return len(calls)
+
+
+def _calls(model: nn.Module, m: Sequence[int]) -> Iterator[Callable[[], None]]:
+    """Give a call for every distinct module and number of rows."""
+    done = set[object]()
+    for module in model.modules():
+        kind = _kind(module)
+        if kind is None or kind in done:
+            continue
+        done.add(kind)
+        for rows in dict.fromkeys(count for most in m for count in _row_counts(module, most)):
+            yield functools.partial(_run, module, (1, rows))
 
 
 def layer_wishes(layers: Sequence[Fp8Linear], m: Sequence[int]) -> Iterator[Wish]:
@@ -157,6 +170,10 @@ def _kind(module: nn.Module) -> object:
         if isinstance(module.shared, SharedInput):
             return ("group", *map(_layer_kind, module.shared.members))
         return alone
+    if isinstance(vars(module).get("forward"), RotaryForward):
+        layers = _heads(module)
+        alike = all(isinstance(layer, Fp8Linear) for layer in layers)
+        return ("rotary", type(module), *map(_layer_kind, layers)) if layers and alike else None
     if (own := own_forward(module)) is not None:
         weight = module.get_parameter("weight")
         return (type(own), own.formula, weight.shape, weight.dtype, weight.device)
@@ -184,6 +201,9 @@ def _device(module: nn.Module) -> torch.device:
     """Return where a module with a kind runs."""
     if isinstance(module, FusedGatedMlp | FusedFeedForward):
         return _projections(module)[1].weight.device
+    if heads := _heads(module):
+        weight: Tensor = heads[0].weight
+        return weight.device
     layer = module.consumers.group.members[0] if isinstance(module, Producer) else module
     return layer.get_parameter("weight").device
 
@@ -196,6 +216,14 @@ def _projections(module: FusedGatedMlp | FusedFeedForward) -> tuple[nn.Linear, F
     assert isinstance(first, nn.Linear)
     assert isinstance(down, Fp8Linear)
     return first, down
+
+
+def _heads(module: nn.Module) -> list[Any]:
+    """Give the layers that make queries, keys and values of an attention; none of other modules."""
+    rotates = isinstance(vars(module).get("forward"), RotaryForward)
+    found = [module._modules.get(f"{name}_proj") for name in "qkv"]
+    known = rotates and type(getattr(module, "head_dim", None)) is int and None not in found
+    return found if known else []
 
 
 def _layer_kind(layer: Fp8Linear) -> tuple[object, ...]:
@@ -228,6 +256,8 @@ def _run(module: nn.Module, lead: tuple[int, int]) -> None:
     """Run a module on an input ``[*lead, K]``."""
     if isinstance(module, FusedGatedMlp | FusedFeedForward):
         module(_input(_projections(module)[0], lead))
+    elif heads := _heads(module):
+        _run_rotary(module, heads, lead)
     elif (own := own_forward(module)) is not None:
         weight = module.get_parameter("weight")
         x = torch.randn(*lead, weight.shape[-1], device=weight.device, dtype=weight.dtype)
@@ -247,6 +277,21 @@ def _run(module: nn.Module, lead: tuple[int, int]) -> None:
                 module.shared(member, x)
         else:
             module.compute(x)
+
+
+def _run_rotary(module: nn.Module, layers: Sequence[Any], lead: tuple[int, int]) -> None:
+    """Rotate heads in the strides of their products, with the same angles for all, and with own."""
+    attention: Any = module
+    x, width = _input(layers[0], lead), attention.head_dim
+    results = [layer(x).unflatten(-1, (-1, width)) for layer in layers]
+    for i, name in enumerate(("q_norm", "k_norm")):
+        norm = module._modules.get(name)
+        if norm is not None and norm.get_parameter("weight").shape == (width,):
+            results[i] = norm(results[i])
+    q, k, _ = (heads.transpose(1, 2) for heads in results)
+    for rows in {1, lead[0]}:
+        angles = x.new_zeros(2, rows, lead[1], width)
+        attention.forward.rotate(q, k, *angles)
 
 
 def _produced(module: Producer, x: Tensor) -> Iterator[Tensor]:

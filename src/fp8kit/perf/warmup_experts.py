@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ _CONFIG_NAMES = ("num_experts_per_tok", "top_k_experts")
 _OPTIONS = ("router_weight_on_input", "batch_invariant", "shared")
 
 
-def run_experts(model: nn.Module, m: Sequence[int]) -> int:
-    """Run the experts of a model, and return how many distinct calls were made."""
-    done, calls = set[object](), 0
+def calls_of_experts(model: nn.Module, m: Sequence[int]) -> Iterator[Callable[[], None]]:
+    """Give a call for every distinct layer of experts and number of tokens."""
+    done = set[object]()
     for _, module, taken in experts_of(model):
         for top_k in taken:
             kind = (*_kind(module), top_k)
@@ -33,13 +33,11 @@ def run_experts(model: nn.Module, m: Sequence[int]) -> int:
             takes = pairs_of_a_token(module, top_k)
             counts = (count for tokens in m for count in expert_counts(module, takes, tokens))
             for tokens in dict.fromkeys(counts):
-                _run(module, tokens, top_k)
-                calls += 1
-    return calls
+                yield functools.partial(_run, module, tokens, top_k)
 
 
 def record_experts(model: nn.Module, m: Sequence[int]) -> None:
-    """Run every layer of experts twice, arguments as of ``run_experts``: the second call records.
+    """Run every layer of experts twice: the second call records.
 
     Routers give weights in ``float32`` or in the dtype of the model.
     """

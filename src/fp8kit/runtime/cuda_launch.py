@@ -17,7 +17,7 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
-from fp8kit.runtime import nvrtc
+from fp8kit.runtime import compile_ahead, nvrtc
 from fp8kit.runtime.launch_recording import is_recording, record_launch
 from fp8kit.runtime.nvrtc import checked
 
@@ -98,30 +98,56 @@ class Kernel(Function):
         device: torch.device,
         cooperative: bool = False,
     ) -> None:
-        with torch.cuda.device(device):
-            _bind(device.index)
-            major, minor = torch.cuda.get_device_capability(device)
+        index = device.index
+        super().__init__(None, block, cluster, shared_bytes, index, cooperative=cooperative)
+        self.name, self._source = name, source
+        self._lock = threading.RLock()
+        kernels = compile_ahead.noted()
+        if kernels is None:
+            self.load()
+        else:
+            kernels.append(self)
+
+    def load(self) -> None:
+        """Compile it and load it onto its device, unless that is done."""
+        with self._lock:
+            if self.handle is None:
+                self._load()
+
+    def _load(self) -> None:
+        with torch.cuda.device(self.device):
+            _bind(self.device)
+            major, minor = torch.cuda.get_device_capability(self.device)
             suffix = "a" if major >= 9 else ""
-            image = nvrtc.cubin(source, f"sm_{major}{minor}{suffix}")
+            image = nvrtc.cubin(self._source, f"sm_{major}{minor}{suffix}")
             module = checked(driver.cuModuleLoadData(image))
-            function = checked(driver.cuModuleGetFunction(module, name.encode()))
-            checked(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED, shared_bytes))
+            function = checked(driver.cuModuleGetFunction(module, self.name.encode()))
+            checked(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED, self._shared_bytes))
             # an SM with another size of shared memory must run empty before the next kernel starts
             checked(driver.cuFuncSetAttribute(function, _CARVEOUT, 100))
-        sizes = (block, cluster, shared_bytes)
-        super().__init__(function, *sizes, device.index, cooperative=cooperative)
-        self.name = name
         self._configs = {overlap: self.config(overlap) for overlap in (False, True)}
-        self._lock = threading.Lock()
+        self.handle = function
 
     @functools.cached_property
-    def most_blocks(self) -> int:
-        """How many blocks can run at the same time, in whole clusters."""
+    def _most_blocks(self) -> int:
         config = self.config(overlap=False)
         config.gridDimX = max(self._cluster, 1)
         with torch.cuda.device(self.device):
             clusters = checked(driver.cuOccupancyMaxActiveClusters(self.handle, config))
         return int(clusters) * max(self._cluster, 1)
+
+    @property
+    def most_blocks(self) -> int:
+        """How many blocks can run at the same time, in whole clusters."""
+        return self._most_blocks if self._runs() else max(self._cluster, 1)
+
+    def _runs(self) -> bool:
+        """Return whether launches are wanted of this thread; then it is loaded."""
+        if compile_ahead.noted() is not None:
+            return False
+        if self.handle is None:  # another thread notes kernels
+            self.load()
+        return True
 
     def launch(self, blocks: int, arguments: Sequence[Any], *, overlap: bool) -> None:
         """Launch on torch's current stream of the current device.
@@ -130,8 +156,10 @@ class Kernel(Function):
         in the order of the kernel's parameters; a value that ``pointer`` made is an address, any
         other is a number. With ``overlap`` it starts before the previous kernel of the stream has
         ended (programmatic dependent launch); the kernel itself waits before it reads that kernel's
-        results.
+        results. Within ``compile_ahead.noting`` nothing is launched.
         """
+        if not self._runs():
+            return
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         parameters = _parameters(arguments)
         config = self._configs[overlap]

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from fp8kit.runtime.compile_ahead import noted
 from fp8kit.runtime.launch_recording import Recording, is_recording, record
 from fp8kit.runtime.weight_hazards import MARK, version
 
@@ -135,7 +136,7 @@ class ReplayCache(dict[Key, Entry]):
         now = guards(watched) if bypasses else None
         if now is None:
             return operator.registered(*arguments)
-        if is_recording() or not _are_told_apart(inputs):
+        if is_recording() or noted() is not None or not _are_told_apart(inputs):
             return operator.body(*arguments)
         at = key(operator, inputs, options)
         entry = self.get(at)

@@ -45,6 +45,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fp8kit.runtime import compile_ahead
+
 UNCOUNTED = -1  # version of a tensor whose changes are not counted
 MARK = "_fp8kit_synchronized"  # attribute of a weight: version and address when a launch waited
 _PARTS = "_fp8kit_parts"  # attribute of a joined weight
@@ -72,8 +74,11 @@ def safe_to_prefetch(weight: Tensor) -> bool:
 def mark_synchronized(weight: Tensor) -> None:
     """Note that a launch reads this weight: the first one, without overlap, synchronizes with it.
 
-    A change that torch counts, or another address, ends the mark.
+    A change that torch counts, or another address, ends the mark. A launch that is only noted
+    leaves none.
     """
+    if compile_ahead.noted() is not None:
+        return
     for part in getattr(weight, _PARTS, (weight,)):
         count = version(part)
         if count != UNCOUNTED:

@@ -1,0 +1,59 @@
+"""Compile CUDA kernels side by side, before they run.
+
+A compiler takes seconds for one kernel, on one core, and a model of experts has dozens. What needs
+kernels is run once while they are only noted: nothing is launched. Then threads compile them all.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol
+
+_local = threading.local()
+
+
+class Compilable(Protocol):
+    """A kernel that has its source."""
+
+    def load(self) -> None:
+        """Compile it, unless that is done."""
+
+
+def noted() -> list[Compilable] | None:
+    """Return the kernels that this thread notes instead of launching them; ``None`` if it runs."""
+    found: list[Compilable] | None = getattr(_local, "kernels", None)
+    return found
+
+
+@contextmanager
+def noting() -> Iterator[None]:
+    """Note kernels instead of launching them, and compile them at the end.
+
+    Results inside are of no use. Raises ``RuntimeError`` if a source does not compile.
+    """
+    kernels: list[Compilable] = []
+    with _state(kernels):
+        yield
+    if kernels:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(lambda kernel: kernel.load(), kernels))
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Launch kernels inside, also within ``noting``: for what decides by their results."""
+    with _state(None):
+        yield
+
+
+@contextmanager
+def _state(kernels: list[Compilable] | None) -> Iterator[None]:
+    before, _local.kernels = noted(), kernels
+    try:
+        yield
+    finally:
+        _local.kernels = before
