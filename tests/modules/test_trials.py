@@ -78,14 +78,19 @@ def test_what_cannot_be_copied_is_said(value: Any) -> None:
 
 def test_seeds_and_defaults_stay_those_of_the_caller() -> None:
     state, other = torch.get_rng_state(), random.getstate()
+    threads = torch.get_num_threads()
     torch.set_default_dtype(torch.float16)
+    torch.set_num_threads(3)
     try:
         with torch.device("meta"), torch.autocast("cpu"), on_trial():
             y = torch.rand(2, 2) @ torch.rand(2, 2)
             random.random()
             assert (y.dtype, y.device.type) == (torch.float32, "cpu")
+            assert torch.get_num_threads() == 1
         assert torch.get_default_dtype() == torch.float16
+        assert torch.get_num_threads() == 3
     finally:
+        torch.set_num_threads(threads)
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == other

@@ -45,8 +45,12 @@ class _Bounded(TorchFunctionMode):
 
 @contextmanager
 def on_trial() -> Iterator[None]:
-    """Compute in fp32 on the CPU, whatever a caller has made the defaults, who keeps the seeds."""
-    dtype, state = torch.get_default_dtype(), random.getstate()
+    """Compute in fp32 on the CPU, whatever a caller has made the defaults, who keeps the seeds.
+
+    In one thread: numbers are few, and where every process of a machine converts a model, their
+    threads would wait for each other's cores.
+    """
+    dtype, state, threads = torch.get_default_dtype(), random.getstate(), torch.get_num_threads()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     # a default device slows every call down, so that none is set where none is needed
     here = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
@@ -58,9 +62,11 @@ def on_trial() -> Iterator[None]:
         here,
     ):
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(1)
         try:
             yield
         finally:
+            torch.set_num_threads(threads)
             torch.set_default_dtype(dtype)
             random.setstate(state)
 
