@@ -21,7 +21,8 @@ _AGAIN = "Correct it, or export the model again."
 _CONFIG = "The quantization config"
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 _SINGLE_EXPERT = re.compile(r"\bexperts\.\d+\.")
-_MERGED = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",)}
+# merged layers of which engines ask by name, and the layers in files that they are made of
+_ASKED_FOR = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",)}
 _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 
 
@@ -196,7 +197,7 @@ def listed(names: Iterable[str]) -> set[str]:
     some, such as those in the vision tower of GLM-4V, for the merged layer itself. The result has
     these names, the output head, and the merged layers all of whose parts are among them.
     """
-    return with_merged({"lm_head", *names}, _MERGED)
+    return with_merged({"lm_head", *names}, _ASKED_FOR)
 
 
 def with_merged(names: Iterable[str], layers: Mapping[str, tuple[str, ...]]) -> set[str]:
