@@ -23,8 +23,6 @@ from fp8kit.checkpoint.storage.headers import printable
 from fp8kit.cli.measure import bench, evaluate, tune
 from fp8kit.cli.options import byte_count as _byte_count
 from fp8kit.cli.options import json_option as _json
-from fp8kit.cli.options import known_device as _known_device
-from fp8kit.cli.options import known_devices as _known_devices
 from fp8kit.cli.options import path_of as _path
 from fp8kit.cli.options import print_result as _print
 from fp8kit.cli.options import row_counts as _row_counts
@@ -104,7 +102,6 @@ _device = click.option(
     "--device",
     default=lambda: "cuda" if torch.cuda.is_available() else "cpu",
     show_default="cuda, or cpu without a GPU",
-    callback=_known_device,
     help="Where to run: cpu, cuda or cuda:N.",
 )
 _source = click.argument("source", type=click.Path(), callback=_path)
@@ -134,7 +131,6 @@ main.add_command(evaluate)
     multiple=True,
     default=("cpu",),
     show_default=True,
-    callback=_known_devices,
     help="Where to run: cpu, cuda:N, or cuda for every GPU; may be repeated.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Threads per device.")

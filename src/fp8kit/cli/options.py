@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import click
-import torch
 
 from fp8kit.errors import as_path
+from fp8kit.io.arguments import as_device
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
@@ -19,33 +19,10 @@ def path_of(_: click.Context, parameter: click.Parameter, text: str | None) -> P
     return None if text is None else as_path(text, (parameter.name or "").upper())
 
 
-def known_device(context: click.Context, _: click.Parameter, name: str) -> str:
-    """Refuse a device that torch does not know or this machine does not have."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise click.BadParameter(f"{name!r} is no device; use cpu, cuda or cuda:N.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise click.BadParameter(f"{name!r}: fp8kit runs on cpu, cuda or cuda:N.")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if not count:
-            why = "" if torch.version.cuda else f", and torch {torch.__version__} is built without"
-            other = "" if context.command.name == "tune" else ", or name --device cpu"
-            raise click.BadParameter(
-                f"{name!r}: there is no CUDA device here{why}. Run this on the machine with the "
-                f"GPU{other}."
-            )
-        if (device.index or 0) >= count:
-            raise click.BadParameter(f"{name!r}: this machine has {count}, from cuda:0 on.")
+def known_device(_: click.Context, __: click.Parameter, name: str) -> str:
+    """Refuse a device that is not here."""
+    as_device(name)
     return name
-
-
-def known_devices(
-    context: click.Context, parameter: click.Parameter, names: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Check each device as ``known_device`` does."""
-    return tuple(known_device(context, parameter, name) for name in names)
 
 
 def byte_count(_: click.Context, __: click.Parameter, text: str) -> int:
