@@ -129,16 +129,16 @@ class Checkpoint:
 
     def _raw(self, name: str) -> Tensor:
         info = self.tensors[name]
-        if isinstance(info, nvfp4.Part):
+        if isinstance(info, nvfp4.ConvertedPart):
             return self._from_nvfp4(info)
-        if isinstance(info, rebased.Part):
+        if isinstance(info, rebased.RestoredCodes):
             return rebased.codes_of(info, lambda part: read_tensor(self.path, part))
         if not info.packed:
             return read_tensor(self.path, info)
         flat = replace(info, dtype=torch.uint8, shape=(info.nbytes,), packed=False)
         return fp4.unpack(read_tensor(self.path, flat), info.shape)
 
-    def _from_nvfp4(self, part: nvfp4.Part) -> Tensor:
+    def _from_nvfp4(self, part: nvfp4.ConvertedPart) -> Tensor:
         """Convert a weight when its codes or its scales are read, and keep the last one."""
         q = self._converted.get(part.layer)
         if q is None:
@@ -239,7 +239,7 @@ def scan(
     tiled = describes_layers(tensors, metadata)
     tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme, tiled)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
-    parts = (info for info in tensors.values() if isinstance(info, nvfp4.Part))
+    parts = (info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart))
     made = {part.layer: part.scheme.weight for part in parts}
     read = interpret(Source(config, kinds, documents, metadata, widths or {}, made))
     return Checkpoint(
