@@ -20,7 +20,7 @@ def as_device(value: object) -> torch.device | None:
     try:
         if isinstance(value, bool):
             raise TypeError("torch takes True for the device 1")
-        found = torch.device(value)  # type: ignore[call-overload]
+        found: torch.device = torch.device(value)  # type: ignore[call-overload]
         count = torch.get_device_module(found).device_count()
     except (RuntimeError, TypeError) as error:
         raise InvalidValue(f"Got device={value!r:.80}.", required, "Pass one of these.") from error
