@@ -175,7 +175,7 @@ def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
 
 
 def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tuple[str, Tensor]:
-    """Return a tensor of ours the name and shape that a dialect writes.
+    """Return a tensor of ours under the name and in the shape that a dialect writes.
 
     The scheme tells a scale of one block or row from one per tensor, which has the same shape.
     """

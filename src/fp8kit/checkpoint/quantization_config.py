@@ -50,7 +50,7 @@ class Announced:
         return self.dialect.render(spec)
 
     def on_disk(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """Return a tensor of the module its name and shape on disk."""
+        """Return a tensor of the module under its name and in its shape on disk."""
         scheme = self.schemes.get(name.rpartition(".")[0], self.main)
         return exporting.on_disk(name, tensor, self.dialect, scheme)
 

@@ -96,7 +96,7 @@ def _selection(command: _F) -> _F:
 
 
 _target = click.option(
-    "--target", default="vllm", show_default=True, help="vllm, sglang or transformers."
+    "--target", default="vllm", show_default=True, help=f"Who loads it: {', '.join(TARGETS)}."
 )
 _device = click.option(
     "--device",
@@ -317,7 +317,7 @@ def plan(
 @_device
 @_json
 def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:
-    """Return which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
+    """Show which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
     model: nn.Module = models.load(models.require_fp8(source), device=device)
     found = [fp8kit.explain(model, m) for m in rows]
     if as_json:

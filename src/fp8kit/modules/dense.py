@@ -76,7 +76,7 @@ def linear_at(model: nn.Module, name: str) -> nn.Linear:
 
 
 def no_linear(module: object) -> TypeError:
-    """Return what to do with something that is no ``nn.Linear``."""
+    """Return the error for something that is no ``nn.Linear``."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     whole = isinstance(module, nn.Module) and not is_linear(module)
     return InvalidType(

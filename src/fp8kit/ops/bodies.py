@@ -163,7 +163,7 @@ def quantize_rows(
 
 
 def reshaped(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a product that nobody else holds another shape, and let callers change it in place.
+    """Give a product that nobody else holds another shape, and let callers change it in place.
 
     Autograd refuses in-place changes of views made where it does not look, as in an operator.
     """

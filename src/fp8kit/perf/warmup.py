@@ -151,7 +151,7 @@ def _row_counts(module: nn.Module, rows: int) -> list[int]:
 
 
 def _kind(module: nn.Module) -> object:
-    """Return equal keys to modules whose kernels are the same, ``None`` to what runs no FP8."""
+    """Return a key equal for modules of the same kernels, ``None`` for what runs no FP8."""
     if isinstance(module, Fp8Linear):
         alone = _layer_kind(module)
         if isinstance(module.shared, SharedInput):

@@ -171,7 +171,7 @@ class Dialect:
 
 
 def refused(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointError:
-    """Return that a dialect cannot hold what it was asked to; ``holds`` says what it can."""
+    """Return the error of a dialect that cannot hold a scheme; ``holds`` says what it can."""
     others = " and others" if spec.others else ""
     return CheckpointError(
         f"Got scheme {spec.scheme}{others} to write as {dialect}.", holds, remedy
@@ -254,7 +254,7 @@ def quantization_config(config: JsonObject) -> JsonObject | None:
 def broken(
     key: str, found: object, wanted: str, remedy: str = _AGAIN, *, file: str = _CONFIG
 ) -> CheckpointError:
-    """Return that an entry of a config is ``found`` where only ``wanted`` could be honoured."""
+    """Return the error of a config with an entry ``found`` where only ``wanted`` is honoured."""
     shown = repr(found)
     return CheckpointError(
         f"{file} has {key} = {shown if len(shown) < 300 else shown[:300] + '...'}.",

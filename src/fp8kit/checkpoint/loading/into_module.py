@@ -63,7 +63,7 @@ class Filled:
     read: Mapping[str, str] = field(default_factory=dict)
 
     def notes(self, source: str) -> list[str]:
-        """Return it in sentences about ``source``, which was loaded."""
+        """Say it in sentences about ``source``, which was loaded."""
         found = []
         if self.unused:
             found.append(
