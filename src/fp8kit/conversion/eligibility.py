@@ -231,7 +231,7 @@ def _held_in_parts(model: nn.Module) -> dict[nn.Module, str]:
 def _parts_of_layers(
     value: Any, owners: Mapping[int, nn.Module], depth: int = 3
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Give each layer that a value holds something of, with what; to a depth: a list may hold itself."""
+    """Give each layer that a value holds something of, with what; a list may hold itself."""
     if isinstance(value, weakref.ProxyTypes):
         value = value.__repr__.__self__  # what it stands for
     owner: Any = value.__self__ if isinstance(value, types.MethodType) else None

@@ -158,7 +158,7 @@ def _everywhere(tokens: int, experts: int, random: torch.Generator) -> Tensor:
 
 
 def _odd(ids: Tensor, experts: int, told: bool) -> dict[str, Tensor]:
-    """Return routes that few models take, by what they show; fewer for classes that were told of."""
+    """Return routes that few models take, by what they show; fewer where ``told`` of the class."""
     some = torch.arange(len(ids)).unsqueeze(1) % 3 == 0
     one, other = torch.full_like(ids[:, :1], experts // 2), ids[:, :1]
     other = other.where(other != one, 0)

@@ -136,7 +136,7 @@ def _in_experts(stack: str) -> bool:
 def _names_of_numbers(
     model: Any, numbers: dict[str, Tensor]
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """Name the tensor that each number became alone, and the one that begins with it among several."""
+    """Name the tensor that each number became alone, and that which several of them became."""
     alone: dict[int, str] = {}
     several: dict[int, str] = {}
     for name, tensor in revert_weight_conversion(model, numbers).items():

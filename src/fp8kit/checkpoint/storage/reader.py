@@ -287,7 +287,7 @@ def _text(path: Path, info: TensorInfo) -> str:
 
 
 def _placed(problem: str, tensors: Mapping[str, TensorInfo]) -> str:
-    """Begin a problem with the file of the tensor that it names, or of what a missing one is beside."""
+    """Begin a problem with the file of the tensor that it names, or of one beside it."""
     problem = printable(problem)
     words = [word.rstrip(".,;:") for word in problem.split()]
     words += [f"{word.rpartition('.')[0]}.weight" for word in words]
