@@ -23,6 +23,7 @@ AS_CONV1D = (
     "held as [K, N] by Conv1D of Transformers, as which no engine loads FP8; fp8kit.convert takes "
     "it once the model is loaded"
 )
+_WRAPPED = ".base_layer"  # where PEFT puts a layer that has an adapter
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
@@ -159,6 +160,17 @@ def dense_linears(model: nn.Module) -> list[str]:
     """List the names of the linear layers that are not FP8."""
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     return [n for n, m in linears if not isinstance(m, Fp8Linear)]
+
+
+def refuse_adapters(layers: Iterable[str], remedy: str) -> None:
+    """Refuse to save layers of these names if PEFT has put adapters around them."""
+    wrapped = [n.removesuffix(_WRAPPED) for n in layers if n.endswith(_WRAPPED)]
+    if wrapped:
+        raise CheckpointError(
+            f"Adapters are attached to {some_of(wrapped)}.",
+            "A checkpoint of the base model has the base layers alone.",
+            remedy,
+        )
 
 
 def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import METHOD, plain, scheme_of_plain, schemes_of
-from fp8kit.checkpoint.exporting import refuse_transposed
+from fp8kit.checkpoint.exporting import refuse_adapters, refuse_transposed
 from fp8kit.checkpoint.loading.into_module import plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite, not_finite
 from fp8kit.conversion import fusion, siblings
@@ -272,13 +272,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         Raises ``CheckpointError`` if the model has adapters, or layers that no loader reads.
         """
         layers = _layers(self.model)
-        wrapped = [n.removesuffix(".base_layer") for n in layers if n.endswith(".base_layer")]
-        if wrapped:
-            raise CheckpointError(
-                f"Adapters are attached to {some_of(wrapped)}.",
-                "A saved model has the base layers alone.",
-                "Save what peft.get_peft_model_state_dict(model) gives, then unload_lora.",
-            )
+        remedy = "Save what peft.get_peft_model_state_dict(model) gives, then unload_lora."
+        refuse_adapters(layers, remedy)
         refuse_transposed(layers)
         _forget(self.model)
         if layers:
