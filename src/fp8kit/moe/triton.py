@@ -50,10 +50,7 @@ _MOST_ROWS = 64  # of a tile: gathered rows, and two sums, take the registers of
 _STAGES = 4
 _RESERVED = 4096  # bytes of shared memory that the ring cannot have
 _SUMMED = 512
-_SHARED = (
-    "W_KIND", "X_KIND", "W_ROWS", "W_COLS", "X_ROWS", "X_COLS", "W_FORMAT", "X_FORMAT", "DTYPE",
-    "NATIVE", "FAST", "BLOCK_M", "BLOCK_N", "BLOCK_K", "EVEN_K",
-)  # fmt: skip
+_SHARED = ("FORM", "BLOCK_M", "BLOCK_N", "BLOCK_K")
 
 
 class Launch(NamedTuple):
