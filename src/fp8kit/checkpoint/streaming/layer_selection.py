@@ -138,7 +138,10 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     for name, info in kept.items():
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and layer in layers and len(info.shape) == 2:
-            if _decide(choice, layer, layers[layer], Matrix.of(info), recipe, layer in merged):
+            matrix = Matrix.of(info)
+            reason, warning = _reason(layer, layers[layer], matrix, recipe, layer in merged)
+            _add(choice, layer, matrix, recipe.resolved, reason, warning)
+            if not reason:
                 continue
             choice.ignore.append(layer)
         elif (experts := stack_of(name)) is not None and len(info.shape) == 3:
@@ -197,20 +200,6 @@ def _reason(
         own = patterns.size_obstacle((matrix.rows, matrix.cols))
     reason = layer.obstacle or own
     return reason, bool(reason)
-
-
-def _decide(
-    choice: Selection,
-    name: str,
-    layer: KnownLayer,
-    matrix: Matrix,
-    recipe: Recipe,
-    merged: bool = False,
-) -> bool:
-    """Record the decision about one layer; say whether it becomes FP8."""
-    reason, warning = _reason(name, layer, matrix, recipe, merged)
-    _add(choice, name, matrix, recipe.resolved, reason, warning)
-    return not reason
 
 
 def _decide_stack(
