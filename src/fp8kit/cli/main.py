@@ -7,10 +7,9 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import torch
@@ -26,6 +25,8 @@ from fp8kit.cli.options import json_option as _json
 from fp8kit.cli.options import path_of as _path
 from fp8kit.cli.options import print_result as _print
 from fp8kit.cli.options import row_counts as _row_counts
+from fp8kit.cli.options import rows_option as _rows
+from fp8kit.cli.options import together as _together
 from fp8kit.conversion import slower_layers
 from fp8kit.formats import SCHEMES
 from fp8kit.io import checkpoints, models, translation
@@ -33,7 +34,6 @@ from fp8kit.io.translation import UNFIT
 from fp8kit.runtime.settings import DISABLED_BACKENDS
 
 _EXPECTED = (ValueError, TypeError, OSError, ImportError, fp8kit.UnsupportedError)
-_F = TypeVar("_F", bound=Callable[..., Any])
 # they warn of their own parts, which no command uses, when Transformers imports them
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 
@@ -74,27 +74,21 @@ def _in_shell_words(text: str) -> str:
     return "".join(c if i % 2 else _ARGUMENT.sub(option, c) for i, c in enumerate(calls))
 
 
-def _selection(command: _F) -> _F:
-    options = (
-        click.option(
-            "--scheme",
-            default="FP8_DYNAMIC",
-            show_default=True,
-            metavar="NAME",
-            help=f"One of {', '.join(SCHEMES)}.",
-        ),
-        click.option("--include", multiple=True, metavar="PATTERN", help="Only these layers."),
-        click.option(
-            "--exclude", multiple=True, metavar="PATTERN", help="Not these, beside the defaults."
-        ),
-        click.option("--no-default-exclude", is_flag=True, help="Switch the safe defaults off."),
-        click.option("--strict", is_flag=True, help="Fail if a layer cannot be converted."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
+_selection = _together(
+    click.option(
+        "--scheme",
+        default="FP8_DYNAMIC",
+        show_default=True,
+        metavar="NAME",
+        help=f"One of {', '.join(SCHEMES)}.",
+    ),
+    click.option("--include", multiple=True, metavar="PATTERN", help="Only these layers."),
+    click.option(
+        "--exclude", multiple=True, metavar="PATTERN", help="Not these, beside the defaults."
+    ),
+    click.option("--no-default-exclude", is_flag=True, help="Switch the safe defaults off."),
+    click.option("--strict", is_flag=True, help="Fail if a layer cannot be converted."),
+)
 _target = click.option(
     "--target", default="vllm", show_default=True, help=f"Who loads it: {', '.join(TARGETS)}."
 )
@@ -306,14 +300,7 @@ def plan(
 
 @main.command()
 @_source
-@click.option(
-    "-m",
-    "--rows",
-    default="16",
-    show_default=True,
-    callback=_row_counts,
-    help="Tokens in a call, separated by commas.",
-)
+@_rows("16")
 @_device
 @_json
 def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 from fp8kit.errors import as_path
 from fp8kit.io.arguments import as_device
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
@@ -46,6 +51,19 @@ def row_counts(_: click.Context, __: click.Parameter, text: str | None) -> list[
     if rows is not None and min(rows) < 1:
         raise click.BadParameter(f"{text!r}: row counts are positive.")
     return rows
+
+
+def rows_option(default: str) -> Callable[[_F], _F]:
+    """Return the option ``-m``: row counts to look at, separated by commas."""
+    said = "Tokens in a call, separated by commas."
+    return click.option(
+        "-m", "--rows", default=default, show_default=True, callback=row_counts, help=said
+    )
+
+
+def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
+    """Return one decorator for several, which stand in the help in this order."""
+    return lambda command: functools.reduce(lambda c, option: option(c), options[::-1], command)
 
 
 def print_result(content: object, as_json: bool) -> None:
