@@ -194,6 +194,7 @@ def _activated(y, limit, alpha, ACT: tl.constexpr, LIMITED: tl.constexpr):
     elif ACT == "silu":
         return over_one_plus_exp2(y, y * (-_LOG2_E * alpha))
     else:
+        tl.static_assert(ACT == "gelu" or ACT == "gelu_tanh", "no such activation")
         return activate(y, ACT)
 
 
