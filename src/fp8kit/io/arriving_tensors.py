@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.loading.expected import Layers
 from fp8kit.checkpoint.loading.placement import Placement
-from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue
-from fp8kit.formats import Scheme
+from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
 from fp8kit.modules.libraries import bare
 

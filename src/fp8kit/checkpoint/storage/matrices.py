@@ -11,11 +11,11 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.checkpoint.storage.directory import bytes_of
 from fp8kit.checkpoint.storage.reader import TensorInfo
 from fp8kit.errors import CheckpointError
+from fp8kit.formats import FLOATS
 
 _STACK = re.compile(
     r"(?P<experts>(?:.*\.)?experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$"

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
 from fp8kit.checkpoint.dialects.comfyui import ENTRY, METADATA, describes_layers
 from fp8kit.checkpoint.schema import decoding
-from fp8kit.checkpoint.schema.layers import FLOATS, Layer
+from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name
 from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
 from fp8kit.checkpoint.storage import fp4, nvfp4, rebased
@@ -27,7 +27,7 @@ from fp8kit.checkpoint.storage.refusals import check_source, no_weights
 from fp8kit.checkpoint.storage.stacked_scales import sliced
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import QTensor, Scheme
+from fp8kit.formats import FLOATS, QTensor, Scheme
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
 # what says how a checkpoint is quantized, beside config.json

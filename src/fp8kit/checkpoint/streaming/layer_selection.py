@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
-from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.naming import dense_stacks
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
@@ -21,7 +20,7 @@ from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.conversion import patterns
 from fp8kit.conversion.report import Record, Report
 from fp8kit.errors import CheckpointError, ConversionError
-from fp8kit.formats import BLOCK, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import BLOCK, FLOATS, Scheme, scale_dtype, scale_shape
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.[^.]+$")
 _EMBEDDING = re.compile(

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from fp8kit.checkpoint.dialects import JsonObject
-from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.targets import dialect_for
 from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES
 from fp8kit.errors import InvalidValue
-from fp8kit.formats import Scheme
+from fp8kit.formats import FLOATS, Scheme
 
 
 @dataclass(frozen=True, slots=True)
