@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from fp8kit.runtime.launch_recording import Recording, is_recording, record
+from fp8kit.runtime.launch_recording import Recording, is_recording, record, told_apart
 from fp8kit.runtime.weight_hazards import MARK, version
 
 RECORDED_DEVICES = ("cuda",)
@@ -135,7 +135,7 @@ class ReplayCache(dict[Key, Entry]):
         now = guards(watched) if bypasses else None
         if now is None:
             return operator.registered(*arguments)
-        if is_recording() or not _are_told_apart(inputs):
+        if is_recording() or not told_apart(inputs):
             return operator.body(*arguments)
         at = key(operator, inputs, options)
         entry = self.get(at)
@@ -278,8 +278,3 @@ def forget_choices() -> None:
     """End every recording: the choices of dispatch that it was made by may have changed."""
     global generation
     generation += 1
-
-
-def _are_told_apart(inputs: Sequence[Tensor]) -> bool:
-    """Return whether an address tells which input it is of."""
-    return len(inputs) == 1 or len({x.data_ptr() for x in inputs}) == len(inputs)
