@@ -46,7 +46,8 @@ def _formula(module: nn.Module, gated: bool) -> Activation | None:
     gate = own_gate(_copied(module, module._parameters), gated)
     if gate is None:
         return None
-    numbers = sorted({v for v in vars(module).values() if _is_positive(v)})
+    floats = {v for v in vars(module).values() if isinstance(v, float)}
+    numbers = sorted(v for v in floats if 0 < v < math.inf)
     random = torch.Generator().manual_seed(0)
     z = torch.randn(_TOKENS, 2 * _INNER if gated else _INNER, generator=random)
     z *= row_factors(_MAGNITUDES, len(z), each=2)  # limits are tried in every other row
@@ -59,10 +60,6 @@ def _formula(module: nn.Module, gated: bool) -> Activation | None:
         if _close(expected, candidate(z)):
             return candidate
     return None
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, float) and 0 < value < math.inf
 
 
 def _candidates(numbers: list[float], gated: bool) -> Iterator[Activation]:

@@ -235,7 +235,8 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             if target not in found.made:
                 layer = _empty(module, scheme, dtype)
                 found.made.update(dict.fromkeys(names[module], layer))
-    found.groups = _groups(model, found)
+    fp8 = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) or n in found.made]
+    found.groups = conversion_siblings.find_groups(model, fp8)
     return found
 
 
@@ -283,11 +284,6 @@ def _names_of_linears(model: nn.Module) -> dict[nn.Module, list[str]]:
         if isinstance(module, nn.Linear):
             names[module].append(name)
     return names
-
-
-def _groups(model: nn.Module, layers: Layers) -> list[tuple[str, ...]]:
-    found = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) or n in layers.made]
-    return conversion_siblings.find_groups(model, found)
 
 
 def _described(module: nn.Module) -> str:
