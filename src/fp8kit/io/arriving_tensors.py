@@ -75,7 +75,7 @@ def load_weights(
         where = as_device(device)
         load = _UNFINISHED.pop(model, None)
         if load is None:
-            load = _begun(model, _plan_options(scheme, include, exclude, strict), where)
+            load = _begun(model, scheme, include, exclude, strict, where)
         layers, arrivals = load
         for pair in weights.items() if isinstance(weights, Mapping) else weights:
             name, tensor = _checked(pair)
@@ -123,29 +123,24 @@ def _checked(pair: object) -> tuple[str, Tensor]:
     )
 
 
-def _plan_options(
+def _begun(
+    model: nn.Module,
     scheme: Scheme | str | None,
     include: Sequence[str] | None,
     exclude: Sequence[str] | None,
     strict: bool,
-) -> into_module.PlanOptions | None:
+    device: torch.device | None,
+) -> _Load:
+    floats = Counter(p.dtype for p in model.parameters() if p.dtype in FLOATS)
+    high = floats.most_common(1)[0][0] if floats else torch.bfloat16
+    layers = Layers()
     if scheme is not None:
-        return into_module.PlanOptions(scheme, include, exclude, strict)
-    if include is not None or exclude is not None:
+        options = into_module.PlanOptions(scheme, include, exclude, strict)
+        layers = into_module.layers_by_plan(model, options, high)
+    elif include is not None or exclude is not None:
         raise InvalidValue(
             "Got include or exclude without a scheme.",
             "They choose the layers that become FP8.",
             "Pass scheme='FP8_DYNAMIC' too, or leave them out.",
         )
-    return None
-
-
-def _begun(
-    model: nn.Module, plan_options: into_module.PlanOptions | None, device: torch.device | None
-) -> _Load:
-    floats = Counter(p.dtype for p in model.parameters() if p.dtype in FLOATS)
-    high = floats.most_common(1)[0][0] if floats else torch.bfloat16
-    layers = Layers()
-    if plan_options is not None:
-        layers = into_module.layers_by_plan(model, plan_options, high)
     return layers, into_module.begin(model, layers, device=device, high=high, owned=False)
