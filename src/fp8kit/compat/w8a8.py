@@ -73,7 +73,7 @@ def scaled_fp8_quant(
         input: bf16, fp16 or fp32 ``[M, K]``, any strides.
         scale: one number in any shape, or one for each group: static quantization; else the scale
             is found.
-        num_token_padding: the codes have at least so many rows; those beyond M are zero.
+        num_token_padding: the codes have at least this many rows; those beyond M are zero.
         scale_ub: bounds amax from above; ignored with ``scale``, as there.
         use_per_token_if_dynamic: one scale per row instead of one for the tensor.
         output: FP8, of the result's shape: the codes are written there.

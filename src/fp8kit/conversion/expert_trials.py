@@ -23,7 +23,7 @@ DOWN = "down_proj"
 ELSE = "whose forward computes something else"
 _HIDDEN, _INNER = 24, 20  # of the twin, which has as many experts: some may be unlike the others
 _TOKENS, _MOST_EXPERTS = 24, 1024
-_MANY_TOKENS = 384  # for small twins: an expert may take no more than so many
+_MANY_TOKENS = 384  # for small twins: no expert may take more
 # of the rows that are tried: past any bound that a class may set
 _MAGNITUDES = (1.0, 30.0, 1e3, 1e5)
 _CLOSE = 1e-4  # of the largest result; two formulas differ by far more

@@ -32,7 +32,7 @@ from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, UnsupportedError
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.integrations.diffusers_bfl import bundled, is_bundle, parts_of
-from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
+from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, restore_dense
 from fp8kit.modules import mx_forms
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.hooks import become
@@ -338,7 +338,7 @@ def _layers(model: nn.Module) -> dict[str, Fp8Linear]:
 
 
 def _linear(model: nn.Module, name: str) -> Any:
-    """Return the layer that shall become FP8."""
+    """Return the layer that is to become FP8."""
     try:
         found = model.get_submodule(name)
     except AttributeError:

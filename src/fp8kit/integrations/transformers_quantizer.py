@@ -35,7 +35,7 @@ from fp8kit.conversion.report import Report
 from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_saving as saving
-from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
+from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import unlike_linear

@@ -155,7 +155,7 @@ def verify_checkpoint(
 
 
 def high_precision(source: str | Path) -> Checkpoint:
-    """Open a checkpoint that shall be quantized; refuse one that is damaged, or FP8 already."""
+    """Open a checkpoint that is to be quantized; refuse one that is damaged, or FP8 already."""
     checkpoint = open_checkpoint(source)
     if checkpoint.announced_alone:
         raise CheckpointError(checkpoint.announced_alone)

@@ -46,7 +46,7 @@ def save(
         model: a Transformers model or any other module, with ``Fp8Linear`` layers; of what
             ``torch.compile`` or DDP wraps, the model itself is saved.
         destination: directory to make.
-        target: who shall load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; fp8kit reads
+        target: who will load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; fp8kit reads
             them all.
         source: directory whose tokenizer and the like are copied; by default the one a
             Transformers model was loaded from.

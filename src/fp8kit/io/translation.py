@@ -52,7 +52,7 @@ def convert_checkpoint(
     Args:
         source: a directory, or a safetensors file, of any dialect this package reads.
         destination: directory to make.
-        target: who shall load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; by default
+        target: who will load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; by default
             ``"vllm"``, unless a dialect is named.
         dialect: name of the dialect to write, if not the target's own.
         scheme: what MX weights become, e.g. ``"FP8_DYNAMIC"``: they are rebased, which keeps nearly
@@ -80,7 +80,7 @@ def convert_checkpoint(
         >>> convert_checkpoint("modelopt-dir", "dir", target="transformers")
         ['config.json', 'model.safetensors']
     """
-    remedy = "Pass what shall happen to layers that the target cannot load."
+    remedy = "Pass what is to happen to layers that the target cannot load."
     check_choice("unfit", unfit, UNFIT, remedy)
     checkpoint = open_checkpoint(source, scheme=None if scheme is None else Scheme.of(scheme))
     held = _scheme(checkpoint)

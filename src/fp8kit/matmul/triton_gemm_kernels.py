@@ -33,7 +33,7 @@ NONE, FACTOR, GROUPS, MICRO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2),
 class Form(NamedTuple):
     """How operands are read and summed: one constant of every kernel with products.
 
-    A kind is one of the four above; one scale is for so many rows and columns of an operand.
+    A kind is one of the four above; one scale is for ``rows`` times ``cols`` elements.
     Formats are as ``decode`` has them, and ``dtype`` is what codes become, ``None`` if they are
     multiplied as they are. ``even_k`` says that steps divide K, the others are in the module's
     docstring.

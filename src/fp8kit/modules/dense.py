@@ -113,7 +113,7 @@ def extras(linear: nn.Linear) -> list[str]:
 
 
 def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str:
-    """Return how the ``forward`` of a layer differs from that of ``nn.Linear``; empty if it is it.
+    """Return how the ``forward`` of a layer differs from that of ``nn.Linear``; empty if not.
 
     The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
     modes, two sizes and three dtypes, on inputs of one to four dimensions whose rows are zeros,

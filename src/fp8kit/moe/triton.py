@@ -137,7 +137,7 @@ class Product:
     rows: int
 
     def tiles(self, experts: int, rows: int) -> int:
-        """Return how many tiles of so many rows there can be, however rows are distributed."""
+        """Return the most tiles of ``rows`` rows, however rows are distributed."""
         used = min(experts, self.rows)
         return (self.rows - used) // rows + used
 
@@ -163,7 +163,7 @@ def cut_product(dense: MatmulProblem, rows_each: int, device: Device, weights: i
 
 
 def second_product(problem: ExpertsProblem, rows: int) -> Product:
-    """Describe the second product of a layer, of so many pairs."""
+    """Describe the second product of a layer, of ``rows`` pairs."""
     return Product(_second(problem), _rows_each(problem), rows)
 
 

@@ -79,7 +79,7 @@ def warmup(
     if not held or any(codes.is_meta for codes in held):
         raise InvalidValue(
             f"{type(model).__name__} holds {len(held)} FP8 layers, or they are on meta.",
-            "What shall run soon is warmed up where it will run.",
+            "Layers are warmed up where they will run.",
             "Convert or load the model onto its device first.",
         )
     m = check_row_counts(m)

@@ -66,7 +66,7 @@ class Matrix:
         return self.rows * self.row_bytes
 
     def slices(self, rows: int = 1) -> Iterator[tuple[int, int]]:
-        """Cut the rows into ranges of about ``SLICE_BYTES``, of whole groups of so many rows."""
+        """Cut the rows into ranges of about ``SLICE_BYTES``, of whole groups of ``rows`` rows."""
         step = max(1, SLICE_BYTES // max(1, self.row_bytes))
         step = -(-step // rows) * rows
         for first in range(0, self.rows, step):

@@ -20,7 +20,7 @@ class Recipe:
 
     Args:
         scheme: a preset name or a ``Scheme``, none that needs calibration.
-        target: who shall load the result, one of ``TARGETS``.
+        target: who will load the result, one of ``TARGETS``.
         include: patterns, as in ``fp8kit.plan``; they see experts one by one.
         exclude: patterns, as in ``fp8kit.plan``.
         strict: raise if a considered layer cannot be quantized.
