@@ -73,6 +73,26 @@ def specialized(
     return ASTSource(fn=kernel, signature=signature, constexprs=compiled_in, attrs=known)
 
 
+def counts(kernel: Any, patterns: Mapping[str, str]) -> dict[str, int]:
+    """Count what the PTX of a compiled kernel has, by names of patterns, beside ``resources``."""
+    text = kernel.asm["ptx"]
+    found = {name: len(re.findall(pattern, text)) for name, pattern in patterns.items()}
+    return found | resources(kernel.asm["cubin"])
+
+
+def compiled_for(
+    capability: tuple[int, int],
+    source: Any,
+    options: Mapping[str, Any],
+) -> Any:
+    """Compile what ``specialized`` gave for a GPU of a compute capability."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = capability
+    return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
+
+
 def dumped(cubin: bytes, what: str) -> str:
     """Return what ``cuobjdump``, which Triton brings along, says of a device image."""
     import triton

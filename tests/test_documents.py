@@ -108,7 +108,7 @@ def _call(arguments: list[str], line: str, here: bool) -> None:
     if here:
         assert result.exit_code == 0, f"{line}\n{result.output}"
     else:  # all that stops it is the machine: its options are known and have values that fit
-        assert "there is no CUDA device here" in result.output, f"{line}\n{result.output}"
+        assert "finds 0 cuda devices here" in result.output, f"{line}\n{result.output}"
 
 
 class MyModel(nn.Module):

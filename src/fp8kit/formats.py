@@ -55,6 +55,7 @@ class GroupShape:
         return _GROUP_NAMES.get(self, f"{self.rows}x{self.cols}")
 
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # what FP8 is made from
 TENSOR = GroupShape(-1, -1)
 ROW = GroupShape(1, -1)
 GROUP128 = GroupShape(1, 128)

@@ -80,8 +80,8 @@ def test_quantize_refuses_an_existing_destination(quantized: Path) -> None:
         (("--exclude", "*.nothing"), "matches no linear layer"),
         (("--no-default-exclude", "--exclude", "*.o_proj"), "contradict each other"),
         (("--exclude", "*.o_proj,*.q_proj"), "Give each pattern by itself"),
-        (("--device", "mps"), "runs on cpu, cuda or cuda:N"),
-        (("--device", "meta"), "runs on cpu, cuda or cuda:N"),
+        (("--device", "xpu:9"), "xpu devices here"),
+        (("--device", "meta"), "Got --device meta. It is one that"),
     ],
 )
 def test_quantize_refuses_bad_options(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_quantize_takes_a_size_of_files(text: str, count: int, tmp_path: Path) -
         (("--max-shard-size", "1.2.3GB"), "is no size"),
         (("--dtype", "int8"), "bfloat16"),
         (("--workers", "0"), "0 is not in the range"),
-        (("--device", "cpu", "--device", "tpu"), "'tpu' is no device"),
+        (("--device", "cpu", "--device", "tpu"), "Got --device tpu. It is one that"),
         (("--scheme", "FP8"), "needs calibration data"),
     ],
 )
@@ -396,11 +396,9 @@ def test_tune_needs_a_gpu(faked_cuda: Callable[..., None]) -> None:
     assert "'cpu' has no backends to choose among. Run this on the machine with the GPU" in said
     faked_cuda(0)
     said = failure(run("tune", "--shapes", "64x64"))
-    assert "there is no CUDA device here" in said
-    assert ("is built without" in said) == (torch.version.cuda is None)
-    assert "Run this on the machine with the GPU." in said
-    said = failure(run("bench", "--shapes", "64x64"))
-    assert "Run this on the machine with the GPU, or name --device cpu." in said
+    assert f"Got --device cuda, and torch {torch.__version__} finds 0 cuda devices here" in said
+    assert "run this where the GPU is" in said
+    assert failure(run("bench", "--shapes", "64x64")) == said
 
 
 CASE = Case("row*row", "precise", 16, 64, 128)
@@ -454,8 +452,8 @@ def test_tune_measures_joined_siblings_of_few_rows(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--device", "cuda:7", "--shapes", "64x64"), "this machine has 1, from cuda:0 on"),
-        (("--device", "gpu"), "is no device"),
+        (("--device", "cuda:7", "--shapes", "64x64"), "finds 1 cuda devices here"),
+        (("--device", "gpu"), "Got --device gpu."),
         (("--shipped-shapes", "--shapes", "64x64", "-m", "1"), "leave out shapes, rows"),
         (("--shipped-shapes", "--accum", "fast"), "leave out accum"),
     ],

@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fp8kit
 from fp8kit.conversion.eligibility import Eligibility
-from fp8kit.integrations.found import restore_dense
+from fp8kit.integrations.quantizer_of_layers import restore_dense
 from numerics import relative_error
 
 IDS = torch.arange(32).view(2, 16)

@@ -16,7 +16,9 @@ from fp8kit.errors import InvalidType, InvalidValue
 ABSENT = "cuda:99"
 
 
-@pytest.mark.parametrize("device", [ABSENT, "meta", "gpu", True, 99, [1], torch.device(ABSENT)])
+@pytest.mark.parametrize(
+    "device", [ABSENT, "meta", "gpu", "hpu", "xpu:9", True, 99, [1], torch.device(ABSENT)]
+)
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path, device: Any) -> None:
     with pytest.raises(InvalidValue, match=r"Got device=.*one that this machine has and that hol"):
         fp8kit.load(tmp_path / "nowhere", device=device)

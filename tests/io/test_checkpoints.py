@@ -676,7 +676,10 @@ def test_the_source_is_no_destination(nano: Path) -> None:
         stream(nano, nano, overwrite=True)
 
 
-def test_workers() -> None:
+def test_workers(faked_cuda: Callable[..., None]) -> None:
+    with pytest.raises(ValueError, match="finds 0 cuda devices here"):
+        workers_on(["cpu", "cuda:1"], 2)
+    faked_cuda(2)
     assert (
         workers_on(["cpu", "cuda:1"], 2)
         == [torch.device("cpu")] * 2 + [torch.device("cuda", 1)] * 2

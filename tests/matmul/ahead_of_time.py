@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
+from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 
-from ahead import resources, specialized
+from ahead import compiled_for, counts, specialized
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, GroupShape, scale_dtype, scale_shape
 from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.problem import MatmulProblem
@@ -61,14 +59,13 @@ def main() -> None:
     """Print one JSON object: variant to counts."""
     found = {}
     for device, pair, m, option in VARIANTS:
-        found[f"{device} {pair} {m} {option}".strip()] = counts(device, PAIRS[pair], m, option)
+        kernel = compiled(device, PAIRS[pair], m, option)
+        found[f"{device} {pair} {m} {option}".strip()] = counts(kernel, COUNTED)
     sys.stdout.write(json.dumps(found) + "\n")
 
 
-def counts(
-    device: str, groups: tuple[GroupShape | None, GroupShape], m: int, option: str
-) -> dict[str, int]:
-    """Compile one variant and count its instructions."""
+def compiled(device: str, groups: tuple[GroupShape | None, GroupShape], m: int, option: str) -> Any:
+    """Compile one variant."""
     n, k = 4096, 4096
     capability, limits = DEVICES[device]
     w = torch.empty(n, k, dtype=E4M3, device="meta")
@@ -84,16 +81,9 @@ def counts(
     tile = triton_gemm.choose_tile(problem, limits)
     y = torch.empty(0, dtype=torch.float32 if tile.splits > 1 else torch.bfloat16)
     arguments = triton_gemm.product_arguments((w, x, *scales, None, y), problem)
-    kernel = triton.compile(
-        specialized(
-            product_kernel, arguments, triton_gemm.product_constants(problem, tile), free=("M",)
-        ),
-        target=GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
-        options=triton_gemm.launch_options(problem, tile),
-    )
-    text = kernel.asm["ptx"]
-    found = {name: len(re.findall(p, text)) for name, p in COUNTED.items()}
-    return found | resources(kernel.asm["cubin"])
+    constants = triton_gemm.product_constants(problem, tile)
+    source = specialized(product_kernel, arguments, constants, free=("M",))
+    return compiled_for(capability, source, triton_gemm.launch_options(problem, tile))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import fp8kit
 from fp8kit.conversion.fusible_modules import make_plain, recognize_norm
 from fp8kit.conversion.fusion import fuse_producers
-from fp8kit.integrations.found import restore_dense
+from fp8kit.integrations.quantizer_of_layers import restore_dense
 from fp8kit.modules import fused_producers
 from fp8kit.modules.plain_norm import NormForward
 from numerics import assert_bits_equal, relative_error

@@ -18,7 +18,7 @@ import fp8kit
 import recorded_calls
 import tiny_experts
 from fp8kit.conversion.routers import recognize_router
-from fp8kit.integrations.found import restore_dense
+from fp8kit.integrations.quantizer_of_layers import restore_dense
 from fp8kit.modules.fused_router import RouterForward
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
-from fp8kit.integrations.found import restore_dense
+from fp8kit.integrations.quantizer_of_layers import restore_dense
 from numerics import relative_error
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 
-from ahead import resources, specialized
+from ahead import compiled_for, counts, specialized
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, scale_dtype, scale_shape, stack_scale_shape
 from fp8kit.matmul.triton_gemm import Device
 from fp8kit.moe import triton as moe
@@ -57,7 +53,13 @@ def main() -> None:
     for device, scales, m, activation in VARIANTS:
         for launched in launches(device, scales, m, activation):
             name = launched.kernel.fn.__name__
-            found[f"{device} {scales} {m} {name}"] = counts(device, launched)
+            capability, facts = DEVICES[device]
+            source = specialized(
+                launched.kernel, launched.arguments, launched.constants, free=("TILES",)
+            )
+            kernel = compiled_for(capability, source, launched.options)
+            room = {"room": facts.shared, "shared": kernel.metadata.shared}
+            found[f"{device} {scales} {m} {name}"] = counts(kernel, COUNTED) | room
     sys.stdout.write(json.dumps(found) + "\n")
 
 
@@ -97,21 +99,6 @@ def launches(device: str, scales: str, m: int, activation: Activation) -> list[m
         first,
         moe.product_launch(second, h, operands.w2, pairs.offsets, pairs.order, rows, facts),
     ]
-
-
-def counts(device: str, launched: moe.Launch) -> dict[str, int]:
-    """Compile one launch and count its instructions."""
-    (major, minor), facts = DEVICES[device]
-    options: dict[str, Any] = launched.options
-    kernel = triton.compile(
-        specialized(launched.kernel, launched.arguments, launched.constants, free=("TILES",)),
-        target=GPUTarget("cuda", major * 10 + minor, 32),
-        options=options,
-    )
-    text = kernel.asm["ptx"]
-    found = {name: len(re.findall(p, text)) for name, p in COUNTED.items()}
-    room = {"room": facts.shared, "shared": kernel.metadata.shared}
-    return found | resources(kernel.asm["cubin"]) | room
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,15 @@ def test_a_layer_is_as_far_from_the_dense_one_as_fp8_is(case: str) -> None:
     dense = dense_experts(layer, x.float(), ids, weights)
     lower, upper = EXPERTS_ERROR
     assert lower <= relative_error(compute(layer, x, ids, weights), dense) <= upper
+
+
+def test_triton_refuses_an_activation_that_it_has_no_branch_for() -> None:
+    layer, *given = make("rows")
+    novel = dataclasses.replace(layer.activation)
+    object.__setattr__(novel, "kind", "novel")
+    operands, problem, _ = operators.described(operator_arguments(layer, *given))
+    with pytest.raises(Exception, match="no such activation"):
+        triton.experts(operands, dataclasses.replace(problem, activation=novel))
 
 
 def test_the_check_of_a_layer_can_fail() -> None:

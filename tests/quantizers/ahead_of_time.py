@@ -6,18 +6,15 @@ The launchers run on a CPU; a launch compiles its kernel as it is there instead 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from ahead import dumped, resources
+from ahead import compiled_for, counts, dumped
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape, min_scale
 from fp8kit.fused import triton as fused_triton
 from fp8kit.fused import triton_activations, triton_norms, triton_plain_norm
@@ -61,11 +58,9 @@ def main() -> None:
         JITFunction.run = lambda self, *a, _to=compiled, **k: _to.append(built(self, a, k))
         case()
         (kernel,) = compiled
-        text = kernel.asm["ptx"]
-        counts = {what: len(re.findall(p, text)) for what, p in COUNTED.items()}
+        found[name] = counts(kernel, COUNTED)
         if name in DISASSEMBLED:
-            counts["relus"] = dumped(kernel.asm["cubin"], "-sass").count(".RELU")
-        found[name] = counts | resources(kernel.asm["cubin"])
+            found[name]["relus"] = dumped(kernel.asm["cubin"], "-sass").count(".RELU")
     sys.stdout.write(json.dumps(found) + "\n")
 
 
@@ -143,7 +138,7 @@ def built(kernel: Any, arguments: tuple[object, ...], options: dict[str, Any]) -
             known[(i,)] = [["tt.divisibility", 16]]
     chosen = {k: v for k, v in options.items() if k not in ("grid", "warmup") and v is not None}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=known)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=chosen)
+    return compiled_for((9, 0), source, chosen)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ AS_CONV1D = (
     "held as [K, N] by Conv1D of Transformers, as which no engine loads FP8; fp8kit.convert takes "
     "it once the model is loaded"
 )
+_WRAPPED = ".base_layer"  # where PEFT puts a layer that has an adapter
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
@@ -161,6 +162,17 @@ def dense_linears(model: nn.Module) -> list[str]:
     return [n for n, m in linears if not isinstance(m, Fp8Linear)]
 
 
+def refuse_adapters(layers: Iterable[str], remedy: str) -> None:
+    """Refuse to save layers of these names if PEFT has put adapters around them."""
+    wrapped = [n.removesuffix(_WRAPPED) for n in layers if n.endswith(_WRAPPED)]
+    if wrapped:
+        raise CheckpointError(
+            f"Adapters are attached to {some_of(wrapped)}.",
+            "A checkpoint of the base model has the base layers alone.",
+            remedy,
+        )
+
+
 def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
     """Refuse layers that no target reads: of a ``Conv1D``, which checkpoints hold as [K, N]."""
     names = [name for name, layer in layers.items() if layer.transposed]
@@ -175,7 +187,7 @@ def refuse_transposed(layers: Mapping[str, Fp8Linear]) -> None:
 
 
 def on_disk(name: str, tensor: Tensor, dialect: Dialect, scheme: Scheme) -> tuple[str, Tensor]:
-    """Return a tensor of ours the name and shape that a dialect writes.
+    """Return a tensor of ours under the name and in the shape that a dialect writes.
 
     The scheme tells a scale of one block or row from one per tensor, which has the same shape.
     """

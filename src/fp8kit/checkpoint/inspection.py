@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8kit.checkpoint.schema.layers import FLOATS, Layer
+from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import CODES
 from fp8kit.checkpoint.schema.pairing import group_repeated
 from fp8kit.checkpoint.storage.directory import side_pointers
 from fp8kit.checkpoint.storage.headers import printable
 from fp8kit.checkpoint.storage.reader import Checkpoint, scan
 from fp8kit.conversion.report import table
+from fp8kit.formats import FLOATS
 
 _MIB = 2**20
 

@@ -23,8 +23,6 @@ from fp8kit.formats import Scheme
 from fp8kit.modules.expert_tensors import ExpertTensors
 from fp8kit.modules.linear import Fp8Linear
 
-_WRAPPED = ".base_layer"  # where PEFT puts a layer that has an adapter
-
 
 @dataclass(frozen=True, slots=True)
 class Announced:
@@ -50,7 +48,7 @@ class Announced:
         return self.dialect.render(spec)
 
     def on_disk(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """Return a tensor of the module its name and shape on disk."""
+        """Return a tensor of the module under its name and in its shape on disk."""
         scheme = self.schemes.get(name.rpartition(".")[0], self.main)
         return exporting.on_disk(name, tensor, self.dialect, scheme)
 
@@ -121,14 +119,11 @@ def announce(
             "An FP8 checkpoint has FP8 layers, and one high precision.",
             "Cast the model to one dtype, or use its own way of saving if it has no FP8.",
         )
-    wrapped = [n.removesuffix(_WRAPPED) for n in layers if n.endswith(_WRAPPED)]
-    if wrapped:
-        raise CheckpointError(
-            f"Adapters are attached to {some_of(wrapped)}.",
-            "A checkpoint of the base model has the base layers alone.",
-            "Save the adapter with PeftModel.save_pretrained, and the base model before the "
-            "adapter is attached, or after PeftModel.unload().",
-        )
+    exporting.refuse_adapters(
+        layers,
+        "Save the adapter with PeftModel.save_pretrained, and the base model before the adapter "
+        "is attached, or after PeftModel.unload().",
+    )
     exporting.refuse_transposed(layers)
     if target == "transformers":
         _drop_input_scales(exported)

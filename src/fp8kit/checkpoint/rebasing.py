@@ -13,7 +13,7 @@ from fp8kit.checkpoint.schema.decoding import check_codes
 from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.checkpoint.schema.targets import misfit
 from fp8kit.checkpoint.storage.reader import Checkpoint
-from fp8kit.checkpoint.translated import Matrix, Translation
+from fp8kit.checkpoint.translated import TranslatedMatrix, Translation
 from fp8kit.conversion.model_families import MERGED_BY_ENGINES
 from fp8kit.conversion.patterns import some_of
 from fp8kit.formats import MX, MX_FORMS, SCHEMES, QTensor, Scheme
@@ -60,10 +60,10 @@ def fall_back(job: Translation, target: str | None) -> list[str]:
 
 
 def weights_of(
-    checkpoint: Checkpoint, matrices: Iterable[Matrix]
-) -> Iterator[tuple[Matrix, QTensor]]:
+    checkpoint: Checkpoint, matrices: Iterable[TranslatedMatrix]
+) -> Iterator[tuple[TranslatedMatrix, QTensor]]:
     """Read weights as the source has them, layer by layer; a stack is read once."""
-    by_layer: dict[str, list[Matrix]] = defaultdict(list)
+    by_layer: dict[str, list[TranslatedMatrix]] = defaultdict(list)
     for m in matrices:
         by_layer[m.layer.name].append(m)
     for held in by_layer.values():
@@ -76,7 +76,9 @@ def weights_of(
             yield m, whole if m.whole else rows_of(Fp8Weight(whole), m.first, m.last, m.name).q
 
 
-def _instead(job: Translation, target: str | None, team: Iterable[Matrix]) -> Iterator[Scheme]:
+def _instead(
+    job: Translation, target: str | None, team: Iterable[TranslatedMatrix]
+) -> Iterator[Scheme]:
     """Return the schemes that layers may have beside others of the one that was asked for."""
     if job.dialect is not COMPRESSED_TENSORS or any(experts_of(m.name) for m in team):
         return
@@ -88,7 +90,7 @@ def _instead(job: Translation, target: str | None, team: Iterable[Matrix]) -> It
 
 
 def _losses(
-    checkpoint: Checkpoint, matrices: Iterable[Matrix], told: dict[str, str]
+    checkpoint: Checkpoint, matrices: Iterable[TranslatedMatrix], told: dict[str, str]
 ) -> dict[tuple[str, ...], str]:
     """Note what rebasing changes, and say of layers that go together why it changes too much."""
     lost: dict[tuple[str, ...], str] = {}
@@ -105,7 +107,7 @@ def _losses(
     return lost
 
 
-def _team(m: Matrix) -> tuple[str, ...]:
+def _team(m: TranslatedMatrix) -> tuple[str, ...]:
     """Name the layers that have to be of one kind with this one."""
     if experts := experts_of(m.name):
         return (experts,)

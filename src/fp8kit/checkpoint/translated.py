@@ -25,7 +25,7 @@ _EXPERT = re.compile(r".*experts\.\d+\.(gate_proj|up_proj|down_proj|w[123])")
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class TranslatedMatrix:
     """One weight of the result: a layer of the source, a slice of a stack of experts, or all.
 
     It is rows ``first`` to ``last`` (exclusive) of ``layer`` in the source, written as ``scheme``;
@@ -65,12 +65,12 @@ class Translation:
 
     checkpoint: Checkpoint
     dialect: Dialect
-    matrices: list[Matrix]
-    unfit: list[Matrix] = field(default_factory=list)
-    apart: set[Matrix] = field(default_factory=set)
+    matrices: list[TranslatedMatrix]
+    unfit: list[TranslatedMatrix] = field(default_factory=list)
+    apart: set[TranslatedMatrix] = field(default_factory=set)
 
 
-def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
+def matrices_of(checkpoint: Checkpoint) -> Iterator[TranslatedMatrix]:
     """List what is written, experts one by one."""
     model_type = str(checkpoint.config.get("model_type"))
     for layer in checkpoint.layers.values():
@@ -82,7 +82,7 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
                 "Keep this checkpoint as it is, or quantize the original, its experts excluded.",
             )
         if single or model_type == "gpt_oss":
-            yield Matrix(layer.name, layer.scheme, layer, 0, layer.shape[-2])
+            yield TranslatedMatrix(layer.name, layer.scheme, layer, 0, layer.shape[-2])
             continue
         parent, _, last = layer.name.rpartition(".")
         parts = _HALVES.get(last, (last,))
@@ -90,7 +90,7 @@ def matrices_of(checkpoint: Checkpoint) -> Iterator[Matrix]:
         for expert in range(layer.shape[0]):
             for i, part in enumerate(parts):
                 name = engine_name(named(parent, f"{expert}.{part}"), model_type)
-                yield Matrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
+                yield TranslatedMatrix(name, layer.scheme, layer, i * rows, (i + 1) * rows, expert)
 
 
 def check_target(job: Translation, target: str, dense: list[str], unfit: str) -> None:

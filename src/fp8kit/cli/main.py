@@ -7,10 +7,9 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import torch
@@ -23,11 +22,11 @@ from fp8kit.checkpoint.storage.headers import printable
 from fp8kit.cli.measure import bench, evaluate, tune
 from fp8kit.cli.options import byte_count as _byte_count
 from fp8kit.cli.options import json_option as _json
-from fp8kit.cli.options import known_device as _known_device
-from fp8kit.cli.options import known_devices as _known_devices
 from fp8kit.cli.options import path_of as _path
 from fp8kit.cli.options import print_result as _print
 from fp8kit.cli.options import row_counts as _row_counts
+from fp8kit.cli.options import rows_option as _rows
+from fp8kit.cli.options import together as _together
 from fp8kit.conversion import slower_layers
 from fp8kit.formats import SCHEMES
 from fp8kit.io import checkpoints, models, translation
@@ -35,7 +34,6 @@ from fp8kit.io.translation import UNFIT
 from fp8kit.runtime.settings import DISABLED_BACKENDS
 
 _EXPECTED = (ValueError, TypeError, OSError, ImportError, fp8kit.UnsupportedError)
-_F = TypeVar("_F", bound=Callable[..., Any])
 # they warn of their own parts, which no command uses, when Transformers imports them
 _TALKATIVE = ("torchao", "torch.utils._pytree")
 
@@ -76,35 +74,28 @@ def _in_shell_words(text: str) -> str:
     return "".join(c if i % 2 else _ARGUMENT.sub(option, c) for i, c in enumerate(calls))
 
 
-def _selection(command: _F) -> _F:
-    options = (
-        click.option(
-            "--scheme",
-            default="FP8_DYNAMIC",
-            show_default=True,
-            metavar="NAME",
-            help=f"One of {', '.join(SCHEMES)}.",
-        ),
-        click.option("--include", multiple=True, metavar="PATTERN", help="Only these layers."),
-        click.option(
-            "--exclude", multiple=True, metavar="PATTERN", help="Not these, beside the defaults."
-        ),
-        click.option("--no-default-exclude", is_flag=True, help="Switch the safe defaults off."),
-        click.option("--strict", is_flag=True, help="Fail if a layer cannot be converted."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
+_selection = _together(
+    click.option(
+        "--scheme",
+        default="FP8_DYNAMIC",
+        show_default=True,
+        metavar="NAME",
+        help=f"One of {', '.join(SCHEMES)}.",
+    ),
+    click.option("--include", multiple=True, metavar="PATTERN", help="Only these layers."),
+    click.option(
+        "--exclude", multiple=True, metavar="PATTERN", help="Not these, beside the defaults."
+    ),
+    click.option("--no-default-exclude", is_flag=True, help="Switch the safe defaults off."),
+    click.option("--strict", is_flag=True, help="Fail if a layer cannot be converted."),
+)
 _target = click.option(
-    "--target", default="vllm", show_default=True, help="vllm, sglang or transformers."
+    "--target", default="vllm", show_default=True, help=f"Who loads it: {', '.join(TARGETS)}."
 )
 _device = click.option(
     "--device",
     default=lambda: "cuda" if torch.cuda.is_available() else "cpu",
     show_default="cuda, or cpu without a GPU",
-    callback=_known_device,
     help="Where to run: cpu, cuda or cuda:N.",
 )
 _source = click.argument("source", type=click.Path(), callback=_path)
@@ -134,7 +125,6 @@ main.add_command(evaluate)
     multiple=True,
     default=("cpu",),
     show_default=True,
-    callback=_known_devices,
     help="Where to run: cpu, cuda:N, or cuda for every GPU; may be repeated.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Threads per device.")
@@ -310,18 +300,11 @@ def plan(
 
 @main.command()
 @_source
-@click.option(
-    "-m",
-    "--rows",
-    default="16",
-    show_default=True,
-    callback=_row_counts,
-    help="Tokens in a call, separated by commas.",
-)
+@_rows("16")
 @_device
 @_json
 def explain(source: Path, rows: list[int], device: str, as_json: bool) -> None:
-    """Return which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
+    """Show which backend runs each layer of the FP8 checkpoint SOURCE, and why not the others."""
     model: nn.Module = models.load(models.require_fp8(source), device=device)
     found = [fp8kit.explain(model, m) for m in rows]
     if as_json:

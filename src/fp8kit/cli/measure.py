@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 import torch
@@ -13,7 +11,14 @@ from click.core import ParameterSource
 
 from fp8kit.checkpoint.storage.reader import open_checkpoint
 from fp8kit.checkpoint.streaming.recipe import Recipe
-from fp8kit.cli.options import json_option, known_device, path_of, print_result, row_counts
+from fp8kit.cli.options import (
+    json_option,
+    known_device,
+    path_of,
+    print_result,
+    rows_option,
+    together,
+)
 from fp8kit.conversion.siblings import joined_shapes
 from fp8kit.formats import Scheme
 from fp8kit.io import checkpoints, models
@@ -22,27 +27,13 @@ from fp8kit.perf import operands
 from fp8kit.perf import tune as tuning
 from fp8kit.perf.evaluate import evaluate as compare
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def _measured(command: _F) -> _F:
-    options = (
-        click.argument("source", type=click.Path(), callback=path_of, required=False),
-        click.option("--shapes", help="NxK or names such as 'Llama 8B', separated by commas."),
-        click.option(
-            "-m",
-            "--rows",
-            default="1,16,64,256,1024,4096",
-            show_default=True,
-            callback=row_counts,
-            help="Tokens in a call, separated by commas.",
-        ),
-        click.option("--accum", default="precise", type=click.Choice(["precise", "fast"])),
-        click.option("--device", default="cuda", show_default=True, callback=known_device),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+_measured = together(
+    click.argument("source", type=click.Path(), callback=path_of, required=False),
+    click.option("--shapes", help="NxK or names such as 'Llama 8B', separated by commas."),
+    rows_option("1,16,64,256,1024,4096"),
+    click.option("--accum", default="precise", type=click.Choice(["precise", "fast"])),
+    click.option("--device", default="cuda", show_default=True, callback=known_device),
+)
 
 
 @click.command()

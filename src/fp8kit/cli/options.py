@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
-import torch
 
 from fp8kit.errors import as_path
+from fp8kit.io.arguments import as_device
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
 
@@ -19,33 +24,10 @@ def path_of(_: click.Context, parameter: click.Parameter, text: str | None) -> P
     return None if text is None else as_path(text, (parameter.name or "").upper())
 
 
-def known_device(context: click.Context, _: click.Parameter, name: str) -> str:
-    """Refuse a device that torch does not know or this machine does not have."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise click.BadParameter(f"{name!r} is no device; use cpu, cuda or cuda:N.") from error
-    if device.type not in ("cpu", "cuda"):
-        raise click.BadParameter(f"{name!r}: fp8kit runs on cpu, cuda or cuda:N.")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if not count:
-            why = "" if torch.version.cuda else f", and torch {torch.__version__} is built without"
-            other = "" if context.command.name == "tune" else ", or name --device cpu"
-            raise click.BadParameter(
-                f"{name!r}: there is no CUDA device here{why}. Run this on the machine with the "
-                f"GPU{other}."
-            )
-        if (device.index or 0) >= count:
-            raise click.BadParameter(f"{name!r}: this machine has {count}, from cuda:0 on.")
+def known_device(_: click.Context, __: click.Parameter, name: str) -> str:
+    """Refuse a device that is not here."""
+    as_device(name)
     return name
-
-
-def known_devices(
-    context: click.Context, parameter: click.Parameter, names: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Check each device as ``known_device`` does."""
-    return tuple(known_device(context, parameter, name) for name in names)
 
 
 def byte_count(_: click.Context, __: click.Parameter, text: str) -> int:
@@ -69,6 +51,19 @@ def row_counts(_: click.Context, __: click.Parameter, text: str | None) -> list[
     if rows is not None and min(rows) < 1:
         raise click.BadParameter(f"{text!r}: row counts are positive.")
     return rows
+
+
+def rows_option(default: str) -> Callable[[_F], _F]:
+    """Return the option ``-m``: row counts to look at, separated by commas."""
+    said = "Tokens in a call, separated by commas."
+    return click.option(
+        "-m", "--rows", default=default, show_default=True, callback=row_counts, help=said
+    )
+
+
+def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
+    """Return one decorator for several, which stand in the help in this order."""
+    return lambda command: functools.reduce(lambda c, option: option(c), options[::-1], command)
 
 
 def print_result(content: object, as_json: bool) -> None:

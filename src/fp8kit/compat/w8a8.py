@@ -73,7 +73,7 @@ def scaled_fp8_quant(
         input: bf16, fp16 or fp32 ``[M, K]``, any strides.
         scale: one number in any shape, or one for each group: static quantization; else the scale
             is found.
-        num_token_padding: the codes have at least so many rows; those beyond M are zero.
+        num_token_padding: the codes have at least this many rows; those beyond M are zero.
         scale_ub: bounds amax from above; ignored with ``scale``, as there.
         use_per_token_if_dynamic: one scale per row instead of one for the tensor.
         output: FP8, of the result's shape: the codes are written there.
@@ -185,23 +185,6 @@ def _by_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
     return (tuple(scale_a.shape), tuple(scale_b.shape)) == wanted
 
 
-def _product(
-    qinput: Tensor,
-    weight: Tensor,
-    out_dtype: torch.dtype,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    output_shape: Sequence[int],
-    input_2d: Tensor | None,
-) -> Tensor:
-    """Multiply, and drop the rows that padding added."""
-    rows = qinput.shape[0] if input_2d is None else input_2d.shape[0]
-    scale_a = scale_a.reshape(-1)[:rows] if scale_a.numel() > 1 else scale_a
-    y = cutlass_scaled_mm(qinput[:rows], weight, scale_a, scale_b, out_dtype, bias)
-    return y.view(*output_shape)
-
-
 def cutlass_w8a8_scaled_mm(
     *,
     qinput: Tensor,
@@ -233,8 +216,11 @@ def cutlass_w8a8_scaled_mm(
         >>> y = call(qinput=a, weight=w.t(), out_dtype=torch.bfloat16, scale_a=one, scale_b=one,
         ...          bias=None, output_shape=[4, 8])
     """
-    scales = (scale_a, scale_b)
-    return _product(qinput, weight, out_dtype, *scales, bias, output_shape, kwargs.get("input_2d"))
+    given = kwargs.get("input_2d")
+    rows = qinput.shape[0] if given is None else given.shape[0]
+    scale_a = scale_a.reshape(-1)[:rows] if scale_a.numel() > 1 else scale_a
+    y = cutlass_scaled_mm(qinput[:rows], weight, scale_a, scale_b, out_dtype, bias)
+    return y.view(*output_shape)
 
 
 def rocm_per_tensor_w8a8_scaled_mm(*, output_shape: Sequence[int], **operands: Any) -> Tensor:

@@ -13,13 +13,12 @@ from torch.nn import functional as F
 from fp8kit import functional
 from fp8kit.compat.shapes import with_scale
 from fp8kit.errors import InvalidType, InvalidValue, check_choice, teach
-from fp8kit.formats import FP8_FORMATS, TENSOR
+from fp8kit.formats import FLOATS, FP8_FORMATS, TENSOR
 from fp8kit.modules.linear import Fp8Linear as Core
 from fp8kit.runtime.weight_hazards import version
 
 STORAGES = ("keep", "cpu_offload", "discard")
 _16_BITS = (torch.float16, torch.bfloat16)
-_FLOATS = (*_16_BITS, torch.float32)
 _HELD = ("weight", "weight_scale", "bias")
 
 
@@ -343,7 +342,7 @@ class FP8Linear(nn.Module):
         held = self._fp16_weight_cpu
         if weight is None or held is None:
             return
-        if weight.shape != held.shape or weight.dtype not in (*_FLOATS, torch.float64):
+        if weight.shape != held.shape or weight.dtype not in (*FLOATS, torch.float64):
             raise InvalidValue(
                 f"Got a weight {weight.dtype} {tuple(weight.shape)}.",
                 f"This layer has a dense weight {tuple(held.shape)}.",
@@ -368,7 +367,7 @@ def _check(linear: nn.Module, options: FP8GemmOptions) -> None:
             f"fp16_weight_storage={options.fp16_weight_storage!r} keeps its values.",
             "Load the weights first, or use fp16_weight_storage='keep'.",
         )
-    if linear.weight.dtype not in _FLOATS:
+    if linear.weight.dtype not in FLOATS:
         raise InvalidType(
             f"Got a layer with a {linear.weight.dtype} weight.",
             "FP8 is made from bfloat16, float16 or float32.",

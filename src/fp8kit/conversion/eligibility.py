@@ -19,6 +19,7 @@ from fp8kit.conversion.patterns import SMALLEST_WEIGHT, size_obstacle, some_of
 from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.conversion.readers.values import closure
 from fp8kit.conversion.report import ALREADY, Record
+from fp8kit.formats import FLOATS
 from fp8kit.modules.dense import extras, is_linear, unlike_linear
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.hooks import own_names
@@ -126,7 +127,7 @@ class Eligibility:
         if is_traceable_wrapper_subclass(weight):
             kind = type(weight)
             return f"its weight is a {kind.__name__} of {kind.__module__.partition('.')[0]}"
-        if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if weight.dtype not in FLOATS:
             return f"its weight is {weight.dtype}; FP8 is made from bf16, fp16 or fp32"
         if id(weight) in self._tied or (not weight.is_meta and weight.data_ptr() in self._tied):
             return "its weight is tied to another parameter"
@@ -231,7 +232,7 @@ def _held_in_parts(model: nn.Module) -> dict[nn.Module, str]:
 def _parts_of_layers(
     value: Any, owners: Mapping[int, nn.Module], depth: int = 3
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Give layers with what a value holds of them, down to a depth: a list may hold itself."""
+    """Give each layer that a value holds something of, with what; a list may hold itself."""
     if isinstance(value, weakref.ProxyTypes):
         value = value.__repr__.__self__  # what it stands for
     owner: Any = value.__self__ if isinstance(value, types.MethodType) else None

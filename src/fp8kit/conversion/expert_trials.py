@@ -23,7 +23,7 @@ DOWN = "down_proj"
 ELSE = "whose forward computes something else"
 _HIDDEN, _INNER = 24, 20  # of the twin, which has as many experts: some may be unlike the others
 _TOKENS, _MOST_EXPERTS = 24, 1024
-_MANY_TOKENS = 384  # for small twins: an expert may take no more than so many
+_MANY_TOKENS = 384  # for small twins: no expert may take more
 # of the rows that are tried: past any bound that a class may set
 _MAGNITUDES = (1.0, 30.0, 1e3, 1e5)
 _CLOSE = 1e-4  # of the largest result; two formulas differ by far more
@@ -46,7 +46,8 @@ def _formula(module: nn.Module, gated: bool) -> Activation | None:
     gate = own_gate(_copied(module, module._parameters), gated)
     if gate is None:
         return None
-    numbers = sorted({v for v in vars(module).values() if _is_positive(v)})
+    floats = {v for v in vars(module).values() if isinstance(v, float)}
+    numbers = sorted(v for v in floats if 0 < v < math.inf)
     random = torch.Generator().manual_seed(0)
     z = torch.randn(_TOKENS, 2 * _INNER if gated else _INNER, generator=random)
     z *= row_factors(_MAGNITUDES, len(z), each=2)  # limits are tried in every other row
@@ -59,10 +60,6 @@ def _formula(module: nn.Module, gated: bool) -> Activation | None:
         if _close(expected, candidate(z)):
             return candidate
     return None
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, float) and 0 < value < math.inf
 
 
 def _candidates(numbers: list[float], gated: bool) -> Iterator[Activation]:
@@ -158,7 +155,7 @@ def _everywhere(tokens: int, experts: int, random: torch.Generator) -> Tensor:
 
 
 def _odd(ids: Tensor, experts: int, told: bool) -> dict[str, Tensor]:
-    """Return routes that few models take, by what they show; less of classes that were told of."""
+    """Return routes that few models take, by what they show; fewer where ``told`` of the class."""
     some = torch.arange(len(ids)).unsqueeze(1) % 3 == 0
     one, other = torch.full_like(ids[:, :1], experts // 2), ids[:, :1]
     other = other.where(other != one, 0)

@@ -80,7 +80,7 @@ def _check_apart(links: Sequence[Link]) -> None:
 def idle_links(
     model: nn.Module, links: Iterable[Link], scheme: Scheme, converted: Sequence[str]
 ) -> list[str]:
-    """Return of each link why it changes nothing: an unfit scheme, or layers that stay dense."""
+    """Say of each link why it changes nothing: an unfit scheme, or layers that stay dense."""
     notes = []
     for link in links:
         layers = {name: model.get_submodule(name) for name in link.layers}

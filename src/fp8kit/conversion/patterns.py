@@ -196,7 +196,7 @@ def exclusion(
 
 
 def size_obstacle(shape: tuple[int, ...]) -> str:
-    """Return that a weight of this shape is too small to gain from FP8; empty if it is not."""
+    """Say that a weight of this shape is too small to gain from FP8; empty if it is not."""
     if min(shape) < SMALLEST_SIDE or math.prod(shape) < SMALLEST_WEIGHT:
         return f"too small to gain: a side under {SMALLEST_SIDE} or under {SMALLEST_WEIGHT} weights"
     return ""

@@ -253,7 +253,7 @@ def convert(
     if copy:
         decided.model = replacement.copied(model, decided.report, weight_storage)
     report = decided._carry_out(weight_storage)
-    report.model = decided.model if copy else None  # it shall not keep alive what others drop
+    report.model = decided.model if copy else None  # it must not keep alive what others drop
     warn_of_nothing(report, fuse)
     return report
 

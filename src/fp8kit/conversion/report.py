@@ -107,7 +107,7 @@ class Report:
         return self.model_bytes_before + sum(r.bytes_after - r.bytes_before for r in self.converted)
 
     def nothing(self) -> str:
-        """Return that no layer is FP8, and why; empty if one is, or will be."""
+        """Say that no layer is FP8, and why; empty if one is, or will be."""
         if self.converted or any(r.is_fp8 for r in self.records):
             return ""
         if not self.skipped:
@@ -146,7 +146,7 @@ class Report:
             raise ConversionError(nothing)
 
     def summary(self) -> str:
-        """Return in one line how many layers, which scheme, and how many bytes."""
+        """Say in one line how many layers, which scheme, and how many bytes."""
         fp8 = [r for r in self.records if r.action == "convert" or r.is_fp8]
         high = self.model_bytes_before - sum(r.bytes_before for r in fp8)
         share = high / self.model_bytes_before if self.model_bytes_before else 0.0

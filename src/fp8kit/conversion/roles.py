@@ -112,7 +112,7 @@ def _joined(*parts: str) -> str:
 
 
 def _assign(found: dict[str, str], linears: Iterable[str], path: str, role: str) -> None:
-    """Return a role to a layer and to all layers below a path; an empty role takes it away."""
+    """Give a role to a layer and to all layers below a path; an empty role takes it away."""
     for name in linears:
         if not path or name == path or name.startswith(f"{path}."):
             if role:

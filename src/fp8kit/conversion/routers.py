@@ -61,10 +61,12 @@ def recognize_router(router: nn.Module) -> RouterFormula | None:
         try:
             with on_trial():
                 trials = [_try(router, weight, dtype, given) for dtype in _CLOSE]
-                flattens = _flattens(trials[-1])
+                last = trials[-1]
+                found = _run(last.twin, last.x.view(2, -1, last.x.shape[1]), *last.given)
+                flattens = all(map(_equal, found, (last.logits, last.weights, last.ids)))
         except Exception:  # whatever it does with what it does not know, it is another module
             continue
-        formulas = _candidates(trials[-1], top_k, flattens)
+        formulas = _candidates(last, top_k, flattens)
         return next((f for f in formulas if all(_agrees(f, trial) for trial in trials)), None)
     return None
 
@@ -91,11 +93,6 @@ def _try(router: nn.Module, weight: Tensor, dtype: torch.dtype, given: bool) -> 
 def _run(twin: nn.Module, x: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits, weights, ids = type(twin).forward(twin, x.clone(), *given)
     return logits, weights, ids
-
-
-def _flattens(trial: _Trial) -> bool:
-    found = _run(trial.twin, trial.x.view(2, -1, trial.x.shape[1]), *trial.given)
-    return all(map(_equal, found, (trial.logits, trial.weights, trial.ids)))
 
 
 def _candidates(trial: _Trial, top_k: int, flattens: bool) -> Iterator[RouterFormula]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.dialects.by_layer import METHOD, plain, scheme_of_plain, schemes_of
-from fp8kit.checkpoint.exporting import refuse_transposed
+from fp8kit.checkpoint.exporting import refuse_adapters, refuse_transposed
 from fp8kit.checkpoint.loading.into_module import plan_to_load
 from fp8kit.checkpoint.loading.merged_weights import is_finite, not_finite
 from fp8kit.conversion import fusion, siblings
@@ -32,7 +32,7 @@ from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError, UnsupportedError
 from fp8kit.formats import SCHEMES, Scheme
 from fp8kit.integrations.diffusers_bfl import bundled, is_bundle, parts_of
-from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
+from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, restore_dense
 from fp8kit.modules import mx_forms
 from fp8kit.modules.entries import quantize_weight, stored_tensors
 from fp8kit.modules.hooks import become
@@ -272,13 +272,8 @@ class Fp8KitQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         Raises ``CheckpointError`` if the model has adapters, or layers that no loader reads.
         """
         layers = _layers(self.model)
-        wrapped = [n.removesuffix(".base_layer") for n in layers if n.endswith(".base_layer")]
-        if wrapped:
-            raise CheckpointError(
-                f"Adapters are attached to {some_of(wrapped)}.",
-                "A saved model has the base layers alone.",
-                "Save what peft.get_peft_model_state_dict(model) gives, then unload_lora.",
-            )
+        remedy = "Save what peft.get_peft_model_state_dict(model) gives, then unload_lora."
+        refuse_adapters(layers, remedy)
         refuse_transposed(layers)
         _forget(self.model)
         if layers:
@@ -343,7 +338,7 @@ def _layers(model: nn.Module) -> dict[str, Fp8Linear]:
 
 
 def _linear(model: nn.Module, name: str) -> Any:
-    """Return the layer that shall become FP8."""
+    """Return the layer that is to become FP8."""
     try:
         found = model.get_submodule(name)
     except AttributeError:

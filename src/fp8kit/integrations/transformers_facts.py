@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -39,8 +37,13 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
             known |= dict.fromkeys(names, KnownLayer(names, reason, role, record.shape))
     modules = dict(model.named_modules(remove_duplicate=False))
     met: set[str] = set()
-    repeated = found.repeated = _repeated(model, checkpoint)
-    for name, in_model in _names_in_model(model, checkpoint).items():
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    repeated = {n for n, other in ties.items() if {n, other} <= set(checkpoint.tensors)}
+    found.repeated = repeated
+    named = renamed(model, get_model_conversion_mapping(model), checkpoint.tensors)
+    for name, (in_model, converted) in named.items():
+        if converted is not None:  # merged with others, such as experts
+            continue
         layer, _, kind = name.rpartition(".")
         owner = in_model.rpartition(".")[0]
         module = modules.get(owner)
@@ -59,15 +62,3 @@ def facts(checkpoint: Checkpoint, scheme: Scheme) -> Facts:
             found.others[layer] = f"{type(model).__name__} does not use it"
     found.absent = {n: known[n] for n in linears if n not in met}
     return found
-
-
-def _names_in_model(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Follow the loader's renames; what it merges with others, such as experts, is left out."""
-    found = renamed(model, get_model_conversion_mapping(model), checkpoint.tensors)
-    return {key: name for key, (name, converted) in found.items() if converted is None}
-
-
-def _repeated(model: Any, checkpoint: Checkpoint) -> set[str]:
-    """Name tensors on disk that the model ties to another one that is there as well."""
-    links = getattr(model, "all_tied_weights_keys", None) or {}
-    return {n for n, other in links.items() if {n, other} <= set(checkpoint.tensors)}

@@ -36,7 +36,7 @@ from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.integrations import transformers_attention
 from fp8kit.integrations import transformers_saving as saving
-from fp8kit.integrations.found import QuantizerOfLayers, restore_dense
+from fp8kit.integrations.quantizer_of_layers import QuantizerOfLayers, restore_dense
 from fp8kit.integrations.transformers_experts import chosen_experts, is_stack, take_out
 from fp8kit.integrations.transformers_trial import renamed
 from fp8kit.modules.dense import unlike_linear
@@ -169,7 +169,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         self.unfilled: list[str] = []
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """Give yes: ``get_state_dict_and_metadata`` refuses what cannot be saved, with a reason."""
+        """Say yes: ``get_state_dict_and_metadata`` refuses what cannot be saved, with a reason."""
         return True
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
@@ -196,7 +196,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         return is_stack(module, kind) or (isinstance(module, Fp8Linear) and kind == "weight")
 
     def get_quantize_ops(self) -> _Quantize:
-        """Return the loader the operation that quantizes."""
+        """Return the operation by which the loader quantizes."""
         return _Quantize(self)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> Any:
@@ -256,7 +256,7 @@ class Fp8KitQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, str]]:
-        """Return ``save_pretrained`` the tensors as they are on disk, and announce them.
+        """Return the tensors as ``save_pretrained`` writes them, and announce them.
 
         Raises ``CheckpointError`` if Transformers could not load what would be written, or if the
         ``state_dict`` that ``save_pretrained`` got is none of the model.
@@ -311,7 +311,7 @@ def _resized_as_numbers(
 
 
 def not_quantized(layers: Sequence[str]) -> UnsupportedError:
-    """Return that the weights of layers came in a way in which they cannot be quantized."""
+    """Return the error for weights that came in a way in which they cannot be quantized."""
     return UnsupportedError(
         f"{', '.join(layers[:5])} could not be quantized while loading.",
         "This model class splits or joins these weights as it loads them.",

@@ -136,7 +136,7 @@ def _in_experts(stack: str) -> bool:
 def _names_of_numbers(
     model: Any, numbers: dict[str, Tensor]
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """Return which tensor each number went to alone, and which the first of several."""
+    """Name the tensor that each number became alone, and that which several of them became."""
     alone: dict[int, str] = {}
     several: dict[int, str] = {}
     for name, tensor in revert_weight_conversion(model, numbers).items():

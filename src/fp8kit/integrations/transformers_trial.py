@@ -35,7 +35,7 @@ def accepted(build: Callable[[], Any], quantization: JsonObject, kinds: Kinds) -
     """Return the quantization config with which Transformers loads what is about to be written.
 
     A model on meta is filled by the library's own loader. Modules that it would make FP8, and for
-    which the checkpoint has no scales, are added to those that it shall ignore. ``build`` makes the
+    which the checkpoint has no scales, are added to those that it is to ignore. ``build`` makes the
     dense model on meta, anew at each call. Raises ``CheckpointError`` if Transformers would stop,
     lose FP8 tensors, or draw some at random.
     """

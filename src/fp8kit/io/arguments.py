@@ -18,19 +18,18 @@ def as_device(value: object) -> torch.device | None:
         return None
     required = "It is one that this machine has and that holds values, such as 'cpu' or 'cuda:0'."
     try:
-        found: torch.device | None = None
-        if not isinstance(value, bool):
-            found = torch.device(value)  # type: ignore[call-overload]
+        if isinstance(value, bool):
+            raise TypeError("torch takes True for the device 1")
+        found: torch.device = torch.device(value)  # type: ignore[call-overload]
+        count = torch.get_device_module(found).device_count()
     except (RuntimeError, TypeError) as error:
         raise InvalidValue(f"Got device={value!r:.80}.", required, "Pass one of these.") from error
-    count = torch.cuda.device_count()
-    if found is None or found.type == "meta":
-        raise InvalidValue(f"Got device={value!r:.80}.", required, "Pass one of these.")
-    if found.type == "cuda" and (found.index or 0) >= count:
+    if found.type != "cpu" and (found.index or 0) >= count:
         raise InvalidValue(
-            f"Got device={value!r:.80}, and torch {torch.__version__} finds {count} GPUs here.",
+            f"Got device={value!r:.80}, and torch {torch.__version__} finds {count} {found.type} "
+            "devices here.",
             required,
-            "Leave it out, or run this where the GPU is; fp8kit env shows what is found.",
+            "Name another, or run this where the GPU is; fp8kit env shows what is found.",
         )
     return found
 

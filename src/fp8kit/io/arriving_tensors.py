@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from fp8kit.checkpoint.loading import into_module
 from fp8kit.checkpoint.loading.expected import Layers
 from fp8kit.checkpoint.loading.placement import Placement
-from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.errors import CheckpointError, InvalidType, InvalidValue
-from fp8kit.formats import Scheme
+from fp8kit.formats import FLOATS, Scheme
 from fp8kit.io.arguments import as_device
 from fp8kit.modules.libraries import bare
 
@@ -76,7 +75,7 @@ def load_weights(
         where = as_device(device)
         load = _UNFINISHED.pop(model, None)
         if load is None:
-            load = _begun(model, _selection(scheme, include, exclude, strict), where)
+            load = _begun(model, scheme, include, exclude, strict, where)
         layers, arrivals = load
         for pair in weights.items() if isinstance(weights, Mapping) else weights:
             name, tensor = _checked(pair)
@@ -124,29 +123,24 @@ def _checked(pair: object) -> tuple[str, Tensor]:
     )
 
 
-def _selection(
+def _begun(
+    model: nn.Module,
     scheme: Scheme | str | None,
     include: Sequence[str] | None,
     exclude: Sequence[str] | None,
     strict: bool,
-) -> into_module.Selection | None:
+    device: torch.device | None,
+) -> _Load:
+    floats = Counter(p.dtype for p in model.parameters() if p.dtype in FLOATS)
+    high = floats.most_common(1)[0][0] if floats else torch.bfloat16
+    layers = Layers()
     if scheme is not None:
-        return into_module.Selection(scheme, include, exclude, strict)
-    if include is not None or exclude is not None:
+        options = into_module.PlanOptions(scheme, include, exclude, strict)
+        layers = into_module.layers_by_plan(model, options, high)
+    elif include is not None or exclude is not None:
         raise InvalidValue(
             "Got include or exclude without a scheme.",
             "They choose the layers that become FP8.",
             "Pass scheme='FP8_DYNAMIC' too, or leave them out.",
         )
-    return None
-
-
-def _begun(
-    model: nn.Module, selection: into_module.Selection | None, device: torch.device | None
-) -> _Load:
-    floats = Counter(p.dtype for p in model.parameters() if p.dtype in FLOATS)
-    high = floats.most_common(1)[0][0] if floats else torch.bfloat16
-    layers = Layers()
-    if selection is not None:
-        layers = into_module.layers_by_plan(model, selection, high)
     return layers, into_module.begin(model, layers, device=device, high=high, owned=False)

@@ -155,7 +155,7 @@ def verify_checkpoint(
 
 
 def high_precision(source: str | Path) -> Checkpoint:
-    """Open a checkpoint that shall be quantized; refuse one that is damaged, or FP8 already."""
+    """Open a checkpoint that is to be quantized; refuse one that is damaged, or FP8 already."""
     checkpoint = open_checkpoint(source)
     if checkpoint.announced_alone:
         raise CheckpointError(checkpoint.announced_alone)
@@ -185,15 +185,14 @@ def workers_on(devices: Sequence[str], count: int | None = None) -> list[torch.d
 
     ``"cuda"`` stands for every GPU there is. By default a device has one thread for each processor
     that this process may use, and a GPU eight, so that reading, computing and writing overlap.
-    Raises ``ValueError`` if ``count`` is not positive.
+    Raises ``ValueError`` if ``count`` is not positive, or a device is not here.
     """
     if count is not None and count < 1:
         raise InvalidValue(
             f"Got {count} workers.", "At least one does the work.", "Pass 1 or more."
         )
     found = []
-    for name in devices:
-        device = torch.device(name)
+    for device in as_devices(devices):
         every = device.type == "cuda" and device.index is None
         here = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         usual = THREADS_PER_GPU if device.type == "cuda" else _processors()

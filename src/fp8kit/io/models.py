@@ -46,7 +46,7 @@ def save(
         model: a Transformers model or any other module, with ``Fp8Linear`` layers; of what
             ``torch.compile`` or DDP wraps, the model itself is saved.
         destination: directory to make.
-        target: who shall load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; fp8kit reads
+        target: who will load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; fp8kit reads
             them all.
         source: directory whose tokenizer and the like are copied; by default the one a
             Transformers model was loaded from.
@@ -185,11 +185,11 @@ def load(
         made, filled = hf.load(checkpoint, config, **options)
         _finish(checkpoint, made)
     else:
-        made, selection = model, None
+        made, plan_options = model, None
         if scheme is not None and checkpoint.spec is None:
-            selection = into_module.Selection(scheme, include, exclude, strict)
+            plan_options = into_module.PlanOptions(scheme, include, exclude, strict)
         with bare(model) as inner:
-            filled = into_module.fill(inner, checkpoint, selection, missing=missing, **options)
+            filled = into_module.fill(inner, checkpoint, plan_options, missing=missing, **options)
             _finish(checkpoint, inner)
     for note in _notes(checkpoint, filled):
         warnings.warn(note, stacklevel=2)
@@ -197,7 +197,7 @@ def load(
 
 
 def require_fp8(source: Path) -> Path:
-    """Return back the path of an FP8 checkpoint; refuse one in high precision."""
+    """Return the path of an FP8 checkpoint; refuse one in high precision."""
     if open_checkpoint(source).spec is None:
         raise CheckpointError(
             f"{source} is in high precision.",

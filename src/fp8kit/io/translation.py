@@ -21,7 +21,7 @@ from fp8kit.checkpoint.storage.matrices import single_experts
 from fp8kit.checkpoint.storage.nvfp4 import told
 from fp8kit.checkpoint.storage.reader import Checkpoint, open_checkpoint
 from fp8kit.checkpoint.storage.writer import MAX_SHARD_BYTES, Layout, write_checkpoint
-from fp8kit.checkpoint.translated import Matrix, Translation, check_target, matrices_of
+from fp8kit.checkpoint.translated import TranslatedMatrix, Translation, check_target, matrices_of
 from fp8kit.errors import CheckpointError, check_choice
 from fp8kit.formats import MX, ROW, TENSOR, QTensor, Scheme, scale_dtype, stack_scale_shape
 from fp8kit.io.models import accepted
@@ -52,7 +52,7 @@ def convert_checkpoint(
     Args:
         source: a directory, or a safetensors file, of any dialect this package reads.
         destination: directory to make.
-        target: who shall load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; by default
+        target: who will load it: ``"vllm"``, ``"sglang"`` or ``"transformers"``; by default
             ``"vllm"``, unless a dialect is named.
         dialect: name of the dialect to write, if not the target's own.
         scheme: what MX weights become, e.g. ``"FP8_DYNAMIC"``: they are rebased, which keeps nearly
@@ -80,7 +80,7 @@ def convert_checkpoint(
         >>> convert_checkpoint("modelopt-dir", "dir", target="transformers")
         ['config.json', 'model.safetensors']
     """
-    remedy = "Pass what shall happen to layers that the target cannot load."
+    remedy = "Pass what is to happen to layers that the target cannot load."
     check_choice("unfit", unfit, UNFIT, remedy)
     checkpoint = open_checkpoint(source, scheme=None if scheme is None else Scheme.of(scheme))
     held = _scheme(checkpoint)
@@ -150,7 +150,7 @@ def _wanted(checkpoint: Checkpoint, scheme: Scheme) -> Scheme:
     return scheme
 
 
-def _dialect(target: str, matrices: Iterable[Matrix], checkpoint: Checkpoint) -> Dialect:
+def _dialect(target: str, matrices: Iterable[TranslatedMatrix], checkpoint: Checkpoint) -> Dialect:
     """Choose how to write what the target loads; compressed-tensors has several schemes."""
     schemes = {m.scheme for m in matrices}
     found = [targets.dialect_for(target, scheme, checkpoint.config) for scheme in schemes]
@@ -254,7 +254,7 @@ def _stream(job: Translation) -> Iterator[tuple[str, Tensor]]:
             yield _renamed(job, m, "input_scale", one)
 
 
-def _part(m: Matrix, q: QTensor) -> QTensor:
+def _part(m: TranslatedMatrix, q: QTensor) -> QTensor:
     """Give one matrix of a layer scales as fine as its scheme has them."""
     if q.group == MX and m.scheme.weight != MX:
         found = rebase(q, m.scheme.weight).q
@@ -267,12 +267,14 @@ def _part(m: Matrix, q: QTensor) -> QTensor:
     return q
 
 
-def _renamed(job: Translation, m: Matrix, kind: str, tensor: Tensor) -> tuple[str, Tensor]:
+def _renamed(
+    job: Translation, m: TranslatedMatrix, kind: str, tensor: Tensor
+) -> tuple[str, Tensor]:
     name = standard_names(m.name, m.whole)[kind]
     return on_disk(name, tensor.contiguous(), job.dialect, m.scheme)
 
 
-def _dense_weight(m: Matrix, tensor: Tensor) -> tuple[str, Tensor]:
+def _dense_weight(m: TranslatedMatrix, tensor: Tensor) -> tuple[str, Tensor]:
     """Name a weight in high precision; a stack is turned as its model holds it."""
     if not m.whole:
         return named(m.name, "weight"), tensor

@@ -52,7 +52,7 @@ class MatmulProblem:
         device_type: ``"cpu"``, ``"cuda"``, …
         capability: CUDA compute capability, ``None`` elsewhere.
         device: name of the GPU, under which its measured times are kept; empty elsewhere.
-        configuration: how the backend shall cut the problem; empty leaves that to the backend, and
+        configuration: how the backend is to cut the problem; empty leaves that to the backend, and
             ``None`` to dispatch.
         architecture: of a GPU of AMD, such as ``gfx942``; empty elsewhere.
     """

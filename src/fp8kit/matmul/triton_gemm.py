@@ -27,6 +27,7 @@ from fp8kit.matmul.triton_gemm_kernels import (
     GROUPS,
     MICRO,
     NONE,
+    Form,
     product_kernel,
     sum_kernel,
 )
@@ -180,7 +181,7 @@ def run_tile(operands: MatmulOperands, problem: MatmulProblem, tile: TritonTile)
     arguments, constants = product_arguments(pointers, problem), product_constants(problem, tile)
     launch(product_kernel, blocks, *arguments, **constants, **launch_options(problem, tile))
     if tile.splits > 1:
-        shared = ("W_KIND", "X_KIND", "W_ROWS", "X_ROWS", "SPLITS", "OVERLAP")
+        shared = ("FORM", "SPLITS", "OVERLAP")
         launch(
             sum_kernel, m * triton.cdiv(n, _SUMMED),
             parts, w_scale, x_scale, bias, y, m, n, arguments[-4], arguments[-2],
@@ -221,13 +222,14 @@ def product_constants(problem: MatmulProblem, tile: TritonTile) -> dict[str, obj
     w_kind, w_rows, w_cols = _kind(problem.w_group)
     x_kind, x_rows, x_cols = _kind(problem.x_group)
     ahead = _overlaps(problem) and problem.m <= DECODED_ROWS
+    form = Form(
+        w_kind, x_kind, w_rows, w_cols, x_rows, x_cols, _FORMATS[problem.w_dtype],
+        _FORMATS.get(problem.x_dtype, ""), dtype, _native(problem), problem.accum == "fast",
+        problem.k % tile.depth == 0,
+    )  # fmt: skip
     return {
-        "W_KIND": w_kind, "X_KIND": x_kind, "W_ROWS": w_rows, "W_COLS": w_cols,
-        "X_ROWS": x_rows, "X_COLS": x_cols, "W_FORMAT": _FORMATS[problem.w_dtype],
-        "X_FORMAT": _FORMATS.get(problem.x_dtype, ""), "DTYPE": dtype,
-        "NATIVE": _native(problem), "FAST": problem.accum == "fast",
-        "BLOCK_M": tile.rows, "BLOCK_N": tile.cols, "BLOCK_K": tile.depth,
-        "SPLITS": tile.splits, "CHUNKS": tile.chunks, "EVEN_K": problem.k % tile.depth == 0,
+        "FORM": form, "BLOCK_M": tile.rows, "BLOCK_N": tile.cols, "BLOCK_K": tile.depth,
+        "SPLITS": tile.splits, "CHUNKS": tile.chunks,
         "PREFETCH": _PREFETCHED if ahead else 0, "OVERLAP": _overlaps(problem),
     }  # fmt: skip
 

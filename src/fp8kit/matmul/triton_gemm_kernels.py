@@ -10,13 +10,15 @@ of a result depend on how many chunks there are, not on who sums them.
 Products are exact, in one of two ways:
 
 - codes are multiplied on FP8 tensor cores; every partial sum over ``BLOCK_K`` is then added in
-  ``float32`` outside of them, unless ``FAST`` leaves it to Hopper's short accumulator;
+  ``float32`` outside of them, unless ``fast`` leaves it to Hopper's short accumulator;
 - where one operand has 16 bits, its scales are MX, or the device has no FP8 tensor cores, codes are
   decoded in registers to ``bfloat16`` or ``float16``, which hold every one of them.
 
 MX scales, powers of two, are multiplied into the decoded values, which is exact down to ``2^-126``;
 scales of other groups along K are applied to the partial sums, all others to the result.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,6 +28,30 @@ from fp8kit.runtime.triton_overlap import join_stream
 
 # how an operand's scales are applied: not at all, to the result, to partial sums, to the values
 NONE, FACTOR, GROUPS, MICRO = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+class Form(NamedTuple):
+    """How operands are read and summed: one constant of every kernel with products.
+
+    A kind is one of the four above; one scale is for ``rows`` times ``cols`` elements.
+    Formats are as ``decode`` has them, and ``dtype`` is what codes become, ``None`` if they are
+    multiplied as they are. ``even_k`` says that steps divide K, the others are in the module's
+    docstring.
+    """
+
+    w_kind: int
+    x_kind: int
+    w_rows: int
+    w_cols: int
+    x_rows: int
+    x_cols: int
+    w_format: str
+    x_format: str
+    dtype: object
+    native: bool
+    fast: bool
+    even_k: bool
+
 
 # packed conversions; those that the compiler emits are scalar, at a quarter of their rate
 _E4M3_TO_BF16 = tl.constexpr("""{
@@ -106,16 +132,17 @@ def operand(
     stride_sk,
     step,
     K,
-    KIND: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    OPERAND: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """Load a tile as it is multiplied: codes, or exact values."""
+    """Load a tile of the operand ``"w"`` or ``"x"`` as it is multiplied: codes, or exact values."""
+    KIND: tl.constexpr = FORM.w_kind if OPERAND == "w" else FORM.x_kind
+    FORMAT: tl.constexpr = FORM.w_format if OPERAND == "w" else FORM.x_format
+    DTYPE: tl.constexpr = FORM.dtype
+    NATIVE: tl.constexpr = FORM.native
     ROWS: tl.constexpr = tile_ptr.shape[0]
     BLOCK_K: tl.constexpr = tile_ptr.shape[1]
-    if EVEN_K:
+    if FORM.even_k:
         tile = tl.load(tile_ptr)
     elif tile_ptr.dtype.element_ty == tl.uint8:
         tile = tl.load(
@@ -150,24 +177,19 @@ def add_product(
     stride_wsk,
     stride_xsk,
     column,  # of the first element
-    W_KIND: tl.constexpr,
-    X_KIND: tl.constexpr,
-    W_COLS: tl.constexpr,
-    X_COLS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    FAST: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Add the product of two tiles to the sums, with the scales of their groups."""
     BLOCK_K: tl.constexpr = w.shape[1]
-    if W_KIND == GROUPS or X_KIND == GROUPS:
+    if FORM.w_kind == GROUPS or FORM.x_kind == GROUPS:
         part = tl.dot(w, tl.trans(x), max_num_imprecise_acc=BLOCK_K)
-        if W_KIND == GROUPS:
-            scale = _group_scale(w_scale_row, stride_wsk, column, W_COLS)
+        if FORM.w_kind == GROUPS:
+            scale = _group_scale(w_scale_row, stride_wsk, column, FORM.w_cols)
             part *= scale[:, None] if len(scale.shape) == 1 else scale
-        if X_KIND == GROUPS:
-            part *= _group_scale(x_scale_row, stride_xsk, column, X_COLS)[None, :]
+        if FORM.x_kind == GROUPS:
+            part *= _group_scale(x_scale_row, stride_xsk, column, FORM.x_cols)[None, :]
         total += part
-    elif DTYPE is None and not FAST:
+    elif FORM.dtype is None and not FORM.fast:
         total += tl.dot(w, tl.trans(x), max_num_imprecise_acc=BLOCK_K)
     else:
         total = tl.dot(w, tl.trans(x), total)
@@ -193,16 +215,7 @@ def chunk_sum(
     stride_xsk,
     start,  # steps of BLOCK_K
     stop,
-    W_KIND: tl.constexpr,
-    X_KIND: tl.constexpr,
-    W_COLS: tl.constexpr,
-    X_COLS: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    FAST: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Sum the products of two tiles along a part of K."""
     BLOCK_K: tl.constexpr = w_tile.shape[1]
@@ -211,16 +224,11 @@ def chunk_sum(
     w_tile += start * w_step
     x_tile += start * x_step
     for step in tl.range(start, stop):
-        w = operand(
-            w_tile, w_scale_row, stride_wsk, step, K, W_KIND, W_FORMAT, DTYPE, NATIVE, EVEN_K
-        )
-        x = operand(
-            x_tile, x_scale_row, stride_xsk, step, K, X_KIND, X_FORMAT, DTYPE, NATIVE, EVEN_K
-        )
+        w = operand(w_tile, w_scale_row, stride_wsk, step, K, "w", FORM)
+        x = operand(x_tile, x_scale_row, stride_xsk, step, K, "x", FORM)
         total = add_product(
-            total, w, x, w_scale_row, x_scale_row, stride_wsk, stride_xsk, step * BLOCK_K,
-            W_KIND, X_KIND, W_COLS, X_COLS, DTYPE, FAST,
-        )  # fmt: skip
+            total, w, x, w_scale_row, x_scale_row, stride_wsk, stride_xsk, step * BLOCK_K, FORM
+        )
         w_tile += w_step
         x_tile += x_step
     return total
@@ -261,22 +269,19 @@ def _write(
     n,
     M,
     N,
-    w_scale_ptr,
+    w_scale_ptr,  # or None, of a part of a sum
     x_scale_ptr,
     bias_ptr,
     stride_wsn,
     stride_xsm,
-    W_KIND: tl.constexpr,
-    X_KIND: tl.constexpr,
-    W_ROWS: tl.constexpr,
-    X_ROWS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Apply the scales that factor out of the sum, add the bias, round once."""
     w_scale, x_scale = None, None
-    if W_KIND == FACTOR:
-        w_scale = w_scale_ptr + n // W_ROWS * stride_wsn
-    if X_KIND == FACTOR:
-        x_scale = x_scale_ptr + m // X_ROWS * stride_xsm
+    if w_scale_ptr is not None and FORM.w_kind == FACTOR:
+        w_scale = w_scale_ptr + n // FORM.w_rows * stride_wsn
+    if x_scale_ptr is not None and FORM.x_kind == FACTOR:
+        x_scale = x_scale_ptr + m // FORM.x_rows * stride_xsm
     total = finished(total, m < M, n < N, n, w_scale, x_scale, bias_ptr)
     inside = (m < M)[:, None] & (n < N)[None, :]
     tl.store(y_ptr + m[:, None] * N + n[None, :], total.to(y_ptr.dtype.element_ty), mask=inside)
@@ -313,23 +318,12 @@ def product_kernel(
     stride_wsk,
     stride_xsm,
     stride_xsk,
-    W_KIND: tl.constexpr,
-    X_KIND: tl.constexpr,
-    W_ROWS: tl.constexpr,
-    W_COLS: tl.constexpr,
-    X_ROWS: tl.constexpr,
-    X_COLS: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    FAST: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    EVEN_K: tl.constexpr,
     PREFETCH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -342,11 +336,13 @@ def product_kernel(
     w_row, x_row = tl.minimum(n, N - 1), tl.minimum(m, M - 1)
     w_tile = w_ptr + w_row[:, None] * stride_wn + k[None, :] * stride_wk
     x_tile = x_ptr + x_row[:, None] * stride_xm + k[None, :] * stride_xk
-    if W_KIND == GROUPS and W_ROWS % BLOCK_N == 0:
-        w_scale_row = w_scale_ptr + tile_n.to(tl.int64) * BLOCK_N // W_ROWS * stride_wsn
+    if FORM.w_kind == GROUPS and FORM.w_rows % BLOCK_N == 0:
+        w_scale_row = w_scale_ptr + tile_n.to(tl.int64) * BLOCK_N // FORM.w_rows * stride_wsn
     else:
-        w_scale_row = w_scale_ptr + w_row // W_ROWS * stride_wsn
-    x_scale_row = x_scale_ptr if X_KIND == NONE else x_scale_ptr + x_row // X_ROWS * stride_xsm
+        w_scale_row = w_scale_ptr + w_row // FORM.w_rows * stride_wsn
+    x_scale_row = x_scale_ptr
+    if FORM.x_kind != NONE:
+        x_scale_row = x_scale_ptr + x_row // FORM.x_rows * stride_xsm
     steps = tl.cdiv(K, BLOCK_K)
     size = tl.cdiv(steps, SPLITS * CHUNKS)
     if PREFETCH > 0:
@@ -363,19 +359,16 @@ def product_kernel(
         stop = tl.minimum(start + size, steps)
         total += chunk_sum(
             w_tile, x_tile, w_scale_row, x_scale_row, K,
-            stride_wk, stride_xk, stride_wsk, stride_xsk, start, stop,
-            W_KIND, X_KIND, W_COLS, X_COLS, W_FORMAT, X_FORMAT, DTYPE, NATIVE, FAST, EVEN_K,
+            stride_wk, stride_xk, stride_wsk, stride_xsk, start, stop, FORM,
         )  # fmt: skip
     if SPLITS == 1:
         _write(
             tl.trans(total), y_ptr, m, n, M, N, w_scale_ptr, x_scale_ptr, bias_ptr,
-            stride_wsn, stride_xsm, W_KIND, X_KIND, W_ROWS, X_ROWS,
+            stride_wsn, stride_xsm, FORM,
         )  # fmt: skip
     else:
         part_ptr = y_ptr + split.to(tl.int64) * M * N
-        _write(
-            tl.trans(total), part_ptr, m, n, M, N, None, None, None, 0, 0, NONE, NONE, 1, 1
-        )  # fmt: skip
+        _write(tl.trans(total), part_ptr, m, n, M, N, None, None, None, 0, 0, FORM)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -389,10 +382,7 @@ def sum_kernel(
     N,
     stride_wsn,
     stride_xsm,
-    W_KIND: tl.constexpr,
-    X_KIND: tl.constexpr,
-    W_ROWS: tl.constexpr,
-    X_ROWS: tl.constexpr,
+    FORM: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -408,5 +398,5 @@ def sum_kernel(
         total += tl.load(part_ptr + shift + at, mask=(n < N)[None, :], other=0.0)
     _write(
         total, y_ptr, m, n, M, N, w_scale_ptr, x_scale_ptr, bias_ptr,
-        stride_wsn, stride_xsm, W_KIND, X_KIND, W_ROWS, X_ROWS,
+        stride_wsn, stride_xsm, FORM,
     )  # fmt: skip

@@ -76,7 +76,7 @@ def linear_at(model: nn.Module, name: str) -> nn.Linear:
 
 
 def no_linear(module: object) -> TypeError:
-    """Return what to do with something that is no ``nn.Linear``."""
+    """Return the error for something that is no ``nn.Linear``."""
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     whole = isinstance(module, nn.Module) and not is_linear(module)
     return InvalidType(
@@ -113,7 +113,7 @@ def extras(linear: nn.Linear) -> list[str]:
 
 
 def unlike_linear(linear: nn.Linear, tried: dict[Any, str] | None = None) -> str:
-    """Return how the ``forward`` of a layer differs from that of ``nn.Linear``; empty if it is it.
+    """Return how the ``forward`` of a layer differs from that of ``nn.Linear``; empty if not.
 
     The code of a subclass does not say so; a run on random numbers, weights and bias does, in both
     modes, two sizes and three dtypes, on inputs of one to four dimensions whose rows are zeros,

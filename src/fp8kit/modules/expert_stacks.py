@@ -10,7 +10,6 @@ from torch import Tensor
 from fp8kit.errors import InvalidType, InvalidValue, teach
 from fp8kit.formats import MX, QTensor, Scheme
 from fp8kit.modules.entries import quantize_weight
-from fp8kit.moe.activation import Activation
 from fp8kit.moe.pairs import NOWHERE
 from fp8kit.ops.validation import check_quantized
 
@@ -48,16 +47,6 @@ def quantize_stack(
             "Got no experts.", "A layer has at least one.", "Pass [E, N, K] with E >= 1."
         )
     return QTensor(data, scale, MX if scheme.rebased else scheme.weight)
-
-
-def check_activation(activation: object) -> None:
-    """Refuse what is no ``Activation``."""
-    if not isinstance(activation, Activation):
-        raise InvalidType(
-            f"Got activation={activation!r:.80}.",
-            "It is an fp8kit.moe.Activation, which says where gates and ups lie, too.",
-            "Pass fp8kit.moe.Activation('silu'), for example.",
-        )
 
 
 def stack_extents(down: QTensor) -> tuple[int, int, int]:

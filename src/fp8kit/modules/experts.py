@@ -15,7 +15,7 @@ from fp8kit.modules.entries import stored_tensors
 from fp8kit.modules.expert_tensors import ExpertStacks, ExpertTensors
 from fp8kit.modules.parameters import empty_exponents, frozen
 from fp8kit.moe.activation import Activation
-from fp8kit.moe.arguments import stacked_scale
+from fp8kit.moe.arguments import check_activation, stacked_scale
 from fp8kit.moe.functional import experts
 from fp8kit.moe.routing import tokens_per_expert
 from fp8kit.ops import validation
@@ -78,7 +78,7 @@ class Fp8Experts(ExpertTensors):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        expert_stacks.check_activation(activation)
+        check_activation(activation)
         self.num_experts, self.hidden_size = num_experts, hidden_size
         self.intermediate_size, self.activation = intermediate_size, activation
         first = "gate_up_proj" if activation.gated else "up_proj"

@@ -14,7 +14,7 @@ LAYER_TENSORS = frozenset("weight bias weight_scale weight_exponents input_scale
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Return a replacement the call hooks of the module it replaces, with their options.
+    """Give a replacement the call hooks of the module it replaces, with their options.
 
     Args:
         old: the module that is replaced.

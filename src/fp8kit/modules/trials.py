@@ -104,7 +104,7 @@ def set_training(module: nn.Module, training: bool) -> None:
 
 
 def row_factors(factors: Sequence[float], rows: int, each: int = 1) -> Tensor:
-    """Return a factor for each row ``[rows, 1]``, in turns, each for so many rows in succession."""
+    """Return ``factors`` in turns, ``[rows, 1]``, each for ``each`` rows in succession."""
     return torch.tensor(factors)[torch.arange(rows) // each % len(factors), None]
 
 

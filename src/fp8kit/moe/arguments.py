@@ -21,10 +21,15 @@ def check_kinds(w13: QTensor, w2: QTensor, activation: Activation) -> None:
     validation.check_quantized("w13", w13)
     validation.check_quantized("w2", w2)
     _check_alike(w13, w2)
+    check_activation(activation)
+
+
+def check_activation(activation: object) -> None:
+    """Refuse what is no ``Activation``."""
     if not isinstance(activation, Activation):
         raise InvalidType(
-            f"Got activation={activation!r}.",
-            "It is a fp8kit.moe.Activation.",
+            f"Got activation={activation!r:.80}.",
+            "It is an fp8kit.moe.Activation, which says where gates and ups lie, too.",
             "Pass fp8kit.moe.Activation('silu'), for example.",
         )
 

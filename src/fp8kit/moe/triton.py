@@ -50,10 +50,7 @@ _MOST_ROWS = 64  # of a tile: gathered rows, and two sums, take the registers of
 _STAGES = 4
 _RESERVED = 4096  # bytes of shared memory that the ring cannot have
 _SUMMED = 512
-_SHARED = (
-    "W_KIND", "X_KIND", "W_ROWS", "W_COLS", "X_ROWS", "X_COLS", "W_FORMAT", "X_FORMAT", "DTYPE",
-    "NATIVE", "FAST", "BLOCK_M", "BLOCK_N", "BLOCK_K", "EVEN_K",
-)  # fmt: skip
+_SHARED = ("FORM", "BLOCK_M", "BLOCK_N", "BLOCK_K")
 
 
 class Launch(NamedTuple):
@@ -140,7 +137,7 @@ class Product:
     rows: int
 
     def tiles(self, experts: int, rows: int) -> int:
-        """Return how many tiles of so many rows there can be, however rows are distributed."""
+        """Return the most tiles of ``rows`` rows, however rows are distributed."""
         used = min(experts, self.rows)
         return (self.rows - used) // rows + used
 
@@ -166,7 +163,7 @@ def cut_product(dense: MatmulProblem, rows_each: int, device: Device, weights: i
 
 
 def second_product(problem: ExpertsProblem, rows: int) -> Product:
-    """Describe the second product of a layer, of so many pairs."""
+    """Describe the second product of a layer, of ``rows`` pairs."""
     return Product(_second(problem), _rows_each(problem), rows)
 
 

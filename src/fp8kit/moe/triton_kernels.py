@@ -77,21 +77,10 @@ def grouped_kernel(
     stride_wsk,
     stride_xsm,
     stride_xsk,
-    W_KIND: tl.constexpr,
-    X_KIND: tl.constexpr,
-    W_ROWS: tl.constexpr,
-    W_COLS: tl.constexpr,
-    X_ROWS: tl.constexpr,
-    X_COLS: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    FAST: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
     """Multiply one tile of rows by the weight of their expert."""
@@ -102,18 +91,18 @@ def grouped_kernel(
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     row, w_row = tl.minimum(m, end - 1), tl.minimum(n, N - 1)
-    w_scale = w_scale_ptr + e * stride_wse + w_row // W_ROWS * stride_wsn
+    w_scale = w_scale_ptr + e * stride_wse + w_row // FORM.w_rows * stride_wsn
     # no function gives this: those of Triton 3.6 cannot return None
-    x_scale = x_scale_ptr if X_KIND == NONE else x_scale_ptr + row // X_ROWS * stride_xsm
+    x_scale = x_scale_ptr if FORM.x_kind == NONE else x_scale_ptr + row // FORM.x_rows * stride_xsm
     total = chunk_sum(
         w_ptr + e * stride_we + w_row[:, None] * stride_wn + k[None, :] * stride_wk,
         x_ptr + row[:, None] * stride_xm + k[None, :] * stride_xk,
         w_scale, x_scale, K, stride_wk, stride_xk, stride_wsk, stride_xsk, 0, tl.cdiv(K, BLOCK_K),
-        W_KIND, X_KIND, W_COLS, X_COLS, W_FORMAT, X_FORMAT, DTYPE, NATIVE, FAST, EVEN_K,
+        FORM,
     )  # fmt: skip
     total = finished(
-        tl.trans(total), m < end, n < N, n, w_scale if W_KIND == FACTOR else None,
-        x_scale if X_KIND == FACTOR else None, None if bias_ptr is None else bias_ptr + e * N,
+        tl.trans(total), m < end, n < N, n, w_scale if FORM.w_kind == FACTOR else None,
+        x_scale if FORM.x_kind == FACTOR else None, None if bias_ptr is None else bias_ptr + e * N,
     )  # fmt: skip
     out = m
     if out_row_ptr is not None:
@@ -142,10 +131,8 @@ def activated_kernel(
     stride_we, stride_wn, stride_wk, stride_xm, stride_xk,
     stride_wse, stride_wsn, stride_wsk, stride_xsm, stride_xsk,
     min_scale, limit, alpha, up_offset,
-    W_KIND: tl.constexpr, X_KIND: tl.constexpr, W_ROWS: tl.constexpr, W_COLS: tl.constexpr,
-    X_ROWS: tl.constexpr, X_COLS: tl.constexpr, W_FORMAT: tl.constexpr, X_FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr, NATIVE: tl.constexpr, FAST: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SEARCH: tl.constexpr,
+    FORM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SEARCH: tl.constexpr,
     FAN: tl.constexpr,  # pairs that read one row of x
     ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr,
     SCALES: tl.constexpr,  # of the result: "group", "static" or "none"
@@ -165,24 +152,25 @@ def activated_kernel(
     gate_tile = w_ptr + gate_row[:, None] * stride_wn + k[None, :] * stride_wk
     up_tile = w_ptr + up_row[:, None] * stride_wn + k[None, :] * stride_wk
     x_tile = x_ptr + source[:, None] * stride_xm + k[None, :] * stride_xk
-    gate_scale = w_scale_ptr + gate_row // W_ROWS * stride_wsn
-    up_scale = w_scale_ptr + up_row // W_ROWS * stride_wsn
-    x_scale = x_scale_ptr if X_KIND == NONE else x_scale_ptr + source // X_ROWS * stride_xsm
+    gate_scale = w_scale_ptr + gate_row // FORM.w_rows * stride_wsn
+    up_scale = w_scale_ptr + up_row // FORM.w_rows * stride_wsn
+    x_scale = x_scale_ptr
+    if FORM.x_kind != NONE:
+        x_scale = x_scale_ptr + source // FORM.x_rows * stride_xsm
     gate, up = _both_sums(
         gate_tile, up_tile, x_tile, gate_scale, up_scale, x_scale, K,
-        stride_wk, stride_xk, stride_wsk, stride_xsk,
-        W_KIND, X_KIND, W_COLS, X_COLS, W_FORMAT, X_FORMAT, DTYPE, NATIVE, FAST, EVEN_K, GATED,
+        stride_wk, stride_xk, stride_wsk, stride_xsk, FORM, GATED,
     )  # fmt: skip
     inside_m, inside_n = m < end, n < INNER
-    x_factor = x_scale if X_KIND == FACTOR else None
+    x_factor = x_scale if FORM.x_kind == FACTOR else None
     biases = None if bias_ptr is None else bias_ptr + e * (2 * INNER if GATED else INNER)
     y = finished(
-        tl.trans(gate), inside_m, inside_n, gate_row, gate_scale if W_KIND == FACTOR else None,
+        tl.trans(gate), inside_m, inside_n, gate_row, gate_scale if FORM.w_kind == FACTOR else None,
         x_factor, biases,
     )  # fmt: skip
     if GATED:
         factor = finished(
-            tl.trans(up), inside_m, inside_n, up_row, up_scale if W_KIND == FACTOR else None,
+            tl.trans(up), inside_m, inside_n, up_row, up_scale if FORM.w_kind == FACTOR else None,
             x_factor, biases,
         )  # fmt: skip
         y = _activated(y, limit, alpha, ACT, LIMITED)
@@ -193,7 +181,7 @@ def activated_kernel(
         y = _activated(y, limit, alpha, ACT, LIMITED)
     y = tl.where(inside_n[None, :], y, 0.0)
     _store_activated(y, m, n, tile_n, inside_m, inside_n, INNER, h_ptr, h_scale_ptr, min_scale,
-                     SCALES, DIVISION, FP8_MAX, NATIVE)  # fmt: skip
+                     SCALES, DIVISION, FP8_MAX, FORM.native)  # fmt: skip
 
 
 @triton.jit
@@ -206,6 +194,7 @@ def _activated(y, limit, alpha, ACT: tl.constexpr, LIMITED: tl.constexpr):
     elif ACT == "silu":
         return over_one_plus_exp2(y, y * (-_LOG2_E * alpha))
     else:
+        tl.static_assert(ACT == "gelu" or ACT == "gelu_tanh", "no such activation")
         return activate(y, ACT)
 
 
@@ -233,16 +222,7 @@ def _both_sums(
     stride_xk,
     stride_wsk,
     stride_xsk,
-    W_KIND: tl.constexpr,
-    X_KIND: tl.constexpr,
-    W_COLS: tl.constexpr,
-    X_COLS: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    X_FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    NATIVE: tl.constexpr,
-    FAST: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    FORM: tl.constexpr,
     GATED: tl.constexpr,
 ):
     """Sum gates and ups in one pass over the rows."""
@@ -251,22 +231,16 @@ def _both_sums(
     up = gate
     w_step, x_step = tl.cast(stride_wk, tl.int64) * BLOCK_K, tl.cast(stride_xk, tl.int64) * BLOCK_K
     for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
-        x = operand(x_tile, x_scale, stride_xsk, step, K, X_KIND, X_FORMAT, DTYPE, NATIVE, EVEN_K)
-        w = operand(
-            gate_tile, gate_scale, stride_wsk, step, K, W_KIND, W_FORMAT, DTYPE, NATIVE, EVEN_K
-        )
+        x = operand(x_tile, x_scale, stride_xsk, step, K, "x", FORM)
+        w = operand(gate_tile, gate_scale, stride_wsk, step, K, "w", FORM)
         gate = add_product(
-            gate, w, x, gate_scale, x_scale, stride_wsk, stride_xsk, step * BLOCK_K,
-            W_KIND, X_KIND, W_COLS, X_COLS, DTYPE, FAST,
-        )  # fmt: skip
+            gate, w, x, gate_scale, x_scale, stride_wsk, stride_xsk, step * BLOCK_K, FORM
+        )
         if GATED:
-            w = operand(
-                up_tile, up_scale, stride_wsk, step, K, W_KIND, W_FORMAT, DTYPE, NATIVE, EVEN_K
-            )
+            w = operand(up_tile, up_scale, stride_wsk, step, K, "w", FORM)
             up = add_product(
-                up, w, x, up_scale, x_scale, stride_wsk, stride_xsk, step * BLOCK_K,
-                W_KIND, X_KIND, W_COLS, X_COLS, DTYPE, FAST,
-            )  # fmt: skip
+                up, w, x, up_scale, x_scale, stride_wsk, stride_xsk, step * BLOCK_K, FORM
+            )
         gate_tile += w_step
         up_tile += w_step
         x_tile += x_step

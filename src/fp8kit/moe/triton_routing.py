@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8kit.dispatch.device import current
+from fp8kit.formats import FLOATS
 from fp8kit.fused.triton_output import narrow
 from fp8kit.moe import choice
 from fp8kit.moe.choice import ChoiceBackend, ChoiceProblem, Formula
@@ -32,7 +33,7 @@ def supports(problem: ChoiceProblem) -> str | None:
     """Accept what the kernel covers, or give the reason why not."""
     if not INTERPRETED.value and (problem.device_type != "cuda" or torch.version.hip is not None):
         return "needs an NVIDIA GPU"
-    if problem.in_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if problem.in_dtype not in FLOATS:
         return f"{problem.in_dtype} logits; the kernel reads bfloat16, float16 and float32"
     if problem.experts > _MOST_EXPERTS or problem.top_k > _MOST_CHOSEN:
         return f"{problem.top_k} of {problem.experts} experts; at most {_MOST_CHOSEN} of 1024"

@@ -7,7 +7,7 @@ caller's (``functional``, ``Fp8Linear``).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -90,8 +90,12 @@ def multiply_codes(
     accum: str,
     batch_invariant: bool,
     shape: Sequence[int],
+    scaled_mm: Callable[..., Tensor] = scaled_mm,
 ) -> Tensor:
-    """Multiply codes whose rows stand for an input of a shape ``[..., K]``; give ``[..., N]``."""
+    """Multiply codes whose rows stand for an input of a shape ``[..., K]``; give ``[..., N]``.
+
+    ``scaled_mm`` is this body, or the registered operator.
+    """
     options = (x_group, w_group, out_dtype, accum, batch_invariant, None)
     return reshaped(scaled_mm(x, x_scale, w, w_scale, bias, *options), (*shape[:-1], w.shape[0]))
 
@@ -163,7 +167,7 @@ def quantize_rows(
 
 
 def reshaped(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a product that nobody else holds another shape, and let callers change it in place.
+    """Give a product that nobody else holds another shape, and let callers change it in place.
 
     Autograd refuses in-place changes of views made where it does not look, as in an operator.
     """

@@ -6,6 +6,7 @@ fit.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,25 +55,6 @@ def linear_registered(
     return y
 
 
-def codes_registered(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    x_group: Group,
-    w_group: Group,
-    out_dtype: torch.dtype,
-    accum: str,
-    batch_invariant: bool,
-    shape: Sequence[int],
-) -> Tensor:
-    """Multiply codes, as ``bodies.multiply_codes`` does."""
-    options = (x_group, w_group, out_dtype, accum, batch_invariant, None)
-    y: Tensor = torch.ops.fp8kit.scaled_mm(x, x_scale, w, w_scale, bias, *options)
-    return bodies.reshaped(y, (*shape[:-1], w.shape[0]))
-
-
 def joined_registered(
     x: Tensor, operands: Sequence[tuple[Any, ...]], options: Options
 ) -> tuple[Tensor, ...]:
@@ -94,6 +76,7 @@ QUANTIZE_STATIC = Operator(bodies.quantize_static, torch.ops.fp8kit.quantize_sta
 DEQUANTIZE = Operator(bodies.dequantize, torch.ops.fp8kit.dequantize)
 SCALED_MM = Operator(bodies.scaled_mm, torch.ops.fp8kit.scaled_mm)
 LINEAR = Operator(bodies.linear, linear_registered)
+codes_registered = functools.partial(bodies.multiply_codes, scaled_mm=torch.ops.fp8kit.scaled_mm)
 CODES = Operator(bodies.multiply_codes, codes_registered)
 
 

@@ -30,15 +30,10 @@ _JOINED_BODY = Operator(bodies.linear, bodies.linear)
 
 
 def _quantize_fake(
-    x: Tensor,
-    group: Sequence[int],
-    dtype: torch.dtype,
-    min_scale: float,
-    scale_ub: Tensor | None,
-    scale_rounding: str,
-    scale_layout: str = "row",
+    x: Tensor, group: Sequence[int], dtype: torch.dtype, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), empty_scale(x, GroupShape(*group), scale_layout)
+    layout = rest[3] if len(rest) > 3 else "row"
+    return x.new_empty(x.shape, dtype=dtype), empty_scale(x, GroupShape(*group), layout)
 
 
 def _quantize_static_fake(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fp8kit.errors import InvalidType, InvalidValue, did_you_mean, teach
 from fp8kit.formats import (
     BLOCK,
+    FLOATS,
     FP8_FORMATS,
     MX,
     ROW,
@@ -23,7 +24,6 @@ from fp8kit.formats import (
 )
 from fp8kit.quantizers.scale_layout import LAYOUTS, has_columns
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _STANDARD_SCHEMES = {
     ROW: SCHEMES["FP8_DYNAMIC"],
     TENSOR: SCHEMES["FP8_TENSOR"],
@@ -138,7 +138,7 @@ def check_tensor(name: str, x: object) -> None:
 def check_float(name: str, x: Tensor) -> None:
     """Refuse what is no tensor, or one that is not bf16, fp16 or fp32."""
     check_tensor(name, x)
-    if x.dtype not in _FLOATS:
+    if x.dtype not in FLOATS:
         raise InvalidType(
             f"Got {name} of dtype {x.dtype} and shape {tuple(x.shape)}.",
             "Quantization takes bfloat16, float16 or float32.",
@@ -168,7 +168,7 @@ def check_layer_input(x: Tensor, codes: torch.dtype) -> None:
 
 def check_out_dtype(dtype: torch.dtype) -> None:
     """Refuse a result dtype that is not bf16, fp16 or fp32."""
-    if dtype not in _FLOATS:
+    if dtype not in FLOATS:
         raise InvalidType(
             f"Got {dtype} as the dtype of the result.",
             "Results are bfloat16, float16 or float32.",
@@ -312,7 +312,7 @@ def check_operands(x: Tensor, w: Tensor, bias: Tensor | None, accum: str) -> Non
             f"A bias is a float tensor of shape ({w.shape[0]},), or None.",
             "Pass a torch.Tensor with one value per output feature.",
         )
-    if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype not in _FLOATS):
+    if bias is not None and (tuple(bias.shape) != (w.shape[0],) or bias.dtype not in FLOATS):
         raise InvalidValue(
             f"Got a bias of shape {tuple(bias.shape)} and dtype {bias.dtype}.",
             f"The weight {tuple(w.shape)} needs a float bias of shape ({w.shape[0]},).",

@@ -62,7 +62,7 @@ def counts_of_pairs(
 
 
 def hopper_cut(pairs: int, experts: int) -> tuple[object, ...]:
-    """Return equal keys to numbers of pairs that run the same kernels on Hopper."""
+    """Return a key that is equal for numbers of pairs that run the same kernels on Hopper."""
     sorting = (pairs <= tile_config.FEW_PAIRS, pairs <= tile_config.PAIRS_OF_BLOCK)
     return (tile_config.choose(pairs, experts), *sorting)
 

@@ -83,7 +83,7 @@ def warmup(
     if not held or any(codes.is_meta for codes in held):
         raise InvalidValue(
             f"{type(model).__name__} holds {len(held)} FP8 layers, or they are on meta.",
-            "What shall run soon is warmed up where it will run.",
+            "Layers are warmed up where they will run.",
             "Convert or load the model onto its device first.",
         )
     m = check_row_counts(m)
@@ -164,7 +164,7 @@ def _row_counts(module: nn.Module, rows: int) -> list[int]:
 
 
 def _kind(module: nn.Module) -> object:
-    """Return equal keys to modules whose kernels are the same, ``None`` to what runs no FP8."""
+    """Return a key equal for modules of the same kernels, ``None`` for what runs no FP8."""
     if isinstance(module, Fp8Linear):
         alone = _layer_kind(module)
         if isinstance(module.shared, SharedInput):

@@ -105,7 +105,7 @@ def pairs_of_a_token(module: ExpertTensors, top_k: int) -> tuple[int, ...]:
 
 
 def _kind(module: ExpertTensors) -> tuple[object, ...]:
-    """Return equal keys to modules whose kernels are the same."""
+    """Return a key that is equal for modules whose kernels are the same."""
     stacks, held = module.stacks, []
     for name in stacks.names:
         codes, bias = module.codes(name), module.beside(name, "bias")

@@ -135,7 +135,7 @@ def _divide(
 
 
 def _with_nan(codes: Tensor, scale: Tensor, group: GroupShape, nan_code: int) -> Tensor:
-    """Return groups whose scale is NaN the one code that NaN has."""
+    """Give groups whose scale is NaN the one code that NaN has."""
     matrix = scale.reshape(-1, scale.shape[-1])
     if reference.multipliers(matrix, group).isnan().any():
         nan = reference.expand_scale(matrix, tuple(codes.shape), group).isnan()

@@ -119,7 +119,8 @@ def rebase(q: QTensor, group: GroupShape = ROW) -> Rebased:
         parts = (_rows(t, rows) for t in (q.data, q.scale, wide, data))
         lost, change = _shift_rows(*parts)
         changed, largest = changed + lost, max(largest, change)
-    return Rebased(QTensor(data, _powers(shared), group), q.scale, changed, largest)
+    powers = (shared << 23).view(torch.float32)
+    return Rebased(QTensor(data, powers, group), q.scale, changed, largest)
 
 
 def restore(q: QTensor, exponents: Tensor) -> QTensor:
@@ -242,10 +243,6 @@ def _pieces(codes: Tensor) -> Iterator[slice]:
 
 def _rows(tensor: Tensor, rows: slice) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])[rows]
-
-
-def _powers(exponents: Tensor) -> Tensor:
-    return (exponents << 23).view(torch.float32)
 
 
 def _all_codes(device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8kit.dispatch.device import current
-from fp8kit.formats import MX, TENSOR, GroupShape, fp8_format
+from fp8kit.formats import FLOATS, MX, TENSOR, GroupShape, fp8_format
 from fp8kit.quantizers import hopper_rows, reference
 from fp8kit.quantizers.problem import QuantizeProblem, QuantizerBackend
 from fp8kit.quantizers.scale_layout import empty_scale
@@ -28,7 +28,7 @@ _MAX_BLOCK = 32768  # elements per group that one program holds in registers
 
 def supports(problem: QuantizeProblem) -> str | None:
     """Accept what the kernels cover, or give the reason why not."""
-    if problem.in_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if problem.in_dtype not in FLOATS:
         return f"{problem.in_dtype} input; the kernels read bfloat16, float16 and float32"
     if not INTERPRETED.value:
         if problem.device_type != "cuda" or torch.version.hip is not None:

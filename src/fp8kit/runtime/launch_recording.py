@@ -192,7 +192,7 @@ def _recording(
     constants: Sequence[Tensor | None],
 ) -> Recording | None:
     results: Sequence[Tensor] = [y] if isinstance(y, Tensor) else y
-    if watch.foreign or not launches or not _told_apart(inputs, constants):
+    if watch.foreign or not launches or not told_apart(inputs, constants):
         return None
     spans: list[tuple[int, int, int | None, int]]
     spans = [_span(x, slot, 0) for slot, x in enumerate(inputs)]
@@ -229,7 +229,7 @@ def _recording(
     return Recording(steps, len(inputs), pairs, scratch)
 
 
-def _told_apart(inputs: Sequence[Tensor], constants: Sequence[Tensor | None]) -> bool:
+def told_apart(inputs: Sequence[Tensor], constants: Sequence[Tensor | None] = ()) -> bool:
     """Return whether an address tells which input it is of, if it is of one."""
     starts = [x.data_ptr() for x in inputs]
     others = {t.data_ptr() for t in constants if t is not None}

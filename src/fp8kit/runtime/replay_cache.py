@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from fp8kit.runtime.compile_ahead import noted
-from fp8kit.runtime.launch_recording import Recording, is_recording, record
+from fp8kit.runtime.launch_recording import Recording, is_recording, record, told_apart
 from fp8kit.runtime.weight_hazards import MARK, version
 
 RECORDED_DEVICES = ("cuda",)
@@ -136,7 +136,7 @@ class ReplayCache(dict[Key, Entry]):
         now = guards(watched) if bypasses else None
         if now is None:
             return operator.registered(*arguments)
-        if is_recording() or noted() is not None or not _are_told_apart(inputs):
+        if is_recording() or noted() is not None or not told_apart(inputs):
             return operator.body(*arguments)
         at = key(operator, inputs, options)
         entry = self.get(at)
@@ -279,8 +279,3 @@ def forget_choices() -> None:
     """End every recording: the choices of dispatch that it was made by may have changed."""
     global generation
     generation += 1
-
-
-def _are_told_apart(inputs: Sequence[Tensor]) -> bool:
-    """Return whether an address tells which input it is of."""
-    return len(inputs) == 1 or len({x.data_ptr() for x in inputs}) == len(inputs)

@@ -67,7 +67,7 @@ def changed(**group: Any) -> dict[str, Any]:
     return {"quantization_config": found}
 
 
-def rotated(*locations: str) -> dict[str, Any]:
+def rotated(*locations: object) -> dict[str, Any]:
     uses = [{"targets": ["Linear"], "location": word} for word in locations]
     return {"config_groups": {"R1": {"type": "hadamard", "apply": uses}}}
 
@@ -225,9 +225,14 @@ WEIGHTS = DYNAMIC["config_groups"]["group_0"]["weights"]  # type: ignore[index]
         ({"quantization_config": {**DYNAMIC, "transform_config": {"a": 1}}}, "transform_config"),
         ({"quantization_config": {**DYNAMIC, "sparsity_config": {"format": "2:4"}}}, "2:4"),
         ({"quantization_config": {**DYNAMIC, "transform_config": rotated()}}, "is not computed"),
-        (
-            {"quantization_config": {**DYNAMIC, "transform_config": rotated("output")}},
-            "is not computed",
+        *(
+            ({"quantization_config": {**DYNAMIC, "transform_config": wrong}}, "is not computed")
+            for wrong in (
+                rotated("output"),
+                rotated("weight_input", None),
+                rotated("weight_input", "an unknown one"),
+                {"config_groups": {**rotated("weight_input")["config_groups"], "R2": 3}},
+            )
         ),
         (
             {"quantization_config": {**DYNAMIC, "format": "int-quantized"}},

@@ -21,7 +21,8 @@ _AGAIN = "Correct it, or export the model again."
 _CONFIG = "The quantization config"
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 _SINGLE_EXPERT = re.compile(r"\bexperts\.\d+\.")
-_MERGED = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",)}
+# merged layers of which engines ask by name, and the layers in files that they are made of
+_ASKED_FOR = {"gate_up_proj": GATE_UP, "qkv_proj": ("qkv",)}
 _NATURAL = {TENSOR: ROW, ROW: ROW, BLOCK: GROUP128, MX: MX}
 
 
@@ -170,7 +171,7 @@ class Dialect:
 
 
 def refused(spec: Spec, dialect: str, holds: str, remedy: str) -> CheckpointError:
-    """Return that a dialect cannot hold what it was asked to; ``holds`` says what it can."""
+    """Return the error of a dialect that cannot hold a scheme; ``holds`` says what it can."""
     others = " and others" if spec.others else ""
     return CheckpointError(
         f"Got scheme {spec.scheme}{others} to write as {dialect}.", holds, remedy
@@ -196,7 +197,7 @@ def listed(names: Iterable[str]) -> set[str]:
     some, such as those in the vision tower of GLM-4V, for the merged layer itself. The result has
     these names, the output head, and the merged layers all of whose parts are among them.
     """
-    return with_merged({"lm_head", *names}, _MERGED)
+    return with_merged({"lm_head", *names}, _ASKED_FOR)
 
 
 def with_merged(names: Iterable[str], layers: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -253,7 +254,7 @@ def quantization_config(config: JsonObject) -> JsonObject | None:
 def broken(
     key: str, found: object, wanted: str, remedy: str = _AGAIN, *, file: str = _CONFIG
 ) -> CheckpointError:
-    """Return that an entry of a config is ``found`` where only ``wanted`` could be honoured."""
+    """Return the error of a config with an entry ``found`` where only ``wanted`` is honoured."""
     shown = repr(found)
     return CheckpointError(
         f"{file} has {key} = {shown if len(shown) < 300 else shown[:300] + '...'}.",

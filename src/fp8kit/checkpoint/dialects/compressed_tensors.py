@@ -41,7 +41,8 @@ _NVFP4: JsonObject = {"strategy": "tensor_group", "group_size": 16, "num_bits": 
 # these describe how the values were found; reading the values does not need them
 _HISTORY = ("observer", "observer_kwargs", "actorder", "scale_dtype", "zp_dtype")
 
-_MERGED = {name: JOINED[name][0] for name in ("gate_up_proj", "qkv_proj")}
+# merged layers, and their parts on disk
+_MERGED_PARTS = {name: JOINED[name][0] for name in ("gate_up_proj", "qkv_proj")}
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)(?:\.\d+\..+)?")
 
 
@@ -67,9 +68,10 @@ def _parse(source: Source) -> Announcement:
     sparsity = base.objects(found, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise base.broken("sparsity_config", sparsity, "absent or dense")
-    transforms = found.get("transform_config")
-    places = set(re.findall(r"'location': '(\w+)'", repr(transforms)))
-    if transforms and (not places or places - {"weight_input", "weight_output"}):
+    transforms = base.objects(found, "transform_config")
+    places = _places_of_rotations(transforms)
+    of_weights = [place in ("weight_input", "weight_output") for place in places]
+    if transforms and not (of_weights and all(of_weights)):
         wanted = "absent, or applied to weights alone: a rotation of inputs is not computed"
         raise base.broken("transform_config", transforms, wanted)
     cache = "The config quantizes the KV cache; only fp8kit.Fp8Cache uses its scales."
@@ -97,6 +99,16 @@ def _is_attention(name: str, group: Any) -> bool:
         and not group.get("weights")
         and all(target.endswith("Attention") or "attn" in target for target in targets)
     )
+
+
+def _places_of_rotations(transforms: JsonObject) -> list[object]:
+    """List the place of each rotation; ``None`` for each that the config does not tell."""
+    found: list[object] = []
+    for group in base.objects(transforms, "config_groups").values():
+        uses = group.get("apply") if isinstance(group, dict) else None
+        uses = uses if isinstance(uses, list) else [None]
+        found += [use.get("location") if isinstance(use, dict) else None for use in uses]
+    return found
 
 
 def _is_pattern_of(target: str, layer: str) -> bool:
@@ -164,7 +176,7 @@ def _render(spec: Spec) -> JsonObject:
     # SGLang's Mixtral asks for its layers without the name of the model around them
     bare = any(".block_sparse_moe." in name for name in (*spec.ignore, *spec.others))
     # SGLang asks for a merged layer itself before it takes it for any other Linear
-    merged = {s: base.with_merged(names, _MERGED) for s, names in schemes.items()}
+    merged = {s: base.with_merged(names, _MERGED_PARTS) for s, names in schemes.items()}
     named = {s: sorted(_asked_for(names, bare)) for s, names in merged.items()}
     layouts = [_MX if s.weight == MX else _FLOAT for s in schemes]
     mixed = len(set(layouts)) > 1

@@ -19,10 +19,6 @@ def _detect(source: Source) -> bool:
     return source.method == "mxfp8" or (source.method == "fp8" and blocks)
 
 
-def _detect_inverse(source: Source) -> bool:
-    return _detect(source) and not source.has(".weight_scale")
-
-
 def _parse(source: Source) -> Announcement:
     found = source.quantization
     if base.block_shape(found) not in (None, MX):
@@ -51,6 +47,10 @@ def _render(spec: Spec) -> JsonObject:
 
 
 MXFP8_INVERSE = Dialect(
-    "mxfp8", _detect_inverse, _parse, _render, {"weight_scale": "weight_scale_inv"}
+    "mxfp8",
+    lambda source: _detect(source) and not source.has(".weight_scale"),
+    _parse,
+    _render,
+    {"weight_scale": "weight_scale_inv"},
 )
 MXFP8_PLAIN = Dialect("mxfp8-weight-scale", _detect, _parse, _render)

@@ -100,7 +100,7 @@ def check_fit(model: nn.Module, checkpoint: Checkpoint, layers: Layers, strict: 
 
 
 def _remedy(lost: bool, others: bool, absent: Sequence[str]) -> str:
-    """Give what to do about buffers that only building a model gives values, and about the rest."""
+    """Say what to do about buffers that get values as a model is built, and about the rest."""
     said = ["Pass the model that the checkpoint was made from."] if others else []
     if absent:
         new = absent[0].rpartition(".")[0]

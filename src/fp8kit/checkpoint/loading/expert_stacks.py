@@ -138,7 +138,7 @@ class Arrivals:
         )
 
     def _materialize(self, module: ExpertTensors, stack: str) -> None:
-        """Make room for a stack, if it is on meta or elsewhere than it shall be."""
+        """Make room for a stack, if it is on meta or elsewhere than it is to be."""
         for own, name in module.tensors():
             held = module.get_parameter(name)
             place = self._place(held)

@@ -39,7 +39,7 @@ from fp8kit.modules.linear import Fp8Linear
 
 
 @dataclass(slots=True)
-class Selection:
+class PlanOptions:
     """Which layers of a high-precision checkpoint become FP8, as ``fp8kit.plan`` has it."""
 
     scheme: Scheme | str
@@ -63,7 +63,7 @@ class Filled:
     read: Mapping[str, str] = field(default_factory=dict)
 
     def notes(self, source: str) -> list[str]:
-        """Return it in sentences about ``source``, which was loaded."""
+        """Say it in sentences about ``source``, which was loaded."""
         found = []
         if self.unused:
             found.append(
@@ -81,7 +81,7 @@ class Filled:
 def fill(
     model: nn.Module,
     checkpoint: Checkpoint,
-    selection: Selection | None,
+    options: PlanOptions | None,
     *,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -91,7 +91,7 @@ def fill(
 ) -> Filled:
     """Load a checkpoint into a module, in place; linear layers become FP8 on the way.
 
-    Parameters on meta are made, others overwritten. ``selection`` is for a checkpoint in high
+    Parameters on meta are made, others overwritten. ``options`` is for a checkpoint in high
     precision alone. By default the model stays where it is and meta goes to the CPU; tensors in
     memory keep their dtype, and those on meta take the checkpoint's. ``strict`` raises for tensors
     that the model does not use, ``form`` is as in ``mx_forms.settle``, ``missing`` as in
@@ -99,10 +99,10 @@ def fill(
     changed then. Raises ``ConversionError`` if a layer cannot be quantized.
     """
     high = dtype or checkpoint.dtype
-    if selection is None:
+    if options is None:
         layers = _layers_in_checkpoint(model, checkpoint, high)
     else:
-        layers = layers_by_plan(model, selection, high)
+        layers = layers_by_plan(model, options, high)
     layers.form, layers.missing = form or layers.form, missing
     unused = check_fit(model, checkpoint, layers, strict)
     arrivals = begin(model, layers, checkpoint.layers, device=device, dtype=dtype, high=high)
@@ -235,7 +235,8 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             if target not in found.made:
                 layer = _empty(module, scheme, dtype)
                 found.made.update(dict.fromkeys(names[module], layer))
-    found.groups = _groups(model, found)
+    fp8 = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) or n in found.made]
+    found.groups = conversion_siblings.find_groups(model, fp8)
     return found
 
 
@@ -256,14 +257,14 @@ def plan_to_load(
     return report
 
 
-def layers_by_plan(model: nn.Module, selection: Selection, dtype: torch.dtype) -> Layers:
+def layers_by_plan(model: nn.Module, options: PlanOptions, dtype: torch.dtype) -> Layers:
     """Make empty FP8 layers for what a plan selects.
 
     Raises ``ConversionError`` if the scheme is static, and as ``fp8kit.plan`` raises it.
     """
-    scheme = Scheme.of(selection.scheme)
+    scheme = Scheme.of(options.scheme)
     refuse_static(scheme)
-    report = plan_to_load(model, scheme, selection.include, selection.exclude, selection.strict)
+    report = plan_to_load(model, scheme, options.include, options.exclude, options.strict)
     warn_of_nothing(report)
     found = Layers(groups=report.groups, form=mx_forms.named_form(scheme))
     scheme = scheme.stored
@@ -283,11 +284,6 @@ def _names_of_linears(model: nn.Module) -> dict[nn.Module, list[str]]:
         if isinstance(module, nn.Linear):
             names[module].append(name)
     return names
-
-
-def _groups(model: nn.Module, layers: Layers) -> list[tuple[str, ...]]:
-    found = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) or n in layers.made]
-    return conversion_siblings.find_groups(model, found)
 
 
 def _described(module: nn.Module) -> str:

@@ -71,7 +71,7 @@ def quantized(dense: Tensor, scheme: Scheme, name: str) -> QTensor:
 
 
 def not_finite(names: Sequence[str]) -> ConversionError:
-    """Return that weights hold what cannot be quantized."""
+    """Return the error for weights that hold what cannot be quantized."""
     verb, layers = ("holds", "this layer") if len(names) == 1 else ("hold", "these layers")
     return ConversionError(
         f"{some_of(names)} {verb} NaN or infinities.",

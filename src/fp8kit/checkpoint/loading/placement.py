@@ -113,7 +113,9 @@ class Placement:
                 source[kind] = self._kept(tensor)
             else:
                 del self._waiting[layer]
-                self._deliver(route, layer, self._value(layer, source), self._key(layer))
+                known = self._layers.get(layer)  # a stack of experts has a name of its own
+                key = known.weight.rpartition(".")[2] if known else "weight"
+                self._deliver(route, layer, self._value(layer, source), key)
         else:
             self._deliver(route, layer, tensor, kind)
 
@@ -143,11 +145,6 @@ class Placement:
         get = self._module()
         assert get is not None
         return get(name)
-
-    def _key(self, layer: str) -> str:
-        """Return the last word of the name of a layer's weight; a stack of experts has its own."""
-        known = self._layers.get(layer)
-        return known.weight.rpartition(".")[2] if known else "weight"
 
     def _route(self, layer: str, kind: str) -> Route | None:
         if (whole := self._stacks.route(layer)) is not None:

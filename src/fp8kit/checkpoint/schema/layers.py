@@ -10,9 +10,8 @@ import torch
 from fp8kit.checkpoint.dialects import JsonObject, Numbers
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import BLOCK, MX, ROW, TENSOR, GroupShape, Scheme, scale_shape
+from fp8kit.formats import BLOCK, FLOATS, MX, ROW, TENSOR, GroupShape, Scheme, scale_shape
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _BYTES = (torch.uint8, torch.float8_e8m0fnu)
 Shape = tuple[int, ...]
 Kind = tuple[torch.dtype, Shape]

@@ -104,7 +104,7 @@ def experts_of(name: str) -> str:
 
 
 def engine_name(name: str, model_type: str) -> str:
-    """Return a tensor or layer the name by which engines and Transformers load it.
+    """Return the name by which engines and Transformers load a tensor or layer.
 
     It is the same name, but for the experts and routers of Mixtral and its like.
     """

@@ -103,7 +103,7 @@ def dialect_for(target: str, scheme: Scheme, config: Mapping[str, Any] = NO_CONF
         raise InvalidValue(
             f"Got target={target!r}.",
             f"Known targets are {', '.join(TARGETS)}.",
-            "Pass the program that shall load the checkpoint." + did_you_mean(target, TARGETS),
+            "Pass the program that will load the checkpoint." + did_you_mean(target, TARGETS),
         )
     reason, alternative = _refusal(target, scheme)
     renamed = _renames_scales(target, config)
@@ -128,7 +128,7 @@ def _renames_scales(target: str, config: Mapping[str, Any]) -> bool:
 
 
 def main_scheme(counts: Mapping[Scheme, int]) -> Scheme:
-    """Return the scheme to announce for linear layers in general, of those that so many have.
+    """Return the scheme to announce for linear layers in general; ``counts`` has their layers.
 
     Blocks come first: SGLang reads their size there alone.
     """

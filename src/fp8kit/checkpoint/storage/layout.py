@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -34,6 +35,12 @@ class Shard:
     header: bytes
     starts: dict[str, int]
     size: int
+
+    def begin(self, path: Path) -> None:
+        """Make the file with its header, and room for its tensors."""
+        with path.open("wb") as file:
+            file.write(self.header)
+            file.truncate(self.size)
 
 
 def plan_shards(layout: Layout, max_shard_bytes: int, stem: str = "model") -> list[Shard]:

@@ -11,11 +11,11 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.naming import experts_of
 from fp8kit.checkpoint.storage.directory import bytes_of
 from fp8kit.checkpoint.storage.reader import TensorInfo
 from fp8kit.errors import CheckpointError
+from fp8kit.formats import FLOATS
 
 _STACK = re.compile(
     r"(?P<experts>(?:.*\.)?experts)\.(?P<kind>gate_up_proj|down_proj)(?:\.weight)?$"
@@ -66,7 +66,7 @@ class Matrix:
         return self.rows * self.row_bytes
 
     def slices(self, rows: int = 1) -> Iterator[tuple[int, int]]:
-        """Cut the rows into ranges of about ``SLICE_BYTES``, of whole groups of so many rows."""
+        """Cut the rows into ranges of about ``SLICE_BYTES``, of whole groups of ``rows`` rows."""
         step = max(1, SLICE_BYTES // max(1, self.row_bytes))
         step = -(-step // rows) * rows
         for first in range(0, self.rows, step):

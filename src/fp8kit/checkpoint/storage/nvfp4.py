@@ -35,7 +35,7 @@ _LAYOUTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part(TensorInfo):
+class ConvertedPart(TensorInfo):
     """Codes or scales that an NVFP4 weight has once it is FP8.
 
     Args:
@@ -79,7 +79,7 @@ def as_fp8(
             shape = (info.shape[0], 2 * info.shape[1])
             for own in (codes, "weight_scale", factor, inputs):
                 found.pop(f"{layer}.{own}", None)
-            part = Part(
+            part = ConvertedPart(
                 info.name, info.shard, wanted.dtype, shape, info.offset, layer=layer, codes=info,
                 groups=groups, factor=whole, divides=divides, tiled=tiled, scheme=wanted,
             )  # fmt: skip
@@ -91,7 +91,7 @@ def as_fp8(
 
 
 @torch.no_grad()
-def convert(part: Part, read: Callable[[TensorInfo], Tensor]) -> tuple[QTensor, float]:
+def convert(part: ConvertedPart, read: Callable[[TensorInfo], Tensor]) -> tuple[QTensor, float]:
     """Return an NVFP4 weight in FP8, and the relative error (of norms) that this adds.
 
     Raises ``CheckpointError`` if scales are no finite, or no positive numbers.

@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8kit.checkpoint.dialects import Dialect, JsonObject, Source, Spec
 from fp8kit.checkpoint.dialects.comfyui import ENTRY, METADATA, describes_layers
 from fp8kit.checkpoint.schema import decoding
-from fp8kit.checkpoint.schema.layers import FLOATS, Layer
+from fp8kit.checkpoint.schema.layers import Layer
 from fp8kit.checkpoint.schema.naming import engine_name
 from fp8kit.checkpoint.schema.pairing import group_repeated, interpret
 from fp8kit.checkpoint.storage import fp4, nvfp4, rebased
@@ -27,7 +27,7 @@ from fp8kit.checkpoint.storage.refusals import check_source, no_weights
 from fp8kit.checkpoint.storage.stacked_scales import sliced
 from fp8kit.conversion.patterns import matches
 from fp8kit.errors import CheckpointError, teach
-from fp8kit.formats import QTensor, Scheme
+from fp8kit.formats import FLOATS, QTensor, Scheme
 
 STEMS = ("model", "diffusion_pytorch_model", "consolidated")
 # what says how a checkpoint is quantized, beside config.json
@@ -129,16 +129,16 @@ class Checkpoint:
 
     def _raw(self, name: str) -> Tensor:
         info = self.tensors[name]
-        if isinstance(info, nvfp4.Part):
+        if isinstance(info, nvfp4.ConvertedPart):
             return self._from_nvfp4(info)
-        if isinstance(info, rebased.Part):
+        if isinstance(info, rebased.RestoredCodes):
             return rebased.codes_of(info, lambda part: read_tensor(self.path, part))
         if not info.packed:
             return read_tensor(self.path, info)
         flat = replace(info, dtype=torch.uint8, shape=(info.nbytes,), packed=False)
         return fp4.unpack(read_tensor(self.path, flat), info.shape)
 
-    def _from_nvfp4(self, part: nvfp4.Part) -> Tensor:
+    def _from_nvfp4(self, part: nvfp4.ConvertedPart) -> Tensor:
         """Convert a weight when its codes or its scales are read, and keep the last one."""
         q = self._converted.get(part.layer)
         if q is None:
@@ -239,7 +239,7 @@ def scan(
     tiled = describes_layers(tensors, metadata)
     tensors = sliced(fp4.unpacked(nvfp4.as_fp8(rebased.as_mx(tensors), scheme, tiled)))
     kinds = {n: (info.dtype, info.shape) for n, info in tensors.items()}
-    parts = (info for info in tensors.values() if isinstance(info, nvfp4.Part))
+    parts = (info for info in tensors.values() if isinstance(info, nvfp4.ConvertedPart))
     made = {part.layer: part.scheme.weight for part in parts}
     read = interpret(Source(config, kinds, documents, metadata, widths or {}, made))
     return Checkpoint(
@@ -287,7 +287,7 @@ def _text(path: Path, info: TensorInfo) -> str:
 
 
 def _placed(problem: str, tensors: Mapping[str, TensorInfo]) -> str:
-    """Give in which file the tensor lies that a problem names, or what is beside a missing one."""
+    """Begin a problem with the file of the tensor that it names, or of one beside it."""
     problem = printable(problem)
     words = [word.rstrip(".,;:") for word in problem.split()]
     words += [f"{word.rpartition('.')[0]}.weight" for word in words]

@@ -18,7 +18,7 @@ from fp8kit.quantizers.rebase import restore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part(TensorInfo):
+class RestoredCodes(TensorInfo):
     """Codes that a rebased weight has once it is MX again.
 
     ``scales`` are those of the codes on disk, powers of two per ``group``; ``exponents`` are E8M0
@@ -42,7 +42,7 @@ def as_mx(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         whole = exponents.shape == scale_shape(codes.shape, MX)
         kinds = (codes.dtype, scales.dtype, exponents.dtype)
         if group and whole and kinds == (torch.float8_e4m3fn, torch.float32, torch.uint8):
-            found[f"{layer}.weight"] = Part(
+            found[f"{layer}.weight"] = RestoredCodes(
                 codes.name, codes.shard, codes.dtype, codes.shape, codes.offset,
                 scales=scales, exponents=exponents, group=group,
             )  # fmt: skip
@@ -50,7 +50,7 @@ def as_mx(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     return found
 
 
-def codes_of(part: Part, read: Callable[[TensorInfo], Tensor]) -> Tensor:
+def codes_of(part: RestoredCodes, read: Callable[[TensorInfo], Tensor]) -> Tensor:
     """Return the codes that a weight had before it was rebased."""
     held = QTensor(read(part), read(part.scales), part.group)
     return restore(held, read(part.exponents)).data

@@ -89,7 +89,7 @@ def check_name(path: Path) -> None:
 
 
 def no_weights(folder: Path) -> CheckpointError:
-    """Return what a directory holds instead of the safetensors files of one model."""
+    """Return the error that says what a directory holds instead of the files of one model."""
     files = sorted(p.name for p in folder.iterdir() if p.is_file() or p.is_symlink())
     shards = [n for n in files if n.endswith(".safetensors")]
     if shards:
@@ -181,7 +181,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def unwritable(error: OSError, place: Path) -> CheckpointError | None:
-    """Return that something may not be written, if that is what an error of the system means."""
+    """Return the error that a place may not be written, if an error of the system means that."""
     ours = _made_for(place, error.filename)
     refusing = (errno.EACCES, errno.EPERM, errno.EROFS)
     # /proc says of a folder that it will not make that it is not there

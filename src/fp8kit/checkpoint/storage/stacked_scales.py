@@ -22,7 +22,7 @@ _KINDS = {"scale": "weight_scale", "scale_inv": "weight_scale_inv"}
 
 
 def sliced(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return each expert its slice of a stack of scales as a tensor of its own.
+    """Give each expert its slice of a stack of scales as a tensor of its own.
 
     That is so where the codes it belongs to are there one by one; a slice has the name that the
     scale of one layer has, lies inside of its stack, and is read alone.

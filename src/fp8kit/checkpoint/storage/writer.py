@@ -58,19 +58,13 @@ def write_checkpoint(
     with directory.disk_errors(destination, lambda: nothing), _staging(destination) as folder:
         directory.check_space(folder, sum(s.size for s in shards))
         for shard in shards:
-            _start(folder, shard)
+            shard.begin(folder / shard.file)
         _fill(folder, shards, layout, tensors)
         names = directory.complete(folder, shards, layout, config, source=origin, texts=texts)
         # another process may have written it in the meantime
         check_destination(destination, origin, overwrite)
         directory.install(folder, destination)
     return names
-
-
-def _start(folder: Path, shard: Shard) -> None:
-    with (folder / shard.file).open("wb") as file:
-        file.write(shard.header)
-        file.truncate(shard.size)
 
 
 def _fill(

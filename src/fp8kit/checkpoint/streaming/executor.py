@@ -75,9 +75,7 @@ class _Part:
         self.shard, self.missing, self.target = shard, slices, folder / shard.file
         # a worker that was given up for lost must not write into the file of its successor
         self.path = folder / f".{shard.file}.{uuid.uuid4().hex[:8]}{PART}"
-        with self.path.open("wb") as file:
-            file.write(shard.header)
-            file.truncate(shard.size)
+        shard.begin(self.path)
 
     def finish(self) -> None:
         sync(self.path)

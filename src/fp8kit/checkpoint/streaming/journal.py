@@ -162,7 +162,7 @@ def _described(run: JsonObject) -> JsonObject:
 
 
 def _difference(key: str, before: object, now: object) -> str:
-    """Return in what a run differs from another one; nothing of what only a machine compares."""
+    """Say how a run differs from another one; nothing of what only a machine compares."""
     if key == "plan":
         return ""
     if key == "source":

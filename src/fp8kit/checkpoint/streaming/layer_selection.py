@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
-from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.naming import dense_stacks
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
@@ -21,7 +20,7 @@ from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.conversion import patterns
 from fp8kit.conversion.report import Record, Report
 from fp8kit.errors import CheckpointError, ConversionError
-from fp8kit.formats import BLOCK, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import BLOCK, FLOATS, Scheme, scale_dtype, scale_shape
 
 _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.[^.]+$")
 _EMBEDDING = re.compile(
@@ -138,7 +137,10 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     for name, info in kept.items():
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and layer in layers and len(info.shape) == 2:
-            if _decide(choice, layer, layers[layer], Matrix.of(info), recipe, layer in merged):
+            matrix = Matrix.of(info)
+            reason, warning = _reason(layer, layers[layer], matrix, recipe, layer in merged)
+            _add(choice, layer, matrix, recipe.resolved, reason, warning)
+            if not reason:
                 continue
             choice.ignore.append(layer)
         elif (experts := stack_of(name)) is not None and len(info.shape) == 3:
@@ -197,20 +199,6 @@ def _reason(
         own = patterns.size_obstacle((matrix.rows, matrix.cols))
     reason = layer.obstacle or own
     return reason, bool(reason)
-
-
-def _decide(
-    choice: Selection,
-    name: str,
-    layer: KnownLayer,
-    matrix: Matrix,
-    recipe: Recipe,
-    merged: bool = False,
-) -> bool:
-    """Record the decision about one layer; say whether it becomes FP8."""
-    reason, warning = _reason(name, layer, matrix, recipe, merged)
-    _add(choice, name, matrix, recipe.resolved, reason, warning)
-    return not reason
 
 
 def _decide_stack(

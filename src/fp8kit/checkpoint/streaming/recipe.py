@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from fp8kit.checkpoint.dialects import JsonObject
-from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.targets import dialect_for
 from fp8kit.checkpoint.storage.layout import MAX_SHARD_BYTES
 from fp8kit.errors import InvalidValue
-from fp8kit.formats import Scheme
+from fp8kit.formats import FLOATS, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +20,7 @@ class Recipe:
 
     Args:
         scheme: a preset name or a ``Scheme``, none that needs calibration.
-        target: who shall load the result, one of ``TARGETS``.
+        target: who will load the result, one of ``TARGETS``.
         include: patterns, as in ``fp8kit.plan``; they see experts one by one.
         exclude: patterns, as in ``fp8kit.plan``.
         strict: raise if a considered layer cannot be quantized.

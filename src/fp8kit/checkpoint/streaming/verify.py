@@ -175,7 +175,7 @@ class _Comparison:
         """Compare FP8 codes and their scales with the weight they stand for."""
         name, group = layer.weight, layer.group
         info, matrix = self._result.tensors[name], self._places[name]
-        nv = isinstance(info, nvfp4.Part)
+        nv = isinstance(info, nvfp4.ConvertedPart)
         stored, halves = Matrix.of(info), info.packed or nv
         if self._shape(name) != info.shape:
             return _differing(name, "fp8", self._shape(name), info.shape)

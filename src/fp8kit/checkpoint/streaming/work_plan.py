@@ -11,7 +11,6 @@ import torch
 
 from fp8kit.checkpoint.dialects import JsonObject, Source, Spec
 from fp8kit.checkpoint.exporting import on_disk, with_quantization
-from fp8kit.checkpoint.schema.layers import FLOATS
 from fp8kit.checkpoint.schema.naming import named
 from fp8kit.checkpoint.schema.pairing import interpret
 from fp8kit.checkpoint.schema.targets import dialect_for, output_heads
@@ -21,7 +20,7 @@ from fp8kit.checkpoint.storage.reader import STEMS, Checkpoint
 from fp8kit.checkpoint.streaming.layer_selection import Selection
 from fp8kit.checkpoint.streaming.recipe import Recipe
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import TENSOR, Scheme, scale_dtype, scale_shape
+from fp8kit.formats import FLOATS, TENSOR, Scheme, scale_dtype, scale_shape
 
 
 @dataclass(frozen=True, slots=True)
