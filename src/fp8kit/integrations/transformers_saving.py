@@ -187,10 +187,13 @@ def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tens
 def save_what_is_given(own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Save by ``save_pretrained``, which tells quantizers nothing of its ``state_dict``."""
     token = GIVEN.set(args[2] if len(args) > 2 else kwargs.get("state_dict"))
+    announced = hasattr(model.config, "quantization_config")
     try:
         return own(model, *args, **kwargs)
     finally:
         GIVEN.reset(token)
+        if not announced:  # a dense model may have the same config
+            vars(model.config).pop("quantization_config", None)
 
 
 @contextmanager
