@@ -710,6 +710,18 @@ def test_a_part_of_a_model_announces_itself_alone(tmp_path: Path) -> None:
     assert_same_tensors(model, loaded)
 
 
+def test_saving_says_nothing_of_a_dense_model_of_the_same_config(tmp_path: Path) -> None:
+    model = stock(NANO)
+    dense = type(model)(model.config)
+    fp8kit.convert(model)
+    model.save_pretrained(tmp_path / "fp8")
+    dense.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
+    assert_same(dense, stock(tmp_path / "dense"))
+    model.save_pretrained(tmp_path / "again")
+    assert all_bytes(tmp_path / "again") == all_bytes(tmp_path / "fp8")
+
+
 def test_dense_again(tmp_path: Path) -> None:
     model = converted()
     model.save_pretrained(tmp_path / "fp8")

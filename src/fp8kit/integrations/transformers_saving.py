@@ -74,8 +74,7 @@ def export(model: Any) -> Exported:
     tensors = _as_in_checkpoints(model, tensors) | expert_names.tensors_of(layers)
     stacked = expert_names.own_names(model, []) - expert_names.own_names(model, whole)
     tensors |= {n: kept[n] for n in stacked & kept.keys()}
-    config = json.loads(model.config.to_json_string())
-    config["architectures"] = [type(model).__name__]
+    config = json.loads(model.config.to_json_string()) | {"architectures": [type(model).__name__]}
     texts = {}
     if model.can_generate():
         texts["generation_config.json"] = model.generation_config.to_json_string()
@@ -141,8 +140,7 @@ def _names_of_numbers(
     several: dict[int, str] = {}
     for name, tensor in revert_weight_conversion(model, numbers).items():
         single = tensor.numel() == 1 and name.endswith(".weight")
-        found = alone if single else several
-        found[int(tensor.min().item())] = name.removesuffix(".weight")
+        (alone if single else several)[int(tensor.min().item())] = name.removesuffix(".weight")
     return alone, several
 
 
@@ -187,10 +185,13 @@ def _as_in_checkpoints(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tens
 def save_what_is_given(own: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Save by ``save_pretrained``, which tells quantizers nothing of its ``state_dict``."""
     token = GIVEN.set(args[2] if len(args) > 2 else kwargs.get("state_dict"))
+    announced = hasattr(model.config, "quantization_config")
     try:
         return own(model, *args, **kwargs)
     finally:
         GIVEN.reset(token)
+        if not announced:  # a dense model may have the same config
+            vars(model.config).pop("quantization_config", None)
 
 
 @contextmanager
@@ -289,7 +290,6 @@ def _as_saved(model: Any, absent: Collection[str]) -> tuple[dict[str, Any], Json
         )
     written = dict(announced.on_disk(n, t) for n, t in exported.tensors.items())
     kinds = {n: (t.dtype, tuple(t.shape)) for n, t in written.items()}
-    quantization = announced.config(exported.dense)
-    quantization = accepted_of(model, quantization, kinds, announced.dtype)
+    quantization = accepted_of(model, announced.config(exported.dense), kinds, announced.dtype)
     stored = dict(announced.on_disk(n, t) for n, t in held.items() if n not in absent)
     return stored, quantization
