@@ -275,13 +275,19 @@ def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
                     "Start from the high-precision checkpoint that it was made of.",
                 )
             ]
-        beside = f", but one of {kinds[weight][0]}" if weight in kinds else ""
+        held = kinds[weight][0] if weight in kinds else None
+        beside = f", but one of {held}" if held else ""
+        remedy = "A shard may be missing or mixed up: get the checkpoint again."
+        if held in FLOATS:
+            remedy = (
+                "Transformers saves this of a model that it loaded in FP8 and decoded: take the "
+                "FP8 checkpoint, and save what fp8kit.load makes of it."
+            )
         return [
             teach(
                 f"{scale} has no FP8 {weight} beside it{beside}.",
                 "A scale belongs to an FP8 weight.",
-                "A shard may be missing or mixed up: get the checkpoint again. Rename it if it is "
-                "a parameter of the model itself.",
+                f"{remedy} Rename it if it is a parameter of the model itself.",
             )
             for scale in (*parts.scales, *parts.input_scales)
         ]
