@@ -28,7 +28,7 @@ from fp8kit.conversion.plan import plan, refuse_static, warn_of_nothing
 from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import Scheme
+from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import is_conv1d, unlike_linear
 from fp8kit.modules.expert_stacks import rearranged
@@ -215,7 +215,8 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             module = modules.get(target)
             if not isinstance(module, nn.Linear):
                 continue  # an embedding, say, or renamed by a hook of state_dict: decoded
-            if module in read and not isinstance(module, Fp8Linear):
+            foreign = module in read and not isinstance(module, Fp8Linear)
+            if foreign and module.weight.dtype not in FP8_FORMATS:
                 found.read[target] = read[module]  # codes are not its numbers: decoded
                 continue
             if (
@@ -224,7 +225,7 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             ):
                 if module.scheme.stored == scheme or len(route.sources) > 1:
                     continue
-            if isinstance(module, Fp8Linear) or unlike_linear(module) or not target:
+            if isinstance(module, Fp8Linear) or foreign or unlike_linear(module) or not target:
                 raise CheckpointError(
                     f"{target or 'The model itself'} is {scheme} in the checkpoint and "
                     f"{_described(module)} in the model.",
@@ -290,9 +291,9 @@ def _groups(model: nn.Module, layers: Layers) -> list[tuple[str, ...]]:
     return conversion_siblings.find_groups(model, found)
 
 
-def _described(module: nn.Module) -> str:
-    scheme = f" {module.scheme}" if isinstance(module, Fp8Linear) else ""
-    return f"{type(module).__name__}{scheme}"
+def _described(module: nn.Linear) -> str:
+    held = module.scheme if isinstance(module, Fp8Linear) else f"({module.weight.dtype})"
+    return f"{type(module).__name__} {held}"
 
 
 def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:
