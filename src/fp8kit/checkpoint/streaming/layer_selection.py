@@ -14,7 +14,7 @@ from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
 from fp8kit.checkpoint.schema.layers import FLOATS
-from fp8kit.checkpoint.schema.naming import dense_stacks
+from fp8kit.checkpoint.schema.naming import dense_stacks, experts_of
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.streaming.recipe import Recipe
@@ -125,9 +125,11 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         why = f"Transformers loads experts of this model in high precision alone, in {dialect.name}"
         stacks, odd = {}, dict.fromkeys(stacks, why) | odd
     layers = {**_experts(checkpoint), **facts.layers}
-    layers |= {name: KnownLayer((name,)) for stack in stacks.values() for name in stack}
+    layers |= {name: _expert(name) for stack in stacks.values() for name in stack}
     every = {**layers, **facts.absent}.items()
     names = [n for disk, known in every for n in dict.fromkeys((disk, *known.names))]
+    stacked = {n: home for n in checkpoint.tensors if (home := stack_of(n))}
+    names += [*stacked, *stacked.values()]
     for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
         patterns.check_patterns(argument, () if given is None else given, names)
     choice = Selection(Report(str(recipe.resolved)))
@@ -166,7 +168,12 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
 
 def _experts(checkpoint: Checkpoint) -> dict[str, KnownLayer]:
     layers = (n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith(".weight"))
-    return {n: KnownLayer((n,)) for n in layers if _EXPERT.match(n)}
+    return {n: _expert(n) for n in layers if _EXPERT.match(n)}
+
+
+def _expert(name: str) -> KnownLayer:
+    """Describe a matrix of one expert, which patterns may also name by the module of all."""
+    return KnownLayer((name, experts_of(name)))
 
 
 def _merged(kept: dict[str, TensorInfo], layers: dict[str, KnownLayer], recipe: Recipe) -> set[str]:
@@ -218,7 +225,7 @@ def _decide_stack(
 ) -> bool:
     """Record the decision about a stack of experts: all of them become FP8, or none."""
     down = "down_proj" in info.name.rpartition("experts")[2]
-    reasons = [_reason(n, KnownLayer((n,)), m, recipe)[0] for n, m in stack.items()]
+    reasons = [_reason(n, _expert(n), m, recipe)[0] for n, m in stack.items()]
     if stack and not any(reasons):
         for n, matrix in stack.items():
             if n.endswith("down_proj") == down:
