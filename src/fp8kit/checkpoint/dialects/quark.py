@@ -29,6 +29,10 @@ def _parse(source: Source) -> Announcement:
 def _numbers(key: str, config: Any) -> Numbers:
     if not isinstance(config, dict):
         raise base.broken(key, config, "an object")
+    said = config.get("weight")
+    if isinstance(said, list):  # int4_fp8: codes of codes
+        once = "one object: weights are quantized once"
+        raise base.broken(f"{key}.weight", said, once, base.OTHER_FORMAT)
     weight = _group(f"{key}.weight", base.objects(config, "weight"))
     inputs = base.objects(config, "input_tensors")
     if not inputs:
