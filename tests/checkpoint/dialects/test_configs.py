@@ -74,7 +74,7 @@ def test_inputs_that_are_rotated_at_run_time_are_refused(key: str, config: Any) 
 
 def test_weights_that_quark_quantized_twice_are_refused() -> None:
     twice = [{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "int4"}]
-    with pytest.raises(CheckpointError, match=r"weight = \[.*int4.*quantized once\. .*not read"):
+    with pytest.raises(CheckpointError, match=r"weight = \[.*int4.*not several\. .*not read"):
         read({"quant_method": "quark", "global_quant_config": {"weight": twice}})
 
 

@@ -31,8 +31,7 @@ def _numbers(key: str, config: Any) -> Numbers:
         raise base.broken(key, config, "an object")
     said = config.get("weight")
     if isinstance(said, list):  # int4_fp8: codes of codes
-        once = "one object: weights are quantized once"
-        raise base.broken(f"{key}.weight", said, once, base.OTHER_FORMAT)
+        raise base.broken(f"{key}.weight", said, "one object, not several", base.OTHER_FORMAT)
     weight = _group(f"{key}.weight", base.objects(config, "weight"))
     inputs = base.objects(config, "input_tensors")
     if not inputs:

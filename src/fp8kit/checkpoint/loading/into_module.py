@@ -219,16 +219,17 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             if foreign and module.weight.dtype not in FP8_FORMATS:
                 found.read[target] = read[module]  # codes are not its numbers: decoded
                 continue
-            if (
-                isinstance(module, Fp8Linear)
-                and module.scheme.stored.activation == scheme.activation
-            ):
-                if module.scheme.stored == scheme or len(route.sources) > 1:
+            if isinstance(module, Fp8Linear):
+                stored, joined = module.scheme.stored, len(route.sources) > 1
+                if stored == scheme or (joined and stored.activation == scheme.activation):
                     continue
             if isinstance(module, Fp8Linear) or foreign or unlike_linear(module) or not target:
+                held = (
+                    module.scheme if isinstance(module, Fp8Linear) else f"({module.weight.dtype})"
+                )
                 raise CheckpointError(
                     f"{target or 'The model itself'} is {scheme} in the checkpoint and "
-                    f"{_described(module)} in the model.",
+                    f"{type(module).__name__} {held} in the model.",
                     "FP8 weights load into nn.Linear layers inside a model, or into Fp8Linear "
                     "layers of the same scheme.",
                     "Pass a dense model, built as before its conversion.",
@@ -289,11 +290,6 @@ def _names_of_linears(model: nn.Module) -> dict[nn.Module, list[str]]:
 def _groups(model: nn.Module, layers: Layers) -> list[tuple[str, ...]]:
     found = [n for n, m in model.named_modules() if isinstance(m, Fp8Linear) or n in layers.made]
     return conversion_siblings.find_groups(model, found)
-
-
-def _described(module: nn.Linear) -> str:
-    held = module.scheme if isinstance(module, Fp8Linear) else f"({module.weight.dtype})"
-    return f"{type(module).__name__} {held}"
 
 
 def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:

@@ -140,7 +140,10 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
     for name, info in kept.items():
         layer, _, kind = name.rpartition(".")
         if kind == "weight" and layer in layers and len(info.shape) == 2:
-            if _decide(choice, layer, layers[layer], Matrix.of(info), recipe, layer in merged):
+            matrix = Matrix.of(info)
+            reason, warning = _reason(layer, layers[layer], matrix, recipe, layer in merged)
+            _add(choice, layer, matrix, recipe.resolved, reason, warning)
+            if not reason:
                 continue
             choice.ignore.append(layer)
         elif (experts := stack_of(name)) is not None and len(info.shape) == 3:
@@ -157,10 +160,9 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         excluded = patterns.exclusion([name], recipe.include, recipe.exclude, absent.role)
         reason = excluded or absent.obstacle or "not on disk"
         choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
-    dense = {n: checkpoint.tensors[n].shape for n in choice.copies}
     # vLLM runs models that it has no class for by their modules, without renaming what is listed
     modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
-    homes = dense_stacks(dense, choice.matrices)
+    homes = dense_stacks({n: kept[n].shape for n in choice.copies}, choice.matrices)
     choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *homes})
     _check(choice, recipe, checkpoint.config)
     return choice
@@ -204,20 +206,6 @@ def _reason(
         own = patterns.size_obstacle((matrix.rows, matrix.cols))
     reason = layer.obstacle or own
     return reason, bool(reason)
-
-
-def _decide(
-    choice: Selection,
-    name: str,
-    layer: KnownLayer,
-    matrix: Matrix,
-    recipe: Recipe,
-    merged: bool = False,
-) -> bool:
-    """Record the decision about one layer; say whether it becomes FP8."""
-    reason, warning = _reason(name, layer, matrix, recipe, merged)
-    _add(choice, name, matrix, recipe.resolved, reason, warning)
-    return not reason
 
 
 def _decide_stack(
@@ -265,17 +253,11 @@ def _check(choice: Selection, recipe: Recipe, config: JsonObject) -> None:
             "Exclude less, or include a layer by its full name, which lifts the defaults.",
         )
     targets.check_layers(recipe.target, recipe.resolved, shapes, choice.ignore, config=config)
-    mixed = _mixed_experts(shapes, choice.ignore)
-    if mixed:
+    found = ((_EXPERT.match(n) for n in names) for names in (shapes, choice.ignore))
+    quantized, dense = ({m["experts"] for m in matches if m} for matches in found)
+    if mixed := min(quantized & dense, default=""):
         raise CheckpointError(
             f"Of {mixed} some experts are FP8 and some are not.",
             "Every engine runs the experts of one layer as one operation of one kind.",
             "Include or exclude them together, e.g. with the pattern '*.experts.*'.",
         )
-
-
-def _mixed_experts(quantized: dict[str, tuple[int, int]], ignore: list[str]) -> str:
-    homes = [
-        {m["experts"] for n in names if (m := _EXPERT.match(n))} for names in (quantized, ignore)
-    ]
-    return min(homes[0] & homes[1], default="")
