@@ -181,6 +181,14 @@ def test_stock_weight_only_computes_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(logits(found), exact, rtol=1e-4, atol=1e-4)
 
 
+def test_a_stock_model_is_filled_once_it_is_decoded(nano: Path) -> None:
+    other = stock(nano)
+    with pytest.raises(CheckpointError, match=r"checkpoint and Linear \(torch.float8_e4m3fn\) in"):
+        load(nano, other)
+    logits(other)  # it decompresses its weights on the first call
+    assert_bits_equal(logits(load(nano, other)), logits(load(nano)))
+
+
 def test_stock_transformers_multiplies_the_same_numbers(nano: Path) -> None:
     ours, other = load(nano, dtype=torch.float32), stock(nano, dtype=torch.float32)
     logits(other)  # it decompresses its weights on the first call

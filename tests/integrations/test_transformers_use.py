@@ -139,6 +139,13 @@ def test_device_maps(device_map: Any, model: Any, prompt: Tensor) -> None:
         assert_bits_equal(placed(prompt).logits, model(prompt).logits)
 
 
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8"])
+def test_a_model_on_meta_shows_what_fp8_takes(scheme: str) -> None:
+    placed = on_the_fly(device_map="meta", quantization_config=fp8kit.Fp8KitConfig(scheme))
+    assert all(p.is_meta for p in placed.parameters())
+    assert placed.get_submodule("model.layers.0.mlp.up_proj").weight.dtype == torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize(
     "options",
     [

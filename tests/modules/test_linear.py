@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8kit
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import SCHEMES, TENSOR, Scheme
 from fp8kit.modules.linear import Fp8Linear, quantize_weight
 from numerics import assert_bits_equal, assert_matmul, assert_scheme_error, relative_error
@@ -150,6 +151,15 @@ def test_casts_change_the_bias_and_never_the_codes(
         layer.float()
         dtype = torch.float32
     assert layer(torch.randn(2, K, dtype=dtype)).dtype == dtype
+
+
+def test_a_scale_that_was_cast_past_the_layer_is_told() -> None:
+    layer = fp8kit.Fp8Linear.from_linear(nn.Linear(128, 256))
+    for p in layer.parameters():  # as DeepSpeed's bf16 does it
+        if p.dtype == torch.float32:
+            p.data = p.data.bfloat16()
+    with pytest.raises(UnsupportedError, match=r"scales of an FP8 layer to torch.bfloat16, past"):
+        layer.to("cpu")
 
 
 def test_casts_keep_parameter_objects() -> None:

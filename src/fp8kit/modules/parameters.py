@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8kit.errors import UnsupportedError
 from fp8kit.formats import FP8_FORMATS, MX, scale_shape
 from fp8kit.runtime.weight_hazards import invalidate
 
@@ -36,7 +37,14 @@ def empty_exponents(
 
 def moved(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> nn.Parameter:
     """Move a Parameter of codes or scales with ``fn``, which may cast what it takes for floats."""
-    bits = parameter.data.view(_BYTES[parameter.element_size()])
+    size = parameter.element_size()
+    if size not in _BYTES:
+        raise UnsupportedError(
+            f"Code has cast codes or scales of an FP8 layer to {parameter.dtype}, past the layer.",
+            "They keep their dtype: cast, they give other numbers.",
+            "Make it anew, and cast by model.to(dtype); leave DeepSpeed's bf16 and fp16 off.",
+        )
+    bits = parameter.data.view(_BYTES[size])
     out = fn(bits)
     if out.dtype != bits.dtype:  # .type(dtype) casts integers too
         out = bits.to(out.device)

@@ -126,6 +126,33 @@ def test_a_layer_with_a_scale_is_static_unless_it_asks(
     assert (found.scheme, found.problems) == ("FP8", [])
 
 
+def loads_to(file: Path, wanted: Tensor) -> None:
+    model = torch.nn.ModuleDict({"fc": torch.nn.Linear(*reversed(wanted.shape), bias=False)})
+    fp8kit.load(file, model)
+    assert_bits_equal(fp8kit.dequantize(model["fc"].quantized_weight()), wanted)
+
+
+@pytest.mark.parametrize("announced", ["header", "tensor"])
+@pytest.mark.parametrize("shape", [(256, 512), (64, 4096)])
+def test_blocks_are_as_large_as_a_layer_says(
+    shape: tuple[int, int], announced: str, tmp_path: Path
+) -> None:
+    q = fp8kit.quantize(torch.randn(shape), fp8kit.GroupShape(64, 64), role="weight")
+    says = {"format": "float8_e4m3fn_blockwise", "group_size": 64}
+    tensors = {"weight": q.data, "weight_scale": q.scale}
+    loads_to(written(tmp_path, announced, "", says, **tensors), fp8kit.dequantize(q))
+
+
+def test_blocks_of_rows_are_known_by_their_third_axis(tmp_path: Path) -> None:
+    q = fp8kit.quantize(torch.randn(96, 192), fp8kit.GroupShape(1, 64), role="weight")
+    tensors = {"fc.weight": q.data, "fc.scale_weight": q.scale[..., None].clone()}
+    save_file(tensors, tmp_path / "diffusion.safetensors")
+    loads_to(tmp_path / "diffusion.safetensors", fp8kit.dequantize(q))
+    tensors["fc.scale_weight"] = torch.ones(96, 5, 1)
+    save_file(tensors, tmp_path / "diffusion.safetensors")
+    assert "of shape [96, 5, 1], and no config" in "".join(inspect(tmp_path).problems)
+
+
 @pytest.mark.parametrize(("elements", "scheme"), [(0, "FP8"), (2, "FP8_TENSOR_BY_16BIT")])
 def test_a_marker_of_two_elements_asks_for_16_bit(
     elements: int, scheme: str, tmp_path: Path

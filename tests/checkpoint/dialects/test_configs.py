@@ -72,6 +72,12 @@ def test_inputs_that_are_rotated_at_run_time_are_refused(key: str, config: Any) 
         read({**base, key: config})
 
 
+def test_weights_that_quark_quantized_twice_are_refused() -> None:
+    twice = [{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "int4"}]
+    with pytest.raises(CheckpointError, match=r"weight = \[.*int4.*not several\. .*not read"):
+        read({"quant_method": "quark", "global_quant_config": {"weight": twice}})
+
+
 @pytest.mark.parametrize("config", [None, [], [{"name": "rotation", "r1": True, "r4": False}]])
 def test_rotations_that_are_part_of_the_weights_change_nothing(config: Any) -> None:
     assert read({**quark({}), "algo_config": config}) == read(quark({}))

@@ -77,6 +77,8 @@ def test_a_scale_without_its_weight(weight: Kind | None) -> None:
     text = problem(read(BLOCK, a__weight_scale_inv=(F32, (2, 1)), **kinds))
     beside = f", but one of {weight[0]}" if weight else ""
     assert text.startswith(f"a.weight_scale_inv has no FP8 a.weight beside it{beside}.")
+    assert ("of a model that it loaded in FP8 and decoded" in text) == (weight is not None)
+    assert ("A shard may be missing" in text) == (weight is None)
 
 
 def test_two_weights_for_one_layer() -> None:

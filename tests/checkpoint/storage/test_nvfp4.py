@@ -33,6 +33,7 @@ CONFIGS = {
         "config_groups": {"group_0": GROUP},
     },
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "auto-round": {"quant_method": "auto-round", "data_type": "nv_fp", "bits": 4, "group_size": 16},
 }
 
 

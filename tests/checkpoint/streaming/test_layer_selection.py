@@ -101,6 +101,20 @@ def test_experts_of_a_layer_stay_together() -> None:
     assert len(decided(checkpoint(**shapes), Recipe(include=["*.experts.*"]))) == 3
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])  # one that FP8 cannot hold, too
+@pytest.mark.parametrize("pattern", ["*.experts", "layers.0.experts", "*.experts.*"])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_pattern_may_name_the_module_of_experts(
+    stacked: bool, pattern: str, model_type: str
+) -> None:
+    stacks = {"gate_up_proj": (2, 512, 128), "down_proj": (2, 128, 256)}
+    single = {f"{i}__{n}__weight": (256, 128) for i in (0, 1) for n in ("gate_proj", "up_proj")}
+    shapes = {f"layers__0__experts__{n}": s for n, s in (stacks if stacked else single).items()}
+    found = checkpoint({"model_type": model_type}, layers__0__fc__weight=(128, 128), **shapes)
+    left = decided(found, Recipe(exclude=[pattern]))
+    assert [n for n, reason in left.items() if not reason] == ["layers.0.fc"]
+
+
 def test_stacks_that_transformers_loads_whole_stay_dense_for_it() -> None:
     found = checkpoint(
         {"model_type": "llama4_text"},

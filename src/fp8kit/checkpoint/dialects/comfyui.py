@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from fp8kit.checkpoint.dialects import base
 from fp8kit.checkpoint.dialects.base import Announcement, Dialect, JsonObject, Numbers, Source
+from fp8kit.formats import GroupShape
 
 METADATA = "_quantization_metadata"
 ENTRY = "comfy_quant"
@@ -41,7 +42,9 @@ def _parse(source: Source) -> Announcement:
         entry = _object(place, source.metadata.get(place, layers.get(layer, {})))
         _check_format(layer, entry.get("format"), source)
         exact = layer.startswith(exact_in) or bool(entry.get("full_precision_matrix_mult"))
-        return Numbers(static=None, weight_only=True, swizzled=True, unscaled=exact)
+        side = entry.get("group_size") if str(entry.get("format")).endswith("_blockwise") else None
+        square = GroupShape(side, side) if isinstance(side, int) and side > 0 else None
+        return Numbers(square, static=None, weight_only=True, swizzled=True, unscaled=exact)
 
     return Announcement(numbers)
 

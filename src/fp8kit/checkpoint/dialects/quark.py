@@ -29,6 +29,9 @@ def _parse(source: Source) -> Announcement:
 def _numbers(key: str, config: Any) -> Numbers:
     if not isinstance(config, dict):
         raise base.broken(key, config, "an object")
+    said = config.get("weight")
+    if isinstance(said, list):  # int4_fp8: codes of codes
+        raise base.broken(f"{key}.weight", said, "one object, not several", base.OTHER_FORMAT)
     weight = _group(f"{key}.weight", base.objects(config, "weight"))
     inputs = base.objects(config, "input_tensors")
     if not inputs:

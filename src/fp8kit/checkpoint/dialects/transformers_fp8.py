@@ -21,7 +21,8 @@ _BYTES = (torch.uint8, torch.float8_e8m0fnu)
 def _detect(source: Source) -> bool:
     found = source.quantization
     if source.method in ("auto-round", "intel/auto-round"):
-        return "fp8" in str(found.get("packing_format")) or "fp8" in str(found.get("data_type"))
+        said = f"{found.get('packing_format')} {found.get('data_type')}"
+        return "fp8" in said or "nv_fp" in said  # NVFP4 is FP8 once it is read
     if source.method not in ("fp8", "deepseek-v4-fp8"):
         return False
     named = source.has("weight_scale_inv", "proj_scale_inv", "activation_scale")

@@ -28,7 +28,7 @@ from fp8kit.conversion.plan import plan, refuse_static, warn_of_nothing
 from fp8kit.conversion.readers.reads import read_by_code
 from fp8kit.conversion.report import Report
 from fp8kit.errors import CheckpointError
-from fp8kit.formats import Scheme
+from fp8kit.formats import FP8_FORMATS, Scheme
 from fp8kit.modules import mx_forms
 from fp8kit.modules.dense import is_conv1d, unlike_linear
 from fp8kit.modules.expert_stacks import rearranged
@@ -215,19 +215,21 @@ def _layers_in_checkpoint(model: nn.Module, checkpoint: Checkpoint, dtype: torch
             module = modules.get(target)
             if not isinstance(module, nn.Linear):
                 continue  # an embedding, say, or renamed by a hook of state_dict: decoded
-            if module in read and not isinstance(module, Fp8Linear):
+            foreign = module in read and not isinstance(module, Fp8Linear)
+            if foreign and module.weight.dtype not in FP8_FORMATS:
                 found.read[target] = read[module]  # codes are not its numbers: decoded
                 continue
-            if (
-                isinstance(module, Fp8Linear)
-                and module.scheme.stored.activation == scheme.activation
-            ):
-                if module.scheme.stored == scheme or len(route.sources) > 1:
+            if isinstance(module, Fp8Linear):
+                stored, joined = module.scheme.stored, len(route.sources) > 1
+                if stored == scheme or (joined and stored.activation == scheme.activation):
                     continue
-            if isinstance(module, Fp8Linear) or unlike_linear(module) or not target:
+            if isinstance(module, Fp8Linear) or foreign or unlike_linear(module) or not target:
+                held = (
+                    module.scheme if isinstance(module, Fp8Linear) else f"({module.weight.dtype})"
+                )
                 raise CheckpointError(
                     f"{target or 'The model itself'} is {scheme} in the checkpoint and "
-                    f"{_described(module)} in the model.",
+                    f"{type(module).__name__} {held} in the model.",
                     "FP8 weights load into nn.Linear layers inside a model, or into Fp8Linear "
                     "layers of the same scheme.",
                     "Pass a dense model, built as before its conversion.",
@@ -284,11 +286,6 @@ def _names_of_linears(model: nn.Module) -> dict[nn.Module, list[str]]:
         if isinstance(module, nn.Linear):
             names[module].append(name)
     return names
-
-
-def _described(module: nn.Module) -> str:
-    scheme = f" {module.scheme}" if isinstance(module, Fp8Linear) else ""
-    return f"{type(module).__name__}{scheme}"
 
 
 def _empty(dense: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> Fp8Linear:

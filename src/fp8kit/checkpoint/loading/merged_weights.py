@@ -59,7 +59,8 @@ def fp8_weight(
 
 def is_finite(q: QTensor) -> bool:
     """Return whether all scales are finite, as those of finite numbers are."""
-    return bool((q.scale != _E8M0_NAN if q.group == MX else q.scale.isfinite()).all())
+    finite = q.scale != _E8M0_NAN if q.group == MX else q.scale.isfinite()
+    return q.scale.is_meta or bool(finite.all())
 
 
 def quantized(dense: Tensor, scheme: Scheme, name: str) -> QTensor:

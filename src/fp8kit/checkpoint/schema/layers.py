@@ -119,7 +119,7 @@ def accepted_shapes(shape: Shape, group: GroupShape, numbers: Numbers) -> tuple[
         return (*stack, rows, 1), (*stack, rows), (*stack, 1, rows)
     wanted = scale_shape(shape, group)
     if group.rows == 1 or stack:
-        return (wanted,)
+        return (wanted,) if stack else (wanted, (*wanted, 1))  # kohya's scripts keep the last axis
     whole: tuple[Shape, ...] = ((), (1,)) if wanted == (1, 1) else ()  # ModelOpt drops its sides
     return wanted, (wanted[0], 1, wanted[1], 1), *whole
 
@@ -131,6 +131,8 @@ def granularity(numbers: Numbers, shape: Shape, scale: Kind) -> GroupShape:
     """
     if numbers.weight is not None:
         return numbers.weight
+    if len(shape) == 2 and len(scale[1]) == 3 and scale[1][1] and shape[1] % scale[1][1] == 0:
+        return GroupShape(1, shape[1] // scale[1][1])
     candidates = (MX, BLOCK) if scale[0] in _BYTES else (TENSOR, ROW, BLOCK, MX)
     fitting = [g for g in candidates if scale[1] in accepted_shapes(shape, g, numbers)]
     if fitting == [ROW, BLOCK]:  # [1, N] is a row of blocks before it is a row of scales

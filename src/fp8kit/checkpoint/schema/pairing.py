@@ -77,6 +77,7 @@ def interpret(source: Source) -> Reading:
         _add_cache_scale(found, ours, on_disk, source.kinds)
     cache = cache_strategy(source.kinds[found.tensors[n]][1] for n in found.kv_scales)
     _summarize(found, announced, cache)
+    found.problems = [text for text in found.problems if text]
     return found
 
 
@@ -143,11 +144,21 @@ def _add_layer(
     for role, ours in standard_names(name, parts.stack).items():
         taken = [found.tensors[ours]] if held[role] and ours in found.tensors else []
         if taken and not problems:
-            problems.append(_ambiguous(f"{taken[0]} and {held[role][0]}", ours))
+            said = teach(
+                f"{taken[0]} and {held[role][0]} are both the tensor {ours}.",
+                "A layer has one weight, and a weight one scale.",
+                "Remove the one that does not belong, or export the model again.",
+            )
+            problems.append(said)
         for on_disk in held[role][:1]:
             found.tensors[ours] = on_disk
     if (smooth := named(name, "pre_quant_scale")) in source.kinds:
-        problems.append(_smoothed(smooth))
+        said = teach(
+            f"{smooth} multiplies what goes into its layer, before it is quantized.",
+            "Layers here multiply their inputs as they come: every number would be wrong.",
+            "Export it without AWQ or SmoothQuant, or with these scales in the norms before.",
+        )
+        problems.append(said)
     found.problems += problems
     if parts.weight:
         found.layers[name] = _layer(found, name, parts, source, announced, not problems)
@@ -160,22 +171,6 @@ def _plain_casts(weight: str) -> str:
         "flux1-dev-fp8 and t5xxl_fp8_e4m3fn, no scale was divided out of them.",
         "Start from the checkpoint in bf16; or cast every tensor of a plain cast to bfloat16, "
         "save that, and quantize it. Else a shard may be missing.",
-    )
-
-
-def _smoothed(name: str) -> str:
-    return teach(
-        f"{name} multiplies what goes into its layer, before it is quantized.",
-        "Layers here multiply their inputs as they come: every number would be wrong.",
-        "Export the model without AWQ or SmoothQuant, or with these scales in the norms before.",
-    )
-
-
-def _ambiguous(names: str, ours: str) -> str:
-    return teach(
-        f"{names} are both the tensor {ours}.",
-        "A layer has one weight, and a weight one scale.",
-        "Remove the one that does not belong, or export the model again.",
     )
 
 
@@ -208,13 +203,12 @@ def _layer(
         said = numbers.weight is not None
         numbers = replace(numbers, weight=ROW if widths else granularity(numbers, shape, scale))
         if not widths:
-            found.problems += _texts(scale_problem(parts.scales[0], scale, shape, numbers, said))
+            found.problems.append(scale_problem(parts.scales[0], scale, shape, numbers, said))
     scheme = numbers.scheme(numbers.weight or TENSOR, bool(parts.input_scales))
     if sound:
-        beside = (
-            (parts.input_scales[0], kinds[parts.input_scales[0]]) if parts.input_scales else None
-        )
-        found.problems += _texts(
+        first = next(iter(parts.input_scales), "")
+        beside = (first, kinds[first]) if first else None
+        found.problems.append(
             input_scale_problem(ours["input_scale"], beside, shape, scheme, len(widths))
         )
     transposed = numbers.transposed and len(shape) == 3
@@ -257,10 +251,6 @@ def _is_turned(name: str, kinds: Kinds) -> bool:
     return (first, width) == (last, 2 * inner)
 
 
-def _texts(text: str) -> list[str]:
-    return [text] if text else []
-
-
 def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
     weight = named(name, "weight")
     if not parts.weight:
@@ -274,13 +264,19 @@ def _pairing_problems(name: str, parts: Parts, kinds: Kinds) -> list[str]:
                     "Start from the high-precision checkpoint that it was made of.",
                 )
             ]
-        beside = f", but one of {kinds[weight][0]}" if weight in kinds else ""
+        held = kinds[weight][0] if weight in kinds else None
+        beside = f", but one of {held}" if held else ""
+        remedy = "A shard may be missing or mixed up: get the checkpoint again."
+        if held in FLOATS:
+            remedy = (
+                "Transformers saves this of a model that it loaded in FP8 and decoded: take the "
+                "FP8 checkpoint, and save what fp8kit.load makes of it."
+            )
         return [
             teach(
                 f"{scale} has no FP8 {weight} beside it{beside}.",
                 "A scale belongs to an FP8 weight.",
-                "A shard may be missing or mixed up: get the checkpoint again. Rename it if it is "
-                "a parameter of the model itself.",
+                f"{remedy} Rename it if it is a parameter of the model itself.",
             )
             for scale in (*parts.scales, *parts.input_scales)
         ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from fp8kit.checkpoint.dialects import JsonObject
 from fp8kit.checkpoint.exporting import AS_CONV1D
 from fp8kit.checkpoint.schema import targets
-from fp8kit.checkpoint.schema.naming import dense_stacks
+from fp8kit.checkpoint.schema.naming import dense_stacks, experts_of
 from fp8kit.checkpoint.storage.matrices import Matrix, stack_of, stacked_experts
 from fp8kit.checkpoint.storage.reader import Checkpoint, TensorInfo
 from fp8kit.checkpoint.streaming.recipe import Recipe
@@ -124,9 +124,11 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         why = f"Transformers loads experts of this model in high precision alone, in {dialect.name}"
         stacks, odd = {}, dict.fromkeys(stacks, why) | odd
     layers = {**_experts(checkpoint), **facts.layers}
-    layers |= {name: KnownLayer((name,)) for stack in stacks.values() for name in stack}
+    layers |= {name: _expert(name) for stack in stacks.values() for name in stack}
     every = {**layers, **facts.absent}.items()
     names = [n for disk, known in every for n in dict.fromkeys((disk, *known.names))]
+    stacked = {n: home for n in checkpoint.tensors if (home := stack_of(n))}
+    names += [*stacked, *stacked.values()]
     for argument, given in (("include", recipe.include), ("exclude", recipe.exclude)):
         patterns.check_patterns(argument, () if given is None else given, names)
     choice = Selection(Report(str(recipe.resolved)))
@@ -157,10 +159,9 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
         excluded = patterns.exclusion([name], recipe.include, recipe.exclude, absent.role)
         reason = excluded or absent.obstacle or "not on disk"
         choice.report.records.append(Record(name, "Linear", absent.shape, "skip", reason))
-    dense = {n: checkpoint.tensors[n].shape for n in choice.copies}
     # vLLM runs models that it has no class for by their modules, without renaming what is listed
     modules = (facts.modules[n] for n in choice.ignore if n in facts.modules)
-    homes = dense_stacks(dense, choice.matrices)
+    homes = dense_stacks({n: kept[n].shape for n in choice.copies}, choice.matrices)
     choice.ignore = sorted({*choice.ignore, *modules, *facts.absent, *homes})
     _check(choice, recipe, checkpoint.config)
     return choice
@@ -168,7 +169,12 @@ def select_layers(checkpoint: Checkpoint, recipe: Recipe, facts: Facts) -> Selec
 
 def _experts(checkpoint: Checkpoint) -> dict[str, KnownLayer]:
     layers = (n.removesuffix(".weight") for n in checkpoint.tensors if n.endswith(".weight"))
-    return {n: KnownLayer((n,)) for n in layers if _EXPERT.match(n)}
+    return {n: _expert(n) for n in layers if _EXPERT.match(n)}
+
+
+def _expert(name: str) -> KnownLayer:
+    """Describe a matrix of one expert, which patterns may also name by the module of all."""
+    return KnownLayer((name, experts_of(name)))
 
 
 def _merged(kept: dict[str, TensorInfo], layers: dict[str, KnownLayer], recipe: Recipe) -> set[str]:
@@ -206,7 +212,7 @@ def _decide_stack(
 ) -> bool:
     """Record the decision about a stack of experts: all of them become FP8, or none."""
     down = "down_proj" in info.name.rpartition("experts")[2]
-    reasons = [_reason(n, KnownLayer((n,)), m, recipe)[0] for n, m in stack.items()]
+    reasons = [_reason(n, _expert(n), m, recipe)[0] for n, m in stack.items()]
     if stack and not any(reasons):
         for n, matrix in stack.items():
             if n.endswith("down_proj") == down:
@@ -246,17 +252,11 @@ def _check(choice: Selection, recipe: Recipe, config: JsonObject) -> None:
             "Exclude less, or include a layer by its full name, which lifts the defaults.",
         )
     targets.check_layers(recipe.target, recipe.resolved, shapes, choice.ignore, config=config)
-    mixed = _mixed_experts(shapes, choice.ignore)
-    if mixed:
+    found = ((_EXPERT.match(n) for n in names) for names in (shapes, choice.ignore))
+    quantized, dense = ({m["experts"] for m in matches if m} for matches in found)
+    if mixed := min(quantized & dense, default=""):
         raise CheckpointError(
             f"Of {mixed} some experts are FP8 and some are not.",
             "Every engine runs the experts of one layer as one operation of one kind.",
             "Include or exclude them together, e.g. with the pattern '*.experts.*'.",
         )
-
-
-def _mixed_experts(quantized: dict[str, tuple[int, int]], ignore: list[str]) -> str:
-    homes = [
-        {m["experts"] for n in names if (m := _EXPERT.match(n))} for names in (quantized, ignore)
-    ]
-    return min(homes[0] & homes[1], default="")
