@@ -533,6 +533,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "trials": ("What parts of the fusion save", trials),
     "compiled": ("The decoder layer under torch.compile", compiled),
     "generation_llama": ("A Llama-8B, as Transformers runs it", whole_model),
+    "generation_llama_h100": ("A Llama-8B on an H100, with later kernels", whole_model),
     "generation_compiled": ("The whole Llama-8B, all 32 layers", whole_model),
     "generation_qwen": ("A mixture of experts, as Transformers runs it", whole_model),
     "diffusion": ("A Flux transformer, as diffusers runs it", whole_model),

@@ -32,6 +32,7 @@ import fp8kit
 from fp8kit import fused
 from fp8kit.formats import BLOCK, GROUP128, MX, ROW, TENSOR, GroupShape
 from fp8kit.fused import triton as fused_triton
+from fp8kit.fused import triton_attention
 from fp8kit.matmul import triton_gemm
 from fp8kit.matmul.hopper import gemm, heuristics
 from fp8kit.matmul.problem import MatmulOperands, MatmulProblem
@@ -58,6 +59,9 @@ TRITON_KERNELS = (
     "_norm_kernel",
     "_plain_norm_kernel",
     "_activation_kernel",
+    "_rotary_kernel",
+    "_attend_kernel",
+    "_combine_kernel",
     "product_kernel",
     "sum_kernel",
     "grouped_kernel",
@@ -261,6 +265,7 @@ def triton_calls(device: str) -> Calls:
             f"layer norm {group}": lambda g=group: fused.layer_norm_quantize(x, weight, group=g),
             f"silu {group}": lambda g=group: fused.silu_mul_quantize(x, x, group=g),
         }
+    calls |= attention_calls(device)
     calls["rms norm, heads"] = lambda: fused_triton.rms_normed(
         x[:, : x.shape[1] // 3 * 3].unflatten(1, (3, -1))[:, 1:],
         weight[: x.shape[1] // 3], 1e-6, 1.0, "once",
@@ -280,6 +285,21 @@ def triton_calls(device: str) -> Calls:
                         triton_gemm.run(MatmulOperands(*o), p)
                     )
     return calls | expert_calls(device)
+
+
+def attention_calls(device: str) -> Calls:
+    """Return calls of what attention does beside its products, with ragged sides."""
+    with torch.device(device):
+        q, k, v = (torch.randn(2, n, 150, 24).bfloat16() for n in (6, 2, 2))
+        cos, sin = torch.randn(2, 2, 150, 24).bfloat16()
+        mask = torch.rand(2, 1, 1, 150) < 0.5
+    return {
+        "rotary": lambda: fused_triton.rotated(q, k, cos, sin),
+        "attention": lambda: triton_attention.attend(q[:, :, :1], k, v, mask, 0.2),
+        "attention, one chunk": lambda: triton_attention.attend(
+            q[:, :, :1], k[:, :, :9], v[:, :, :9], None, 0.2
+        ),
+    }
 
 
 def expert_calls(device: str) -> Calls:

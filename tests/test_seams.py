@@ -37,6 +37,7 @@ REASONS = {
     "_left": "a trace leaves nothing behind",
     "_limits": "a device on which power limits the clock",
     "_product": "a process looks for the library once",
+    "_replays": "whether an attention repeats its launches, which no result tells",
     "_rows_kernel": "what was watched is left as it was",
     "_told": "another test may have told the libraries",
     "_watch_capture": "a graph that is captured where there is no GPU",

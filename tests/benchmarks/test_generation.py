@@ -89,7 +89,8 @@ def test_steps_that_settle_are_not_counted() -> None:
 def test_each_process_compiles_one_model_at_most() -> None:
     every = generation.cases(generation.WAYS, [1, 16, 64], 4096)
     found = generation.plans("llama", 32, every, tiny=False)
-    assert [plan.variant for plan in found] == ["fp8kit"] * 3 + ["torchao"] * 3 + ["bf16"] * 3
+    variants = ("fp8kit", "fp8kit attention", "torchao", "bf16")
+    assert [plan.variant for plan in found] == [v for v in variants for _ in range(3)]
     for plan in found:
         assert sum(case.way == "compiled" for case in plan.cases) == 1
     covered = {case for plan in found if plan.variant == "fp8kit" for case in plan.cases}
@@ -102,7 +103,10 @@ def test_each_process_compiles_one_model_at_most() -> None:
 def test_a_variant_that_the_model_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         generation.main(["qwen", "out.json", "--variants", "torchao"])
-    assert "variants of qwen are fp8kit, bf16, bf16 batched_mm" in capsys.readouterr().err
+    assert (
+        "variants of qwen are fp8kit, fp8kit attention, bf16, bf16 batched_mm"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_part_of_the_layers_has_the_same_part_of_the_vocabulary() -> None:
@@ -123,10 +127,10 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert found["what"].startswith("Llama-8B shape, 1 of 32 layers")
     assert [row["way"] for row in found["rows"]] == ["step", "compiled"]
     for row in found["rows"]:
-        assert set(row["us"]) == {"bf16", "fp8kit"}
+        assert set(row["us"]) == {"bf16", "fp8kit", "fp8kit attention"}
     assert "torchao" in found["rows"][1]["failed"]
     text = whole_model(found)
-    assert "| way | sequences | tokens of each | bf16 | fp8kit |" in text
+    assert "| way | sequences | tokens of each | bf16 | fp8kit | fp8kit attention |" in text
     assert "Did not run: torchao: DeclinedError: not asked for (TORCHAO)" in text
 
 

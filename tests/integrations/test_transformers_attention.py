@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8kit
 import recorded_calls
 from fp8kit.errors import UnsupportedError
-from fp8kit.fused import attention
-from fp8kit.runtime.replay_cache import Operator
 from numerics import ATTENTION_ERROR, assert_bits_equal, relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -37,18 +37,24 @@ def model() -> Any:
     return made
 
 
+class Taken(TorchDispatchMode):
+    """Collect the shapes of keys that our operator is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.fp8kit.attention_of_one_token.default:
+            self.shapes.append(args[1].shape)
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """Collect the shapes of keys that our kernel is given, on a CPU too."""
-    shapes: list[torch.Size] = []
-
-    def attend(query: Tensor, key: Tensor, *others: Any) -> Tensor:
-        shapes.append(key.shape)
-        return attention.attend(query, key, *others)
-
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
     recorded_calls.fuse_on_cpu(monkeypatch)
-    monkeypatch.setattr(transformers_attention, "ATTEND", Operator(attend, attend))
-    return shapes
+    with Taken() as mode:
+        yield mode.shapes
 
 
 def generated(model: Any, **options: Any) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8kit.runtime import compile_ahead, replay_cache, weight_hazards
+import recorded_calls
+from fp8kit.runtime import compile_ahead, weight_hazards
 from fp8kit.runtime.replay_cache import Operator, ReplayCache
 
 cuda_launch = pytest.importorskip("fp8kit.runtime.cuda_launch")
@@ -47,7 +48,6 @@ def fake(monkeypatch: pytest.MonkeyPatch, faked_cuda: Callable[..., None]) -> Fa
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler(2)
     monkeypatch.setattr(cuda_launch.nvrtc, "cubin", made)
-    monkeypatch.setattr(compile_ahead.os, "sched_getaffinity", lambda _: {0, 1})
     return made
 
 
@@ -118,7 +118,7 @@ def test_other_threads_launch_what_one_has_noted(fake: FakeDriver, compiler: Com
 
 
 def test_noted_calls_leave_neither_recordings_nor_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_cache, "RECORDED_DEVICES", ("cpu",))
+    recorded_calls.record_on_cpu(monkeypatch)
     cache, x, weight = ReplayCache(), torch.ones(4), torch.ones(4)
     operator = Operator(torch.neg, torch.neg)
     with compile_ahead.noting():

@@ -73,8 +73,8 @@ def make_plain(module: nn.Module) -> NormForward | None:
 
 def make_rotary(module: nn.Module) -> RotaryForward | None:
     """Return a ``forward`` for an attention with rotary embedding, ``None`` for other modules."""
-    forward: Any = type(module).forward
-    if not may_own_forward(module) or not calls_rotary(forward):
+    forward: Any = type(module).forward if may_own_forward(module) else None
+    if not calls_rotary(forward):
         return None
     return RotaryForward(module) if _rotates(forward.__globals__.get(FUNCTION)) else None
 

@@ -6,7 +6,6 @@ kernels is run once while they are only noted: nothing is launched. Then threads
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,7 @@ def noting() -> Iterator[None]:
     with _state(kernels):
         yield
     if kernels:
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor() as pool:
             list(pool.map(lambda kernel: kernel.load(), kernels))
 
 
