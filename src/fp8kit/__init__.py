@@ -10,7 +10,7 @@ The data flow, which is also the order of the folders::
     matmul       codes x codes -> high precision, by the best backend that fits
     ops          the registered operators that torch.compile sees, and their checks
     functional   quantize, dequantize, scaled_mm, linear: checked entry points
-    fused        norms and activations that write FP8
+    fused        norms and activations that write FP8, rotary embedding, attention of one token
     moe          mixture of experts: routing, the layer of experts, grouped products
     modules      Fp8Linear: its state_dict is the checkpoint
     conversion   plan and convert: dense layers become FP8 layers

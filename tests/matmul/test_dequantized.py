@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fp8kit
-from fp8kit.formats import BLOCK, GROUP128, MX, GroupShape
-from fp8kit.matmul.dequantized import scaled
+from fp8kit.formats import BLOCK, GROUP128, MX, ROW, GroupShape
+from fp8kit.matmul.dequantized import multiplies_bf16, scaled
 from fp8kit.quantizers import reference
 from numerics import assert_bits_equal
 
@@ -21,3 +21,15 @@ def test_scaled_operands_have_the_bits_of_the_reference(
     for dtype in (torch.bfloat16, torch.float32):
         expected = reference.dequantize(q.data, q.scale, group, dtype)
         assert_bits_equal(scaled(q.data, q.scale, group, dtype), expected)
+
+
+@pytest.mark.parametrize("groups", [(ROW, ROW), (GROUP128, BLOCK)], ids=str)
+def test_a_cpu_that_emulates_bf16_rounds_once(groups: tuple[GroupShape, GroupShape]) -> None:
+    if multiplies_bf16("cpu"):
+        pytest.skip("this CPU multiplies bf16")
+    x = fp8kit.quantize(torch.randn(5, 384).bfloat16(), groups[0])
+    w = fp8kit.quantize(torch.randn(256, 384).bfloat16(), groups[1], role="weight")
+    y = fp8kit.scaled_mm(x, w, out_dtype=torch.bfloat16, backend="dequantized")
+    exact = fp8kit.dequantize(x, torch.float32) @ fp8kit.dequantize(w, torch.float32).t()
+    once = (exact - exact.bfloat16()).abs().mean()
+    assert (exact - y).abs().mean() < 1.01 * once

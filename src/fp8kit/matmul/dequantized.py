@@ -2,8 +2,10 @@
 
 Where all scales factor out of the K sum (one per row or per tensor), the codes themselves are
 multiplied, exactly representable in ``bfloat16``, and the scales are applied to the result, which
-rounds once less than scaling the operands. Otherwise the scaled operands are rounded to the
-compute dtype first. ``bfloat16`` results compute in ``bfloat16``, all others in ``float32``.
+rounds once less than scaling the operands. Otherwise the scaled operands are rounded to the compute
+dtype first. ``bfloat16`` results compute in ``bfloat16``, all others in ``float32``; so do
+``bfloat16`` results on a CPU that has no such products, where emulating them takes up to five times
+as long, but for one row of codes, which takes as long as reading the weight.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def run(operands: MatmulOperands, problem: MatmulProblem) -> Tensor:
     x, x_scale, w, w_scale, bias = operands
     x_group, w_group = problem.x_group, problem.w_group
     out_dtype = problem.out_dtype
-    compute = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+    codes_alone = x_group in _FACTORS_OUT and w_group in _FACTORS_OUT
+    narrow = multiplies_bf16(x.device.type) or (x.shape[0] == 1 and codes_alone)
+    compute = torch.bfloat16 if narrow and out_dtype == torch.bfloat16 else torch.float32
     scales = []
     if x_scale is None or x_group is None:
         left = x.to(compute)
@@ -76,6 +80,15 @@ def scaled(codes: Tensor, scale: Tensor, group: GroupShape, dtype: torch.dtype) 
     wide = decode(codes, torch.float32)
     wide.view(-1, group.rows, codes.shape[1]).mul_(rows[:, None, : codes.shape[1]])
     return wide.to(dtype)
+
+
+@functools.cache
+def multiplies_bf16(device_type: str) -> bool:
+    """Return whether a device multiplies ``bfloat16`` itself, and not by way of ``float32``."""
+    if device_type != "cpu":
+        return True
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @functools.cache
