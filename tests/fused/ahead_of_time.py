@@ -25,7 +25,8 @@ def main() -> None:
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         waits = made.asm["ptx"].count("griddepcontrol.wait")
         variant = f"{kernel.__name__} {name}"
-        found[variant] = {**resources(made.asm["cubin"]), "blocks": blocks, "waits": waits}
+        counts = {"blocks": blocks, "waits": waits, "tiles": made.metadata.shared}
+        found[variant] = {**resources(made.asm["cubin"]), **counts}
 
     for module in (triton_attention, triton_rotary):
         module.launch = compiled  # type: ignore[attr-defined]

@@ -85,3 +85,4 @@ def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
         assert counts["stack"] == 0, f"{name}: {counts['stack']} bytes did not fit"
         assert counts["registers"] <= 255
         assert counts["waits"] == 1
+        assert counts["tiles"] <= 99 * 1024, f"{name} does not fit on Ada and Ampere"
