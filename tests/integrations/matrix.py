@@ -149,7 +149,7 @@ MATRIX: dict[str, tuple[Row, ...]] = {
             "with and without `safe_merge`"),
         Row("works", "`init_lora_weights` True, gaussian, eva",
             "integrations/test_peft.py::test_other_initializations_are_those_of_peft"),
-        Row("refused", "PiSSA, OLoRA, MiCA, orthogonal, and others that read the weight",
+        Row("refused", "PiSSA, OLoRA, MiCA, KaSA, orthogonal, and others that read the weight",
             "integrations/test_peft.py::test_initializations_from_the_weight_are_refused",
             "initialize on the dense model"),
         Row("refused", "`target_parameters` of FP8 experts or layers",

@@ -442,6 +442,13 @@ def test_initializations_from_the_weight_are_refused(init: str) -> None:
         adapted(pair(), init_lora_weights=init)
 
 
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_an_adapter_that_cuts_the_weight_is_refused_before_it_does(on_meta: bool) -> None:
+    config = peft.LoraConfig(target_modules=["0"], kasa_config=peft.KasaConfig())
+    with pytest.raises(UnsupportedError, match=r"kasa_config on an Fp8Linear.*dense model"):
+        peft.get_peft_model(pair(), config, low_cpu_mem_usage=on_meta)
+
+
 @pytest.mark.parametrize(
     "made_in_the_dtype_of_the_weight",
     [

@@ -47,8 +47,7 @@ class _Unmerged:
     @classmethod
     def of(cls, layer: Fp8Linear) -> _Unmerged:
         bias = None if layer.bias is None else layer.bias.detach().clone()
-        weight = {name: _bytes(tensor) for name, tensor in _held(layer).items()}
-        return cls(weight, bias, layer.original_weight)
+        return cls({n: _bytes(t) for n, t in _held(layer).items()}, bias, layer.original_weight)
 
     @torch.no_grad()
     def restore(self, layer: Fp8Linear) -> None:
@@ -85,6 +84,8 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
         """Add an adapter; refuse one whose initialization would take codes for numbers."""
         if config.init_lora_weights not in _INITS:
             raise _made_from_codes(f"init_lora_weights={config.init_lora_weights!r}")
+        if getattr(config, "kasa_config", None):  # an adapter on meta would read it in a forward
+            raise _made_from_codes("kasa_config")
         _in_words(super().update_layer, adapter_name, *args, config=config, **kwargs)
 
     def merge(
@@ -102,8 +103,7 @@ class Fp8LoraLinear(lora_layer.Linear):  # type: ignore[misc]
             ValueError: if the merged weight is not finite; nothing is changed then.
             UnsupportedError: if an adapter is of a kind that cannot be merged into FP8.
         """
-        chosen = check_adapters_to_merge(self, adapter_names) or []
-        names = [name for name in chosen if name in self.lora_A]
+        names = [n for n in check_adapters_to_merge(self, adapter_names) or [] if n in self.lora_A]
         if not names:
             return
         layer = self.get_base_layer()
